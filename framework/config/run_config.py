@@ -23,6 +23,7 @@ from framework.config.training import (
     Monitors,
     Parallel,
     Profile,
+    Supervision,
     TaskSection,
     Training,
 )
@@ -87,6 +88,8 @@ class RunConfig(Section):
     callbacks: list[CallbackSection] = []
     """What happens at the events of the run: early_stopping, reduce_on_plateau, or your own by ``target``, any object
     with some of on_start, on_step, on_log, on_evaluation, on_save, on_end (docs/callbacks.md)."""
+    supervision: Supervision = Supervision()
+    """What happens after a failure."""
     profile: Profile | None = None
     """Which steps are looked at closely; left out: none, at no cost."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)

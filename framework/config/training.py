@@ -161,6 +161,17 @@ class Checkpoint(Section):
     tells whether its files are whole. They are read as weights only, as all are."""
 
 
+class Supervision(Section):
+    """Starts after a failure, by `python -m framework launch` on this machine or through ssh: each goes on from the
+    newest sound checkpoint. A request to stop and a refused configuration end the job all the same, and so does an
+    error that comes again at the same step."""
+
+    max_restarts: Count = 0
+    """Starts after the first one, at most; 0: a failure ends the job."""
+    wait_seconds: NonNegative = 5.0
+    """Wait before the next start where nothing was saved since the last one; doubled each time, up to five minutes."""
+
+
 class Profile(Section):
     """Steps that are looked at closely: a trace of all operations, and on request what has to wait for each of them."""
 

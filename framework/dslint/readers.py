@@ -184,6 +184,7 @@ OURS: Final = frozenset(
         "monitors",
         "callbacks",
         "profile",
+        "supervision",
     )
 ) | {"deepspeed"}
 

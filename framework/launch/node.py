@@ -28,6 +28,7 @@ from framework.launch.options import GRACE_SECONDS, WAIT_SECONDS, parse_node, se
 from framework.launch.rendezvous.messages import PROTOCOL
 from framework.launch.rendezvous.session import Session
 from framework.launch.stop_requests import StopRequests, read_order
+from framework.launch.supervision import JobEnd
 from framework.load_run import LoadedRun, load_run
 from framework.plan.cluster import Cluster
 from framework.system.log import print_problem
@@ -123,7 +124,7 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
         terms=terms,
         facts=node_facts(job.config) if topology.nnodes > 1 else {},
         requests=requests,
-    )
+    ).code
 
 
 def check_node(
@@ -155,8 +156,8 @@ def run_node(
     requests: StopRequests,
     terms: NodeOptions,
     facts: Mapping[str, str] | None = None,
-) -> int:
-    """Meet the other nodes, run a script on every rank, and say how it ended; returns the exit code.
+) -> JobEnd:
+    """Meet the other nodes, run a script on every rank, and say how it ended.
 
     Args:
         command: the script, and its arguments.
@@ -204,7 +205,7 @@ def run_node(
     code, line = run_attempt(ranks, peers, requests, node_rank=topology.node_rank, grace_seconds=terms.grace_seconds)
     print_line(line)
     write_termination_log(line)
-    return code
+    return JobEnd(code, line)
 
 
 def _port_problems(topology: Topology) -> Sequence[Problem]:

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Final, TextIO
 
@@ -32,6 +33,7 @@ from framework.launch.node import check_node, grace_seconds, read_token
 from framework.launch.options import GRACE_SECONDS, LaunchOptions
 from framework.launch.rendezvous.messages import readable
 from framework.launch.stop_requests import StopRequests
+from framework.launch.supervision import JobEnd, supervised
 from framework.load_run import deepspeed_words
 from framework.system.limits import require
 from framework.system.output import write
@@ -77,14 +79,13 @@ def launch_over_ssh(options: LaunchOptions) -> int:
     elsewhere, deepspeed = LocalDevices("unknown", 0), options.deepspeed_config
     job = check_node(options.config, options.overrides, topology, elsewhere, deepspeed_config=deepspeed)
     job.print_notes()
-    commands = [
-        (item.host, ssh_command(item.host, agent_command(options, item, node, topology), ssh_args=options.ssh_args))
-        for node, item in enumerate(chosen)
-    ]
+    commands = _commands(options, chosen, topology)
     plain = hosts_command(options, topology, chosen, job.arguments, script=find_train_script())
     # The rest of an agent's order goes over its standard input.
     shown = commands if options.verbose or len(commands) <= _REPORTED + 1 else commands[:_REPORTED]
-    rows = [f"agent on {host.name}: {shlex.join(command)}" for host, command in shown]
+    rows = [
+        f"agent on {item.host.name}: {shlex.join(command)}" for item, (_, command) in zip(chosen, shown, strict=False)
+    ]
     if left := len(commands) - len(shown):
         rows.append(f"and {left} more agents; --verbose prints them all")
     show_settings(topology, plain.as_line() if plain else _NO_PLAIN, *rows)
@@ -92,13 +93,31 @@ def launch_over_ssh(options: LaunchOptions) -> int:
         return EXIT_OK
     # Nobody has to think of a secret: the life line carries one to every host.
     own = {
-        "DSF_JOB_ID": secrets.token_hex(8),
         "DSF_TOKEN": read_token(options.token_file) or secrets.token_hex(16),
         "DSF_GRACE_SECONDS": str(grace_seconds(options.grace_seconds)),
     }
-    order = {"environment": passed_on(os.environ, exports=options.exports) | own}
-    named = [(host.name.rpartition("@")[2], command) for host, command in commands]
-    return Agents(named, order, grace_seconds=float(own["DSF_GRACE_SECONDS"])).run()
+    order = passed_on(os.environ, exports=options.exports) | own
+
+    def start(words: tuple[str, ...]) -> JobEnd:
+        again = replace(options, overrides=(*options.overrides, *words))
+        environment = order | {"DSF_JOB_ID": secrets.token_hex(8)}
+        commands = _commands(again, chosen, topology)
+        agents = Agents(commands, {"environment": environment}, grace_seconds=float(own["DSF_GRACE_SECONDS"]))
+        return agents.run(requests)
+
+    with StopRequests().handling_signals() as requests:
+        return supervised(job.config, requests, start)
+
+
+def _commands(options: LaunchOptions, chosen: Sequence[Chosen], topology: Topology) -> list[tuple[str, Sequence[str]]]:
+    """Each host's name without a user, and the `ssh` that starts its agent."""
+    return [
+        (
+            item.host.name.rpartition("@")[2],
+            ssh_command(item.host, agent_command(options, item, node, topology), ssh_args=options.ssh_args),
+        )
+        for node, item in enumerate(chosen)
+    ]
 
 
 def _places(options: LaunchOptions) -> tuple[tuple[Chosen, ...], Topology]:
@@ -222,24 +241,25 @@ class Agents:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._streams: dict[IO[bytes], tuple[str, TextIO, bytearray]] = {}
         self._ends: list[HostEnd] = []
+        self._last_words: dict[str, str] = {}  # of each host's agent
         self._reported = ""
         self._give_up_at = self._drained_at = math.inf
         self._grace_seconds = grace_seconds
 
-    def run(self) -> int:
-        """Start them, hand on what they say and what is asked of them; returns the exit code of the job."""
-        with StopRequests().handling_signals() as requests:
-            try:
-                self._start()
-                while not self._is_over():
-                    self._pass_on_output()
-                    self._look_for_ends()
-                    self._pass_on_request(requests)
-            finally:
-                self._let_go()
+    def run(self, requests: StopRequests) -> JobEnd:
+        """Start them, hand on what they say and what is asked of them, and say how the job ended."""
+        try:
+            self._start()
+            while not self._is_over():
+                self._pass_on_output()
+                self._look_for_ends()
+                self._pass_on_request(requests)
+        finally:
+            self._let_go()
         code = job_code(self._ends)
         print_line(f"{ends_reported(self._ends)}; the job ends with {code}")
-        return code
+        first = next((name for name, each in self._ends if each == code), "")
+        return JobEnd(code, self._last_words.get(first) or ends_reported(self._ends))
 
     def _is_over(self) -> bool:
         """All have ended, or were given the time: neither an ssh that hangs nor an output that stays open holds us."""
@@ -277,6 +297,9 @@ class Agents:
             whole, _, rest = bytes(kept).rpartition(b"\n")
             if whole:
                 lines = whole.decode("utf-8", errors="replace").split("\n")
+                for line in lines:
+                    if line.startswith("launch: "):
+                        self._last_words[name] = line.removeprefix("launch: ")
                 write(out, "".join(f"{name}: {line}\n" for line in lines if line))
             kept[:] = rest
             if not content:

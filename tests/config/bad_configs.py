@@ -22,6 +22,7 @@ SECTIONS: Final = ", ".join(
         "monitors",
         "callbacks",
         "profile",
+        "supervision",
         "deepspeed",
     )
 )

@@ -23,6 +23,7 @@ from framework.launch.hosts.hostfile import bare, is_loopback_name
 from framework.launch.hosts.topology import Topology
 from framework.launch.local import check
 from framework.launch.options import LaunchOptions, parse
+from framework.launch.supervision import JobEnd
 from framework.load_run import LoadedRun
 from tests.places import ROOT
 
@@ -75,7 +76,7 @@ def test_what_will_be_compiled_is_announced(
     """It takes long enough to be taken for a hang."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr(local, "run_node", lambda *_, **__: 0)
+    monkeypatch.setattr(local, "run_node", lambda *_, **__: JobEnd(0))
     stated = "compiling DeepSpeed's deepspeed_shm_comm: half a minute or more each, once on this machine\n"
     assert local.launch([config, "--num_gpus", "2"]) == 0
     assert stated in capsys.readouterr().err
@@ -371,7 +372,9 @@ def test_a_hostfile_of_this_machine_alone_needs_no_ssh(
 ) -> None:
     """The slots and the choice among them are the hostfile's; nothing else is other than without it."""
     given: list[tuple[Topology, LocalDevices]] = []
-    monkeypatch.setattr(local, "run_node", lambda topology, _, *, devices, **__: given.append((topology, devices)) or 0)
+    monkeypatch.setattr(
+        local, "run_node", lambda topology, _, *, devices, **__: given.append((topology, devices)) or JobEnd(0)
+    )
     monkeypatch.setattr(local, "require_deepspeed", lambda: None)
     monkeypatch.setattr(local, "find_devices", lambda _: FOUR_GPUS)
     monkeypatch.setattr(subprocess, "Popen", None)
@@ -438,9 +441,9 @@ def test_no_rank_has_the_token(config: str, monkeypatch: pytest.MonkeyPatch) -> 
     """One node has nobody to prove anything to, and ranks have no use for the secret of a job."""
     given: list[Mapping[str, str]] = []
 
-    def run_node(*_: object, environment: Mapping[str, str], **__: object) -> int:
+    def run_node(*_: object, environment: Mapping[str, str], **__: object) -> JobEnd:
         given.append(environment)
-        return 0
+        return JobEnd(0)
 
     monkeypatch.setenv("DSF_TOKEN", "s3cret")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")

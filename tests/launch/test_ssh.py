@@ -49,10 +49,12 @@ import sys
 from framework.launch.hosts.hostfile import Host
 from framework.launch.ssh import ssh_command
 from framework.launch.ssh import Agents
+from framework.launch.stop_requests import StopRequests
 programs = zip(sys.argv[1::2], sys.argv[2::2])
 commands = [(name.rpartition("@")[2], ssh_command(Host(name, 1), [sys.executable, "-uc", program], ssh_args=""))
             for name, program in programs]
-sys.exit(Agents(commands, {"environment": {"A": "secret"}}).run())
+with StopRequests().handling_signals() as requests:
+    sys.exit(Agents(commands, {"environment": {"A": "secret"}}).run(requests).code)
 """
 IMPATIENT = "import framework.launch.ssh as ssh; ssh._WAIT_SECONDS = 1.0\n" + PROGRAM
 SAYS = "import sys, json; print(json.loads(sys.stdin.readline())['environment']['A'] == 'secret'); sys.exit({})"

@@ -33,7 +33,7 @@ def main() -> int:
                 terms=NodeOptions(**terms),
                 facts=given["facts"],
                 requests=requests,
-            )
+            ).code
     except FrameworkError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -1,0 +1,27 @@
+"""A callback that ends its rank: once, or at every start that comes so far."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import framework
+
+
+class Dies:
+    """Ends rank `rank` after step `step`: by SIGKILL, or by an error; with `once`, a file, only where that is not
+    there.
+    """
+
+    def __init__(self, step: int, rank: int = 1, once: str = "", error: str = "") -> None:
+        self.step, self.rank, self.once, self.error = step, rank, once, error
+
+    def on_step(self, state: framework.State) -> None:
+        if state.step != self.step or int(os.environ["RANK"]) != self.rank or (self.once and Path(self.once).exists()):
+            return
+        if self.once:
+            Path(self.once).touch()
+        if self.error:
+            raise RuntimeError(self.error)
+        os.kill(os.getpid(), signal.SIGKILL)

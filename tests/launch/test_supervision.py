@@ -1,0 +1,155 @@
+"""A job that fails is started again from its newest checkpoint, and ends as the unbroken one; or is given up."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from framework.checkpoint.names import CHECKPOINTS, MANIFEST, tag_of
+from framework.config.load import config_from_values
+from framework.errors import RunStopped
+from framework.launch.stop_requests import StopRequests
+from framework.launch.supervision import JobEnd, supervised
+from tests.launched import TIMEOUT_SECONDS, job_environment, series
+from tests.places import ROOT
+
+LOST, ERROR = JobEnd(137, "rank 1: killed by SIGKILL at 12:00:01; 1 node stopped in 0.1 s"), "rank 0: ended with 70: "
+
+
+class Starts:
+    """Stands for the job: each start saves up to a step, if any, and ends."""
+
+    def __init__(self, folder: Path, *ends: tuple[JobEnd, int]) -> None:
+        self.folder, self.ends = folder, iter(ends)
+        self.words: list[tuple[str, ...]] = []
+
+    def __call__(self, words: tuple[str, ...]) -> JobEnd:
+        self.words.append(words)
+        end, step = next(self.ends)
+        if step:
+            place = self.folder / "run" / CHECKPOINTS / tag_of(step)
+            place.mkdir(parents=True, exist_ok=True)
+            (place / MANIFEST).write_text(f"{len(self.words)}")
+        return end
+
+
+def run(folder: Path, starts: Starts, most: int = 5, requests: StopRequests | None = None) -> int:
+    supervision = {"max_restarts": most, "wait_seconds": 0}
+    config = config_from_values({"run": {"output_dir": str(folder)}, "supervision": supervision})
+    return supervised(config, requests or StopRequests(), starts)
+
+
+AUTO = ("checkpoint.resume=auto",)
+
+
+def test_a_lost_rank_costs_one_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    starts = Starts(tmp_path, (LOST, 10), (JobEnd(0), 20))
+    assert run(tmp_path, starts) == 0
+    assert starts.words == [(), AUTO]
+    assert "start 2 of at most 6, from step 10, in 0 s [restart]" in capsys.readouterr().err
+
+
+def test_what_the_first_start_was_told_holds_until_something_is_saved(tmp_path: Path) -> None:
+    old = tmp_path / "run" / CHECKPOINTS / tag_of(40)
+    old.mkdir(parents=True)
+    (old / MANIFEST).touch()  # of an earlier run, which the first start would have moved aside
+    starts = Starts(tmp_path, (LOST, 0), (LOST, 10), (JobEnd(0), 0))
+    assert run(tmp_path, starts) == 0
+    assert starts.words == [(), (), AUTO]
+
+
+@pytest.mark.parametrize("code", [0, 75, 78, 64])
+def test_no_other_start_where_it_would_change_nothing(tmp_path: Path, code: int) -> None:
+    assert run(tmp_path, Starts(tmp_path, (JobEnd(code), 10))) == code
+
+
+def test_the_same_error_at_the_same_step_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ends = [(JobEnd(70, ERROR + f"step 12: nan at 12:00:0{n}; 1 node stopped in 0.{n} s"), 10) for n in range(2)]
+    assert run(tmp_path, Starts(tmp_path, ends[0], (ends[1][0], 0), (ends[1][0], 0))) == 77
+    assert "the same error at the same step again; the job ends [no-restart]" in capsys.readouterr().err
+
+
+def test_other_errors_get_three_starts_without_progress(tmp_path: Path) -> None:
+    starts = Starts(tmp_path, *((JobEnd(70, f"{ERROR}{cause}"), 0) for cause in ("a", "b", "c", "d")))
+    assert run(tmp_path, starts) == 77
+    assert len(starts.words) == 3
+    starts = Starts(tmp_path, *((LOST, 0) for _ in range(9)))
+    assert run(tmp_path, starts) == 77
+    assert len(starts.words) == 3
+
+
+def test_progress_gives_new_starts_until_the_budget_is_used_up(tmp_path: Path) -> None:
+    starts = Starts(tmp_path, *((LOST, 10 * number) for number in range(1, 9)))
+    assert run(tmp_path, starts, most=4) == 137
+    assert len(starts.words) == 5
+    assert run(tmp_path, Starts(tmp_path, (LOST, 5)), most=0) == 137
+
+
+def test_a_request_ends_the_wait(tmp_path: Path) -> None:
+    requests = StopRequests()
+
+    def start(_: tuple[str, ...]) -> JobEnd:
+        requests.ask("SIGTERM")
+        return LOST
+
+    config = config_from_values({"run": {"output_dir": str(tmp_path)}, "supervision": {"max_restarts": 1}})
+    assert supervised(config, requests, start) == 137
+    requests = StopRequests()
+    signal.signal(signal.SIGALRM, lambda *_: requests.ask("SIGTERM"))
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(RunStopped):
+        supervised(config, requests, lambda _: LOST)
+
+
+def launched(folder: Path, name: str, dies: dict[str, Any] | None, **sections: Any) -> tuple[int, str]:
+    """A run of two ranks through `launch`."""
+    config: dict[str, Any] = {
+        "run": {"name": name, "output_dir": str(folder)},
+        "model": {"kind": "mlp", "hidden_sizes": [32], "dropout": 0.3},
+        "zero": {"stage": 2},
+        "training": {"max_steps": 16, "log_every": 1},
+        "checkpoint": {"every_steps": 5},
+        "callbacks": [{"target": "tests.jobs.dying:Dies", "args": dies}] if dies else [],
+        "supervision": {"max_restarts": 4, "wait_seconds": 0.1},
+        "monitors": {"tensorboard": False, "progress": "off"},
+        **sections,
+    }
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    words = [sys.executable, "-m", "framework", "launch", str(folder / f"{name}.yaml"), "--num_gpus", "2"]
+    environment = job_environment() | {"DS_ACCELERATOR": "cpu"}
+    ended = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+    )
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timing
+def test_a_killed_rank_and_the_unbroken_run(tmp_path: Path) -> None:
+    code, stated = launched(tmp_path, "killed", {"step": 8, "once": str(tmp_path / "once")})
+    assert code == 0, stated
+    assert "start 2 of at most 5, from step 5" in stated
+    code, stated = launched(tmp_path, "whole", None, supervision={})
+    assert code == 0, stated
+    assert series(tmp_path / "killed", "train/loss") == series(tmp_path / "whole", "train/loss")
+    events = [json.loads(line) for line in (tmp_path / "killed/events.jsonl").read_text().splitlines()]
+    (event,) = [event for event in events if event["kind"] == "restart"]
+    assert (event["number"], event["step"], event["code"]) == (1, 5, 137)
+    assert "rank 1: killed by SIGKILL" in event["cause"]
+
+
+@pytest.mark.slow
+@pytest.mark.timing
+def test_an_error_that_comes_again_is_not_tried_for_ever(tmp_path: Path) -> None:
+    code, stated = launched(tmp_path, "again", {"step": 8, "error": "no such sample"})
+    assert code == 77, stated
+    assert stated.count("[restart]") == 2, "from step 5, and once more"
+    assert "the same error at the same step again" in stated
+    assert "no such sample" in stated
