@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from framework.config.load import Source, load_with_source
 from framework.config.run_config import RunConfig
+from framework.errors import Problem
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, accepted, default_cluster, make_plan
 from framework.system.output import write
@@ -78,9 +79,14 @@ class LoadedRun:
             write(sys.stderr, f"{run.choice}\n")
         return run
 
-    def print_notes(self) -> None:
-        """Print notes on what is allowed in the file, and seldom intended."""
-        for note in self.source.notes:
+    def print_notes(self, *, is_supervised: bool = False) -> None:
+        """Print notes on what is allowed in the file, and seldom intended; `is_supervised`: by who starts the run."""
+        notes = list(self.source.notes)
+        if (most := self.config.supervision.max_restarts) and not is_supervised:
+            reason, fix = "nobody starts the run again here", "start it by `python -m framework launch`"
+            key = "supervision.max_restarts"
+            notes.append(self.source.locate(Problem("not-supervised", reason, fix, key, most, severity="warning")))
+        for note in notes:
             write(sys.stderr, f"{note.severity}: {note}\n")
 
     def plan(self, cluster: Cluster | None = None) -> Plan:

@@ -16,14 +16,14 @@ from tests.places import ROOT
 
 # kB of Python source and number of files per room; what a room no longer needs is taken away here as well.
 CAPS: dict[str, tuple[float, int]] = {
-    "(doors)": (47, 9),
+    "(doors)": (48, 9),
     "system": (59, 13),
     "text": (65, 6),
     "config": (125, 15),
     "plan": (313, 32),
     "checkpoint": (191, 19),
     "train": (91, 13),
-    "launch": (200, 23),
+    "launch": (213, 25),
     "doctor": (97, 12),
     "report": (120, 13),
     "commands": (178, 26),

@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "load_run": {"system", "config", "plan", "checkpoint", "dslint"},
     "hosts": {"system", "plan"},
     "node checks": {"system", "config", "plan", "checkpoint", "hosts"},
-    "launch": {"load_run", "system", "config", "plan", "dslint", "hosts", "node checks"},
+    "launch": {"load_run", "system", "config", "plan", "checkpoint", "dslint", "hosts", "node checks"},
     "doctor": {"load_run", "system", "config", "plan", "launch", "hosts", "node checks"},
     "deploy": {"load_run", "system", "text", "config", "plan", "launch", "hosts"},
     "report": {"system", "text", "config", "plan", "checkpoint", "train"},

@@ -130,7 +130,7 @@ def check(options: LaunchOptions, devices: LocalDevices) -> tuple[LoadedRun, Set
         UsageError: the number of ranks must be given.
     """
     job = load_run(options.config, options.overrides, deepspeed_config=options.deepspeed_config)
-    job.print_notes()
+    job.print_notes(is_supervised=True)
     ranks = _ranks(options, job, devices)
     num_ranks = int(ranks.value)
     cluster = Cluster(devices_per_host=num_ranks, device=devices.kind)

@@ -39,6 +39,7 @@ class LaunchOptions:
     include: str = ""
     exclude: str = ""
     num_nodes: int | None = None
+    min_nodes: int | None = None
     master_addr: str | None = None
     control_port: int | None = None
     wait_seconds: float | None = None
@@ -141,6 +142,8 @@ def _launch_parser() -> tuple[CommandParser, argparse._ArgumentGroup]:
     add_choice(group)
     option = partial(add_option, group)
     option("--num_nodes", type=count, metavar="N", help="the first N hosts")
+    about = "start again on N hosts or more where others do not come back (supervision.max_restarts)"
+    option("--min_nodes", type=count, metavar="N", help=about)
     option("--ssh_args", default="", metavar="TEXT", help="further options of ssh, such as '-p 2222 -i key'")
     option("--remote_python", metavar="PATH", help="Python on the hosts; left out: this one's path")
     option("--remote_folder", metavar="PATH", help="folder on the hosts to start in; left out: this one's path")

@@ -30,8 +30,9 @@ from framework.launch.hosts.hostfile import Chosen, Host, choose_hosts, first_fe
 from framework.launch.hosts.topology import DEFAULT_PORT, Topology
 from framework.launch.job import print_line, show_settings
 from framework.launch.node import check_node, grace_seconds, read_token
-from framework.launch.options import GRACE_SECONDS, LaunchOptions
+from framework.launch.options import GRACE_SECONDS, WAIT_SECONDS, LaunchOptions
 from framework.launch.rendezvous.messages import readable
+from framework.launch.returning_hosts import answering
 from framework.launch.stop_requests import StopRequests
 from framework.launch.supervision import JobEnd, supervised
 from framework.load_run import deepspeed_words
@@ -72,13 +73,15 @@ def launch_over_ssh(options: LaunchOptions) -> int:
     Raises:
         UsageError, ConfigError: nothing has been started.
     """
-    chosen, topology = _places(options)
+    assert options.hostfile is not None
+    chosen = choose_hosts(options.hostfile, **options.choice)
+    topology = _topology(options, chosen)
     num_files = _OWN_FILES + _FILES_PER_HOST * len(chosen)
     require(num_files, f"{len(chosen)} hosts", fix="leave hosts out with --exclude")
     # The devices are elsewhere: here only what holds on any machine is checked.
     elsewhere, deepspeed = LocalDevices("unknown", 0), options.deepspeed_config
     job = check_node(options.config, options.overrides, topology, elsewhere, deepspeed_config=deepspeed)
-    job.print_notes()
+    job.print_notes(is_supervised=True)
     commands = _commands(options, chosen, topology)
     plain = hosts_command(options, topology, chosen, job.arguments, script=find_train_script())
     # The rest of an agent's order goes over its standard input.
@@ -92,21 +95,57 @@ def launch_over_ssh(options: LaunchOptions) -> int:
     if options.dry_run:
         return EXIT_OK
     # Nobody has to think of a secret: the life line carries one to every host.
-    own = {
+    order = passed_on(os.environ, exports=options.exports) | {
         "DSF_TOKEN": read_token(options.token_file) or secrets.token_hex(16),
         "DSF_GRACE_SECONDS": str(grace_seconds(options.grace_seconds)),
     }
-    order = passed_on(os.environ, exports=options.exports) | own
-
-    def start(words: tuple[str, ...]) -> JobEnd:
-        again = replace(options, overrides=(*options.overrides, *words))
-        environment = order | {"DSF_JOB_ID": secrets.token_hex(8)}
-        commands = _commands(again, chosen, topology)
-        agents = Agents(commands, {"environment": environment}, grace_seconds=float(own["DSF_GRACE_SECONDS"]))
-        return agents.run(requests)
 
     with StopRequests().handling_signals() as requests:
-        return supervised(job.config, requests, start)
+        starts = _Starts(options, chosen, order, requests)
+        return supervised(job.config, requests, starts.start)
+
+
+class _Starts:
+    """Starts of one job, on all hosts or on those that are left."""
+
+    def __init__(
+        self, options: LaunchOptions, chosen: Sequence[Chosen], order: Mapping[str, str], requests: StopRequests
+    ) -> None:
+        self._options, self._chosen, self._order, self._requests = options, chosen, order, requests
+        self._expected = list(range(len(chosen)))
+        self._number = 0
+
+    def start(self, words: tuple[str, ...]) -> JobEnd:
+        """Start once, with further settings of the run."""
+        options = replace(self._options, overrides=(*self._options.overrides, *words))
+        if self._number:
+            self._wait_for_hosts(options)
+        chosen = [self._chosen[number] for number in self._expected]
+        topology = _topology(options, chosen)
+        if topology.master_port and not options.master_port:  # what was lost may hold the last one a while longer
+            topology = replace(topology, master_port=topology.master_port + 2 * self._number)
+        self._number += 1
+        commands = _commands(options, chosen, topology)
+        environment = {**self._order, "DSF_JOB_ID": secrets.token_hex(8)}
+        agents = Agents(commands, {"environment": environment}, grace_seconds=float(environment["DSF_GRACE_SECONDS"]))
+        return agents.run(self._requests)
+
+    def _wait_for_hosts(self, options: LaunchOptions) -> None:
+        def fits(count: int) -> bool:
+            if count < (options.min_nodes or len(self._chosen)):
+                return False
+            topology = replace(_topology(options, self._chosen), nnodes=count)
+            with suppress(ConfigError):
+                check_node(options.config, options.overrides, topology, LocalDevices("unknown", 0))
+                return True
+            return False
+
+        asks = [
+            (item.host.name.rpartition("@")[2], ssh_command(item.host, ["true"], ssh_args=options.ssh_args))
+            for item in self._chosen
+        ]
+        seconds = WAIT_SECONDS if options.wait_seconds is None else options.wait_seconds
+        self._expected = answering(asks, self._expected, self._requests, fits=fits, longest_seconds=seconds)
 
 
 def _commands(options: LaunchOptions, chosen: Sequence[Chosen], topology: Topology) -> list[tuple[str, Sequence[str]]]:
@@ -120,9 +159,7 @@ def _commands(options: LaunchOptions, chosen: Sequence[Chosen], topology: Topolo
     ]
 
 
-def _places(options: LaunchOptions) -> tuple[tuple[Chosen, ...], Topology]:
-    assert options.hostfile is not None
-    chosen = choose_hosts(options.hostfile, **options.choice)
+def _topology(options: LaunchOptions, chosen: Sequence[Chosen]) -> Topology:
     sources = options.sources | {"master_addr": "the first host", "master_port": "default"}
     master, port = options.master_addr, DEFAULT_PORT
     if len(chosen) == 1:
@@ -132,7 +169,7 @@ def _places(options: LaunchOptions) -> tuple[tuple[Chosen, ...], Topology]:
         sources |= {"master_addr": "one host", "master_port": "one that the host finds"}
     sources |= {name: f"--{name}" for name in ("master_addr", "master_port") if getattr(options, name)}
     master = master or address_of(chosen[0].host.name, ssh_args=options.ssh_args)
-    return chosen, Topology(len(chosen), len(chosen[0].devices), 0, master, options.master_port or port, sources)
+    return Topology(len(chosen), len(chosen[0].devices), 0, master, options.master_port or port, sources)
 
 
 def agent_command(options: LaunchOptions, chosen: Chosen, node_rank: int, topology: Topology) -> list[str]:

@@ -35,6 +35,7 @@ WHOLE = {
     "zero",
     "monitors",
     "profile",
+    "supervision",
     "training.ema",
 } | {"training.lora"}
 PAGE = ROOT / "docs" / "checkpoints.md"

@@ -21,8 +21,8 @@ SECTIONS: Final = ", ".join(
         "checkpoint",
         "monitors",
         "callbacks",
-        "profile",
         "supervision",
+        "profile",
         "deepspeed",
     )
 )

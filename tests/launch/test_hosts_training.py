@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,14 +112,44 @@ def test_launch_node_on_each_host(network: Network, shared: Path, alone: dict[in
 
 
 def test_launch_over_ssh_on_three_hosts(network: Network, shared: Path, alone: dict[int, dict[int, float]]) -> None:
-    """Two of them by their IPv6 addresses, in brackets and without; all meet at the first one's."""
+    """Two of them by their IPv6 addresses, in brackets and without; all meet at the first one's. A rank is killed, and
+    they start again.
+    """
     first = f"[{address(0)}]" if IPV6 else address(0)
     (shared / "three").write_text(f"{first} slots=1\nnode-1 slots=1\nroot@{address(2)} slots=1\n")
     command = [sys.executable, "-m", "framework", "launch", "-H", "/shared/three", CONFIG, *settings("ssh")]
-    started = network.hosts[0].start(command, cwd=ROOT)
+    started = network.hosts[0].start([*command, *dying(12, "/shared/ssh-once", restarts=1)], cwd=ROOT)
     ended(started)
     assert series(shared / "ssh", "train/loss") == alone[3]
+    assert "launch: start 2 of at most 2, from step 8, in 0 s [restart]" in started.stated()
     assert f"{address(2)}: launch: finished: 3 nodes" in started.stated()
     assert f"launch: master_addr {address(0)} (the first host)" in started.stated()
     for host in network.hosts:
         assert host.processes() == {}
+
+
+def dying(step: int, once: str, *, restarts: int, rank: int = 1) -> list[str]:
+    """Settings of a run that saves every fourth step, with a rank that is killed once."""
+    callback = f"{{target: tests.jobs.dying:Dies, args: {{step: {step}, once: {once}, rank: {rank}}}}}"
+    return [f"supervision.max_restarts={restarts}", "checkpoint.every_steps=4", f"callbacks=[{callback}]"]
+
+
+@pytest.mark.exhaustive  # waits a minute
+def test_the_job_goes_on_without_a_lost_host(
+    network: Network, shared: Path, alone: dict[int, dict[int, float]]
+) -> None:
+    (shared / "hosts").write_text("node-0 slots=1\nnode-1 slots=1\nnode-2 slots=1\n")
+    words = ["-H", "/shared/hosts", "--min_nodes", "2", CONFIG, *settings("lost"), "run.seed=0"]
+    started = network.hosts[0].start(
+        [sys.executable, "-m", "framework", "launch", *words, *dying(12, "/shared/lost-once", restarts=2)], cwd=ROOT
+    )
+    until = time.monotonic() + SECONDS
+    while not (shared / "lost-once").exists():
+        assert started.poll() is None, started.stated()[-3000:]
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    network.hosts[2].kill()
+    assert started.wait(SECONDS) == 0, started.stated()[-3000:]
+    assert "going on without node-2, on 2 of 3 hosts [fewer-hosts]" in started.stated()
+    found = series(shared / "lost", "train/loss")
+    assert found == {step: pytest.approx(loss, abs=1e-5) for step, loss in alone[3].items()}

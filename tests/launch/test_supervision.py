@@ -14,9 +14,12 @@ import yaml
 
 from framework.checkpoint.names import CHECKPOINTS, MANIFEST, tag_of
 from framework.config.load import config_from_values
-from framework.errors import RunStopped
+from framework.errors import PeerLostError, RunStopped
+from framework.launch import returning_hosts
+from framework.launch.returning_hosts import answering
 from framework.launch.stop_requests import StopRequests
 from framework.launch.supervision import JobEnd, supervised
+from framework.load_run import load_run
 from tests.launched import TIMEOUT_SECONDS, job_environment, series
 from tests.places import ROOT
 
@@ -106,6 +109,44 @@ def test_a_request_ends_the_wait(tmp_path: Path) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     with pytest.raises(RunStopped):
         supervised(config, requests, lambda _: LOST)
+
+
+def answers(folder: Path, *, are_here: tuple[bool, ...], fewest: int, **seconds: float) -> list[int]:
+    """Hosts that answer where a file is there."""
+    for number, is_here in enumerate(are_here):
+        (folder / f"host-{number}").unlink(missing_ok=True)
+        if is_here:
+            (folder / f"host-{number}").touch()
+    commands = [(f"host-{number}", ["test", "-e", str(folder / f"host-{number}")]) for number in range(len(are_here))]
+    expected, most = range(len(are_here)), {"enough_seconds": 0.0, "longest_seconds": 0.0} | seconds
+    return answering(commands, expected, StopRequests(), fits=lambda count: count >= fewest and count != 3, **most)
+
+
+def test_hosts_that_come_back_and_hosts_that_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(returning_hosts, "_PAUSE_SECONDS", 0.01)
+    assert answers(tmp_path, are_here=(True, True), fewest=2) == [0, 1]
+    assert answers(tmp_path, are_here=(False, True, True), fewest=1) == [1, 2]
+    assert answers(tmp_path, are_here=(True, False, True, True), fewest=1) == [0, 2], "no plan for three"
+    with pytest.raises(PeerLostError, match="host-1 did not come back"):
+        answers(tmp_path, are_here=(True, False), fewest=2)
+
+
+def test_a_host_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    signal.signal(signal.SIGALRM, lambda *_: (tmp_path / "host-1").touch())
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    assert answers(tmp_path, are_here=(True, False), fewest=2, longest_seconds=60.0) == [0, 1]
+    assert "waiting for host-1 since 0 s, until 60 s" in capsys.readouterr().err
+
+
+def test_where_nobody_starts_again_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text("supervision: {max_restarts: 3}\n")
+    job = load_run(str(tmp_path / "run.yaml"), [])
+    job.print_notes(is_supervised=True)
+    assert capsys.readouterr().err == ""
+    job.print_notes()
+    said = capsys.readouterr().err
+    assert "run.yaml:1" in said
+    assert "supervision.max_restarts = 3: nobody starts the run again here" in said
 
 
 def launched(folder: Path, name: str, dies: dict[str, Any] | None, **sections: Any) -> tuple[int, str]:

@@ -1,0 +1,89 @@
+"""Hosts before another start of a job over ssh: waits for those that were lost, or goes on without them."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from framework.errors import PeerLostError
+from framework.launch.hosts.hostfile import first_few
+from framework.launch.job import print_line
+from framework.launch.stop_requests import StopRequests
+
+ENOUGH_SECONDS: Final = 60.0
+"""Wait for hosts that answered before, where fewer would do."""
+_PROBE_SECONDS: Final = 30.0
+_PAUSE_SECONDS: Final = 2.0
+_LOOK_SECONDS: Final = 0.1
+_REPORT_SECONDS: Final = 15.0
+
+
+def answering(
+    commands: Sequence[tuple[str, Sequence[str]]],
+    expected: Sequence[int],
+    requests: StopRequests,
+    *,
+    fits: Callable[[int], bool],
+    longest_seconds: float,
+    enough_seconds: float = ENOUGH_SECONDS,
+) -> list[int]:
+    """Return the hosts of the next start: all that are expected; or, after a while, as many of those that answer as
+    the job fits.
+
+    Args:
+        commands: each host's name, and an `ssh` that does nothing there.
+        expected: numbers of the hosts that took part in the last start.
+        requests: to stop, heeded meanwhile.
+        fits: whether a job of so many hosts, fewer than expected, is allowed and has a plan.
+        longest_seconds: to wait for enough of them.
+        enough_seconds: to wait for all of them.
+
+    Raises:
+        PeerLostError: too few answer.
+        RunStopped: on request.
+    """
+    begun, reported = time.monotonic(), time.monotonic() - _REPORT_SECONDS
+    while True:
+        here = _probe(commands, requests)
+        missing = [commands[number][0] for number in expected if number not in here]
+        if not missing:
+            return here if fits(len(here)) else [number for number in here if number in expected]
+        waited = time.monotonic() - begun
+        if waited > enough_seconds:
+            for count in range(len(here), 0, -1):
+                if fits(count):
+                    print_line(
+                        f"going on without {first_few(missing)}, on {count} of {len(commands)} hosts [fewer-hosts]"
+                    )
+                    return here[:count]
+        if waited > longest_seconds:
+            raise PeerLostError(f"{first_few(missing)} did not come back within {waited:.0f} s [host-lost]")
+        if time.monotonic() - reported >= _REPORT_SECONDS:
+            reported = time.monotonic()
+            print_line(f"waiting for {first_few(missing)} since {waited:.0f} s, until {longest_seconds:.0f} s")
+        _pause(_PAUSE_SECONDS, requests)
+
+
+def _probe(commands: Sequence[tuple[str, Sequence[str]]], requests: StopRequests) -> list[int]:
+    """Numbers of the hosts that ssh enters now, all asked at once."""
+    quiet = subprocess.DEVNULL
+    probes = {
+        number: subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+        for number, (_, command) in enumerate(commands)
+    }
+    until = time.monotonic() + _PROBE_SECONDS
+    try:
+        while any(probe.poll() is None for probe in probes.values()) and time.monotonic() < until:
+            _pause(_LOOK_SECONDS, requests)
+    finally:
+        for probe in probes.values():
+            probe.kill()
+            probe.wait()
+    return [number for number, probe in probes.items() if probe.returncode == 0]
+
+
+def _pause(seconds: float, requests: StopRequests) -> None:
+    requests.refuse_start()
+    time.sleep(seconds)
