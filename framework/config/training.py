@@ -95,6 +95,9 @@ class Training(Section):
     """Use only operations that give the same bits in every run, slower ones where need be, and end at one that has no
     such form: runs and resumed runs are then equal to the bit on GPUs too. Other devices, versions or numbers of ranks
     round otherwise all the same."""
+    detect_anomaly: bool = False
+    """End at the first gradient that is NaN and name the operation of the forward pass that it belongs to: to look for
+    an error, at several times the cost of a step."""
     channels_last: bool = False
     """Store images with the channels last; convolutions follow, and tensor cores read that order faster."""
     freeze: list[str] = []

@@ -29,6 +29,7 @@ from framework.plan.plan import Plan
 from framework.system.exits import refusing_exits
 
 _NOT_DETERMINISTIC: Final = re.compile(r"([\w.:]+) does not have a deterministic implementation")
+_ANOMALY: Final = re.compile(r"Function '(\w+?)(?:Backward\d*)?' returned nan values")
 _SMALLER_STEPS: Final = (
     "set a smaller batch.micro_size (batch.global_size may stay), training.recompute_every, a higher zero.stage or "
     "zero.offload_optimizer"
@@ -96,6 +97,9 @@ def known_failure(error: BaseException, plan: Plan | None = None) -> str:
             f"{printable(operation[1])} gives other bits in every run on this device; set "
             "training.deterministic: false, or use another operation [not-deterministic]"
         )
+    if is_torchs and (operation := _ANOMALY.search(stated)):
+        place = "the warning above has the line of the forward pass, the last one that is yours"
+        return f"the gradient of {operation[1]} is NaN; {place} [gradient-not-finite]"
     if (
         isinstance(error, MemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)

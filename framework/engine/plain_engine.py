@@ -177,7 +177,8 @@ def arithmetic_of(plan: Plan) -> Iterator[None]:
         cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)
     try:
-        yield
+        with torch.autograd.set_detect_anomaly(plan.config.training.detect_anomaly or torch.is_anomaly_enabled()):
+            yield
     finally:
         torch.set_float32_matmul_precision(before[0])
         cudnn.allow_tf32, cudnn.benchmark = before[1:]

@@ -47,3 +47,13 @@ def test_deterministic_runs_refuse_what_cannot_be(monkeypatch: pytest.MonkeyPatc
     assert state() == before
     assert known_failure(caught.value).startswith("max_unpooling2d_forward_out gives other bits in every run")
     assert known_failure(caught.value).endswith("[not-deterministic]")
+
+
+def test_the_operation_whose_gradient_is_nan_is_named() -> None:
+    number = torch.zeros(1, requires_grad=True)
+    with arithmetic_of(plan_of(training={"detect_anomaly": True})), pytest.warns(UserWarning, match=r"number \* 0"):
+        product = number * 0
+        with pytest.raises(RuntimeError) as caught:
+            torch.sqrt(product).backward()
+    assert not torch.is_anomaly_enabled()
+    assert known_failure(caught.value).startswith("the gradient of Mul is NaN; ")
