@@ -165,14 +165,17 @@ class Checkpoint(Section):
 
 
 class Supervision(Section):
-    """Starts after a failure, by `python -m framework launch` on this machine or through ssh: each goes on from the
-    newest sound checkpoint. A request to stop and a refused configuration end the job all the same, and so does an
-    error that comes again at the same step."""
+    """Starts after a failure, by `python -m framework launch` on this machine or through ssh, each from the newest
+    sound checkpoint; not after a request to stop, a refused configuration, or the same error at the same step again.
+    """
 
     max_restarts: Count = 0
     """Starts after the first one, at most; 0: a failure ends the job."""
     wait_seconds: NonNegative = 5.0
     """Wait before the next start where nothing was saved since the last one; doubled each time, up to five minutes."""
+    hang_seconds: Count = 1800
+    """Seconds without a step, or a batch of an evaluation, after which all ranks end with 70; more than the first step
+    and the longest save take. 0: never. What they wait for is said before, under every launcher."""
 
 
 class Profile(Section):

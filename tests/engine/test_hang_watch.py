@@ -1,0 +1,80 @@
+"""A run whose steps stop coming says within seconds which rank keeps the others waiting, and where it is."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.engine.hang_watch import place_of, sentence
+from tests.launched import ROOT, torchrun
+
+
+def state(step: int, place: str, *, call: str = "", number: int = 0, waits: bool = True) -> dict[str, Any]:
+    calls = {"gloo 0": {"number": number, "name": call, "elements": 300, "waits": waits}} if call else {}
+    return {"seconds": 12.0, "step": step, "place": place, "calls": calls}
+
+
+WAITS = state(40, "train.py:9 in step", call="all_reduce", number=412)
+
+
+def test_a_rank_that_did_not_enter_what_the_others_wait_in() -> None:
+    states = {0: WAITS, 1: WAITS, 2: state(40, "data.py:3 in read"), 3: WAITS}
+    assert sentence(states, world_size=4) == (
+        "no step for 12 s after step 40: rank 2 did not enter all_reduce #412 of 300 elements, and is at "
+        "data.py:3 in read; 3 others wait in all_reduce #412 of 300 elements at train.py:9 in step"
+    )
+
+
+def test_a_rank_that_does_not_answer() -> None:
+    assert "rank 1 does not answer (stopped, or Python's lock is held); 1 other waits" in sentence(
+        {0: WAITS}, world_size=2
+    )
+
+
+def test_ranks_in_different_collectives() -> None:
+    found = sentence({0: WAITS, 1: state(40, "own.py:5 in loss", call="all_gather", number=412)}, world_size=2)
+    assert (
+        "rank 0 waits in all_reduce #412 of 300 elements at train.py:9 in step; rank 1 waits in all_gather #412"
+        in found
+    )
+
+
+def test_nobody_waits_for_anybody() -> None:
+    alone = state(40, "data.py:3 in read", call="all_reduce", number=5, waits=False)
+    assert sentence({0: alone}, world_size=1) == "no step for 12 s after step 40: rank 0 is at data.py:3 in read"
+
+
+def test_the_place_is_the_users_line() -> None:
+    def waiting() -> str:
+        return re.sub(r"\(.*\)", "", place_of(sys._getframe()))
+
+    line = waiting.__code__.co_firstlineno + 1
+    assert waiting() == f"test_hang_watch.py:{line} in waiting"
+
+
+SILENT = ("lock_held", "stopped")
+WAYS = ("lock_held", "dead_mount", "asleep", "endless_loop", "stopped", "data_worker")
+
+
+@pytest.mark.slow
+@pytest.mark.timing
+def test_ways_to_hang(tmp_path: Path, exhaustive: bool) -> None:
+    """The last one is no seed: two ranks are in collectives of different groups, until they are ended."""
+    ways = WAYS if exhaustive else WAYS[:2]
+    job = torchrun(ROOT / "tests/jobs/hang_seeds.py", str(tmp_path), *ways, num_ranks=2, cwd=ROOT)
+    stated = job.stdout + job.stderr
+    found = dict(re.findall(r"seed: (\w*)\n(?:(?!seed: ).*\n)*?.*warning: (no step .*)\n", stated))
+    assert set(found) == {"", *ways}, stated[-6000:]
+    for name in ways:
+        if name in SILENT:
+            expected = r"rank 1 does not answer \(stopped, or Python's lock is held\); 1 other waits in all_reduce"
+        else:
+            expected = r"rank 1 did not enter all_reduce #\d+ of 300 elements, and is at hang_seeds.py:\d+ in " + name
+        assert re.search(expected, found[name])
+    assert re.search(r"rank 0 waits in all_reduce #\d+ of 300 elements.*rank 1 waits in all_reduce #1 of 7", found[""])
+    assert "in lock_held" in (tmp_path / "logs/hang-rank1.txt").read_text(encoding="utf-8"), "written from C"
+    assert job.returncode != 0
