@@ -66,7 +66,8 @@ def fit(
     Args:
         config: a RunConfig, or nested dicts; the section of what is handed over may hold its other keys.
         model: an `nn.Module` or a list of layers, or a callable that builds one.
-        train_data, eval_data: map-style datasets of (inputs, target), or the pair of both as `train_data`.
+        train_data, eval_data: map-style datasets of (inputs, target), or the pair of both as `train_data`; for
+            evaluation also several by name, whose metrics are ``eval/<name>/loss`` and so on.
         task: a `framework.Task` or a callable ``loss(outputs, targets)``.
         optimizer: a callable from parameters to an optimizer, for example ``functools.partial(SGD, lr=0.1)``.
         scheduler: a callable from the optimizer to a schedule like torch's, which is stepped after every step; for
@@ -137,7 +138,7 @@ def _train(
     if rank() == 0:
         stages = prepared.cut.table if prepared.cut else None
         num_params, num_trained = count_parameters(engine, stages)
-        evaluates = prepared.parts.splits.evaluation is not None
+        evaluates = bool(prepared.parts.splits.evaluations)
         print_start(
             plan,
             folder.path,

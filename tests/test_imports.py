@@ -76,6 +76,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "data",
         "tasks",
         "engine",
+        "engine protocol",
         "setup",
     },
     # ------------------------------------------------ on top

@@ -201,7 +201,8 @@ class TensorBoard(Sink):
     package: ClassVar[str] = "tensorboard"
     samples: Count = 0
     """Evaluation samples, the first so many of rank 0, that are shown at every evaluation with what the model predicts
-    for them: images, or text. Not with a pipeline, whose last stage has the predictions and not the inputs."""
+    for them: images, or text; of several sets the first one's. Not with a pipeline, whose last stage has the
+    predictions and not the inputs."""
     histograms_every_steps: PositiveCount | None = None
     """Steps between two histograms of the weights; left out: none. All ranks stop to count their shares."""
 

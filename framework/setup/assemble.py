@@ -74,7 +74,7 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
     weights = prepared.weights
     assert not isinstance(weights, SavedCheckpoint), "they are read when the ranks have met"
     # A dataset's own `collate_fn` pads as it likes.
-    varying_shapes = any(callable(getattr(split, "collate_fn", None)) for split in vars(parts.splits).values())
+    varying_shapes = any(callable(getattr(split, "collate_fn", None)) for split in parts.splits.by_word().values())
     if cut is not None:
         frozen, synced = cut.frozen, plan.config.training.sync_batch_norm
 
@@ -144,7 +144,10 @@ def _watch(
         return None
     if isinstance(board, Behind) and asked.samples and isinstance(engine, PlainEngine):
         engine.show_batch = SampleWatch(
-            lambda shown: board.show(engine.engine.global_steps, shown), folder.path, asked.samples
+            lambda shown: board.show(engine.engine.global_steps, shown),
+            folder.path,
+            asked.samples,
+            step=lambda: engine.engine.global_steps,
         )
     if not asked.histograms_every_steps:
         return None
@@ -200,7 +203,6 @@ def build_trainer(
     look = _watch(engine, plan, monitors, folder)
     per_step = flops_per_step(plan, work_of(plan), peaks)
     tokens_per_sample = getattr(splits.train, "tokens_per_sample", None)
-    eval_loader = make_eval_loader(plan, splits, rank=rank())
     return Trainer(
         engine,
         agenda=make_schedule(plan, tokens_per_sample=tokens_per_sample, per_step=per_step),
@@ -214,7 +216,7 @@ def build_trainer(
                 read_at_once=plan.layout.accumulation_steps if type(prepared.parts.task).count is not Task.count else 1,
             )
         ),
-        eval_data=ExplainedData(eval_loader) if eval_loader is not None else None,
+        eval_data=make_eval_loaders(plan, splits, rank=rank()),
         monitors=monitors,
         save=save,
         start_step=start_step,
@@ -356,12 +358,10 @@ def make_monitors(
     ]
 
 
-def make_eval_loader(plan: Plan, splits: Splits, *, rank: int) -> EvalLoader | None:
-    """This rank's share of the evaluation data; None where there is none."""
-    if splits.evaluation is None:
-        return None
-    return EvalLoader(
-        splits.evaluation,
+def make_eval_loaders(plan: Plan, splits: Splits, *, rank: int) -> dict[str, ExplainedData]:
+    """This rank's share of every evaluation set, by its name."""
+    make = partial(
+        EvalLoader,
         batch_size=plan.config.evaluation.batch_size or plan.layout.micro_size,
         rank=plan.layout.data_parallel_rank(rank),
         world_size=plan.layout.data_parallel_size,
@@ -369,3 +369,4 @@ def make_eval_loader(plan: Plan, splits: Splits, *, rank: int) -> EvalLoader | N
         num_workers=plan.config.data.num_workers,
         pin_memory=plan.cluster.device != "cpu",
     )
+    return {name: ExplainedData(make(dataset)) for name, dataset in splits.evaluations.items()}

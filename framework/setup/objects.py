@@ -49,7 +49,7 @@ class Objects:
     Attributes:
         model: a module or a list of layers, or a callable that builds one (at ZeRO stage 3 it is then built already
             spread).
-        train_data, eval_data: map-style datasets; `train_data` may be the pair of both.
+        train_data, eval_data: map-style datasets, of evaluation also several by name; `train_data` may be the pair.
         task: a Task, or a callable ``loss(outputs, targets)``.
         optimizer: a callable that takes parameters and returns an optimizer, for example ``partial(SGD, lr=0.1)``.
         callbacks: objects that are called at the events of the run, after those of the config.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from framework.checkpoint.names import CHECKPOINTS, tag_of
-from framework.engine.protocol import Engine, StepProfile, StepResult
+from framework.engine.protocol import Engine, EvalSets, StepProfile, StepResult, evaluate_sets
 from framework.errors import StorageError, TrainingError
 from framework.system.log import warn
 from framework.train.callbacks import Callbacks
@@ -111,7 +111,7 @@ class Trainer:
         *,
         agenda: Schedule,
         train_data: TrainData,
-        eval_data: Iterable[tuple[Any, bool]] | None = None,
+        eval_data: EvalSets = MappingProxyType({}),
         monitors: Sequence[Monitor] = (),
         save: Callable[[int, Mapping[str, float]], object] | None = None,
         start_step: int = 0,
@@ -130,7 +130,7 @@ class Trainer:
             engine: what takes the steps.
             agenda: how many, and what is due after which.
             train_data: micro-batches from any step on.
-            eval_data: batches to measure, each with whether it counts; None where nothing is evaluated.
+            eval_data: batches to measure by the name of their set, each with whether it counts.
             monitors: what is told of every measurement.
             save: writes a checkpoint of a step and says whether it could; None where nothing is saved.
             start_step: optimizer steps that were taken before.
@@ -187,8 +187,8 @@ class Trainer:
             stream = self._train_data.stream(outcome.step)
             ending.callback(getattr(stream, "close", lambda: None))
             micro_batches = self._unending(stream)
-            if self._evaluates_first and self._eval_data is not None and self._due(agenda.evaluate):
-                self._evaluate(self._eval_data)
+            if self._evaluates_first and self._eval_data and self._due(agenda.evaluate):
+                self._evaluate()
             self._call("on_start")
             if self._callbacks is not None:
                 self._follow(self._callbacks, is_start=True)
@@ -236,13 +236,13 @@ class Trainer:
         self._measured.clear()
         if self._hears_steps:
             self._call("on_step")
-        evaluate = self._eval_data is not None and self._due(agenda.evaluate)
+        evaluate = bool(self._eval_data) and self._due(agenda.evaluate)
         save = self._save is not None and self._due(agenda.save)
         if evaluate or save or self._due(agenda.log):
             # Evaluating and saving wait for the device anyway; reading first keeps their time out of the step's.
             self._log(result.read())
-        if evaluate and self._eval_data is not None:
-            self._evaluate(self._eval_data)
+        if evaluate:
+            self._evaluate()
         # Before the save, which then holds what they have changed.
         if self._callbacks is not None and (evaluate or save or self._due(agenda.log)):
             save = self._follow(self._callbacks) or save
@@ -282,8 +282,8 @@ class Trainer:
         ends = bool(asked.stop) and not is_start and self._outcome.step < agenda.total_steps
         is_evaluated = any(name.startswith("eval/") for name in self._measured)
         evaluates = asked.evaluate or (ends and agenda.evaluate.at_end)
-        if evaluates and self._eval_data is not None and not is_evaluated:
-            self._evaluate(self._eval_data)
+        if evaluates and self._eval_data and not is_evaluated:
+            self._evaluate()
         return asked.save or (ends and agenda.save.at_end)
 
     def _save_now(self, save: Callable[[int, Mapping[str, float]], object], result: StepResult) -> None:
@@ -361,9 +361,9 @@ class Trainer:
             "[loss-not-finite]"
         )
 
-    def _evaluate(self, eval_data: Iterable[tuple[Any, bool]]) -> None:
+    def _evaluate(self) -> None:
         with self._stopwatch.excluded():
-            metrics = self._engine.evaluate(eval_data, is_stopping=self._is_stopping)
+            metrics = evaluate_sets(self._engine, self._eval_data, is_stopping=self._is_stopping)
             if not self._outcome.stopped:
                 self._report({**metrics, **self._call("on_evaluation", metrics)})
         if not self._outcome.stopped:

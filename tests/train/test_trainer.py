@@ -15,7 +15,8 @@ from framework.errors import StorageError, TrainingError
 from framework.train.monitors.base import Monitor, Point
 from framework.train.trainer import Every, Outcome, Schedule, Trainer
 
-EVAL_DATA = [("batch", True)]
+BATCHES = [("batch", True)]
+EVAL_DATA = {"": BATCHES}
 
 
 @dataclass
@@ -55,7 +56,7 @@ class RecordingEngine:
     def evaluate(
         self, batches: Iterable[tuple[Any, bool]], *, is_stopping: Callable[[], bool] = lambda: False
     ) -> Mapping[str, float]:
-        assert batches is EVAL_DATA
+        assert batches is BATCHES
         if is_stopping():
             return {}
         self.events.append(f"evaluate {self.step}")
@@ -158,7 +159,7 @@ def make_run(
 def test_a_run_whose_every_step_is_skipped_ends(capsys: pytest.CaptureFixture[str]) -> None:
     counted = {step: {"train/skipped_steps": float(step)} for step in range(1, 41)}
     engine = RecordingEngine(norms=counted, skipped=frozenset(range(41)))
-    run = make_run(agenda(40), engine=engine, eval_data=None, saves=False)
+    run = make_run(agenda(40), engine=engine, eval_data={}, saves=False)
     with pytest.raises(TrainingError, match=r"step 20: .*\[every-step-skipped\]"):
         run.fit()
     assert engine.events[-1] == "read 20"
@@ -231,7 +232,7 @@ def test_a_run_that_is_over_does_nothing_and_closes_its_monitors(start_step: int
 
 
 def test_without_evaluation_data_or_saving_nothing_is_read_for_them() -> None:
-    run = make_run(agenda(3, log=Every(100)), eval_data=None, saves=False)
+    run = make_run(agenda(3, log=Every(100)), eval_data={}, saves=False)
     run.fit()
     assert run.engine.events == ["train 1", "train 2", "train 3"]
 
