@@ -29,6 +29,7 @@ from framework.setup.assemble import (
     count_parameters,
     make_callbacks,
     make_checkpointer,
+    make_minutes,
 )
 from framework.setup.objects import (
     MakeOptimizer,
@@ -155,8 +156,10 @@ def _train(
         description=described,
         further=lambda: best.state() | callbacks.state(),
     )
-    with closing(checkpointer), agreed_stops(request, start_step=start_step) as stop:
-        trainer = build_trainer(engine, prepared, folder, checkpointer, best, start, callbacks, stop=stop)
+    minutes = make_minutes(plan.config, began=request.began)
+    with closing(checkpointer), agreed_stops(request, start_step=start_step, due=minutes.due) as stop:
+        parts = (engine, prepared, folder, checkpointer, best, start, callbacks)
+        trainer = build_trainer(*parts, stop=stop, minutes=minutes)
         outcome = trainer.fit()
         checkpointer.finish(is_final=bool(outcome.stopped))
         from_rank0(start_point.on_rank0(folder.check_held))

@@ -60,7 +60,7 @@ from framework.train.monitors.metric_files import CsvFile, JsonlFile
 from framework.train.monitors.services import SERVICES, Described, ServiceProcess
 from framework.train.monitors.tensorboard_events import TensorBoardEvents
 from framework.train.run_folder import RunFolder
-from framework.train.trainer import Every, Schedule, Trainer
+from framework.train.trainer import Every, Minutes, Schedule, Trainer
 
 # Logged losses in a row that may be infinite in fp16, whose step is skipped: the dynamic loss scale has found its level
 # long before.
@@ -178,6 +178,7 @@ def build_trainer(
     callbacks: Callbacks,
     *,
     stop: Callable[[int], str],
+    minutes: Minutes,
 ) -> Trainer:
     """Build the Trainer of a run with its data and its monitors. Collective."""
     plan, splits, start_step = prepared.plan, prepared.parts.splits, start.step if start is not None else 0
@@ -220,8 +221,9 @@ def build_trainer(
         monitors=monitors,
         save=save,
         start_step=start_step,
-        evaluates_first=start is not None and start.verified and not _was_evaluated(start),
+        evaluates_first=start is None or (start.verified and not _was_evaluated(start)),
         stop=stop,
+        minutes=minutes,
         look=look,
         constants={"run/restarts": float(restarts)},
         profile=make_profiler(engine, plan, folder, start_step=start_step),
@@ -272,8 +274,8 @@ def make_schedule(
     assert steps_per_epoch * total_steps, "prepare() plans with the real size of the data"
     in_fp16 = isinstance(precision, FP16) or (isinstance(precision, Autocast) and precision.compute_dtype == "fp16")
 
-    def often(section: Evaluation | Checkpoint) -> Every:
-        asked = {name: getattr(section, name) for name in ("every_steps", "every_epochs", "at_end")}
+    def often(section: Evaluation | Checkpoint, *further: str) -> Every:
+        asked = {name: getattr(section, name) for name in ("every_steps", "every_epochs", "at_end", *further)}
         return Every.of(**asked, steps_per_epoch=steps_per_epoch)
 
     return Schedule(
@@ -283,10 +285,16 @@ def make_schedule(
         tokens_per_step=plan.layout.global_size * tokens_per_sample if tokens_per_sample else None,
         per_step=per_step,
         log=Every(config.training.log_every, at_end=True),
-        evaluate=often(config.evaluation),
+        evaluate=often(config.evaluation, "at_start", "start_step"),
         save=often(config.checkpoint),
         not_finite_allowed=_IN_FP16 if in_fp16 else 0,
     )
+
+
+def make_minutes(config: RunConfig, *, began: float) -> Minutes:
+    """Build the clock of a start that `began` so long ago."""
+    evaluation, checkpoint = config.evaluation.every_minutes, config.checkpoint.every_minutes
+    return Minutes(evaluate=evaluation, save=checkpoint, most=config.training.max_minutes, began=began)
 
 
 def make_checkpointer(

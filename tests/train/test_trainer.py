@@ -390,6 +390,31 @@ def stop_after(number: int, asked: list[int] | None = None) -> Callable[[int], s
     return stop
 
 
+def test_what_the_clock_asks_for_is_done_after_the_next_step() -> None:
+    asked = iter(["", "save", "evaluate", "", "", "save", "", ""])
+    never = agenda(7, evaluate=Every(0), save=Every(0), log=Every(0))
+    run = make_run(never, stop=lambda step: next(asked))
+    assert run.fit().stopped == ""
+    kept = [event for event in run.engine.events if not event.startswith("train")]
+    # The evaluation after step 3 asks as well, between its batches.
+    assert kept == ["read 2", "save 2", "read 3", "evaluate 3", "read 5", "save 5"]
+
+
+def test_an_evaluation_by_the_clock_waits_for_its_first_step_and_its_data() -> None:
+    late = agenda(4, evaluate=Every(0, start_step=3), save=Every(0))
+    run = make_run(late, stop=lambda step: "evaluate" if step in (0, 2) else "")
+    run.fit()
+    assert [event for event in run.engine.events if event.startswith("evaluate")] == ["evaluate 3"]
+    run = make_run(late, stop=lambda step: "evaluate", eval_data={}, saves=False)
+    assert run.fit().step == 4
+
+
+def test_an_evaluation_before_the_first_step() -> None:
+    run = make_run(agenda(3, evaluate=Every(0, at_start=True)), evaluates_first=True)
+    run.fit()
+    assert run.engine.events[:2] == ["evaluate 0", "train 1"]
+
+
 def test_a_run_that_is_to_stop_saves_the_step_and_goes_on_as_if_nothing_had_been() -> None:
     monitor, asked = Memory(), list[int]()
     run = make_run(stop=stop_after(4, asked), monitors=[monitor])

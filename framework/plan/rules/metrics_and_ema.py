@@ -28,7 +28,7 @@ _LARGEST_REST: Final = 0.5
 @rule()
 def callbacks_have_evaluations(config: RunConfig, cluster: Cluster) -> Found:
     """Those in the box look at evaluations, and the one that moves the rate shares it with no schedule."""
-    often = config.evaluation.every_steps or config.evaluation.every_epochs
+    often = config.evaluation.is_often
     for number, callback in enumerate(config.callbacks):
         if not isinstance(callback, EarlyStopping):
             continue
@@ -79,12 +79,12 @@ def best_is_measured(config: RunConfig, cluster: Cluster) -> Found:
     if names and metric not in names and not is_of_a_set:
         kind = getattr(config.task, "kind", "")
         yield _unknown(metric, names, f"the {kind} task measures {', '.join(names)}", "error")
-    if evaluation.every_steps or evaluation.every_epochs:
+    if evaluation.is_often:
         return
     fix = "set evaluation.every_epochs: 1"
     if not evaluation.at_end:
         yield Problem("metric-never-measured", "evaluation is off", fix, _BEST, metric)
-    elif checkpoint.every_steps or checkpoint.every_epochs:
+    elif checkpoint.is_often:
         reason = "it is measured after the last step only, so no earlier checkpoint can be the best"
         yield Problem("metric-measured-once", reason, fix, _BEST, metric, severity="warning")
 
