@@ -66,6 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "run": {"system", "token files", "config", "plan", "checkpoint", "train", "report", "data", "engine", "setup"},
     "torch commands": {
+        "report",
         "system",
         "text",
         "config",
@@ -116,6 +117,7 @@ HALVES = {
     "commands.export": "torch commands",
     "commands.generate": "torch commands",
     "commands.machine_rates": "torch commands",
+    "commands.lr_range": "torch commands",
     "commands.predict": "torch commands",
 }
 LIGHT = (
