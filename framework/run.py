@@ -5,8 +5,8 @@ before this process waits for any other; from `process_group` on, all ranks walk
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any, NoReturn
 
 from framework.checkpoint.manifest import SavedCheckpoint
@@ -24,6 +24,7 @@ from framework.plan.plan import Plan
 from framework.report.summary import RunResult, describe_stop, print_end, print_next, print_start, write_report
 from framework.setup import start_point
 from framework.setup.assemble import (
+    OpenRun,
     assemble_engine,
     build_trainer,
     count_parameters,
@@ -44,6 +45,7 @@ from framework.system.log import noting_errors
 from framework.system.stopping import StopRequest
 from framework.train.best import BestSoFar
 from framework.train.run_folder import RunFolder
+from framework.train.trainer import Outcome
 
 
 def fit(
@@ -103,6 +105,19 @@ def fit_loaded(plan: Plan, source: Source, request: StopRequest, *, words: Seque
 
 
 def _run(prepared: Prepared, request: StopRequest) -> RunResult:
+    with opened(prepared, request) as run:
+        run.outcome = build_trainer(run).fit()
+    return _result(run)
+
+
+@contextmanager
+def opened(prepared: Prepared, request: StopRequest) -> Iterator[OpenRun]:
+    """A run for the time of its loop: all ranks together, its folder held, its engine where it goes on from.
+    Collective, as is the end of the block, which reports what the loop has left in `outcome`.
+
+    Raises:
+        RunStopped: the outcome says that the loop was stopped.
+    """
     folder = RunFolder(prepared.plan.config.run.folder)
     with noting_errors():
         with (
@@ -116,16 +131,16 @@ def _run(prepared: Prepared, request: StopRequest) -> RunResult:
                 prepared = start_point.agreed_weights(start_point.measure_cut(prepared, start), start)
                 start_point.open_folder(folder, prepared, start)
                 quiet_deepspeed(folder.logs / f"rank{rank()}.log")
-                with arithmetic_of(prepared.plan):
-                    result, stopped = _train(prepared, folder, start, request)
-        if stopped:  # here, where all ranks have left the group in good order
-            raise RunStopped(describe_stop(result, stopped, prepared.plan))
-    return result
+                with arithmetic_of(prepared.plan), _at_work(prepared, folder, start, request) as run:
+                    yield run
+        if run.outcome.stopped:  # here, where all ranks have left the group in good order
+            raise RunStopped(describe_stop(_result(run), run.outcome.stopped, prepared.plan))
 
 
-def _train(
+@contextmanager
+def _at_work(
     prepared: Prepared, folder: RunFolder, start: SavedCheckpoint | None, request: StopRequest
-) -> tuple[RunResult, str]:
+) -> Iterator[OpenRun]:
     plan, of_checkpoint = prepared.plan, prepared.plan.config.checkpoint
     engine = assemble_engine(prepared)
     # Ranks of a tensor group draw alike; where their layers are divided, `models.split.TensorPart` sees to it.
@@ -139,13 +154,12 @@ def _train(
     if rank() == 0:
         stages = prepared.cut.table if prepared.cut else None
         num_params, num_trained = count_parameters(engine, stages)
-        evaluates = bool(prepared.parts.splits.evaluations)
         print_start(
             plan,
             folder.path,
             start_step=start_step,
             stages=stages,
-            evaluates=evaluates,
+            evaluates=bool(prepared.parts.splits.evaluations),
             num_params=num_params,
             num_trained=num_trained,
         )
@@ -158,16 +172,18 @@ def _train(
     )
     minutes = make_minutes(plan.config, began=request.began)
     with closing(checkpointer), agreed_stops(request, start_step=start_step, due=minutes.due) as stop:
-        parts = (engine, prepared, folder, checkpointer, best, start, callbacks)
-        trainer = build_trainer(*parts, stop=stop, minutes=minutes)
-        outcome = trainer.fit()
-        checkpointer.finish(is_final=bool(outcome.stopped))
+        parts = (prepared, engine, folder, checkpointer, best, callbacks, start, stop, minutes)
+        run = OpenRun(*parts, outcome=Outcome(step=start_step))
+        yield run
+        checkpointer.finish(is_final=bool(run.outcome.stopped))
         from_rank0(start_point.on_rank0(folder.check_held))
     request.training_is_over()
     engine.close()
-    result = RunResult.of(outcome, folder=folder.path, start_step=start_step, best=best.found)
     if rank() == 0:
         report = write_report(folder.path) if plan.config.monitors.report else None
-        if not outcome.stopped:
-            print_end(result, plan, environment=os.environ, report=report)
-    return result, outcome.stopped
+        if not run.outcome.stopped:
+            print_end(_result(run), plan, environment=os.environ, report=report)
+
+
+def _result(run: OpenRun) -> RunResult:
+    return RunResult.of(run.outcome, folder=run.folder.path, start_step=run.start_step, best=run.best.found)

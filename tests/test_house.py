@@ -16,13 +16,13 @@ from tests.places import ROOT
 
 # kB of Python source and number of files per room; what a room no longer needs is taken away here as well.
 CAPS: dict[str, tuple[float, int]] = {
-    "(doors)": (47, 9),
+    "(doors)": (59, 9),
     "system": (59, 13),
     "text": (65, 6),
     "config": (126, 15),
     "plan": (313, 32),
     "checkpoint": (191, 19),
-    "train": (93, 13),
+    "train": (94, 13),
     "launch": (200, 23),
     "doctor": (97, 12),
     "report": (121, 13),
@@ -31,7 +31,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "tasks": (26, 5),
     "data": (134, 18),
     "engine": (264, 35),
-    "setup": (131, 12),
+    "setup": (132, 12),
     "dslint": (206, 21),
     "deploy": (96, 9),
 }

@@ -103,6 +103,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # Modules of a room that another part may import without the rest of it, and rooms that are two parts.
 HALVES = {
     "errors": "system",
+    "own_loop": "run",
     "data.token_files": "token files",
     "engine.protocol": "engine protocol",
     "checkpoint.state": "checkpoint state",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -60,7 +61,7 @@ from framework.train.monitors.metric_files import CsvFile, JsonlFile
 from framework.train.monitors.services import SERVICES, Described, ServiceProcess
 from framework.train.monitors.tensorboard_events import TensorBoardEvents
 from framework.train.run_folder import RunFolder
-from framework.train.trainer import Every, Minutes, Schedule, Trainer
+from framework.train.trainer import Every, Minutes, Outcome, Schedule, Trainer
 
 # Logged losses in a row that may be infinite in fp16, whose step is skipped: the dynamic loss scale has found its level
 # long before.
@@ -168,40 +169,72 @@ def count_parameters(engine: Engine, stages: StageTable | None) -> tuple[int, in
     return sum(sizes.values()), sum(size for weight, size in sizes.items() if weight.requires_grad)
 
 
-def build_trainer(
-    engine: Engine,
-    prepared: Prepared,
-    folder: RunFolder,
-    checkpointer: Checkpointer | AsyncCheckpointer,
-    best: BestSoFar,
-    start: SavedCheckpoint | None,
-    callbacks: Callbacks,
-    *,
-    stop: Callable[[int], str],
-    minutes: Minutes,
-) -> Trainer:
+@dataclass
+class OpenRun:
+    """A run between its start and its end: what a loop works with.
+
+    Attributes:
+        prepared: what it is made of.
+        engine: at `start_step`.
+        folder: held.
+        checkpointer: to be asked by `save`.
+        best, callbacks: restored from `start`.
+        start: the checkpoint that it goes on from.
+        stop: as `agreed_stops` has it.
+        minutes: what the clock asks for.
+        outcome: to be filled by the loop.
+    """
+
+    prepared: Prepared
+    engine: PlainEngine | PipelineEngine
+    folder: RunFolder
+    checkpointer: Checkpointer | AsyncCheckpointer
+    best: BestSoFar
+    callbacks: Callbacks
+    start: SavedCheckpoint | None
+    stop: Callable[[int], str]
+    minutes: Minutes
+    outcome: Outcome
+
+    @property
+    def start_step(self) -> int:
+        """Optimizer steps that were taken before."""
+        return self.start.step if self.start is not None else 0
+
+    def open_monitors(self) -> tuple[list[Monitor], Events | None, tuple[int, Mapping[str, float]]]:
+        """Open what is told of the run: monitors, events on rank 0, and how often it was started before with the peaks
+        of its devices. Collective.
+        """
+        plan, folder, start_step = self.prepared.plan, self.folder, self.start_step
+        total_steps, held = plan.length.total_steps or 0, Behind(HeldFolder(folder))
+        monitors: list[Monitor] = [held, self.best, LogLines(total_steps)]
+        events: list[Events] = []  # on rank 0
+        self._settle = held.settle
+
+        def add_monitors() -> tuple[int, Mapping[str, float]]:
+            events.append(Events(folder.path / "events.jsonl", from_step=start_step))
+            monitors.extend(
+                make_monitors(plan.config, folder.path, total_steps=total_steps, from_step=start_step, held=held)
+            )
+            monitors.append(Behind(PlanAgainstRun(plan, folder.path), after=held))
+            monitors.append(events[0])
+            return events[0].restarts, peaks_at_hand(plan.cluster)
+
+        facts = from_rank0(on_rank0(add_monitors))
+        return monitors, events[0] if events else None, facts
+
+    def save(self, step: int, metrics: Mapping[str, float]) -> object:
+        """Write a checkpoint, once the folder is known to be held. Collective."""
+        self._settle()
+        return self.checkpointer.save(step, metrics)
+
+
+def build_trainer(run: OpenRun) -> Trainer:
     """Build the Trainer of a run with its data and its monitors. Collective."""
-    plan, splits, start_step = prepared.plan, prepared.parts.splits, start.step if start is not None else 0
-    held = Behind(HeldFolder(folder))
-    monitors: list[Monitor] = [held, best, LogLines(plan.length.total_steps or 0)]
-    events: list[Events] = []  # on rank 0
-
-    def add_monitors() -> tuple[int, Mapping[str, float]]:
-        total_steps = plan.length.total_steps or 0
-        events.append(Events(folder.path / "events.jsonl", from_step=start_step))
-        monitors.extend(
-            make_monitors(plan.config, folder.path, total_steps=total_steps, from_step=start_step, held=held)
-        )
-        monitors.append(Behind(PlanAgainstRun(plan, folder.path), after=held))
-        monitors.append(events[0])
-        return events[0].restarts, peaks_at_hand(plan.cluster)
-
-    def save(step: int, metrics: Mapping[str, float]) -> object:
-        held.settle()
-        return checkpointer.save(step, metrics)
-
-    restarts, peaks = from_rank0(on_rank0(add_monitors))
-    look = _watch(engine, plan, monitors, folder)
+    prepared, engine, start = run.prepared, run.engine, run.start
+    plan, splits, start_step = prepared.plan, prepared.parts.splits, run.start_step
+    monitors, events, (restarts, peaks) = run.open_monitors()
+    look = _watch(engine, plan, monitors, run.folder)
     per_step = flops_per_step(plan, work_of(plan), peaks)
     tokens_per_sample = getattr(splits.train, "tokens_per_sample", None)
     return Trainer(
@@ -219,16 +252,16 @@ def build_trainer(
         ),
         eval_data=make_eval_loaders(plan, splits, rank=rank()),
         monitors=monitors,
-        save=save,
+        save=run.save,
         start_step=start_step,
         evaluates_first=start is None or (start.verified and not _was_evaluated(start)),
-        stop=stop,
-        minutes=minutes,
+        stop=run.stop,
+        minutes=run.minutes,
         look=look,
         constants={"run/restarts": float(restarts)},
-        profile=make_profiler(engine, plan, folder, start_step=start_step),
-        record=events[0] if events else None,
-        callbacks=callbacks or None,
+        profile=make_profiler(engine, plan, run.folder, start_step=start_step),
+        record=events,
+        callbacks=run.callbacks or None,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -19,7 +19,7 @@ from framework.errors import StorageError, TrainingError
 from framework.system.log import warn
 from framework.system.stopping import EVALUATE, SAVE, TIME_IS_UP
 from framework.train.callbacks import Callbacks
-from framework.train.monitors.base import Monitor, Point, warn_failed
+from framework.train.monitors.base import Monitor, Point, Sinks
 from framework.train.throughput import SkippedSteps, SpikeScore, Stopwatch
 
 # When something is due: every so many steps, and at the end.
@@ -195,7 +195,7 @@ class Trainer:
         self._engine, self._agenda, self._profile = engine, agenda, profile
         self._train_step = engine.train_step if profile is None else partial(self._profiled_step, profile)
         self._train_data, self._eval_data = train_data, eval_data
-        self._monitors, self._save, self._stop = list(monitors), save, stop
+        self._sinks, self._save, self._stop = Sinks(monitors), save, stop
         self._minutes, self._asked = minutes or Minutes(), set[str]()  # by the clock
         self._evaluates_first, self._look = evaluates_first, look
         self._record, self._constants = record or _ignore, constants
@@ -435,30 +435,10 @@ class Trainer:
         self._outcome.metrics.update(metrics)
         self._measured.update(metrics)
         epoch = self._outcome.step / self._agenda.steps_per_epoch
-        point = Point(self._outcome.step, epoch, time.time(), metrics)
-        for monitor in tuple(self._monitors):
-            try:
-                monitor.write(point)
-            except StorageError:  # not of a monitor: of the whole run folder
-                raise
-            except Exception as error:
-                # Hours of training are worth more than a curve: a full disk or a closed terminal costs only the
-                # monitor.
-                self._monitors.remove(monitor)
-                warn_failed(monitor.name, error)
-                with suppress(Exception):
-                    monitor.close()
+        self._sinks.write(Point(self._outcome.step, epoch, time.time(), metrics))
 
     def _close_monitors(self) -> None:
-        if self._outcome.step < self._agenda.total_steps:  # stopped, or failed: others wait for this rank
-            for monitor in self._monitors:
-                getattr(monitor, "hurry", lambda: None)()
-        while self._monitors:
-            monitor = self._monitors.pop(0)
-            try:
-                monitor.close()
-            except Exception as error:
-                warn_failed(monitor.name, error)
+        self._sinks.close(hurries=self._outcome.step < self._agenda.total_steps)
 
 
 def _ignore(kind: str, step: int, **details: object) -> None: ...
