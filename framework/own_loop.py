@@ -16,179 +16,163 @@ from framework.engine.distributed import rank
 from framework.engine.failures import ExplainedData
 from framework.engine.plain_engine import PlainEngine
 from framework.engine.protocol import StepResult, evaluate_sets
-from framework.engine.schedules import MakeSchedule
 from framework.engine.workarounds.grad_scaler import explaining_overflow
 from framework.errors import ConfigError, RunStopped, TrainingError, UsageError, explaining
 from framework.run import opened
 from framework.setup.assemble import OpenRun, make_eval_loaders
-from framework.setup.objects import MakeOptimizer, ModelSource, Objects, config_with_objects
+from framework.setup.objects import Objects, config_with_objects
 from framework.setup.parts import make_train_loader
 from framework.setup.prepared import order_of, prepare
 from framework.system.exits import end_in_one_line, refusing_exits
 from framework.system.stopping import EVALUATE, SAVE, StopRequest
-from framework.tasks.task import Task
 from framework.train.monitors.base import Point, Sinks
 
-# Of weights that are not there: their places hold vectors without elements.
+# Of weights that are spread: their places hold vectors without elements.
 _SPREAD: Final = re.compile(r"1-D|1D|shape|size")
 # Engines that are open, the first one first: requests to stop are for all of them.
 _OPEN: Final[list[OpenEngine]] = []
 
 
-class _Unnumbered:
-    """Stands where data would: the loop has its own. Of one length, whatever the run's is: a run that goes on compares
-    it.
-    """
+class _OfTheLoop:
+    """Stands where data would; of one length, which a run that goes on compares, whatever the run's is."""
 
     def __len__(self) -> int:
         return 2**40
 
     def __getitem__(self, index: int) -> Any:
-        raise IndexError("this run was opened without train_data: its loop has its own")
+        raise IndexError("the run was opened without train_data: its loop has its own")
 
 
 @contextmanager
-def open_engine(
-    config: RunConfig | Mapping[str, Any],
-    *,
-    model: ModelSource | None = None,
-    train_data: Any = None,
-    eval_data: Any = None,
-    task: Any = None,
-    optimizer: MakeOptimizer | None = None,
-    scheduler: MakeSchedule | None = None,
-) -> Iterator[OpenEngine]:
-    """A run for a loop of one's own; arguments are those of `fit`. Called on every rank.
+def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator[OpenEngine]:
+    """A run for a loop of one's own. Called on every rank.
 
-    It goes on from where `checkpoint.resume` says; at the end of the block it is saved where `checkpoint.at_end` says
-    so, or where `should_stop` was true, which then raises RunStopped (exit code 75) as `fit` does. Several may be open:
-    each has a run folder of its own.
+    It goes on from where `checkpoint.resume` says. At the end of the block it is saved where `checkpoint.at_end` says
+    so; where `should_stop` was true it is saved, and RunStopped is raised (exit code 75). Several may be open, each
+    with a run folder of its own.
+
+    Args:
+        config: as `fit` takes it.
+        parts: model, train_data, eval_data, task, optimizer and scheduler, as `fit` takes them; without data, here or
+            in the config, the loop has its own.
 
     Raises:
-        ConfigError: as `fit`; or there is neither `train_data` nor `training.max_steps`; or the run is a pipeline.
+        ConfigError: as `fit`; or nothing says how long the run is; or it is a pipeline.
     """
     end_in_one_line()
     request = _OPEN[0].request if _OPEN else StopRequest()
-    objects = Objects(model, train_data, eval_data, task, optimizer, (), scheduler)
     with refusing_exits():
-        if train_data is None and "data" not in (config if isinstance(config, Mapping) else config.model_fields_set):
-            objects = Objects(model, (_Unnumbered(), eval_data), None, task, optimizer, (), scheduler)
+        own = "train_data" not in parts and "data" not in (
+            config if isinstance(config, Mapping) else config.model_fields_set
+        )
+        if own:
+            parts["train_data"] = _OfTheLoop()
+        objects = Objects(**parts)
         asked = config_with_objects(config, objects)
         if asked.parallel.pipe > 1:
             reason = "a pipeline has its own order of forward and backward passes"
             raise ConfigError.of("own-loop-with-pipeline", reason, "use fit()", "parallel.pipe", asked.parallel.pipe)
-        if (
-            objects.splits is not None
-            and isinstance(objects.splits.train, _Unnumbered)
-            and not asked.training.max_steps
-        ):
+        if own and not asked.training.max_steps:
             reason = "without train_data nothing else says how long the run is"
             raise ConfigError.of("max-steps-not-given", reason, "set it", "training.max_steps")
         prepared = prepare(asked, objects=objects)
     with request.handling() if not _OPEN else nullcontext(), opened(prepared, request) as run:
         engine = OpenEngine(run, request)
         _OPEN.append(engine)
+        error = "interrupted"
         try:
             with suppress(RunStopped):  # of an engine that was opened later: this one ends as that did
                 yield engine
-        except BaseException as error:
-            engine._close(str(error) or type(error).__name__)
+            error = ""
+        except Exception as found:
+            error = str(found) or type(found).__name__
             raise
-        else:
-            engine._close()
         finally:
             _OPEN.remove(engine)
+            engine._close(error)
 
 
 class OpenEngine:
-    """One model with its optimizer, its run folder and its sinks, for a loop of one's own. All methods but `log` and
-    `move` are collective where they meet weights: every rank calls them in the same order.
+    """One model with its optimizer, run folder and sinks. What meets weights is collective: every rank calls it in the
+    same order.
+
+    Attributes:
+        rank, world_size: of this process, and of all.
+        max_steps: length of the run.
     """
 
     def __init__(self, run: OpenRun, request: StopRequest) -> None:
         assert isinstance(run.engine, PlainEngine)
-        self.request, self._run, self._engine = request, run, run.engine
-        plan, splits = run.prepared.plan, run.prepared.parts.splits
+        self.request, self._run, self._engine, self._of = request, run, run.engine, run.engine.engine
+        self._plan, self._splits = run.prepared.plan, run.prepared.parts.splits
+        self.rank, self.world_size = rank(), self._plan.layout.world_size
+        self.max_steps = self._plan.length.total_steps or 0
         monitors, self._events, _ = run.open_monitors()
         self._sinks = Sinks(monitors)
-        self._eval_sets = make_eval_loaders(plan, splits, rank=rank())
+        self._eval_sets = make_eval_loaders(self._plan, self._splits, rank=self.rank)
         self._measured: dict[str, float] = {}  # at step `_measured_at`
         self._measured_at = self._saved_at = run.start_step
-        self.rank, self.world_size, self.max_steps = rank(), plan.layout.world_size, plan.length.total_steps or 0
 
     @property
     def steps_taken(self) -> int:
         """Optimizer steps so far, those of earlier starts included."""
-        return int(self._engine.engine.global_steps)
+        return int(self._of.global_steps)
 
     @property
     def module(self) -> torch.nn.Module:
         """The model as it is trained; at ZeRO stage 3 its weights are spread."""
-        module: torch.nn.Module = self._engine.engine.module
+        module: torch.nn.Module = self._of.module
         return module
 
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step."""
-        return self._engine.lr()
-
     def move(self, batch: Any) -> Any:
-        """A batch on this rank's device, inputs of a model in fp16 or bf16 in its type."""
+        """A batch on this rank's device, in the type that the model wants."""
         batches = self._engine._batches
         return batches.as_read(batches.move(batch))
 
     def batches(self) -> Iterator[Any]:
-        """This rank's micro-batches of `train_data` from `steps_taken` on, without end: those of `fit`."""
-        prepared, task = self._run.prepared, self._run.prepared.parts.task
-        at_once = prepared.plan.layout.accumulation_steps if type(task).count is not Task.count else 1
+        """This rank's micro-batches of the training data from `steps_taken` on, without end: those of `fit`."""
         order = order_of(self._run.start)
-        loader = make_train_loader(prepared.plan, prepared.parts.splits, rank=rank(), order=order, read_at_once=at_once)
+        loader = make_train_loader(self._plan, self._splits, rank=self.rank, order=order)
         return ExplainedData(loader).stream(self.steps_taken)
 
     def train_step(self, *batches: Any) -> StepResult:
         """Take one step on `batch.accumulation_steps` batches of (inputs, target), by the loss of the task. Does not
-        wait for the device, but `read()` of the result does.
+        wait for the device; `read()` of the result does.
         """
-        wanted = self._run.prepared.plan.layout.accumulation_steps
-        if len(batches) != wanted:
+        if len(batches) != (wanted := self._plan.layout.accumulation_steps):
             raise UsageError(f"train_step: {len(batches)} batches, and batch.accumulation_steps is {wanted}")
         return self._engine.train_step(iter(batches))
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Outputs of the model, in its number format."""
-        return self._engine.engine(*inputs, **named)
+        """Outputs of the model, to be followed by `backward` of this engine."""
+        return self._of(*inputs, **named)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward pass of a mean loss (0-d) over this rank's micro-batch; ranks and micro-batches are averaged.
+        """Backward pass of the mean loss, 0-d, of a micro-batch; over ranks and micro-batches gradients are averaged.
 
         Raises:
-            TrainingError: kind ``double-backward``: the loss needs gradients of gradients, at ZeRO stage 3; kind
-                ``loss-of-another-engine``: it goes through outputs of another engine.
+            TrainingError: it needs gradients of gradients, at ZeRO stage 3; or goes through another engine's outputs.
         """
-        with explaining_overflow(self._engine.engine), explaining(self._foreign_loss):
-            self._engine.engine.backward(loss)
+        with explaining_overflow(self._of), explaining(self._other_loss):
+            self._of.backward(loss)
 
-    def _foreign_loss(self, error: Exception) -> TrainingError | None:
-        stated = str(error)
-        if "Direct calls to tensor.backward()" in stated:
-            reason = "the loss goes through what another engine has returned; call that one's module, within frozen()"
+    def _other_loss(self, error: Exception) -> TrainingError | None:
+        if "Direct calls to tensor.backward()" in str(error):
+            reason = "the loss goes through outputs of another engine; call that one's module within its frozen()"
             return TrainingError(f"backward: {reason} [loss-of-another-engine]")
-        if self._run.prepared.plan.config.zero.stage == 3 and _SPREAD.search(stated):
-            reason = "weights are spread again when their layer's pass has ended, where gradients of gradients "
-            reason += "(create_graph=True) need them; set zero.stage: 2"
-            return TrainingError(f"backward: zero.stage = 3: {reason} [double-backward]")
-        return None
+        if self._plan.config.zero.stage < 3 or not _SPREAD.search(str(error)):
+            return None
+        reason = "gradients of gradients (create_graph=True) need weights that are spread again; set zero.stage: 2"
+        return TrainingError(f"backward: zero.stage = 3: {reason} [double-backward]")
 
     def step(self) -> None:
-        """Clip, step and clear the gradients behind the last of `batch.accumulation_steps` backward passes; nothing
-        behind the others.
-        """
-        with explaining_overflow(self._engine.engine):
-            self._engine.engine.step()
+        """Clip and step, behind the last of `batch.accumulation_steps` backward passes; nothing behind the others."""
+        with explaining_overflow(self._of):
+            self._of.step()
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Give this model's weights no gradients meanwhile: the losses of another engine go through it."""
+        """Give these weights no gradients meanwhile: another engine's loss goes through them."""
         trained = [weight for weight in self.module.parameters() if weight.requires_grad]
         for weight in trained:
             weight.requires_grad_(False)
@@ -199,44 +183,41 @@ class OpenEngine:
                 weight.requires_grad_(True)
 
     def evaluate(self, batches: Iterable[Any] | None = None) -> dict[str, float]:
-        """Measure `eval_data`, or other batches, equally many on all ranks, and log ``eval/...``."""
+        """Measure the evaluation data, or other batches, as many on every rank; ``eval/...``, logged."""
         sets = self._eval_sets if batches is None else {"": ((batch, True) for batch in batches)}
         metrics = evaluate_sets(self._engine, sets)
         self.log(metrics)
         return metrics
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Hand metrics of this step to the run's sinks, on rank 0; numbers, or 0-d tensors, which are waited for."""
+        """Hand numbers, or 0-d tensors, which are waited for, of this step to the run's sinks; rank 0's count."""
         step, found = self.steps_taken, {name: float(value) for name, value in metrics.items()}
         self._measured = (self._measured if self._measured_at == step else {}) | found
         self._measured_at = step
         self._run.outcome.metrics.update(found)
-        epoch = step / (self._run.prepared.plan.length.steps_per_epoch or 1)
-        self._sinks.write(Point(step, epoch, time.time(), found))
+        self._sinks.write(Point(step, step / (self._plan.length.steps_per_epoch or 1), time.time(), found))
 
     def save(self) -> None:
         """Write a checkpoint of this step, with what was logged at it."""
-        step = self.steps_taken
+        step = self._saved_at = self.steps_taken
         self._run.save(step, self._measured if self._measured_at == step else {})
-        self._saved_at = step
         self._note("save")
 
     def should_stop(self) -> bool:
-        """Check whether the loop is to end here, on all ranks alike: by a signal, or `training.max_minutes`. Asked
-        before every step, of one engine alone; it also evaluates and saves where `every_minutes` says so.
+        """Check whether the loop ends here, on all ranks alike, by a signal or `training.max_minutes`. Asked before
+        every step, of one engine alone; it also evaluates and saves all where `every_minutes` says so.
         """
         asked = self._run.stop(self.steps_taken)
-        if asked in (EVALUATE, SAVE):
-            self._run.minutes.restart(asked)
-            for engine in _OPEN:
+        for engine in _OPEN if asked else ():
+            if asked in (EVALUATE, SAVE):
                 engine.save() if asked == SAVE else engine.evaluate()
-        elif asked:
-            for engine in _OPEN:
+                engine._run.minutes.restart(asked)
+            else:
                 engine._run.outcome.stopped = asked
         return bool(self._run.outcome.stopped)
 
-    def _close(self, error: str = "") -> None:
-        outcome, asked = self._run.outcome, self._run.prepared.plan.config.checkpoint
+    def _close(self, error: str) -> None:
+        outcome, asked = self._run.outcome, self._plan.config.checkpoint
         outcome.step = self.steps_taken
         if not error and outcome.step > self._saved_at and (outcome.stopped or asked.at_end):
             self.save()

@@ -89,7 +89,7 @@ def fit(
     with request.handling():
         with refusing_exits():
             prepared = prepare(config_with_objects(config, objects), objects=objects)
-        return _run(prepared, request)
+        return run_prepared(prepared, request)
 
 
 def fit_loaded(plan: Plan, source: Source, request: StopRequest, *, words: Sequence[str]) -> RunResult:
@@ -98,13 +98,14 @@ def fit_loaded(plan: Plan, source: Source, request: StopRequest, *, words: Seque
     """
     with refusing_exits():
         prepared = prepare(plan.config, source=source, plan=plan)
-    result = _run(prepared, request)
+    result = run_prepared(prepared, request)
     if os.environ.get("RANK", "0") == "0":
         print_next(prepared.plan, words, environment=os.environ)
     return result
 
 
-def _run(prepared: Prepared, request: StopRequest) -> RunResult:
+def run_prepared(prepared: Prepared, request: StopRequest) -> RunResult:
+    """Train what was prepared, to its end or to where the request stops it."""
     with opened(prepared, request) as run:
         run.outcome = build_trainer(run).fit()
     return _result(run)

@@ -106,7 +106,7 @@ class TestOnTwoRanks:
         losses, model = plain_penalty()
         for stage in (0, 1, 2):
             assert found[f"penalty{stage}"] == pytest.approx(losses, rel=1e-5)
-        line = r"backward: zero\.stage = 3: weights are spread again .*; set zero\.stage: 2 \[double-backward\]"
+        line = r"backward: zero\.stage = 3: gradients of gradients .*; set zero\.stage: 2 \[double-backward\]"
         assert re.fullmatch(line, found["penalty3"])
         loaded = framework.load(folder / "penalty1/critic", model=recipe("gradient_penalty").critic)
         for name, weight in model.state_dict().items():

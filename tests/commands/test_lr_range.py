@@ -78,11 +78,11 @@ def test_losses_are_those_of_plain_pytorch_at_the_same_rates(tmp_path: Path) -> 
         "checkpoint": {"every_steps": 1},
     }
     files = {"plain": config, "groups": {**config, "optimizer": {**config["optimizer"], "groups": groups}}}
-    words = ["--from", "0.001", "--to", "1", "--steps", "20", "--out"]
+    words = ["training.clip_grad_norm=2", "--from", "0.001", "--to", "1", "--steps", "20"]
     jobs = []
     for name, values in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(values))
-        jobs.append([f"{name}.out", ["lr_range", f"{name}.json", "training.clip_grad_norm=2", *words, f"{name}-found"]])
+        jobs.append([f"{name}.out", ["lr_range", f"{name}.json", f"run.name={name}", *words]])
     run_jobs(tmp_path, "range", jobs)
     rates = [0.001 * 1000 ** (step / 19) for step in range(20)]
     expected = plain_losses(
@@ -93,12 +93,14 @@ def test_losses_are_those_of_plain_pytorch_at_the_same_rates(tmp_path: Path) -> 
         num_parts=2,
     )
     for name in files:
-        rows = list(csv.DictReader((tmp_path / f"{name}-found/lr-range.csv").open()))
+        folder = tmp_path / f"runs/{name}-lr-range"
+        rows = list(csv.DictReader((folder / "lr-range.csv").open()))
         assert [float(row["lr"]) for row in rows] == pytest.approx(rates)
         losses = [float(row["loss"]) for row in rows]
         assert (losses == pytest.approx(expected, rel=2e-5)) is (name == "plain"), "groups keep their shares"
-        assert "learning rate</text>" in (tmp_path / f"{name}-found/lr-range.svg").read_text()
+        assert "learning rate</text>" in (folder / "lr-range.svg").read_text()
         printed = (tmp_path / f"{name}.out").read_text().splitlines()
-        assert printed[-2:] == [f"{name}-found/lr-range.csv", f"{name}-found/lr-range.svg"]
+        assert printed[-2:] == [str(folder / "lr-range.csv"), str(folder / "lr-range.svg")]
         assert sum(line.startswith("optimizer.lr: ") for line in printed) == 2
-    assert not (tmp_path / "runs").exists(), "no checkpoint, no run folder"
+        assert not [*folder.glob("checkpoints/*")]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["groups-lr-range", "plain-lr-range"]
