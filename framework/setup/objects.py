@@ -90,7 +90,17 @@ def config_with_objects(values: RunConfig | Mapping[str, Any], objects: Objects)
         raise ConfigError.of("model-not-given", "train_data was handed over, and no model", fix, "model")
     if isinstance(values, Mapping):
         values = _with_sections(plain_values(values), objects)
-    return describe_objects(config_from_values(values), objects)
+    config = config_from_values(values)
+    key, asked = "run.world_size", config.run.world_size or 1
+    if asked == 1:
+        key, asked = "parallel", math.prod(config.parallel.sizes().values()) * config.parallel.expert
+    if asked > int(os.environ.get("WORLD_SIZE", "1")) and "ipykernel" in sys.modules:
+        reason, fix = (
+            "a notebook is one process with one device",
+            f"start a script: deepspeed --num_gpus {asked} train.py",
+        )
+        raise ConfigError.of("devices-of-notebook", reason, fix, key, asked)
+    return describe_objects(config, objects)
 
 
 def _names_model(values: RunConfig | Mapping[str, Any]) -> bool:
