@@ -36,7 +36,7 @@ def main(**settings: dict[str, object]) -> list[tuple[float, float]]:
         framework.open_engine(config("g", settings), model=generator, optimizer=adam) as g,
         framework.open_engine(config("d", settings), model=discriminator, optimizer=adam) as d,
     ):
-        ones, zeros = g.move(torch.ones(BATCH, 1)), g.move(torch.zeros(BATCH, 1))
+        ones, zeros = g.move((torch.ones(BATCH, 1), torch.zeros(BATCH, 1)))
         while g.steps_taken < g.max_steps and not g.should_stop():
             draw = torch.Generator().manual_seed(
                 g.steps_taken * g.world_size + g.rank
@@ -46,9 +46,9 @@ def main(**settings: dict[str, object]) -> list[tuple[float, float]]:
             d_loss = bce(d(real), ones) + bce(d(fake.detach()), zeros)
             d.backward(d_loss)
             d.step()
-            with d.frozen():  # the generator's loss goes through it: by its module, not its engine
-                g_loss = bce(d.module(fake), ones)
-                g.backward(g_loss)
+            d.module.requires_grad_(False)  # the generator's loss goes through it: by its module, not its engine
+            g.backward(g_loss := bce(d.module(fake), ones))
+            d.module.requires_grad_(True)
             g.step()
             losses.append((d_loss.item(), g_loss.item()))
             if g.steps_taken % 20 == 0:

@@ -45,16 +45,14 @@ class _OfTheLoop:
 
 @contextmanager
 def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator[OpenEngine]:
-    """A run for a loop of one's own. Called on every rank.
-
-    It goes on from where `checkpoint.resume` says. At the end of the block it is saved where `checkpoint.at_end` says
-    so; where `should_stop` was true it is saved, and RunStopped is raised (exit code 75). Several may be open, each
-    with a run folder of its own.
+    """A run for a loop of one's own, on every rank, from where `checkpoint.resume` says. At the end of the block it is
+    saved as `checkpoint.at_end` says; where `should_stop` was true, it is, and RunStopped is raised. Several may be
+    open, each with a run folder of its own.
 
     Args:
         config: as `fit` takes it.
-        parts: model, train_data, eval_data, task, optimizer and scheduler, as `fit` takes them; without data, here or
-            in the config, the loop has its own.
+        parts: model, train_data, eval_data, task, optimizer, scheduler, as `fit` takes them; without data, here or in
+            the config, the loop has its own.
 
     Raises:
         ConfigError: as `fit`; or nothing says how long the run is; or it is a pipeline.
@@ -62,9 +60,8 @@ def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator
     end_in_one_line()
     request = _OPEN[0].request if _OPEN else StopRequest()
     with refusing_exits():
-        own = "train_data" not in parts and "data" not in (
-            config if isinstance(config, Mapping) else config.model_fields_set
-        )
+        given = config.model_fields_set if isinstance(config, RunConfig) else config
+        own = "train_data" not in parts and "data" not in given
         if own:
             parts["train_data"] = _OfTheLoop()
         objects = Objects(**parts)
@@ -93,12 +90,8 @@ def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator
 
 
 class OpenEngine:
-    """One model with its optimizer, run folder and sinks. What meets weights is collective: every rank calls it in the
-    same order.
-
-    Attributes:
-        rank, world_size: of this process, and of all.
-        max_steps: length of the run.
+    """One model with its optimizer, run folder and sinks, on this `rank` of `world_size`, for `max_steps`. What meets
+    weights is collective.
     """
 
     def __init__(self, run: OpenRun, request: StopRequest) -> None:
@@ -136,8 +129,8 @@ class OpenEngine:
         return ExplainedData(loader).stream(self.steps_taken)
 
     def train_step(self, *batches: Any) -> StepResult:
-        """Take one step on `batch.accumulation_steps` batches of (inputs, target), by the loss of the task. Does not
-        wait for the device; `read()` of the result does.
+        """Take one step on `batch.accumulation_steps` batches of (inputs, target), by the task's loss; `read()` of the
+        result waits for the device.
         """
         if len(batches) != (wanted := self._plan.layout.accumulation_steps):
             raise UsageError(f"train_step: {len(batches)} batches, and batch.accumulation_steps is {wanted}")
@@ -148,18 +141,11 @@ class OpenEngine:
         return self._of(*inputs, **named)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward pass of the mean loss, 0-d, of a micro-batch; over ranks and micro-batches gradients are averaged.
-
-        Raises:
-            TrainingError: it needs gradients of gradients, at ZeRO stage 3; or goes through another engine's outputs.
-        """
-        with explaining_overflow(self._of), explaining(self._other_loss):
+        """Backward pass of a micro-batch's mean loss, 0-d; gradients are averaged over ranks and micro-batches."""
+        with explaining_overflow(self._of), explaining(self._double_backward):
             self._of.backward(loss)
 
-    def _other_loss(self, error: Exception) -> TrainingError | None:
-        if "Direct calls to tensor.backward()" in str(error):
-            reason = "the loss goes through outputs of another engine; call that one's module within its frozen()"
-            return TrainingError(f"backward: {reason} [loss-of-another-engine]")
+    def _double_backward(self, error: Exception) -> TrainingError | None:
         if self._plan.config.zero.stage < 3 or not _SPREAD.search(str(error)):
             return None
         reason = "gradients of gradients (create_graph=True) need weights that are spread again; set zero.stage: 2"
@@ -170,18 +156,6 @@ class OpenEngine:
         with explaining_overflow(self._of):
             self._of.step()
 
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Give these weights no gradients meanwhile: another engine's loss goes through them."""
-        trained = [weight for weight in self.module.parameters() if weight.requires_grad]
-        for weight in trained:
-            weight.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for weight in trained:
-                weight.requires_grad_(True)
-
     def evaluate(self, batches: Iterable[Any] | None = None) -> dict[str, float]:
         """Measure the evaluation data, or other batches, as many on every rank; ``eval/...``, logged."""
         sets = self._eval_sets if batches is None else {"": ((batch, True) for batch in batches)}
@@ -190,7 +164,7 @@ class OpenEngine:
         return metrics
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Hand numbers, or 0-d tensors, which are waited for, of this step to the run's sinks; rank 0's count."""
+        """Hand numbers of this step, or 0-d tensors, to the run's sinks; rank 0's count."""
         step, found = self.steps_taken, {name: float(value) for name, value in metrics.items()}
         self._measured = (self._measured if self._measured_at == step else {}) | found
         self._measured_at = step

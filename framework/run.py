@@ -30,7 +30,6 @@ from framework.setup.assemble import (
     count_parameters,
     make_callbacks,
     make_checkpointer,
-    make_minutes,
 )
 from framework.setup.objects import (
     MakeOptimizer,
@@ -45,7 +44,7 @@ from framework.system.log import noting_errors
 from framework.system.stopping import StopRequest
 from framework.train.best import BestSoFar
 from framework.train.run_folder import RunFolder
-from framework.train.trainer import Outcome
+from framework.train.trainer import Minutes, Outcome
 
 
 def fit(
@@ -171,7 +170,8 @@ def _at_work(
         description=described,
         further=lambda: best.state() | callbacks.state(),
     )
-    minutes = make_minutes(plan.config, began=request.began)
+    often = {"evaluate": plan.config.evaluation.every_minutes, "save": of_checkpoint.every_minutes}
+    minutes = Minutes(often, most=plan.config.training.max_minutes, began=request.began)
     with closing(checkpointer), agreed_stops(request, start_step=start_step, due=minutes.due) as stop:
         parts = (prepared, engine, folder, checkpointer, best, callbacks, start, stop, minutes)
         run = OpenRun(*parts, outcome=Outcome(step=start_step))

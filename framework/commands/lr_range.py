@@ -8,7 +8,6 @@ checkpoint, but a table and a picture.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import os
@@ -40,8 +39,8 @@ _FEWEST: Final = 10
 
 
 class Found:
-    """Losses over rates, and what they suggest; `exploded` when the mean of the last three is four times the least such
-    mean, or a loss is not finite.
+    """Losses over rates, as a callback of the run notes them, and what they suggest; `exploded` when the mean of the
+    last three is four times the least such mean, or a loss is not finite.
     """
 
     def __init__(self) -> None:
@@ -50,7 +49,7 @@ class Found:
         self.exploded, self._least = False, math.inf
 
     def on_log(self, state: State) -> None:
-        """Take a step's rate and loss, and end the run where the loss explodes."""
+        """Take a step, and end the run where the loss explodes."""
         self.add(state.metrics["train/lr"], state.metrics["train/loss"])
         if self.exploded:
             state.stop("the loss exploded")
@@ -104,11 +103,7 @@ class Found:
         ]
 
     def write(self, folder: Path) -> list[Path]:
-        """Write table and picture; returns their places."""
-        table, picture = folder / "lr-range.csv", folder / "lr-range.svg"
-        with table.open("w", newline="", encoding="utf-8") as file:
-            pairs = enumerate(zip(self.rates, self.losses, strict=True), 1)
-            csv.writer(file).writerows([("step", "lr", "loss"), *((step, *pair) for step, pair in pairs)])
+        """Draw the picture beside the table, metrics.csv; returns the places of both."""
         curves = {"loss": dict(enumerate(self.losses)), "mean": {at: mean for at, (mean, _) in self.smoothed.items()}}
         marks = {} if self.steepest is None else {"falls fastest": self.steepest, "least": self.minimum}
         curves |= {f"{name}: {self.rates[at]:.2g}": {at: self.smoothed[at][0]} for name, at in marks.items()}
@@ -118,8 +113,8 @@ class Found:
             lines.append(Line(name, Series(powers, [*curve.values()]), style, shows_points=len(curve) == 1))
         across = ("learning rate", lambda power: tick(10.0**power))
         chart = line_chart("lr-range", "Loss over the learning rate", "loss", lines, has_wide=True, across=across)
-        replace_text(picture, chart.file() if chart else "")
-        return [table, picture]
+        replace_text(folder / "lr-range.svg", chart.file() if chart else "")
+        return [folder / "metrics.csv", folder / "lr-range.svg"]
 
 
 def main(words: Sequence[str]) -> int:
@@ -131,6 +126,7 @@ def main(words: Sequence[str]) -> int:
     asked, _ = load_with_source(arguments.config, arguments.settings)
     values = config_alone(asked, steps=steps, log_every=1).to_dict() | {"scheduler": {"kind": "constant"}}
     values["run"]["name"] += "-lr-range"
+    values["monitors"]["csv"] = True
     values["evaluation"]["weights"], values["training"]["ema"], values["callbacks"] = "trained", None, []
     config, source = load_with_source(arguments.config, (), text=json.dumps(values))
 

@@ -171,19 +171,7 @@ def count_parameters(engine: Engine, stages: StageTable | None) -> tuple[int, in
 
 @dataclass
 class OpenRun:
-    """A run between its start and its end: what a loop works with.
-
-    Attributes:
-        prepared: what it is made of.
-        engine: at `start_step`.
-        folder: held.
-        checkpointer: to be asked by `save`.
-        best, callbacks: restored from `start`.
-        start: the checkpoint that it goes on from.
-        stop: as `agreed_stops` has it.
-        minutes: what the clock asks for.
-        outcome: to be filled by the loop.
-    """
+    """A run between its start and its end: what a loop works with, as `start` has it, and the `outcome` to fill."""
 
     prepared: Prepared
     engine: PlainEngine | PipelineEngine
@@ -202,9 +190,7 @@ class OpenRun:
         return self.start.step if self.start is not None else 0
 
     def open_monitors(self) -> tuple[list[Monitor], Events | None, tuple[int, Mapping[str, float]]]:
-        """Open what is told of the run: monitors, events on rank 0, and how often it was started before with the peaks
-        of its devices. Collective.
-        """
+        """Open monitors, on rank 0 events, and count earlier starts and peaks of the devices. Collective."""
         plan, folder, start_step = self.prepared.plan, self.folder, self.start_step
         total_steps, held = plan.length.total_steps or 0, Behind(HeldFolder(folder))
         monitors: list[Monitor] = [held, self.best, LogLines(total_steps)]
@@ -224,7 +210,7 @@ class OpenRun:
         return monitors, events[0] if events else None, facts
 
     def save(self, step: int, metrics: Mapping[str, float]) -> object:
-        """Write a checkpoint, once the folder is known to be held. Collective."""
+        """Write a checkpoint into the folder, if it is held. Collective."""
         self._settle()
         return self.checkpointer.save(step, metrics)
 
@@ -322,12 +308,6 @@ def make_schedule(
         save=often(config.checkpoint),
         not_finite_allowed=_IN_FP16 if in_fp16 else 0,
     )
-
-
-def make_minutes(config: RunConfig, *, began: float) -> Minutes:
-    """Build the clock of a start that `began` so long ago."""
-    evaluation, checkpoint = config.evaluation.every_minutes, config.checkpoint.every_minutes
-    return Minutes(evaluate=evaluation, save=checkpoint, most=config.training.max_minutes, began=began)
 
 
 def make_checkpointer(

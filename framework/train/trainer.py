@@ -55,26 +55,22 @@ class Every:
 
 
 class Minutes:
-    """Evaluations, saves and the end of a start by the clock. The loop restarts what it has done; another thread may
-    ask what is due.
-    """
+    """Evaluations, saves and the end of a start by the clock; another thread may ask what is due."""
 
     def __init__(
         self,
+        often: Mapping[str, float | None] = MappingProxyType({}),
         *,
-        evaluate: float | None = None,
-        save: float | None = None,
         most: float | None = None,
-        began: float | None = None,
+        began: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Count from now, but `most`, after which the run stops, from `began` on; all in minutes, None for never."""
-        asked, now = {EVALUATE: evaluate, SAVE: save}, clock()
-        self._seconds = {word: 60 * minutes for word, minutes in asked.items() if minutes is not None}
+        """Count minutes, `often` for ``evaluate`` and ``save`` from now, `most` for the run from `began` on."""
+        self._clock, now = clock, clock()
+        self._seconds = {word: 60 * minutes for word, minutes in often.items() if minutes is not None}
         self._at = {word: now + seconds for word, seconds in self._seconds.items()}
         if most is not None:
-            self._at[TIME_IS_UP] = (now if began is None else began) + 60 * most
-        self._clock = clock
+            self._at[TIME_IS_UP] = began + 60 * most
 
     def due(self) -> str:
         """What is due; an evaluation or a save not again before it was restarted."""
@@ -87,7 +83,7 @@ class Minutes:
         return ""
 
     def restart(self, word: str) -> None:
-        """Count from now: it has happened, whatever for."""
+        """Count from now: it has happened."""
         if word in self._seconds:
             self._at[word] = self._clock() + self._seconds[word]
 

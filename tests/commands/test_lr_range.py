@@ -94,13 +94,13 @@ def test_losses_are_those_of_plain_pytorch_at_the_same_rates(tmp_path: Path) -> 
     )
     for name in files:
         folder = tmp_path / f"runs/{name}-lr-range"
-        rows = list(csv.DictReader((folder / "lr-range.csv").open()))
-        assert [float(row["lr"]) for row in rows] == pytest.approx(rates)
-        losses = [float(row["loss"]) for row in rows]
+        rows = list(csv.DictReader((folder / "metrics.csv").open()))
+        assert [float(row["train/lr"]) for row in rows] == pytest.approx(rates)
+        losses = [float(row["train/loss"]) for row in rows]
         assert (losses == pytest.approx(expected, rel=2e-5)) is (name == "plain"), "groups keep their shares"
         assert "learning rate</text>" in (folder / "lr-range.svg").read_text()
         printed = (tmp_path / f"{name}.out").read_text().splitlines()
-        assert printed[-2:] == [str(folder / "lr-range.csv"), str(folder / "lr-range.svg")]
+        assert printed[-2:] == [str(folder / "metrics.csv"), str(folder / "lr-range.svg")]
         assert sum(line.startswith("optimizer.lr: ") for line in printed) == 2
         assert not [*folder.glob("checkpoints/*")]
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["groups-lr-range", "plain-lr-range"]

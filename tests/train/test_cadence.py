@@ -47,7 +47,7 @@ class TestMinutes:
 
     def test_each_is_due_once_until_it_is_restarted(self) -> None:
         now = [100.0]
-        minutes = Minutes(evaluate=1, save=2.5, clock=lambda: now[0])
+        minutes = Minutes({"evaluate": 1, "save": 2.5}, clock=lambda: now[0])
         assert minutes.due() == ""
         now[0] = 160.0
         assert (minutes.due(), minutes.due()) == ("evaluate", "")
