@@ -16,7 +16,7 @@ from tests.places import ROOT
 
 # kB of Python source and number of files per room; what a room no longer needs is taken away here as well.
 CAPS: dict[str, tuple[float, int]] = {
-    "(doors)": (59, 9),
+    "(doors)": (59, 10),
     "system": (59, 13),
     "text": (65, 6),
     "config": (126, 15),
