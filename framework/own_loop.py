@@ -40,7 +40,7 @@ class _OfTheLoop:
         return 2**40
 
     def __getitem__(self, index: int) -> Any:
-        raise IndexError("the run was opened without train_data: its loop has its own")
+        raise IndexError("the loop has its own data")
 
 
 @contextmanager
@@ -67,10 +67,10 @@ def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator
         objects = Objects(**parts)
         asked = config_with_objects(config, objects)
         if asked.parallel.pipe > 1:
-            reason = "a pipeline has its own order of forward and backward passes"
+            reason = "a pipeline orders its passes itself"
             raise ConfigError.of("own-loop-with-pipeline", reason, "use fit()", "parallel.pipe", asked.parallel.pipe)
         if own and not asked.training.max_steps:
-            reason = "without train_data nothing else says how long the run is"
+            reason = "without train_data nothing says how long the run is"
             raise ConfigError.of("max-steps-not-given", reason, "set it", "training.max_steps")
         prepared = prepare(asked, objects=objects)
     with request.handling() if not _OPEN else nullcontext(), opened(prepared, request) as run:
@@ -114,8 +114,7 @@ class OpenEngine:
     @property
     def module(self) -> torch.nn.Module:
         """The model as it is trained; at ZeRO stage 3 its weights are spread."""
-        module: torch.nn.Module = self._of.module
-        return module
+        return self._of.module  # type: ignore[no-any-return]
 
     def move(self, batch: Any) -> Any:
         """A batch on this rank's device, in the type that the model wants."""
@@ -137,7 +136,7 @@ class OpenEngine:
         return self._engine.train_step(iter(batches))
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Outputs of the model, to be followed by `backward` of this engine."""
+        """Outputs of the model, for a loss that goes to `backward`."""
         return self._of(*inputs, **named)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -178,8 +177,8 @@ class OpenEngine:
         self._note("save")
 
     def should_stop(self) -> bool:
-        """Check whether the loop ends here, on all ranks alike, by a signal or `training.max_minutes`. Asked before
-        every step, of one engine alone; it also evaluates and saves all where `every_minutes` says so.
+        """Check, before every step and of one engine alone, whether all ranks end here, by a signal or
+        `training.max_minutes`; evaluates and saves all where `every_minutes` says so.
         """
         asked = self._run.stop(self.steps_taken)
         for engine in _OPEN if asked else ():

@@ -136,10 +136,8 @@ class TestRefusals:
     def test_without_a_length_or_with_a_pipeline(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.chdir(tmp_path)
         for config, line in {
-            "training.max_steps: without train_data nothing else says how long the run is; set it": {},
-            "parallel.pipe = 2: a pipeline has its own order of forward and backward passes; use fit()": {
-                "parallel": {"pipe": 2}
-            },
+            "training.max_steps: without train_data nothing says how long the run is; set it": {},
+            "parallel.pipe = 2: a pipeline orders its passes itself; use fit()": {"parallel": {"pipe": 2}},
         }.items():
             with (
                 pytest.raises(ConfigError, match=re.escape(config)),

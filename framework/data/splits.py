@@ -36,16 +36,15 @@ class Splits:
 
     @property
     def evaluations(self) -> dict[str, MapDataset]:
-        """Evaluation datasets by name; one alone needs none, which is then empty."""
+        """Evaluation datasets by name, which is empty where there is but one."""
         if isinstance(self.evaluation, Mapping):
             return dict(self.evaluation)
         return {} if self.evaluation is None else {"": self.evaluation}
 
     def by_word(self) -> dict[str, MapDataset]:
-        """All datasets by what messages call them: ``training``, ``evaluation``, ``evaluation noisy``."""
-        return {"training": self.train} | {
-            f"evaluation {name}".rstrip(): each for name, each in self.evaluations.items()
-        }
+        """All datasets: ``training``, ``evaluation`` or ``evaluation noisy``."""
+        evaluations = self.evaluations.items()
+        return {"training": self.train} | {f"evaluation {name}".rstrip(): each for name, each in evaluations}
 
 
 def as_splits(result: object) -> Splits:

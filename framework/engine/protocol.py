@@ -90,9 +90,7 @@ EvalSets = Mapping[str, Iterable[tuple[Any, bool]]]
 def evaluate_sets(
     engine: Engine, sets: EvalSets, *, is_stopping: Callable[[], bool] = lambda: False
 ) -> dict[str, float]:
-    """Measure every set: ``eval/<set>/<metric>``, of one without a name ``eval/<metric>``. Collective; where it is to
-    stop, what is left is empty.
-    """
+    """Measure every set: ``eval/<set>/<metric>``, of one without a name ``eval/<metric>``. Collective."""
     metrics: dict[str, float] = {}
     for name, batches in sets.items():
         area = f"eval/{name}/" if name else "eval/"

@@ -46,11 +46,8 @@ def agreed_stops(
 ) -> Iterator[Callable[[int], str]]:
     """From here on requests are honoured between two steps. Collective, as is the end of the block.
 
-    Args:
-        request: of this rank.
-        start_step: optimizer steps that were taken before.
-        due: what rank 0's clock asks for, ``evaluate``, ``save`` or a reason to stop; empty for nothing. Asked several
-            times a second in another thread, or after every step where this rank is alone.
+    `due` is what rank 0's clock asks for, ``evaluate``, ``save`` or a reason to stop; empty for nothing. It is asked in
+    another thread, or after every step where this rank is alone.
 
     Raises:
         RunStopped: another rank was asked, too, and ended before it came here.
@@ -143,10 +140,8 @@ class StopAgreement:
                 raise _lost(self._rank)
             if not self._agreed or step < self._agreed[0][0]:
                 return ""
-            return self._agreed[0][1] if self._is_last() else self._agreed.popleft()[1]
-
-    def _is_last(self) -> bool:
-        return self._agreed[0][1] not in (EVALUATE, SAVE)
+            word = self._agreed[0][1]
+            return self._agreed.popleft()[1] if word in (EVALUATE, SAVE) else word
 
     def leave(self) -> None:
         """This rank has trained to its end or stopped: a request that still comes need not wait for it."""

@@ -60,16 +60,8 @@ class RunResult:
     @classmethod
     def of(cls, outcome: Outcome, *, folder: Path, start_step: int, best: Best | None) -> RunResult:
         """Build the result from the end of the training loop."""
-        return cls(
-            folder,
-            outcome.step,
-            dict(outcome.metrics),
-            outcome.samples_per_sec,
-            start_step,
-            outcome.tokens_per_sec,
-            best,
-            outcome.ended_early,
-        )
+        reached = {name: value for name, value in vars(outcome).items() if name != "stopped"}
+        return cls(folder=folder, start_step=start_step, best=best, **reached)
 
 
 def print_start(

@@ -7,6 +7,7 @@ Whatever goes wrong in the user's module becomes one problem that names the key,
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import inspect
 import json
@@ -94,7 +95,7 @@ def config_with_objects(values: RunConfig | Mapping[str, Any], objects: Objects)
     key, asked = "run.world_size", config.run.world_size or 1
     if asked == 1:
         key, asked = "parallel", math.prod(config.parallel.sizes().values()) * config.parallel.expert
-    if asked > int(os.environ.get("WORLD_SIZE", "1")) and "ipykernel" in sys.modules:
+    if asked > int(os.environ.get("WORLD_SIZE", "1")) and hasattr(builtins, "__IPYTHON__"):
         reason, fix = (
             "a notebook is one process with one device",
             f"start a script: deepspeed --num_gpus {asked} train.py",

@@ -146,7 +146,7 @@ def _check_labels_and_tokens(config: RunConfig, splits: Splits) -> None:
 
 
 def refuse_unmeasured(config: RunConfig, splits: Splits) -> None:
-    """Refuse metrics that no evaluation set gives: they would keep no checkpoint, and end nothing."""
+    """Refuse metrics that no evaluation set gives: nothing would follow them."""
     areas = [f"eval/{name}/" if name else "eval/" for name in splits.evaluations]
     known = [f"{area}{name}" for area in areas for name in getattr(config.task, "metrics", ())]
     asked = {"checkpoint.keep_best": config.checkpoint.keep_best}

@@ -78,9 +78,8 @@ def _count(values: Tensor) -> Histogram:
 
 
 class SampleWatch:
-    """Shows the first samples of an evaluation, on rank 0; what cannot be shown costs a warning and nothing else.
-
-    Of several sets that are measured at one `step` it is the first.
+    """Shows the first samples of an evaluation, of several at one `step` of the first, on rank 0; what cannot be shown
+    costs a warning and nothing else.
     """
 
     def __init__(

@@ -32,8 +32,8 @@ class Every:
     Attributes:
         every_steps: 0 for never in between.
         at_end: also after the last step.
-        at_start: also before the first step of the run.
-        start_step: nothing happens before this step but at the start and the end.
+        at_start: also before the first step.
+        start_step: before it nothing happens but at the start.
     """
 
     every_steps: int = 0
@@ -169,23 +169,21 @@ class Trainer:
         """Begins nothing: `fit` does.
 
         Args:
-            engine: what takes the steps.
-            agenda: how many, and what is due after which.
+            engine, agenda: what takes the steps; how many, and what is due after which.
             train_data: micro-batches from any step on.
             eval_data: batches to measure by the name of their set, each with whether it counts.
             monitors: what is told of every measurement.
             save: writes a checkpoint of a step and says whether it could; None where nothing is saved.
             start_step: optimizer steps that were taken before.
             evaluates_first: what is due after `start_step` was not measured before: a stop had ended it.
-            stop: asked before the first step, after every step but the last, and between the batches of an evaluation;
-                the name of a signal, the same on all ranks, ends the run there; ``evaluate`` and ``save`` are done
-                after the next step.
-            minutes: restarted by evaluations and saves; `stop` asks it.
+            stop: asked before the first step, after every step but the last, and between the batches of an evaluation,
+                alike on all ranks; a signal ends the run there, ``evaluate`` and ``save`` are done after the next step.
+            minutes: what `stop` asks.
             look: at the weights, and when; collective, its time is not the steps'.
             record: notes an event by kind and step (`train.events.Events`); None: nobody does.
             callbacks: called at the events of the run; None: nobody is.
             profile: looks at some steps closely; None: at none.
-            constants: metrics that are the same at every logged point.
+            constants: metrics of every logged point.
             clock: seconds, for throughput.
         """
         self._engine, self._agenda, self._profile = engine, agenda, profile
