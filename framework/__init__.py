@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from framework.config.run_config import RunConfig
     from framework.dslint.import_run import import_deepspeed
     from framework.errors import ConfigError
+    from framework.own_loop import OpenEngine, open_engine
     from framework.plan.cluster import Cluster
     from framework.plan.plan import make_plan
     from framework.plan.render import render
@@ -27,6 +28,7 @@ __all__ = [
     "Cluster",
     "ConfigError",
     "Monitor",
+    "OpenEngine",
     "Point",
     "Ratio",
     "RunConfig",
@@ -37,6 +39,7 @@ __all__ = [
     "load",
     "load_config",
     "make_plan",
+    "open_engine",
     "render",
 ]
 
@@ -44,6 +47,7 @@ _HOME = {
     "Cluster": "framework.plan.cluster",
     "ConfigError": "framework.errors",
     "Monitor": "framework.train.monitors.base",
+    "OpenEngine": "framework.own_loop",
     "Point": "framework.train.monitors.base",
     "Ratio": "framework.tasks.task",
     "RunConfig": "framework.config.run_config",
@@ -54,6 +58,7 @@ _HOME = {
     "load": "framework.setup.trained",
     "load_config": "framework.config.load",
     "make_plan": "framework.plan.plan",
+    "open_engine": "framework.own_loop",
     "render": "framework.plan.render",
 }
 

@@ -43,6 +43,7 @@ _BELOW_THE_LINE: Final[Mapping[str, str]] = {
     "export": "framework.commands.export",
     "evaluate": "framework.commands.evaluate",
     "predict": "framework.commands.predict",
+    "lr-range": "framework.commands.lr_range",
 }
 # Commands that read their own words, as the list of all commands tells them.
 _ELSEWHERE: Final[Mapping[str, str]] = {
@@ -51,6 +52,7 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "export": "write the weights of a checkpoint as safetensors: export CHECKPOINT OUT",
     "evaluate": "measure a checkpoint: evaluate CHECKPOINT [key=value ...]",
     "predict": "write what a model makes of inputs: predict CHECKPOINT INPUT... --out FILE",
+    "lr-range": "find a learning rate: lr-range CONFIG [key=value ...] [--from LR] [--to LR] [--steps N]",
     "doctor": "is this machine, or are these hosts, fit to train? doctor [CONFIG] [-H HOSTFILE] [--bench]",
     "bench": "time variants of a run: bench CONFIG... [key=value ...] [--variant NAME key=value ...] [--num_gpus 1,2]",
     "launch": "train: launch CONFIG [key=value ...] [-H HOSTFILE]; also launch node, k8s, slurm",

@@ -174,6 +174,10 @@ class FrameworkError(Exception):
         super().__init__(*text)
         self.is_of_one_rank = is_of_one_rank
 
+    def _render_traceback_(self) -> list[str]:
+        """In a notebook IPython shows this in place of a traceback."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class UsageError(FrameworkError):
     """The command line is wrong."""

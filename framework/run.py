@@ -5,8 +5,8 @@ before this process waits for any other; from `process_group` on, all ranks walk
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any, NoReturn
 
 from framework.checkpoint.manifest import SavedCheckpoint
@@ -15,6 +15,7 @@ from framework.config.run_config import RunConfig
 from framework.engine import workarounds  # noqa: F401  # before all that imports DeepSpeed
 from framework.engine.distributed import from_rank0, process_group, quiet_deepspeed, rank, refuse_different_ranks
 from framework.engine.failures import explaining_failures
+from framework.engine.hang_watch import watching
 from framework.engine.plain_engine import arithmetic_of
 from framework.engine.random_state import seed_ranks
 from framework.engine.schedules import MakeSchedule
@@ -24,6 +25,7 @@ from framework.plan.plan import Plan
 from framework.report.summary import RunResult, describe_stop, print_end, print_next, print_start, write_report
 from framework.setup import start_point
 from framework.setup.assemble import (
+    OpenRun,
     assemble_engine,
     build_trainer,
     count_parameters,
@@ -43,6 +45,7 @@ from framework.system.log import noting_errors
 from framework.system.stopping import StopRequest
 from framework.train.best import BestSoFar
 from framework.train.run_folder import RunFolder
+from framework.train.trainer import Minutes, Outcome
 
 
 def fit(
@@ -66,7 +69,8 @@ def fit(
     Args:
         config: a RunConfig, or nested dicts; the section of what is handed over may hold its other keys.
         model: an `nn.Module` or a list of layers, or a callable that builds one.
-        train_data, eval_data: map-style datasets of (inputs, target), or the pair of both as `train_data`.
+        train_data, eval_data: map-style datasets of (inputs, target), or the pair of both as `train_data`; for
+            evaluation also several by name, whose metrics are ``eval/<name>/loss`` and so on.
         task: a `framework.Task` or a callable ``loss(outputs, targets)``.
         optimizer: a callable from parameters to an optimizer, for example ``functools.partial(SGD, lr=0.1)``.
         scheduler: a callable from the optimizer to a schedule like torch's, which is stepped after every step; for
@@ -85,7 +89,7 @@ def fit(
     with request.handling():
         with refusing_exits():
             prepared = prepare(config_with_objects(config, objects), objects=objects)
-        return _run(prepared, request)
+        return run_prepared(prepared, request)
 
 
 def fit_loaded(plan: Plan, source: Source, request: StopRequest, *, words: Sequence[str]) -> RunResult:
@@ -94,13 +98,27 @@ def fit_loaded(plan: Plan, source: Source, request: StopRequest, *, words: Seque
     """
     with refusing_exits():
         prepared = prepare(plan.config, source=source, plan=plan)
-    result = _run(prepared, request)
+    result = run_prepared(prepared, request)
     if os.environ.get("RANK", "0") == "0":
         print_next(prepared.plan, words, environment=os.environ)
     return result
 
 
-def _run(prepared: Prepared, request: StopRequest) -> RunResult:
+def run_prepared(prepared: Prepared, request: StopRequest) -> RunResult:
+    """Train what was prepared, to its end or to where the request stops it."""
+    with opened(prepared, request) as run:
+        run.outcome = build_trainer(run).fit()
+    return _result(run)
+
+
+@contextmanager
+def opened(prepared: Prepared, request: StopRequest) -> Iterator[OpenRun]:
+    """A run for the time of its loop: all ranks together, its folder held, its engine where it goes on from.
+    Collective, as is the end of the block, which reports what the loop has left in `outcome`.
+
+    Raises:
+        RunStopped: the outcome says that the loop was stopped.
+    """
     folder = RunFolder(prepared.plan.config.run.folder)
     with noting_errors():
         with (
@@ -114,16 +132,16 @@ def _run(prepared: Prepared, request: StopRequest) -> RunResult:
                 prepared = start_point.agreed_weights(start_point.measure_cut(prepared, start), start)
                 start_point.open_folder(folder, prepared, start)
                 quiet_deepspeed(folder.logs / f"rank{rank()}.log")
-                with arithmetic_of(prepared.plan):
-                    result, stopped = _train(prepared, folder, start, request)
-        if stopped:  # here, where all ranks have left the group in good order
-            raise RunStopped(describe_stop(result, stopped, prepared.plan))
-    return result
+                with arithmetic_of(prepared.plan), _at_work(prepared, folder, start, request) as run:
+                    yield run
+        if run.outcome.stopped:  # here, where all ranks have left the group in good order
+            raise RunStopped(describe_stop(_result(run), run.outcome.stopped, prepared.plan))
 
 
-def _train(
+@contextmanager
+def _at_work(
     prepared: Prepared, folder: RunFolder, start: SavedCheckpoint | None, request: StopRequest
-) -> tuple[RunResult, str]:
+) -> Iterator[OpenRun]:
     plan, of_checkpoint = prepared.plan, prepared.plan.config.checkpoint
     engine = assemble_engine(prepared)
     # Ranks of a tensor group draw alike; where their layers are divided, `models.split.TensorPart` sees to it.
@@ -137,13 +155,12 @@ def _train(
     if rank() == 0:
         stages = prepared.cut.table if prepared.cut else None
         num_params, num_trained = count_parameters(engine, stages)
-        evaluates = prepared.parts.splits.evaluation is not None
         print_start(
             plan,
             folder.path,
             start_step=start_step,
             stages=stages,
-            evaluates=evaluates,
+            evaluates=bool(prepared.parts.splits.evaluations),
             num_params=num_params,
             num_trained=num_trained,
         )
@@ -154,16 +171,23 @@ def _train(
         description=described,
         further=lambda: best.state() | callbacks.state(),
     )
-    with closing(checkpointer), agreed_stops(request, start_step=start_step) as stop:
-        trainer = build_trainer(engine, prepared, folder, checkpointer, best, start, callbacks, stop=stop)
-        outcome = trainer.fit()
-        checkpointer.finish(is_final=bool(outcome.stopped))
+    often = {"evaluate": plan.config.evaluation.every_minutes, "save": of_checkpoint.every_minutes}
+    minutes = Minutes(often, most=plan.config.training.max_minutes, began=request.began)
+    seconds = plan.config.supervision.hang_seconds
+    with closing(checkpointer), agreed_stops(request, start_step=start_step, due=minutes.due) as ask:
+        with watching(ask, logs=folder.logs, end_seconds=seconds) as stop:
+            parts = (prepared, engine, folder, checkpointer, best, callbacks, start, stop, minutes)
+            run = OpenRun(*parts, outcome=Outcome(step=start_step))
+            yield run
+        checkpointer.finish(is_final=bool(run.outcome.stopped))
         from_rank0(start_point.on_rank0(folder.check_held))
     request.training_is_over()
     engine.close()
-    result = RunResult.of(outcome, folder=folder.path, start_step=start_step, best=best.found)
     if rank() == 0:
         report = write_report(folder.path) if plan.config.monitors.report else None
-        if not outcome.stopped:
-            print_end(result, plan, environment=os.environ, report=report)
-    return result, outcome.stopped
+        if not run.outcome.stopped:
+            print_end(_result(run), plan, environment=os.environ, report=report)
+
+
+def _result(run: OpenRun) -> RunResult:
+    return RunResult.of(run.outcome, folder=run.folder.path, start_step=run.start_step, best=run.best.found)

@@ -64,8 +64,24 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine",
         "engine protocol",
     },
-    "run": {"system", "token files", "config", "plan", "checkpoint", "train", "report", "data", "engine", "setup"},
+    "run": {
+        "system",
+        "token files",
+        "config",
+        "plan",
+        "checkpoint",
+        "train",
+        "report",
+        "data",
+        "engine",
+        "engine protocol",
+        "setup",
+    },
     "torch commands": {
+        "run",
+        "commands",
+        "report",
+        "train",
         "system",
         "text",
         "config",
@@ -76,6 +92,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "data",
         "tasks",
         "engine",
+        "engine protocol",
         "setup",
     },
     # ------------------------------------------------ on top
@@ -101,6 +118,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # Modules of a room that another part may import without the rest of it, and rooms that are two parts.
 HALVES = {
     "errors": "system",
+    "own_loop": "run",
     "data.token_files": "token files",
     "engine.protocol": "engine protocol",
     "checkpoint.state": "checkpoint state",
@@ -115,6 +133,7 @@ HALVES = {
     "commands.export": "torch commands",
     "commands.generate": "torch commands",
     "commands.machine_rates": "torch commands",
+    "commands.lr_range": "torch commands",
     "commands.predict": "torch commands",
 }
 LIGHT = (

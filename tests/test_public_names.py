@@ -13,6 +13,7 @@ NAMES = [
     "Cluster",
     "ConfigError",
     "Monitor",
+    "OpenEngine",
     "Point",
     "Ratio",
     "RunConfig",
@@ -23,9 +24,10 @@ NAMES = [
     "load",
     "load_config",
     "make_plan",
+    "open_engine",
     "render",
 ]
-NEED_TORCH = {"Ratio", "Task", "fit", "load"}
+NEED_TORCH = {"OpenEngine", "Ratio", "Task", "fit", "load", "open_engine"}
 
 
 def test_the_list_is_frozen() -> None:

@@ -73,8 +73,8 @@ def until(holds: Callable[[], object], *, lives: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def start(warm: WarmRanks, folder: Path) -> Job:
-    return warm.start(["--config", str(write_config(folder))], num_ranks=2, folder=folder / "said")
+def start(warm: WarmRanks, folder: Path, *settings: str) -> Job:
+    return warm.start(["--config", str(write_config(folder)), *settings], num_ranks=2, folder=folder / "said")
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +136,24 @@ def test_stopped_again_and_again_a_run_ends_as_the_unbroken_one(
     assert f"dsf-trainer: SIGUSR1: stopped after step {reached} of {TOTAL_STEPS}; " in log
     assert f"dsf-trainer: step {TOTAL_STEPS}/{TOTAL_STEPS}  epoch " in log
     assert differences(unbroken, run, num_steps=TOTAL_STEPS) == []
+
+
+def test_two_ranks_evaluate_save_and_stop_by_the_clock(warm: WarmRanks, tmp_path: Path) -> None:
+    run, often = tmp_path / "stops", {"evaluation": 0.01, "checkpoint": 0.005}
+    by_clock = [
+        f"{name}.{key}" for name, each in often.items() for key in ("every_steps=null", f"every_minutes={each}")
+    ]
+    first = start(warm, tmp_path, *by_clock, "training.max_minutes=0.12", "training.max_steps=2000")
+    assert first.wait(SECONDS) == [75, 75], first.stated()
+    (reached,) = re.findall(r"^training\.max_minutes: stopped after step (\d+) of 2000; ", first.stated(), re.MULTILINE)
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = {kind: [each["step"] for each in events if each["kind"] == kind] for kind in ("evaluate", "save", "stop")}
+    assert newest(run) == int(reached) == steps["stop"][0] == steps["save"][-1]
+    assert len(steps["evaluate"]) >= 2
+    assert len(steps["save"]) >= 3
+    assert steps["evaluate"][0] > 1, "not every step"
+    last = start(warm, tmp_path, f"training.max_steps={int(reached) + 3}", "evaluation.at_start=true")
+    assert last.wait(SECONDS) == [0, 0], last.stated()
 
 
 def test_a_second_request_ends_a_rank_that_cannot_stop(warm: WarmRanks, tmp_path: Path) -> None:

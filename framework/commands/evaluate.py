@@ -23,10 +23,11 @@ from framework.checkpoint.state.weight_files import LazyWeights, shapes_of
 from framework.config.load import Source, load_with_source
 from framework.config.run_config import RunConfig
 from framework.engine.distributed import process_group, rank, refuse_different_ranks
-from framework.engine.failures import ExplainedData, explaining_failures
+from framework.engine.failures import explaining_failures
 from framework.engine.plain_engine import arithmetic_of
+from framework.engine.protocol import evaluate_sets
 from framework.errors import EXIT_OK, ConfigError
-from framework.setup.assemble import assemble_engine, make_eval_loader
+from framework.setup.assemble import assemble_engine, make_eval_loaders
 from framework.setup.prepared import prepare
 from framework.setup.start_point import agreed_weights, measure_cut
 from framework.setup.trained import find_source, module_of, saved_config
@@ -55,12 +56,12 @@ def main(words: Sequence[str]) -> int:
             whole = module_of(checkpoint, saved, average=weights == "ema").state_dict()
             read = {name: partial(whole.__getitem__, name) for name in whole}
             prepared = replace(prepared, weights=LazyWeights(shapes_of(whole), read))
-        if (loader := make_eval_loader(prepared.plan, prepared.parts.splits, rank=rank())) is None:
+        if not (sets := make_eval_loaders(prepared.plan, prepared.parts.splits, rank=rank())):
             reason, fix = "the data has no evaluation set", "name data that has one, such as data.path=..."
             raise ConfigError.of("evaluation-without-data", reason, fix, "data")
         stack.enter_context(arithmetic_of(prepared.plan))
         engine = assemble_engine(prepared)
-        metrics = engine.evaluate(ExplainedData(loader))
+        metrics = evaluate_sets(engine, sets)
         if rank() == 0:
             found = {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "weights": weights}
             print(json.dumps({**found, "metrics": metrics}, indent=2))

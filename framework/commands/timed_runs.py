@@ -17,7 +17,7 @@ from framework.errors import ConfigError
 from framework.plan.plan import Plan
 from framework.report.records import Run, read_run
 
-_NEVER: Final = {"every_epochs": None, "every_steps": None, "at_end": False}
+_NEVER: Final = {"every_epochs": None, "every_steps": None, "every_minutes": None, "at_end": False}
 _NO_SINKS: Final = {"tensorboard": False, "csv": False, "report": False, "progress": "off"}
 INTERRUPTED: Final = "interrupted"
 
@@ -25,9 +25,9 @@ INTERRUPTED: Final = "interrupted"
 def config_alone(config: RunConfig, *, steps: int, log_every: int) -> RunConfig:
     """The config for so many steps and nothing else: no evaluation, no checkpoint, no sink, no profile."""
     values = config.to_dict()
-    values["evaluation"] |= _NEVER
+    values["evaluation"] |= _NEVER | {"at_start": False}
     values["checkpoint"] |= _NEVER | {"keep_best": None, "resume": "never", "mode": "sync"}
-    values["training"] |= {"max_steps": steps, "max_epochs": None, "log_every": log_every}
+    values["training"] |= {"max_steps": steps, "max_epochs": None, "max_minutes": None, "log_every": log_every}
     values["monitors"] = _NO_SINKS
     values.pop("profile", None)
     return config_from_values(values)

@@ -191,7 +191,8 @@ class TextPairs(_Text):
 
 
 class DataTarget(Target, Loader):
-    """The user's own data: a callable that returns a training dataset, or a pair (training, evaluation)."""
+    """The user's own data: a callable that returns a training dataset, or a pair (training, evaluation), whose second
+    may be several datasets by name."""
 
     random_samples: bool = True
     """Seed torch's, numpy's and Python's generators for every sample from (run.seed, epoch, sample index), so that

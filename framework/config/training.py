@@ -77,6 +77,9 @@ class Training(Section):
     """Passes over the training data; left out together with max_steps: 1."""
     max_steps: PositiveCount | None = None
     """Optimizer steps; wins over max_epochs."""
+    max_minutes: Positive | None = None
+    """Wall time of one start, from when its process began. Then it saves and ends with exit code 75, as on a request to
+    stop: whatever starts it again goes on. At least one step is taken. Left out: no limit."""
     log_every: PositiveCount = 10
     """Steps between two logged points. Between them nothing waits for the device."""
     clip_grad_norm: NonNegative = 1.0
@@ -113,13 +116,28 @@ class Training(Section):
     """
 
 
-class Evaluation(Section):
+class _Often(Section):
+    """A rhythm in epochs, steps or minutes."""
+
+    @property
+    def is_often(self) -> bool:
+        """Check whether it happens before the end of the run."""
+        return any(getattr(self, name) for name in ("every_epochs", "every_steps", "every_minutes"))
+
+
+class Evaluation(_Often):
     """When the evaluation data is measured."""
 
     every_epochs: PositiveCount | None = None
     """Epochs between two evaluations."""
     every_steps: PositiveCount | None = None
     """Steps between two evaluations."""
+    every_minutes: Positive | None = None
+    """Minutes from an evaluation to the next, which follows the step that ends then; beside steps or epochs."""
+    start_step: Count = 0
+    """No evaluation before this step, but for those at start and end."""
+    at_start: bool = False
+    """Evaluate before the first step of the run."""
     at_end: bool = True
     """Evaluate after the last step."""
     batch_size: PositiveCount | None = None
@@ -130,13 +148,15 @@ class Evaluation(Section):
     """What is measured: the weights as trained, or their moving average (needs `training.ema`)."""
 
 
-class Checkpoint(Section):
+class Checkpoint(_Often):
     """When the state of the run is saved, how much is kept, and where it starts from."""
 
     every_steps: PositiveCount | None = None
     """Steps between two checkpoints."""
     every_epochs: PositiveCount | None = None
     """Epochs between two checkpoints."""
+    every_minutes: Positive | None = None
+    """Minutes from a checkpoint to the next, which follows the step that ends then; beside steps or epochs."""
     at_end: bool = True
     """Save after the last step."""
     mode: Literal["sync", "async"] = "sync"
@@ -218,7 +238,8 @@ class TensorBoard(Sink):
     package: ClassVar[str] = "tensorboard"
     samples: Count = 0
     """Evaluation samples, the first so many of rank 0, that are shown at every evaluation with what the model predicts
-    for them: images, or text. Not with a pipeline, whose last stage has the predictions and not the inputs."""
+    for them: images, or text; of several sets the first one's. Not with a pipeline, whose last stage has the
+    predictions and not the inputs."""
     histograms_every_steps: PositiveCount | None = None
     """Steps between two histograms of the weights; left out: none. All ranks stop to count their shares."""
 

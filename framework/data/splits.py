@@ -1,10 +1,12 @@
-"""Result of a dataset builder, or data handed over by a program: a training set, and an evaluation set if there is
-one.
+"""Result of a dataset builder, or data handed over by a program: a training set, and one evaluation set, or several
+by name, or none.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -27,14 +29,27 @@ class MapDataset(Protocol):
 
 @dataclass(frozen=True)
 class Splits:
-    """A training and an evaluation dataset."""
+    """A training dataset, and one for evaluation, or several by name."""
 
     train: MapDataset
-    evaluation: MapDataset | None
+    evaluation: MapDataset | Mapping[str, MapDataset] | None
+
+    @property
+    def evaluations(self) -> dict[str, MapDataset]:
+        """Evaluation datasets by name, which is empty where there is but one."""
+        if isinstance(self.evaluation, Mapping):
+            return dict(self.evaluation)
+        return {} if self.evaluation is None else {"": self.evaluation}
+
+    def by_word(self) -> dict[str, MapDataset]:
+        """All datasets: ``training``, ``evaluation`` or ``evaluation noisy``."""
+        evaluations = self.evaluations.items()
+        return {"training": self.train} | {f"evaluation {name}".rstrip(): each for name, each in evaluations}
 
 
 def as_splits(result: object) -> Splits:
-    """Accept what a user's `data.target` may return: a dataset, a tuple (training, evaluation or None), or a `Splits`.
+    """Accept what a user's `data.target` may return: a dataset, a tuple (training, evaluation or None), or a `Splits`;
+    for evaluation there may be several datasets by name.
 
     Raises:
         ConfigError: kind ``data-target-result``, with every reason why the result cannot be trained on.
@@ -81,12 +96,22 @@ def _pair(result: object, door: _Door) -> tuple[Any, Any]:
 
 
 def _checked(train: Any, evaluation: Any, door: _Door) -> Splits:
-    problems = [_complaint(train, door, name="training")]
-    if evaluation is not None:
-        problems.append(_complaint(evaluation, door, name="evaluation"))
+    problems, splits = [_complaint(train, door, name="training")], Splits(train, evaluation)
+    if isinstance(evaluation, Mapping) and not evaluation:
+        fix = f"{door.give} None in its place to train without evaluation"
+        problems.append(Problem("data-target-result", "there is no evaluation set in it", fix, door.eval_key))
+    for name, dataset in splits.evaluations.items():
+        if isinstance(evaluation, Mapping) and not (isinstance(name, str) and _NAME.fullmatch(name)):
+            reason = "this is no name of an evaluation set, as its metrics are eval/<name>/<metric>"
+            fix = f"{door.give} names of letters, digits, '_', '-' and '.'"
+            problems.append(Problem("data-target-result", reason, fix, door.eval_key, name))
+        problems.append(_complaint(dataset, door, name=f"evaluation {name}".rstrip()))
     if any(problems):
         raise ConfigError(filter(None, problems))
-    return Splits(train, evaluation)
+    return splits
+
+
+_NAME: Final = re.compile(r"[\w.-]+", re.ASCII)
 
 
 def _complaint(dataset: object, door: _Door, *, name: str) -> Problem | None:

@@ -132,6 +132,8 @@ class HangWatch:
     def _watch(self) -> None:
         while not self._closing.wait(_LOOK_SECONDS):
             seconds = time.monotonic() - self._at
+            if not self._beats:  # a loop of the user's own need not ask
+                continue
             if seconds < self._limit():
                 self._go_on()
                 self._guard(self._limit() - seconds)

@@ -84,6 +84,21 @@ class Engine(Protocol):
         ...
 
 
+EvalSets = Mapping[str, Iterable[tuple[Any, bool]]]
+
+
+def evaluate_sets(
+    engine: Engine, sets: EvalSets, *, is_stopping: Callable[[], bool] = lambda: False
+) -> dict[str, float]:
+    """Measure every set: ``eval/<set>/<metric>``, of one without a name ``eval/<metric>``. Collective."""
+    metrics: dict[str, float] = {}
+    for name, batches in sets.items():
+        area = f"eval/{name}/" if name else "eval/"
+        found = engine.evaluate(batches, is_stopping=is_stopping)
+        metrics |= {area + metric.removeprefix("eval/"): value for metric, value in found.items()}
+    return metrics
+
+
 class StepProfile(Protocol):
     """A close look at some steps; nothing in it is collective, and a failure costs the profile alone."""
 

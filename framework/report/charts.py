@@ -71,18 +71,27 @@ def marks_of(run: Run) -> list[Mark]:
 def _loss(runs: Sequence[Run]) -> Iterator[Chart]:
     lines, several = [], len(runs) > 1
     for style, run in enumerate(runs):
-        for name, shows_points in (("train/loss", False), ("eval/loss", True)):
-            if name in run.metrics:
-                label = f"{run.name} {name}" if several else name
-                # Of one run, two colours; of several, each its own, and evaluations as points of it.
-                chosen = style if several else int(shows_points)
-                lines.append(Line(label, run.metrics[name], chosen, shows_points))
+        losses = [name for name in ("train/loss", *_names([run], "eval/")) if name in run.metrics and _is_loss(name)]
+        # Of one run, a colour each; of several, each its own, and evaluations as points of it.
+        lines += [
+            Line(
+                f"{run.name} {name}" if several else name,
+                run.metrics[name],
+                style if several else number,
+                name != "train/loss",
+            )
+            for number, name in enumerate(losses)
+        ]
     marks = [] if several else marks_of(runs[0])
     for run in runs:
         loss = run.metrics.get("train/loss", Series())
         marks += [Mark("nan", s) for s, v in zip(loss.steps, loss.values, strict=True) if not isfinite(v)]
     if chart := line_chart("loss", "Loss", "loss", lines, marks=marks, has_wide=True):
         yield chart
+
+
+def _is_loss(name: str) -> bool:
+    return name.endswith("/loss")
 
 
 def _curves(runs: Sequence[Run]) -> Iterator[Chart]:
@@ -94,7 +103,7 @@ def _curves(runs: Sequence[Run]) -> Iterator[Chart]:
 
 
 def _evaluations(runs: Sequence[Run]) -> Iterator[Chart]:
-    names = [name for name in _names(runs, "eval/") if name != "eval/loss"]
+    names = [name for name in _names(runs, "eval/") if not _is_loss(name)]
     for index, name in enumerate(names[:_MOST_OTHERS]):
         lines = _lines(runs, name, shows_points=True)
         if chart := line_chart(f"evaluation-{index}", f"Evaluation: {name.removeprefix('eval/')}", name, lines):

@@ -207,6 +207,10 @@ def tick(value: float) -> str:
     return f"{0.0 if abs(value) < 1e-300 else value:.4g}"
 
 
+_Across = tuple[str, Callable[[float], str]]  # name of the axis below, and text of a whole number on it
+_STEPS: Final[_Across] = ("optimizer step", tick)
+
+
 def line_chart(
     slug: str,
     title: str,
@@ -218,8 +222,9 @@ def line_chart(
     is_log: bool | None = None,
     has_wide: bool = False,
     from_zero: bool = False,
+    across: _Across = _STEPS,
 ) -> Chart | None:
-    """Draw values over steps; None where no point is a number.
+    """Draw values over steps, or over something else; None where no point is a number.
 
     Args:
         slug, title: name of the file, and of the chart.
@@ -230,6 +235,7 @@ def line_chart(
         is_log: a logarithmic axis; left out: where the values, all positive, span more than a factor of 30.
         has_wide: also a drawing for wide screens.
         from_zero: the axis begins at 0.
+        across: the axis below.
     """
     values = [value for line in lines for _, value in line.series.finite]
     if not values:
@@ -244,10 +250,12 @@ def line_chart(
     axis = f"{unit} (log scale)" if is_log else unit
     shown = [line for line in lines if line.series.finite]
     counts = ", ".join(f"{line.label}: {number(line.series.finite[-1][1])} at the end" for line in shown[:8])
-    described = f"{axis} over optimizer steps; from {number(low)} to {number(high)}. {counts}."
+    described = f"{axis} over {across[0]}s; from {number(low)} to {number(high)}. {counts}."
 
     def drawn(width: float, height: float) -> str:
-        return _lines_svg(slug, title, axis, described, shown, (low, high, is_log), marks, reference, (width, height))
+        return _lines_svg(
+            slug, title, axis, described, shown, (low, high, is_log), marks, reference, (width, height), across
+        )
 
     columns, rows, note = _table(shown)
     wide = drawn(980, 340) if has_wide else ""
@@ -264,6 +272,7 @@ def _lines_svg(
     marks: Sequence[Mark],
     reference: tuple[str, float] | None,
     size: tuple[float, float],
+    across: _Across,
 ) -> str:
     low, high, is_log = span
     first, last = min(line.series.steps[0] for line in lines), max(line.series.steps[-1] for line in lines)
@@ -289,7 +298,7 @@ def _lines_svg(
     heights = ticks(bottom_value, high + pad, is_log=is_log)
     left = 14 + _CHARACTER * max(len(tick(value)) for value in heights)
     frame = _Frame(left, top + 18, size[0] - 14, size[1] - 36, first, last, bottom_value, high + pad, is_log)
-    parts = [legend, _axes(frame, heights, axis, top)]
+    parts = [legend, _axes(frame, heights, axis, top, across)]
     columns = max(40, min(int(frame.right - frame.left), 2400 // len(lines)))
     for line in lines:
         parts.append(_curve(line, frame, columns))
@@ -328,7 +337,7 @@ def _dot(x: float, y: float, line: Line) -> str:
     return f'<circle class="m{line.style % STYLES}" cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>'
 
 
-def _axes(frame: _Frame, heights: Sequence[float], axis: str, top: float) -> str:
+def _axes(frame: _Frame, heights: Sequence[float], axis: str, top: float, across: _Across = _STEPS) -> str:
     parts = [f'<text x="6" y="{top + 9:.1f}">{text(axis)}</text>']
     for value in heights:
         y = frame.y(value)
@@ -338,9 +347,11 @@ def _axes(frame: _Frame, heights: Sequence[float], axis: str, top: float) -> str
         if value == int(value):
             x = frame.x(value)
             parts.append(f'<path class="g" d="M{x:.1f} {frame.bottom:.1f}v4"/>')
-            parts.append(f'<text x="{x:.1f}" y="{frame.bottom + 16:.1f}" text-anchor="middle">{tick(value)}</text>')
+            parts.append(
+                f'<text x="{x:.1f}" y="{frame.bottom + 16:.1f}" text-anchor="middle">{across[1](value)}</text>'
+            )
     middle = (frame.left + frame.right) / 2
-    parts.append(f'<text x="{middle:.1f}" y="{frame.bottom + 31:.1f}" text-anchor="middle">optimizer step</text>')
+    parts.append(f'<text x="{middle:.1f}" y="{frame.bottom + 31:.1f}" text-anchor="middle">{across[0]}</text>')
     return "".join(parts)
 
 

@@ -60,16 +60,8 @@ class RunResult:
     @classmethod
     def of(cls, outcome: Outcome, *, folder: Path, start_step: int, best: Best | None) -> RunResult:
         """Build the result from the end of the training loop."""
-        return cls(
-            folder,
-            outcome.step,
-            dict(outcome.metrics),
-            outcome.samples_per_sec,
-            start_step,
-            outcome.tokens_per_sec,
-            best,
-            outcome.ended_early,
-        )
+        reached = {name: value for name, value in vars(outcome).items() if name != "stopped"}
+        return cls(folder=folder, start_step=start_step, best=best, **reached)
 
 
 def print_start(
@@ -124,8 +116,9 @@ def _sizes(plan: Plan, num_params: int, num_trained: int) -> Iterator[tuple[str,
         f"every {counted(count, unit)}"
         for count, unit in ((save.every_steps, "step"), (save.every_epochs, "epoch"))
         if count
-    ]
-    yield "checkpoints", ", ".join([*every[:1], *(["at the end"] if save.at_end else [])]) or "none"
+    ][:1]
+    every += [f"every {save.every_minutes:g} minutes"] if save.every_minutes else []
+    yield "checkpoints", ", ".join([*every, *(["at the end"] if save.at_end else [])]) or "none"
     csv = ["metrics.csv"] if config.monitors.csv else []
     others = [*config.monitors.sinks(), *(other.target for other in config.monitors.others)]
     yield "metrics", ", ".join(["metrics.jsonl", *csv, *others])
@@ -147,7 +140,7 @@ def _without_evaluation_data(plan: Plan) -> Iterator[str]:
     listed.
     """
     evaluation, metric = plan.config.evaluation, plan.config.checkpoint.keep_best or ""
-    for name in ("every_steps", "every_epochs"):
+    for name in ("every_steps", "every_epochs", "every_minutes", "at_start"):
         if getattr(evaluation, name):
             value = getattr(evaluation, name)
             yield f"note: evaluation.{name} = {value}: there is no evaluation data [no-evaluation-data]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -60,7 +61,7 @@ from framework.train.monitors.metric_files import CsvFile, JsonlFile
 from framework.train.monitors.services import SERVICES, Described, ServiceProcess
 from framework.train.monitors.tensorboard_events import TensorBoardEvents
 from framework.train.run_folder import RunFolder
-from framework.train.trainer import Every, Schedule, Trainer
+from framework.train.trainer import Every, Minutes, Outcome, Schedule, Trainer
 
 # Logged losses in a row that may be infinite in fp16, whose step is skipped: the dynamic loss scale has found its level
 # long before.
@@ -74,7 +75,7 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
     weights = prepared.weights
     assert not isinstance(weights, SavedCheckpoint), "they are read when the ranks have met"
     # A dataset's own `collate_fn` pads as it likes.
-    varying_shapes = any(callable(getattr(split, "collate_fn", None)) for split in vars(parts.splits).values())
+    varying_shapes = any(callable(getattr(split, "collate_fn", None)) for split in parts.splits.by_word().values())
     if cut is not None:
         frozen, synced = cut.frozen, plan.config.training.sync_batch_norm
 
@@ -144,7 +145,10 @@ def _watch(
         return None
     if isinstance(board, Behind) and asked.samples and isinstance(engine, PlainEngine):
         engine.show_batch = SampleWatch(
-            lambda shown: board.show(engine.engine.global_steps, shown), folder.path, asked.samples
+            lambda shown: board.show(engine.engine.global_steps, shown),
+            folder.path,
+            asked.samples,
+            step=lambda: engine.engine.global_steps,
         )
     if not asked.histograms_every_steps:
         return None
@@ -165,42 +169,60 @@ def count_parameters(engine: Engine, stages: StageTable | None) -> tuple[int, in
     return sum(sizes.values()), sum(size for weight, size in sizes.items() if weight.requires_grad)
 
 
-def build_trainer(
-    engine: Engine,
-    prepared: Prepared,
-    folder: RunFolder,
-    checkpointer: Checkpointer | AsyncCheckpointer,
-    best: BestSoFar,
-    start: SavedCheckpoint | None,
-    callbacks: Callbacks,
-    *,
-    stop: Callable[[int], str],
-) -> Trainer:
+@dataclass
+class OpenRun:
+    """A run between its start and its end: what a loop works with, as `start` has it, and the `outcome` to fill."""
+
+    prepared: Prepared
+    engine: PlainEngine | PipelineEngine
+    folder: RunFolder
+    checkpointer: Checkpointer | AsyncCheckpointer
+    best: BestSoFar
+    callbacks: Callbacks
+    start: SavedCheckpoint | None
+    stop: Callable[[int], str]
+    minutes: Minutes
+    outcome: Outcome
+
+    @property
+    def start_step(self) -> int:
+        """Optimizer steps that were taken before."""
+        return self.start.step if self.start is not None else 0
+
+    def open_monitors(self) -> tuple[list[Monitor], Events | None, tuple[int, Mapping[str, float]]]:
+        """Open monitors, on rank 0 events, and count earlier starts and peaks of the devices. Collective."""
+        plan, folder, start_step = self.prepared.plan, self.folder, self.start_step
+        total_steps, held = plan.length.total_steps or 0, Behind(HeldFolder(folder))
+        monitors: list[Monitor] = [held, self.best, LogLines(total_steps)]
+        events: list[Events] = []  # on rank 0
+        self._settle = held.settle
+
+        def add_monitors() -> tuple[int, Mapping[str, float]]:
+            events.append(Events(folder.path / "events.jsonl", from_step=start_step))
+            monitors.extend(
+                make_monitors(plan.config, folder.path, total_steps=total_steps, from_step=start_step, held=held)
+            )
+            monitors.append(Behind(PlanAgainstRun(plan, folder.path), after=held))
+            monitors.append(events[0])
+            return events[0].restarts, peaks_at_hand(plan.cluster)
+
+        facts = from_rank0(on_rank0(add_monitors))
+        return monitors, events[0] if events else None, facts
+
+    def save(self, step: int, metrics: Mapping[str, float]) -> object:
+        """Write a checkpoint into the folder, if it is held. Collective."""
+        self._settle()
+        return self.checkpointer.save(step, metrics)
+
+
+def build_trainer(run: OpenRun) -> Trainer:
     """Build the Trainer of a run with its data and its monitors. Collective."""
-    plan, splits, start_step = prepared.plan, prepared.parts.splits, start.step if start is not None else 0
-    held = Behind(HeldFolder(folder))
-    monitors: list[Monitor] = [held, best, LogLines(plan.length.total_steps or 0)]
-    events: list[Events] = []  # on rank 0
-
-    def add_monitors() -> tuple[int, Mapping[str, float]]:
-        total_steps = plan.length.total_steps or 0
-        events.append(Events(folder.path / "events.jsonl", from_step=start_step))
-        monitors.extend(
-            make_monitors(plan.config, folder.path, total_steps=total_steps, from_step=start_step, held=held)
-        )
-        monitors.append(Behind(PlanAgainstRun(plan, folder.path), after=held))
-        monitors.append(events[0])
-        return events[0].restarts, peaks_at_hand(plan.cluster)
-
-    def save(step: int, metrics: Mapping[str, float]) -> object:
-        held.settle()
-        return checkpointer.save(step, metrics)
-
-    restarts, peaks = from_rank0(on_rank0(add_monitors))
-    look = _watch(engine, plan, monitors, folder)
+    prepared, engine, start = run.prepared, run.engine, run.start
+    plan, splits, start_step = prepared.plan, prepared.parts.splits, run.start_step
+    monitors, events, (restarts, peaks) = run.open_monitors()
+    look = _watch(engine, plan, monitors, run.folder)
     per_step = flops_per_step(plan, work_of(plan), peaks)
     tokens_per_sample = getattr(splits.train, "tokens_per_sample", None)
-    eval_loader = make_eval_loader(plan, splits, rank=rank())
     return Trainer(
         engine,
         agenda=make_schedule(plan, tokens_per_sample=tokens_per_sample, per_step=per_step),
@@ -214,17 +236,18 @@ def build_trainer(
                 read_at_once=plan.layout.accumulation_steps if type(prepared.parts.task).count is not Task.count else 1,
             )
         ),
-        eval_data=ExplainedData(eval_loader) if eval_loader is not None else None,
+        eval_data=make_eval_loaders(plan, splits, rank=rank()),
         monitors=monitors,
-        save=save,
+        save=run.save,
         start_step=start_step,
-        evaluates_first=start is not None and start.verified and not _was_evaluated(start),
-        stop=stop,
+        evaluates_first=start is None or (start.verified and not _was_evaluated(start)),
+        stop=run.stop,
+        minutes=run.minutes,
         look=look,
         constants={"run/restarts": float(restarts)},
-        profile=make_profiler(engine, plan, folder, start_step=start_step),
-        record=events[0] if events else None,
-        callbacks=callbacks or None,
+        profile=make_profiler(engine, plan, run.folder, start_step=start_step),
+        record=events,
+        callbacks=run.callbacks or None,
     )
 
 
@@ -270,8 +293,8 @@ def make_schedule(
     assert steps_per_epoch * total_steps, "prepare() plans with the real size of the data"
     in_fp16 = isinstance(precision, FP16) or (isinstance(precision, Autocast) and precision.compute_dtype == "fp16")
 
-    def often(section: Evaluation | Checkpoint) -> Every:
-        asked = {name: getattr(section, name) for name in ("every_steps", "every_epochs", "at_end")}
+    def often(section: Evaluation | Checkpoint, *further: str) -> Every:
+        asked = {name: getattr(section, name) for name in ("every_steps", "every_epochs", "at_end", *further)}
         return Every.of(**asked, steps_per_epoch=steps_per_epoch)
 
     return Schedule(
@@ -281,7 +304,7 @@ def make_schedule(
         tokens_per_step=plan.layout.global_size * tokens_per_sample if tokens_per_sample else None,
         per_step=per_step,
         log=Every(config.training.log_every, at_end=True),
-        evaluate=often(config.evaluation),
+        evaluate=often(config.evaluation, "at_start", "start_step"),
         save=often(config.checkpoint),
         not_finite_allowed=_IN_FP16 if in_fp16 else 0,
     )
@@ -356,12 +379,10 @@ def make_monitors(
     ]
 
 
-def make_eval_loader(plan: Plan, splits: Splits, *, rank: int) -> EvalLoader | None:
-    """This rank's share of the evaluation data; None where there is none."""
-    if splits.evaluation is None:
-        return None
-    return EvalLoader(
-        splits.evaluation,
+def make_eval_loaders(plan: Plan, splits: Splits, *, rank: int) -> dict[str, ExplainedData]:
+    """This rank's share of every evaluation set, by its name."""
+    make = partial(
+        EvalLoader,
         batch_size=plan.config.evaluation.batch_size or plan.layout.micro_size,
         rank=plan.layout.data_parallel_rank(rank),
         world_size=plan.layout.data_parallel_size,
@@ -369,3 +390,4 @@ def make_eval_loader(plan: Plan, splits: Splits, *, rank: int) -> EvalLoader | N
         num_workers=plan.config.data.num_workers,
         pin_memory=plan.cluster.device != "cpu",
     )
+    return {name: ExplainedData(make(dataset)) for name, dataset in splits.evaluations.items()}

@@ -7,6 +7,7 @@ Whatever goes wrong in the user's module becomes one problem that names the key,
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import inspect
 import json
@@ -49,7 +50,7 @@ class Objects:
     Attributes:
         model: a module or a list of layers, or a callable that builds one (at ZeRO stage 3 it is then built already
             spread).
-        train_data, eval_data: map-style datasets; `train_data` may be the pair of both.
+        train_data, eval_data: map-style datasets, of evaluation also several by name; `train_data` may be the pair.
         task: a Task, or a callable ``loss(outputs, targets)``.
         optimizer: a callable that takes parameters and returns an optimizer, for example ``partial(SGD, lr=0.1)``.
         callbacks: objects that are called at the events of the run, after those of the config.
@@ -90,7 +91,17 @@ def config_with_objects(values: RunConfig | Mapping[str, Any], objects: Objects)
         raise ConfigError.of("model-not-given", "train_data was handed over, and no model", fix, "model")
     if isinstance(values, Mapping):
         values = _with_sections(plain_values(values), objects)
-    return describe_objects(config_from_values(values), objects)
+    config = config_from_values(values)
+    key, asked = "run.world_size", config.run.world_size or 1
+    if asked == 1:
+        key, asked = "parallel", math.prod(config.parallel.sizes().values()) * config.parallel.expert
+    if asked > int(os.environ.get("WORLD_SIZE", "1")) and hasattr(builtins, "__IPYTHON__"):
+        reason, fix = (
+            "a notebook is one process with one device",
+            f"start a script: deepspeed --num_gpus {asked} train.py",
+        )
+        raise ConfigError.of("devices-of-notebook", reason, fix, key, asked)
+    return describe_objects(config, objects)
 
 
 def _names_model(values: RunConfig | Mapping[str, Any]) -> bool:

@@ -18,6 +18,7 @@ import torch
 from framework.config.base import Object, Target
 from framework.config.optimizer import Muon, optimizer_lr
 from framework.config.run_config import RunConfig
+from framework.config.training import EarlyStopping as WatchSection
 from framework.data.loaders import TrainLoader
 from framework.data.order import LATEST_ORDER
 from framework.data.splits import Splits, as_splits
@@ -68,6 +69,7 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
     splits = objects.splits or as_splits(call_factory(config.data.factory(), key="data"))
     task = as_task(load_task(config)) if objects.task is None else _given_task(objects.task)
     _check_labels_and_tokens(config, splits)
+    refuse_unmeasured(config, splits)
     if objects.optimizer is not None:
         make_optimizer: MakeOptimizer | None = _given_optimizer(objects.optimizer)
         key, value = "optimizer", type_name(objects.optimizer)
@@ -140,6 +142,25 @@ def _check_labels_and_tokens(config: RunConfig, splits: Splits) -> None:
         reason, key = f"the training data has {len(found)} classes", "model.num_classes"
         raise ConfigError.of("model-data-num-classes", reason, f"set {key}: {len(found)}", key, expected)
     if problems := tuple(vocabulary_problem(getattr(splits.train, "vocab_size", None), config.model)):
+        raise ConfigError(problems)
+
+
+def refuse_unmeasured(config: RunConfig, splits: Splits) -> None:
+    """Refuse metrics that no evaluation set gives: nothing would follow them."""
+    areas = [f"eval/{name}/" if name else "eval/" for name in splits.evaluations]
+    known = [f"{area}{name}" for area in areas for name in getattr(config.task, "metrics", ())]
+    asked = {"checkpoint.keep_best": config.checkpoint.keep_best}
+    watches = ((number, one) for number, one in enumerate(config.callbacks) if isinstance(one, WatchSection))
+    asked |= {f"callbacks.{number}.metric": one.metric for number, one in watches}
+    problems = [
+        Problem(
+            "unknown-metric", "no evaluation set gives it", f"write one of {', '.join(known or areas)}", key, metric
+        )
+        for key, metric in asked.items()
+        if metric and areas and metric.startswith("eval/")
+        if (metric not in known if known else not metric.startswith(tuple(areas)))
+    ]
+    if problems:
         raise ConfigError(problems)
 
 

@@ -52,10 +52,9 @@ class Prepared:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the values that must be equal on every rank, or collectives would hang or mix different runs."""
-        splits = self.parts.splits
-        sizes: dict[str, Any] = {"training samples": len(splits.train)}
-        sizes |= {"evaluation samples": len(splits.evaluation)} if splits.evaluation is not None else {}
-        sums = {name: tokens_sha256(split) for name, split in vars(splits).items()}
+        splits = self.parts.splits.by_word()
+        sizes: dict[str, Any] = {f"{name} samples": len(split) for name, split in splits.items()}
+        sums = {name: tokens_sha256(split) for name, split in splits.items()}
         sizes |= {f"checksum of the {name} text": found for name, found in sums.items() if found}
         return sizes | {f"config.{name}": section for name, section in self.plan.config.to_dict().items()}
 

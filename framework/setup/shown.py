@@ -78,16 +78,27 @@ def _count(values: Tensor) -> Histogram:
 
 
 class SampleWatch:
-    """Shows the first samples of an evaluation, on rank 0; what cannot be shown costs a warning and nothing else."""
+    """Shows the first samples of an evaluation, of several at one `step` of the first, on rank 0; what cannot be shown
+    costs a warning and nothing else.
+    """
 
-    def __init__(self, show: Callable[[Sequence[Shown]], object], folder: Path, count: int) -> None:
-        self._show, self._folder, self._count = show, folder, count
-        self._has_failed = False
+    def __init__(
+        self,
+        show: Callable[[Sequence[Shown]], object],
+        folder: Path,
+        count: int,
+        *,
+        step: Callable[[], int] | None = None,
+    ) -> None:
+        self._show, self._folder, self._count, self._step = show, folder, count, step
+        self._has_failed, self._shown_at = False, -1
 
     def __call__(self, inputs: Any, targets: Any, outputs: Any) -> None:
         """Take one batch and what the model made of it."""
-        if self._has_failed:
+        step = self._shown_at + 1 if self._step is None else self._step()
+        if self._has_failed or step == self._shown_at:
             return
+        self._shown_at = step
         try:
             self._show(list(samples(inputs, targets, outputs, count=self._count, decode=self._decode)))
         except Exception as error:

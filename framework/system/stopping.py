@@ -35,6 +35,10 @@ NOTICES: Final = (signal.SIGUSR1, signal.SIGHUP)
 _MAY_BE_IGNORED: Final = (signal.SIGINT, signal.SIGHUP)
 # `timeout` and some schedulers send one request twice; a person who means "now" takes longer than this.
 _SAME_REQUEST_SECONDS: Final = 2.0
+# What the clock asks for: the first two end nothing, the last stops the run as a signal does.
+EVALUATE: Final = "evaluate"
+SAVE: Final = "save"
+TIME_IS_UP: Final = "training.max_minutes"
 
 
 class Insistence:
@@ -83,10 +87,10 @@ Verdict = Literal["noted", "nothing to save", "now", "known"]
 
 
 class StopRequest:
-    """Request to stop this process, and the signal that brought it."""
+    """Request to stop this process, and the signal that brought it; `began` is when this start did."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self._clock, self.began = clock, clock()
         self._lock = threading.RLock()  # a handler may run in the thread that holds it
         self._phase: Literal["before", "training", "over", "failed"] = "before"
         self._insistence = Insistence()

@@ -6,19 +6,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from framework.checkpoint.names import CHECKPOINTS, tag_of
-from framework.engine.protocol import Engine, StepProfile, StepResult
+from framework.engine.protocol import Engine, EvalSets, StepProfile, StepResult, evaluate_sets
 from framework.errors import StorageError, TrainingError
 from framework.system.log import warn
+from framework.system.stopping import EVALUATE, SAVE, TIME_IS_UP
 from framework.train.callbacks import Callbacks
-from framework.train.monitors.base import Monitor, Point, warn_failed
+from framework.train.monitors.base import Monitor, Point, Sinks
 from framework.train.throughput import SkippedSteps, SpikeScore, Stopwatch
 
 # When something is due: every so many steps, and at the end.
@@ -31,20 +32,60 @@ class Every:
     Attributes:
         every_steps: 0 for never in between.
         at_end: also after the last step.
+        at_start: also before the first step.
+        start_step: before it nothing happens but at the start.
     """
 
     every_steps: int = 0
     at_end: bool = False
+    at_start: bool = False
+    start_step: int = 0
 
     @staticmethod
-    def of(*, every_steps: int | None, every_epochs: int | None, at_end: bool, steps_per_epoch: int) -> Every:
+    def of(*, every_steps: int | None, every_epochs: int | None, steps_per_epoch: int, **others: Any) -> Every:
         """From a config section; steps win over epochs."""
-        steps = every_steps or (every_epochs or 0) * steps_per_epoch
-        return Every(every_steps=steps, at_end=at_end)
+        return Every(every_steps or (every_epochs or 0) * steps_per_epoch, **others)
 
-    def is_due(self, step: int, *, total_steps: int) -> bool:
-        """Check whether it happens after this step (counted from 1)."""
-        return bool(self.every_steps and step % self.every_steps == 0) or (self.at_end and step == total_steps)
+    def is_due(self, step: int, *, total_steps: int, by_clock: bool = False) -> bool:
+        """Check whether it happens after this step, counted from 1; `by_clock`: its minutes are over."""
+        if step == 0:
+            return self.at_start
+        is_time = by_clock or bool(self.every_steps and step % self.every_steps == 0)
+        return (is_time and step >= self.start_step) or (self.at_end and step == total_steps)
+
+
+class Minutes:
+    """Evaluations, saves and the end of a start by the clock; another thread may ask what is due."""
+
+    def __init__(
+        self,
+        often: Mapping[str, float | None] = MappingProxyType({}),
+        *,
+        most: float | None = None,
+        began: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Count minutes, `often` for ``evaluate`` and ``save`` from now, `most` for the run from `began` on."""
+        self._clock, now = clock, clock()
+        self._seconds = {word: 60 * minutes for word, minutes in often.items() if minutes is not None}
+        self._at = {word: now + seconds for word, seconds in self._seconds.items()}
+        if most is not None:
+            self._at[TIME_IS_UP] = began + 60 * most
+
+    def due(self) -> str:
+        """What is due; an evaluation or a save not again before it was restarted."""
+        now = self._clock() if self._at else 0.0
+        for word, moment in self._at.items():
+            if now >= moment:
+                if word != TIME_IS_UP:
+                    self._at[word] = math.inf
+                return word
+        return ""
+
+    def restart(self, word: str) -> None:
+        """Count from now: it has happened."""
+        if word in self._seconds:
+            self._at[word] = self._clock() + self._seconds[word]
 
 
 class TrainData(Protocol):
@@ -90,7 +131,7 @@ class Outcome:
         metrics: the last value of every metric.
         samples_per_sec: mean training throughput of this process's part of the run.
         tokens_per_sec: the same in tokens; 0 where the data has none.
-        stopped: name of the signal that ended it before its last step; empty when none did.
+        stopped: name of the signal that ended it before its last step, or ``training.max_minutes``; else empty.
         ended_early: why a callback ended it before its last step; empty when none did.
     """
 
@@ -111,12 +152,13 @@ class Trainer:
         *,
         agenda: Schedule,
         train_data: TrainData,
-        eval_data: Iterable[tuple[Any, bool]] | None = None,
+        eval_data: EvalSets = MappingProxyType({}),
         monitors: Sequence[Monitor] = (),
         save: Callable[[int, Mapping[str, float]], object] | None = None,
         start_step: int = 0,
         evaluates_first: bool = False,
         stop: Callable[[int], str] = lambda step: "",
+        minutes: Minutes | None = None,
         look: tuple[Every, Callable[[int], object]] | None = None,
         record: Callable[..., object] | None = None,
         callbacks: Callbacks | None = None,
@@ -127,27 +169,28 @@ class Trainer:
         """Begins nothing: `fit` does.
 
         Args:
-            engine: what takes the steps.
-            agenda: how many, and what is due after which.
+            engine, agenda: what takes the steps; how many, and what is due after which.
             train_data: micro-batches from any step on.
-            eval_data: batches to measure, each with whether it counts; None where nothing is evaluated.
+            eval_data: batches to measure by the name of their set, each with whether it counts.
             monitors: what is told of every measurement.
             save: writes a checkpoint of a step and says whether it could; None where nothing is saved.
             start_step: optimizer steps that were taken before.
             evaluates_first: what is due after `start_step` was not measured before: a stop had ended it.
-            stop: asked before the first step, after every step but the last, and between the batches of an evaluation;
-                the name of a signal, the same on all ranks, ends the run there.
+            stop: asked before the first step, after every step but the last, and between the batches of an evaluation,
+                alike on all ranks; a signal ends the run there, ``evaluate`` and ``save`` are done after the next step.
+            minutes: what `stop` asks.
             look: at the weights, and when; collective, its time is not the steps'.
             record: notes an event by kind and step (`train.events.Events`); None: nobody does.
             callbacks: called at the events of the run; None: nobody is.
             profile: looks at some steps closely; None: at none.
-            constants: metrics that are the same at every logged point.
+            constants: metrics of every logged point.
             clock: seconds, for throughput.
         """
         self._engine, self._agenda, self._profile = engine, agenda, profile
         self._train_step = engine.train_step if profile is None else partial(self._profiled_step, profile)
         self._train_data, self._eval_data = train_data, eval_data
-        self._monitors, self._save, self._stop = list(monitors), save, stop
+        self._sinks, self._save, self._stop = Sinks(monitors), save, stop
+        self._minutes, self._asked = minutes or Minutes(), set[str]()  # by the clock
         self._evaluates_first, self._look = evaluates_first, look
         self._record, self._constants = record or _ignore, constants
         self._callbacks = callbacks
@@ -187,14 +230,13 @@ class Trainer:
             stream = self._train_data.stream(outcome.step)
             ending.callback(getattr(stream, "close", lambda: None))
             micro_batches = self._unending(stream)
-            if self._evaluates_first and self._eval_data is not None and self._due(agenda.evaluate):
-                self._evaluate(self._eval_data)
+            if self._evaluates_first and self._eval_data and self._due(agenda.evaluate):
+                self._evaluate()
             self._call("on_start")
             if self._callbacks is not None:
                 self._follow(self._callbacks, is_start=True)
             while outcome.step < agenda.total_steps and not outcome.ended_early:
-                outcome.stopped = self._stop(outcome.step)
-                if outcome.stopped:
+                if self._is_stopping():
                     break
                 result = self._train_step(micro_batches)
                 outcome.step += 1
@@ -236,13 +278,13 @@ class Trainer:
         self._measured.clear()
         if self._hears_steps:
             self._call("on_step")
-        evaluate = self._eval_data is not None and self._due(agenda.evaluate)
-        save = self._save is not None and self._due(agenda.save)
+        evaluate = self._due(agenda.evaluate, EVALUATE) and bool(self._eval_data)
+        save = self._due(agenda.save, SAVE) and self._save is not None
         if evaluate or save or self._due(agenda.log):
             # Evaluating and saving wait for the device anyway; reading first keeps their time out of the step's.
             self._log(result.read())
-        if evaluate and self._eval_data is not None:
-            self._evaluate(self._eval_data)
+        if evaluate:
+            self._evaluate()
         # Before the save, which then holds what they have changed.
         if self._callbacks is not None and (evaluate or save or self._due(agenda.log)):
             save = self._follow(self._callbacks) or save
@@ -282,14 +324,15 @@ class Trainer:
         ends = bool(asked.stop) and not is_start and self._outcome.step < agenda.total_steps
         is_evaluated = any(name.startswith("eval/") for name in self._measured)
         evaluates = asked.evaluate or (ends and agenda.evaluate.at_end)
-        if evaluates and self._eval_data is not None and not is_evaluated:
-            self._evaluate(self._eval_data)
+        if evaluates and self._eval_data and not is_evaluated:
+            self._evaluate()
         return asked.save or (ends and agenda.save.at_end)
 
     def _save_now(self, save: Callable[[int, Mapping[str, float]], object], result: StepResult) -> None:
         self._refuse_to_save_nan(result)
         with self._stopwatch.excluded():
             is_saved = save(self._outcome.step, self._measured) is not False
+        self._minutes.restart(SAVE)
         seconds = self._stopwatch.excluded_seconds
         self._checkpoint = {"time/checkpoint_ms": 1000 * seconds + self._checkpoint.get("time/checkpoint_ms", 0.0)}
         if is_saved:
@@ -339,8 +382,12 @@ class Trainer:
         error.is_of_one_rank = True
         raise error
 
-    def _due(self, cadence: Every) -> bool:
-        return cadence.is_due(self._outcome.step, total_steps=self._agenda.total_steps)
+    def _due(self, cadence: Every, word: str = "") -> bool:
+        by_clock = word in self._asked
+        if by_clock:
+            self._asked.remove(word)
+            self._minutes.restart(word)  # also where nothing comes of it
+        return cadence.is_due(self._outcome.step, total_steps=self._agenda.total_steps, by_clock=by_clock)
 
     def _log(self, metrics: Mapping[str, float]) -> None:
         parts = {name: value for name, value in metrics.items() if name.startswith("time/")}
@@ -361,46 +408,31 @@ class Trainer:
             "[loss-not-finite]"
         )
 
-    def _evaluate(self, eval_data: Iterable[tuple[Any, bool]]) -> None:
+    def _evaluate(self) -> None:
         with self._stopwatch.excluded():
-            metrics = self._engine.evaluate(eval_data, is_stopping=self._is_stopping)
+            metrics = evaluate_sets(self._engine, self._eval_data, is_stopping=self._is_stopping)
             if not self._outcome.stopped:
                 self._report({**metrics, **self._call("on_evaluation", metrics)})
+        self._minutes.restart(EVALUATE)
         if not self._outcome.stopped:
             self._record("evaluate", self._outcome.step, seconds=self._stopwatch.excluded_seconds)
 
     def _is_stopping(self) -> bool:
-        self._outcome.stopped = self._stop(self._outcome.step)
-        return bool(self._outcome.stopped)
+        asked = self._stop(self._outcome.step)
+        if asked in (EVALUATE, SAVE):
+            self._asked.add(asked)
+            asked = ""
+        self._outcome.stopped = asked
+        return bool(asked)
 
     def _report(self, metrics: Mapping[str, float]) -> None:
         self._outcome.metrics.update(metrics)
         self._measured.update(metrics)
         epoch = self._outcome.step / self._agenda.steps_per_epoch
-        point = Point(self._outcome.step, epoch, time.time(), metrics)
-        for monitor in tuple(self._monitors):
-            try:
-                monitor.write(point)
-            except StorageError:  # not of a monitor: of the whole run folder
-                raise
-            except Exception as error:
-                # Hours of training are worth more than a curve: a full disk or a closed terminal costs only the
-                # monitor.
-                self._monitors.remove(monitor)
-                warn_failed(monitor.name, error)
-                with suppress(Exception):
-                    monitor.close()
+        self._sinks.write(Point(self._outcome.step, epoch, time.time(), metrics))
 
     def _close_monitors(self) -> None:
-        if self._outcome.step < self._agenda.total_steps:  # stopped, or failed: others wait for this rank
-            for monitor in self._monitors:
-                getattr(monitor, "hurry", lambda: None)()
-        while self._monitors:
-            monitor = self._monitors.pop(0)
-            try:
-                monitor.close()
-            except Exception as error:
-                warn_failed(monitor.name, error)
+        self._sinks.close(hurries=self._outcome.step < self._agenda.total_steps)
 
 
 def _ignore(kind: str, step: int, **details: object) -> None: ...

@@ -6,6 +6,8 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +28,15 @@ class Rank:
     """Trains by sleeping. Ranks may be some steps apart, as those are that only queue work for their device."""
 
     def __init__(
-        self, number: int, store: Store, *, ranks: int, steps: int, step_seconds: float, patience: float = LONG
+        self,
+        number: int,
+        store: Store,
+        *,
+        ranks: int,
+        steps: int,
+        step_seconds: float,
+        patience: float = LONG,
+        due: Callable[[], str] = lambda: "",
     ) -> None:
         self.request = StopRequest()
         self.request.training_begins()
@@ -36,11 +46,13 @@ class Rank:
             rank=number,
             world_size=ranks,
             step=0,
+            due=due,
             look_seconds=LOOK_SECONDS,
             wait_seconds=patience,
         )
         self.step, self.signal, self._steps, self._step_seconds = 0, "", steps, step_seconds
         self.error: Exception | None = None
+        self.by_clock: list[tuple[int, str]] = []
         self.thread = threading.Thread(target=self._train)
 
     def _train(self) -> None:
@@ -48,7 +60,9 @@ class Rank:
             self.agreement.start()
             while self.step < self._steps:
                 self.signal = self.agreement.signal_after(self.step)
-                if self.signal:
+                if self.signal in ("evaluate", "save"):
+                    self.by_clock.append((self.step, self.signal))
+                elif self.signal:
                     break
                 time.sleep(self._step_seconds * random.uniform(0.5, 1.5))
                 self.step += 1
@@ -59,11 +73,9 @@ class Rank:
             self.agreement.close()
 
 
-def job(*, ranks: int = 3, steps: int = 10_000, step_seconds: float = 0.002, patience: float = LONG) -> list[Rank]:
+def job(*, ranks: int = 3, steps: int = 10_000, step_seconds: float = 0.002, **more: Any) -> list[Rank]:
     store = PrefixStore("job", HashStore())
-    return [
-        Rank(n, store, ranks=ranks, steps=steps, step_seconds=step_seconds, patience=patience) for n in range(ranks)
-    ]
+    return [Rank(n, store, ranks=ranks, steps=steps, step_seconds=step_seconds, **more) for n in range(ranks)]
 
 
 def join(ranks: list[Rank]) -> None:
@@ -103,6 +115,44 @@ def test_without_a_request_all_train_to_the_end() -> None:
         rank.thread.start()
     join(ranks)
     assert [(rank.step, rank.signal) for rank in ranks] == [(50, "")] * 3
+
+
+@pytest.mark.parametrize("step_seconds", [0.0005, 0.02])
+def test_what_the_clock_asks_for_is_done_by_all_after_the_same_steps(step_seconds: float) -> None:
+    words = iter(["evaluate", "save", "evaluate", "evaluate", "save"])
+    ranks = job(step_seconds=step_seconds, due=lambda: next(words, "training.max_minutes"))
+    for rank in ranks[1:]:
+        rank.agreement._clock_asks = lambda: ""
+    for rank in ranks:
+        rank.thread.start()
+    join(ranks)
+    assert {rank.signal for rank in ranks} == {"training.max_minutes"}
+    assert [word for _, word in ranks[0].by_clock] == ["evaluate", "save", "evaluate", "evaluate", "save"]
+    assert all((rank.by_clock, rank.step) == (ranks[0].by_clock, ranks[0].step) for rank in ranks)
+    assert ranks[0].by_clock == sorted(ranks[0].by_clock, key=lambda pair: pair[0])
+
+
+def test_a_request_ends_a_run_whose_clock_asks_all_the_time() -> None:
+    ranks = job(due=lambda: "evaluate")  # of every rank, at once
+    for rank in ranks:
+        rank.thread.start()
+    time.sleep(0.3)
+    ranks[2].request.receive(signal.SIGTERM)
+    join(ranks)
+    assert len({(rank.step, rank.signal, len(rank.by_clock)) for rank in ranks}) == 1
+    assert ranks[0].signal == "SIGTERM"
+    assert ranks[0].by_clock
+
+
+@pytest.mark.slow
+def test_a_clock_at_any_instant_around_the_end_leaves_nobody_waiting() -> None:
+    for seed in range(25):
+        draw = random.Random(seed)
+        ranks = job(steps=40, due=lambda draw=draw: "evaluate" if draw.random() < 0.7 else "")
+        for rank in ranks:
+            rank.thread.start()
+        join(ranks)
+        assert all(rank.error is None and rank.by_clock == ranks[0].by_clock for rank in ranks)
 
 
 @pytest.mark.slow

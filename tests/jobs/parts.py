@@ -99,6 +99,14 @@ def masked_prompts_and_seven_more() -> tuple[Dataset[tuple[torch.Tensor, torch.T
     return MaskedPrompts(), torch.utils.data.Subset(MaskedPrompts(), range(7))
 
 
+def sets_of_digits() -> tuple[Dataset[Any], dict[str, Dataset[Any]]]:
+    """Evaluation sets of unlike length: on two ranks one needs no padding, one much, and one leaves a rank without."""
+    train, all_clean = build(28).train, build(28).evaluation
+    noisy = [(image + 0.5, label) for image, label in (all_clean[number] for number in range(33))]  # type: ignore[index]
+    clean = torch.utils.data.Subset(all_clean, range(64))  # type: ignore[arg-type]
+    return train, {"clean": clean, "noisy.50": noisy, "one": noisy[:1]}  # type: ignore[dict-item, return-value]
+
+
 def steep_samples(count: int = 1024) -> TensorDataset:
     """Vectors whose mean is five times their deviation, with a target that their loss does not read."""
     inputs = 5.0 + torch.randn(count, 16, generator=torch.Generator().manual_seed(0))

@@ -95,6 +95,14 @@ class TestData:
                 {"train_data": (DATA, FEWER, FEWER)},
                 "train_data: a tuple of 3 was handed over; hand over (training, evaluation)",
             ),
+            ({"eval_data": {}}, "eval_data: there is no evaluation set in it; hand over None"),
+            (
+                {"eval_data": {"a/b": FEWER}},
+                "eval_data = a/b: this is no name of an evaluation set, as its metrics are",
+            ),
+            ({"eval_data": {"": FEWER, 3: FEWER}}, "eval_data = 3: this is no name"),
+            ({"eval_data": {"clean": FEWER, "noisy": X}}, "eval_data: the evaluation noisy set is a torch.Tensor"),
+            ({"train_data": {"train": DATA}}, "train_data: the training set is a dict, not a dataset"),
             ({"eval_data": TensorDataset(X[:0])}, "is empty; hand over None in its place to train without evaluation"),
         ],
     )

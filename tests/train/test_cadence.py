@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.train.trainer import Every
+from framework.train.trainer import Every, Minutes
 
 
 def due(cadence: Every, *, total_steps: int) -> list[int]:
@@ -32,6 +32,45 @@ def test_steps_win_over_epochs() -> None:
     assert Every.of(every_steps=4, every_epochs=2, **section) == Every(4)
     assert Every.of(every_steps=None, every_epochs=2, **section) == Every(22)
     assert Every.of(every_steps=None, every_epochs=None, **section) == Every(0)
+
+
+def test_a_start_step_delays_what_is_due_in_between_alone() -> None:
+    cadence = Every(3, at_end=True, at_start=True, start_step=6)
+    assert due(cadence, total_steps=10) == [6, 9, 10]
+    assert cadence.is_due(0, total_steps=10)
+    assert not Every(3, at_end=True).is_due(0, total_steps=10)
+    assert [step for step in (4, 5, 6, 7) if cadence.is_due(step, total_steps=10, by_clock=True)] == [6, 7]
+
+
+class TestMinutes:
+    """Of a clock that the test moves."""
+
+    def test_each_is_due_once_until_it_is_restarted(self) -> None:
+        now = [100.0]
+        minutes = Minutes({"evaluate": 1, "save": 2.5}, clock=lambda: now[0])
+        assert minutes.due() == ""
+        now[0] = 160.0
+        assert (minutes.due(), minutes.due()) == ("evaluate", "")
+        now[0] = 251.0
+        assert (minutes.due(), minutes.due()) == ("save", "")
+        minutes.restart("evaluate")  # an evaluation counts from its end, however late it came
+        now[0] = 310.0
+        assert minutes.due() == ""
+        now[0] = 311.0
+        assert minutes.due() == "evaluate"
+
+    def test_the_end_counts_from_the_beginning_of_the_process_and_stays_due(self) -> None:
+        now = [100.0]
+        minutes = Minutes(most=2, began=40.0, clock=lambda: now[0])
+        now[0] = 159.9
+        assert minutes.due() == ""
+        now[0] = 160.0
+        assert minutes.due() == minutes.due() == "training.max_minutes"
+
+    def test_nothing_that_was_not_asked_for_begins_by_a_restart(self) -> None:
+        minutes = Minutes(clock=lambda: 0.0)
+        minutes.restart("save")
+        assert minutes.due() == ""
 
 
 @given(every=st.integers(0, 50), at_end=st.booleans(), total=st.integers(1, 200))

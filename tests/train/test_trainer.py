@@ -15,7 +15,8 @@ from framework.errors import StorageError, TrainingError
 from framework.train.monitors.base import Monitor, Point
 from framework.train.trainer import Every, Outcome, Schedule, Trainer
 
-EVAL_DATA = [("batch", True)]
+BATCHES = [("batch", True)]
+EVAL_DATA = {"": BATCHES}
 
 
 @dataclass
@@ -55,7 +56,7 @@ class RecordingEngine:
     def evaluate(
         self, batches: Iterable[tuple[Any, bool]], *, is_stopping: Callable[[], bool] = lambda: False
     ) -> Mapping[str, float]:
-        assert batches is EVAL_DATA
+        assert batches is BATCHES
         if is_stopping():
             return {}
         self.events.append(f"evaluate {self.step}")
@@ -158,7 +159,7 @@ def make_run(
 def test_a_run_whose_every_step_is_skipped_ends(capsys: pytest.CaptureFixture[str]) -> None:
     counted = {step: {"train/skipped_steps": float(step)} for step in range(1, 41)}
     engine = RecordingEngine(norms=counted, skipped=frozenset(range(41)))
-    run = make_run(agenda(40), engine=engine, eval_data=None, saves=False)
+    run = make_run(agenda(40), engine=engine, eval_data={}, saves=False)
     with pytest.raises(TrainingError, match=r"step 20: .*\[every-step-skipped\]"):
         run.fit()
     assert engine.events[-1] == "read 20"
@@ -231,7 +232,7 @@ def test_a_run_that_is_over_does_nothing_and_closes_its_monitors(start_step: int
 
 
 def test_without_evaluation_data_or_saving_nothing_is_read_for_them() -> None:
-    run = make_run(agenda(3, log=Every(100)), eval_data=None, saves=False)
+    run = make_run(agenda(3, log=Every(100)), eval_data={}, saves=False)
     run.fit()
     assert run.engine.events == ["train 1", "train 2", "train 3"]
 
@@ -387,6 +388,31 @@ def stop_after(number: int, asked: list[int] | None = None) -> Callable[[int], s
         return "SIGTERM" if step >= number else ""
 
     return stop
+
+
+def test_what_the_clock_asks_for_is_done_after_the_next_step() -> None:
+    asked = iter(["", "save", "evaluate", "", "", "save", "", ""])
+    never = agenda(7, evaluate=Every(0), save=Every(0), log=Every(0))
+    run = make_run(never, stop=lambda step: next(asked))
+    assert run.fit().stopped == ""
+    kept = [event for event in run.engine.events if not event.startswith("train")]
+    # The evaluation after step 3 asks as well, between its batches.
+    assert kept == ["read 2", "save 2", "read 3", "evaluate 3", "read 5", "save 5"]
+
+
+def test_an_evaluation_by_the_clock_waits_for_its_first_step_and_its_data() -> None:
+    late = agenda(4, evaluate=Every(0, start_step=3), save=Every(0))
+    run = make_run(late, stop=lambda step: "evaluate" if step in (0, 2) else "")
+    run.fit()
+    assert [event for event in run.engine.events if event.startswith("evaluate")] == ["evaluate 3"]
+    run = make_run(late, stop=lambda step: "evaluate", eval_data={}, saves=False)
+    assert run.fit().step == 4
+
+
+def test_an_evaluation_before_the_first_step() -> None:
+    run = make_run(agenda(3, evaluate=Every(0, at_start=True)), evaluates_first=True)
+    run.fit()
+    assert run.engine.events[:2] == ["evaluate 0", "train 1"]
 
 
 def test_a_run_that_is_to_stop_saves_the_step_and_goes_on_as_if_nothing_had_been() -> None:

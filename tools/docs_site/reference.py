@@ -34,6 +34,7 @@ _COMMANDS: Final = (
         "export",
         "evaluate",
         "predict",
+        "lr-range",
         "bench",
         "doctor",
     ),

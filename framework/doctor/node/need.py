@@ -74,7 +74,7 @@ def need_of(plan: Plan) -> Need:
         run_folder=config.run.folder.absolute(),
         num_kept=sum(kept.values()),
         kept_by=", ".join(kept),
-        saves=checkpoint.at_end or checkpoint.every_steps is not None or checkpoint.every_epochs is not None,
+        saves=checkpoint.at_end or checkpoint.is_often,
         nvme_folders=tuple(Path(each.nvme_path) for each in offloads if each.device == "nvme"),
         inputs=tuple(_inputs(config)),
         targets=tuple(sorted({each.target.partition(":")[0] for each in sections if isinstance(each, Target)})),

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from framework.config.base import Object, Target
 from framework.config.optimizer import Constant
 from framework.config.run_config import RunConfig
 from framework.config.training import EarlyStopping, ReduceOnPlateau
@@ -27,7 +28,7 @@ _LARGEST_REST: Final = 0.5
 @rule()
 def callbacks_have_evaluations(config: RunConfig, cluster: Cluster) -> Found:
     """Those in the box look at evaluations, and the one that moves the rate shares it with no schedule."""
-    often = config.evaluation.every_steps or config.evaluation.every_epochs
+    often = config.evaluation.is_often
     for number, callback in enumerate(config.callbacks):
         if not isinstance(callback, EarlyStopping):
             continue
@@ -73,15 +74,17 @@ def best_is_measured(config: RunConfig, cluster: Cluster) -> Found:
             yield _unknown(metric, [*LOGGED, *_evaluated(config)], "no run measures it", severity)
         return
     evaluation, names = config.evaluation, _evaluated(config)
-    if names and metric not in names:
+    # Sets of one's own may have names, which `setup/parts.py` knows.
+    is_of_a_set = isinstance(config.data, Target | Object) and f"eval/{metric.rpartition('/')[2]}" in names
+    if names and metric not in names and not is_of_a_set:
         kind = getattr(config.task, "kind", "")
         yield _unknown(metric, names, f"the {kind} task measures {', '.join(names)}", "error")
-    if evaluation.every_steps or evaluation.every_epochs:
+    if evaluation.is_often:
         return
     fix = "set evaluation.every_epochs: 1"
     if not evaluation.at_end:
         yield Problem("metric-never-measured", "evaluation is off", fix, _BEST, metric)
-    elif checkpoint.every_steps or checkpoint.every_epochs:
+    elif checkpoint.is_often:
         reason = "it is measured after the last step only, so no earlier checkpoint can be the best"
         yield Problem("metric-measured-once", reason, fix, _BEST, metric, severity="warning")
 

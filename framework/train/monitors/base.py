@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +52,39 @@ class Monitor(Protocol):
     def close(self) -> None:
         """Flush and release; called once, also after a failure."""
         ...
+
+
+class Sinks:
+    """Monitors of a run. One that fails costs a warning and itself, a StorageError of the run folder the run."""
+
+    def __init__(self, monitors: Sequence[Monitor]) -> None:
+        self._monitors = list(monitors)
+
+    def write(self, point: Point) -> None:
+        """Hand a point to all."""
+        for monitor in tuple(self._monitors):
+            try:
+                monitor.write(point)
+            except StorageError:  # not of a monitor: of the whole run folder
+                raise
+            except Exception as error:
+                # Hours of training are worth more than a curve: a full disk or a closed terminal costs only the
+                # monitor.
+                self._monitors.remove(monitor)
+                warn_failed(monitor.name, error)
+                with suppress(Exception):
+                    monitor.close()
+
+    def close(self, *, hurries: bool) -> None:
+        """Close all; `hurries`: the run has stopped or failed, and others wait for this rank."""
+        for monitor in self._monitors if hurries else ():
+            getattr(monitor, "hurry", lambda: None)()
+        while self._monitors:
+            monitor = self._monitors.pop(0)
+            try:
+                monitor.close()
+            except Exception as error:
+                warn_failed(monitor.name, error)
 
 
 def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,204 @@
+"""`open_engine`: a run whose loop is the user's own, around the engine, the checkpoints and the sinks of `fit`."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, Final
+
+import torch
+
+from framework.config.run_config import RunConfig
+from framework.engine import workarounds  # noqa: F401  # before all that imports DeepSpeed
+from framework.engine.distributed import rank
+from framework.engine.failures import ExplainedData
+from framework.engine.plain_engine import PlainEngine
+from framework.engine.protocol import StepResult, evaluate_sets
+from framework.engine.workarounds.grad_scaler import explaining_overflow
+from framework.errors import ConfigError, RunStopped, TrainingError, UsageError, explaining
+from framework.run import opened
+from framework.setup.assemble import OpenRun, make_eval_loaders
+from framework.setup.objects import Objects, config_with_objects
+from framework.setup.parts import make_train_loader
+from framework.setup.prepared import order_of, prepare
+from framework.system.exits import end_in_one_line, refusing_exits
+from framework.system.stopping import EVALUATE, SAVE, StopRequest
+from framework.train.monitors.base import Point, Sinks
+
+# Of weights that are spread: their places hold vectors without elements.
+_SPREAD: Final = re.compile(r"1-D|1D|shape|size")
+# Engines that are open, the first one first: requests to stop are for all of them.
+_OPEN: Final[list[OpenEngine]] = []
+
+
+class _OfTheLoop:
+    """Stands where data would; of one length, which a run that goes on compares, whatever the run's is."""
+
+    def __len__(self) -> int:
+        return 2**40
+
+    def __getitem__(self, index: int) -> Any:
+        raise IndexError("the loop has its own data")
+
+
+@contextmanager
+def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator[OpenEngine]:
+    """A run for a loop of one's own, on every rank, from where `checkpoint.resume` says. At the end of the block it is
+    saved as `checkpoint.at_end` says; where `should_stop` was true, it is, and RunStopped is raised. Several may be
+    open, each with a run folder of its own.
+
+    Args:
+        config: as `fit` takes it.
+        parts: model, train_data, eval_data, task, optimizer, scheduler, as `fit` takes them; without data, here or in
+            the config, the loop has its own.
+
+    Raises:
+        ConfigError: as `fit`; or nothing says how long the run is; or it is a pipeline.
+    """
+    end_in_one_line()
+    request = _OPEN[0].request if _OPEN else StopRequest()
+    with refusing_exits():
+        given = config.model_fields_set if isinstance(config, RunConfig) else config
+        own = "train_data" not in parts and "data" not in given
+        if own:
+            parts["train_data"] = _OfTheLoop()
+        objects = Objects(**parts)
+        asked = config_with_objects(config, objects)
+        if asked.parallel.pipe > 1:
+            reason = "a pipeline orders its passes itself"
+            raise ConfigError.of("own-loop-with-pipeline", reason, "use fit()", "parallel.pipe", asked.parallel.pipe)
+        if own and not asked.training.max_steps:
+            reason = "without train_data nothing says how long the run is"
+            raise ConfigError.of("max-steps-not-given", reason, "set it", "training.max_steps")
+        prepared = prepare(asked, objects=objects)
+    with request.handling() if not _OPEN else nullcontext(), opened(prepared, request) as run:
+        engine = OpenEngine(run, request)
+        _OPEN.append(engine)
+        error = "interrupted"
+        try:
+            with suppress(RunStopped):  # of an engine that was opened later: this one ends as that did
+                yield engine
+            error = ""
+        except Exception as found:
+            error = str(found) or type(found).__name__
+            raise
+        finally:
+            _OPEN.remove(engine)
+            engine._close(error)
+
+
+class OpenEngine:
+    """One model with its optimizer, run folder and sinks, on this `rank` of `world_size`, for `max_steps`. What meets
+    weights is collective.
+    """
+
+    def __init__(self, run: OpenRun, request: StopRequest) -> None:
+        assert isinstance(run.engine, PlainEngine)
+        self.request, self._run, self._engine, self._of = request, run, run.engine, run.engine.engine
+        self._plan, self._splits = run.prepared.plan, run.prepared.parts.splits
+        self.rank, self.world_size = rank(), self._plan.layout.world_size
+        self.max_steps = self._plan.length.total_steps or 0
+        monitors, self._events, _ = run.open_monitors()
+        self._sinks = Sinks(monitors)
+        self._eval_sets = make_eval_loaders(self._plan, self._splits, rank=self.rank)
+        self._measured: dict[str, float] = {}  # at step `_measured_at`
+        self._measured_at = self._saved_at = run.start_step
+
+    @property
+    def steps_taken(self) -> int:
+        """Optimizer steps so far, those of earlier starts included."""
+        return int(self._of.global_steps)
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model as it is trained; at ZeRO stage 3 its weights are spread."""
+        return self._of.module  # type: ignore[no-any-return]
+
+    def move(self, batch: Any) -> Any:
+        """A batch on this rank's device, in the type that the model wants."""
+        batches = self._engine._batches
+        return batches.as_read(batches.move(batch))
+
+    def batches(self) -> Iterator[Any]:
+        """This rank's micro-batches of the training data from `steps_taken` on, without end: those of `fit`."""
+        order = order_of(self._run.start)
+        loader = make_train_loader(self._plan, self._splits, rank=self.rank, order=order)
+        return ExplainedData(loader).stream(self.steps_taken)
+
+    def train_step(self, *batches: Any) -> StepResult:
+        """Take one step on `batch.accumulation_steps` batches of (inputs, target), by the task's loss; `read()` of the
+        result waits for the device.
+        """
+        if len(batches) != (wanted := self._plan.layout.accumulation_steps):
+            raise UsageError(f"train_step: {len(batches)} batches, and batch.accumulation_steps is {wanted}")
+        return self._engine.train_step(iter(batches))
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Outputs of the model, for a loss that goes to `backward`."""
+        return self._of(*inputs, **named)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward pass of a micro-batch's mean loss, 0-d; gradients are averaged over ranks and micro-batches."""
+        with explaining_overflow(self._of), explaining(self._double_backward):
+            self._of.backward(loss)
+
+    def _double_backward(self, error: Exception) -> TrainingError | None:
+        if self._plan.config.zero.stage < 3 or not _SPREAD.search(str(error)):
+            return None
+        reason = "gradients of gradients (create_graph=True) need weights that are spread again; set zero.stage: 2"
+        return TrainingError(f"backward: zero.stage = 3: {reason} [double-backward]")
+
+    def step(self) -> None:
+        """Clip and step, behind the last of `batch.accumulation_steps` backward passes; nothing behind the others."""
+        with explaining_overflow(self._of):
+            self._of.step()
+
+    def evaluate(self, batches: Iterable[Any] | None = None) -> dict[str, float]:
+        """Measure the evaluation data, or other batches, as many on every rank; ``eval/...``, logged."""
+        sets = self._eval_sets if batches is None else {"": ((batch, True) for batch in batches)}
+        metrics = evaluate_sets(self._engine, sets)
+        self.log(metrics)
+        return metrics
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Hand numbers of this step, or 0-d tensors, to the run's sinks; rank 0's count."""
+        step, found = self.steps_taken, {name: float(value) for name, value in metrics.items()}
+        self._measured = (self._measured if self._measured_at == step else {}) | found
+        self._measured_at = step
+        self._run.outcome.metrics.update(found)
+        self._sinks.write(Point(step, step / (self._plan.length.steps_per_epoch or 1), time.time(), found))
+
+    def save(self) -> None:
+        """Write a checkpoint of this step, with what was logged at it."""
+        step = self._saved_at = self.steps_taken
+        self._run.save(step, self._measured if self._measured_at == step else {})
+        self._note("save")
+
+    def should_stop(self) -> bool:
+        """Check, before every step and of one engine alone, whether all ranks end here, by a signal or
+        `training.max_minutes`; evaluates and saves all where `every_minutes` says so.
+        """
+        asked = self._run.stop(self.steps_taken)
+        for engine in _OPEN if asked else ():
+            if asked in (EVALUATE, SAVE):
+                engine.save() if asked == SAVE else engine.evaluate()
+                engine._run.minutes.restart(asked)
+            else:
+                engine._run.outcome.stopped = asked
+        return bool(self._run.outcome.stopped)
+
+    def _close(self, error: str) -> None:
+        outcome, asked = self._run.outcome, self._plan.config.checkpoint
+        outcome.step = self.steps_taken
+        if not error and outcome.step > self._saved_at and (outcome.stopped or asked.at_end):
+            self.save()
+        if outcome.stopped:
+            self._note("stop", signal=outcome.stopped)
+        self._note("end", **({"error": error} if error else {"is_finished": not outcome.stopped}))
+        self._sinks.close(hurries=bool(error or outcome.stopped))
+
+    def _note(self, kind: str, **details: Any) -> None:
+        if self._events is not None:
+            self._events(kind, self.steps_taken, **details)

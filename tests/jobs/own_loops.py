@@ -1,0 +1,102 @@
+"""Loops of one's own on two ranks: own_loops.py OUT.json. What each has seen on rank 0 is left there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import framework
+from framework.engine.distributed import process_group
+from framework.errors import FrameworkError, RunStopped
+from tests.places import ROOT
+
+sys.path.insert(0, str(ROOT / "examples"))
+QUIET = {"report": False, "tensorboard": False, "csv": False, "progress": "off"}
+
+
+def settings(name: str, steps: int, stage: int, **sections: Any) -> dict[str, Any]:
+    """Sections of a run in a folder of its own."""
+    values = {"run": {"output_dir": name}, "training": {"max_steps": steps}, "zero": {"stage": stage}}
+    return {**values, "monitors": QUIET, **sections}
+
+
+def digits(stage: int, steps: int = 6, **sections: Any) -> dict[str, Any]:
+    """A run of the digits, as a file would have it."""
+    return {
+        "run": {"name": f"own{stage}"},
+        "data": {"kind": "digits"},
+        "batch": {"global_size": 32, "accumulation_steps": 2},
+        "training": {"max_steps": steps, "log_every": 1},
+        "zero": {"stage": stage},
+        "monitors": QUIET,
+        **sections,
+    }
+
+
+def loop(config: dict[str, Any], *, apart: bool = False, asks_at: int = -1) -> list[float]:
+    """A loop over the run's own batches, whole steps or their parts; asks itself to stop where it is to."""
+    losses, loss_of = [], torch.nn.functional.cross_entropy
+    with framework.open_engine(config) as engine:
+        stream = engine.batches()
+        while engine.steps_taken < engine.max_steps and not engine.should_stop():
+            if engine.steps_taken == asks_at and engine.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            pair = [next(stream), next(stream)]
+            if apart:
+                for batch in pair:
+                    images, labels = engine.move(batch)
+                    engine.backward(loss_of(engine(images), labels))
+                    engine.step()
+            else:
+                losses.append(engine.train_step(*pair).read()["train/loss"])
+                engine.log({"train/loss": losses[-1]})
+            if asks_at >= 0:
+                torch.distributed.barrier()
+        engine.evaluate()
+    return losses
+
+
+def main() -> None:
+    import gan
+    import gradient_penalty
+
+    found: dict[str, Any] = {}
+    with process_group(None):
+        for stage in (0, 1, 2):
+            found[f"gan{stage}"] = gan.main(**settings(f"gan{stage}", 4, stage))
+            found[f"penalty{stage}"] = gradient_penalty.main(**settings(f"penalty{stage}", 4, stage))
+        gan.main(**settings("halves", 2, 1))
+        found["halves"] = gan.main(**settings("halves", 4, 1, checkpoint={"resume": "auto"}))
+        for stage in (0, 2, 3):
+            found[f"own{stage}"] = loop(digits(stage))
+            loop(digits(stage, run={"name": f"apart{stage}"}), apart=True)
+            result = framework.fit(digits(stage, run={"name": f"fit{stage}"}))
+            found[f"fit{stage}"] = result.metrics["eval/loss"]
+        try:
+            loop(digits(2, 500, run={"name": "stopped"}), asks_at=3)
+        except RunStopped as error:
+            found["stopped"] = str(error)
+        found["rest"] = len(loop(digits(2, 40, run={"name": "stopped"}, checkpoint={"resume": "auto"})))
+        try:
+            with framework.open_engine(digits(0, run={"name": "broken"})) as engine:
+                engine.train_step(1)
+        except FrameworkError as error:
+            found["batches"] = str(error)
+        try:
+            gradient_penalty.main(**settings("penalty3", 2, 3))
+        except FrameworkError as error:
+            found["penalty3"] = str(error)
+        if torch.distributed.get_rank() == 0:
+            Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # as train.py ends, and for its reason
