@@ -150,7 +150,8 @@ class _Reader(Builder):
             at = self._skip(key_end)
             if not self.text.startswith(":", at):
                 self._refuse(at, "no colon after the key", "write key: value, or check the quotes")
-            self._has_member, at = True, self._skip(at + 1)
+            self._has_member = True
+            at = self._skip(at + 1)
             if len(key) > MAX_KEY:
                 self._refuse(key_at, f"a key of {len(key):,} characters", "check the quotes and the colons before it")
             here, place = (*path, key), self._place(key_at)

@@ -97,6 +97,7 @@ def test_broken_texts_are_refused_as_hjson_refuses_them(text: str, data: st.Data
 
 
 @settings(max_examples=200, deadline=None)
+@example("0:/*")
 @given(st.text("{}[]:,'\"#/* \n\r\t\\ab01.-e\u00a0\v\ufeff"))
 def test_any_text_is_read_or_refused_as_by_hjson(text: str) -> None:
     check_agreement(text)
