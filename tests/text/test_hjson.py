@@ -12,7 +12,7 @@ from typing import Any
 
 import hjson
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from framework.errors import ConfigError, Problem
