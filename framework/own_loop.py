@@ -53,7 +53,7 @@ def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator
             the config, the loop has its own.
 
     Raises:
-        ConfigError: as `fit`; or nothing says how long the run is; or it is a pipeline.
+        ConfigError: as `fit`; or nothing says how long the run is; or ranks share samples.
     """
     end_in_one_line()
     request = _OPEN[0].request if _OPEN else StopRequest()
@@ -64,9 +64,11 @@ def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator
             parts["train_data"] = _OfTheLoop()
         objects = Objects(**parts)
         asked = config_with_objects(config, objects)
-        if asked.parallel.pipe > 1:
-            reason = "a pipeline orders its passes itself"
-            raise ConfigError.of("own-loop-with-pipeline", reason, "use fit()", "parallel.pipe", asked.parallel.pipe)
+        sizes = {f"parallel.{name}": getattr(asked.parallel, name) for name in ("pipe", "tensor", "sequence")}
+        sizes["model.moe"] = 2 if getattr(asked.model, "moe", None) else 1
+        for key in (key for key, size in sizes.items() if size > 1):
+            reason = "its steps are more than the passes of each rank's own batch"
+            raise ConfigError.of("own-loop-divided", reason, "use fit()", key)
         if own and not asked.training.max_steps:
             reason = "without train_data nothing says how long the run is"
             raise ConfigError.of("max-steps-not-given", reason, "set it", "training.max_steps")
