@@ -13,7 +13,6 @@ import torch
 from framework.config.run_config import RunConfig
 from framework.engine import workarounds  # noqa: F401  # before all that imports DeepSpeed
 from framework.engine.distributed import rank
-from framework.engine.failures import ExplainedData
 from framework.engine.plain_engine import PlainEngine
 from framework.engine.protocol import StepResult, evaluate_sets
 from framework.engine.workarounds.grad_scaler import explaining_overflow
@@ -21,8 +20,7 @@ from framework.errors import ConfigError, RunStopped, TrainingError, UsageError,
 from framework.run import opened
 from framework.setup.assemble import OpenRun, make_eval_loaders
 from framework.setup.objects import Objects, config_with_objects
-from framework.setup.parts import make_train_loader
-from framework.setup.prepared import order_of, prepare
+from framework.setup.prepared import prepare
 from framework.system.exits import end_in_one_line, refusing_exits
 from framework.system.stopping import EVALUATE, SAVE, StopRequest
 from framework.train.monitors.base import Point, Sinks
@@ -55,7 +53,7 @@ def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator
             the config, the loop has its own.
 
     Raises:
-        ConfigError: as `fit`; or nothing says how long the run is; or it is a pipeline.
+        ConfigError: as `fit`; or nothing says how long the run is; or ranks share samples.
     """
     end_in_one_line()
     request = _OPEN[0].request if _OPEN else StopRequest()
@@ -66,9 +64,11 @@ def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator
             parts["train_data"] = _OfTheLoop()
         objects = Objects(**parts)
         asked = config_with_objects(config, objects)
-        if asked.parallel.pipe > 1:
-            reason = "a pipeline orders its passes itself"
-            raise ConfigError.of("own-loop-with-pipeline", reason, "use fit()", "parallel.pipe", asked.parallel.pipe)
+        sizes = {f"parallel.{name}": getattr(asked.parallel, name) for name in ("pipe", "tensor", "sequence")}
+        sizes["model.moe"] = 2 if getattr(asked.model, "moe", None) else 1
+        for key in (key for key, size in sizes.items() if size > 1):
+            reason = "its steps are more than the passes of each rank's own batch"
+            raise ConfigError.of("own-loop-divided", reason, "use fit()", key)
         if own and not asked.training.max_steps:
             reason = "without train_data nothing says how long the run is"
             raise ConfigError.of("max-steps-not-given", reason, "set it", "training.max_steps")
@@ -97,12 +97,12 @@ class OpenEngine:
     def __init__(self, run: OpenRun, request: StopRequest) -> None:
         assert isinstance(run.engine, PlainEngine)
         self.request, self._run, self._engine, self._of = request, run, run.engine, run.engine.engine
-        self._plan, self._splits = run.prepared.plan, run.prepared.parts.splits
+        self._plan = run.prepared.plan
         self.rank, self.world_size = rank(), self._plan.layout.world_size
         self.max_steps = self._plan.length.total_steps or 0
         monitors, self._events, _ = run.open_monitors()
         self._sinks = Sinks(monitors)
-        self._eval_sets = make_eval_loaders(self._plan, self._splits, rank=self.rank)
+        self._eval_sets = make_eval_loaders(self._plan, run.prepared.parts.splits, rank=self.rank)
         self._measured: dict[str, float] = {}  # at step `_measured_at`
         self._measured_at = self._saved_at = run.start_step
 
@@ -123,9 +123,7 @@ class OpenEngine:
 
     def batches(self) -> Iterator[Any]:
         """This rank's micro-batches of the training data from `steps_taken` on, without end: those of `fit`."""
-        order = order_of(self._run.start)
-        loader = make_train_loader(self._plan, self._splits, rank=self.rank, order=order)
-        return ExplainedData(loader).stream(self.steps_taken)
+        return self._run.train_data().stream(self.steps_taken)
 
     def train_step(self, *batches: Any) -> StepResult:
         """Take one step on `batch.accumulation_steps` batches of (inputs, target), by the task's loss; `read()` of the

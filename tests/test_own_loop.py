@@ -133,15 +133,18 @@ class TestOnTwoRanks:
 
 
 class TestRefusals:
-    def test_without_a_length_or_with_a_pipeline(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_without_a_length_or_where_ranks_share_samples(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         monkeypatch.chdir(tmp_path)
-        for config, line in {
+        for line, config in {
             "training.max_steps: without train_data nothing says how long the run is; set it": {},
-            "parallel.pipe = 2: a pipeline orders its passes itself; use fit()": {"parallel": {"pipe": 2}},
+            "parallel.pipe: its steps are more than": {"parallel": {"pipe": 2}},
+            "parallel.tensor: its steps are more than the passes of each": {"parallel": {"tensor": 2}},
         }.items():
             with (
-                pytest.raises(ConfigError, match=re.escape(config)),
-                framework.open_engine(line, model=partial(torch.nn.Linear, 2, 2)),
+                pytest.raises(ConfigError, match=re.escape(line)),
+                framework.open_engine(config, model=partial(torch.nn.Linear, 2, 2)),
             ):
                 pass
         assert list(tmp_path.iterdir()) == []

@@ -43,7 +43,7 @@ class Length:
         if self.total_steps is None:
             return "known when the data is read"
         steps = counted(self.total_steps, "step")
-        if self.steps_per_epoch is None:
+        if self.steps_per_epoch is None or self.total_steps < self.steps_per_epoch / 1e6:  # a loop with data of its own
             return steps
         left, epochs = self.unused_samples_per_epoch, self.total_steps / self.steps_per_epoch
         in_words = counted(int(epochs), "epoch") if epochs.is_integer() else f"{epochs:.2f} epochs"

@@ -209,6 +209,13 @@ class OpenRun:
         facts = from_rank0(on_rank0(add_monitors))
         return monitors, events[0] if events else None, facts
 
+    def train_data(self) -> ExplainedData:
+        """This rank's loader of the training data, in the order that the run began with."""
+        plan, parts, order = self.prepared.plan, self.prepared.parts, order_of(self.start)
+        # A loss of sums: the step counts all of its micro-batches before the first forward pass.
+        at_once = plan.layout.accumulation_steps if type(parts.task).count is not Task.count else 1
+        return ExplainedData(make_train_loader(plan, parts.splits, rank=rank(), order=order, read_at_once=at_once))
+
     def save(self, step: int, metrics: Mapping[str, float]) -> object:
         """Write a checkpoint into the folder, if it is held. Collective."""
         self._settle()
@@ -226,16 +233,7 @@ def build_trainer(run: OpenRun) -> Trainer:
     return Trainer(
         engine,
         agenda=make_schedule(plan, tokens_per_sample=tokens_per_sample, per_step=per_step),
-        train_data=ExplainedData(
-            make_train_loader(
-                plan,
-                splits,
-                rank=rank(),
-                order=order_of(start),
-                # A loss of sums: the step counts all of its micro-batches before the first forward pass.
-                read_at_once=plan.layout.accumulation_steps if type(prepared.parts.task).count is not Task.count else 1,
-            )
-        ),
+        train_data=run.train_data(),
         eval_data=make_eval_loaders(plan, splits, rank=rank()),
         monitors=monitors,
         save=run.save,

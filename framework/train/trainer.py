@@ -46,12 +46,11 @@ class Every:
         """From a config section; steps win over epochs."""
         return Every(every_steps or (every_epochs or 0) * steps_per_epoch, **others)
 
-    def is_due(self, step: int, *, total_steps: int, by_clock: bool = False) -> bool:
-        """Check whether it happens after this step, counted from 1; `by_clock`: its minutes are over."""
-        if step == 0:
-            return self.at_start
-        is_time = by_clock or bool(self.every_steps and step % self.every_steps == 0)
-        return (is_time and step >= self.start_step) or (self.at_end and step == total_steps)
+    def is_due(self, step: int, *, total_steps: int) -> bool:
+        """Check whether it happens after this step, counted from 1."""
+        if self.every_steps and step % self.every_steps == 0 and step and step >= self.start_step:
+            return True
+        return (self.at_end and step == total_steps) or (self.at_start and step == 0)
 
 
 class Minutes:
@@ -278,8 +277,14 @@ class Trainer:
         self._measured.clear()
         if self._hears_steps:
             self._call("on_step")
-        evaluate = self._due(agenda.evaluate, EVALUATE) and bool(self._eval_data)
-        save = self._due(agenda.save, SAVE) and self._save is not None
+        evaluate = bool(self._eval_data) and self._due(agenda.evaluate)
+        save = self._save is not None and self._due(agenda.save)
+        if self._asked:
+            is_time = EVALUATE in self._asked and self._outcome.step >= agenda.evaluate.start_step
+            evaluate, save = evaluate or (is_time and bool(self._eval_data)), save or SAVE in self._asked
+            for word in self._asked:
+                self._minutes.restart(word)
+            self._asked.clear()
         if evaluate or save or self._due(agenda.log):
             # Evaluating and saving wait for the device anyway; reading first keeps their time out of the step's.
             self._log(result.read())
@@ -382,12 +387,8 @@ class Trainer:
         error.is_of_one_rank = True
         raise error
 
-    def _due(self, cadence: Every, word: str = "") -> bool:
-        by_clock = word in self._asked
-        if by_clock:
-            self._asked.remove(word)
-            self._minutes.restart(word)  # also where nothing comes of it
-        return cadence.is_due(self._outcome.step, total_steps=self._agenda.total_steps, by_clock=by_clock)
+    def _due(self, cadence: Every) -> bool:
+        return cadence.is_due(self._outcome.step, total_steps=self._agenda.total_steps)
 
     def _log(self, metrics: Mapping[str, float]) -> None:
         parts = {name: value for name, value in metrics.items() if name.startswith("time/")}
@@ -418,12 +419,11 @@ class Trainer:
             self._record("evaluate", self._outcome.step, seconds=self._stopwatch.excluded_seconds)
 
     def _is_stopping(self) -> bool:
-        asked = self._stop(self._outcome.step)
-        if asked in (EVALUATE, SAVE):
+        self._outcome.stopped = asked = self._stop(self._outcome.step)
+        if asked and asked in (EVALUATE, SAVE):
             self._asked.add(asked)
-            asked = ""
-        self._outcome.stopped = asked
-        return bool(asked)
+            self._outcome.stopped = asked = ""
+        return asked != ""
 
     def _report(self, metrics: Mapping[str, float]) -> None:
         self._outcome.metrics.update(metrics)
