@@ -133,7 +133,7 @@ def test_ranks_compare_a_text_that_was_handed_over() -> None:
 
     one, same, other = fingerprint(4), fingerprint(4), fingerprint(5)
     assert one == same
-    assert {name for name in one if one[name] != other[name]} == {"checksum of the train text"}
+    assert {name for name in one if one[name] != other[name]} == {"checksum of the training text"}
 
 
 def test_ranks_tell_what_they_have_found_of_first_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
