@@ -16,13 +16,14 @@ from framework.checkpoint.checkpointer import Checkpointer, Retention
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.state.tensor_split import whole_shape
 from framework.config.base import Object, Target
+from framework.config.model import GPT
 from framework.config.precision import FP16, Autocast
 from framework.config.run_config import RunConfig
 from framework.config.training import Checkpoint, Evaluation
 from framework.data.loaders import EvalLoader
 from framework.data.splits import Splits
 from framework.engine import random_state
-from framework.engine.distributed import from_rank0, gather, gather_from_disks, rank
+from framework.engine.distributed import device, from_rank0, gather, gather_from_disks, rank
 from framework.engine.expert_parallel import building_experts
 from framework.engine.failures import ExplainedData
 from framework.engine.initialize import BaseEngine
@@ -35,6 +36,7 @@ from framework.engine.rank_groups import make_groups
 from framework.engine.step_batches import HALF
 from framework.engine.tensor_cut import TensorCut
 from framework.engine.weights import put_layer_weights, put_weights
+from framework.errors import ConfigError, in_one_line
 from framework.models.adapt import as_fp32, prepare_model
 from framework.models.adapters import add_adapters
 from framework.models.experts import Mixture
@@ -50,6 +52,7 @@ from framework.setup.parts import make_train_loader
 from framework.setup.prepared import Prepared, order_of
 from framework.setup.shown import SampleWatch, weight_histograms
 from framework.setup.start_point import on_rank0
+from framework.tasks.causal_lm import logits_of
 from framework.tasks.task import Task
 from framework.train.best import BestSoFar
 from framework.train.callbacks import Callbacks
@@ -121,7 +124,7 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
         model = add_adapters(model, lora, seed=plan.config.run.seed)
         if plan.config.zero.stage == 3:
             model = partition(model, ds_config)
-    return build_engine(
+    engine = build_engine(
         plan,
         ds_config=ds_config,
         model=model,
@@ -130,6 +133,30 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
         make_schedule=parts.make_schedule,
         groups=groups,
     )
+    if getattr(plan.config.data, "packing", False) and not isinstance(plan.config.model, GPT):
+        _refuse_mixing(engine, parts.task)
+    return engine
+
+
+@torch.no_grad()
+def _refuse_mixing(engine: PlainEngine, task: Task) -> None:
+    """Refuse a model in which one of the texts that are packed in a row changes what comes of the next. Collective."""
+    key, fix = "data.packing", "set data.packing: false"
+    rows = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 0, 4, 5, 6, 7]], device=device())
+    places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]], device=device())
+    engine.engine.eval()
+    try:
+        inputs = ({"input_ids": row[None], "position_ids": places} for row in rows)
+        one, other = (logits_of(task.forward(engine.engine, each))[:, 4:].float() for each in inputs)
+    except TypeError as error:
+        reason = f"the model does not take the places of tokens ({in_one_line(error)})"
+        raise ConfigError.of("packing-not-separated", reason, fix, key, True) from error
+    finally:
+        engine.engine.train()
+    # Experts compute the same tokens in other groups, and round otherwise.
+    if not torch.allclose(one, other, rtol=0.0, atol=0.01 * float(one.abs().max())):
+        reason = "in this model a conversation sees those before it in a row, whatever its places are"
+        raise ConfigError.of("packing-not-separated", reason, fix, key, True)
 
 
 def _watch(

@@ -1,0 +1,143 @@
+"""Fine-tuning on conversations on two ranks, against plain PyTorch with what transformers makes of chats and models."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from framework.data.conversations import build
+from framework.data.order import epoch_order
+from tests.data.chats import CHATS, MARKED, write_chats, write_tokenizer
+from tests.launched import series, train_cases
+
+pytestmark = pytest.mark.slow
+transformers = pytest.importorskip("transformers", reason="transformers comes with the dev extra")
+
+NUM_STEPS, SIZE, LENGTH, LR = 20, 4, 250, 0.3
+_SHAPE = {"vocab_size": 420, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_OURS = {"vocab_size": 420, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "mlp_size": 48, "max_positions": 256}
+_OURS |= {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tie_embeddings": False}
+_OURS |= {"num_kv_heads": 2, "norm_eps": 1e-6, "dropout": 0.0}
+_LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+# Run -> whether rows are packed, whether the model is ours, sections.
+RUNS: dict[str, tuple[bool, bool, dict[str, Any]]] = {
+    **{f"z{stage}": (False, False, {"zero": {"stage": stage}}) for stage in range(4)},
+    "packed-z1": (True, False, {"zero": {"stage": 1}}),
+    "packed-z3": (True, False, {"zero": {"stage": 3}, "training": {"recompute_every": 0}}),
+    "accumulated": (False, False, {"zero": {"stage": 2}, "batch": {"micro_size": 1}}),
+    "ours-z3": (False, True, {"zero": {"stage": 3}}),
+    "ours-packed": (True, True, {"zero": {"stage": 2}, "training": {"recompute_every": 1}}),
+    "lora-z0": (False, False, {"training": {"lora": _LORA}}),
+    "lora-z3": (False, False, {"zero": {"stage": 3}, "training": {"lora": _LORA}}),
+    "lora-packed": (True, False, {"zero": {"stage": 3}, "training": {"lora": _LORA}}),
+}
+
+
+def config(root: Path, name: str) -> dict[str, Any]:
+    packed, is_ours, sections = RUNS[name]
+    place = {"pretrained_model_name_or_path": str(root / "base")}
+    theirs = {"model": {"target": "transformers:AutoModelForCausalLM.from_pretrained", "args": place}}
+    ours = {"model": {"kind": "gpt", **_OURS}, "checkpoint": {"init_weights": str(root / "base")}}
+    data = {"path": str(root / "chats.jsonl"), "tokenizer": str(root / "base"), "sequence_length": LENGTH}
+    made: dict[str, Any] = {
+        "run": {"name": name, "output_dir": str(root)},
+        **(ours if is_ours else theirs),
+        "data": {"kind": "conversations", "eval_fraction": 0.0, "packing": packed, **data},
+        "task": {"kind": "causal_lm"},
+        "batch": {"global_size": SIZE},
+        "optimizer": {"kind": "sgd", "lr": LR},
+        "training": {"max_steps": NUM_STEPS, "log_every": 1, "clip_grad_norm": 1.0},
+        "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
+    }
+    return made | {key: {**made.get(key, {}), **section} for key, section in sections.items()}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sft")
+    write_chats(root / "chats.jsonl")
+    torch.manual_seed(5)
+    described = transformers.LlamaConfig(
+        **_SHAPE, intermediate_size=48, num_key_value_heads=2, initializer_range=0.1, max_position_embeddings=256
+    )
+    transformers.LlamaForCausalLM(described).save_pretrained(root / "base")
+    write_tokenizer(root / "base", MARKED)
+    mixing = config(root, "packed-z1")
+    mixing["run"]["name"] = "mixing"
+    mixing["model"] = {"target": "tests.jobs.families:theirs", "args": {"family": "opt"}}
+    train_cases([*(config(root, name) for name in RUNS), mixing], num_ranks=2, folder=root)
+    return root
+
+
+def samples(root: Path, *, packed: bool) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Tokens and labels of the conversations of every sample; transformers finds tokens and marks."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(root / "base")
+    found = []
+    for chat in CHATS:
+        made = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+        ids, marks = torch.tensor(made["input_ids"]), torch.tensor(made["assistant_masks"])
+        found.append([(ids[: LENGTH + 1], torch.where(marks == 1, ids, -100)[: LENGTH + 1])])
+    if not packed:
+        return found
+    of = {tuple(one[0][0][:-1].tolist()): one[0] for one in found}
+    values = config(root, "packed-z1")["data"]
+    rows = build(**{key: value for key, value in values.items() if key != "kind"}).train
+    found = []
+    for number in range(len(rows)):
+        inputs, targets = rows[number]
+        bounds = [*torch.nonzero(inputs["position_ids"] == 0).flatten().tolist(), LENGTH]
+        parts = [(inputs["input_ids"][a:b], targets[a:b]) for a, b in pairwise(bounds)]
+        found.append([of[tuple(ids.tolist())] for ids, labels in parts if bool((labels >= 0).any())])
+    assert sum(map(len, found)) == len(CHATS)
+    return found
+
+
+_plain: dict[tuple[bool, bool], list[float]] = {}
+
+
+def plain(root: Path, *, packed: bool, lora: bool) -> list[float]:
+    """Losses of plain PyTorch: every conversation alone, the step's nats over the answers' tokens of all."""
+    if (packed, lora) in _plain:
+        return _plain[packed, lora]
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(root / "base").train()
+    if lora:
+        from framework.config.training import LoRA
+        from framework.models.adapters import add_adapters
+
+        model = add_adapters(model, LoRA.model_validate(_LORA), seed=0)
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer, losses, given = torch.optim.SGD(weights, LR), list[float](), samples(root, packed=packed)
+    for step in range(NUM_STEPS):
+        epoch, place = divmod(step, len(given) // SIZE)
+        order = epoch_order(len(given), seed=0, epoch=epoch, shuffle=True)[place * SIZE : (place + 1) * SIZE]
+        nats, count = torch.zeros(()), 0
+        for ids, labels in (one for number in order.tolist() for one in given[number]):
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+            nats = nats + cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum")
+            count += int((labels[1:] >= 0).sum())
+        optimizer.zero_grad()
+        (nats / count).backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        losses.append((nats.detach() / count).item())
+    assert losses[-1] < losses[0] - (0.02 if lora else 0.3), "it must learn, or equality says nothing"
+    _plain[packed, lora] = losses
+    return losses
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_losses_are_those_of_plain_pytorch_with_transformers(name: str, runs: Path) -> None:
+    packed, _, sections = RUNS[name]
+    expected = plain(runs, packed=packed, lora="lora" in sections.get("training", {}))
+    assert [*series(runs / name, "train/loss").values()] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_model_that_mixes_packed_conversations_is_refused(runs: Path) -> None:
+    stated = (runs / "mixing.error").read_text(encoding="utf-8")
+    assert "data.packing = true" in stated
+    assert "[packing-not-separated]" in stated
