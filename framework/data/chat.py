@@ -41,7 +41,8 @@ def open_tokenizer(path: str | None, template: str | None = None) -> Any:
     folder = Path(path or "").expanduser()
     try:
         if path is None:
-            found = fast(tokenizer_object=_of_bytes(), chat_template=_TEMPLATE_OF_BYTES, **_NAMES_OF_BYTES)
+            inputs = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
+            found = fast(tokenizer_object=_of_bytes(), chat_template=_TEMPLATE_OF_BYTES, **inputs, **_NAMES_OF_BYTES)
         elif (folder / "tokenizer_config.json").exists():
             found = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         else:  # of `prepare`

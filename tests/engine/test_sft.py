@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from framework.data.conversations import build
 from framework.data.order import epoch_order
 from tests.data.chats import CHATS, MARKED, write_chats, write_tokenizer
+from tests.engine.pipe_oracle import plain_run
 from tests.launched import series, train_cases
 
 pytestmark = pytest.mark.slow
@@ -36,6 +37,38 @@ RUNS: dict[str, tuple[bool, bool, dict[str, Any]]] = {
     "lora-z3": (False, False, {"zero": {"stage": 3}, "training": {"lora": _LORA}}),
     "lora-packed": (True, False, {"zero": {"stage": 3}, "training": {"lora": _LORA}}),
 }
+
+_ENCODER = {"vocab_size": 261, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_ENCODER |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # type: ignore[dict-item]
+_BERT = {"vocab_size": 261, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "mlp_size": 48, "max_positions": 64}
+# Run -> whether the model is ours, its ZeRO stage, pipeline and tensor size.
+CLASSIFIERS = {
+    "classes-z0": (False, 0, {}),
+    "classes-z3": (False, 3, {}),
+    "bert-z1": (True, 1, {}),
+    "bert-z3": (True, 3, {}),
+    "bert-tensor": (True, 0, {"tensor": 2}),
+}
+
+
+def classifier(root: Path, name: str) -> dict[str, Any]:
+    is_ours, stage, parallel = CLASSIFIERS[name]
+    place = {"pretrained_model_name_or_path": str(root / "bert-classes")}
+    model = {"target": "transformers:AutoModelForSequenceClassification.from_pretrained", "args": place}
+    ours = {"kind": "bert", **_BERT, "num_classes": 8, "dropout": 0.0}
+    return {
+        "run": {"name": name, "output_dir": str(root)},
+        "model": ours if is_ours else model,
+        "data": {"kind": "labelled_text", "sequence_length": 64},
+        "task": {"kind": "classification"},
+        "batch": {"global_size": 16, "micro_size": 8 if not parallel else 16},
+        "zero": {"stage": stage},
+        "parallel": parallel,
+        "optimizer": {"kind": "sgd", "lr": 0.1},
+        "checkpoint": {"init_weights": str(root / "bert-classes")} if is_ours else {},
+        "training": {"max_steps": NUM_STEPS, "log_every": 1},
+        "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
+    }
 
 
 def config(root: Path, name: str) -> dict[str, Any]:
@@ -70,7 +103,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mixing = config(root, "packed-z1")
     mixing["run"]["name"] = "mixing"
     mixing["model"] = {"target": "tests.jobs.families:theirs", "args": {"family": "opt"}}
-    train_cases([*(config(root, name) for name in RUNS), mixing], num_ranks=2, folder=root)
+    for name, folder in (("BertForPreTraining", "bert"), ("BertForSequenceClassification", "bert-classes")):
+        described = transformers.BertConfig(
+            **_ENCODER, intermediate_size=48, max_position_embeddings=64, num_labels=8, initializer_range=0.1
+        )
+        getattr(transformers, name)(described).save_pretrained(root / folder)
+    cases = [*(config(root, name) for name in RUNS), mixing, *(classifier(root, name) for name in CLASSIFIERS)]
+    train_cases(cases, num_ranks=2, folder=root)
     return root
 
 
@@ -141,3 +180,20 @@ def test_a_model_that_mixes_packed_conversations_is_refused(runs: Path) -> None:
     stated = (runs / "mixing.error").read_text(encoding="utf-8")
     assert "data.packing = true" in stated
     assert "[packing-not-separated]" in stated
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_classes_of_texts_are_learnt_as_in_plain_pytorch(name: str, runs: Path) -> None:
+    """Our BERT has the losses of transformers', with its weights."""
+    values = classifier(runs, "classes-z0")
+    if "classes" not in _measured:
+        losses, measured, _ = plain_run(values, micro_size=8, num_steps=NUM_STEPS)
+        assert losses[-1] < losses[0] - 0.1, "it must learn, or equality says nothing"
+        _measured["classes"] = losses, measured
+    losses, measured = _measured["classes"]
+    assert [*series(runs / name, "train/loss").values()] == pytest.approx(losses, abs=1e-5)
+    for metric in ("loss", "accuracy"):
+        assert series(runs / name, f"eval/{metric}")[NUM_STEPS] == pytest.approx(measured[metric], abs=1e-5)
+
+
+_measured: dict[str, tuple[list[float], dict[str, float]]] = {}

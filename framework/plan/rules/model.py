@@ -29,8 +29,14 @@ _PARTS: Final[Mapping[str, Mapping[str, str]]] = {
     "text_pairs": {"model": "bert", "data": "text_pairs", "task": "masked_lm"},
     "conversations": {"model": "gpt", "data": "conversations", "task": "causal_lm"},
     "images": {"model": "lenet", "data": "digits", "task": "classification"},
+    "labelled_text": {"model": "bert", "data": "labelled_text", "task": "classification"},
 }
-_WORDS: Final = {"images": "images", "text": "windows of text", "text_pairs": "pairs of text segments"}
+_WORDS: Final = {
+    "images": "images",
+    "text": "windows of text",
+    "text_pairs": "pairs of text segments",
+    "labelled_text": "texts and their classes",
+}
 _ALSO: Final = {"conversations": "text"}
 
 
@@ -108,6 +114,11 @@ def _form(config: RunConfig, part: str) -> str | None:
     section: Any = getattr(config, part)
     if isinstance(section, (Target, Object)):
         return None
+    has_classes = isinstance(config.model, BERT) and config.model.num_classes is not None
+    if part == "task" and section.kind == "classification":
+        has_classes |= getattr(config.data, "kind", "") == "labelled_text"
+    if has_classes and section.kind in ("bert", "classification"):
+        return "labelled_text"
     form = next((form for form, kinds in _PARTS.items() if kinds[part] == section.kind), "images")
     return _ALSO.get(form, form)
 
