@@ -1,8 +1,9 @@
 """``export CHECKPOINT OUT``: the weights of a checkpoint of any layout, for programs that know nothing of it.
 
-Names are those of the plain module, or with ``--hf`` those that the model gives for Hugging Face's loaders; fp32 copies
-are taken where the checkpoint has any. Adapters are merged into the weights that they belong to, or with ``--adapter``
-written by themselves. OUT is a folder, which appears when it is complete and on disk.
+Names are those of the plain module, or with ``--format hf`` those that the model gives for Hugging Face's loaders, in a
+folder ready for the Hub; fp32 copies are taken where the checkpoint has any. Adapters are merged into the weights that
+they belong to, or with ``--adapter`` written by themselves. OUT is a folder, which appears when it is complete and on
+disk.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from framework.checkpoint.state.weight_files import (
     write_pt,
     write_safetensors,
 )
+from framework.commands.hub_folder import special_numbers, tokenizer_of_run, write_hub_files
+from framework.commands.program import write_program
 from framework.config.base import Target
 from framework.errors import EXIT_OK, ConfigError, StorageError, printable
 from framework.setup.adapters import write_adapter
@@ -46,8 +49,12 @@ from framework.system.stopping import ending_in_good_order
 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_OURS: Final = re.compile(r"(adapter_)?(model|config).*\.(safetensors|pt|json)")
+_OURS: Final = re.compile(
+    r"((adapter_)?(model|config)|generation_config|.*token.*|vocab|special_tokens_map).*\.(safetensors|pt2?|json)"
+    r"|README\.md|merges\.txt|.*\.jinja|.*\.model"
+)
 _PLAIN: Final = "leave --hf out"
+_WEIGHTS: Final = "export its weights: --format safetensors"
 _ALONE: Final = "give --adapter, for the adapters alone"
 _SECONDS_BETWEEN_LOOKS: Final = 0.5
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
@@ -90,9 +97,10 @@ def export(
         weights: trained, or ema for their moving average.
         dtype: fp32, bf16 or fp16, of everything with a point.
         shard_bytes: largest size of a file.
-        file_format: safetensors, or pt for one file that `torch.load` reads.
+        file_format: safetensors; torch or pt for one file that `torch.load` reads; hf for `hf`; or torch_export for a
+            program of `torch.export`.
         force: replace `out` where it is an earlier export.
-        hf: with the names that the model's own `hf_names()` gives.
+        hf: ready for Hugging Face's Hub, with the names that the model's own `hf_names()` gives.
         trust: the folder of the checkpoint, where `hf`, and merging adapters, may run the code that its manifest names
             as ``model.target``.
         adapter: only the adapters, for peft.
@@ -105,6 +113,7 @@ def export(
     """
     _clear_left_over(out)
     _refuse_taken(out, force=force)
+    hf, file_format = hf or file_format == "hf", "safetensors" if file_format == "hf" else file_format
     checkpoint = find_source(source, allow_unverified=allow_unverified)
     if checkpoint.path.resolve() in (out.resolve(), *out.resolve().parents):
         reason = "it lies in the checkpoint, where every further file counts as damage"
@@ -112,13 +121,22 @@ def export(
     merged = MergedWeights(checkpoint, average=weights == "ema")
     if adapter:
         return _write_adapter(merged, out, dtype=_DTYPES[dtype])
+    if file_format == "torch_export":
+        config = saved_config(checkpoint, "model", "data", "task", trust=trust, key="--format", otherwise=_WEIGHTS)
+        model = module_of(checkpoint, config, average=weights == "ema", base=base).to(_DTYPES[dtype])
+        with _appearing_whole(out) as aside:
+            return write_program(aside, model, config)
     whole, stored, ties = _plain_weights(merged, average=weights == "ema", trust=trust, base=base)
-    names, described = dict[str, str](), dict[str, Any]()
+    names, described, tokenizer = dict[str, str](), dict[str, Any](), None
     if hf and (form := form_of(_config(merged.checkpoint).model)):
         whole, stored = as_theirs(whole, stored, form)
         names, described = form.table["weights"], form.described()
     elif hf:
         names, described = hf_names(merged.checkpoint, stored=stored, trust=trust)
+    if hf:
+        tokenizer = tokenizer_of_run(checkpoint, config := _config(checkpoint))
+        if tokenizer is not None and described:
+            described |= {key: n for key, n in special_numbers(tokenizer).items() if described.get(key) is None}
     ties = {names.get(name, name): names.get(first, first) for name, first in ties.items() if name in names or not hf}
     found = entries(stored, dtype=_DTYPES[dtype], names=names)
     num_bytes = sum(entry.num_bytes for entry in found)
@@ -128,7 +146,9 @@ def export(
             text = json.dumps(described | {"dtype": str(_DTYPES[dtype]).removeprefix("torch.")}, indent=2) + "\n"
             replace_text(aside / CONFIG, text)
             written[CONFIG] = len(text.encode())
-        if file_format == "pt":
+        if hf:
+            written = write_hub_files(aside, checkpoint, config, tokenizer, described)
+        if file_format in ("torch", "pt"):
             return written | {PICKLED: write_pt(aside / PICKLED, whole, found, ties=ties)}
         run = merged.checkpoint.manifest["config"]["run"]
         metadata = {"source": f"{run['name']}/{merged.checkpoint.tag}", "step": str(merged.checkpoint.step)}
@@ -257,10 +277,13 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     option("--weights", choices=("trained", "ema"), default="trained", help=as_trained)
     option("--dtype", choices=tuple(_DTYPES), default="fp32", help="type of the numbers (fp32)")
     option("--shard-size", dest="shard_bytes", type=_size, default=5 * 10**9, metavar="SIZE", help=size)
-    formats, kind = ("safetensors", "pt"), "kind of file (safetensors)"
-    option("--format", choices=formats, default="safetensors", dest="file_format", help=kind)
-    option("--hf", action="store_true", help="with Hugging Face's names, where the model has hf_names()")
-    trust = "the run folder or checkpoint whose model.target may be imported and called, for --hf or to merge adapters"
+    formats = ("safetensors", "torch", "hf", "torch_export", "pt")
+    kind = (
+        "safetensors; torch (or pt): for torch.load; hf: a folder for transformers and the Hub; torch_export: a program"
+    )
+    option("--format", choices=formats, default="safetensors", dest="file_format", help=f"{kind} (safetensors)")
+    option("--hf", action="store_true", help="as --format hf; with --format pt only Hugging Face's names")
+    trust = "the run folder or checkpoint whose targets may be imported and called, for hf, torch_export or adapters"
     option("--trust", metavar="FOLDER", help=trust)
     option("--adapter", action="store_true", help="only the adapters of training.lora, as peft loads them")
     option("--base", metavar="PATH", help="the weights that adapters were trained on (checkpoint.init_weights)")

@@ -26,6 +26,7 @@ from framework.commands.generate import add_sampling, sample, terms_of, tokenize
 from framework.config.data import ImageFolder
 from framework.config.run_config import RunConfig
 from framework.config.training import CausalLM, Classification
+from framework.data.chat import Answers
 from framework.data.tokenizer import Tokenizer
 from framework.engine.distributed import from_rank0, gather, process_group, rank
 from framework.errors import EXIT_OK, ConfigError, FrameworkError, StorageError, TrainingError, in_one_line
@@ -155,7 +156,11 @@ def _outputs(model: torch.nn.Module, config: RunConfig, place: int, inputs: Mapp
 
 
 def _texts(
-    model: torch.nn.Module, tokenizer: Tokenizer, terms: Mapping[str, Any], place: int, inputs: Mapping[str, Any]
+    model: torch.nn.Module,
+    tokenizer: Tokenizer | Answers,
+    terms: Mapping[str, Any],
+    place: int,
+    inputs: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     prompts = [tokens_of(line, tokenizer, name) for name, line in inputs.items()]
     drawn = zip(*sample(model, prompts, **{**terms, "seed": terms["seed"] + place}), strict=True)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from framework.data.token_files import TOKENIZER_FILE
+from framework.data.token_files import TOKENIZER_FILE, SpecialTokens
+from framework.data.tokenizer import special_names
+from framework.data.tokens import Numbers
 from framework.errors import ConfigError, in_one_line, missing_package
 
 Message = Mapping[str, Any]
 
 _NAMES: Final = {f"{name}_token": f"[{name.upper()}]" for name in ("cls", "sep", "mask", "pad")}
 _NAMES_OF_BYTES: Final = {"eos_token": "<|end|>", **_NAMES}  # in the order of `ByteTokenizer.special`
-_TEMPLATE_OF_BYTES: Final = (
+TEMPLATE_OF_BYTES: Final = (
     "{% for message in messages %}{{ message.role }}: {% if message.role == 'assistant' %}{% generation %}"
     "{{ message.content }}<|end|>{% endgeneration %}{% else %}{{ message.content }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -34,6 +37,7 @@ def open_tokenizer(path: str | None, template: str | None = None) -> Any:
         ConfigError: kinds ``package-missing``, ``tokenizer-unreadable``, ``chat-template-missing``.
     """
     try:
+        from tokenizers import Tokenizer
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
     except ImportError as error:
         raise missing_package("transformers", what="data of conversations or labelled texts", extra="text") from error
@@ -42,11 +46,13 @@ def open_tokenizer(path: str | None, template: str | None = None) -> Any:
     try:
         if path is None:
             inputs = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
-            found = fast(tokenizer_object=_of_bytes(), chat_template=_TEMPLATE_OF_BYTES, **inputs, **_NAMES_OF_BYTES)
+            found = fast(tokenizer_object=_of_bytes(), **inputs, **_NAMES_OF_BYTES)
         elif (folder / "tokenizer_config.json").exists():
-            found = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            found = AutoTokenizer.from_pretrained(folder)
         else:  # of `prepare`
-            found = fast(tokenizer_file=str(folder / TOKENIZER_FILE), **_NAMES_OF_BYTES)
+            made = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+            names = {"eos" if kind == "end" else kind: found for kind, found in special_names(made).items()}
+            found = fast(tokenizer_object=made, **{f"{kind}_token": name for kind, name in names.items()})
     except Exception as error:  # its files are anybody's
         reason, fix = f"it cannot be read ({in_one_line(error)})", "name a folder with tokenizer.json"
         raise ConfigError.of("tokenizer-unreadable", reason, fix, "data.tokenizer", path) from error
@@ -122,3 +128,28 @@ def tokenized(
         reason, fix = f"it fails on {place}: {in_one_line(error)}", "mend the template, or the messages"
         raise ConfigError.of("chat-template-wrong", reason, fix, _KEY) from error
     return np.array(ids, np.uint32), learnt
+
+
+class Answers:
+    """Tokenizer of a model that was trained on conversations, for what it writes: a text is what the user asks, or a
+    JSON list of messages.
+    """
+
+    kind: Literal["bytes", "library"] = "library"
+    needs_utf8 = True
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._made, self.vocab_size = tokenizer, vocab_size_of(tokenizer)
+        self.special = SpecialTokens(end=tokenizer.eos_token_id)
+
+    def encode(self, texts: Sequence[bytes]) -> list[Numbers]:
+        """Token numbers of each chat up to where the answer begins."""
+        chats = [
+            json.loads(text) if text[:2] == b"[{" else [{"role": "user", "content": text.decode()}] for text in texts
+        ]
+        found = self._made.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=True)
+        return [np.array(ids, np.uint32) for ids in found["input_ids"]]
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        """The text without special tokens."""
+        return str(self._made.decode(list(numbers), skip_special_tokens=True))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from framework.data.chat import Message, open_tokenizer, pad_of, tokenized, vocab_size_of
+from framework.data.chat import TEMPLATE_OF_BYTES, Message, open_tokenizer, pad_of, tokenized, vocab_size_of
 from framework.data.splits import Splits
 from framework.data.text_rows import Row, dealt, questions
 from framework.data.tokens import Tokens
@@ -120,7 +120,7 @@ def build(
         ConfigError: a file, the tokenizer or the template cannot be used, or nothing is left to learn
             (``nothing-to-learn``).
     """
-    chats = open_tokenizer(tokenizer, chat_template)
+    chats = open_tokenizer(tokenizer, chat_template or (None if tokenizer else TEMPLATE_OF_BYTES))
 
     def make(place: str, row: Row) -> Pair:
         return tokenized(chats, messages_of(row), row.get("tools"), place)

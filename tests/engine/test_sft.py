@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+import framework
+from framework.commands.export import export
 from framework.data.conversations import build
 from framework.data.order import epoch_order
 from tests.data.chats import CHATS, MARKED, write_chats, write_tokenizer
@@ -194,6 +196,70 @@ def test_classes_of_texts_are_learnt_as_in_plain_pytorch(name: str, runs: Path) 
     assert [*series(runs / name, "train/loss").values()] == pytest.approx(losses, abs=1e-5)
     for metric in ("loss", "accuracy"):
         assert series(runs / name, f"eval/{metric}")[NUM_STEPS] == pytest.approx(measured[metric], abs=1e-5)
+
+
+@torch.no_grad()
+def logits(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    found = model.eval()(**inputs)
+    return getattr(found, "logits", found)
+
+
+INPUTS = {"input_ids": torch.arange(3, 63).view(3, 20)}
+OF_BERT = {**INPUTS, "token_type_ids": torch.zeros(3, 20).long(), "attention_mask": torch.ones(3, 20).long()}
+
+
+@pytest.mark.parametrize("name", ["z3", "ours-packed", "lora-z3", "packed-z1", "classes-z3", "bert-z3"])
+def test_a_folder_for_the_hub_is_whole(name: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' own doors load model, tokenizer and pipeline; huggingface_hub reads the card."""
+    from huggingface_hub import ModelCard, metadata_load
+
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # which its pipelines would set
+    has_classes, out = name in CLASSIFIERS, tmp_path / "out"
+    export(str(runs / name), out, file_format="hf", trust=str(runs / name))
+    export(str(runs / name), out, hf=True, force=True, trust=str(runs / name))
+    kind = transformers.AutoModelForSequenceClassification if has_classes else transformers.AutoModelForCausalLM
+    again, loading = kind.from_pretrained(out, output_loading_info=True)
+    assert not any(loading[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    trained, inputs = framework.load(runs / name, trust=True), OF_BERT if has_classes else INPUTS
+    assert torch.allclose(logits(again, inputs), logits(trained, inputs), atol=1e-5)
+    assert not torch.allclose(
+        logits(again, inputs),
+        logits(kind.from_pretrained(runs / ("bert-classes" if has_classes else "base")), inputs),
+        atol=1e-3,
+    )
+    tokenizer, card = transformers.AutoTokenizer.from_pretrained(out), ModelCard.load(out / "README.md")
+    head = metadata_load(out / "README.md")
+    assert card.data.library_name == head["library_name"] == "transformers"
+    assert card.data.pipeline_tag == ("text-classification" if has_classes else "text-generation")
+    assert "base_model" not in head, "a folder of this machine is none of the Hub's"
+    assert "`base`" in card.text or has_classes
+    if has_classes:
+        accuracy = series(runs / name, "eval/accuracy")[NUM_STEPS]
+        assert [one.metric_value for one in card.data.eval_results if one.metric_type == "accuracy"] == [accuracy]
+        (found,) = transformers.pipeline("text-classification", model=str(out), tokenizer=str(out))(["Return a name."])
+        assert found["label"].startswith("LABEL_")
+        assert tokenizer("ab")["input_ids"] == [257, *b"ab", 258]
+        return
+    theirs = transformers.AutoTokenizer.from_pretrained(runs / "base")
+    assert tokenizer.apply_chat_template(CHATS[0]) == theirs.apply_chat_template(CHATS[0])
+    assert again.generation_config.eos_token_id == [theirs.eos_token_id, 2], "of answers, and the one of the base"
+    writes = transformers.pipeline("text-generation", model=str(out), tokenizer=str(out))
+    (found,) = writes(CHATS[1][:1], max_new_tokens=3, do_sample=False)
+    assert found["generated_text"][-1]["role"] == "assistant"
+    assert ("adapters" in card.text) == name.startswith("lora")
+
+
+@pytest.mark.parametrize("name", ["z1", "ours-packed", "lora-z0", "classes-z0", "bert-tensor"])
+def test_a_program_of_torch_export_computes_the_same(name: str, runs: Path, tmp_path: Path) -> None:
+    """On fewer and more samples and tokens than its example had."""
+    export(str(runs / name), tmp_path / "out", file_format="torch_export", trust=str(runs / name))
+    program = torch.export.load(tmp_path / "out" / "model.pt2").module()
+    trained, inputs = framework.load(runs / name, trust=True), OF_BERT if name in CLASSIFIERS else INPUTS
+    for rows in (1, 3):
+        part = {key: value[:rows] for key, value in inputs.items()}
+        with torch.no_grad():
+            found = program(**part) if name == "classes-z0" else program(*part.values())
+        torch.testing.assert_close(getattr(found, "logits", found), logits(trained, part), atol=1e-5, rtol=1e-5)
 
 
 _measured: dict[str, tuple[list[float], dict[str, float]]] = {}
