@@ -114,8 +114,10 @@ HALVES = {
     "commands.evaluate": "torch commands",
     "commands.export": "torch commands",
     "commands.generate": "torch commands",
+    "commands.hub_folder": "torch commands",
     "commands.machine_rates": "torch commands",
     "commands.predict": "torch commands",
+    "commands.program": "torch commands",
 }
 LIGHT = (
     "system",

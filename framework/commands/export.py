@@ -25,7 +25,7 @@ from typing import Any, Final
 import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.published import CONFIG, form_of
+from framework.checkpoint.published import form_of
 from framework.checkpoint.state.reader import MergedWeights
 from framework.checkpoint.state.weight_files import (
     PICKLED,
@@ -36,7 +36,7 @@ from framework.checkpoint.state.weight_files import (
     write_pt,
     write_safetensors,
 )
-from framework.commands.hub_folder import special_numbers, tokenizer_of_run, write_hub_files
+from framework.commands.hub_folder import write_hub_files
 from framework.commands.program import write_program
 from framework.config.base import Target
 from framework.errors import EXIT_OK, ConfigError, StorageError, printable
@@ -44,7 +44,7 @@ from framework.setup.adapters import write_adapter
 from framework.setup.objects import call_factory
 from framework.setup.trained import find_source, module_of, saved_config
 from framework.system.arguments import CommandParser
-from framework.system.files import replace_text, sync_folder
+from framework.system.files import sync_folder
 from framework.system.stopping import ending_in_good_order
 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -127,27 +127,19 @@ def export(
         with _appearing_whole(out) as aside:
             return write_program(aside, model, config)
     whole, stored, ties = _plain_weights(merged, average=weights == "ema", trust=trust, base=base)
-    names, described, tokenizer = dict[str, str](), dict[str, Any](), None
+    names, described = dict[str, str](), dict[str, Any]()
     if hf and (form := form_of(_config(merged.checkpoint).model)):
         whole, stored = as_theirs(whole, stored, form)
         names, described = form.table["weights"], form.described()
     elif hf:
         names, described = hf_names(merged.checkpoint, stored=stored, trust=trust)
-    if hf:
-        tokenizer = tokenizer_of_run(checkpoint, config := _config(checkpoint))
-        if tokenizer is not None and described:
-            described |= {key: n for key, n in special_numbers(tokenizer).items() if described.get(key) is None}
     ties = {names.get(name, name): names.get(first, first) for name, first in ties.items() if name in names or not hf}
     found = entries(stored, dtype=_DTYPES[dtype], names=names)
     num_bytes = sum(entry.num_bytes for entry in found)
     with _appearing_whole(out) as aside, _showing_progress(aside, num_bytes):
-        written = {}
-        if described:
-            text = json.dumps(described | {"dtype": str(_DTYPES[dtype]).removeprefix("torch.")}, indent=2) + "\n"
-            replace_text(aside / CONFIG, text)
-            written[CONFIG] = len(text.encode())
+        written = dict[str, int]()
         if hf:
-            written = write_hub_files(aside, checkpoint, config, tokenizer, described)
+            written = write_hub_files(aside, checkpoint, _config(checkpoint), described, dtype=_DTYPES[dtype])
         if file_format in ("torch", "pt"):
             return written | {PICKLED: write_pt(aside / PICKLED, whole, found, ties=ties)}
         run = merged.checkpoint.manifest["config"]["run"]

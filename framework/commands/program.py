@@ -1,4 +1,4 @@
-"""``export --format torch_export``: the plain module as a program of `torch.export`, for any number of samples."""
+"""``export --format torch_export``: the plain module as a program of `torch.export`."""
 
 from __future__ import annotations
 
@@ -23,27 +23,25 @@ PROGRAM: Final = "model.pt2"
 
 
 def write_program(folder: Path, model: torch.nn.Module, config: RunConfig) -> dict[str, int]:
-    """Write ``model.pt2`` of a module in evaluation mode; returns file -> bytes.
-
-    It is called as the run's task calls the model; two samples of the run's data are the example. The first dimension
-    of every tensor may be another, and of tokens (batch, length) the second, where the model lets it.
-
-    Raises:
-        ConfigError: kind ``not-exportable``, with torch's reason.
+    """Write ``model.pt2`` of a module in evaluation mode; returns file -> bytes. Two samples of the run's data are the
+    example, as its task gives them to the model. Another number of them may follow, and another length of tokens
+    (batch, length), where the model lets it. A ConfigError of kind ``not-exportable`` has torch's reason.
     """
     args, named = _example(config, next(model.parameters()).dtype)
-    takes_any, described = isinstance(model, LayeredModel), getattr(model, "config", config)
-    if hasattr(described, "use_cache"):  # of transformers: a cache is no output of a program
-        described.use_cache = False  # type: ignore[union-attr]
+    takes_any = isinstance(model, LayeredModel)  # values by their order
     if takes_any:
         args, named = (*args, *named.values()), {}
+    if hasattr(described := getattr(model, "config", config), "use_cache"):
+        described.use_cache = False  # of transformers; a cache is no output of a program
     is_text = all(one.ndim == 2 and not one.is_floating_point() for one in tree_leaves((args, named)))
     for dims in ((0, 1), (0,)) if is_text else ((0,),):
         shapes: Any = tree_map_only(Tensor, lambda one: dict.fromkeys(dims, torch.export.Dim.DYNAMIC), named or args)  # noqa: B023
-        shapes = {"inputs": shapes} if takes_any else shapes
         try:
             with torch.no_grad():
-                torch.export.save(torch.export.export(model, args, named, dynamic_shapes=shapes), folder / PROGRAM)
+                program = torch.export.export(
+                    model, args, named, dynamic_shapes={"inputs": shapes} if takes_any else shapes
+                )
+            torch.export.save(program, folder / PROGRAM)
             return {PROGRAM: (folder / PROGRAM).stat().st_size}
         except Exception as error:  # torch has a dozen
             first = in_one_line(error, longest=300).partition(". ")[0]
@@ -53,7 +51,7 @@ def write_program(folder: Path, model: torch.nn.Module, config: RunConfig) -> di
 
 
 def _example(config: RunConfig, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and named inputs of the model, of two samples."""
+    """Positional and named inputs."""
     section = config.data.model_copy(update={"packing": False}) if hasattr(config.data, "packing") else config.data
     dataset = as_splits(call_factory(section.factory(), key="data")).train
     batch = (own_collate(dataset) or collate)([dataset[0], dataset[min(1, len(dataset) - 1)]])

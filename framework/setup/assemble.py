@@ -145,6 +145,8 @@ def _refuse_mixing(engine: PlainEngine, task: Task) -> None:
     rows = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 0, 4, 5, 6, 7]], device=device())
     places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]], device=device())
     engine.engine.eval()
+    if hasattr(own := getattr(engine.engine.module, "config", task), "use_cache"):
+        own.use_cache = False  # with one transformers' masks follow no places
     try:
         inputs = ({"input_ids": row[None], "position_ids": places} for row in rows)
         one, other = (logits_of(task.forward(engine.engine, each))[:, 4:].float() for each in inputs)

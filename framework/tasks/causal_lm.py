@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from framework.models.split import VocabularyPart
@@ -36,13 +36,6 @@ class CausalLM(Task):
     ignore_index = -100
     vocabulary: VocabularyPart | None = None
     """This rank's part of the logits, where a tensor group shares them."""
-
-    def forward(self, model: nn.Module, inputs: Any) -> Any:
-        """As `Task.forward`. Of packed rows transformers' models mask what is not of a text only without a cache."""
-        config = getattr(getattr(model, "module", model), "config", None)
-        if isinstance(inputs, Mapping) and "position_ids" in inputs and hasattr(config, "use_cache"):
-            inputs = {**inputs, "use_cache": False}
-        return super().forward(model, inputs)
 
     def share(self, inputs: Tensor, targets: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Both have positions; those that are added at the end are seen by none before them."""

@@ -153,8 +153,10 @@ def test_rows_hold_every_conversation_once(folder: Path) -> None:
 def models() -> dict[str, Any]:
     transformers = pytest.importorskip("transformers", reason="transformers comes with the dev extra")
     values = {"vocab_size": 410, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    llama = transformers.LlamaConfig(**values, intermediate_size=48, num_key_value_heads=2)
-    gpt2 = transformers.GPT2Config(vocab_size=410, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
+    llama = transformers.LlamaConfig(**values, intermediate_size=48, num_key_value_heads=2, use_cache=False)
+    gpt2 = transformers.GPT2Config(
+        use_cache=False, vocab_size=410, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
+    )
     return {
         "gpt": lambda: GPT.of(**SHAPE),
         "gpt-rotary": lambda: GPT.of(**SHAPE, **LLAMA),
