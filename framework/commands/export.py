@@ -113,7 +113,7 @@ def export(
     """
     _clear_left_over(out)
     _refuse_taken(out, force=force)
-    hf, file_format = hf or file_format == "hf", "safetensors" if file_format == "hf" else file_format
+    hf |= file_format == "hf"
     checkpoint = find_source(source, allow_unverified=allow_unverified)
     if checkpoint.path.resolve() in (out.resolve(), *out.resolve().parents):
         reason = "it lies in the checkpoint, where every further file counts as damage"
@@ -123,9 +123,9 @@ def export(
         return _write_adapter(merged, out, dtype=_DTYPES[dtype])
     if file_format == "torch_export":
         config = saved_config(checkpoint, "model", "data", "task", trust=trust, key="--format", otherwise=_WEIGHTS)
-        model = module_of(checkpoint, config, average=weights == "ema", base=base).to(_DTYPES[dtype])
+        model = module_of(checkpoint, config, average=weights == "ema", base=base)
         with _appearing_whole(out) as aside:
-            return write_program(aside, model, config)
+            return write_program(aside, model.to(_DTYPES[dtype]), config)
     whole, stored, ties = _plain_weights(merged, average=weights == "ema", trust=trust, base=base)
     names, described = dict[str, str](), dict[str, Any]()
     if hf and (form := form_of(_config(merged.checkpoint).model)):
@@ -137,9 +137,8 @@ def export(
     found = entries(stored, dtype=_DTYPES[dtype], names=names)
     num_bytes = sum(entry.num_bytes for entry in found)
     with _appearing_whole(out) as aside, _showing_progress(aside, num_bytes):
-        written = dict[str, int]()
-        if hf:
-            written = write_hub_files(aside, checkpoint, _config(checkpoint), described, dtype=_DTYPES[dtype])
+        of_run = partial(write_hub_files, aside, checkpoint, described=described, dtype=_DTYPES[dtype])
+        written = of_run(_config(checkpoint)) if hf else {}
         if file_format in ("torch", "pt"):
             return written | {PICKLED: write_pt(aside / PICKLED, whole, found, ties=ties)}
         run = merged.checkpoint.manifest["config"]["run"]

@@ -74,14 +74,15 @@ def _card(checkpoint: SavedCheckpoint, config: RunConfig, described: Mapping[str
     manifest, data = checkpoint.manifest, config.data
     kind = str(next(getattr(data, key) for key in ("kind", "target", "object") if hasattr(data, key)))
     metrics = {key: value for key, value in sorted(manifest["metrics"].items()) if key.startswith("eval/")}
-    pipeline = next((tag for task, tag in _PIPELINES.items() if isinstance(config.task, task)), "other")
+    pipeline = next((tag for task, tag in _PIPELINES.items() if isinstance(config.task, task)), None)
     pipeline = "text-classification" if isinstance(data, LabelledText) else pipeline
     head: dict[str, Any] = {"library_name": "transformers" if described else "pytorch"}
-    head |= {"tags": ["dsf-trainer", "deepspeed"], "pipeline_tag": pipeline}
+    head |= {"tags": ["dsf-trainer", "deepspeed"]} | ({"pipeline_tag": pipeline} if pipeline else {})
     is_here = base is not None and Path(base).exists()
     if base is not None and not is_here and _ON_THE_HUB.fullmatch(base):
         head["base_model"] = base
-    if found := [{"type": key.partition("/")[2], "name": key, "value": value} for key, value in metrics.items()]:
+    found = [{"type": key.partition("/")[2], "name": key, "value": value} for key, value in metrics.items()]
+    if found and pipeline:
         result = {"task": {"type": pipeline}, "dataset": {"name": kind, "type": kind}, "metrics": found}
         head["model-index"] = [{"name": config.run.name, "results": [result]}]
     origin = "random weights" if base is None else f"`{Path(base).name if is_here else base}`"
@@ -89,7 +90,7 @@ def _card(checkpoint: SavedCheckpoint, config: RunConfig, described: Mapping[str
     layout, samples, path = manifest["layout"], manifest["num_train_samples"], getattr(data, "path", None)
     about = [
         f"# {config.run.name}",
-        f"{described.get('architectures', ['A model'])[0]}, trained from {origin}{adapters} with dsf-trainer (DeepSpeed).",
+        f"{described.get('architectures', ['A model'])[0]}, trained from {origin}{adapters} with dsf-trainer.",
         f"- data: {kind}{f' ({Path(path).name})' if path else ''}, {counted(samples, 'sample')} of training\n"
         f"- steps: {manifest['step']:,} of {counted(layout['global_size'], 'sample')} "
         f"({manifest['samples'] / samples:.2f} epochs) on {counted(layout['world_size'], 'rank')}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -18,8 +19,11 @@ from framework.errors import ConfigError, in_one_line, missing_package
 
 Message = Mapping[str, Any]
 
-_NAMES: Final = {f"{name}_token": f"[{name.upper()}]" for name in ("cls", "sep", "mask", "pad")}
-_NAMES_OF_BYTES: Final = {"eos_token": "<|end|>", **_NAMES}  # in the order of `ByteTokenizer.special`
+# In the order of `ByteTokenizer.special`.
+_NAMES: Final = {
+    "eos_token": "<|end|>",
+    **{f"{name}_token": f"[{name.upper()}]" for name in ("cls", "sep", "mask", "pad")},
+}
 TEMPLATE_OF_BYTES: Final = (
     "{% for message in messages %}{{ message.role }}: {% if message.role == 'assistant' %}{% generation %}"
     "{{ message.content }}<|end|>{% endgeneration %}{% else %}{{ message.content }}{% endif %}{{ '\\n' }}{% endfor %}"
@@ -46,7 +50,7 @@ def open_tokenizer(path: str | None, template: str | None = None) -> Any:
     try:
         if path is None:
             inputs = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
-            found = fast(tokenizer_object=_of_bytes(), **inputs, **_NAMES_OF_BYTES)
+            found = fast(tokenizer_object=_of_bytes(), **inputs, **_NAMES)
         elif (folder / "tokenizer_config.json").exists():
             found = AutoTokenizer.from_pretrained(folder)
         else:  # of `prepare`
@@ -75,7 +79,7 @@ def _of_bytes() -> Any:
     made = Tokenizer(models.BPE({name: byte for byte, name in names.items()}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(name, special=True) for name in _NAMES_OF_BYTES.values()])
+    made.add_special_tokens([AddedToken(name, special=True) for name in _NAMES.values()])
     made.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 257), ("[SEP]", 258)]
     )
@@ -106,9 +110,8 @@ def tokenized(
     def rendered(part: Sequence[Message], **options: Any) -> Any:
         return tokenizer.apply_chat_template(part, tools=tools, tokenize=True, return_dict=True, **options)
 
-    template = tokenizer.chat_template
     try:
-        if _MARKS.search(template if isinstance(template, str) else str(template)):
+        if _MARKS.search(str(tokenizer.chat_template)):
             found = rendered(messages, return_assistant_tokens_mask=True)
             return np.array(found["input_ids"], np.uint32), np.array(found["assistant_masks"], bool)
         ids = rendered(messages)["input_ids"]
@@ -144,10 +147,12 @@ class Answers:
 
     def encode(self, texts: Sequence[bytes]) -> list[Numbers]:
         """Token numbers of each chat up to where the answer begins."""
-        chats = [
-            json.loads(text) if text[:2] == b"[{" else [{"role": "user", "content": text.decode()}] for text in texts
-        ]
-        found = self._made.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=True)
+        asked = [[{"role": "user", "content": text.decode()}] for text in texts]
+        for number, text in enumerate(texts):
+            with suppress(ValueError, LookupError, TypeError):
+                messages = json.loads(text)
+                asked[number] = messages if messages[0]["role"] else asked[number]
+        found = self._made.apply_chat_template(asked, add_generation_prompt=True, tokenize=True, return_dict=True)
         return [np.array(ids, np.uint32) for ids in found["input_ids"]]
 
     def decode(self, numbers: Sequence[int]) -> str:

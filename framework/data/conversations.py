@@ -126,7 +126,7 @@ def build(
         return tokenized(chats, messages_of(row), row.get("tools"), place)
 
     def make_parts() -> list[Any]:
-        parts = dealt(path, eval_path, eval_fraction, make, questions)
+        parts = dealt((path, eval_path), eval_fraction, make, questions)
         return [
             _laid_out(part, name, sequence_length, too_long, packing) for part, name in zip(parts, _PARTS, strict=True)
         ]

@@ -62,7 +62,7 @@ def build(
             raise ValueError(f"it lacks a text {text!r} or a class {label!r}")
         return row[text], str(row[label])
 
-    parts = dealt(path, eval_path, eval_fraction, make, sentences)
+    parts = dealt((path, eval_path), eval_fraction, make, sentences)
     if not parts[0]:
         raise ConfigError.of("nothing-to-learn", "it has no rows", "name another file", "data.path", path)
     names = sorted({name for part in parts for _, name in part})

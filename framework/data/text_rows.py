@@ -1,5 +1,5 @@
-"""Rows of text from files, dealt to training and evaluation, and rows that Python's own documentation gives: real text
-that is on every machine, and differs between versions of Python.
+"""Rows of text for training and evaluation: of files, or of the documentation of Python's own library, which is on
+every machine and differs between versions.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ Row = Mapping[str, Any]
 Made = TypeVar("Made")
 
 DOCUMENTED: Final = ("builtins", "datetime", "math", "os", "shutil", "statistics", "string", "threading")
-_LONGEST: Final = 300
 
 
 def dealt(
-    path: str | None,
-    eval_path: str | None,
+    paths: tuple[str | None, str | None],
     fraction: float,
     make: Callable[[str, Row], Made],
     own: Callable[[], Iterator[Row]],
@@ -33,8 +31,8 @@ def dealt(
     """Samples of training and evaluation.
 
     Args:
-        path: ``.csv``, otherwise JSON lines; None: the rows of `own`.
-        eval_path: file of the evaluation; None: every so many rows of the first, by `fraction`.
+        paths: of training (None: the rows of `own`) and of evaluation (None: every so many of the first, by
+            `fraction`); ``.csv``, otherwise JSON lines.
         fraction: 0 for no evaluation.
         make: a sample from its place, ``file:line``, and its row; raises `ValueError` with what is wrong with it.
         own: rows that no file has to hold.
@@ -42,81 +40,63 @@ def dealt(
     Raises:
         ConfigError: kind ``rows-not-read``.
     """
-    share, parts = EvaluationShare(0.0 if eval_path else fraction), (list[Made](), list[Made]())
-    for file, key, is_whole in ((path, "data.path", False), (eval_path, "data.eval_path", True)):
-        if file is None and is_whole:
-            continue
-        place = file or "Python"
+    share, parts = EvaluationShare(0.0 if paths[1] else fraction), (list[Made](), list[Made]())
+    for number, (key, path) in enumerate(zip(("data.path", "data.eval_path"), paths, strict=True)):
+        place: Any = path
         try:
-            for place, row in _read(Path(file).expanduser()) if file is not None else _numbered(own()):
-                parts[is_whole or share.takes(len(str(row)))].append(make(place, row))
+            for place, row in _read(Path(path).expanduser()) if path else enumerate(() if number else own()):
+                parts[number or share.takes(len(str(row)))].append(make(str(place), row))
         except (OSError, ValueError, csv.Error) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            raise ConfigError.of(
-                "rows-not-read", f"{place}: {reason}", "mend it, or name another", key, file
-            ) from error
+            fix = "mend it, or name another"
+            raise ConfigError.of("rows-not-read", f"{place}: {reason}", fix, key, path) from error
     return parts
-
-
-def _numbered(rows: Iterator[Row]) -> Iterator[tuple[str, Row]]:
-    for number, row in enumerate(rows, start=1):
-        yield f"row {number}", row
 
 
 def _read(file: Path) -> Iterator[tuple[str, Row]]:
     """The rows of a file with their places."""
-    with file.open(encoding="utf-8", newline="" if file.suffix == ".csv" else None) as stream:
+    with file.open(encoding="utf-8", newline="") as stream:
         if file.suffix == ".csv":
             table = csv.DictReader(stream)
-            for row in table:
-                yield f"{file}:{table.line_num}", row
+            yield from ((f"{file}:{table.line_num}", row) for row in table)
             return
         for number, line in enumerate(stream, start=1):
-            if line.strip():
-                try:
-                    found = json.loads(line)
-                except (ValueError, RecursionError):
-                    raise ValueError(f"line {number} is no JSON") from None
-                if not isinstance(found, dict):
-                    raise ValueError(f"line {number} is no object")
+            try:
+                found = json.loads(line) if line.strip() else None
+            except (ValueError, RecursionError):
+                found = ()
+            if found is not None and not isinstance(found, dict):
+                raise ValueError(f"line {number} is no JSON object")
+            if found is not None:
                 yield f"{file}:{number}", found
 
 
 def sentences() -> Iterator[Row]:
-    """First sentences of what modules of the standard library document, and the module's name, by turns."""
-    columns = [[(module, text) for _, text, _ in _documented(module)] for module in DOCUMENTED]
-    for number in range(max(map(len, columns))):
-        for column in columns:
-            if number < len(column):
-                yield dict(zip(("label", "text"), column[number], strict=True))
+    """First sentences of what functions document, and the names of their modules."""
+    for module in DOCUMENTED:
+        yield from ({"text": text, "label": module} for _, text, _ in _documented(module))
 
 
 def questions() -> Iterator[Row]:
-    """Conversations about the functions of the standard library: what one does, and how it is called."""
-    for module in DOCUMENTED:
-        for name, text, called in _documented(module):
-            messages = [("user", f"What does {name} do?"), ("assistant", text)]
-            messages += [("user", "How is it called?"), ("assistant", called)] if called else []
-            yield {"messages": [{"role": role, "content": content} for role, content in messages]}
+    """Conversations: what a function does, and how it is called."""
+    for name, text, called in (one for module in DOCUMENTED for one in _documented(module)):
+        turns = [f"What does {name} do?", text, *(("How is it called?", called) if called else ())]
+        roles = ("user", "assistant") * 2
+        yield {"messages": [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]}
 
 
 def _documented(module: str) -> Iterator[tuple[str, str, str]]:
-    """Name, first sentence and call of every function that a module documents, methods of its classes included."""
-    found, seen = vars(importlib.import_module(module)), set[str]()
-    for outer, thing in sorted(found.items()):
+    """Name, first sentence and call of the functions of a module, methods of its classes included."""
+    seen = set[str]()
+    for outer, thing in sorted(vars(importlib.import_module(module)).items()):
         inner = sorted(vars(thing).items()) if inspect.isclass(thing) and thing.__module__ == module else ()
         for name, one in ((outer, thing), *((f"{outer}.{name}", one) for name, one in inner)):
-            if any(part.startswith("_") for part in name.split(".")) or not callable(one):
+            if re.search(r"(^|\.)_", name) or not callable(one):
                 continue
-            text = " ".join((inspect.getdoc(one) or "").split())
-            text = re.split(r"(?<=[.!?]) ", text, maxsplit=1)[0]
-            if 12 <= len(text) <= _LONGEST and text not in seen:
+            text = re.split(r"(?<=[.!?]) ", " ".join((inspect.getdoc(one) or "").split()), maxsplit=1)[0]
+            if 12 <= len(text) <= 300 and text not in seen:
                 seen.add(text)
-                yield f"{module}.{name}", text, _call(name, one)
-
-
-def _call(name: str, one: Any) -> str:
-    try:
-        return f"{name}{inspect.signature(one)}"
-    except (ValueError, TypeError):
-        return ""
+                try:
+                    yield f"{module}.{name}", text, f"{module}.{name}{inspect.signature(one)}"
+                except (ValueError, TypeError):
+                    yield f"{module}.{name}", text, ""

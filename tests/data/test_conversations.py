@@ -94,7 +94,7 @@ def test_every_form_is_the_same_conversation(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rows\.jsonl:1: it has neither messages .* \[rows-not-read\]"):
         build(str(tmp_path / "rows.jsonl"))
     (tmp_path / "rows.jsonl").write_text("{]\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"line 1 is no JSON; .* \[rows-not-read\]"):
+    with pytest.raises(ConfigError, match=r"line 1 is no JSON object; .* \[rows-not-read\]"):
         build(str(tmp_path / "rows.jsonl"))
 
 
