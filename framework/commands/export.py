@@ -16,7 +16,7 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -120,12 +120,11 @@ def export(
         raise _taken(out, reason, "name a folder elsewhere")
     merged = MergedWeights(checkpoint, average=weights == "ema")
     if adapter:
-        return _write_adapter(merged, out, dtype=_DTYPES[dtype])
+        return _write(_adapter, out, merged, dtype=_DTYPES[dtype])
     if file_format == "torch_export":
         config = saved_config(checkpoint, "model", "data", "task", trust=trust, key="--format", otherwise=_WEIGHTS)
-        model = module_of(checkpoint, config, average=weights == "ema", base=base)
-        with _appearing_whole(out) as aside:
-            return write_program(aside, model.to(_DTYPES[dtype]), config)
+        model = module_of(checkpoint, config, average=weights == "ema", base=base).to(_DTYPES[dtype])
+        return _write(write_program, out, model, config)
     whole, stored, ties = _plain_weights(merged, average=weights == "ema", trust=trust, base=base)
     names, described = dict[str, str](), dict[str, Any]()
     if hf and (form := form_of(_config(merged.checkpoint).model)):
@@ -148,12 +147,16 @@ def export(
         return written | write_safetensors(aside, whole, split(found, shard_bytes=shard_bytes), metadata=metadata)
 
 
-def _write_adapter(merged: MergedWeights, out: Path, *, dtype: torch.dtype) -> dict[str, int]:
+def _write(write: Callable[..., dict[str, int]], out: Path, *of: Any, **options: Any) -> dict[str, int]:
+    with _appearing_whole(out) as aside:
+        return write(aside, *of, **options)
+
+
+def _adapter(folder: Path, merged: MergedWeights, *, dtype: torch.dtype) -> dict[str, int]:
     if not merged.checkpoint.has_adapters:
         reason, fix = "its run trained all weights (training.lora)", "leave --adapter out"
         raise ConfigError.of("no-adapters", reason, fix, "--adapter", str(merged.checkpoint.path))
-    with _appearing_whole(out) as aside:
-        return write_adapter(aside, merged, dtype=dtype)
+    return write_adapter(folder, merged, dtype=dtype)
 
 
 def _plain_weights(

@@ -20,7 +20,6 @@ from framework.data.text_rows import Row, dealt, questions
 from framework.data.tokens import Tokens
 from framework.errors import ConfigError, counted
 from framework.system.host_value import HostValue, made_once_on_host
-from framework.system.log import print_line
 
 NO_TARGET: Final = -100
 _ROLES: Final = {"human": "user", "gpt": "assistant", "function": "tool"}  # ShareGPT's
@@ -36,7 +35,7 @@ class Conversations(torch.utils.data.Dataset[Any]):
     """
 
     def __init__(self, held: HostValue, part: int, *, tokenizer: Any, row_size: int) -> None:
-        """`held`: for each part (tokens, which are targets, starts, rows); `row_size`: 0 where none is packed."""
+        """`held`: for each part what `_laid_out` returns; `row_size`: 0 where none is packed."""
         self._held, self._part, self.tokenizer = held, part, tokenizer
         self.vocab_size, self._pad, self._row_size = vocab_size_of(tokenizer), pad_of(tokenizer), row_size
         self.tokens_per_sample = row_size or None
@@ -46,15 +45,20 @@ class Conversations(torch.utils.data.Dataset[Any]):
     @property
     def tokens(self) -> Tokens:
         """All of them, which tell these data from others."""
-        numbers, _, starts, _ = self._held.value[self._part]
+        numbers, _, starts, *_ = self._held.value[self._part]
         return Tokens(numbers, starts)
+
+    @property
+    def stated(self) -> str:
+        """How many conversations there are, and what became of others."""
+        return str(self._held.value[self._part][4])
 
     def __len__(self) -> int:
         return len(self._held.value[self._part][3]) - 1
 
     def __getitem__(self, index: int) -> tuple[Any, Tensor]:
         index = range(len(self))[index]
-        numbers, learnt, starts, rows = self._held.value[self._part]
+        numbers, learnt, starts, rows, _ = self._held.value[self._part]
         ids, places, targets = list[Any](), list[Any](), list[Any]()
         for one in range(rows[index], rows[index + 1]):
             own = slice(starts[one], starts[one + 1])
@@ -141,8 +145,8 @@ def build(
 
 
 def _laid_out(pairs: list[Pair], name: str, length: int, too_long: str, packing: bool) -> tuple[Any, ...]:
-    """Tokens uint32, which are targets, starts of conversations and the first conversation of every row; and print what
-    was left out.
+    """Tokens uint32, which are targets, starts of conversations, the first conversation of every row; and what was left
+    out, as text.
     """
     limit, drops = length + 1, too_long == "drop"
     fitting = [(ids[:limit], learnt[:limit]) for ids, learnt in pairs if len(ids) <= limit or not drops]
@@ -162,9 +166,8 @@ def _laid_out(pairs: list[Pair], name: str, length: int, too_long: str, packing:
     if packing and kept:
         share = (len(ids) - len(kept)) / (length * (len(rows) - 1))
         stated.append(f"packed into {counted(len(rows) - 1, 'row')}, {share:.1%} full")
-    if pairs:
-        print_line(f"{name}: {len(kept):,} of {counted(len(pairs), 'conversation')}; {'; '.join(stated)}")
-    return ids, learnt, starts, np.array(rows)
+    text = f"{name}: {len(kept):,} of {counted(len(pairs), 'conversation')}; {'; '.join(stated)}"
+    return ids, learnt, starts, np.array(rows), text
 
 
 def best_fit(lengths: Sequence[int], size: int) -> tuple[list[int], list[int]]:

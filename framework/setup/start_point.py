@@ -196,6 +196,9 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
     )
     if tokenizer := getattr(prepared.parts.splits.train, "tokenizer", None):
         tokenizer.save_pretrained(folder.path / KEPT_TOKENIZER)
+        for split in vars(prepared.parts.splits).values():
+            if stated := getattr(split, "stated", ""):
+                print_line(stated)
     elif tokens := getattr(config.data, "path", None):
         keep_tokenizer(tokens, folder.path)
     return folder.word

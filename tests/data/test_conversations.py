@@ -111,16 +111,17 @@ def test_a_template_that_forgets_is_refused_by_name(folder: Path, tmp_path: Path
             build(path, chat_template=given)
 
 
-def test_what_is_too_long_is_cut_or_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_too_long_is_cut_or_left_out_and_counted(tmp_path: Path) -> None:
     chats = [[{"role": "user", "content": "x" * size}, {"role": "assistant", "content": "y"}] for size in (5, 35, 90)]
     chats[1][1]["content"] = "y" * 50
     path = write_chats(tmp_path / "chats.jsonl", chats)
     cut = conversations(path, sequence_length=63)
     assert [len(cut[number][0]) for number in range(len(cut))] == [25, 63]
-    assert "2 of 3 conversations; " in (stated := capsys.readouterr().out)
-    assert "2 too long, cut after 64 tokens; 1 without an answer there, left out" in stated
-    assert len(conversations(path, sequence_length=63, too_long="drop")) == 1
-    assert "1 of 3 conversations; 2 of 26 tokens are learnt; 2 too long, left out" in capsys.readouterr().out
+    assert cut.stated.startswith("training: 2 of 3 conversations; ")
+    assert cut.stated.endswith("; 2 too long, cut after 64 tokens; 1 without an answer there, left out")
+    dropped = conversations(path, sequence_length=63, too_long="drop")
+    assert len(dropped) == 1
+    assert dropped.stated == "training: 1 of 3 conversations; 2 of 26 tokens are learnt; 2 too long, left out"
     with pytest.raises(ConfigError, match=r"\[nothing-to-learn\]"):
         build(path, sequence_length=8)
 

@@ -29,7 +29,7 @@ _PARTS: Final[Mapping[str, Mapping[str, str]]] = {
     "text_pairs": {"model": "bert", "data": "text_pairs", "task": "masked_lm"},
     "conversations": {"model": "gpt", "data": "conversations", "task": "causal_lm"},
     "images": {"model": "lenet", "data": "digits", "task": "classification"},
-    "labelled_text": {"model": "bert", "data": "labelled_text", "task": "classification"},
+    "labelled_text": {"model": "bert, with num_classes", "data": "labelled_text", "task": "classification"},
 }
 _WORDS: Final = {
     "images": "images",
@@ -114,10 +114,11 @@ def _form(config: RunConfig, part: str) -> str | None:
     section: Any = getattr(config, part)
     if isinstance(section, (Target, Object)):
         return None
-    has_classes = isinstance(config.model, BERT) and config.model.num_classes is not None
-    if part == "task" and section.kind == "classification":
-        has_classes |= getattr(config.data, "kind", "") == "labelled_text"
-    if has_classes and section.kind in ("bert", "classification"):
+    if section.kind == "classification":
+        return (
+            "labelled_text" if "labelled_text" in (_form(config, "data") or _form(config, "model") or "") else "images"
+        )
+    if isinstance(section, BERT) and section.num_classes:
         return "labelled_text"
     form = next((form for form, kinds in _PARTS.items() if kinds[part] == section.kind), "images")
     return _ALSO.get(form, form)
