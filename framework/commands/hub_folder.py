@@ -38,6 +38,8 @@ def write_hub_files(
     base = config.checkpoint.init_weights or getattr(config.model, "args", {}).get("pretrained_model_name_or_path")
     numbers = dict[str, Any]()
     if (tokenizer := _tokenizer_of_run(checkpoint, config)) is not None:
+        names = tokenizer.init_kwargs.pop("classes", None)
+        described = dict(described) | ({"id2label": dict(enumerate(names))} if names and described else {})
         tokenizer.save_pretrained(folder)
         numbers = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos")}
         numbers["pad_token_id"] = pad_of(tokenizer)

@@ -23,6 +23,7 @@ class LabelledText(torch.utils.data.Dataset[Any]):
 
     def __init__(self, rows: Sequence[tuple[str, int]], classes: Sequence[str], tokenizer: Any, length: int) -> None:
         self.rows, self.classes, self.tokenizer, self._length = rows, classes, tokenizer, length
+        tokenizer.init_kwargs["classes"] = list(classes)  # kept with it beside the checkpoints
         self.vocab_size = vocab_size_of(tokenizer)
 
     def __len__(self) -> int:
@@ -34,9 +35,13 @@ class LabelledText(torch.utils.data.Dataset[Any]):
     def collate_fn(self, samples: Sequence[tuple[str, int]]) -> tuple[dict[str, Tensor], Tensor]:
         """A batch; texts are cut at the length."""
         texts, labels = zip(*samples, strict=True)
-        options = {"truncation": True, "max_length": self._length, "padding": True, "return_tensors": "pt"}
-        found = self.tokenizer(list(texts), **options)
-        return {name: found[name] for name in _INPUTS if name in found}, torch.tensor(labels)
+        return inputs_of(list(texts), self.tokenizer, self._length), torch.tensor(labels)
+
+
+def inputs_of(texts: list[str], tokenizer: Any, length: int) -> dict[str, Tensor]:
+    """Inputs of a model, of texts that are cut at so many tokens."""
+    found = tokenizer(texts, truncation=True, max_length=length, padding=True, return_tensors="pt")
+    return {name: found[name] for name in _INPUTS if name in found}
 
 
 def build(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,12 +14,18 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import framework
+from framework.checkpoint.published import published_problems
 from framework.commands.export import export
+from framework.commands.generate import main as generate
+from framework.config.load import config_from_values
 from framework.data.conversations import build
 from framework.data.order import epoch_order
+from framework.data.text_rows import DOCUMENTED
+from framework.engine.weights import find_weights, put_weights
+from framework.setup.objects import call_factory
 from tests.data.chats import CHATS, MARKED, write_chats, write_tokenizer
 from tests.engine.pipe_oracle import plain_run
-from tests.launched import series, train_cases
+from tests.launched import job_environment, series, train_cases
 
 pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers", reason="transformers comes with the dev extra")
@@ -237,7 +246,8 @@ def test_a_folder_for_the_hub_is_whole(name: str, runs: Path, tmp_path: Path, mo
         accuracy = series(runs / name, "eval/accuracy")[NUM_STEPS]
         assert [one.metric_value for one in card.data.eval_results if one.metric_type == "accuracy"] == [accuracy]
         (found,) = transformers.pipeline("text-classification", model=str(out), tokenizer=str(out))(["Return a name."])
-        assert found["label"].startswith("LABEL_")
+        assert found["label"] in DOCUMENTED
+        assert "classes" not in (out / "tokenizer_config.json").read_text(encoding="utf-8")
         assert tokenizer("ab")["input_ids"] == [257, *b"ab", 258]
         return
     theirs = transformers.AutoTokenizer.from_pretrained(runs / "base")
@@ -247,6 +257,57 @@ def test_a_folder_for_the_hub_is_whole(name: str, runs: Path, tmp_path: Path, mo
     (found,) = writes(CHATS[1][:1], max_new_tokens=3, do_sample=False)
     assert found["generated_text"][-1]["role"] == "assistant"
     assert ("adapters" in card.text) == name.startswith("lora")
+
+
+def test_predict_names_the_classes_of_lines(runs: Path, tmp_path: Path) -> None:
+    name, texts, out = "bert-z1", ["Return the sine of x.", "Remove a file."], tmp_path / "out.jsonl"
+    (tmp_path / "lines.txt").write_text("\n".join(texts), encoding="utf-8")
+    command = [sys.executable, "-m", "framework", "predict", str(runs / name), "lines.txt", "--out", str(out)]
+    subprocess.run(command, cwd=tmp_path, env=job_environment(), check=True, capture_output=True, timeout=300)
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    model = framework.load(runs / name, trust=True)
+    for row, text in zip(rows, texts, strict=True):
+        ids = torch.tensor([[257, *text.encode(), 258]])
+        alone = {"input_ids": ids, "token_type_ids": torch.zeros_like(ids), "attention_mask": torch.ones_like(ids)}
+        shares = logits(model, alone).softmax(1)[0]
+        assert row["probabilities"] == pytest.approx(shares.tolist(), abs=1e-5)
+        assert row["name"] == DOCUMENTED[row["class"]] == DOCUMENTED[int(shares.argmax())]
+
+
+def test_answers_are_written_by_the_chat_template(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The likeliest tokens of transformers' own generate, for a question and for a whole chat."""
+    asked = CHATS[1][0]["content"]
+    for prompt, chat in ((asked, CHATS[1][:1]), (json.dumps(CHATS[0][:-1]), CHATS[0][:-1])):
+        words = ["--prompt", prompt, "--temperature", "0", "--max-new-tokens", "8"]
+        assert generate([str(runs / "ours-packed"), *words]) == 0
+        written = capsys.readouterr().out.partition("\n")[2].removesuffix("\n")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(runs / "base")
+        given = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        model, ids = framework.load(runs / "ours-packed"), given
+        for _ in range(8):
+            following = logits(model, {"input_ids": ids})[:, -1:, : len(tokenizer)].argmax(-1)
+            if int(following) == tokenizer.eos_token_id:
+                break
+            ids = torch.cat((ids, following), 1)
+        assert written == tokenizer.decode(ids[0, given.shape[1] :], skip_special_tokens=True)
+
+
+def test_a_published_bert_gets_a_head_for_classes(runs: Path) -> None:
+    values = classifier(runs, "bert-z1") | {"checkpoint": {"init_weights": str(runs / "bert")}}
+    config = config_from_values(values)
+    (problem,) = published_problems(config)
+    assert (problem.kind, problem.severity) == ("weights-partial", "warning")
+    assert "classes.output.weight" in problem.reason
+    assert "pooler" not in problem.reason
+    model, found = (
+        call_factory(config.model.factory(), key="model"),
+        find_weights(str(runs / "bert"), model=config.model),
+    )
+    put_weights(model, found, source="test")  # type: ignore[arg-type]
+    base = transformers.BertModel.from_pretrained(runs / "bert").eval()
+    pooled = base(**OF_BERT).pooler_output
+    ours = model.eval().get_submodule("classes").output
+    torch.testing.assert_close(model(**OF_BERT), ours(pooled), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["z1", "ours-packed", "lora-z0", "classes-z0", "bert-tensor"])
