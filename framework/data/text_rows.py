@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -96,7 +97,8 @@ def _documented(module: str) -> Iterator[tuple[str, str, str]]:
             text = re.split(r"(?<=[.!?]) ", " ".join((inspect.getdoc(one) or "").split()), maxsplit=1)[0]
             if 12 <= len(text) <= 300 and text not in seen:
                 seen.add(text)
-                try:
-                    yield f"{module}.{name}", text, f"{module}.{name}{inspect.signature(one)}"
-                except (ValueError, TypeError):
-                    yield f"{module}.{name}", text, ""
+                called = ""
+                with suppress(ValueError, TypeError):
+                    called = f"{module}.{name}{inspect.signature(one)}"
+                # An object among the defaults is shown with its address, which another process has not.
+                yield f"{module}.{name}", text, "" if " at 0x" in called else called

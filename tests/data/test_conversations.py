@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from framework.errors import ConfigError
 from framework.models.gpt import GPT
 from framework.tasks.causal_lm import CausalLM
 from tests.data.chats import CHATS, FORGETS, MARKED, PLAIN, write_chats, write_tokenizer
+from tests.launched import job_environment
 
 ANSWERS = [[message["content"] for message in chat if message["role"] == "assistant"] for chat in CHATS]
 SHAPE: dict[str, Any] = {
@@ -190,3 +193,21 @@ def test_the_documentation_of_python_makes_conversations() -> None:
     assert len(splits.train) > 300
     assert splits.evaluation is not None
     assert 0.05 < len(splits.evaluation) / len(splits.train) < 0.15
+
+
+def test_the_documentation_is_the_same_in_every_process() -> None:
+    """Or no rank would have the samples of another, and no run could go on."""
+    program = "import sys; from framework.data.text_rows import *; print(list(questions()), list(sentences()))"
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=job_environment(PYTHONHASHSEED=seed),
+            capture_output=True,
+            check=True,
+            timeout=100,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert printed[0] == printed[1]
+    assert len(printed[0]) > 100_000
+    assert b" at 0x" not in printed[0]
