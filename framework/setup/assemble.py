@@ -115,6 +115,8 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
         model = build() if divides else make()
     if plan.config.precision.dtype not in HALF:  # below stage 3 DeepSpeed would train what it gets
         as_fp32(model)
+    if not model.training:  # as transformers' from_pretrained gives it: nothing would be dropped
+        model.train()
     model = prepare_model(model, plan.config.training)
     if weights is not None:
         source, group = str(plan.config.checkpoint.init_weights), None if groups is None else groups.tensor
@@ -144,6 +146,7 @@ def _refuse_mixing(engine: PlainEngine, task: Task) -> None:
     key, fix = "data.packing", "set data.packing: false"
     rows = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 0, 4, 5, 6, 7]], device=device())
     places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]], device=device())
+    modes = [(module, module.training) for module in engine.engine.module.modules()]
     engine.engine.eval()
     if hasattr(own := getattr(engine.engine.module, "config", task), "use_cache"):
         own.use_cache = False  # with one transformers' masks follow no places
@@ -155,6 +158,8 @@ def _refuse_mixing(engine: PlainEngine, task: Task) -> None:
         raise ConfigError.of("packing-not-separated", reason, fix, key, True) from error
     finally:
         engine.engine.train()
+        for module, training in modes:
+            module.training = training
     # Experts compute the same tokens in other groups, and round otherwise.
     if not torch.allclose(one, other, rtol=0.0, atol=0.01 * float(one.abs().max())):
         reason = "in this model a conversation sees those before it in a row, whatever its places are"

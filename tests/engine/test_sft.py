@@ -119,7 +119,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             **_ENCODER, intermediate_size=48, max_position_embeddings=64, num_labels=8, initializer_range=0.1
         )
         getattr(transformers, name)(described).save_pretrained(root / folder)
-    cases = [*(config(root, name) for name in RUNS), mixing, *(classifier(root, name) for name in CLASSIFIERS)]
+    drops = classifier(root, "classes-z0")
+    drops["run"]["name"], drops["training"]["max_steps"] = "drops", 1
+    drops["model"]["args"]["hidden_dropout_prob"] = 0.5
+    cases = [*(config(root, name) for name in RUNS), mixing, *(classifier(root, name) for name in CLASSIFIERS), drops]
     train_cases(cases, num_ranks=2, folder=root)
     return root
 
@@ -205,6 +208,9 @@ def test_classes_of_texts_are_learnt_as_in_plain_pytorch(name: str, runs: Path) 
     assert [*series(runs / name, "train/loss").values()] == pytest.approx(losses, abs=1e-5)
     for metric in ("loss", "accuracy"):
         assert series(runs / name, f"eval/{metric}")[NUM_STEPS] == pytest.approx(measured[metric], abs=1e-5)
+    assert abs(series(runs / "drops", "train/loss")[1] - losses[0]) > 1e-3, (
+        "from_pretrained gives it in evaluation mode"
+    )
 
 
 @torch.no_grad()
