@@ -44,7 +44,7 @@ def write_hub_files(
         numbers = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos")}
         numbers["pad_token_id"] = pad_of(tokenizer)
     if described:
-        values = {"dtype": str(dtype).removeprefix("torch."), **described}
+        values = {**described, "dtype": str(dtype).removeprefix("torch.")}
         values |= {key: number for key, number in numbers.items() if described.get(key) is None}
         replace_text(folder / CONFIG, json.dumps(values, indent=2) + "\n")
     if numbers and isinstance(config.task, CausalLM):
