@@ -66,25 +66,17 @@ class Conversations(torch.utils.data.Dataset[Any]):
             ids.append(tokens[:-1])
             places.append(np.arange(len(tokens) - 1))
             targets.append(np.where(learnt[own][1:], tokens[1:], NO_TARGET))
-        if not self._row_size:
-            return torch.from_numpy(ids[0]), torch.from_numpy(targets[0])
-        room = self._row_size - sum(map(len, ids))
+        room = max(0, self._row_size - sum(map(len, ids)))
         ids.append(np.full(room, self._pad))
         places.append(np.arange(room))  # as a conversation of its own
         targets.append(np.full(room, NO_TARGET))
-        row = dict(zip(("input_ids", "position_ids"), map(_tensor, (ids, places)), strict=True))
-        return row, _tensor(targets)
+        inputs, numbered, wanted = (torch.from_numpy(np.concatenate(part)) for part in (ids, places, targets))
+        return {"input_ids": inputs, "position_ids": numbered} if self._row_size else inputs, wanted
 
     def _padded(self, samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        ids, targets = zip(*samples, strict=True)
-        return (
-            pad_sequence(list(ids), batch_first=True, padding_value=self._pad),
-            pad_sequence(list(targets), batch_first=True, padding_value=NO_TARGET),
-        )
-
-
-def _tensor(parts: list[Any]) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+        both = zip(zip(*samples, strict=True), (self._pad, NO_TARGET), strict=True)
+        ids, targets = (pad_sequence(list(part), batch_first=True, padding_value=value) for part, value in both)
+        return ids, targets
 
 
 def messages_of(row: Row) -> list[Message]:
@@ -158,7 +150,8 @@ def _laid_out(pairs: list[Pair], name: str, length: int, too_long: str, packing:
     starts = np.cumsum([0, *(len(ids) for ids, _ in kept)])
     ids = np.concatenate([np.zeros(0, np.uint32), *(ids for ids, _ in kept)])
     learnt = np.concatenate([np.zeros(0, bool), *(learnt for _, learnt in kept)])
-    stated = [f"{int(learnt.sum()):,} of {len(ids):,} tokens are learnt"]
+    stated = [f"{name}: {len(kept):,} of {counted(len(pairs), 'conversation')}"]
+    stated.append(f"{int(learnt.sum()):,} of {len(ids):,} tokens are learnt")
     if num_long:
         stated.append(f"{num_long} too long, {'left out' if drops else f'cut after {limit} tokens'}")
     if lost := len(fitting) - len(kept):
@@ -166,8 +159,7 @@ def _laid_out(pairs: list[Pair], name: str, length: int, too_long: str, packing:
     if packing and kept:
         share = (len(ids) - len(kept)) / (length * (len(rows) - 1))
         stated.append(f"packed into {counted(len(rows) - 1, 'row')}, {share:.1%} full")
-    text = f"{name}: {len(kept):,} of {counted(len(pairs), 'conversation')}; {'; '.join(stated)}"
-    return ids, learnt, starts, np.array(rows), text
+    return ids, learnt, starts, np.array(rows), "; ".join(stated)
 
 
 def best_fit(lengths: Sequence[int], size: int) -> tuple[list[int], list[int]]:
