@@ -190,6 +190,55 @@ class TextPairs(_Text):
         return True
 
 
+class _Labelled(_Dataset):
+    """Text by the line, that becomes tokens when the run starts."""
+
+    path: str | None = None
+    eval_path: str | None = None
+    """File of the evaluation; left out: every so many of `path`."""
+    eval_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
+    """Share of `path` that is for evaluation, where there is no `eval_path`."""
+    tokenizer: str | None = None
+    """Folder of a tokenizer of transformers, or that `prepare` made; left out: bytes (vocabulary 261)."""
+    sequence_length: PositiveCount = 512
+    """Most tokens of a sample."""
+
+    def vocab_size(self) -> int | None:
+        """Number of different tokens; None where only the files know."""
+        return BYTE_VOCAB_SIZE if self.tokenizer is None else None
+
+
+class Conversations(_Labelled):
+    """Conversations, of which a causal language model learns the assistant's answers: supervised fine-tuning."""
+
+    builds: ClassVar[str] = "framework.data.conversations:build"
+    kind: Literal["conversations"] = "conversations"
+    path: str | None = None
+    """JSON lines of ``messages`` ({role, content}), of ``prompt`` and ``completion``, or of ShareGPT's
+    ``conversations``; left out: questions that the documentation of Python's own library answers."""
+    chat_template: str | None = None
+    """Jinja, or a file of it; left out: the tokenizer's own. What is learnt stands between ``{% generation %}`` and
+    ``{% endgeneration %}``; without them it is found by rendering conversations up to each answer."""
+    packing: bool = False
+    """Several conversations in a row of `sequence_length`, none of which sees another."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """What becomes of longer conversations: their end is cut off, or they are left out."""
+
+
+class LabelledText(_Labelled):
+    """Texts and their classes, for a model that reads (tokens, segments, mask) or transformers' ``input_ids``."""
+
+    builds: ClassVar[str] = "framework.data.labelled_text:build"
+    kind: Literal["labelled_text"] = "labelled_text"
+    path: str | None = None
+    """Rows of ``.jsonl`` or ``.csv``; left out: sentences of the documentation of Python's own library, of which the
+    module is to be guessed (8 classes)."""
+    text: str = "text"
+    """Column of the text."""
+    label: str = "label"
+    """Column of the class: its number from 0, or its name, which are numbered in alphabetical order."""
+
+
 class DataTarget(Target, Loader):
     """The user's own data: a callable that returns a training dataset, or a pair (training, evaluation), whose second
     may be several datasets by name."""
@@ -211,6 +260,16 @@ class DataObject(Object, Loader):
 
 
 DataSection = Annotated[
-    Digits | FashionMNIST | CIFAR10 | ImageFolder | SyntheticImages | Text | TextPairs | DataTarget | DataObject,
+    Digits
+    | FashionMNIST
+    | CIFAR10
+    | ImageFolder
+    | SyntheticImages
+    | Text
+    | TextPairs
+    | Conversations
+    | LabelledText
+    | DataTarget
+    | DataObject,
     OneOf(),
 ]

@@ -17,13 +17,14 @@ from framework.checkpoint.checkpointer import Checkpointer, Retention
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.state.tensor_split import whole_shape
 from framework.config.base import Object, Target
+from framework.config.model import GPT
 from framework.config.precision import FP16, Autocast
 from framework.config.run_config import RunConfig
 from framework.config.training import Checkpoint, Evaluation
 from framework.data.loaders import EvalLoader
 from framework.data.splits import Splits
 from framework.engine import random_state
-from framework.engine.distributed import from_rank0, gather, gather_from_disks, rank
+from framework.engine.distributed import device, from_rank0, gather, gather_from_disks, rank
 from framework.engine.expert_parallel import building_experts
 from framework.engine.failures import ExplainedData
 from framework.engine.initialize import BaseEngine
@@ -36,6 +37,7 @@ from framework.engine.rank_groups import make_groups
 from framework.engine.step_batches import HALF
 from framework.engine.tensor_cut import TensorCut
 from framework.engine.weights import put_layer_weights, put_weights
+from framework.errors import ConfigError, in_one_line
 from framework.models.adapt import as_fp32, prepare_model
 from framework.models.adapters import add_adapters
 from framework.models.experts import Mixture
@@ -51,6 +53,7 @@ from framework.setup.parts import make_train_loader
 from framework.setup.prepared import Prepared, order_of
 from framework.setup.shown import SampleWatch, weight_histograms
 from framework.setup.start_point import on_rank0
+from framework.tasks.causal_lm import logits_of
 from framework.tasks.task import Task
 from framework.train.best import BestSoFar
 from framework.train.callbacks import Callbacks
@@ -113,6 +116,8 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
         model = build() if divides else make()
     if plan.config.precision.dtype not in HALF:  # below stage 3 DeepSpeed would train what it gets
         as_fp32(model)
+    if not model.training:  # as transformers' from_pretrained gives it: nothing would be dropped
+        model.train()
     model = prepare_model(model, plan.config.training)
     if weights is not None:
         source, group = str(plan.config.checkpoint.init_weights), None if groups is None else groups.tensor
@@ -122,7 +127,7 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
         model = add_adapters(model, lora, seed=plan.config.run.seed)
         if plan.config.zero.stage == 3:
             model = partition(model, ds_config)
-    return build_engine(
+    engine = build_engine(
         plan,
         ds_config=ds_config,
         model=model,
@@ -131,6 +136,33 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
         make_schedule=parts.make_schedule,
         groups=groups,
     )
+    if getattr(plan.config.data, "packing", False) and not isinstance(plan.config.model, GPT):
+        _refuse_mixing(engine, parts.task)
+    return engine
+
+
+@torch.no_grad()
+def _refuse_mixing(engine: PlainEngine, task: Task) -> None:
+    """Refuse a model in which one of the texts that are packed in a row changes what comes of the next. Collective."""
+    module, places = engine.engine.module, torch.arange(4, device=device()).repeat(1, 2)
+    if hasattr(own := getattr(module, "config", task), "use_cache"):
+        own.use_cache = False  # with one transformers' masks follow no places
+    modes, found = [(part, part.training) for part in module.modules()], list[torch.Tensor]()
+    reason = "in this model a conversation sees those before it in a row, whatever its places are"
+    engine.engine.eval()
+    try:
+        for first in (0, 8):
+            ids = torch.cat([torch.arange(first, first + 4), torch.arange(4, 8)])[None].to(places.device)
+            outputs = task.forward(engine.engine, {"input_ids": ids, "position_ids": places})
+            found.append(logits_of(outputs)[:, 4:].float())
+    except TypeError as error:
+        reason = f"the model does not take the places of tokens ({in_one_line(error)})"
+    engine.engine.train()
+    for part, training in modes:
+        part.training = training
+    # Experts compute the same tokens in other groups, and round otherwise.
+    if len(found) < 2 or (found[0] - found[1]).abs().max() > 0.01 * found[0].abs().max():
+        raise ConfigError.of("packing-not-separated", reason, "set data.packing: false", "data.packing", True)
 
 
 def _watch(

@@ -27,9 +27,17 @@ from framework.plan.rules.base import Found, rule
 _PARTS: Final[Mapping[str, Mapping[str, str]]] = {
     "text": {"model": "gpt", "data": "text", "task": "causal_lm"},
     "text_pairs": {"model": "bert", "data": "text_pairs", "task": "masked_lm"},
+    "conversations": {"model": "gpt", "data": "conversations", "task": "causal_lm"},
     "images": {"model": "lenet", "data": "digits", "task": "classification"},
+    "labelled_text": {"model": "bert, with num_classes", "data": "labelled_text", "task": "classification"},
 }
-_WORDS: Final = {"images": "images", "text": "windows of text", "text_pairs": "pairs of text segments"}
+_WORDS: Final = {
+    "images": "images",
+    "text": "windows of text",
+    "text_pairs": "pairs of text segments",
+    "labelled_text": "texts and their classes",
+}
+_ALSO: Final = {"conversations": "text"}
 
 
 @rule()
@@ -106,7 +114,14 @@ def _form(config: RunConfig, part: str) -> str | None:
     section: Any = getattr(config, part)
     if isinstance(section, (Target, Object)):
         return None
-    return next((form for form, kinds in _PARTS.items() if kinds[part] == section.kind), "images")
+    if section.kind == "classification":
+        return (
+            "labelled_text" if "labelled_text" in (_form(config, "data") or _form(config, "model") or "") else "images"
+        )
+    if isinstance(section, BERT) and section.num_classes:
+        return "labelled_text"
+    form = next((form for form, kinds in _PARTS.items() if kinds[part] == section.kind), "images")
+    return _ALSO.get(form, form)
 
 
 @rule("heads-not-divisible")

@@ -12,6 +12,7 @@ OWN_ADAM = {"optimizer": {"kind": "adamw", "implementation": "deepspeed"}}
 TARGET = {"target": "a:b"}
 GREY224 = {"kind": "synthetic_images", "channels": 1, "image_size": 28, "num_classes": 10}
 GPT = {"model": {"kind": "gpt"}, "data": {"kind": "text"}, "task": {"kind": "causal_lm"}}
+CHATS: dict[str, Any] = {"data": {"kind": "conversations", "packing": True, "sequence_length": 128}}
 MIXED = GPT | {"model": {"kind": "gpt", "moe": {"num_experts": 4}}}
 BERT = {"model": {"kind": "bert"}, "data": {"kind": "text_pairs"}, "task": {"kind": "masked_lm"}}
 EMA = {"ema": {"decay": 0.99}}
@@ -53,6 +54,12 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     ],
     "sequence_with_pipeline": [
         (GPT | piped() | {"parallel": {"sequence": 2, "pipe": 2}}, "cpu", "sequence-with-pipeline"),
+        (GPT | {"parallel": {"sequence": 2}}, "cpu", None),
+    ],
+    "packing_not_separated": [
+        (GPT | CHATS | {"parallel": {"sequence": 2}}, "cpu", "packing-not-separated"),
+        (GPT | piped() | CHATS, "cpu", "packing-not-separated"),
+        (GPT | CHATS, "cpu", None),
         (GPT | {"parallel": {"sequence": 2}}, "cpu", None),
     ],
     "loss_not_tiled": [
