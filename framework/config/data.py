@@ -190,23 +190,32 @@ class TextPairs(_Text):
         return True
 
 
-class DataTarget(Target, Loader):
+class _Streamable(Section):
+    """Data that may be a stream: samples one after the other, without a number."""
+
+    lanes: PositiveCount | None = None
+    """Parts that a stream is read in at once; left out: as many as it has, up to 64, and as divide the global batch.
+    Ranks and workers divide them."""
+
+
+class DataTarget(Target, Loader, _Streamable):
     """The user's own data: a callable that returns a training dataset, or a pair (training, evaluation)."""
 
     random_samples: bool = True
     """Seed torch's, numpy's and Python's generators for every sample from (run.seed, epoch, sample index), so that
     random augmentation resumes exactly; costs about 20 microseconds a sample. False for datasets without randomness."""
     train_samples: PositiveCount | None = None
-    """Number of training samples, so that `plan` can count steps without importing the code."""
+    """Number of training samples, so that `plan` can count steps without importing the code. Of a stream: how many make
+    an epoch; left out, the run is one, and needs `training.max_steps`."""
 
 
-class DataObject(Object, Loader):
+class DataObject(Object, Loader, _Streamable):
     """Datasets that were handed over from Python."""
 
     random_samples: bool = True
     """As for a target."""
-    train_samples: PositiveCount
-    """Number of training samples."""
+    train_samples: PositiveCount | None = None
+    """Number of training samples; of a stream as for a target."""
 
 
 DataSection = Annotated[

@@ -283,9 +283,14 @@ class LoaderSamples(_Wrapper):
             samples, first = _fetched(self.dataset, keys), keys[0]
             if self.own is None:
                 return samples
-            with random_state_kept():
-                seed_generators(mix_int(_COLLATE_SALT, self.seed, *(first if isinstance(first, tuple) else (first,))))
-                return self.own(samples)
+            return seeded_collate(self.own, samples, self.seed, first if isinstance(first, tuple) else (first,))
+
+
+def seeded_collate(own: Collate, samples: Any, seed: int, key: tuple[int, ...]) -> Any:
+    """A batch by a dataset's own `collate_fn`, which draws by the seed and the key of the first sample."""
+    with random_state_kept():
+        seed_generators(mix_int(_COLLATE_SALT, seed, *key))
+        return own(samples)
 
 
 def as_it_is(batch: Any) -> Any:

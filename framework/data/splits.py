@@ -10,8 +10,8 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
+from framework.data.streams import is_stream, num_samples
 from framework.data.token_files import read_meta
 from framework.data.tokens import Tokens
 from framework.errors import ConfigError, Problem
@@ -27,10 +27,15 @@ class MapDataset(Protocol):
 
 @dataclass(frozen=True)
 class Splits:
-    """A training and an evaluation dataset."""
+    """A training and an evaluation dataset: samples by number, or streams."""
 
-    train: MapDataset
-    evaluation: MapDataset | None
+    train: Any
+    evaluation: Any
+
+    @property
+    def num_train(self) -> int | None:
+        """Training samples; None of a stream."""
+        return num_samples(self.train)
 
 
 def as_splits(result: object) -> Splits:
@@ -91,15 +96,23 @@ def _checked(train: Any, evaluation: Any, door: _Door) -> Splits:
 
 def _complaint(dataset: object, door: _Door, *, name: str) -> Problem | None:
     kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
-    wanted = f"{door.give} a map-style dataset with __len__ and __getitem__, or a tuple (training, evaluation) of two"
+    wanted = (
+        f"{door.give} a map-style dataset with __len__ and __getitem__, a stream with __iter__, or a tuple (training, "
+        "evaluation) of two"
+    )
 
     def problem(reason: str, fix: str = wanted) -> Problem:
         key = door.train_key if name == "training" else door.eval_key
         return Problem("data-target-result", f"the {name} set {reason}", fix, key)
 
-    if isinstance(dataset, IterableDataset):
-        without = "which has no samples by number, so that neither a step count nor an exact resume is possible"
-        return problem(f"is an IterableDataset ({kind}), {without}")
+    if hasattr(dataset, "__next__"):
+        fix = f"{door.give} an object whose __iter__ begins anew, such as a class with `def __iter__(self): yield ...`"
+        return problem(f"is an iterator ({kind}), which can be read once: no second pass, and no resume", fix)
+    if is_stream(dataset):
+        if getattr(dataset, "_distributed", None) is None:
+            return None
+        reason = f"({kind}) was divided over ranks (split_dataset_by_node), which the loader does"
+        return problem(reason, f"{door.give} the whole stream")
     shown = "None" if dataset is None else f"a {kind.removeprefix('builtins.')}"
     if isinstance(dataset, Tensor | np.ndarray):
         wrapped = "torch.utils.data.TensorDataset(inputs, targets)"

@@ -39,6 +39,11 @@ class Length:
     num_train_samples: int | None
     unused_samples_per_epoch: int
 
+    @property
+    def epoch(self) -> int:
+        """Steps of an epoch once the data is known; of a stream without a length the run is one."""
+        return self.steps_per_epoch or self.total_steps or 1
+
     def __str__(self) -> str:
         if self.total_steps is None:
             return "known when the data is read"
@@ -83,9 +88,19 @@ class Plan:
         """
         return make_plan(self.config, replace(self.cluster, device=device), source=source)
 
-    def with_data(self, num_train_samples: int, source: Source) -> Plan:
-        """The plan with the real size of the training data; a ConfigError where that is too small for a step."""
-        length = _length(self.config, self.layout, num_train_samples)
+    def with_data(self, num_train_samples: int | None, source: Source) -> Plan:
+        """The plan with the real size of the training data, None of a stream.
+
+        Raises:
+            ConfigError: it is too small for a step, or a stream has no length.
+        """
+        size = self.config.data.num_train_samples() if num_train_samples is None else num_train_samples
+        length = _length(self.config, self.layout, size)
+        if length.total_steps is None:
+            reason = "the training data is a stream, which has no length"
+            fix = "set it; or data.train_samples, the samples of an epoch"
+            problem = Problem("stream-without-length", reason, fix, "training.max_steps")
+            raise ConfigError(source.locate(problem))
         before = list(map(source.locate, _length_findings(self.config, self.layout, self.length)))
         kept = [finding for finding in self.findings if finding not in before]
         found = [*kept, *_length_findings(self.config, self.layout, length)]

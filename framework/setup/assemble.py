@@ -21,6 +21,7 @@ from framework.config.run_config import RunConfig
 from framework.config.training import Checkpoint, Evaluation
 from framework.data.loaders import EvalLoader
 from framework.data.splits import Splits
+from framework.data.streams import StreamEvalLoader, StreamPlaces, is_stream
 from framework.engine import random_state
 from framework.engine.distributed import from_rank0, gather, gather_from_disks, rank
 from framework.engine.expert_parallel import building_experts
@@ -173,6 +174,7 @@ def build_trainer(
     best: BestSoFar,
     start: SavedCheckpoint | None,
     callbacks: Callbacks,
+    places: StreamPlaces,
     *,
     stop: Callable[[int], str],
 ) -> Trainer:
@@ -210,6 +212,7 @@ def build_trainer(
                 splits,
                 rank=rank(),
                 order=order_of(start),
+                places=places,
                 # A loss of sums: the step counts all of its micro-batches before the first forward pass.
                 read_at_once=plan.layout.accumulation_steps if type(prepared.parts.task).count is not Task.count else 1,
             )
@@ -266,8 +269,8 @@ def make_schedule(
     `per_step` as the schedule has it.
     """
     config, precision = plan.config, plan.config.precision
-    steps_per_epoch, total_steps = plan.length.steps_per_epoch or 0, plan.length.total_steps or 0
-    assert steps_per_epoch * total_steps, "prepare() plans with the real size of the data"
+    steps_per_epoch, total_steps = plan.length.epoch, plan.length.total_steps or 0
+    assert total_steps, "prepare() plans with the real size of the data"
     in_fp16 = isinstance(precision, FP16) or (isinstance(precision, Autocast) and precision.compute_dtype == "fp16")
 
     def often(section: Evaluation | Checkpoint) -> Every:
@@ -293,7 +296,7 @@ def make_checkpointer(
     *,
     plan: Plan,
     description: Mapping[str, Any],
-    further: Callable[[], Mapping[str, Any]],
+    further: Callable[[int], Mapping[str, Any]],
 ) -> Checkpointer:
     """Build the checkpointer that saves this run in `folder`, at once or in the background; to be closed. `further`
     adds to the state of every save.
@@ -307,10 +310,10 @@ def make_checkpointer(
 
     def position(step: int) -> dict[str, Any]:
         """The order of the samples is a function of the position in the data and of the seed."""
-        epoch, step_in_epoch = divmod(step, plan.length.steps_per_epoch or 1)
+        epoch, step_in_epoch = divmod(step, plan.length.epoch)
         samples = step * plan.layout.global_size
         return {"epoch": epoch, "step_in_epoch": step_in_epoch, "samples": samples} | dict(
-            from_rank0(further()) if is_own else further()
+            from_rank0(further(step)) if is_own else further(step)
         )
 
     options: dict[str, Any] = {
@@ -356,11 +359,12 @@ def make_monitors(
     ]
 
 
-def make_eval_loader(plan: Plan, splits: Splits, *, rank: int) -> EvalLoader | None:
+def make_eval_loader(plan: Plan, splits: Splits, *, rank: int) -> EvalLoader | StreamEvalLoader | None:
     """This rank's share of the evaluation data; None where there is none."""
     if splits.evaluation is None:
         return None
-    return EvalLoader(
+    make = partial(StreamEvalLoader, gather=gather) if is_stream(splits.evaluation) else EvalLoader
+    return make(
         splits.evaluation,
         batch_size=plan.config.evaluation.batch_size or plan.layout.micro_size,
         rank=plan.layout.data_parallel_rank(rank),

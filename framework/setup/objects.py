@@ -49,7 +49,7 @@ class Objects:
     Attributes:
         model: a module or a list of layers, or a callable that builds one (at ZeRO stage 3 it is then built already
             spread).
-        train_data, eval_data: map-style datasets; `train_data` may be the pair of both.
+        train_data, eval_data: datasets, map-style or streams; `train_data` may be the pair of both.
         task: a Task, or a callable ``loss(outputs, targets)``.
         optimizer: a callable that takes parameters and returns an optimizer, for example ``partial(SGD, lr=0.1)``.
         callbacks: objects that are called at the events of the run, after those of the config.
@@ -102,9 +102,8 @@ def describe_objects(config: RunConfig, objects: Objects) -> RunConfig:
     found = _sections(objects)
     changes: dict[str, Any] = {name: Object(**found[name]) for name in ("model", "task", "scheduler") if name in found}
     if "data" in found:
-        loader = {name: getattr(config.data, name) for name in ("shuffle", "num_workers", "prefetch_batches")}
-        loader["random_samples"] = getattr(config.data, "random_samples", True)
-        changes["data"] = DataObject(**found["data"], **loader)
+        known = config.data.model_dump(include={*DataObject.model_fields} - {"object"})
+        changes["data"] = DataObject(**known | found["data"])
     if "optimizer" in found:
         stated = config.optimizer.lr if isinstance(config.optimizer, OptimizerObject) else None
         changes["optimizer"] = OptimizerObject(**{"lr": stated, **found["optimizer"]})
@@ -137,7 +136,9 @@ def _sections(objects: Objects) -> dict[str, dict[str, Any]]:
     if objects.model is not None:
         found["model"] = {"object": type_name(objects.model)}
     if (splits := objects.splits) is not None:
-        found["data"] = {"object": type_name(splits.train), "train_samples": len(splits.train)}
+        found["data"] = {"object": type_name(splits.train)}
+        if splits.num_train is not None:
+            found["data"]["train_samples"] = splits.num_train
     if objects.task is not None:
         found["task"] = {"object": type_name(objects.task)}
     if objects.scheduler is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sized
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -19,8 +19,9 @@ from framework.config.base import Object, Target
 from framework.config.optimizer import Muon, optimizer_lr
 from framework.config.run_config import RunConfig
 from framework.data.loaders import TrainLoader
-from framework.data.order import LATEST_ORDER
+from framework.data.order import LATEST_ORDER, Share
 from framework.data.splits import Splits, as_splits
+from framework.data.streams import StreamLoader, StreamPlaces, is_stream
 from framework.engine.schedules import MakeSchedule
 from framework.errors import ConfigError, Problem
 from framework.models.adapt import MuonWithAdamW
@@ -109,28 +110,37 @@ def make_train_loader(
     num_workers: int | None = None,
     order: int = LATEST_ORDER,
     read_at_once: int = 1,
-) -> TrainLoader:
+    places: StreamPlaces | None = None,
+) -> TrainLoader | StreamLoader:
     """This rank's stream of micro-batches. With `num_workers`, other than the config's, no device is touched.
 
     `read_at_once`: micro-batches that a step takes before it begins; the workers have that many ready together.
+    `places`: of the lanes of a stream.
     """
-    data = plan.config.data
+    data, layout = plan.config.data, plan.layout
     workers = data.num_workers if num_workers is None else num_workers
-    return TrainLoader(
-        splits.train,
-        global_size=plan.layout.global_size,
-        micro_size=plan.layout.micro_size,
-        accumulation_steps=plan.layout.accumulation_steps,
-        rank=plan.layout.data_parallel_rank(rank),
-        world_size=plan.layout.data_parallel_size,
-        seed=plan.config.run.seed,
-        shuffle=data.shuffle,
-        num_workers=workers,
-        prefetch_batches=max(data.prefetch_batches, -(-read_at_once // max(workers, 1))),
-        pin_memory=plan.cluster.device != "cpu" and num_workers is None,
-        random_samples=data.has_random_samples(),
-        order_version=order,
+    share = Share(
+        layout.global_size,
+        layout.micro_size,
+        layout.accumulation_steps,
+        layout.data_parallel_rank(rank),
+        layout.data_parallel_size,
     )
+    options: dict[str, Any] = {
+        "seed": plan.config.run.seed,
+        "num_workers": workers,
+        "prefetch_batches": data.prefetch_batches,
+        "pin_memory": plan.cluster.device != "cpu" and num_workers is None,
+        "random_samples": data.has_random_samples(),
+    }
+    if is_stream(splits.train):  # of which a worker has a whole step ready
+        found = None if places is None else places.found
+        loader = StreamLoader(splits.train, share=share, lanes=getattr(data, "lanes", None), places=found, **options)
+        if places is not None:
+            places.loader = loader
+        return loader
+    options["prefetch_batches"] = max(data.prefetch_batches, -(-read_at_once // max(workers, 1)))
+    return TrainLoader(splits.train, **asdict(share), shuffle=data.shuffle, order_version=order, **options)
 
 
 def _check_labels_and_tokens(config: RunConfig, splits: Splits) -> None:

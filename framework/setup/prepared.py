@@ -17,6 +17,7 @@ from framework.config.load import Source
 from framework.config.run_config import RunConfig
 from framework.data.order import LATEST_ORDER
 from framework.data.splits import tokens_sha256
+from framework.data.streams import is_stream, num_lanes, num_samples
 from framework.dslint.judge import judge_passed_through
 from framework.engine.distributed import check_device, describe_environment, device_name, take_device_of_rank
 from framework.engine.weights import find_weights, refuse_other_layers
@@ -53,8 +54,8 @@ class Prepared:
     def fingerprint(self) -> dict[str, Any]:
         """Return the values that must be equal on every rank, or collectives would hang or mix different runs."""
         splits = self.parts.splits
-        sizes: dict[str, Any] = {"training samples": len(splits.train)}
-        sizes |= {"evaluation samples": len(splits.evaluation)} if splits.evaluation is not None else {}
+        sizes: dict[str, Any] = {"training samples": splits.num_train}
+        sizes |= {"evaluation samples": num_samples(splits.evaluation)} if splits.evaluation is not None else {}
         sums = {name: tokens_sha256(split) for name, split in vars(splits).items()}
         sizes |= {f"checksum of the {name} text": found for name, found in sums.items() if found}
         return sizes | {f"config.{name}": section for name, section in self.plan.config.to_dict().items()}
@@ -84,6 +85,7 @@ class Prepared:
             # With other data its place in them would mean other samples.
             "num_train_samples": plan.length.num_train_samples,
             **({"data_sha256": text} if text else {}),
+            **({"lanes": lanes} if (lanes := _num_lanes(plan, self.parts)) else {}),
             "steps_per_epoch": plan.length.steps_per_epoch,
             "total_steps": plan.length.total_steps,
             "layout": asdict(plan.layout),
@@ -127,7 +129,8 @@ def prepare(
         RunFolder(config.run.folder).check_usable()
         resumed = _find_resumed(config)
         parts = gather_parts(config, objects)
-    plan = plan.with_data(len(parts.splits.train), source)
+    plan = plan.with_data(parts.splits.num_train, source)
+    further = [source.locate(problem) for problem in _shared_lanes(plan, parts)]
     ds_config = render(plan)
     problems = accepted(judge_passed_through(plan, ds_config, source=source), source)
     with _placing(source):
@@ -138,7 +141,25 @@ def prepare(
         begins = resumed is None or config.training.lora is not None
         published = accepted(published_problems(config) if begins else (), source)
         weights = _first_weights(config, cut) if begins else None
-    return Prepared(replace(plan, findings=(*plan.findings, *problems, *published)), ds_config, parts, cut, weights)
+    return Prepared(
+        replace(plan, findings=(*plan.findings, *further, *problems, *published)), ds_config, parts, cut, weights
+    )
+
+
+def _num_lanes(plan: Plan, parts: Parts) -> int:
+    """Count the lanes of a streamed run; 0 where the data is no stream."""
+    train, asked = parts.splits.train, getattr(plan.config.data, "lanes", None)
+    return num_lanes(train, global_size=plan.layout.global_size, asked=asked) if is_stream(train) else 0
+
+
+def _shared_lanes(plan: Plan, parts: Parts) -> Iterator[Problem]:
+    """Warn of lanes that more than one rank has to read."""
+    lanes, ranks = _num_lanes(plan, parts), plan.layout.data_parallel_size
+    if lanes % ranks:
+        parts_of = "one part, so that every rank reads all of it" if lanes == 1 else f"{lanes} parts"
+        reason = f"the training stream is read in {parts_of}; {ranks} ranks that share parts keep their own samples"
+        fix = f"give it num_shards and shard(num_shards, index) with a multiple of {ranks} parts"
+        yield Problem("stream-lanes-shared", reason, fix, "data.lanes", lanes, severity="warning")
 
 
 def _find_resumed(config: RunConfig) -> SavedCheckpoint | None:
