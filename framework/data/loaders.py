@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from framework.data.batches import LoaderSamples, SeededBatches, SeededSamples, as_it_is, collate, own_collate
-from framework.data.order import LATEST_ORDER, MicroBatchSampler, Share, mix_int
+from framework.data.order import LATEST_ORDER, MicroBatchSampler, Order, Share, mix_int
 from framework.errors import ConfigError
 from framework.system.parent_watch import die_with
 from framework.system.stopping import SIGNALS
@@ -56,6 +56,12 @@ def _loader(
         generator=torch.Generator().manual_seed(worker_seed),
         **fetching,
     )
+
+
+def num_samples_of_epoch(dataset: Any) -> int:
+    """Count the samples of an epoch: all, or as many as a sampler of the dataset's own gives."""
+    ordered: int | None = getattr(dataset, "num_ordered", None)
+    return len(dataset) if ordered is None else ordered
 
 
 class TrainLoader:
@@ -104,18 +110,30 @@ class TrainLoader:
         """
         self._dataset, self._seed, self._rank, self._random_samples = dataset, seed, rank, random_samples
         share = Share(global_size, micro_size, accumulation_steps, rank, world_size)
+        num_samples, order_of = num_samples_of_epoch(dataset), None
+        if getattr(dataset, "num_ordered", None) is not None:
+
+            def order_of(epoch: int) -> Order:
+                return dataset.epoch_order(seed=seed, epoch=epoch, micro_size=micro_size).take  # type: ignore[no-any-return]
+
         self._sampler = partial(
-            MicroBatchSampler, len(dataset), share=share, seed=seed, shuffle=shuffle, version=order_version
+            MicroBatchSampler,
+            num_samples,
+            share=share,
+            seed=seed,
+            shuffle=shuffle,
+            version=order_version,
+            order_of=order_of,
         )
         self._fetching: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
         if num_workers > 0:
             self._fetching["prefetch_factor"] = prefetch_batches
-        self.steps_per_epoch: int = len(dataset) // global_size
+        self.steps_per_epoch: int = num_samples // global_size
         if self.steps_per_epoch == 0:
             raise ConfigError.of(
                 "dataset-smaller-than-batch",
-                f"the training set has {len(dataset)} samples, so not one batch of {global_size} can be filled",
-                f"set batch.global_size to {len(dataset)} or less, or train on more data",
+                f"the training set has {num_samples} samples, so not one batch of {global_size} can be filled",
+                f"set batch.global_size to {num_samples} or less, or train on more data",
                 "batch.global_size",
                 global_size,
             )

@@ -5,12 +5,14 @@ one.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import numpy as np
 from torch import Tensor
 
+from framework.data.handed import taken_over
 from framework.data.streams import is_stream, num_samples
 from framework.data.token_files import read_meta
 from framework.data.tokens import Tokens
@@ -27,10 +29,15 @@ class MapDataset(Protocol):
 
 @dataclass(frozen=True)
 class Splits:
-    """A training and an evaluation dataset: samples by number, or streams."""
+    """A training and an evaluation dataset: samples by number, or streams.
+
+    `taken` and `taken_evaluation` are what a `DataLoader` in their place said of batches and their order.
+    """
 
     train: Any
     evaluation: Any
+    taken: Mapping[str, Any] = field(default_factory=dict)
+    taken_evaluation: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_train(self) -> int | None:
@@ -86,12 +93,14 @@ def _pair(result: object, door: _Door) -> tuple[Any, Any]:
 
 
 def _checked(train: Any, evaluation: Any, door: _Door) -> Splits:
+    train, taken = taken_over(train, key=door.train_key, trains=True)
+    evaluation, measured = taken_over(evaluation, key=door.eval_key, trains=False)
     problems = [_complaint(train, door, name="training")]
     if evaluation is not None:
         problems.append(_complaint(evaluation, door, name="evaluation"))
     if any(problems):
         raise ConfigError(filter(None, problems))
-    return Splits(train, evaluation)
+    return Splits(train, evaluation, taken, measured)
 
 
 def _complaint(dataset: object, door: _Door, *, name: str) -> Problem | None:

@@ -26,7 +26,7 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from framework.data.batches import as_it_is, collate, own_collate, random_state_kept, seed_generators, seeded_collate
-from framework.data.loaders import init_of_workers
+from framework.data.loaders import init_of_workers, num_samples_of_epoch
 from framework.data.order import Share, mix_int
 from framework.errors import ConfigError
 from framework.system.exits import refusing_exits
@@ -57,8 +57,8 @@ def is_stream(dataset: Any) -> bool:
 
 
 def num_samples(dataset: Any) -> int | None:
-    """Count the samples; None where only reading them all would."""
-    return None if is_stream(dataset) else len(dataset)
+    """Count the samples of an epoch; None where only reading them all would."""
+    return None if is_stream(dataset) else num_samples_of_epoch(dataset)
 
 
 def num_divisions(dataset: Any) -> int:

@@ -118,7 +118,7 @@ def make_train_loader(
     `places`: of the lanes of a stream.
     """
     data, layout = plan.config.data, plan.layout
-    workers = data.num_workers if num_workers is None else num_workers
+    workers = (data.num_workers or splits.taken.get("num_workers", 0)) if num_workers is None else num_workers
     share = Share(
         layout.global_size,
         layout.micro_size,
@@ -139,8 +139,9 @@ def make_train_loader(
         if places is not None:
             places.loader = loader
         return loader
+    shuffle = splits.taken.get("shuffle", data.shuffle)
     options["prefetch_batches"] = max(data.prefetch_batches, -(-read_at_once // max(workers, 1)))
-    return TrainLoader(splits.train, **asdict(share), shuffle=data.shuffle, order_version=order, **options)
+    return TrainLoader(splits.train, **asdict(share), shuffle=shuffle, order_version=order, **options)
 
 
 def _check_labels_and_tokens(config: RunConfig, splits: Splits) -> None:
