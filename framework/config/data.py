@@ -48,10 +48,21 @@ class Loader(Section):
         return bool(getattr(self, "random_samples", False) or getattr(self, "augment", False))
 
 
+class _Streamable(Section):
+    """Data that may be a stream: samples one after the other, without a number."""
+
+    lanes: PositiveCount | None = None
+    """Parts that a stream is read in at once; left out: as many as it has, up to 64, and as divide the global batch.
+    Ranks and workers divide them."""
+    train_samples: PositiveCount | None = None
+    """Training samples, so that `plan` can count steps before the data is read. Of a stream: how many make an epoch;
+    left out, the run is one, and needs `training.max_steps`."""
+
+
 class _Dataset(Kind, Loader):
     """A dataset that is known by name."""
 
-    own_fields: ClassVar[frozenset[str]] = frozenset({"kind", *Loader.model_fields})
+    own_fields: ClassVar[frozenset[str]] = frozenset({"kind", *Loader.model_fields, *_Streamable.model_fields})
 
 
 class Digits(_Dataset):
@@ -190,12 +201,34 @@ class TextPairs(_Text):
         return True
 
 
-class _Streamable(Section):
-    """Data that may be a stream: samples one after the other, without a number."""
+class HuggingFace(_Dataset, _Streamable):
+    """Rows of Hugging Face's ``datasets``, as tensors: from files, or from a folder of ``save_to_disk``."""
 
-    lanes: PositiveCount | None = None
-    """Parts that a stream is read in at once; left out: as many as it has, up to 64, and as divide the global batch.
-    Ranks and workers divide them."""
+    builds: ClassVar[str] = "framework.data.files:hugging_face"
+    kind: Literal["huggingface"] = "huggingface"
+    path: str
+    """Folder of ``save_to_disk``, or a pattern of ``.json``, ``.jsonl``, ``.csv``, ``.txt`` or ``.parquet`` files."""
+    eval_path: str | None = None
+    """As `path`, for evaluation; left out: the split ``validation`` or ``test`` of a folder that has it."""
+    columns: list[str] | dict[str, str] | None = None
+    """A list: samples are tuples of these columns, (inputs, ..., target). A mapping: dicts, column -> name in batches.
+    Left out: dicts of all."""
+    streaming: bool = False
+    """Read rows as they come instead of by number; the files are its parts."""
+
+
+class WebDataset(_Dataset, _Streamable):
+    """Samples in tar files, WebDataset's shards: files of one name and several extensions are a sample. A stream."""
+
+    builds: ClassVar[str] = "framework.data.files:shards"
+    kind: Literal["webdataset"] = "webdataset"
+    path: str
+    """Pattern of the tar files: ``data/train-{000..009}.tar``, ``data/train-*.tar``."""
+    eval_path: str | None = None
+    """As `path`, for evaluation."""
+    fields: list[str] | None = None
+    """Extensions, in the order of a sample's fields: images become tensors (3, height, width) in [0, 1], ``cls`` a
+    number, ``txt`` text, ``json`` and ``npy`` what they hold. Left out: dicts of all."""
 
 
 class DataTarget(Target, Loader, _Streamable):
@@ -204,9 +237,6 @@ class DataTarget(Target, Loader, _Streamable):
     random_samples: bool = True
     """Seed torch's, numpy's and Python's generators for every sample from (run.seed, epoch, sample index), so that
     random augmentation resumes exactly; costs about 20 microseconds a sample. False for datasets without randomness."""
-    train_samples: PositiveCount | None = None
-    """Number of training samples, so that `plan` can count steps without importing the code. Of a stream: how many make
-    an epoch; left out, the run is one, and needs `training.max_steps`."""
 
 
 class DataObject(Object, Loader, _Streamable):
@@ -214,11 +244,19 @@ class DataObject(Object, Loader, _Streamable):
 
     random_samples: bool = True
     """As for a target."""
-    train_samples: PositiveCount | None = None
-    """Number of training samples; of a stream as for a target."""
 
 
 DataSection = Annotated[
-    Digits | FashionMNIST | CIFAR10 | ImageFolder | SyntheticImages | Text | TextPairs | DataTarget | DataObject,
+    Digits
+    | FashionMNIST
+    | CIFAR10
+    | ImageFolder
+    | SyntheticImages
+    | Text
+    | TextPairs
+    | HuggingFace
+    | WebDataset
+    | DataTarget
+    | DataObject,
     OneOf(),
 ]

@@ -96,7 +96,7 @@ class TakenStream(IterableDataset[Any]):
         self._dataset, self.collate_fn = dataset, collate_fn
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name == "_dataset" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._dataset, name)
 

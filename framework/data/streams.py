@@ -15,10 +15,10 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, count, islice
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -31,23 +31,13 @@ from framework.data.order import Share, mix_int
 from framework.errors import ConfigError
 from framework.system.exits import refusing_exits
 
-MOST_LANES: Final = 64
-"""Unless `data.lanes` asks for more: every lane has a file open."""
+_MOST_LANES: Final = 64  # unless `data.lanes` asks for more: every lane has a file open
 _KEY: Final = "stream"  # `checkpoint.names.STREAM`
 _SAMPLE_SALT: Final = 0x57E4
 _PASS_SALT: Final = 0x9A55
 _EVALUATION_SALT: Final = 0xE7A3
 _SAMPLES_PER_STATE: Final = 64
 _TIME_OF_STATES: Final = 20  # one is taken when so many times the time has passed that the last one took
-
-
-class Shardable(Protocol):
-    """A stream that can be divided."""
-
-    num_shards: int
-
-    def shard(self, num_shards: int, index: int) -> Any:
-        """Part `index` of `num_shards`: iterable, each with a part of the samples, together all of them."""
 
 
 def is_stream(dataset: Any) -> bool:
@@ -74,11 +64,11 @@ def num_lanes(dataset: Any, *, global_size: int, asked: int | None = None) -> in
         ConfigError: kind ``stream-lanes``: `asked` is more than the source has, or does not divide the batch.
     """
     most = num_divisions(dataset)
-    if asked is None:
-        return max(count for count in range(1, min(most, MOST_LANES, global_size) + 1) if global_size % count == 0)
-    largest = max(count for count in range(1, min(most, asked, global_size) + 1) if global_size % count == 0)
-    if largest == asked:
-        return asked
+    largest = min(most, asked or _MOST_LANES, global_size)
+    while global_size % largest:
+        largest -= 1
+    if asked in (None, largest):
+        return largest
     reason = f"the stream can be read in {most} parts at once"
     if asked <= most:
         reason = f"a step takes equally many samples of each, and has {global_size}"
@@ -99,13 +89,9 @@ class Lane:
 
     def __init__(self, source: Any, *, index: int, num_lanes: int, seed: int | None) -> None:
         """`seed` is `run.seed`, or None where samples draw nothing."""
-        self._source, self._index, self._num_lanes, self._seed = source, index, num_lanes, seed
-        self.count = 0
-        self._pass = -1
-        self._samples: Iterator[Any] = iter(())
-        self._part: Any = None
-        self._place = Place(0)
-        self._gives_states, self._next = True, 0.0
+        self._source, self.index, self._num_lanes, self._seed = source, index, num_lanes, seed
+        self._part, self._place = source, Place(0)
+        self._gives_states, self._next_state = True, 0.0
 
     def start(self, count: int, place: Place) -> None:
         """Go to where `count` samples were read: to a place before that, and on by reading."""
@@ -120,19 +106,16 @@ class Lane:
         Raises:
             ConfigError: kind ``stream-empty``: a whole pass has none.
         """
-        is_fresh = self._place.count == self.count and self._place.state is None
         while True:
-            self._seeded(_SAMPLE_SALT, self.count)
+            self._draw_by(_SAMPLE_SALT, self.count)
             try:
                 sample = next(self._samples)
             except StopIteration:
-                if is_fresh:
-                    where = f" of {self._num_lanes}" if self._num_lanes > 1 else ""
-                    reason = f"pass {self._pass} of lane {self._index}{where} of the stream has no sample"
+                if self._place == Place(self.count, self._pass):
+                    reason = f"pass {self._pass} of lane {self.index} of {self._num_lanes} of the stream has no sample"
                     fix = "let every iteration begin anew, and every part have a sample (data.lanes: fewer parts)"
                     raise ConfigError.of("stream-empty", reason, fix, "data") from None
                 self._begin(self._pass + 1)
-                is_fresh = True
                 continue
             self.count += 1
             return sample
@@ -140,114 +123,81 @@ class Lane:
     def place(self) -> Place:
         """The last place to begin at; a new one after 64 samples, where the source gives its state."""
         is_due = self.count - self._place.count >= _SAMPLES_PER_STATE
-        if self._gives_states and is_due and time.perf_counter() >= self._next:
-            begun = time.perf_counter()
+        if is_due and self._gives_states and (begun := time.perf_counter()) >= self._next_state:
             state = _state_of(self._part)
             self._gives_states = state is not None
             if state is not None:
                 self._place = Place(self.count, self._pass, state)
             ended = time.perf_counter()
-            self._next = ended + _TIME_OF_STATES * (ended - begun)
+            self._next_state = ended + _TIME_OF_STATES * (ended - begun)
         return self._place
 
     def _begin(self, number: int, state: bytes | None = None) -> None:
         """Begin a pass, or go on in it."""
-        if self._part is None or self._num_lanes > 1:
-            source = self._source
-            self._part = source.shard(num_shards=self._num_lanes, index=self._index) if self._num_lanes > 1 else source
-        if callable(set_epoch := getattr(self._part, "set_epoch", None)):
-            set_epoch(number)
+        if self._num_lanes > 1:
+            self._part = self._source.shard(num_shards=self._num_lanes, index=self.index)
+        _set_epoch(self._part, number)
         if state is not None:
             self._part.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
-        self._seeded(_PASS_SALT, number)
-        self._pass, self._samples = number, iter(self._part)
-        self._place = Place(self.count, number, state)
+        self._draw_by(_PASS_SALT, number)
+        self._pass, self._samples, self._place = number, iter(self._part), Place(self.count, number, state)
 
-    def _seeded(self, salt: int, number: int) -> None:
+    def _draw_by(self, salt: int, number: int) -> None:
         if self._seed is not None:
-            seed_generators(mix_int(salt, self._seed, self._index, number))
+            seed_generators(mix_int(salt, self._seed, self.index, number))
 
 
-def _state_of(part: Any) -> bytes | None:
+def _set_epoch(source: Any, epoch: int) -> None:
+    if callable(set_epoch := getattr(source, "set_epoch", None)):
+        set_epoch(epoch)
+
+
+def _state_of(source: Any) -> bytes | None:
     """The state of a source, to be read back with nothing but plain values; None where it has none that is exact."""
-    if not hasattr(part, "load_state_dict") or not _is_exact(part):
+    if not hasattr(source, "load_state_dict") or not _is_exact(source):
         return None
     try:
-        torch.save(part.state_dict(), stream := io.BytesIO())
+        torch.save(source.state_dict(), stream := io.BytesIO())
         torch.load(io.BytesIO(stream.getvalue()), weights_only=True)
     except Exception:  # objects of other classes, or a source that has no state yet
         return None
     return stream.getvalue()
 
 
-def _is_exact(part: Any) -> bool:
+def _is_exact(source: Any) -> bool:
     """Check a stream of Hugging Face's: one that shuffles would refill its buffer with other samples."""
-    if not type(part).__module__.startswith("datasets."):
-        return True
-    formatting, found = getattr(part, "_formatting", None), [getattr(part, "_ex_iterable", None)]
-    if getattr(formatting, "is_table", False):
-        return False
+    found = [getattr(source, "_ex_iterable", None)]
     while found:
         each = found.pop()
         if type(each).__name__ == "BufferShuffledExamplesIterable":
             return False
         inner = getattr(each, "ex_iterable", None)
         found += getattr(each, "ex_iterables", []) if inner is None else [inner]
-    return True
+    return not getattr(getattr(source, "_formatting", None), "is_table", False)
+
+
+class _Read(IterableDataset[Any]):
+    """Items that a function from the number of a worker yields, in one process or several."""
+
+    def __init__(self, read: Callable[[int], Iterator[Any]]) -> None:
+        self._read = read
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        # A source that looks would divide itself once more: what it is asked for is read whole.
+        torch_worker._worker_info = None
+        return self._read(0 if info is None else info.id)
+
+    def in_workers(self, num_workers: int, **options: Any) -> Iterator[Any]:
+        """Item by item from each worker in turn; 0: in this process."""
+        of_workers: dict[str, Any] = {"num_workers": num_workers, "worker_init_fn": init_of_workers()}
+        generator = torch.Generator().manual_seed(0)  # without one, seeds are drawn from the global generator
+        options |= of_workers
+        return iter(DataLoader(self, batch_size=None, collate_fn=as_it_is, generator=generator, **options))
 
 
 Piece = tuple[int, tuple[int, int], Any]
 """Micro-batch of the rank's share, (lane, count) of its first sample, and the batch or a part of it."""
-
-
-class _Reading(IterableDataset[tuple[list[Piece], dict[int, Place]]]):
-    """Reading of a rank's lanes from a step on, divided among its workers: an item is a worker's part of a step."""
-
-    def __init__(self, loader: StreamLoader, start_step: int, num_workers: int) -> None:
-        self._loader, self._start_step, self._num_workers = loader, start_step, max(num_workers, 1)
-
-    def __iter__(self) -> Iterator[tuple[list[Piece], dict[int, Place]]]:
-        info, of = get_worker_info(), self._loader
-        # A source that looks would divide itself once more: what it is asked for is read whole.
-        torch_worker._worker_info = None
-        number = 0 if info is None else info.id
-        own = range(
-            of.lanes.start + len(of.lanes) * number // self._num_workers,
-            of.lanes.start + len(of.lanes) * (number + 1) // self._num_workers,
-        )
-        per_lane, seed = of.per_lane, of.seed if of.random_samples else None
-        lanes = [Lane(of.dataset, index=index, num_lanes=of.num_lanes, seed=seed) for index in own]
-        places: dict[int, Place] = {}
-        is_begun = False
-        while True:
-            with ExitStack() as around:
-                around.enter_context(refusing_exits())
-                if seed is not None:
-                    around.enter_context(random_state_kept())
-                if not is_begun:
-                    for lane, index in zip(lanes, own, strict=True):
-                        lane.start(self._start_step * per_lane, of.places.get(index, Place(0)))
-                    is_begun = True
-                samples = [
-                    ((index, lane.count), lane.take())
-                    for lane, index in zip(lanes, own, strict=True)
-                    for _ in range(per_lane)
-                ]
-                found = {index: lane.place() for lane, index in zip(lanes, own, strict=True)}
-                item = self._pieces(own.start * per_lane, samples)
-            news = {index: place for index, place in found.items() if places.get(index) != place}
-            places |= news
-            yield item, news
-
-    def _pieces(self, first: int, samples: Sequence[tuple[tuple[int, int], Any]]) -> list[Piece]:
-        """Cut samples, which have the places of a step from `first` on, into the rank's micro-batches."""
-        of, pieces = self._loader, []
-        for number, start in enumerate(range(of.start, of.start + of.per_rank, of.micro_size)):
-            part = samples[max(start - first, 0) : max(start - first + of.micro_size, 0)]
-            if part:
-                values = [sample for _, sample in part]
-                pieces.append((number, part[0][0], of.collated(part[0][0], values)))
-        return pieces
 
 
 class StreamLoader:
@@ -277,65 +227,76 @@ class StreamLoader:
             pin_memory: copy batches into page-locked memory.
             random_samples: seed the generators for every sample by (seed, lane, count).
             lanes: parts that are read at once; None: `num_lanes` decides.
-            places: where lanes can be begun (`state` of a saved run); the rest is counted.
+            places: where lanes can be begun, of a saved run; the rest is counted.
 
         Raises:
             ConfigError: kind ``stream-lanes``.
         """
-        self.dataset, self.seed, self.random_samples, self.places = dataset, seed, random_samples, dict(places or {})
+        self._dataset, self._share, self._seed, self.places = dataset, share, seed, dict(places or {})
+        self._own, self._drawn = own_collate(dataset), seed if random_samples else None
         self.num_lanes = num_lanes(dataset, global_size=share.global_size, asked=lanes)
-        self.per_lane, self.micro_size = share.global_size // self.num_lanes, share.micro_size
-        self.per_rank = share.global_size // share.world_size
-        self.start = share.rank * self.per_rank
-        self.lanes = range(self.start // self.per_lane, (self.start + self.per_rank - 1) // self.per_lane + 1)
-        self._num_workers, self._pin_memory = min(num_workers, len(self.lanes)), pin_memory
-        self._fetching: dict[str, Any] = {"prefetch_factor": prefetch_batches} if num_workers > 0 else {}
-        self._own = own_collate(dataset)
+        self.per_lane, self._per_rank = share.global_size // self.num_lanes, share.global_size // share.world_size
+        first = share.rank * self._per_rank
+        self._first, self._lanes = first, range(first // self.per_lane, -(-(first + self._per_rank) // self.per_lane))
+        self._num_workers, self._pin_memory = min(num_workers, len(self._lanes)), pin_memory
+        self._fetching = {"prefetch_factor": prefetch_batches} if num_workers > 0 else {}
 
     def stream(self, start_step: int = 0) -> Generator[Any, None, None]:
         """This rank's micro-batches from optimizer step `start_step` on, without end."""
-        num_parts, num_batches = max(self._num_workers, 1), self.per_rank // self.micro_size
-        reading = DataLoader(
-            _Reading(self, start_step, num_parts),
-            batch_size=None,
-            collate_fn=as_it_is,
-            num_workers=self._num_workers,
-            pin_memory=self._pin_memory,
-            worker_init_fn=init_of_workers(),
-            generator=torch.Generator().manual_seed(self.seed),
-            **self._fetching,
-        )
-        parts = iter(reading)
+        reading = _Read(lambda worker: self._read(start_step, worker))
+        parts = reading.in_workers(self._num_workers, pin_memory=self._pin_memory, **self._fetching)
         try:
             while True:
-                batches: list[list[Piece]] = [[] for _ in range(num_batches)]
-                for _ in range(num_parts):
+                batches: list[list[Piece]] = [[] for _ in range(self._per_rank // self._share.micro_size)]
+                for _ in range(max(self._num_workers, 1)):
                     pieces, places = next(parts)
                     for piece in pieces:
                         batches[piece[0]].append(piece)
-                    # A worker is ahead of the run: a place comes with the step that ends beyond it.
-                    self.places |= places
-                for found in batches:
-                    yield self._joined(found)
+                    self.places |= places  # which come with the step that ends beyond them, however far a worker is
+                yield from map(self._joined, batches)
         finally:
             del parts  # the last reference: a DataLoader iterator stops its workers when it is collected
 
-    def collated(self, key: tuple[int, int], samples: list[Any]) -> Any:
-        """Collate in the worker: a whole micro-batch, or a part of one where torch's default makes it."""
-        if self._own is None:
-            return collate(samples)
-        return seeded_collate(self._own, samples, self.seed, key) if len(samples) == self.micro_size else samples
+    def _read(self, start_step: int, worker: int) -> Iterator[tuple[list[Piece], dict[int, Place]]]:
+        """A worker's part of every step, from its lanes, and the places that are new with it."""
+        workers, all_lanes = max(self._num_workers, 1), self._lanes
+        own = all_lanes[len(all_lanes) * worker // workers : len(all_lanes) * (worker + 1) // workers]
+        lanes = [Lane(self._dataset, index=index, num_lanes=self.num_lanes, seed=self._drawn) for index in own]
+        known: dict[int, Place] = {}
+        for step in count(start_step):
+            with refusing_exits(), nullcontext() if self._drawn is None else random_state_kept():
+                for lane in lanes if step == start_step else ():
+                    lane.start(step * self.per_lane, self.places.get(lane.index, Place(0)))
+                samples = [((lane.index, lane.count), lane.take()) for lane in lanes for _ in range(self.per_lane)]
+                news = {lane.index: place for lane in lanes if (place := lane.place()) != known.get(lane.index)}
+                pieces = list(self._pieces(own.start * self.per_lane, samples))
+            known |= news
+            yield pieces, news
+
+    def _pieces(self, first: int, samples: Sequence[tuple[tuple[int, int], Any]]) -> Iterator[Piece]:
+        """Cut samples, which have the places of a step from `first` on, into the rank's micro-batches: whole ones are
+        collated, and parts where torch's default does it.
+        """
+        size, offset = self._share.micro_size, self._first - first
+        for number in range(self._per_rank // size):
+            start = offset + number * size
+            if part := samples[max(start, 0) : max(start + size, 0)]:
+                key, values = part[0][0], [sample for _, sample in part]
+                if self._own is None:
+                    yield number, key, collate(values)
+                else:
+                    is_whole = len(values) == size
+                    yield number, key, seeded_collate(self._own, values, self._seed, key) if is_whole else values
 
     def _joined(self, pieces: Sequence[Piece]) -> Any:
         """Join the parts of a micro-batch whose samples several workers have read."""
-        if len(pieces) == 1:
-            return pieces[0][2]
         parts = [part for _, _, part in pieces]
+        if len(parts) == 1:
+            return parts[0]
         if self._own is None:
             joined = _concatenated(parts)
         else:
-            samples = [sample for part in parts for sample in part]
-            joined = seeded_collate(self._own, samples, self.seed, pieces[0][1])
+            joined = seeded_collate(self._own, [*chain.from_iterable(parts)], self._seed, pieces[0][1])
         return pinned(joined) if self._pin_memory else joined  # type: ignore[no-untyped-call]
 
 
@@ -371,64 +332,45 @@ class StreamEvalLoader:
         pin_memory: bool = False,
     ) -> None:
         """Divide the stream; arguments as of `EvalLoader`, and `gather`: every rank's value, on every rank."""
-        self._dataset, self._batch_size, self._max_samples, self._gather = dataset, batch_size, max_samples, gather
-        workers = num_workers if num_divisions(dataset) >= world_size * num_workers else min(num_workers, 1)
-        self._own = _Evaluated(dataset, batch_size, rank, world_size, max(workers, 1), max_samples)
-        self._fetching: dict[str, Any] = {
-            "num_workers": workers,
-            "pin_memory": pin_memory,
-            "worker_init_fn": init_of_workers(),
-        }
+        self._dataset, self._size, self._most, self._gather = dataset, batch_size, max_samples, gather
+        is_divided = num_divisions(dataset) >= world_size * num_workers
+        self._num_workers, self._pin_memory = num_workers if is_divided else min(num_workers, 1), pin_memory
+        self._rank, self._world_size = rank, world_size
 
     def __iter__(self) -> Generator[tuple[Any, bool], None, None]:
         """One pass. Collective: before every batch the ranks agree on whether any has one left."""
-        generator = torch.Generator().manual_seed(0)
-        batches = iter(
-            DataLoader(self._own, batch_size=None, collate_fn=as_it_is, generator=generator, **self._fetching)
-        )
-        kept = None
+        workers = max(self._num_workers, 1)
+        reading = _Read(lambda worker: self._read(self._rank * workers + worker, self._world_size * workers))
+        batches, kept = reading.in_workers(self._num_workers, pin_memory=self._pin_memory), None
         while any(self._gather((batch := next(batches, None)) is not None)):
             if batch is None and kept is None:
-                kept = next(iter(_Evaluated(self._dataset, self._batch_size, 0, 1, 1, None)))
+                kept = next(self._read(0, 1))
             kept = kept if batch is None else batch
             yield kept, batch is not None
         if kept is None:
             fix = "give it a sample, or leave it out"
             raise ConfigError.of("stream-empty", "the evaluation stream has no sample", fix, "data")
 
-
-class _Evaluated(IterableDataset[Any]):
-    """Finished batches of a rank, or of one of its workers; what they draw is the same in every pass."""
-
-    def __init__(
-        self, dataset: Any, batch_size: int, rank: int, world_size: int, num_workers: int, max_samples: int | None
-    ) -> None:
-        self._dataset, self._batch_size, self._max_samples = dataset, batch_size, max_samples
-        self._rank, self._world_size, self._num_workers = rank, world_size, num_workers
-
-    def __iter__(self) -> Iterator[Any]:
-        info, size = get_worker_info(), self._batch_size
-        torch_worker._worker_info = None
-        part, parts = self._rank * self._num_workers + (info.id if info else 0), self._world_size * self._num_workers
-        dataset, own, most = self._dataset, own_collate(self._dataset), self._max_samples
-        is_divided = 1 < parts <= num_divisions(dataset)
-        if is_divided:
-            dataset = dataset.shard(num_shards=parts, index=part)
+    def _read(self, part: int, parts: int) -> Iterator[Any]:
+        """The batches of one of so many parts; what they draw is the same in every pass."""
+        dataset, own, most = self._dataset, own_collate(self._dataset), self._most
+        if 1 < parts <= num_divisions(dataset):
+            dataset, first = dataset.shard(num_shards=parts, index=part), part
             most = None if most is None else most * (part + 1) // parts - most * part // parts
-        if callable(set_epoch := getattr(dataset, "set_epoch", None)):
-            set_epoch(0)
+            part, parts = 0, 1
+        else:
+            first = 0
+        _set_epoch(dataset, 0)
         samples = islice(dataset, most)
         for number in count():
             with random_state_kept(), refusing_exits():
-                seed_generators(mix_int(_EVALUATION_SALT, part if is_divided else 0, number))
-                found = list(islice(samples, size))
-                if not found:
+                seed_generators(mix_int(_EVALUATION_SALT, first, number))
+                if not (found := list(islice(samples, self._size))):
                     return
-                if is_divided or number % parts == part:
-                    batch = collate(found) if own is None else own(found)
-                else:
-                    continue
-            yield batch
+                is_own = number % parts == part
+                batch = None if not is_own else collate(found) if own is None else own(found)
+            if is_own:
+                yield batch
 
 
 class StreamPlaces:
@@ -444,13 +386,10 @@ class StreamPlaces:
         """What a checkpoint of this step keeps of the stream; nothing where the data is none. Collective."""
         if self.loader is None:
             return {}
-        end = step * self.loader.per_lane
-        own = {index: place for index, place in self.loader.places.items() if place.count <= end}
-        best = dict(self.found)
-        for places in self._gather(own):
-            for index, place in places.items():
-                if index not in best or best[index].count < place.count:
-                    best[index] = place
+        best, end = dict(self.found), step * self.loader.per_lane
+        for index, place in chain.from_iterable(each.items() for each in self._gather(self.loader.places)):
+            if place.count <= end and (index not in best or best[index].count < place.count):
+                best[index] = place
         return {_KEY: {index: [place.count, place.number, place.state] for index, place in sorted(best.items())}}
 
     def restore(self, state: Mapping[str, Any]) -> None:

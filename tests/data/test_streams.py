@@ -211,7 +211,7 @@ class TestLanes:
                 return self.rest
 
         stream = loader(Once()).stream()
-        with pytest.raises(ConfigError, match=r"pass 1 of lane 0 of the stream has no sample"):
+        with pytest.raises(ConfigError, match=r"pass 1 of lane 0 of 1 of the stream has no sample"):
             list(islice(stream, 12))
 
 
