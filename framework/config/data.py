@@ -34,6 +34,12 @@ class Loader(Section):
     """Processes per rank that fetch batches ahead; 0 fetches in the training process."""
     prefetch_batches: PositiveCount = 2
     """Micro-batches that each worker keeps ready; only with num_workers > 0."""
+    bucket_steps: Count = 0
+    """Sort so many steps' samples by length, so that a step's are alike; the steps are then drawn in another order. 0:
+    not. The dataset needs `lengths`, a number per sample, or a column ``length``."""
+    curriculum_steps: Count = 0
+    """Steps that begin with the shortest samples and draw from ever longer ones; epochs begin after them. Needs lengths
+    as `bucket_steps` does."""
 
     def num_train_samples(self) -> int | None:
         """Training samples as published or declared; None where only the files or the code know."""
@@ -246,6 +252,39 @@ class DataObject(Object, Loader, _Streamable):
     """As for a target."""
 
 
+class Part(Section):
+    """A part of a mixture."""
+
+    weight: Annotated[float, Field(gt=0.0)]
+    """Share of the samples, beside the other parts' weights."""
+    data: Annotated[
+        Digits
+        | FashionMNIST
+        | CIFAR10
+        | ImageFolder
+        | SyntheticImages
+        | Text
+        | TextPairs
+        | HuggingFace
+        | WebDataset
+        | DataTarget,
+        OneOf(),
+    ]
+    """What is read, as in the section `data`; its keys of a loader mean nothing here."""
+
+
+class Mixture(_Dataset, _Streamable):
+    """Several data in fixed shares, each begun anew where it ends. A stream; evaluated is what the first part has."""
+
+    kind: Literal["mixture"] = "mixture"
+    parts: Annotated[list[Part], Field(min_length=2)]
+    """Weight and data of each; a share is kept to within one sample per lane."""
+
+    def has_random_samples(self) -> bool:
+        """Some part has them."""
+        return any(part.data.has_random_samples() for part in self.parts)
+
+
 DataSection = Annotated[
     Digits
     | FashionMNIST
@@ -256,6 +295,7 @@ DataSection = Annotated[
     | TextPairs
     | HuggingFace
     | WebDataset
+    | Mixture
     | DataTarget
     | DataObject,
     OneOf(),

@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from framework.data.batches import LoaderSamples, SeededBatches, SeededSamples, as_it_is, collate, own_collate
-from framework.data.order import LATEST_ORDER, MicroBatchSampler, Order, Share, mix_int
+from framework.data.lengths import bucketed, lengths_of, shortest_first
+from framework.data.order import LATEST_ORDER, MicroBatchSampler, Order, Share, mix_int, order_of_epoch
 from framework.errors import ConfigError
 from framework.system.parent_watch import die_with
 from framework.system.stopping import SIGNALS
@@ -87,6 +88,8 @@ class TrainLoader:
         pin_memory: bool = False,
         random_samples: bool = False,
         order_version: int = LATEST_ORDER,
+        bucket_steps: int = 0,
+        curriculum_steps: int = 0,
     ) -> None:
         """Check that an epoch has a step; nothing is read yet.
 
@@ -104,27 +107,31 @@ class TrainLoader:
             random_samples: reading a sample draws random numbers, which are then seeded per (seed, epoch, index). What
                 a `collate_fn` of the dataset's own draws is seeded in any case.
             order_version: of the order of samples, as the run began with it.
+            bucket_steps, curriculum_steps: as the config's keys of these names.
 
         Raises:
-            ConfigError: kind ``dataset-smaller-than-batch``.
+            ConfigError: kinds ``dataset-smaller-than-batch``, ``data-without-lengths``.
         """
         self._dataset, self._seed, self._rank, self._random_samples = dataset, seed, rank, random_samples
         share = Share(global_size, micro_size, accumulation_steps, rank, world_size)
-        num_samples, order_of = num_samples_of_epoch(dataset), None
-        if getattr(dataset, "num_ordered", None) is not None:
+        num_samples = num_samples_of_epoch(dataset)
 
-            def order_of(epoch: int) -> Order:
-                return dataset.epoch_order(seed=seed, epoch=epoch, micro_size=micro_size).take  # type: ignore[no-any-return]
+        def order_of(epoch: int) -> Order:
+            if getattr(dataset, "num_ordered", None) is None:
+                return order_of_epoch(num_samples, seed=seed, epoch=epoch, shuffle=shuffle, version=order_version)
+            order: Order = dataset.epoch_order(seed=seed, epoch=epoch, micro_size=micro_size).take
+            return order
 
-        self._sampler = partial(
-            MicroBatchSampler,
-            num_samples,
-            share=share,
-            seed=seed,
-            shuffle=shuffle,
-            version=order_version,
-            order_of=order_of,
-        )
+        orders: dict[str, Any] = {"order_of": order_of}
+        if bucket_steps or curriculum_steps:
+            lengths = lengths_of(dataset, "data.bucket_steps" if bucket_steps else "data.curriculum_steps")
+            sizes = {"seed": seed, "size": global_size}
+            if bucket_steps:
+                orders["order_of"] = bucketed(order_of, lengths, steps=bucket_steps, **sizes)
+            if curriculum_steps:
+                first = shortest_first(lengths, steps=curriculum_steps, **sizes)
+                orders |= {"first_steps": curriculum_steps, "order_of_first": first}
+        self._sampler = partial(MicroBatchSampler, num_samples, share=share, seed=seed, shuffle=shuffle, **orders)
         self._fetching: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
         if num_workers > 0:
             self._fetching["prefetch_factor"] = prefetch_batches

@@ -232,6 +232,8 @@ class StreamLoader:
         Raises:
             ConfigError: kind ``stream-lanes``.
         """
+        if getattr(dataset, "takes_seed", False):
+            dataset.seed = seed
         self._dataset, self._share, self._seed, self.places = dataset, share, seed, dict(places or {})
         self._own, self._drawn = own_collate(dataset), seed if random_samples else None
         self.num_lanes = num_lanes(dataset, global_size=share.global_size, asked=lanes)
