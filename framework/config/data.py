@@ -208,12 +208,13 @@ class TextPairs(_Text):
 
 
 class HuggingFace(_Dataset, _Streamable):
-    """Rows of Hugging Face's ``datasets``, as tensors: from files, or from a folder of ``save_to_disk``."""
+    """Rows in files, as tensors, by Hugging Face's ``datasets``; tar files are WebDataset's shards."""
 
-    builds: ClassVar[str] = "framework.data.files:hugging_face"
+    builds: ClassVar[str] = "framework.data.hugging_face:build"
     kind: Literal["huggingface"] = "huggingface"
     path: str
-    """Folder of ``save_to_disk``, or a pattern of ``.json``, ``.jsonl``, ``.csv``, ``.txt`` or ``.parquet`` files."""
+    """Folder of ``save_to_disk``, or a pattern of ``.json``, ``.jsonl``, ``.csv``, ``.txt``, ``.parquet`` or ``.tar``
+    files: ``data/*.parquet``, ``data/{000..009}.tar``."""
     eval_path: str | None = None
     """As `path`, for evaluation; left out: the split ``validation`` or ``test`` of a folder that has it."""
     columns: list[str] | dict[str, str] | None = None
@@ -221,20 +222,6 @@ class HuggingFace(_Dataset, _Streamable):
     Left out: dicts of all."""
     streaming: bool = False
     """Read rows as they come instead of by number; the files are its parts."""
-
-
-class WebDataset(_Dataset, _Streamable):
-    """Samples in tar files, WebDataset's shards: files of one name and several extensions are a sample. A stream."""
-
-    builds: ClassVar[str] = "framework.data.files:shards"
-    kind: Literal["webdataset"] = "webdataset"
-    path: str
-    """Pattern of the tar files: ``data/train-{000..009}.tar``, ``data/train-*.tar``."""
-    eval_path: str | None = None
-    """As `path`, for evaluation."""
-    fields: list[str] | None = None
-    """Extensions, in the order of a sample's fields: images become tensors (3, height, width) in [0, 1], ``cls`` a
-    number, ``txt`` text, ``json`` and ``npy`` what they hold. Left out: dicts of all."""
 
 
 class DataTarget(Target, Loader, _Streamable):
@@ -258,16 +245,7 @@ class Part(Section):
     weight: Annotated[float, Field(gt=0.0)]
     """Share of the samples, beside the other parts' weights."""
     data: Annotated[
-        Digits
-        | FashionMNIST
-        | CIFAR10
-        | ImageFolder
-        | SyntheticImages
-        | Text
-        | TextPairs
-        | HuggingFace
-        | WebDataset
-        | DataTarget,
+        Digits | FashionMNIST | CIFAR10 | ImageFolder | SyntheticImages | Text | TextPairs | HuggingFace | DataTarget,
         OneOf(),
     ]
     """What is read, as in the section `data`; its keys of a loader mean nothing here."""
@@ -294,7 +272,6 @@ DataSection = Annotated[
     | Text
     | TextPairs
     | HuggingFace
-    | WebDataset
     | Mixture
     | DataTarget
     | DataObject,

@@ -119,8 +119,7 @@ class TrainLoader:
         def order_of(epoch: int) -> Order:
             if getattr(dataset, "num_ordered", None) is None:
                 return order_of_epoch(num_samples, seed=seed, epoch=epoch, shuffle=shuffle, version=order_version)
-            order: Order = dataset.epoch_order(seed=seed, epoch=epoch, micro_size=micro_size).take
-            return order
+            return dataset.epoch_order(seed=seed, epoch=epoch)  # type: ignore[no-any-return]
 
         orders: dict[str, Any] = {"order_of": order_of}
         if bucket_steps or curriculum_steps:

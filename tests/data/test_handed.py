@@ -35,21 +35,6 @@ def summed(samples: Any) -> Any:
     return [int(number) for number, _ in samples]
 
 
-class Pairs(Sampler[list[int]]):
-    """Batches of neighbours in an order of their own."""
-
-    def __init__(self, size: int = 4, last: int = 4) -> None:
-        self.size, self.last = size, last
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for start in torch.randperm(9).tolist():
-            yield [*range(4 * start, 4 * start + self.size)]
-        yield [*range(36, 36 + self.last)]
-
-    def __len__(self) -> int:
-        return 10
-
-
 class Growing(Sampler[int]):
     """An order that differs between epochs, as `set_epoch` says, in length if it is asked to."""
 
@@ -147,13 +132,18 @@ class TestTaken:
         assert [batch for batch, _ in loader] == [[*range(9)]]
         assert splits.taken == {"num_workers": 0, "micro_size": 2}
 
-    def test_one_of_ready_batches_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="train_data = DataLoader: its batch_size is None"):
-            given_splits(DataLoader(NUMBERS, batch_size=None))
+    @pytest.mark.parametrize(
+        ("options", "whose"), [({"batch_size": None}, "dataset"), ({"batch_sampler": [[0, 1], [2]]}, "batch_sampler")]
+    )
+    def test_one_of_ready_batches_is_refused(self, options: dict[str, Any], whose: str) -> None:
+        with pytest.raises(ConfigError, match=f"train_data = DataLoader: its {whose} makes the batches; give it"):
+            given_splits(DataLoader(NUMBERS, **options))
 
     def test_a_stateful_one_is_taken_apart_as_well(self) -> None:
         stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-        assert given_splits(stateful(NUMBERS, batch_size=4)).train is NUMBERS
+        splits = given_splits(stateful(NUMBERS, batch_size=4, shuffle=True))
+        assert splits.train is NUMBERS
+        assert splits.taken == {"num_workers": 0, "micro_size": 4, "shuffle": True}
 
     def test_rows_of_hugging_face_become_tensors(self) -> None:
         datasets = pytest.importorskip("datasets")
@@ -185,18 +175,9 @@ class TestSamplers:
         per_epoch = len(sampler) // 8
         assert whole[:per_epoch] != whole[per_epoch : 2 * per_epoch], "epochs have orders of their own"
 
-    def test_batches_stay_whole(self) -> None:
-        dataset, taken = taken_over(DataLoader(NUMBERS, batch_sampler=Pairs(last=3)), key="", trains=True)
-        assert "micro_size" not in taken
-        assert dataset.num_ordered == 36
-        found = steps(dataset, 8, ranks=2)
-        assert all(step[start] + 3 == step[start + 3] for step in found for start in (0, 4))
-        assert steps(dataset, 8, ranks=1) == found
-
     @pytest.mark.parametrize(
         ("sampler", "line"),
         [
-            (Pairs(size=3), "the batch_sampler makes batches of 3 samples, and a micro-batch has 4"),
             (Growing(grows=1), "epoch 1 has 17 samples of 40, and the first one 16"),
             ([38, 39, 40, 41] * 4, "has 16 samples of 40"),
         ],

@@ -12,7 +12,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from framework.config.base import Object, Section, Target
-from framework.config.data import HuggingFace, Mixture, WebDataset
+from framework.config.data import HuggingFace, Mixture
 from framework.config.groups import ALL_LINEAR, LORA, is_named, tied_problem, unmatched_modules
 from framework.config.model import BERT, GPT, Classifier, ModelSection
 from framework.config.optimizer import optimizer_lr
@@ -102,7 +102,7 @@ def _takes(section: Section, key: str, value: int) -> bool:
 def _form(config: RunConfig, part: str) -> str | None:
     """Return the form of what a part gives or takes; None where it is the user's own."""
     section: Any = getattr(config, part)
-    if isinstance(section, (Target, Object, HuggingFace, WebDataset, Mixture)):
+    if isinstance(section, (Target, Object, HuggingFace, Mixture)):
         return None
     return next((form for form, kinds in _PARTS.items() if kinds[part] == section.kind), "images")
 
