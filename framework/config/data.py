@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field
 
-from framework.config.base import Count, CountFromEight, Kind, Object, OneOf, PositiveCount, Section, Target
+from framework.config.base import Count, CountFromEight, Kind, Object, OneOf, Positive, PositiveCount, Section, Target
 
 # Byte-level text has 256 bytes and five special tokens.
 BYTE_VOCAB_SIZE: Final = 261
@@ -239,15 +239,15 @@ class DataObject(Object, Loader, _Streamable):
     """As for a target."""
 
 
+_Part = Digits | FashionMNIST | CIFAR10 | ImageFolder | SyntheticImages | Text | TextPairs | HuggingFace | DataTarget
+
+
 class Part(Section):
     """A part of a mixture."""
 
-    weight: Annotated[float, Field(gt=0.0)]
+    weight: Positive
     """Share of the samples, beside the other parts' weights."""
-    data: Annotated[
-        Digits | FashionMNIST | CIFAR10 | ImageFolder | SyntheticImages | Text | TextPairs | HuggingFace | DataTarget,
-        OneOf(),
-    ]
+    data: Annotated[_Part, OneOf()]
     """What is read, as in the section `data`; its keys of a loader mean nothing here."""
 
 

@@ -12,7 +12,6 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     SequentialSampler,
     Subset,
     default_collate,
@@ -107,8 +106,7 @@ def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, An
     if is_stream(dataset):
         return (dataset if collate_fn is None else TakenStream(dataset, collate_fn)), taken
     sampler: Any = batches.sampler  # type: ignore[union-attr]
-    # torchdata has a class of its own of this name.
-    is_whole = isinstance(sampler, RandomSampler) and type(sampler).__name__ == "RandomSampler"
+    is_whole = type(sampler).__name__ == "RandomSampler"  # torchdata has one as well
     is_whole = is_whole and not sampler.replacement and len(sampler) == len(dataset)
     if is_whole or isinstance(sampler, SequentialSampler | DistributedSampler):  # ranks are divided by the run
         taken["shuffle"], sampler = is_whole or getattr(sampler, "shuffle", False), None

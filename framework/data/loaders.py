@@ -91,23 +91,14 @@ class TrainLoader:
         bucket_steps: int = 0,
         curriculum_steps: int = 0,
     ) -> None:
-        """Check that an epoch has a step; nothing is read yet.
+        """Check that an epoch has a step; nothing is read yet. Names of config keys mean what these do.
 
         Args:
             dataset: map-style; its `collate_fn`, if it has one, makes the batches (otherwise torch's default).
-            global_size: samples per optimizer step, micro_size x accumulation_steps x world_size.
-            micro_size: samples per micro-batch.
-            accumulation_steps: micro-batches per optimizer step and rank.
             rank: of data parallelism; so is `world_size`.
-            seed: `run.seed`.
-            shuffle: a new order every epoch.
-            num_workers: processes that fetch ahead; 0 fetches in this process.
-            prefetch_batches: micro-batches that each worker keeps ready.
-            pin_memory: copy batches into page-locked memory, for asynchronous transfer to the GPU.
             random_samples: reading a sample draws random numbers, which are then seeded per (seed, epoch, index). What
                 a `collate_fn` of the dataset's own draws is seeded in any case.
             order_version: of the order of samples, as the run began with it.
-            bucket_steps, curriculum_steps: as the config's keys of these names.
 
         Raises:
             ConfigError: kinds ``dataset-smaller-than-batch``, ``data-without-lengths``.
@@ -196,9 +187,7 @@ class EvalLoader:
             batch_size: samples per batch; a rank's last real batch may have fewer.
             rank: of data parallelism; so is `world_size`.
             max_samples: take this many at most, over all ranks, the first ones; None: all.
-            num_workers: processes that fetch ahead; they stay for the next evaluation, as each fork of a large rank is
-                slow.
-            pin_memory: copy batches into page-locked memory.
+            num_workers: processes that fetch ahead, and stay for the next evaluation: a fork of a large rank is slow.
         """
         num_samples = min(len(dataset), max_samples or len(dataset))
         self._batches = rank_batches(num_samples, batch_size=batch_size, rank=rank, world_size=world_size)

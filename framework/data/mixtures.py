@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import count
 from math import gcd
 from typing import Any, Final
 
@@ -56,7 +57,8 @@ class Mixture:
         """`parts`: (weight, dataset); `shuffle`: of datasets with samples by number, by the seed of the run."""
         self._parts, self._shuffle, self.seed, self._lane, self._lanes = list(parts), shuffle, seed, 0, 1
         self.num_shards = min((num_divisions(part) for _, part in parts if is_stream(part)), default=_MOST_PARTS)
-        self._state: Mapping[str, Any] = {"count": 0, "places": [None] * len(parts)}
+        self._count, self._places = 0, dict[int, Any]()
+        self._streams: dict[int, Lane] = {}
         if (own := own_collate(parts[0][1])) is not None:
             self.collate_fn = own
 
@@ -66,48 +68,36 @@ class Mixture:
         return lane
 
     def state_dict(self) -> Mapping[str, Any]:
-        lanes = (reader.place() if isinstance(reader, Lane) else None for reader in self._readers)
-        return {"count": self._count, "places": [lane and [lane.count, lane.number, lane.state] for lane in lanes]}
+        places = {number: lane.place() for number, lane in self._streams.items()}
+        return {"count": self._count, "places": {number: [*vars(place).values()] for number, place in places.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._state = state
+        self._count, self._places = state["count"], state["places"]
 
     def __iter__(self) -> Iterator[Any]:
         chosen = pattern(tuple(weight for weight, _ in self._parts))
         chosen = np.roll(chosen, -(len(chosen) * self._lane // self._lanes))
-        self._count, places = self._state["count"], self._state["places"]
         passes, rest = divmod(self._count, len(chosen))
-        self._readers = []
+        takes = list[Callable[[], Any]]()
         for number, (_, part) in enumerate(self._parts):
             read = passes * int((chosen == number).sum()) + int((chosen[:rest] == number).sum())
             if is_stream(part):
-                reader: Any = Lane(part, index=self._lane, num_lanes=self._lanes, seed=None)
+                lane = self._streams[number] = Lane(part, index=self._lane, num_lanes=self._lanes, seed=None)
+                lane.start(read, Place(*self._places.get(number, (0,))))
+                takes.append(lane.take)
             else:
-                reader = _Numbered(part, self._lane, self._lanes, shuffle=self._shuffle, seed=self.seed + number)
-            reader.start(read, Place(*(places[number] or (0,))))
-            self._readers.append(reader)
+                takes.append(partial(next, self._numbered(part, read, self.seed + number)))
         while True:
             part = chosen[self._count % len(chosen)]
             self._count += 1
-            yield self._readers[part].take()
+            yield takes[part]()
 
-
-class _Numbered:
-    """A lane's samples of a dataset that has them by number: every so manieth of its epochs' orders."""
-
-    def __init__(self, dataset: Any, lane: int, lanes: int, *, shuffle: bool, seed: int) -> None:
-        self._dataset, self._lane, self._lanes, self._shuffle, self._seed = dataset, lane, lanes, shuffle, seed
-        self._epoch = -1
-
-    def start(self, count: int, place: Place) -> None:
-        self._count = count
-
-    def take(self) -> Any:
-        epoch, position = divmod(self._count * self._lanes + self._lane, size := len(self._dataset))
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._order = order_of_epoch(
-                size, seed=self._seed, epoch=epoch, shuffle=self._shuffle, version=LATEST_ORDER
-            )
-        self._count += 1
-        return self._dataset[int(self._order(np.array([position]))[0])]
+    def _numbered(self, dataset: Any, first: int, seed: int) -> Iterator[Any]:
+        """A lane's samples of a dataset that has them by number: every so manieth of its epochs' orders."""
+        known = -1
+        for number in count(first):
+            epoch, position = divmod(number * self._lanes + self._lane, size := len(dataset))
+            if epoch != known:
+                known, version = epoch, LATEST_ORDER
+                order = order_of_epoch(size, seed=seed, epoch=epoch, shuffle=self._shuffle, version=version)
+            yield dataset[int(order(np.array([position]))[0])]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from torch import Tensor
@@ -17,14 +17,6 @@ from framework.data.streams import is_stream, num_samples
 from framework.data.token_files import read_meta
 from framework.data.tokens import Tokens
 from framework.errors import ConfigError, Problem
-
-
-class MapDataset(Protocol):
-    """Samples by number: what a `DataLoader` needs. torch's `Dataset` need not be its base, nor has that a length."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 @dataclass(frozen=True)

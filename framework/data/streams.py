@@ -69,9 +69,7 @@ def num_lanes(dataset: Any, *, global_size: int, asked: int | None = None) -> in
         largest -= 1
     if asked in (None, largest):
         return largest
-    reason = f"the stream can be read in {most} parts at once"
-    if asked <= most:
-        reason = f"a step takes equally many samples of each, and has {global_size}"
+    reason = f"the stream has {most} parts, and a step of {global_size} samples takes as many of each"
     raise ConfigError.of("stream-lanes", reason, f"set data.lanes: {largest}, or leave it out", "data.lanes", asked)
 
 
@@ -190,14 +188,12 @@ class _Read(IterableDataset[Any]):
 
     def in_workers(self, num_workers: int, **options: Any) -> Iterator[Any]:
         """Item by item from each worker in turn; 0: in this process."""
-        of_workers: dict[str, Any] = {"num_workers": num_workers, "worker_init_fn": init_of_workers()}
+        options |= {"num_workers": num_workers, "worker_init_fn": init_of_workers()}
         generator = torch.Generator().manual_seed(0)  # without one, seeds are drawn from the global generator
-        options |= of_workers
         return iter(DataLoader(self, batch_size=None, collate_fn=as_it_is, generator=generator, **options))
 
 
-Piece = tuple[int, tuple[int, int], Any]
-"""Micro-batch of the rank's share, (lane, count) of its first sample, and the batch or a part of it."""
+Piece = tuple[int, tuple[int, int], Any]  # number of a micro-batch, (lane, count) of the first sample, all or a part
 
 
 class StreamLoader:
@@ -216,21 +212,12 @@ class StreamLoader:
         lanes: int | None = None,
         places: Mapping[int, Place] | None = None,
     ) -> None:
-        """Divide the stream; nothing is read yet.
+        """Divide the stream; nothing is read yet. Arguments are as of `TrainLoader`, and
 
-        Args:
-            dataset: what `is_stream` accepts; its `collate_fn`, if it has one, makes the batches.
-            share: of this rank in a step.
-            seed: `run.seed`.
-            num_workers: processes that read ahead; no more than this rank has lanes are started.
-            prefetch_batches: steps that each worker keeps ready.
-            pin_memory: copy batches into page-locked memory.
-            random_samples: seed the generators for every sample by (seed, lane, count).
-            lanes: parts that are read at once; None: `num_lanes` decides.
-            places: where lanes can be begun, of a saved run; the rest is counted.
+        lanes: parts that are read at once; None: `num_lanes` decides.
+        places: where lanes can be begun, of a saved run; the rest is counted.
 
-        Raises:
-            ConfigError: kind ``stream-lanes``.
+        No more workers than this rank has lanes are started, and each keeps `prefetch_batches` steps ready.
         """
         if getattr(dataset, "takes_seed", False):
             dataset.seed = seed
@@ -333,17 +320,13 @@ class StreamEvalLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        """Divide the stream; arguments as of `EvalLoader`, and `gather`: every rank's value, on every rank."""
+        """Arguments are as of `EvalLoader`, and `gather`: every rank's value. One worker is started at most."""
         self._dataset, self._size, self._most, self._gather = dataset, batch_size, max_samples, gather
-        is_divided = num_divisions(dataset) >= world_size * num_workers
-        self._num_workers, self._pin_memory = num_workers if is_divided else min(num_workers, 1), pin_memory
-        self._rank, self._world_size = rank, world_size
+        self._own, self._fetching = (rank, world_size), {"pin_memory": pin_memory, "num_workers": min(num_workers, 1)}
 
     def __iter__(self) -> Generator[tuple[Any, bool], None, None]:
         """One pass. Collective: before every batch the ranks agree on whether any has one left."""
-        workers = max(self._num_workers, 1)
-        reading = _Read(lambda worker: self._read(self._rank * workers + worker, self._world_size * workers))
-        batches, kept = reading.in_workers(self._num_workers, pin_memory=self._pin_memory), None
+        batches, kept = _Read(lambda _: self._read(*self._own)).in_workers(**self._fetching), None
         while any(self._gather((batch := next(batches, None)) is not None)):
             if batch is None and kept is None:
                 kept = next(self._read(0, 1))
@@ -356,22 +339,20 @@ class StreamEvalLoader:
     def _read(self, part: int, parts: int) -> Iterator[Any]:
         """The batches of one of so many parts; what they draw is the same in every pass."""
         dataset, own, most = self._dataset, own_collate(self._dataset), self._most
-        if 1 < parts <= num_divisions(dataset):
-            dataset, first = dataset.shard(num_shards=parts, index=part), part
+        is_divided = 1 < parts <= num_divisions(dataset)
+        if is_divided:
+            dataset = dataset.shard(num_shards=parts, index=part)
             most = None if most is None else most * (part + 1) // parts - most * part // parts
-            part, parts = 0, 1
-        else:
-            first = 0
         _set_epoch(dataset, 0)
         samples = islice(dataset, most)
         for number in count():
             with random_state_kept(), refusing_exits():
-                seed_generators(mix_int(_EVALUATION_SALT, first, number))
+                seed_generators(mix_int(_EVALUATION_SALT, part if is_divided else 0, number))
                 if not (found := list(islice(samples, self._size))):
                     return
-                is_own = number % parts == part
-                batch = None if not is_own else collate(found) if own is None else own(found)
-            if is_own:
+                if is_kept := is_divided or number % parts == part:
+                    batch = collate(found) if own is None else own(found)
+            if is_kept:
                 yield batch
 
 

@@ -153,12 +153,12 @@ def _num_lanes(plan: Plan, parts: Parts) -> int:
 
 
 def _shared_lanes(plan: Plan, parts: Parts) -> Iterator[Problem]:
-    """Warn of lanes that more than one rank has to read."""
     lanes, ranks = _num_lanes(plan, parts), plan.layout.data_parallel_size
     if lanes % ranks:
-        parts_of = "one part, so that every rank reads all of it" if lanes == 1 else f"{lanes} parts"
-        reason = f"the training stream is read in {parts_of}; {ranks} ranks that share parts keep their own samples"
-        fix = f"give it num_shards and shard(num_shards, index) with a multiple of {ranks} parts"
+        reason = (
+            f"{ranks} ranks share {counted(lanes, 'part')} of the training stream: several read a part, each its share"
+        )
+        fix = f"give the stream num_shards, a multiple of {ranks}, and shard(num_shards, index)"
         yield Problem("stream-lanes-shared", reason, fix, "data.lanes", lanes, severity="warning")
 
 

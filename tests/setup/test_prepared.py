@@ -181,7 +181,9 @@ def test_a_stream_without_a_length_is_refused_and_an_epoch_is_what_is_named() ->
         assert found.description()["lanes"] == 1
 
 
-@pytest.mark.parametrize(("parts", "ranks", "line"), [(1, 2, "is read in one part"), (6, 4, "in 6 parts"), (6, 2, "")])
+@pytest.mark.parametrize(
+    ("parts", "ranks", "line"), [(1, 2, "2 ranks share 1 part of"), (6, 4, "4 ranks share 6 parts of"), (6, 2, "")]
+)
 def test_lanes_that_ranks_share_cost_a_warning(
     parts: int, ranks: int, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
