@@ -18,8 +18,8 @@ from torch.utils.data import (
 )
 
 from framework.data.batches import fetched, random_state_kept, seed_generators
+from framework.data.loaders import is_stream
 from framework.data.order import Order, mix_int
-from framework.data.streams import is_stream
 from framework.errors import ConfigError
 
 _SAMPLER_SALT: Final = 0x5A91
@@ -40,8 +40,6 @@ class _Taken:
 
 
 class TakenStream(_Taken, IterableDataset[Any]):
-    """One of samples in a row."""
-
     def __iter__(self) -> Iterator[Any]:
         return iter(self._dataset)
 
@@ -63,11 +61,9 @@ class TakenSet(_Taken):
     def __getitems__(self, indices: Sequence[int]) -> Any:
         return fetched(self._dataset, indices)
 
-    def epoch_order(self, *, seed: int, epoch: int) -> Order:
-        """The order of an epoch, asked of the sampler with a seed of (seed, epoch): the same whoever asks, and when.
-
-        Raises:
-            ConfigError: kind ``sampler-order``: an epoch has more or fewer samples than the first.
+    def epoch_order(self, epoch: int, *, seed: int) -> Order:
+        """The order of an epoch, asked of the sampler with a seed of (seed, epoch): the same whoever asks, and when; a
+        ConfigError, kind ``sampler-order``, where it has another length than the first.
         """
         if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
             set_epoch(epoch)
@@ -85,10 +81,7 @@ class TakenSet(_Taken):
 
 
 def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, Any]]:
-    """Take a `DataLoader` apart; anything else as it is, and datasets of Hugging Face's give tensors.
-
-    Returns:
-        The dataset, with what belongs to it; and `micro_size`, `num_workers`, `shuffle`, as far as the loader says.
+    """Take a `DataLoader` apart: its dataset; and `micro_size`, `num_workers`, `shuffle`, as far as it says.
 
     Raises:
         ConfigError: kind ``loader-not-taken``: something else than a sampler makes its batches.
@@ -98,7 +91,7 @@ def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, An
     dataset, batches = as_tensors(given.dataset), given.batch_sampler
     if given.batch_size is None and type(batches) is not BatchSampler:
         reason = f"its {'dataset' if batches is None else 'batch_sampler'} makes the batches"
-        fix = "give it a batch_size and a sampler; data.bucket_steps makes batches of like lengths"
+        fix = "give it a batch_size and a sampler"
         raise ConfigError.of("loader-not-taken", reason, fix, key, "DataLoader")
     collate_fn = None if given.collate_fn is default_collate else given.collate_fn
     size = given.batch_size or batches.batch_size  # type: ignore[union-attr]
@@ -116,7 +109,7 @@ def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, An
 
 
 def as_tensors(dataset: Any) -> Any:
-    """Datasets of Hugging Face's without a format of their own give lists, which nothing could be computed with."""
+    """Hugging Face's datasets without a format of their own give lists, which nothing can be computed with."""
     if type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "with_format"):
         formatting = dataset._formatting if is_stream(dataset) else dataset.format["type"]
         return dataset.with_format("torch") if formatting is None else dataset

@@ -16,12 +16,9 @@ from framework.data.handed import TakenSet, TakenStream, as_tensors
 from framework.data.splits import Splits
 from framework.errors import ConfigError, missing_package
 
-_READERS: Final = {
-    ".json": "json",
+_READERS: Final = {f".{name}": name for name in ("json", "csv", "parquet")} | {
     ".jsonl": "json",
-    ".csv": "csv",
     ".txt": "text",
-    ".parquet": "parquet",
     ".tar": "webdataset",
 }
 _RANGE: Final = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -53,18 +50,16 @@ def build(
                 names = _files(place, key)
                 reader = _READERS[Path(names[0]).suffix]
                 found = datasets.load_dataset(reader, data_files=names, split="train", streaming=streaming)
+            if not isinstance(found, dict):
+                return found if "train" in splits else None
+            name = next(filter(found.__contains__, splits), None)
+            return found[name or "train"] if name or "train" in splits else None
         except ConfigError:
             raise
         except Exception as error:
             reason = f"datasets cannot read it: {type(error).__name__}: {error}"
-            fix = f"name a folder of save_to_disk, or files of {', '.join(_READERS)}"
+            fix = f"name a folder of save_to_disk with a split train, or {', '.join(_READERS)} files"
             raise ConfigError.of("dataset-not-read", reason, fix, key, place) from error
-        if not isinstance(found, dict):
-            return None if splits[0] == "validation" and eval_path is None else found
-        if (name := next(filter(found.__contains__, splits), None)) is None and "train" in splits:
-            fix = f"hand over one of {', '.join(found)} as train_data"
-            raise ConfigError.of("dataset-not-read", "it has no split train", fix, key, place)
-        return None if name is None else found[name]
 
     train = read(path, "data.path", "train")
     evaluation = read(eval_path or path, "data.eval_path", "validation", "test", *["train"] * bool(eval_path))

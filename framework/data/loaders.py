@@ -10,11 +10,10 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from framework.data.batches import LoaderSamples, SeededBatches, SeededSamples, as_it_is, collate, own_collate
-from framework.data.lengths import bucketed, lengths_of, shortest_first
-from framework.data.order import LATEST_ORDER, MicroBatchSampler, Order, Share, mix_int, order_of_epoch
+from framework.data.order import LATEST_ORDER, MicroBatchSampler, Share, mix_int
 from framework.errors import ConfigError
 from framework.system.parent_watch import die_with
 from framework.system.stopping import SIGNALS
@@ -59,10 +58,15 @@ def _loader(
     )
 
 
-def num_samples_of_epoch(dataset: Any) -> int:
-    """Count the samples of an epoch: all, or as many as a sampler of the dataset's own gives."""
-    ordered: int | None = getattr(dataset, "num_ordered", None)
-    return len(dataset) if ordered is None else ordered
+def is_stream(dataset: Any) -> bool:
+    """Check for an iterable of the user's without samples by number."""
+    is_iterable = hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+    return isinstance(dataset, IterableDataset) or (is_iterable and type(dataset).__module__ != "builtins")
+
+
+def num_samples_of(dataset: Any) -> int | None:
+    """Count the samples of an epoch; None of a stream: only reading them all would tell."""
+    return None if is_stream(dataset) else getattr(dataset, "num_ordered", None) or len(dataset)
 
 
 class TrainLoader:
@@ -88,8 +92,6 @@ class TrainLoader:
         pin_memory: bool = False,
         random_samples: bool = False,
         order_version: int = LATEST_ORDER,
-        bucket_steps: int = 0,
-        curriculum_steps: int = 0,
     ) -> None:
         """Check that an epoch has a step; nothing is read yet. Names of config keys mean what these do.
 
@@ -101,27 +103,20 @@ class TrainLoader:
             order_version: of the order of samples, as the run began with it.
 
         Raises:
-            ConfigError: kinds ``dataset-smaller-than-batch``, ``data-without-lengths``.
+            ConfigError: kind ``dataset-smaller-than-batch``.
         """
         self._dataset, self._seed, self._rank, self._random_samples = dataset, seed, rank, random_samples
         share = Share(global_size, micro_size, accumulation_steps, rank, world_size)
-        num_samples = num_samples_of_epoch(dataset)
-
-        def order_of(epoch: int) -> Order:
-            if getattr(dataset, "num_ordered", None) is None:
-                return order_of_epoch(num_samples, seed=seed, epoch=epoch, shuffle=shuffle, version=order_version)
-            return dataset.epoch_order(seed=seed, epoch=epoch)  # type: ignore[no-any-return]
-
-        orders: dict[str, Any] = {"order_of": order_of}
-        if bucket_steps or curriculum_steps:
-            lengths = lengths_of(dataset, "data.bucket_steps" if bucket_steps else "data.curriculum_steps")
-            sizes = {"seed": seed, "size": global_size}
-            if bucket_steps:
-                orders["order_of"] = bucketed(order_of, lengths, steps=bucket_steps, **sizes)
-            if curriculum_steps:
-                first = shortest_first(lengths, steps=curriculum_steps, **sizes)
-                orders |= {"first_steps": curriculum_steps, "order_of_first": first}
-        self._sampler = partial(MicroBatchSampler, num_samples, share=share, seed=seed, shuffle=shuffle, **orders)
+        num_samples = num_samples_of(dataset) or 0
+        self._sampler = partial(
+            MicroBatchSampler,
+            num_samples,
+            share=share,
+            seed=seed,
+            shuffle=shuffle,
+            version=order_version,
+            order_of=partial(dataset.epoch_order, seed=seed) if getattr(dataset, "num_ordered", None) else None,
+        )
         self._fetching: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
         if num_workers > 0:
             self._fetching["prefetch_factor"] = prefetch_batches
@@ -136,14 +131,8 @@ class TrainLoader:
             )
 
     def stream(self, start_step: int = 0) -> Generator[Any, None, None]:
-        """This rank's micro-batches from optimizer step `start_step` on, without end.
-
-        Args:
-            start_step: counted from 0 at the beginning of the run; samples of earlier steps are not fetched.
-
-        Returns:
-            Collated batches, `accumulation_steps` for every optimizer step. Closing the generator ends the workers;
-            torch's global random state is neither read nor changed.
+        """This rank's micro-batches from optimizer step `start_step` on, without end: samples of earlier steps are not
+        fetched. Closing the generator ends the workers; torch's global random state is neither read nor changed.
         """
         drawn = self._seed if self._random_samples else None
         order = self._sampler(start_step=start_step).with_epochs()
@@ -180,14 +169,10 @@ class EvalLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        """Divide the dataset; nothing is read yet.
+        """Divide the dataset, map-style and not empty; nothing is read yet.
 
-        Args:
-            dataset: map-style, not empty; its `collate_fn`, if it has one, makes the batches.
-            batch_size: samples per batch; a rank's last real batch may have fewer.
-            rank: of data parallelism; so is `world_size`.
-            max_samples: take this many at most, over all ranks, the first ones; None: all.
-            num_workers: processes that fetch ahead, and stay for the next evaluation: a fork of a large rank is slow.
+        `max_samples`, the first ones, are those of all ranks together. Workers stay for the next evaluation: each fork
+        of a large rank is slow.
         """
         num_samples = min(len(dataset), max_samples or len(dataset))
         self._batches = rank_batches(num_samples, batch_size=batch_size, rank=rank, world_size=world_size)

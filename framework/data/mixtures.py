@@ -11,8 +11,9 @@ from typing import Any, Final
 import numpy as np
 
 from framework.data.batches import own_collate
+from framework.data.loaders import is_stream
 from framework.data.order import LATEST_ORDER, Positions, order_of_epoch
-from framework.data.streams import Lane, Place, is_stream, num_divisions
+from framework.data.streams import Lane, Place, num_divisions
 from framework.errors import ConfigError
 
 _PERIOD: Final = 10_000  # positions after which shares repeat: a share has four digits
@@ -46,9 +47,8 @@ def pattern(weights: tuple[float, ...]) -> Positions:
 
 
 class Mixture:
-    """A stream of samples of several datasets, streams or not, each begun anew where it ends; it has no end.
-
-    A lane of it reads one lane of every part, in the same pattern, begun at a place of its own.
+    """A stream without end of samples of several datasets, streams or not, each begun anew where it ends. A lane of it
+    reads a lane of every part, in the same pattern, begun at a place of its own.
     """
 
     takes_seed = True

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from framework.data.handed import taken_over
-from framework.data.streams import is_stream, num_samples
+from framework.data.loaders import is_stream, num_samples_of
 from framework.data.token_files import read_meta
 from framework.data.tokens import Tokens
 from framework.errors import ConfigError, Problem
@@ -21,20 +21,18 @@ from framework.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class Splits:
-    """A training and an evaluation dataset: samples by number, or streams.
-
-    `taken` and `taken_evaluation` are what a `DataLoader` in their place said of batches and their order.
+    """A training and an evaluation dataset: samples by number, or streams; `taken`: what a `DataLoader` in their place
+    says of workers, batches (`eval_size` of evaluation's) and shuffling.
     """
 
     train: Any
     evaluation: Any
     taken: Mapping[str, Any] = field(default_factory=dict)
-    taken_evaluation: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_train(self) -> int | None:
         """Training samples; None of a stream."""
-        return num_samples(self.train)
+        return num_samples_of(self.train)
 
 
 def as_splits(result: object) -> Splits:
@@ -87,20 +85,18 @@ def _pair(result: object, door: _Door) -> tuple[Any, Any]:
 def _checked(train: Any, evaluation: Any, door: _Door) -> Splits:
     train, taken = taken_over(train, key=door.train_key, trains=True)
     evaluation, measured = taken_over(evaluation, key=door.eval_key, trains=False)
+    taken |= {"eval_size": measured["micro_size"]} if measured else {}
     problems = [_complaint(train, door, name="training")]
     if evaluation is not None:
         problems.append(_complaint(evaluation, door, name="evaluation"))
     if any(problems):
         raise ConfigError(filter(None, problems))
-    return Splits(train, evaluation, taken, measured)
+    return Splits(train, evaluation, taken)
 
 
 def _complaint(dataset: object, door: _Door, *, name: str) -> Problem | None:
     kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
-    wanted = (
-        f"{door.give} a map-style dataset with __len__ and __getitem__, a stream with __iter__, or a tuple (training, "
-        "evaluation) of two"
-    )
+    wanted = f"{door.give} a map-style dataset with __len__ and __getitem__, a stream with __iter__, or a tuple of two"
 
     def problem(reason: str, fix: str = wanted) -> Problem:
         key = door.train_key if name == "training" else door.eval_key

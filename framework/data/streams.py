@@ -26,7 +26,7 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from framework.data.batches import as_it_is, collate, own_collate, random_state_kept, seed_generators, seeded_collate
-from framework.data.loaders import init_of_workers, num_samples_of_epoch
+from framework.data.loaders import init_of_workers
 from framework.data.order import Share, mix_int
 from framework.errors import ConfigError
 from framework.system.exits import refusing_exits
@@ -37,18 +37,7 @@ _SAMPLE_SALT: Final = 0x57E4
 _PASS_SALT: Final = 0x9A55
 _EVALUATION_SALT: Final = 0xE7A3
 _SAMPLES_PER_STATE: Final = 64
-_TIME_OF_STATES: Final = 20  # one is taken when so many times the time has passed that the last one took
-
-
-def is_stream(dataset: Any) -> bool:
-    """Check for an iterable of the user's without samples by number."""
-    is_iterable = hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
-    return isinstance(dataset, IterableDataset) or (is_iterable and type(dataset).__module__ != "builtins")
-
-
-def num_samples(dataset: Any) -> int | None:
-    """Count the samples of an epoch; None where only reading them all would."""
-    return None if is_stream(dataset) else num_samples_of_epoch(dataset)
+_TIME_OF_STATES: Final = 20  # as long as the last one took, until the next is taken
 
 
 def num_divisions(dataset: Any) -> int:
@@ -58,10 +47,8 @@ def num_divisions(dataset: Any) -> int:
 
 
 def num_lanes(dataset: Any, *, global_size: int, asked: int | None = None) -> int:
-    """Count the lanes of a run: `asked`, or the largest divisor of the global batch up to 64 and the source's parts.
-
-    Raises:
-        ConfigError: kind ``stream-lanes``: `asked` is more than the source has, or does not divide the batch.
+    """Count the lanes of a run: `asked`, or the largest divisor of the global batch up to 64 and the source's parts; a
+    ConfigError, kind ``stream-lanes``, where it cannot be as asked.
     """
     most = num_divisions(dataset)
     largest = min(most, asked or _MOST_LANES, global_size)
@@ -99,11 +86,7 @@ class Lane:
             self.take()
 
     def take(self) -> Any:
-        """The next sample.
-
-        Raises:
-            ConfigError: kind ``stream-empty``: a whole pass has none.
-        """
+        """The next sample; a ConfigError, kind ``stream-empty``, where a whole pass has none."""
         while True:
             self._draw_by(_SAMPLE_SALT, self.count)
             try:
@@ -163,7 +146,7 @@ def _state_of(source: Any) -> bytes | None:
 
 
 def _is_exact(source: Any) -> bool:
-    """Check a stream of Hugging Face's: one that shuffles would refill its buffer with other samples."""
+    """Check a stream of Hugging Face's, which would refill a shuffled buffer with others."""
     found = [getattr(source, "_ex_iterable", None)]
     while found:
         each = found.pop()
@@ -171,11 +154,11 @@ def _is_exact(source: Any) -> bool:
             return False
         inner = getattr(each, "ex_iterable", None)
         found += getattr(each, "ex_iterables", []) if inner is None else [inner]
-    return not getattr(getattr(source, "_formatting", None), "is_table", False)
+    return True
 
 
 class _Read(IterableDataset[Any]):
-    """Items that a function from the number of a worker yields, in one process or several."""
+    """Items that a function of a worker's number yields."""
 
     def __init__(self, read: Callable[[int], Iterator[Any]]) -> None:
         self._read = read
@@ -187,7 +170,6 @@ class _Read(IterableDataset[Any]):
         return self._read(0 if info is None else info.id)
 
     def in_workers(self, num_workers: int, **options: Any) -> Iterator[Any]:
-        """Item by item from each worker in turn; 0: in this process."""
         options |= {"num_workers": num_workers, "worker_init_fn": init_of_workers()}
         generator = torch.Generator().manual_seed(0)  # without one, seeds are drawn from the global generator
         return iter(DataLoader(self, batch_size=None, collate_fn=as_it_is, generator=generator, **options))
@@ -212,12 +194,8 @@ class StreamLoader:
         lanes: int | None = None,
         places: Mapping[int, Place] | None = None,
     ) -> None:
-        """Divide the stream; nothing is read yet. Arguments are as of `TrainLoader`, and
-
-        lanes: parts that are read at once; None: `num_lanes` decides.
-        places: where lanes can be begun, of a saved run; the rest is counted.
-
-        No more workers than this rank has lanes are started, and each keeps `prefetch_batches` steps ready.
+        """Divide the stream; nothing is read yet. Arguments are as of `TrainLoader` and of the config, but workers keep
+        whole steps ready; `places`: where lanes can be begun, of a saved run.
         """
         if getattr(dataset, "takes_seed", False):
             dataset.seed = seed
@@ -247,7 +225,7 @@ class StreamLoader:
             del parts  # the last reference: a DataLoader iterator stops its workers when it is collected
 
     def _read(self, start_step: int, worker: int) -> Iterator[tuple[list[Piece], dict[int, Place]]]:
-        """A worker's part of every step, from its lanes, and the places that are new with it."""
+        """A worker's part of every step, and the places that are new with it."""
         workers, all_lanes = max(self._num_workers, 1), self._lanes
         own = all_lanes[len(all_lanes) * worker // workers : len(all_lanes) * (worker + 1) // workers]
         lanes = [Lane(self._dataset, index=index, num_lanes=self.num_lanes, seed=self._drawn) for index in own]
@@ -263,9 +241,7 @@ class StreamLoader:
             yield pieces, news
 
     def _pieces(self, first: int, samples: Sequence[tuple[tuple[int, int], Any]]) -> Iterator[Piece]:
-        """Cut samples, which have the places of a step from `first` on, into the rank's micro-batches: whole ones are
-        collated, and parts where torch's default does it.
-        """
+        """Cut samples, from the place `first` of a step on, into micro-batches, collated if whole or by default."""
         size, offset = self._share.micro_size, self._first - first
         for number in range(self._per_rank // size):
             start = offset + number * size
@@ -303,9 +279,8 @@ def _concatenated(parts: Sequence[Any]) -> Any:
 
 
 class StreamEvalLoader:
-    """Batches of one rank as (batch, counts), as `EvalLoader` gives those of a dataset with samples by number.
-
-    A source in fewer parts than ranks is read whole by every rank, which keeps its own batches.
+    """Batches of one rank as (batch, counts), as of `EvalLoader`. A source in fewer parts than ranks is read whole by
+    every rank, which keeps its own batches.
     """
 
     def __init__(
@@ -360,7 +335,7 @@ class StreamPlaces:
     """Places of a run's lanes, for its checkpoints and from them. All ranks have one."""
 
     def __init__(self, gather: Callable[[Any], Sequence[Any]]) -> None:
-        """`gather` is collective: every rank's value, on every rank."""
+        """`gather`: every rank's value, on every rank."""
         self._gather = gather
         self.found: dict[int, Place] = {}
         self.loader: StreamLoader | None = None

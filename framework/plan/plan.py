@@ -89,18 +89,15 @@ class Plan:
         return make_plan(self.config, replace(self.cluster, device=device), source=source)
 
     def with_data(self, num_train_samples: int | None, source: Source) -> Plan:
-        """The plan with the real size of the training data, None of a stream.
-
-        Raises:
-            ConfigError: it is too small for a step, or a stream has no length.
+        """The plan with the real size of the training data, None of a stream; a ConfigError where that is too small for
+        a step, or a stream has no length.
         """
         size = self.config.data.num_train_samples() if num_train_samples is None else num_train_samples
         length = _length(self.config, self.layout, size)
         if length.total_steps is None:
-            reason = "the training data is a stream, which has no length"
+            reason, key = "the training data is a stream, which has no length", "training.max_steps"
             fix = "set it; or data.train_samples, the samples of an epoch"
-            problem = Problem("stream-without-length", reason, fix, "training.max_steps")
-            raise ConfigError(source.locate(problem))
+            raise ConfigError(source.locate(Problem("stream-without-length", reason, fix, key)))
         before = list(map(source.locate, _length_findings(self.config, self.layout, self.length)))
         kept = [finding for finding in self.findings if finding not in before]
         found = [*kept, *_length_findings(self.config, self.layout, length)]

@@ -19,9 +19,9 @@ from framework.config.base import Object, Target
 from framework.config.precision import FP16, Autocast
 from framework.config.run_config import RunConfig
 from framework.config.training import Checkpoint, Evaluation
-from framework.data.loaders import EvalLoader
+from framework.data.loaders import EvalLoader, is_stream
 from framework.data.splits import Splits
-from framework.data.streams import StreamEvalLoader, StreamPlaces, is_stream
+from framework.data.streams import StreamEvalLoader, StreamPlaces
 from framework.engine import random_state
 from framework.engine.distributed import from_rank0, gather, gather_from_disks, rank
 from framework.engine.expert_parallel import building_experts

@@ -28,7 +28,6 @@ from framework.config.explain import homes_of
 from framework.config.load import config_from_values
 from framework.config.optimizer import OptimizerObject
 from framework.config.run_config import RunConfig
-from framework.config.training import Batch, Evaluation
 from framework.data.splits import Splits, given_splits
 from framework.engine.checkpoint_bytes import is_plain
 from framework.engine.schedules import MakeSchedule
@@ -103,27 +102,20 @@ def describe_objects(config: RunConfig, objects: Objects) -> RunConfig:
     found = _sections(objects)
     changes: dict[str, Any] = {name: Object(**found[name]) for name in ("model", "task", "scheduler") if name in found}
     if (splits := objects.splits) is not None:
-        known = config.data.model_dump(include={*DataObject.model_fields} - {"object"})
-        is_stated = "num_workers" in config.data.model_fields_set
-        taken = {name: splits.taken[name] for name in {*splits.taken} - {"micro_size", *["num_workers"] * is_stated}}
+        known, taken = config.data.model_dump(include={*DataObject.model_fields} - {"object"}), dict(splits.taken)
+        size, eval_size = taken.pop("micro_size", None), taken.pop("eval_size", None)
+        if "num_workers" in config.data.model_fields_set:
+            taken.pop("num_workers", None)
         changes["data"] = DataObject(**known | taken | found["data"])
-        changes["batch"], changes["evaluation"] = _with_sizes(config, splits)
+        batch, measured = config.batch, config.evaluation
+        is_open = batch.micro_size is None and "batch.micro_size" not in config.auto
+        if is_open and None in (batch.global_size, batch.accumulation_steps):
+            changes["batch"] = batch.model_copy(update={"micro_size": size})
+        changes["evaluation"] = measured.model_copy(update={"batch_size": measured.batch_size or eval_size})
     if "optimizer" in found:
         stated = config.optimizer.lr if isinstance(config.optimizer, OptimizerObject) else None
         changes["optimizer"] = OptimizerObject(**{"lr": stated, **found["optimizer"]})
     return config.model_copy(update=changes)
-
-
-def _with_sizes(config: RunConfig, splits: Splits) -> tuple[Batch, Evaluation]:
-    """The sections with the batch sizes of a `DataLoader`, where they have none."""
-    batch, evaluation = config.batch, config.evaluation
-    is_open = batch.micro_size is None and "batch.micro_size" not in config.auto
-    if is_open and None in (batch.global_size, batch.accumulation_steps):
-        batch = batch.model_copy(update={name: size for name, size in splits.taken.items() if name == "micro_size"})
-    size = splits.taken_evaluation.get("micro_size")
-    if size is not None and evaluation.batch_size is None:
-        evaluation = evaluation.model_copy(update={"batch_size": size})
-    return batch, evaluation
 
 
 def type_name(value: Any) -> str:

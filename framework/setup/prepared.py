@@ -15,9 +15,10 @@ from framework.checkpoint.resume_point import find_checkpoint, saved_manifest
 from framework.checkpoint.state.weight_files import LazyWeights
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
+from framework.data.loaders import is_stream, num_samples_of
 from framework.data.order import LATEST_ORDER
 from framework.data.splits import tokens_sha256
-from framework.data.streams import is_stream, num_lanes, num_samples
+from framework.data.streams import num_lanes
 from framework.dslint.judge import judge_passed_through
 from framework.engine.distributed import check_device, describe_environment, device_name, take_device_of_rank
 from framework.engine.weights import find_weights, refuse_other_layers
@@ -55,7 +56,7 @@ class Prepared:
         """Return the values that must be equal on every rank, or collectives would hang or mix different runs."""
         splits = self.parts.splits
         sizes: dict[str, Any] = {"training samples": splits.num_train}
-        sizes |= {"evaluation samples": num_samples(splits.evaluation)} if splits.evaluation is not None else {}
+        sizes |= {"evaluation samples": num_samples_of(splits.evaluation)} if splits.evaluation is not None else {}
         sums = {name: tokens_sha256(split) for name, split in vars(splits).items()}
         sizes |= {f"checksum of the {name} text": found for name, found in sums.items() if found}
         return sizes | {f"config.{name}": section for name, section in self.plan.config.to_dict().items()}
@@ -146,8 +147,7 @@ def prepare(
     )
 
 
-def _num_lanes(plan: Plan, parts: Parts) -> int:
-    """Count the lanes of a streamed run; 0 where the data is no stream."""
+def _num_lanes(plan: Plan, parts: Parts) -> int:  # 0 where the data is no stream
     train, asked = parts.splits.train, getattr(plan.config.data, "lanes", None)
     return num_lanes(train, global_size=plan.layout.global_size, asked=asked) if is_stream(train) else 0
 

@@ -22,9 +22,9 @@ from torch.utils.data import (
 )
 
 from framework.data.handed import TakenSet, as_tensors, taken_over
-from framework.data.loaders import EvalLoader, TrainLoader
+from framework.data.loaders import EvalLoader, TrainLoader, is_stream
 from framework.data.splits import given_splits
-from framework.data.streams import StreamEvalLoader, is_stream
+from framework.data.streams import StreamEvalLoader
 from framework.errors import ConfigError
 from framework.setup.objects import Objects, config_with_objects
 
@@ -130,7 +130,7 @@ class TestTaken:
         assert splits.train.num_shards == 3
         loader = StreamEvalLoader(splits.evaluation, batch_size=9, rank=0, world_size=1, gather=lambda one: [one])
         assert [batch for batch, _ in loader] == [[*range(9)]]
-        assert splits.taken == {"num_workers": 0, "micro_size": 2}
+        assert splits.taken == {"num_workers": 0, "micro_size": 2, "eval_size": 2}
 
     @pytest.mark.parametrize(
         ("options", "whose"), [({"batch_size": None}, "dataset"), ({"batch_sampler": [[0, 1], [2]]}, "batch_sampler")]

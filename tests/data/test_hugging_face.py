@@ -15,9 +15,9 @@ from PIL import Image
 
 from framework.config.load import config_from_values
 from framework.data.hugging_face import build
-from framework.data.loaders import TrainLoader
+from framework.data.loaders import TrainLoader, is_stream
 from framework.data.order import Share
-from framework.data.streams import Lane, Place, StreamEvalLoader, StreamLoader, is_stream
+from framework.data.streams import Lane, Place, StreamEvalLoader, StreamLoader
 from framework.errors import ConfigError
 from framework.setup.objects import Objects
 from framework.setup.parts import gather_parts
@@ -77,7 +77,7 @@ class TestHuggingFace:
             ({"path": "broken.parquet"}, "data.path = broken.parquet: datasets cannot read it: "),
             (
                 {"path": "rows.xyz"},
-                "name a folder of save_to_disk, or files of .json, .jsonl, .csv, .txt, .parquet, .tar",
+                "name a folder of save_to_disk with a split train, or .json, .csv, .parquet",
             ),
         ],
     )
