@@ -28,7 +28,10 @@ SECTIONS: Final = ", ".join(
 NO_KIND: Final = "the section does not say which kind it is; add"
 OPTIMIZERS: Final = "adamw, adam, sgd, adagrad, lion, lamb, adafactor, muon, or target: package.module:name"
 MODELS: Final = "lenet, small_resnet18, resnet18, resnet50, mlp, gpt, bert, or target: package.module:name"
-DATA: Final = "digits, fashion_mnist, cifar10, image_folder, synthetic_images, text, text_pairs, huggingface, mixture, or target: package.module:name"
+DATA: Final = (
+    "digits, fashion_mnist, cifar10, image_folder, synthetic_images, text, text_pairs, huggingface, mixture, "
+    "or target: package.module:name"
+)
 NAME: Final = "a name is 1 to 100 letters, digits, _, - and ., with no . or - first"
 JSON_FIX: Final = "check commas, quotes and brackets; comments and trailing commas need a .yaml file [config-syntax]"
 TAG_FIX: Final = "write a plain value; text may stand in quotes [config-syntax]"
