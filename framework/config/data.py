@@ -248,6 +248,7 @@ class Part(Section):
 class Mixture(_Dataset, _Streamable):
     """Several data in fixed shares, each begun anew where it ends. A stream; evaluated is what the first part has."""
 
+    streaming: ClassVar[bool] = True
     kind: Literal["mixture"] = "mixture"
     parts: Annotated[list[Part], Field(min_length=2)]
     """Weight and data of each; a share is kept to within one sample per lane."""

@@ -1,4 +1,4 @@
-"""A `DataLoader`, or a dataset of Hugging Face's, as people have them: what is taken over of it."""
+"""Parts that are taken over of a `DataLoader`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SAMPLER_SALT: Final = 0x5A91
 
 
 class _Taken:
-    """A dataset with the `collate_fn` of its `DataLoader`, and whatever else it has itself."""
+    """A dataset with the `collate_fn` of its `DataLoader`."""
 
     def __init__(self, dataset: Any, collate_fn: Any) -> None:
         self._dataset = dataset

@@ -96,7 +96,7 @@ def _with_columns(rows: Any, columns: Sequence[str] | Mapping[str, str] | None, 
 
 
 def _collated(rows: Sequence[Mapping[str, Any]], *, names: Sequence[str] | None) -> Any:
-    """Images, bytes of shape (batch, channels, height, width), become numbers in [0, 1]."""
+    """Images, bytes of (batch, channels, height, width), become numbers in [0, 1]."""
     batch = {
         name: value / 255 if getattr(value, "dtype", None) == torch.uint8 and value.ndim == _IMAGES else value
         for name, value in collate(rows).items()

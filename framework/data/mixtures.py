@@ -22,10 +22,8 @@ _MOST_PARTS: Final = 64
 
 @lru_cache
 def pattern(weights: tuple[float, ...]) -> Positions:
-    """The part of every position of a period: up to any position, each has its share to within one sample.
-
-    Tijdeman 1980, "The chairman assignment problem": of the parts that lag by 1 / (2k - 2), the one whose next sample
-    is due first.
+    """The part of every position of a period: up to any position, each has its share to within one sample (Tijdeman
+    1980, "The chairman assignment problem": of those that lag by 1 / (2k - 2), the one that is due first).
     """
     exact, total = np.array(weights), sum(weights)
     if total > _PERIOD or any(weight % 1 for weight in weights):

@@ -6,8 +6,8 @@ global_size / L consecutive samples of every lane, in the order of lanes. So nei
 step holds, and where a lane stands is a function of the step: a resume counts up to there, from the beginning of the
 lane's pass, or from a state that the source gave while the run trained (``state_dict``, ``load_state_dict``).
 
-A rank reads the lanes that its share of the step touches, its workers divide them. A lane that several ranks touch is
-read by each of them. A lane that ends begins anew, with ``set_epoch(pass)`` where it has that.
+A rank reads the lanes that its share of a step touches, its workers divide them. A lane that ends begins anew, with
+``set_epoch(pass)`` where it has that.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, count, islice
 from typing import Any, Final
 
@@ -37,7 +38,7 @@ _SAMPLE_SALT: Final = 0x57E4
 _PASS_SALT: Final = 0x9A55
 _EVALUATION_SALT: Final = 0xE7A3
 _SAMPLES_PER_STATE: Final = 64
-_TIME_OF_STATES: Final = 20  # as long as the last one took, until the next is taken
+_TIME_OF_STATES: Final = 20  # times as long as the last one took, until the next
 
 
 def num_divisions(dataset: Any) -> int:
@@ -134,7 +135,7 @@ def _set_epoch(source: Any, epoch: int) -> None:
 
 
 def _state_of(source: Any) -> bytes | None:
-    """The state of a source, to be read back with nothing but plain values; None where it has none that is exact."""
+    """The state of a source in plain values; None where it has none that is exact."""
     if not hasattr(source, "load_state_dict") or not _is_exact(source):
         return None
     try:
@@ -210,7 +211,7 @@ class StreamLoader:
 
     def stream(self, start_step: int = 0) -> Generator[Any, None, None]:
         """This rank's micro-batches from optimizer step `start_step` on, without end."""
-        reading = _Read(lambda worker: self._read(start_step, worker))
+        reading = _Read(partial(self._read, start_step))
         parts = reading.in_workers(self._num_workers, pin_memory=self._pin_memory, **self._fetching)
         try:
             while True:
@@ -301,17 +302,16 @@ class StreamEvalLoader:
 
     def __iter__(self) -> Generator[tuple[Any, bool], None, None]:
         """One pass. Collective: before every batch the ranks agree on whether any has one left."""
-        batches, kept = _Read(lambda _: self._read(*self._own)).in_workers(**self._fetching), None
+        batches, kept = _Read(partial(self._read, *self._own)).in_workers(**self._fetching), None
         while any(self._gather((batch := next(batches, None)) is not None)):
             if batch is None and kept is None:
                 kept = next(self._read(0, 1))
             kept = kept if batch is None else batch
             yield kept, batch is not None
         if kept is None:
-            fix = "give it a sample, or leave it out"
-            raise ConfigError.of("stream-empty", "the evaluation stream has no sample", fix, "data")
+            raise ConfigError.of("stream-empty", "the evaluation stream has no sample", "leave it out", "data")
 
-    def _read(self, part: int, parts: int) -> Iterator[Any]:
+    def _read(self, part: int, parts: int, _worker: int = 0) -> Iterator[Any]:
         """The batches of one of so many parts; what they draw is the same in every pass."""
         dataset, own, most = self._dataset, own_collate(self._dataset), self._most
         is_divided = 1 < parts <= num_divisions(dataset)
@@ -344,7 +344,7 @@ class StreamPlaces:
         """What a checkpoint of this step keeps of the stream; nothing where the data is none. Collective."""
         if self.loader is None:
             return {}
-        best, end = dict(self.found), step * self.loader.per_lane
+        best, end = dict[int, Place](), step * self.loader.per_lane
         for index, place in chain.from_iterable(each.items() for each in self._gather(self.loader.places)):
             if place.count <= end and (index not in best or best[index].count < place.count):
                 best[index] = place

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import ceil, prod
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from framework.config.groups import is_adapted
 from framework.config.load import Source
@@ -21,6 +21,13 @@ from framework.plan.layout import Layout, implied_data_parallel_size, largest_gl
 from framework.plan.rules.devices import half_precision_without_zero
 from framework.plan.rules.metrics_and_ema import length_for_ema
 from framework.plan.rules.schedule import length_for_schedule, overruled
+
+_WITHOUT_LENGTH: Final = Problem(
+    "stream-without-length",
+    "the training data is a stream, which has no length",
+    "set it; or data.train_samples, the samples of an epoch",
+    "training.max_steps",
+)
 
 
 @dataclass(frozen=True)
@@ -95,9 +102,7 @@ class Plan:
         size = self.config.data.num_train_samples() if num_train_samples is None else num_train_samples
         length = _length(self.config, self.layout, size)
         if length.total_steps is None:
-            reason, key = "the training data is a stream, which has no length", "training.max_steps"
-            fix = "set it; or data.train_samples, the samples of an epoch"
-            raise ConfigError(source.locate(Problem("stream-without-length", reason, fix, key)))
+            raise ConfigError(source.locate(_WITHOUT_LENGTH))
         before = list(map(source.locate, _length_findings(self.config, self.layout, self.length)))
         kept = [finding for finding in self.findings if finding not in before]
         found = [*kept, *_length_findings(self.config, self.layout, length)]
@@ -202,6 +207,8 @@ def _length_findings(config: RunConfig, layout: Layout, length: Length) -> Itera
         reason = f"the training data has only {samples} samples, not enough for one step"
         fix = f"set {key}: {largest} or less" if largest else "use fewer devices or smaller micro-batches"
         yield Problem("dataset-smaller-than-batch", reason, fix, key, layout.global_size)
+    if length.total_steps is None and getattr(config.data, "streaming", False):
+        yield _WITHOUT_LENGTH
     yield from length_for_schedule(config, length.total_steps)
     yield from length_for_ema(config, length.total_steps)
 

@@ -106,7 +106,9 @@ class TestMixture:
         config = config_from_values(values)
         parts = gather_parts(config, Objects())
         assert len(parts.splits.evaluation) == 360
-        images, labels = next(make_train_loader(make_plan(config, Cluster()), parts.splits, rank=0).stream())
+        images, labels = next(
+            make_train_loader(make_plan(config, Cluster(device="cpu")), parts.splits, rank=0).stream()
+        )
         assert (tuple(images.shape), tuple(labels.shape)) == ((6, 1, 28, 28), (6,))
         one = {"data": {"kind": "mixture", "parts": [{"weight": 2, "data": part}]}}
         with pytest.raises(ConfigError, match=r"data\.parts"):
