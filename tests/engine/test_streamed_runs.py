@@ -46,7 +46,7 @@ def case(folder: Path, name: str, micro: int, **sections: Any) -> dict[str, Any]
 
 def test_losses_are_those_of_plain_pytorch_and_a_resume_on_other_ranks_goes_on(tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    often = {"checkpoint": {"every_steps": SAVED, "at_end": False}}
+    often = {"checkpoint": {"every_steps": SAVED, "at_end": False, "mode": "async"}}
     train_cases([case(tmp_path, "whole", 4, zero={"stage": 2}, **often)], num_ranks=2, folder=tmp_path)
     losses = series(tmp_path / "whole", "train/loss")
     expected = plain_losses(batches(), num_parts=6)
