@@ -38,7 +38,7 @@ _SAMPLE_SALT: Final = 0x57E4
 _PASS_SALT: Final = 0x9A55
 _EVALUATION_SALT: Final = 0xE7A3
 _SAMPLES_PER_STATE: Final = 64
-_TIME_OF_STATES: Final = 20  # times as long as the last one took, until the next
+_TIME_OF_STATES: Final = 20  # times the last one took, times lanes, to the next
 
 
 def num_divisions(dataset: Any) -> int:
@@ -111,7 +111,7 @@ class Lane:
             if state is not None:
                 self._place = Place(self.count, self._pass, state)
             ended = time.perf_counter()
-            self._next_state = ended + _TIME_OF_STATES * (ended - begun)
+            self._next_state = ended + _TIME_OF_STATES * self._num_lanes * (ended - begun)
         return self._place
 
     def _begin(self, number: int, state: bytes | None = None) -> None:
