@@ -29,7 +29,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "commands": (175, 25),
     "models": (122, 15),
     "tasks": (26, 5),
-    "data": (166, 22),
+    "data": (171, 23),
     "engine": (262, 35),
     "setup": (133, 12),
     "dslint": (206, 21),

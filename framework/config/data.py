@@ -34,6 +34,12 @@ class Loader(Section):
     """Processes per rank that fetch batches ahead; 0 fetches in the training process."""
     prefetch_batches: PositiveCount = 2
     """Micro-batches that each worker keeps ready; only with num_workers > 0."""
+    bucket_steps: Count = 0
+    """Sort so many steps' samples by length, so that a step's are alike; the steps are then drawn in another order. 0:
+    not. The dataset needs `lengths`, a number per sample, or a column ``length``."""
+    curriculum_steps: Count = 0
+    """Steps that begin with the shortest samples and draw from ever longer ones; epochs begin after them. Needs lengths
+    as `bucket_steps` does."""
 
     def num_train_samples(self) -> int | None:
         """Training samples as published or declared; None where only the files or the code know."""

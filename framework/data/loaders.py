@@ -9,11 +9,13 @@ from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from framework.data.batches import LoaderSamples, SeededBatches, SeededSamples, as_it_is, collate, own_collate
-from framework.data.order import LATEST_ORDER, MicroBatchSampler, Share, mix_int
+from framework.data.lengths import bucketed, lengths_of, shortest_first
+from framework.data.order import LATEST_ORDER, MicroBatchSampler, Share, mix_int, order_of_epoch
 from framework.errors import ConfigError
 from framework.system.parent_watch import die_with
 from framework.system.stopping import SIGNALS
@@ -92,6 +94,8 @@ class TrainLoader:
         pin_memory: bool = False,
         random_samples: bool = False,
         order_version: int = LATEST_ORDER,
+        bucket_steps: int = 0,
+        curriculum_steps: int = 0,
     ) -> None:
         """Check that an epoch has a step; nothing is read yet. Names of config keys mean what these do.
 
@@ -103,20 +107,27 @@ class TrainLoader:
             order_version: of the order of samples, as the run began with it.
 
         Raises:
-            ConfigError: kind ``dataset-smaller-than-batch``.
+            ConfigError: kinds ``dataset-smaller-than-batch``, ``data-without-lengths``.
         """
         self._dataset, self._seed, self._rank, self._random_samples = dataset, seed, rank, random_samples
         share = Share(global_size, micro_size, accumulation_steps, rank, world_size)
         num_samples = num_samples_of(dataset) or 0
-        self._sampler = partial(
-            MicroBatchSampler,
-            num_samples,
-            share=share,
-            seed=seed,
-            shuffle=shuffle,
-            version=order_version,
-            order_of=partial(dataset.epoch_order, seed=seed) if getattr(dataset, "num_ordered", None) else None,
-        )
+        options: dict[str, Any] = {
+            "order_of": partial(order_of_epoch, num_samples, seed=seed, shuffle=shuffle, version=order_version)
+        }
+        if getattr(dataset, "num_ordered", None):
+            options["order_of"] = partial(dataset.epoch_order, seed=seed)
+        if bucket_steps or curriculum_steps:
+            lengths = lengths_of(dataset, "data.bucket_steps" if bucket_steps else "data.curriculum_steps")
+            sizes = {"seed": seed, "size": global_size}
+            if bucket_steps:
+                places = np.arange(num_samples)
+                options["order_of"] = bucketed(options["order_of"], lengths, places, steps=bucket_steps, **sizes)
+            if curriculum_steps:
+                sizes["steps"], by_length = curriculum_steps, np.argsort(lengths, kind="stable")
+                first = partial(shortest_first, by_length=by_length, **sizes)
+                options |= {"first_steps": curriculum_steps, "order_of_first": first}
+        self._sampler = partial(MicroBatchSampler, num_samples, share=share, seed=seed, shuffle=shuffle, **options)
         self._fetching: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
         if num_workers > 0:
             self._fetching["prefetch_factor"] = prefetch_batches

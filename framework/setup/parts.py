@@ -20,6 +20,7 @@ from framework.config.data import Mixture
 from framework.config.optimizer import Muon, optimizer_lr
 from framework.config.run_config import RunConfig
 from framework.data import mixtures
+from framework.data.lengths import lengths_of
 from framework.data.loaders import TrainLoader, is_stream
 from framework.data.order import LATEST_ORDER, Share
 from framework.data.splits import Splits, as_splits
@@ -144,7 +145,10 @@ def make_train_loader(
         "pin_memory": plan.cluster.device != "cpu" and num_workers is None,
         "random_samples": data.has_random_samples(),
     }
+    by_length: dict[str, Any] = {"bucket_steps": data.bucket_steps, "curriculum_steps": data.curriculum_steps}
     if is_stream(splits.train):  # of which a worker has a whole step ready
+        if any(by_length.values()):
+            lengths_of(splits.train, "data.bucket_steps" if data.bucket_steps else "data.curriculum_steps")
         found = None if places is None else places.found
         loader = StreamLoader(splits.train, share=share, lanes=getattr(data, "lanes", None), places=found, **options)
         if places is not None:
@@ -152,7 +156,7 @@ def make_train_loader(
         return loader
     shuffle = splits.taken.get("shuffle", data.shuffle)
     options["prefetch_batches"] = max(data.prefetch_batches, -(-read_at_once // max(workers, 1)))
-    return TrainLoader(splits.train, **asdict(share), shuffle=shuffle, order_version=order, **options)
+    return TrainLoader(splits.train, **asdict(share), shuffle=shuffle, order_version=order, **by_length, **options)
 
 
 def _check_labels_and_tokens(config: RunConfig, splits: Splits) -> None:

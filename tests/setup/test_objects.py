@@ -115,6 +115,8 @@ class TestSections:
             "object": "torch.utils.data.dataset.TensorDataset",
             "train_samples": 12,
             "lanes": None,
+            "bucket_steps": 0,
+            "curriculum_steps": 0,
             **loader,
         }
         assert config_with_objects(config, Objects(train_data=DATA)) == config, "as prepare does once more"

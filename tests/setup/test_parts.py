@@ -231,6 +231,8 @@ class TestData:
             "prefetch_batches": 2,
             "random_samples": False,
             "lanes": None,
+            "bucket_steps": 0,
+            "curriculum_steps": 0,
         }
 
 
