@@ -247,6 +247,8 @@ def _hugging_face(them: _Arguments) -> None:
     elif them.take("tf32"):
         them.put("precision.matmul", "high", "tf32")
     _hf_cadences(them)
+    if "group_by_length" in (them.take("train_sampling_strategy"), them.take("group_by_length") and "group_by_length"):
+        them.put("data.bucket_steps", 50)  # there too a window of 50 batches is sorted
     _without_data(them)
     named = them.take("report_to")
     for sink in [named] if isinstance(named, str) else named or []:

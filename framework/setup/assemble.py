@@ -21,8 +21,9 @@ from framework.config.model import GPT
 from framework.config.precision import FP16, Autocast
 from framework.config.run_config import RunConfig
 from framework.config.training import Checkpoint, Evaluation
-from framework.data.loaders import EvalLoader
+from framework.data.loaders import EvalLoader, is_stream
 from framework.data.splits import Splits
+from framework.data.streams import StreamEvalLoader, StreamPlaces
 from framework.engine import random_state
 from framework.engine.distributed import device, from_rank0, gather, gather_from_disks, rank
 from framework.engine.expert_parallel import building_experts
@@ -212,6 +213,7 @@ class OpenRun:
     best: BestSoFar
     callbacks: Callbacks
     start: SavedCheckpoint | None
+    places: StreamPlaces
     stop: Callable[[int], str]
     minutes: Minutes
     outcome: Outcome
@@ -246,7 +248,9 @@ class OpenRun:
         plan, parts, order = self.prepared.plan, self.prepared.parts, order_of(self.start)
         # A loss of sums: the step counts all of its micro-batches before the first forward pass.
         at_once = plan.layout.accumulation_steps if type(parts.task).count is not Task.count else 1
-        return ExplainedData(make_train_loader(plan, parts.splits, rank=rank(), order=order, read_at_once=at_once))
+        return ExplainedData(
+            make_train_loader(plan, parts.splits, rank=rank(), order=order, places=self.places, read_at_once=at_once)
+        )
 
     def save(self, step: int, metrics: Mapping[str, float]) -> object:
         """Write a checkpoint into the folder, if it is held. Collective."""
@@ -319,8 +323,8 @@ def make_schedule(
     `per_step` as the schedule has it.
     """
     config, precision = plan.config, plan.config.precision
-    steps_per_epoch, total_steps = plan.length.steps_per_epoch or 0, plan.length.total_steps or 0
-    assert steps_per_epoch * total_steps, "prepare() plans with the real size of the data"
+    steps_per_epoch, total_steps = plan.length.epoch, plan.length.total_steps or 0
+    assert total_steps, "prepare() plans with the real size of the data"
     in_fp16 = isinstance(precision, FP16) or (isinstance(precision, Autocast) and precision.compute_dtype == "fp16")
 
     def often(section: Evaluation | Checkpoint, *further: str) -> Every:
@@ -346,7 +350,7 @@ def make_checkpointer(
     *,
     plan: Plan,
     description: Mapping[str, Any],
-    further: Callable[[], Mapping[str, Any]],
+    further: Callable[[int], Mapping[str, Any]],
 ) -> Checkpointer:
     """Build the checkpointer that saves this run in `folder`, at once or in the background; to be closed. `further`
     adds to the state of every save.
@@ -360,10 +364,10 @@ def make_checkpointer(
 
     def position(step: int) -> dict[str, Any]:
         """The order of the samples is a function of the position in the data and of the seed."""
-        epoch, step_in_epoch = divmod(step, plan.length.steps_per_epoch or 1)
+        epoch, step_in_epoch = divmod(step, plan.length.epoch)
         samples = step * plan.layout.global_size
         return {"epoch": epoch, "step_in_epoch": step_in_epoch, "samples": samples} | dict(
-            from_rank0(further()) if is_own else further()
+            from_rank0(further(step)) if is_own else further(step)
         )
 
     options: dict[str, Any] = {
@@ -412,7 +416,7 @@ def make_monitors(
 def make_eval_loaders(plan: Plan, splits: Splits, *, rank: int) -> dict[str, ExplainedData]:
     """This rank's share of every evaluation set, by its name."""
     make = partial(
-        EvalLoader,
+        _eval_loader,
         batch_size=plan.config.evaluation.batch_size or plan.layout.micro_size,
         rank=plan.layout.data_parallel_rank(rank),
         world_size=plan.layout.data_parallel_size,
@@ -421,3 +425,7 @@ def make_eval_loaders(plan: Plan, splits: Splits, *, rank: int) -> dict[str, Exp
         pin_memory=plan.cluster.device != "cpu",
     )
     return {name: ExplainedData(make(dataset)) for name, dataset in splits.evaluations.items()}
+
+
+def _eval_loader(dataset: Any, **options: Any) -> EvalLoader | StreamEvalLoader:
+    return StreamEvalLoader(dataset, gather=gather, **options) if is_stream(dataset) else EvalLoader(dataset, **options)

@@ -31,6 +31,7 @@ OPTIMIZERS: Final = "adamw, adam, sgd, adagrad, lion, lamb, adafactor, muon, or 
 MODELS: Final = "lenet, small_resnet18, resnet18, resnet50, mlp, gpt, bert, or target: package.module:name"
 DATA: Final = (
     "digits, fashion_mnist, cifar10, image_folder, synthetic_images, text, text_pairs, conversations, labelled_text, "
+    "huggingface, mixture, "
     "or target: package.module:name"
 )
 NAME: Final = "a name is 1 to 100 letters, digits, _, - and ., with no . or - first"

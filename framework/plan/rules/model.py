@@ -12,7 +12,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from framework.config.base import Object, Section, Target
-from framework.config.data import DataObject, DataTarget
+from framework.config.data import HuggingFace, Mixture
 from framework.config.groups import ALL_LINEAR, LORA, is_named, tied_problem, unmatched_modules
 from framework.config.model import BERT, GPT, Classifier, ModelSection
 from framework.config.optimizer import optimizer_lr
@@ -44,10 +44,8 @@ _ALSO: Final = {"conversations": "text"}
 def image_shapes_agree(config: RunConfig, cluster: Cluster) -> Found:
     """Model and data are both known by name and their shapes differ: the first forward pass would fail."""
     model, data = config.model, config.data
-    if not isinstance(model, Classifier) or isinstance(data, (DataTarget, DataObject)):
-        return
     shape = data.image_shape()
-    if shape is None:
+    if not isinstance(model, Classifier) or isinstance(data, (Target, Object)) or shape is None:
         return
     pairs = [
         ("image_size", model.expected_image_size(), "image_size", shape.size, "pixels"),
@@ -112,7 +110,7 @@ def _takes(section: Section, key: str, value: int) -> bool:
 def _form(config: RunConfig, part: str) -> str | None:
     """Return the form of what a part gives or takes; None where it is the user's own."""
     section: Any = getattr(config, part)
-    if isinstance(section, (Target, Object)):
+    if isinstance(section, (Target, Object, HuggingFace, Mixture)):
         return None
     if section.kind == "classification":
         return (
