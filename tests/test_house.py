@@ -19,7 +19,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "(doors)": (59, 10),
     "system": (59, 13),
     "text": (65, 6),
-    "config": (132, 15),
+    "config": (133, 15),
     "plan": (314, 32),
     "checkpoint": (191, 19),
     "train": (94, 13),
@@ -28,11 +28,11 @@ CAPS: dict[str, tuple[float, int]] = {
     "report": (121, 13),
     "commands": (198, 29),
     "models": (124, 15),
-    "tasks": (26, 5),
+    "tasks": (30, 6),
     "data": (197, 27),
     "engine": (277, 36),
     "setup": (138, 12),
-    "dslint": (234, 22),
+    "dslint": (235, 22),
     "deploy": (96, 9),
 }
 LONGEST_FUNCTION = 70

@@ -159,7 +159,7 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     "number as kind": (
         "task: {kind: 3}",
         [
-            ":1: task.kind = 3: there is no such kind; known: classification, causal_lm, masked_lm, "
+            ":1: task.kind = 3: there is no such kind; known: classification, causal_lm, masked_lm, model_loss, "
             "or target: package.module:name [unknown-kind]"
         ],
     ),

@@ -17,6 +17,7 @@ from framework.config.groups import ALL_LINEAR, LORA, is_named, tied_problem, un
 from framework.config.model import BERT, GPT, Classifier, ModelSection
 from framework.config.optimizer import optimizer_lr
 from framework.config.run_config import RunConfig
+from framework.config.training import ModelLoss
 from framework.errors import Problem
 from framework.plan.balance import pattern_problem, stage_problems
 from framework.plan.cluster import Cluster
@@ -110,7 +111,7 @@ def _takes(section: Section, key: str, value: int) -> bool:
 def _form(config: RunConfig, part: str) -> str | None:
     """Return the form of what a part gives or takes; None where it is the user's own."""
     section: Any = getattr(config, part)
-    if isinstance(section, (Target, Object, HuggingFace, Mixture)):
+    if isinstance(section, (Target, Object, HuggingFace, Mixture, ModelLoss)):
         return None
     if section.kind == "classification":
         return (

@@ -47,6 +47,11 @@ def cut_at(stages: list[int], **sections: Any) -> dict[str, Any]:
 
 
 # rule -> [(config, kind of device, kind of problem or None where the rule has nothing to say)]
+OWN: dict[str, Any] = {
+    "model": {"target": "mine:net"},
+    "data": {"target": "mine:rows", "train_samples": 1000},
+    "task": {"kind": "model_loss"},
+}
 CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     "world_size_differs": [
         ({"run": {"world_size": 3}}, "cuda", "world-size-differs"),
@@ -61,6 +66,16 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (GPT | piped() | CHATS, "cpu", "packing-not-separated"),
         (GPT | CHATS, "cpu", None),
         (GPT | {"parallel": {"sequence": 2}}, "cpu", None),
+    ],
+    "model_without_loss": [
+        ({"task": {"kind": "model_loss"}}, "cpu", "model-without-loss"),
+        ({"task": {"kind": "model_loss"}, "model": OWN["model"]}, "cpu", "model-without-loss"),
+        (OWN, "cpu", None),
+    ],
+    "model_loss_divided": [
+        (OWN | piped(), "cpu", "model-loss-divided"),
+        (OWN | {"parallel": {"sequence": 2}}, "cpu", "model-loss-divided"),
+        (OWN, "cpu", None),
     ],
     "loss_not_tiled": [
         (GPT | piped() | {"training": {"loss_tile": 64}}, "cpu", "loss-not-tiled"),
