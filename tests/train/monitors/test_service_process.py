@@ -23,6 +23,8 @@ from tests.places import ROOT
 from tests.train.monitors.points import point
 
 THIS = "tests.train.monitors.test_service_process"
+pytestmark = pytest.mark.timing  # a process of lowest priority, which others may keep from starting for long
+
 SECONDS = 30.0
 
 
