@@ -15,55 +15,22 @@ import pytest
 from framework.config.load import config_from_values
 from framework.errors import TrainingError
 from framework.setup.assemble import make_monitors
-from framework.system.child import Channel, Child
-from framework.train.monitors import services
-from framework.train.monitors.base import Monitor, Point
+from framework.system.child import Child
+from framework.train.monitors.base import Monitor
 from framework.train.monitors.services import Described, ServiceProcess
 from tests.places import ROOT
 from tests.train.monitors.points import point
 
-THIS = "tests.train.monitors.test_service_process"
+SINK = "tests.train.monitors.sink_process"
 pytestmark = pytest.mark.timing  # a process of lowest priority, which others may keep from starting for long
 
 SECONDS = 30.0
 
 
-class Sink:
-    """A service that writes down what it is told, and goes wrong where it is asked to."""
-
-    name = "sink"
-
-    def __init__(self, run: Described, *, fails: str) -> None:
-        self._fails, self._path = fails, run.folder / "told"
-        self._number = run.number_of(fails, lambda: str(os.getpid()))
-        if fails == "make":
-            raise ConnectionError("no such host")
-        if fails == "exit":
-            raise SystemExit(3)
-
-    def write(self, point: Point) -> None:
-        if self._fails == "write" and point.step == 2:
-            raise ConnectionError("refused")
-        if self._fails == "dies" and point.step == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        with self._path.open("a", encoding="utf-8") as stream:
-            stream.write(f"{point.step} {point.metrics['train/loss']}\n")
-
-    def close(self) -> None:
-        with self._path.open("a", encoding="utf-8") as stream:
-            stream.write("closed\n")
-
-
-def serve(channel: Channel) -> None:
-    """Have `Sink` stand for W&B, in the child."""
-    services.SERVICES = {"wandb": Sink}  # type: ignore[misc]
-    services.serve(channel)
-
-
 @pytest.fixture(autouse=True)
 def _serves_the_sink(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(self: Child, target: str, **where: Any) -> None:
-        original(self, f"{THIS}:serve", path=[str(ROOT), *where["path"]])
+        original(self, f"{SINK}:serve", path=[str(ROOT), *where["path"]])
 
     original = Child.__init__
     monkeypatch.setattr(Child, "__init__", start)
