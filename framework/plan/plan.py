@@ -103,6 +103,13 @@ class Plan:
         length = _length(self.config, self.layout, size)
         if length.total_steps is None:
             raise ConfigError(source.locate(_WITHOUT_LENGTH))
+        if size is None:  # an epoch would be the whole run
+            sections = {"evaluation": self.config.evaluation, "checkpoint": self.config.checkpoint}
+            asked = {f"{name}.every_epochs": one.every_epochs for name, one in sections.items()}
+            fix = "set every_steps or every_minutes; or data.train_samples, the samples of an epoch"
+            found = [replace(_WITHOUT_LENGTH, fix=fix, key=key, value=every) for key, every in asked.items() if every]
+            if found:
+                raise ConfigError([source.locate(one) for one in found])
         before = list(map(source.locate, _length_findings(self.config, self.layout, self.length)))
         kept = [finding for finding in self.findings if finding not in before]
         found = [*kept, *_length_findings(self.config, self.layout, length)]
