@@ -20,7 +20,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "system": (59, 13),
     "text": (65, 6),
     "config": (132, 15),
-    "plan": (314, 32),
+    "plan": (315, 32),
     "checkpoint": (191, 19),
     "train": (94, 13),
     "launch": (213, 25),
