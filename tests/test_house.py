@@ -16,7 +16,7 @@ from tests.places import ROOT
 
 # kB of Python source and number of files per room; what a room no longer needs is taken away here as well.
 CAPS: dict[str, tuple[float, int]] = {
-    "(doors)": (59, 10),
+    "(doors)": (60, 10),
     "system": (59, 13),
     "text": (65, 6),
     "config": (132, 15),
@@ -30,7 +30,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "models": (124, 15),
     "tasks": (26, 5),
     "data": (200, 27),
-    "engine": (277, 36),
+    "engine": (278, 36),
     "setup": (138, 12),
     "dslint": (236, 22),
     "deploy": (96, 9),
