@@ -156,9 +156,14 @@ class OpenEngine:
     def evaluate(self, batches: Iterable[Any] | None = None) -> dict[str, float]:
         """Measure the evaluation data, or other batches, as many on every rank; ``eval/...``, logged."""
         sets = self._eval_sets if batches is None else {"": ((batch, True) for batch in batches)}
-        metrics = evaluate_sets(self._engine, sets)
+        metrics = evaluate_sets(self._engine, sets, is_stopping=self._lives)
         self.log(metrics)
         return metrics
+
+    def _lives(self) -> bool:
+        for engine in _OPEN:  # any may be the one that is asked
+            engine._run.stop.live()
+        return False
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Hand numbers of this step, or 0-d tensors, to the run's sinks; rank 0's count."""

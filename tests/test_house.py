@@ -16,11 +16,11 @@ from tests.places import ROOT
 
 # kB of Python source and number of files per room; what a room no longer needs is taken away here as well.
 CAPS: dict[str, tuple[float, int]] = {
-    "(doors)": (59, 10),
+    "(doors)": (60, 10),
     "system": (59, 13),
     "text": (65, 6),
     "config": (133, 15),
-    "plan": (314, 32),
+    "plan": (315, 32),
     "checkpoint": (191, 19),
     "train": (94, 13),
     "launch": (213, 25),
@@ -29,10 +29,10 @@ CAPS: dict[str, tuple[float, int]] = {
     "commands": (198, 29),
     "models": (124, 15),
     "tasks": (30, 6),
-    "data": (197, 27),
-    "engine": (277, 36),
+    "data": (200, 27),
+    "engine": (278, 36),
     "setup": (138, 12),
-    "dslint": (235, 22),
+    "dslint": (236, 22),
     "deploy": (96, 9),
 }
 LONGEST_FUNCTION = 70

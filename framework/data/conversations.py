@@ -23,6 +23,7 @@ from framework.system.host_value import HostValue, made_once_on_host
 
 NO_TARGET: Final = -100
 _ROLES: Final = {"human": "user", "gpt": "assistant", "function": "tool"}  # ShareGPT's
+_INSTEAD: Final = ("tool_calls", "function_call", "reasoning_content")  # what may stand in place of content
 _PARTS: Final = ("training", "evaluation")
 Pair = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
 
@@ -90,6 +91,9 @@ def messages_of(row: Row) -> list[Message]:
         found = row.get("messages", ())
     if not isinstance(found, list) or not all(isinstance(one, dict) and one.get("role") for one in found) or not found:
         raise ValueError("it has neither messages of a role each, nor prompt and completion, nor conversations")
+    for number, one in enumerate(found, start=1):
+        if one.get("content") is None and not any(map(one.get, _INSTEAD)):
+            raise ValueError(f"message {number}, of role {one['role']}, has no content")
     return found
 
 

@@ -101,10 +101,18 @@ def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, An
     sampler: Any = batches.sampler  # type: ignore[union-attr]
     is_whole = type(sampler).__name__ == "RandomSampler"  # torchdata has one as well
     is_whole = is_whole and not sampler.replacement and len(sampler) == len(dataset)
-    if is_whole or isinstance(sampler, SequentialSampler | DistributedSampler):  # ranks are divided by the run
+    usual = SequentialSampler.__iter__, DistributedSampler.__iter__  # ranks are divided by the run
+    if is_whole or type(sampler).__iter__ in usual:
         taken["shuffle"], sampler = is_whole or getattr(sampler, "shuffle", False), None
-    if sampler is not None and not trains:
-        dataset, sampler = Subset(dataset, list(sampler)), None
+    elif getattr(sampler, "num_replicas", 1) > 1:
+        reason = (
+            f"its sampler, {type(sampler).__name__}, has an order of each rank's own, and ranks are divided by the run"
+        )
+        fix = "give it a sampler of the whole order (num_replicas=1, rank=0)"
+        raise ConfigError.of("loader-not-taken", reason, fix, key, "DataLoader")
+    if sampler is not None and not trains:  # all ranks have to draw the same
+        order = TakenSet(dataset, None, sampler).epoch_order(0, seed=0)
+        dataset, sampler = Subset(dataset, order(np.arange(len(sampler))).tolist()), None
     return (dataset if collate_fn is sampler is None else TakenSet(dataset, collate_fn, sampler)), taken
 
 

@@ -71,9 +71,10 @@ def build(
     if not parts[0]:
         raise ConfigError.of("nothing-to-learn", "it has no rows", "name another file", "data.path", path)
     names = sorted({name for part in parts for _, name in part})
-    if all(name.isdecimal() for name in names):
-        names = [str(number) for number in range(max(map(int, names)) + 1)]
     numbers, made = {name: number for number, name in enumerate(names)}, open_tokenizer(tokenizer)
+    if all(name.isdecimal() for name in names):
+        numbers = {name: int(name) for name in names}
+        names = [str(number) for number in range(max(numbers.values()) + 1)]
     train, evaluation = (
         LabelledText([(one, numbers[name]) for one, name in part], names, made, sequence_length) for part in parts
     )

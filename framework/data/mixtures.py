@@ -12,12 +12,13 @@ import numpy as np
 
 from framework.data.batches import own_collate
 from framework.data.loaders import is_stream
-from framework.data.order import LATEST_ORDER, Positions, order_of_epoch
+from framework.data.order import LATEST_ORDER, Positions, mix_int, order_of_epoch
 from framework.data.streams import Lane, Place, num_divisions
 from framework.errors import ConfigError
 
 _PERIOD: Final = 10_000  # positions after which shares repeat: a share has four digits
 _MOST_PARTS: Final = 64
+_PART_SALT: Final = 0x3B17
 
 
 @lru_cache
@@ -44,6 +45,20 @@ def pattern(weights: tuple[float, ...]) -> Positions:
     return np.array(chosen, dtype=np.int64)
 
 
+def _code_of(collate_fn: Any) -> Any:
+    """What two `collate_fn`s have in common that do the same: their code, and what is bound to it."""
+    if isinstance(collate_fn, partial):
+        return collate_fn.func, collate_fn.args, collate_fn.keywords
+    return getattr(collate_fn, "__func__", collate_fn)
+
+
+def _named(collate_fn: Any) -> str:
+    if collate_fn is None:
+        return "default"
+    code = _code_of(collate_fn)
+    return f"its collate_fn with {code[2]}" if isinstance(code, tuple) else getattr(code, "__qualname__", str(code))
+
+
 class Mixture:
     """A stream without end of samples of several datasets, streams or not, each begun anew where it ends. A lane of it
     reads a lane of every part, in the same pattern, begun at a place of its own.
@@ -54,15 +69,24 @@ class Mixture:
     def __init__(self, parts: Sequence[tuple[float, Any]], *, shuffle: bool = True, seed: int = 0) -> None:
         """`parts`: (weight, dataset); `shuffle`: of datasets with samples by number, by the seed of the run."""
         self._parts, self._shuffle, self.seed, self._lane, self._lanes = list(parts), shuffle, seed, 0, 1
+        self.draws = False  # what parts draw at random is drawn by the seed
         self.num_shards = min((num_divisions(part) for _, part in parts if is_stream(part)), default=_MOST_PARTS)
         self._count, self._places = 0, dict[int, Any]()
         self._streams: dict[int, Lane] = {}
-        if (own := own_collate(parts[0][1])) is not None:
-            self.collate_fn = own
+        owns = [own_collate(part) for _, part in parts]
+        for number, own in enumerate(owns):
+            if _code_of(own) != _code_of(owns[0]):
+                reason = (
+                    f"part {number} makes batches by {_named(own)}, part 0 by {_named(owns[0])}, and a batch has both"
+                )
+                fix = "give all parts the same collate_fn, or columns of the same names"
+                raise ConfigError.of("mixture-collate", reason, fix, "data.parts")
+        if owns[0] is not None:
+            self.collate_fn = owns[0]
 
     def shard(self, num_shards: int, index: int) -> Mixture:
         lane = Mixture(self._parts, shuffle=self._shuffle, seed=self.seed)
-        lane._lane, lane._lanes = index, num_shards
+        lane._lane, lane._lanes, lane.draws = index, num_shards, self.draws
         return lane
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -73,6 +97,7 @@ class Mixture:
         self._count, self._places = state["count"], state["places"]
 
     def __iter__(self) -> Iterator[Any]:
+        # Parts are begun here, not with the first sample: what reading up to there draws is not that sample's.
         chosen = pattern(tuple(weight for weight, _ in self._parts))
         chosen = np.roll(chosen, -(len(chosen) * self._lane // self._lanes))
         passes, rest = divmod(self._count, len(chosen))
@@ -80,11 +105,18 @@ class Mixture:
         for number, (_, part) in enumerate(self._parts):
             read = passes * int((chosen == number).sum()) + int((chosen[:rest] == number).sum())
             if is_stream(part):
-                lane = self._streams[number] = Lane(part, index=self._lane, num_lanes=self._lanes, seed=None)
+                own = mix_int(_PART_SALT, self.seed, number)
+                if getattr(part, "takes_seed", False):
+                    part.seed, part.draws = own, self.draws
+                drawn = own if self.draws else None
+                lane = self._streams[number] = Lane(part, index=self._lane, num_lanes=self._lanes, seed=drawn)
                 lane.start(read, Place(*self._places.get(number, (0,))))
                 takes.append(lane.take)
             else:
                 takes.append(partial(next, self._numbered(part, read, self.seed + number)))
+        return self._mixed(chosen, takes)
+
+    def _mixed(self, chosen: Positions, takes: Sequence[Callable[[], Any]]) -> Iterator[Any]:
         while True:
             part = chosen[self._count % len(chosen)]
             self._count += 1

@@ -199,7 +199,7 @@ class StreamLoader:
         whole steps ready; `places`: where lanes can be begun, of a saved run.
         """
         if getattr(dataset, "takes_seed", False):
-            dataset.seed = seed
+            dataset.seed, dataset.draws = seed, random_samples
         self._dataset, self._share, self._seed, self.places = dataset, share, seed, dict(places or {})
         self._own, self._drawn = own_collate(dataset), seed if random_samples else None
         self.num_lanes = num_lanes(dataset, global_size=share.global_size, asked=lanes)

@@ -303,6 +303,8 @@ def _hf_schedule(them: _Arguments) -> None:
     them.put("scheduler.kind", kind, "lr_scheduler_type")
     warmup, steps = float(them.take("warmup_steps") or them.values.get("warmup_ratio") or 0), them.take("max_steps")
     them._taken.add("warmup_ratio")
+    if name in ("constant", "reduce_lr_on_plateau"):  # there too warm-up means nothing to them
+        warmup = 0
     if 0 < warmup < 1 and steps > 0:
         warmup = -(-warmup * steps // 1)
     if 0 < warmup < 1:
@@ -443,6 +445,7 @@ def _lightning(them: _Arguments) -> None:
     steps, epochs = them.take("max_steps"), them.take("max_epochs")
     if steps > 0:
         them.put("training.max_steps", steps, "max_steps")
+        them.drop("max_epochs", "max_steps is the length here; the first to come is there")
     elif epochs != -1:
         them.put("training.max_epochs", epochs or 1000, "max_epochs", "" if epochs else "the default there")
     if them.take("fast_dev_run"):
@@ -452,8 +455,10 @@ def _lightning(them: _Arguments) -> None:
     them.put("training.log_every", them.take("log_every_n_steps") or 50, "log_every_n_steps")
     them.move("deterministic", "training.deterministic", bool)
     every = them.take("val_check_interval")
-    if isinstance(every, int) and every > 1:
-        them.put("evaluation.every_steps", every, "val_check_interval")
+    if isinstance(every, int):
+        batches = them.take("accumulate_grad_batches") or 1
+        note = f"{every} batches there, of which a step takes {batches}" if batches > 1 else ""
+        them.put("evaluation.every_steps", max(1, round(every / batches)), "val_check_interval", note)
     else:
         them.put("evaluation.every_epochs", them.take("check_val_every_n_epoch") or 1, "check_val_every_n_epoch")
         if isinstance(every, float) and every != 1.0:

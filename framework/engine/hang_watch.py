@@ -49,7 +49,7 @@ State = Mapping[str, Any]
 @contextmanager
 def watching(
     ask: Callable[[int], str], *, logs: Path, end_seconds: float, least_seconds: float = _LEAST_SECONDS
-) -> Iterator[Callable[[int], str]]:
+) -> Iterator[Watched]:
     """Watch a loop that asks something before every step and between the batches of an evaluation.
 
     Args:
@@ -59,7 +59,7 @@ def watching(
         least_seconds: without one before ranks are looked at.
 
     Yields:
-        The same, to be called in its place.
+        What is called in its place.
     """
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     store: Store | None = _get_default_store() if world_size > 1 else None
@@ -67,14 +67,28 @@ def watching(
     watch = HangWatch(own, rank=rank, world_size=world_size, logs=logs, end_seconds=end_seconds, least=least_seconds)
     watch.start()
 
-    def asking(step: int) -> str:
-        watch.beat(step)
-        return ask(step)
-
     try:
-        yield asking
+        yield Watched(watch, ask)
     finally:
         watch.close()
+
+
+class Watched:
+    """What a loop asks; every question is a sign of life."""
+
+    def __init__(self, watch: HangWatch, ask: Callable[[int], str]) -> None:
+        self._watch, self._ask = watch, ask
+        self._last: int | None = None
+
+    def __call__(self, step: int) -> str:
+        self._last = step
+        self._watch.beat(step)
+        return self._ask(step)
+
+    def live(self) -> None:
+        """Give a sign of life, where questions have been asked: without any nothing is watched."""
+        if self._last is not None:
+            self._watch.beat(self._last)
 
 
 class HangWatch:

@@ -28,7 +28,7 @@ from framework.launch.node import NodeOptions, grace_seconds, read_token, requir
 from framework.launch.node import main as be_a_node
 from framework.launch.options import LaunchOptions, parse
 from framework.launch.stop_requests import StopRequests
-from framework.launch.supervision import JobEnd, supervised
+from framework.launch.supervision import JobEnd, in_place, supervised
 from framework.load_run import LoadedRun, load_run
 from framework.plan.cluster import Cluster
 from framework.system.log import print_problem
@@ -102,7 +102,7 @@ def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chose
 
     def start(words: tuple[str, ...]) -> JobEnd:
         place = topology if not words or options.master_port else replace(topology, master_port=usable_port(None))
-        started = [str(script), *job.arguments, *words]
+        started = [str(script), *in_place(job.arguments, words)]
         return run_node(place, started, devices=devices, environment=environment, requests=requests, terms=terms)
 
     return supervised(job.config, requests, start)

@@ -34,7 +34,7 @@ from framework.launch.options import GRACE_SECONDS, WAIT_SECONDS, LaunchOptions
 from framework.launch.rendezvous.messages import readable
 from framework.launch.returning_hosts import answering
 from framework.launch.stop_requests import StopRequests
-from framework.launch.supervision import JobEnd, supervised
+from framework.launch.supervision import JobEnd, in_place, supervised
 from framework.load_run import deepspeed_words
 from framework.system.limits import require
 from framework.system.output import write
@@ -117,7 +117,7 @@ class _Starts:
 
     def start(self, words: tuple[str, ...]) -> JobEnd:
         """Start once, with further settings of the run."""
-        options = replace(self._options, overrides=(*self._options.overrides, *words))
+        options = replace(self._options, overrides=in_place(self._options.overrides, words))
         if self._number:
             self._wait_for_hosts(options)
         chosen = [self._chosen[number] for number in self._expected]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +90,12 @@ def supervised(config: RunConfig, requests: StopRequests, start: Callable[[tuple
         first.note(number + 1, end, begun=begun)
         _wait(seconds, requests)
     raise AssertionError("the last start has returned")
+
+
+def in_place(given: Sequence[str], words: Sequence[str]) -> tuple[str, ...]:
+    """The words of a command line with further settings, in the place of what it says of the same keys."""
+    keys = {word.partition("=")[0] for word in words}
+    return (*(one for one in given if one.partition("=")[0] not in keys), *words)
 
 
 def _given_up(*, is_again: bool, idle: int, left: int, most: int) -> str:

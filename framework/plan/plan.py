@@ -103,6 +103,18 @@ class Plan:
         length = _length(self.config, self.layout, size)
         if length.total_steps is None:
             raise ConfigError(source.locate(_WITHOUT_LENGTH))
+        if size is None:  # an epoch would be the whole run
+            asked = [
+                ("evaluation", self.config.evaluation.every_epochs),
+                ("checkpoint", self.config.checkpoint.every_epochs),
+            ]
+            fix = "set every_steps or every_minutes; or data.train_samples, the samples of an epoch"
+            if found := [
+                replace(_WITHOUT_LENGTH, fix=fix, key=f"{key}.every_epochs", value=every)
+                for key, every in asked
+                if every
+            ]:
+                raise ConfigError(list(map(source.locate, found)))
         before = list(map(source.locate, _length_findings(self.config, self.layout, self.length)))
         kept = [finding for finding in self.findings if finding not in before]
         found = [*kept, *_length_findings(self.config, self.layout, length)]

@@ -28,6 +28,7 @@ from framework.engine import random_state
 from framework.engine.distributed import device, from_rank0, gather, gather_from_disks, rank
 from framework.engine.expert_parallel import building_experts
 from framework.engine.failures import ExplainedData
+from framework.engine.hang_watch import Watched
 from framework.engine.initialize import BaseEngine
 from framework.engine.model_build import build_model, partition
 from framework.engine.pipeline_engine import PipelineEngine, build_pipeline
@@ -214,7 +215,7 @@ class OpenRun:
     callbacks: Callbacks
     start: SavedCheckpoint | None
     places: StreamPlaces
-    stop: Callable[[int], str]
+    stop: Watched
     minutes: Minutes
     outcome: Outcome
 

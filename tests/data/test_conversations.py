@@ -96,6 +96,16 @@ def test_every_form_is_the_same_conversation(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"messages": [{"content": "no role"}]}\n', encoding="utf-8")
     with pytest.raises(ConfigError, match=r"rows\.jsonl:1: it has neither messages .* \[rows-not-read\]"):
         build(str(tmp_path / "rows.jsonl"))
+    for empty in (
+        {"messages": [asks, {"role": "assistant", "text": "4."}]},
+        {"prompt": "2 + 2?", "completion": None},
+        {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "text": "4."}]},
+    ):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(empty), encoding="utf-8")
+        with pytest.raises(
+            ConfigError, match=r"rows\.jsonl:1: message 2, of role assistant, has no content; .*-read\]"
+        ):
+            build(str(tmp_path / "rows.jsonl"))
     (tmp_path / "rows.jsonl").write_text("{]\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"line 1 is no JSON object; .* \[rows-not-read\]"):
         build(str(tmp_path / "rows.jsonl"))

@@ -191,3 +191,21 @@ class TestSamplers:
     def test_in_evaluation_it_chooses_the_samples(self) -> None:
         dataset, _ = taken_over(DataLoader(NUMBERS, 4, sampler=[3, 5, 9]), key="", trains=False)
         assert [int(dataset[number][0]) for number in range(len(dataset))] == [3, 5, 9]
+
+    def test_in_evaluation_all_ranks_choose_alike(self) -> None:
+        found = [
+            taken_over(DataLoader(NUMBERS, 4, sampler=SubsetRandomSampler(range(30))), key="eval_data", trains=False)[0]
+            for _ in range(2)
+        ]
+        assert found[0].indices == found[1].indices != sorted(found[0].indices) == [*range(30)]
+
+    @pytest.mark.parametrize("trains", [True, False])
+    def test_an_order_of_each_rank_s_own_is_refused(self, trains: bool) -> None:
+        class Weighted(DistributedSampler[Any]):
+            def __iter__(self) -> Iterator[int]:
+                return iter([self.rank] * len(self))
+
+        with pytest.raises(ConfigError, match=r"its sampler, Weighted, has an order of each rank's own.*loader-not-t"):
+            taken_over(DataLoader(NUMBERS, 4, sampler=Weighted(NUMBERS, 2, 1)), key="data", trains=trains)
+        dataset, _ = taken_over(DataLoader(NUMBERS, 4, sampler=Weighted(NUMBERS, 1, 0)), key="data", trains=True)
+        assert steps(dataset, 1) == [[0] * 8], "of one rank it is an order like any"

@@ -39,7 +39,7 @@ def test_rows_of_both_forms_give_the_same_batches(tmp_path: Path) -> None:
 
 
 def test_numbers_are_the_classes_and_texts_are_cut(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("sentence,y\nabcdef,3\nb,0\n", "utf-8")
+    (tmp_path / "a.csv").write_text("sentence,y\nabcdef,03\nb,0\n", "utf-8")
     tokenizer = write_tokenizer(tmp_path / "tokenizer", PLAIN)
     found = of(tmp_path / "a.csv", text="sentence", label="y", tokenizer=tokenizer)
     assert [label for _, label in found.rows] == [3, 0]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from framework.config.load import config_from_values
+from framework.data.handed import TakenSet
 from framework.data.mixtures import Mixture, pattern
 from framework.data.order import Share
-from framework.data.streams import StreamLoader, StreamPlaces
+from framework.data.streams import Place, StreamLoader, StreamPlaces
 from framework.errors import ConfigError
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
@@ -92,6 +95,31 @@ class TestMixture:
         assert steps(mixture(again), 3, start=120, ranks=3, places=places.found) == whole[120:123]
         assert again.read[0] < 3 * 6 * 90, "of 1,440 by each rank"
         assert steps(mixture(Numbers((50,) * 6)), 3, start=120) != whole[120:123]
+
+    def test_what_a_stream_draws_for_its_pass_is_drawn_again_by_a_resume(self) -> None:
+        class Shuffled(IterableDataset[Any]):
+            def __iter__(self) -> Iterator[Any]:
+                return ((number + int(1e6 * torch.rand(())),) for number in torch.randperm(400).tolist())
+
+        def loader(places: Any = None) -> StreamLoader:
+            mixture = Mixture([(1, Shuffled()), (1, Mixture([(1, Shuffled()), (1, SMALL)]))])
+            return StreamLoader(mixture, share=Share(GLOBAL, GLOBAL, 1, 0, 1), seed=3, places=places)
+
+        begun = loader()
+        whole = [batch[0].tolist() for batch in islice(begun.stream(), 20)]
+        assert begun.places[0].state is not None
+        places = {0: Place(begun.places[0].count, 0, begun.places[0].state)}
+        step = -(-places[0].count // GLOBAL)
+        assert [batch[0].tolist() for batch in islice(loader(places).stream(step), 20 - step)] == whole[step:]
+
+    def test_parts_that_make_their_batches_by_unlike_functions_are_refused(self) -> None:
+        def made(*names: str) -> Any:
+            return TakenSet(SMALL, partial(dict, names=names), None)
+
+        assert Mixture([(1, made("a")), (1, made("a"))]).collate_fn.keywords == {"names": ("a",)}
+        for other in (made("b"), SMALL):
+            with pytest.raises(ConfigError, match=r"data\.parts: part 1 makes batches by .*mixture-collate"):
+                Mixture([(1, made("a")), (1, other)])
 
     def test_by_config(self) -> None:
         part = {"kind": "digits"}

@@ -209,3 +209,14 @@ def test_defaults_are_those_of_the_installed_packages() -> None:
     from tools.trainer_defaults import OUT, defaults
 
     assert json.loads(OUT.read_text(encoding="utf-8")) == defaults(), "run python -m tools.trainer_defaults"
+
+
+def test_lengths_in_other_units_and_what_other_tools_leave_out() -> None:
+    trainer = {"max_epochs": 3, "max_steps": 10, "accumulate_grad_batches": 4, "val_check_interval": 100}
+    found = imported({"seed_everything": 1, "trainer": trainer})
+    assert found.values["evaluation"]["every_steps"] == 25, "batches there"
+    assert found.left_out == ("max_epochs: 3 (max_steps is the length here; the first to come is there)",)
+    each = imported({"seed_everything": 1, "trainer": trainer | {"val_check_interval": 1}})
+    assert each.values["evaluation"]["every_steps"] == 1
+    assert hugging_face(lr_scheduler_type="constant", warmup_steps=100).scheduler.warmup_steps == 0
+    assert hugging_face(lr_scheduler_type="constant_with_warmup", warmup_steps=100).scheduler.warmup_steps == 100

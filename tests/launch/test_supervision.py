@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,9 @@ def test_where_nobody_starts_again_it_is_said(tmp_path: Path, capsys: pytest.Cap
     assert "supervision.max_restarts = 3: nobody starts the run again here" in said
 
 
-def launched(folder: Path, name: str, dies: dict[str, Any] | None, **sections: Any) -> tuple[int, str]:
+def launched(
+    folder: Path, name: str, dies: dict[str, Any] | None, *, words: Sequence[str] = (), **sections: Any
+) -> tuple[int, str]:
     """A run of two ranks through `launch`."""
     config: dict[str, Any] = {
         "run": {"name": name, "output_dir": str(folder)},
@@ -163,10 +166,10 @@ def launched(folder: Path, name: str, dies: dict[str, Any] | None, **sections: A
         **sections,
     }
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    words = [sys.executable, "-m", "framework", "launch", str(folder / f"{name}.yaml"), "--num_gpus", "2"]
+    program = [sys.executable, "-m", "framework", "launch", str(folder / f"{name}.yaml"), "--num_gpus", "2", *words]
     environment = job_environment() | {"DS_ACCELERATOR": "cpu"}
     ended = subprocess.run(
-        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+        program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
     )
     return ended.returncode, ended.stdout + ended.stderr
 
@@ -174,7 +177,8 @@ def launched(folder: Path, name: str, dies: dict[str, Any] | None, **sections: A
 @pytest.mark.slow
 @pytest.mark.timing
 def test_a_killed_rank_and_the_unbroken_run(tmp_path: Path) -> None:
-    code, stated = launched(tmp_path, "killed", {"step": 8, "once": str(tmp_path / "once")})
+    dies = {"step": 8, "once": str(tmp_path / "once")}
+    code, stated = launched(tmp_path, "killed", dies, words=["checkpoint.resume=never"])
     assert code == 0, stated
     assert "start 2 of at most 5, from step 5" in stated
     code, stated = launched(tmp_path, "whole", None, supervision={})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from framework.config.load import config_from_values
+from framework.config.load import Source, config_from_values
 from framework.errors import ConfigError
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Length, Plan, default_cluster, make_plan
@@ -63,6 +63,12 @@ def test_a_stream_that_is_known_by_name_needs_a_length(streaming: bool) -> None:
         assert stated in line
     for further in ({"training": {"max_steps": 5}}, {"data": data | {"train_samples": 320}}):
         assert plan_of(values | further).length.total_steps
+    by_epochs = plan_of(values | {"training": {"max_steps": 5}, "checkpoint": {"every_epochs": 1}})
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.every_epochs = 1: the training data is a stream.*set every_steps"
+    ):
+        by_epochs.with_data(None, Source())
+    assert by_epochs.with_data(320, Source()).length.steps_per_epoch
 
 
 def test_no_data_at_all_is_refused() -> None:
