@@ -61,6 +61,9 @@ class _GradientOrder:
         optimizer.reduce_ready_partitions_and_remove_grads = self._arrived
         optimizer.independent_gradient_partition_epilogue = self._end
         self._called: dict[int, None] = {}  # positions, in the order in which the modules were called
+        if any(module._compiled_call_impl is not None for module in model.modules()):
+            self._knows_graph = False  # hooks would be traced into its graphs, which would be compiled again without
+            return
         self._hooks = [module.register_forward_pre_hook(self._note_call) for module in model.modules()]
         self._hooks.append(model.register_forward_hook(self._adopt_calls))
 
