@@ -58,10 +58,10 @@ class LoRA(Section):
 
 
 class Compile(Section):
-    """torch.compile of the model; but for `per` the keys are those of torch's function, and mean the same."""
+    """torch.compile of the model; the keys but `per` are torch's, and mean the same."""
 
     backend: str = "inductor"
-    """What makes kernels of a graph: ``inductor``; ``eager`` and ``aot_eager`` make none, to look for an error."""
+    """``inductor`` makes kernels; ``eager`` and ``aot_eager`` make none, to look for an error."""
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
     """How much inductor tries; left out: default."""
     dynamic: bool | None = None
@@ -69,8 +69,8 @@ class Compile(Section):
     fullgraph: bool = False
     """End at what no graph can hold instead of running it as it is between two graphs."""
     per: Literal["model", "block"] = "model"
-    """``model``: one graph of all layers; ``block``: one of each repeated block, compiled once for all that are alike,
-    and gradients of a block are sent while the backward pass goes on in those before it."""
+    """``model``: one graph; ``block``: each repeated block, compiled once for all that are alike, and ready to send its
+    gradients while the backward pass goes on. With `recompute_every`: each layer."""
 
 
 # Logits that may be whole, 1 GiB in fp32, and those of a tile.

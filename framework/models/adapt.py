@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from framework.config.groups import group_values, has_groups, in_order, refuse_unmatched_groups
 from framework.config.optimizer import Muon
-from framework.config.training import Training
+from framework.config.training import Compile, Training
 from framework.errors import ConfigError, Problem
 from framework.models.layers import LayeredModel, as_layers
 from framework.models.sync_batch_norm import with_sync_batch_norm
@@ -113,6 +114,31 @@ def with_recompute(model: nn.Module, *, every: int) -> nn.Module:
             ) from error
     model.recompute_every = every
     return model
+
+
+def compile_model(model: nn.Module, asked: Compile) -> None:
+    """Let torch compile a model or its blocks in place, which leaves names of weights as they are; of one that
+    recomputes, the layers: no graph holds `models.layers.recompute`.
+
+    Raises:
+        ConfigError: kind ``no-blocks``.
+    """
+    torch.compiler.reset()  # graphs of earlier runs in this process count as well
+    parts = [model] if asked.per == "model" else list(_blocks(model))
+    if isinstance(model, LayeredModel) and model.recompute_every:
+        parts = [layer.build() for layer in model.layers()]
+    if not parts:
+        reason, fix = f"{type(model).__name__} has no two blocks of one class", "set training.compile.per: model"
+        raise ConfigError.of("no-blocks", reason, fix, "training.compile.per", asked.per)
+    for part in parts:
+        part.compile(**asked.model_dump(exclude={"per"}))
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules with siblings of their class, which is none of torch's layers."""
+    kinds = Counter(type(child) for child in model.children() if not type(child).__module__.startswith("torch.nn."))
+    for child in model.children():
+        yield from [child] if kinds[type(child)] > 1 else _blocks(child)
 
 
 def _nothing_frozen(number: int, pattern: str, names: Sequence[str]) -> Problem:
