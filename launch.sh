@@ -15,11 +15,11 @@ help() {
                                   on this machine; with -H HOSTFILE on its hosts, through ssh
 ./launch.sh node CONFIG [key=value ...] [--nnodes N --node_rank R --master_addr A --master_port P --num_gpus G]
                                   one member without ssh: in a pod, under srun, by hand (`python -m framework launch node`)
-./launch.sh check|plan|render|schema|import|new|inspect|report|bench|prepare|generate|export|evaluate|predict|doctor|launch ...
+./launch.sh check|plan|render|schema|import|new|inspect|report|bench|prepare|generate|export|evaluate|predict|lr-range|doctor|launch ...
                                   the same as `python -m framework check ...`: --help tells of each
 ./launch.sh docs                  set up, then build the documentation: site/index.html, for a browser without a network
 ./launch.sh test [pytest options] set up, then run the tests (all of them, or what the options choose)
-./launch.sh setup [text|bench|docs|dev ...]
+./launch.sh setup [text|data|lora|bench|docs|dev ...]
                                   set up only, with these extras: the active virtualenv or conda environment if it has
                                   torch, else .venv
 ./launch.sh help                  this text
@@ -304,7 +304,7 @@ main() {
             set_up train
             exec "$PY" -m framework launch node "$@"
             ;;
-        check | plan | render | schema | import | new | inspect | report | bench | prepare | generate | export | evaluate | predict | doctor | launch)
+        check | plan | render | schema | import | new | inspect | report | bench | prepare | generate | export | evaluate | predict | lr-range | doctor | launch)
             set_up train
             exec "$PY" -m framework "$command" "$@"
             ;;
@@ -323,8 +323,8 @@ main() {
         setup)
             local extra
             for extra in "$@"; do
-                [[ $extra =~ ^(train|text|bench|docs|dev)$ ]] ||
-                    { say "launch.sh setup: there is no extra '$extra'; there are text, bench, docs and dev"; exit "$USAGE"; }
+                [[ $extra =~ ^(train|text|data|lora|bench|docs|dev)$ ]] ||
+                    { say "launch.sh setup: there is no extra '$extra'; there are text, data, lora, bench, docs and dev"; exit "$USAGE"; }
             done
             [[ ${1:-} != train ]] || shift
             set_up "train${*:+ $*}"

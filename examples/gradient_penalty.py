@@ -1,4 +1,4 @@
-"""A critic with a gradient penalty (Gulrajani et al. 2017, eq. 3): a backward pass through a backward pass."""
+"""A critic with a gradient penalty (Gulrajani et al. 2017, eq. 3): python examples/gradient_penalty.py"""
 
 from __future__ import annotations
 

@@ -12,8 +12,16 @@ from typing import Any, NoReturn
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
+from framework.data.streams import StreamPlaces
 from framework.engine import workarounds  # noqa: F401  # before all that imports DeepSpeed
-from framework.engine.distributed import from_rank0, process_group, quiet_deepspeed, rank, refuse_different_ranks
+from framework.engine.distributed import (
+    from_rank0,
+    gather,
+    process_group,
+    quiet_deepspeed,
+    rank,
+    refuse_different_ranks,
+)
 from framework.engine.failures import explaining_failures
 from framework.engine.hang_watch import watching
 from framework.engine.plain_engine import arithmetic_of
@@ -69,8 +77,8 @@ def fit(
     Args:
         config: a RunConfig, or nested dicts; the section of what is handed over may hold its other keys.
         model: an `nn.Module` or a list of layers, or a callable that builds one.
-        train_data, eval_data: map-style datasets of (inputs, target), or the pair of both as `train_data`; for
-            evaluation also several by name, whose metrics are ``eval/<name>/loss`` and so on.
+        train_data, eval_data: datasets of (inputs, target), map-style or streams, or the pair of both as `train_data`;
+            for evaluation also several by name, whose metrics are ``eval/<name>/loss`` and so on.
         task: a `framework.Task` or a callable ``loss(outputs, targets)``.
         optimizer: a callable from parameters to an optimizer, for example ``functools.partial(SGD, lr=0.1)``.
         scheduler: a callable from the optimizer to a schedule like torch's, which is stepped after every step; for
@@ -151,7 +159,8 @@ def _at_work(
     described = prepared.description(order=order_of(start)) | engine.description()
     described |= start_point.describe_frozen(engine, plan.config)
     callbacks = make_callbacks(engine, prepared)
-    start_step = start_point.load_start(engine, start, (best, callbacks), described)
+    places = StreamPlaces(gather)
+    start_step = start_point.load_start(engine, start, (best, callbacks, places), described)
     if rank() == 0:
         stages = prepared.cut.table if prepared.cut else None
         num_params, num_trained = count_parameters(engine, stages)
@@ -169,14 +178,14 @@ def _at_work(
         folder.checkpoints,
         plan=plan,
         description=described,
-        further=lambda: best.state() | callbacks.state(),
+        further=lambda step: best.state() | callbacks.state() | places.state(step),
     )
     often = {"evaluate": plan.config.evaluation.every_minutes, "save": of_checkpoint.every_minutes}
     minutes = Minutes(often, most=plan.config.training.max_minutes, began=request.began)
     seconds = plan.config.supervision.hang_seconds
     with closing(checkpointer), agreed_stops(request, start_step=start_step, due=minutes.due) as ask:
         with watching(ask, logs=folder.logs, end_seconds=seconds) as stop:
-            parts = (prepared, engine, folder, checkpointer, best, callbacks, start, stop, minutes)
+            parts = (prepared, engine, folder, checkpointer, best, callbacks, start, places, stop, minutes)
             run = OpenRun(*parts, outcome=Outcome(step=start_step))
             yield run
         checkpointer.finish(is_final=bool(run.outcome.stopped))

@@ -132,9 +132,11 @@ HALVES = {
     "commands.evaluate": "torch commands",
     "commands.export": "torch commands",
     "commands.generate": "torch commands",
+    "commands.hub_folder": "torch commands",
     "commands.machine_rates": "torch commands",
     "commands.lr_range": "torch commands",
     "commands.predict": "torch commands",
+    "commands.program": "torch commands",
 }
 LIGHT = (
     "system",

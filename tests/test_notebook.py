@@ -38,7 +38,8 @@ framework.fit({**config, "run": {"name": "broken"}}, task=broken)
     "stopped": """
 import os, signal, threading, time
 def press_stop():
-    while not os.path.exists("runs/stopped/metrics.jsonl"):
+    points = "runs/stopped/metrics.jsonl"
+    while not (os.path.exists(points) and os.path.getsize(points)):
         time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=press_stop).start()

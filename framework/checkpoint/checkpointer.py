@@ -19,7 +19,17 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from framework.checkpoint.manifest import FORMAT, SavedCheckpoint, newest_first, read_checkpoint, seal
-from framework.checkpoint.names import CALLBACKS, LATEST, LEAVING, MANIFEST, SAVING, latest_tag, named_folders, tag_of
+from framework.checkpoint.names import (
+    CALLBACKS,
+    LATEST,
+    LEAVING,
+    MANIFEST,
+    SAVING,
+    STREAM,
+    latest_tag,
+    named_folders,
+    tag_of,
+)
 from framework.engine.protocol import Engine, Gather
 from framework.errors import StorageError
 from framework.system.files import (
@@ -111,7 +121,7 @@ class Checkpointer:
         # JSON knows no NaN and no infinity.
         measured = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        described = {name: value for name, value in state.items() if name != CALLBACKS}  # which may be tensors
+        described = {name: value for name, value in state.items() if name not in (CALLBACKS, STREAM)}
         return {**described, **self._description, "saved_at": now, "metrics": measured}
 
     def _agree(self, work: Callable[[], None], *, only_main: bool = False) -> str:

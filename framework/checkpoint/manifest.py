@@ -269,6 +269,7 @@ _TYPES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "step": _is_count,
     **{f"{name}?": _or_null(_is_count) for name in _COUNTS},
     "order?": _is_count,
+    "lanes?": _is_count,
     "files": _are_records,
     **{f"layout.{name}": _is_count for name in _LAYOUT},
     "layout.*": lambda value: _is_count(value) and value > 0,

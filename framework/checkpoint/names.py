@@ -22,7 +22,8 @@ from typing import Final
 from framework.system.files import read_regular
 
 CALLBACKS: Final = "callbacks"
-"""Key of what callbacks keep, in the saved state alone."""
+STREAM: Final = "stream"
+"""Keys of what callbacks keep, and of the places of streamed data, in the saved state alone."""
 CHECKPOINTS: Final = "checkpoints"
 MANIFEST: Final = "manifest.json"
 LATEST: Final = "latest"

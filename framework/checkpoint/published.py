@@ -149,8 +149,13 @@ def form_of(model: Any) -> Form | None:
     for name, table in _TABLE.items():
         needs = table["needs"].items()
         if table["kind"] == getattr(model, "kind", None) and all(getattr(model, ours) == own for ours, own in needs):
-            return Form(name, table, model)
+            return _form(name, table, model)
     return None
+
+
+def _form(name: str, table: dict[str, Any], model: Any) -> Form:
+    further = table.get("with_classes", {}) if getattr(model, "num_classes", None) else {}
+    return Form(name, table | further, model)
 
 
 def published_problems(config: RunConfig) -> list[Problem]:
@@ -170,7 +175,7 @@ def published_problems(config: RunConfig) -> list[Problem]:
         fix = f"set model.kind: {table['kind']}" if table else _AS_IT_IS
         reason = f"{file} is of a {show_value(type_)}, which no model.kind {kind} is"
         return [Problem("weights-differ", reason, fix, _KEY, path)]
-    form = Form(type_, table, config.model)
+    form = _form(type_, table, config.model)
     found, names = list(form.misfits(described, file)), _tensors_in(place / _WEIGHTS if is_folder else place)
     if names and "embed.weight" not in names and all(problem.severity != "error" for problem in found):
         found += form.misnamed(names, path)

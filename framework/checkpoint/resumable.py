@@ -35,6 +35,7 @@ _OBJECT_ARGS: Final = "optimizer.args."
 _DATA: Final = {
     "steps_per_epoch": "its epochs had {} steps and now they have {}: the training data has another size",
     "num_train_samples": "its training data had {:,} samples and now has {:,}",
+    "lanes": "its stream was read in {} lanes and now has {}",
     "data_sha256": "its training data had other tokens, by the checksums of their files",
 }
 _WEIGHTS_ALONE: Final = "take the weights alone with checkpoint.init_weights"

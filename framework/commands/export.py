@@ -1,8 +1,9 @@
 """``export CHECKPOINT OUT``: the weights of a checkpoint of any layout, for programs that know nothing of it.
 
-Names are those of the plain module, or with ``--hf`` those that the model gives for Hugging Face's loaders; fp32 copies
-are taken where the checkpoint has any. Adapters are merged into the weights that they belong to, or with ``--adapter``
-written by themselves. OUT is a folder, which appears when it is complete and on disk.
+Names are those of the plain module, or with ``--format hf`` those that the model gives for Hugging Face's loaders, in a
+folder ready for the Hub; fp32 copies are taken where the checkpoint has any. Adapters are merged into the weights that
+they belong to, or with ``--adapter`` written by themselves. OUT is a folder, which appears when it is complete and on
+disk.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -24,7 +25,7 @@ from typing import Any, Final
 import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.published import CONFIG, form_of
+from framework.checkpoint.published import form_of
 from framework.checkpoint.state.reader import MergedWeights
 from framework.checkpoint.state.weight_files import (
     PICKLED,
@@ -35,19 +36,25 @@ from framework.checkpoint.state.weight_files import (
     write_pt,
     write_safetensors,
 )
+from framework.commands.hub_folder import write_hub_files
+from framework.commands.program import write_program
 from framework.config.base import Target
 from framework.errors import EXIT_OK, ConfigError, StorageError, printable
 from framework.setup.adapters import write_adapter
 from framework.setup.objects import call_factory
 from framework.setup.trained import find_source, module_of, saved_config
 from framework.system.arguments import CommandParser
-from framework.system.files import replace_text, sync_folder
+from framework.system.files import sync_folder
 from framework.system.stopping import ending_in_good_order
 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_OURS: Final = re.compile(r"(adapter_)?(model|config).*\.(safetensors|pt|json)")
+_OURS: Final = re.compile(
+    r"((adapter_)?(model|config)|generation_config|.*token.*|vocab|special_tokens_map).*\.(safetensors|pt2?|json)"
+    r"|README\.md|merges\.txt|.*\.jinja|.*\.model"
+)
 _PLAIN: Final = "leave --hf out"
+_WEIGHTS: Final = "export its weights: --format safetensors"
 _ALONE: Final = "give --adapter, for the adapters alone"
 _SECONDS_BETWEEN_LOOKS: Final = 0.5
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
@@ -90,9 +97,10 @@ def export(
         weights: trained, or ema for their moving average.
         dtype: fp32, bf16 or fp16, of everything with a point.
         shard_bytes: largest size of a file.
-        file_format: safetensors, or pt for one file that `torch.load` reads.
+        file_format: safetensors; torch or pt for one file that `torch.load` reads; hf for `hf`; or torch_export for a
+            program of `torch.export`.
         force: replace `out` where it is an earlier export.
-        hf: with the names that the model's own `hf_names()` gives.
+        hf: ready for Hugging Face's Hub, with the names that the model's own `hf_names()` gives.
         trust: the folder of the checkpoint, where `hf`, and merging adapters, may run the code that its manifest names
             as ``model.target``.
         adapter: only the adapters, for peft.
@@ -105,13 +113,18 @@ def export(
     """
     _clear_left_over(out)
     _refuse_taken(out, force=force)
+    hf |= file_format == "hf"
     checkpoint = find_source(source, allow_unverified=allow_unverified)
     if checkpoint.path.resolve() in (out.resolve(), *out.resolve().parents):
         reason = "it lies in the checkpoint, where every further file counts as damage"
         raise _taken(out, reason, "name a folder elsewhere")
     merged = MergedWeights(checkpoint, average=weights == "ema")
     if adapter:
-        return _write_adapter(merged, out, dtype=_DTYPES[dtype])
+        return _write(_adapter, out, merged, dtype=_DTYPES[dtype])
+    if file_format == "torch_export":
+        config = saved_config(checkpoint, "model", "data", "task", trust=trust, key="--format", otherwise=_WEIGHTS)
+        model = module_of(checkpoint, config, average=weights == "ema", base=base).to(_DTYPES[dtype])
+        return _write(write_program, out, model, config)
     whole, stored, ties = _plain_weights(merged, average=weights == "ema", trust=trust, base=base)
     names, described = dict[str, str](), dict[str, Any]()
     if hf and (form := form_of(_config(merged.checkpoint).model)):
@@ -123,12 +136,9 @@ def export(
     found = entries(stored, dtype=_DTYPES[dtype], names=names)
     num_bytes = sum(entry.num_bytes for entry in found)
     with _appearing_whole(out) as aside, _showing_progress(aside, num_bytes):
-        written = {}
-        if described:
-            text = json.dumps(described | {"dtype": str(_DTYPES[dtype]).removeprefix("torch.")}, indent=2) + "\n"
-            replace_text(aside / CONFIG, text)
-            written[CONFIG] = len(text.encode())
-        if file_format == "pt":
+        of_run = partial(write_hub_files, aside, checkpoint, described=described, dtype=_DTYPES[dtype])
+        written = of_run(_config(checkpoint)) if hf else {}
+        if file_format in ("torch", "pt"):
             return written | {PICKLED: write_pt(aside / PICKLED, whole, found, ties=ties)}
         run = merged.checkpoint.manifest["config"]["run"]
         metadata = {"source": f"{run['name']}/{merged.checkpoint.tag}", "step": str(merged.checkpoint.step)}
@@ -137,12 +147,16 @@ def export(
         return written | write_safetensors(aside, whole, split(found, shard_bytes=shard_bytes), metadata=metadata)
 
 
-def _write_adapter(merged: MergedWeights, out: Path, *, dtype: torch.dtype) -> dict[str, int]:
+def _write(write: Callable[..., dict[str, int]], out: Path, *of: Any, **options: Any) -> dict[str, int]:
+    with _appearing_whole(out) as aside:
+        return write(aside, *of, **options)
+
+
+def _adapter(folder: Path, merged: MergedWeights, *, dtype: torch.dtype) -> dict[str, int]:
     if not merged.checkpoint.has_adapters:
         reason, fix = "its run trained all weights (training.lora)", "leave --adapter out"
         raise ConfigError.of("no-adapters", reason, fix, "--adapter", str(merged.checkpoint.path))
-    with _appearing_whole(out) as aside:
-        return write_adapter(aside, merged, dtype=dtype)
+    return write_adapter(folder, merged, dtype=dtype)
 
 
 def _plain_weights(
@@ -257,10 +271,13 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     option("--weights", choices=("trained", "ema"), default="trained", help=as_trained)
     option("--dtype", choices=tuple(_DTYPES), default="fp32", help="type of the numbers (fp32)")
     option("--shard-size", dest="shard_bytes", type=_size, default=5 * 10**9, metavar="SIZE", help=size)
-    formats, kind = ("safetensors", "pt"), "kind of file (safetensors)"
-    option("--format", choices=formats, default="safetensors", dest="file_format", help=kind)
-    option("--hf", action="store_true", help="with Hugging Face's names, where the model has hf_names()")
-    trust = "the run folder or checkpoint whose model.target may be imported and called, for --hf or to merge adapters"
+    formats = ("safetensors", "torch", "hf", "torch_export", "pt")
+    kind = (
+        "safetensors; torch (or pt): for torch.load; hf: a folder for transformers and the Hub; torch_export: a program"
+    )
+    option("--format", choices=formats, default="safetensors", dest="file_format", help=f"{kind} (safetensors)")
+    option("--hf", action="store_true", help="as --format hf; with --format pt only Hugging Face's names")
+    trust = "the run folder or checkpoint whose targets may be imported and called, for hf, torch_export or adapters"
     option("--trust", metavar="FOLDER", help=trust)
     option("--adapter", action="store_true", help="only the adapters of training.lora, as peft loads them")
     option("--base", metavar="PATH", help="the weights that adapters were trained on (checkpoint.init_weights)")

@@ -22,10 +22,11 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.config.data import Text, TextPairs
+from framework.config.data import Conversations, Text, TextPairs
 from framework.config.load import load_config
 from framework.config.model import GPT
 from framework.config.run_config import RunConfig
+from framework.data.chat import Answers, open_tokenizer
 from framework.data.token_files import KEPT_TOKENIZER, META_FILE, TOKENIZER_FILE, read_meta
 from framework.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from framework.errors import EXIT_OK, ConfigError
@@ -57,14 +58,15 @@ def main(words: Sequence[str]) -> int:
     for row, drawn in enumerate(copies):  # the first one as it comes; what the others have meanwhile is kept
         tokens = takewhile(lambda token: token is not None, map(itemgetter(row), drawn))
         texts = as_text(tokens, tokenizer.decode, after=prompts[row])
-        for text in chain(asked[row : row + 1], texts):
+        shown = asked[row] + ("\n" if isinstance(tokenizer, Answers) else "")
+        for text in chain((shown,), texts):
             # A model may draw the codes that move a terminal's cursor, or worse.
             print(visible(text) if is_terminal else text, end="", flush=is_terminal)
         print(end="\n\n" if row + 1 < len(copies) else "\n")
     return EXIT_OK
 
 
-def tokens_of(prompt: bytes, tokenizer: Tokenizer, key: str) -> list[int]:
+def tokens_of(prompt: bytes, tokenizer: Tokenizer | Answers, key: str) -> list[int]:
     """Tokens to go on from. A document begins behind the end of the one before: so does a sample without a prompt."""
     try:
         if tokenizer.needs_utf8:
@@ -75,7 +77,7 @@ def tokens_of(prompt: bytes, tokenizer: Tokenizer, key: str) -> list[int]:
     return tokenizer.encode([prompt])[0].tolist() or [tokenizer.special.end]
 
 
-def terms_of(arguments: argparse.Namespace, config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+def terms_of(arguments: argparse.Namespace, config: RunConfig, tokenizer: Tokenizer | Answers) -> dict[str, Any]:
     """Return the options of `sample`."""
     asked = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "seed")}
     # As many as it was trained to see at once: further positions it has, and has never met.
@@ -199,12 +201,14 @@ def _refuse_other_models(model: Mapping[str, Any], *, file: str) -> None:
         raise ConfigError.of("not-a-gpt", reason, fix, key="model.kind", value=kind, file=file)
 
 
-def tokenizer_of(config: RunConfig, checkpoint: SavedCheckpoint, *, asked: str | None) -> Tokenizer:
+def tokenizer_of(config: RunConfig, checkpoint: SavedCheckpoint, *, asked: str | None) -> Tokenizer | Answers:
     """The one asked for; what the run has kept beside its checkpoints; or that of the folder that it was trained on."""
     kept = checkpoint.folder.absolute().parent / KEPT_TOKENIZER  # a relative path may end at the folder
     key, path = "data.path", getattr(config.data, "path", None)
     if asked is not None:
         key, path = "--tokenizer", None if asked == "bytes" else asked
+    elif isinstance(config.data, Conversations):
+        return Answers(open_tokenizer(str(kept)))
     elif not isinstance(config.data, (Text, TextPairs)):
         reason = "it is not a token folder, so nobody knows what its numbers stand for"
         fix = "name a tokenizer with --tokenizer"
@@ -245,7 +249,10 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     )
     option = parser.add_argument
     option("checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or .../global_step<N>")
-    several = "what to go on from, given several times for as many samples; left out: a new document"
+    several = (
+        "what to go on from, or of conversations what to answer, given several times for as many samples; left out: "
+    )
+    several += "a new document"
     option("--prompt", action="append", metavar="TEXT", help=several)
     add_sampling(parser)
     option("--allow-unverified", action="store_true", help="read what DeepSpeed wrote without a manifest")

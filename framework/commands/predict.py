@@ -23,9 +23,12 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 
 from framework.commands.generate import add_sampling, sample, terms_of, tokenizer_of, tokens_of
-from framework.config.data import ImageFolder
+from framework.config.data import ImageFolder, LabelledText
 from framework.config.run_config import RunConfig
 from framework.config.training import CausalLM, Classification
+from framework.data.chat import Answers, open_tokenizer
+from framework.data.labelled_text import inputs_of
+from framework.data.token_files import KEPT_TOKENIZER
 from framework.data.tokenizer import Tokenizer
 from framework.engine.distributed import from_rank0, gather, process_group, rank
 from framework.errors import EXIT_OK, ConfigError, FrameworkError, StorageError, TrainingError, in_one_line
@@ -45,7 +48,9 @@ def main(words: Sequence[str]) -> int:
     with process_group(config.run.backend):
         start = from_rank0(_attempt(str(out), count_rows, out, names, label) if rank() == 0 else None)
         model = module_to_ask(checkpoint, config, average=arguments.weights == "ema")
-        ask = partial(_outputs, model, config)
+        kept = checkpoint.folder.absolute().parent / KEPT_TOKENIZER
+        reads = open_tokenizer(str(kept)) if isinstance(config.data, LabelledText) else None
+        ask = partial(_outputs, model, config, reads)
         if isinstance(config.task, CausalLM):
             tokenizer = tokenizer_of(config, checkpoint, asked=arguments.tokenizer)
             ask = partial(_texts, model, tokenizer, terms_of(arguments, config, tokenizer))
@@ -91,6 +96,8 @@ def _samples(file: Path, config: RunConfig) -> dict[str, Any]:
     rows: Any
     if isinstance(config.task, CausalLM):
         rows = file.read_bytes().splitlines()
+    elif isinstance(config.data, LabelledText):
+        rows = file.read_text(encoding="utf-8").splitlines()
     elif file.suffix == ".csv":
         rows = np.loadtxt(file, np.float32, delimiter=",", ndmin=2)
     elif file.suffix == ".npz":
@@ -138,24 +145,34 @@ def _append(out: Path, names: Sequence[str], label: str, parts: Sequence[Any]) -
 
 
 @torch.inference_mode()
-def _outputs(model: torch.nn.Module, config: RunConfig, place: int, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _outputs(
+    model: torch.nn.Module, config: RunConfig, tokenizer: Any, place: int, inputs: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """Classes and their probabilities; otherwise the outputs as they are."""
-    like = next(model.parameters())
-    batch = default_collate([read_sample(one, config) for one in inputs.values()])
+    like, names = next(model.parameters()), getattr(tokenizer, "init_kwargs", {}).get("classes")
+    if tokenizer is None:
+        batch = default_collate([read_sample(one, config) for one in inputs.values()])
+    else:
+        batch = inputs_of(list(inputs.values()), tokenizer, config.data.sequence_length)  # type: ignore[union-attr]
     batch = tree_map_only(
         Tensor, lambda one: one.to(like.device, like.dtype if one.is_floating_point() else None), batch
     )
     outputs = as_task(load_task(config)).forward(model, batch)
     outputs = getattr(outputs, "logits", outputs)
     if isinstance(config.task, Classification):
-        return [{"class": row.index(max(row)), "probabilities": row} for row in outputs.float().softmax(1).tolist()]
+        rows = [{"class": row.index(max(row)), "probabilities": row} for row in outputs.float().softmax(1).tolist()]
+        return [{**row, "name": names[row["class"]]} for row in rows] if names else rows
     named = outputs if isinstance(outputs, Mapping) else {"output": outputs}
     columns = {name: value.float().tolist() for name, value in named.items()}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _texts(
-    model: torch.nn.Module, tokenizer: Tokenizer, terms: Mapping[str, Any], place: int, inputs: Mapping[str, Any]
+    model: torch.nn.Module,
+    tokenizer: Tokenizer | Answers,
+    terms: Mapping[str, Any],
+    place: int,
+    inputs: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     prompts = [tokens_of(line, tokenizer, name) for name, line in inputs.items()]
     drawn = zip(*sample(model, prompts, **{**terms, "seed": terms["seed"] + place}), strict=True)
@@ -168,7 +185,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(prog="python -m framework predict", allow_abbrev=False, description=about)
     option = parser.add_argument
     option("checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or .../global_step<N>")
-    about = "images or folders of them; .csv, .npz: rows of numbers; of a causal_lm lines of text"
+    about = "images or folders of them; .csv, .npz: rows of numbers; of models of text lines"
     option("inputs", nargs="+", metavar="INPUT", help=about)
     option("--out", required=True, metavar="FILE", help="JSON lines; those that it has are kept")
     count = whole(1, 10**9, "'{}' is not a number from 1 to 999999999")

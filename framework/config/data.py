@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field
 
-from framework.config.base import Count, CountFromEight, Kind, Object, OneOf, PositiveCount, Section, Target
+from framework.config.base import Count, CountFromEight, Kind, Object, OneOf, Positive, PositiveCount, Section, Target
 
 # Byte-level text has 256 bytes and five special tokens.
 BYTE_VOCAB_SIZE: Final = 261
@@ -34,6 +34,12 @@ class Loader(Section):
     """Processes per rank that fetch batches ahead; 0 fetches in the training process."""
     prefetch_batches: PositiveCount = 2
     """Micro-batches that each worker keeps ready; only with num_workers > 0."""
+    bucket_steps: Count = 0
+    """Sort so many steps' samples by length, so that a step's are alike; the steps are then drawn in another order. 0:
+    not. The dataset needs `lengths`, a number per sample, or a column ``length``."""
+    curriculum_steps: Count = 0
+    """Steps that begin with the shortest samples and draw from ever longer ones; epochs begin after them. Needs lengths
+    as `bucket_steps` does."""
 
     def num_train_samples(self) -> int | None:
         """Training samples as published or declared; None where only the files or the code know."""
@@ -48,10 +54,21 @@ class Loader(Section):
         return bool(getattr(self, "random_samples", False) or getattr(self, "augment", False))
 
 
+class _Streamable(Section):
+    """Data that may be a stream: samples one after the other, without a number."""
+
+    lanes: PositiveCount | None = None
+    """Parts that a stream is read in at once; left out: as many as it has, up to 64, and as divide the global batch.
+    Ranks and workers divide them."""
+    train_samples: PositiveCount | None = None
+    """Training samples, so that `plan` can count steps before the data is read. Of a stream: how many make an epoch;
+    left out, the run is one, and needs `training.max_steps`."""
+
+
 class _Dataset(Kind, Loader):
     """A dataset that is known by name."""
 
-    own_fields: ClassVar[frozenset[str]] = frozenset({"kind", *Loader.model_fields})
+    own_fields: ClassVar[frozenset[str]] = frozenset({"kind", *Loader.model_fields, *_Streamable.model_fields})
 
 
 class Digits(_Dataset):
@@ -190,27 +207,126 @@ class TextPairs(_Text):
         return True
 
 
-class DataTarget(Target, Loader):
+class _Labelled(_Dataset):
+    """Text by the line, that becomes tokens when the run starts."""
+
+    path: str | None = None
+    eval_path: str | None = None
+    """File of the evaluation; left out: every so many of `path`."""
+    eval_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
+    """Share of `path` that is for evaluation, where there is no `eval_path`."""
+    tokenizer: str | None = None
+    """Folder of a tokenizer of transformers, or that `prepare` made; left out: bytes (vocabulary 261)."""
+    sequence_length: PositiveCount = 512
+    """Most tokens of a sample."""
+
+    def vocab_size(self) -> int | None:
+        """Number of different tokens; None where only the files know."""
+        return BYTE_VOCAB_SIZE if self.tokenizer is None else None
+
+
+class Conversations(_Labelled):
+    """Conversations, of which a causal language model learns the assistant's answers: supervised fine-tuning."""
+
+    builds: ClassVar[str] = "framework.data.conversations:build"
+    kind: Literal["conversations"] = "conversations"
+    path: str | None = None
+    """JSON lines of ``messages`` ({role, content}), of ``prompt`` and ``completion``, or of ShareGPT's
+    ``conversations``; left out: questions that the documentation of Python's own library answers."""
+    chat_template: str | None = None
+    """Jinja, or a file of it; left out: the tokenizer's own. What is learnt stands between ``{% generation %}`` and
+    ``{% endgeneration %}``; without them it is found by rendering conversations up to each answer."""
+    packing: bool = False
+    """Several conversations in a row of `sequence_length`, none of which sees another."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """What becomes of longer conversations: their end is cut off, or they are left out."""
+
+
+class LabelledText(_Labelled):
+    """Texts and their classes, for a model that reads (tokens, segments, mask) or transformers' ``input_ids``."""
+
+    builds: ClassVar[str] = "framework.data.labelled_text:build"
+    kind: Literal["labelled_text"] = "labelled_text"
+    path: str | None = None
+    """Rows of ``.jsonl`` or ``.csv``; left out: sentences of the documentation of Python's own library, of which the
+    module is to be guessed (8 classes)."""
+    text: str = "text"
+    """Column of the text."""
+    label: str = "label"
+    """Column of the class: its number from 0, or its name, which are numbered in alphabetical order."""
+
+
+class HuggingFace(_Dataset, _Streamable):
+    """Rows in files, as tensors, by Hugging Face's ``datasets``; tar files are WebDataset's shards."""
+
+    builds: ClassVar[str] = "framework.data.hugging_face:build"
+    kind: Literal["huggingface"] = "huggingface"
+    path: str
+    """Folder of ``save_to_disk``, or a pattern of ``.json``, ``.jsonl``, ``.csv``, ``.txt``, ``.parquet`` or ``.tar``
+    files: ``data/*.parquet``, ``data/{000..009}.tar``."""
+    eval_path: str | None = None
+    """As `path`, for evaluation; left out: the split ``validation`` or ``test`` of a folder that has it."""
+    columns: list[str] | dict[str, str] | None = None
+    """A list: samples are tuples of these columns, (inputs, ..., target). A mapping: dicts, column -> name in batches.
+    Left out: dicts of all."""
+    streaming: bool = False
+    """Read rows as they come instead of by number; the files are its parts."""
+
+
+class DataTarget(Target, Loader, _Streamable):
     """The user's own data: a callable that returns a training dataset, or a pair (training, evaluation), whose second
     may be several datasets by name."""
 
     random_samples: bool = True
     """Seed torch's, numpy's and Python's generators for every sample from (run.seed, epoch, sample index), so that
     random augmentation resumes exactly; costs about 20 microseconds a sample. False for datasets without randomness."""
-    train_samples: PositiveCount | None = None
-    """Number of training samples, so that `plan` can count steps without importing the code."""
 
 
-class DataObject(Object, Loader):
+class DataObject(Object, Loader, _Streamable):
     """Datasets that were handed over from Python."""
 
     random_samples: bool = True
     """As for a target."""
-    train_samples: PositiveCount
-    """Number of training samples."""
+
+
+_Part = Digits | FashionMNIST | CIFAR10 | ImageFolder | SyntheticImages | Text | TextPairs | HuggingFace | DataTarget
+
+
+class Part(Section):
+    """A part of a mixture."""
+
+    weight: Positive
+    """Share of the samples, beside the other parts' weights."""
+    data: Annotated[_Part, OneOf()]
+    """What is read, as in the section `data`; its keys of a loader mean nothing here."""
+
+
+class Mixture(_Dataset, _Streamable):
+    """Several data in fixed shares, each begun anew where it ends. A stream; evaluated is what the first part has."""
+
+    streaming: ClassVar[bool] = True
+    kind: Literal["mixture"] = "mixture"
+    parts: Annotated[list[Part], Field(min_length=2)]
+    """Weight and data of each; a share is kept to within one sample per lane."""
+
+    def has_random_samples(self) -> bool:
+        """Some part has them."""
+        return any(part.data.has_random_samples() for part in self.parts)
 
 
 DataSection = Annotated[
-    Digits | FashionMNIST | CIFAR10 | ImageFolder | SyntheticImages | Text | TextPairs | DataTarget | DataObject,
+    Digits
+    | FashionMNIST
+    | CIFAR10
+    | ImageFolder
+    | SyntheticImages
+    | Text
+    | TextPairs
+    | Conversations
+    | LabelledText
+    | HuggingFace
+    | Mixture
+    | DataTarget
+    | DataObject,
     OneOf(),
 ]

@@ -281,7 +281,7 @@ class GPT(_LanguageModel):
 
 
 class BERT(_LanguageModel):
-    """BERT with both heads of its pre-training (Devlin et al. 2018): masked tokens and next sentence."""
+    """BERT (Devlin et al. 2018) with the heads of its pre-training, masked tokens and next sentence; or for classes."""
 
     builds: ClassVar[str] = "framework.models.bert:BERT.of"
     sizes: ClassVar[Mapping[str, Size]] = BERT_SIZES
@@ -290,6 +290,8 @@ class BERT(_LanguageModel):
     """Named size: what every other field is unless it is written down."""
     num_types: PositiveCount
     """Number of segments that a token may belong to."""
+    num_classes: PositiveCount | None = None
+    """Classes of a text, from a head on [CLS]; null: the heads of pre-training."""
 
 
 def _scaled(size: Size, values: Mapping[str, Any]) -> dict[str, Any]:

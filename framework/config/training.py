@@ -499,4 +499,19 @@ class MaskedLM(Kind):
     kind: Literal["masked_lm"] = "masked_lm"
 
 
-TaskSection = Annotated[Classification | CausalLM | MaskedLM | Target | Object, OneOf()]
+class ModelLoss(Kind):
+    """The loss that the model returns, as transformers' models do: batches are mappings, which it takes whole as
+    keyword arguments.
+    """
+
+    builds: ClassVar[str] = "framework.tasks.model_loss:ModelLoss"
+    metrics: ClassVar[tuple[str, ...]] = ("loss",)
+    kind: Literal["model_loss"] = "model_loss"
+    labels: str = "labels"
+    """Key of the labels in a batch."""
+    mean_over: Literal["samples", "labels", "next_labels"] = "samples"
+    """What that loss is a mean over, so that micro-batches and ranks are added up exactly: samples, labels that are not
+    -100, or those without the first of each row (causal language models)."""
+
+
+TaskSection = Annotated[Classification | CausalLM | MaskedLM | ModelLoss | Target | Object, OneOf()]

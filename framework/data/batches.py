@@ -211,7 +211,7 @@ class SeededSamples(_Wrapper):
         if self._are_tensors:
             return read_together(self.dataset, indices, in_one=True)
         if self.seed is None:
-            return _fetched(self.dataset, indices)
+            return fetched(self.dataset, indices)
         if self._from_seeds:
             return self.dataset.items_from_seeds(indices, self._seeds(keys))
         if not self._draws:
@@ -263,7 +263,7 @@ class SeededBatches(_Wrapper):
     def __getitems__(self, indices: Sequence[int]) -> Any:
         with random_state_kept():
             seed_generators(mix_int(_EVALUATION_SALT, indices[0]))
-            return _fetched(self.dataset, indices)
+            return fetched(self.dataset, indices)
 
 
 class LoaderSamples(_Wrapper):
@@ -280,12 +280,17 @@ class LoaderSamples(_Wrapper):
 
     def __getitems__(self, keys: Sequence[SampleKey] | Sequence[int]) -> Any:
         with refusing_exits():
-            samples, first = _fetched(self.dataset, keys), keys[0]
+            samples, first = fetched(self.dataset, keys), keys[0]
             if self.own is None:
                 return samples
-            with random_state_kept():
-                seed_generators(mix_int(_COLLATE_SALT, self.seed, *(first if isinstance(first, tuple) else (first,))))
-                return self.own(samples)
+            return seeded_collate(self.own, samples, self.seed, first if isinstance(first, tuple) else (first,))
+
+
+def seeded_collate(own: Collate, samples: Any, seed: int, key: tuple[int, ...]) -> Any:
+    """A batch by a dataset's own `collate_fn`, which draws by the seed and the key of the first sample."""
+    with random_state_kept():
+        seed_generators(mix_int(_COLLATE_SALT, seed, *key))
+        return own(samples)
 
 
 def as_it_is(batch: Any) -> Any:
@@ -293,7 +298,7 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _fetched(dataset: Any, indices: Sequence[Any]) -> Any:
+def fetched(dataset: Any, indices: Sequence[Any]) -> Any:
     """The samples, as the dataset's `__getitems__` returns them if it has one, otherwise as a list."""
     fetch_all = getattr(dataset, "__getitems__", None)
     return fetch_all(indices) if fetch_all is not None else [dataset[index] for index in indices]

@@ -33,12 +33,11 @@ def build(image_size: int = 28) -> Splits:
     )
     targets = torch.from_numpy(labels).long()
     std, mean = torch.std_mean(images[train].double() / 255.0)
-    return Splits(
-        *(
-            ImageTensors(images[part], targets[part], mean=[mean.item()], std=[std.item()])
-            for part in (torch.from_numpy(train), torch.from_numpy(evaluation))
-        )
-    )
+    sets = [
+        ImageTensors(images[part], targets[part], mean=[mean.item()], std=[std.item()])
+        for part in (torch.from_numpy(train), torch.from_numpy(evaluation))
+    ]
+    return Splits(sets[0], sets[1])
 
 
 def _enlarged(images: Tensor, image_size: int) -> Tensor:

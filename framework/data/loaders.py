@@ -9,11 +9,13 @@ from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from framework.data.batches import LoaderSamples, SeededBatches, SeededSamples, as_it_is, collate, own_collate
-from framework.data.order import LATEST_ORDER, MicroBatchSampler, Share, mix_int
+from framework.data.lengths import bucketed, lengths_of, shortest_first
+from framework.data.order import LATEST_ORDER, MicroBatchSampler, Share, mix_int, order_of_epoch
 from framework.errors import ConfigError
 from framework.system.parent_watch import die_with
 from framework.system.stopping import SIGNALS
@@ -58,6 +60,17 @@ def _loader(
     )
 
 
+def is_stream(dataset: Any) -> bool:
+    """Check for an iterable of the user's without samples by number."""
+    is_iterable = hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+    return isinstance(dataset, IterableDataset) or (is_iterable and type(dataset).__module__ != "builtins")
+
+
+def num_samples_of(dataset: Any) -> int | None:
+    """Count the samples of an epoch; None of a stream: only reading them all would tell."""
+    return None if is_stream(dataset) else getattr(dataset, "num_ordered", None) or len(dataset)
+
+
 class TrainLoader:
     """Micro-batches of one rank, their content a pure function of (seed, step, rank): see `order` and `batches`.
 
@@ -81,54 +94,56 @@ class TrainLoader:
         pin_memory: bool = False,
         random_samples: bool = False,
         order_version: int = LATEST_ORDER,
+        bucket_steps: int = 0,
+        curriculum_steps: int = 0,
     ) -> None:
-        """Check that an epoch has a step; nothing is read yet.
+        """Check that an epoch has a step; nothing is read yet. Names of config keys mean what these do.
 
         Args:
             dataset: map-style; its `collate_fn`, if it has one, makes the batches (otherwise torch's default).
-            global_size: samples per optimizer step, micro_size x accumulation_steps x world_size.
-            micro_size: samples per micro-batch.
-            accumulation_steps: micro-batches per optimizer step and rank.
             rank: of data parallelism; so is `world_size`.
-            seed: `run.seed`.
-            shuffle: a new order every epoch.
-            num_workers: processes that fetch ahead; 0 fetches in this process.
-            prefetch_batches: micro-batches that each worker keeps ready.
-            pin_memory: copy batches into page-locked memory, for asynchronous transfer to the GPU.
             random_samples: reading a sample draws random numbers, which are then seeded per (seed, epoch, index). What
                 a `collate_fn` of the dataset's own draws is seeded in any case.
             order_version: of the order of samples, as the run began with it.
 
         Raises:
-            ConfigError: kind ``dataset-smaller-than-batch``.
+            ConfigError: kinds ``dataset-smaller-than-batch``, ``data-without-lengths``.
         """
         self._dataset, self._seed, self._rank, self._random_samples = dataset, seed, rank, random_samples
         share = Share(global_size, micro_size, accumulation_steps, rank, world_size)
-        self._sampler = partial(
-            MicroBatchSampler, len(dataset), share=share, seed=seed, shuffle=shuffle, version=order_version
-        )
+        num_samples = num_samples_of(dataset) or 0
+        options: dict[str, Any] = {
+            "order_of": partial(order_of_epoch, num_samples, seed=seed, shuffle=shuffle, version=order_version)
+        }
+        if getattr(dataset, "num_ordered", None):
+            options["order_of"] = partial(dataset.epoch_order, seed=seed)
+        if bucket_steps or curriculum_steps:
+            lengths = lengths_of(dataset, "data.bucket_steps" if bucket_steps else "data.curriculum_steps")
+            sizes = {"seed": seed, "size": global_size}
+            if bucket_steps:
+                places = np.arange(num_samples)
+                options["order_of"] = bucketed(options["order_of"], lengths, places, steps=bucket_steps, **sizes)
+            if curriculum_steps:
+                sizes["steps"], by_length = curriculum_steps, np.argsort(lengths, kind="stable")
+                first = partial(shortest_first, by_length=by_length, **sizes)
+                options |= {"first_steps": curriculum_steps, "order_of_first": first}
+        self._sampler = partial(MicroBatchSampler, num_samples, share=share, seed=seed, shuffle=shuffle, **options)
         self._fetching: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
         if num_workers > 0:
             self._fetching["prefetch_factor"] = prefetch_batches
-        self.steps_per_epoch: int = len(dataset) // global_size
+        self.steps_per_epoch: int = num_samples // global_size
         if self.steps_per_epoch == 0:
             raise ConfigError.of(
                 "dataset-smaller-than-batch",
-                f"the training set has {len(dataset)} samples, so not one batch of {global_size} can be filled",
-                f"set batch.global_size to {len(dataset)} or less, or train on more data",
+                f"the training set has {num_samples} samples, so not one batch of {global_size} can be filled",
+                f"set batch.global_size to {num_samples} or less, or train on more data",
                 "batch.global_size",
                 global_size,
             )
 
     def stream(self, start_step: int = 0) -> Generator[Any, None, None]:
-        """This rank's micro-batches from optimizer step `start_step` on, without end.
-
-        Args:
-            start_step: counted from 0 at the beginning of the run; samples of earlier steps are not fetched.
-
-        Returns:
-            Collated batches, `accumulation_steps` for every optimizer step. Closing the generator ends the workers;
-            torch's global random state is neither read nor changed.
+        """This rank's micro-batches from optimizer step `start_step` on, without end: samples of earlier steps are not
+        fetched. Closing the generator ends the workers; torch's global random state is neither read nor changed.
         """
         drawn = self._seed if self._random_samples else None
         order = self._sampler(start_step=start_step).with_epochs()
@@ -165,16 +180,10 @@ class EvalLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        """Divide the dataset; nothing is read yet.
+        """Divide the dataset, map-style and not empty; nothing is read yet.
 
-        Args:
-            dataset: map-style, not empty; its `collate_fn`, if it has one, makes the batches.
-            batch_size: samples per batch; a rank's last real batch may have fewer.
-            rank: of data parallelism; so is `world_size`.
-            max_samples: take this many at most, over all ranks, the first ones; None: all.
-            num_workers: processes that fetch ahead; they stay for the next evaluation, as each fork of a large rank is
-                slow.
-            pin_memory: copy batches into page-locked memory.
+        `max_samples`, the first ones, are those of all ranks together. Workers stay for the next evaluation: each fork
+        of a large rank is slow.
         """
         num_samples = min(len(dataset), max_samples or len(dataset))
         self._batches = rank_batches(num_samples, batch_size=batch_size, rank=rank, world_size=world_size)

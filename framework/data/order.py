@@ -168,13 +168,18 @@ class MicroBatchSampler:
         shuffle: bool,
         start_step: int = 0,
         version: int = LATEST_ORDER,
+        order_of: Callable[..., Order] | None = None,
+        first_steps: int = 0,
+        order_of_first: Callable[[int], Order] = lambda step: lambda positions: positions,
     ) -> None:
         """Describe the stream; iterating anew starts anew.
 
         `start_step` is counted from the beginning of the run; epoch e starts at step e x floor(num_samples /
         global_size). `version` is that of the order, as the run began with it; the others are as of `epoch_order`.
+        `order_of` an epoch takes their place where it is given. Epochs begin after `first_steps`, with own orders.
         """
-        self._order = partial(order_of_epoch, num_samples, seed=seed, shuffle=shuffle, version=version)
+        self._order = order_of or partial(order_of_epoch, num_samples, seed=seed, shuffle=shuffle, version=version)
+        self._first_steps, self._order_of_first = first_steps, order_of_first
         self._share, self._start_step, self._steps_per_epoch = share, start_step, num_samples // share.global_size
         assert self._steps_per_epoch > 0, f"{num_samples} samples do not fill a batch of {share.global_size}"
 
@@ -183,7 +188,10 @@ class MicroBatchSampler:
 
     def with_epochs(self) -> Iterator[tuple[int, list[int]]]:
         """The same stream as (epoch, sample indices)."""
-        epoch, step = divmod(self._start_step, self._steps_per_epoch)
+        for step in range(self._start_step, self._first_steps):
+            for indices in self._order_of_first(step)(self._share.positions(0, 1)).tolist():
+                yield -1 - step, indices
+        epoch, step = divmod(max(self._start_step - self._first_steps, 0), self._steps_per_epoch)
         at_once = max(1, _AT_ONCE * self._share.world_size // self._share.global_size)
         while True:
             order = self._order(epoch=epoch)

@@ -7,41 +7,42 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
+from framework.data.handed import taken_over
+from framework.data.loaders import is_stream, num_samples_of
 from framework.data.token_files import read_meta
 from framework.data.tokens import Tokens
 from framework.errors import ConfigError, Problem
 
 
-class MapDataset(Protocol):
-    """Samples by number: what a `DataLoader` needs. torch's `Dataset` need not be its base, nor has that a length."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
 @dataclass(frozen=True)
 class Splits:
-    """A training dataset, and one for evaluation, or several by name."""
+    """A training dataset, and one for evaluation, or several by name: samples by number, or streams; `taken`: what a
+    `DataLoader` in their place says of workers, batches (`eval_size` of evaluation's) and shuffling.
+    """
 
-    train: MapDataset
-    evaluation: MapDataset | Mapping[str, MapDataset] | None
+    train: Any
+    evaluation: Any
+    taken: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def evaluations(self) -> dict[str, MapDataset]:
+    def num_train(self) -> int | None:
+        """Training samples; None of a stream."""
+        return num_samples_of(self.train)
+
+    @property
+    def evaluations(self) -> dict[str, Any]:
         """Evaluation datasets by name, which is empty where there is but one."""
         if isinstance(self.evaluation, Mapping):
             return dict(self.evaluation)
         return {} if self.evaluation is None else {"": self.evaluation}
 
-    def by_word(self) -> dict[str, MapDataset]:
+    def by_word(self) -> dict[str, Any]:
         """All datasets: ``training``, ``evaluation`` or ``evaluation noisy``."""
         evaluations = self.evaluations.items()
         return {"training": self.train} | {f"evaluation {name}".rstrip(): each for name, each in evaluations}
@@ -96,19 +97,23 @@ def _pair(result: object, door: _Door) -> tuple[Any, Any]:
 
 
 def _checked(train: Any, evaluation: Any, door: _Door) -> Splits:
+    train, taken = taken_over(train, key=door.train_key, trains=True)
     problems, splits = [_complaint(train, door, name="training")], Splits(train, evaluation)
     if isinstance(evaluation, Mapping) and not evaluation:
         fix = f"{door.give} None in its place to train without evaluation"
         problems.append(Problem("data-target-result", "there is no evaluation set in it", fix, door.eval_key))
-    for name, dataset in splits.evaluations.items():
+    found = {}
+    for name, given in splits.evaluations.items():
         if isinstance(evaluation, Mapping) and not (isinstance(name, str) and _NAME.fullmatch(name)):
             reason = "this is no name of an evaluation set, as its metrics are eval/<name>/<metric>"
             fix = f"{door.give} names of letters, digits, '_', '-' and '.'"
             problems.append(Problem("data-target-result", reason, fix, door.eval_key, name))
-        problems.append(_complaint(dataset, door, name=f"evaluation {name}".rstrip()))
+        found[name], measured = taken_over(given, key=door.eval_key, trains=False)
+        taken |= {"eval_size": measured["micro_size"]} if measured else {}
+        problems.append(_complaint(found[name], door, name=f"evaluation {name}".rstrip()))
     if any(problems):
         raise ConfigError(filter(None, problems))
-    return splits
+    return Splits(train, found if isinstance(evaluation, Mapping) else found.get(""), taken)
 
 
 _NAME: Final = re.compile(r"[\w.-]+", re.ASCII)
@@ -116,15 +121,20 @@ _NAME: Final = re.compile(r"[\w.-]+", re.ASCII)
 
 def _complaint(dataset: object, door: _Door, *, name: str) -> Problem | None:
     kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
-    wanted = f"{door.give} a map-style dataset with __len__ and __getitem__, or a tuple (training, evaluation) of two"
+    wanted = f"{door.give} a map-style dataset with __len__ and __getitem__, a stream with __iter__, or a tuple of two"
 
     def problem(reason: str, fix: str = wanted) -> Problem:
         key = door.train_key if name == "training" else door.eval_key
         return Problem("data-target-result", f"the {name} set {reason}", fix, key)
 
-    if isinstance(dataset, IterableDataset):
-        without = "which has no samples by number, so that neither a step count nor an exact resume is possible"
-        return problem(f"is an IterableDataset ({kind}), {without}")
+    if hasattr(dataset, "__next__"):
+        fix = f"{door.give} an object whose __iter__ begins anew, such as a class with `def __iter__(self): yield ...`"
+        return problem(f"is an iterator ({kind}), which can be read once: no second pass, and no resume", fix)
+    if is_stream(dataset):
+        if getattr(dataset, "_distributed", None) is None:
+            return None
+        reason = f"({kind}) was divided over ranks (split_dataset_by_node), which the loader does"
+        return problem(reason, f"{door.give} the whole stream")
     shown = "None" if dataset is None else f"a {kind.removeprefix('builtins.')}"
     if isinstance(dataset, Tensor | np.ndarray):
         wrapped = "torch.utils.data.TensorDataset(inputs, targets)"

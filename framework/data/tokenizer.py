@@ -74,7 +74,7 @@ class LibraryTokenizer:
             if len(set(numbers.values())) < len(numbers):  # the library counts on from the number of tokens
                 reason = "its numbers have gaps, and the end token that it lacks would get the number of another token"
                 raise ValueError(reason)
-        found = {kind: next((numbers[a] for a in aliases if a in numbers), None) for kind, aliases in _ALIASES.items()}
+        found = {kind: numbers[name] for kind, name in special_names(tokenizer).items()}
         self.special = SpecialTokens.model_validate(found)
         self.vocab_size = max(numbers.values()) + 1  # numbers may have gaps
 
@@ -93,6 +93,13 @@ class LibraryTokenizer:
 
 
 Tokenizer = ByteTokenizer | LibraryTokenizer
+
+
+def special_names(tokenizer: Any) -> dict[str, str]:
+    """Kind of a special token -> its name in a `tokenizers.Tokenizer`, of those that it has."""
+    held = tokenizer.get_vocab(with_added_tokens=True)
+    found = {kind: next((name for name in aliases if name in held), None) for kind, aliases in _ALIASES.items()}
+    return {kind: name for kind, name in found.items() if name is not None}
 
 
 def load_tokenizer(path: str) -> LibraryTokenizer:

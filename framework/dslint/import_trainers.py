@@ -248,6 +248,8 @@ def _hugging_face(them: _Arguments) -> None:
         them.put("precision.matmul", "high", "tf32")
     _compile(them, {name: them.take(f"torch_compile_{name}") for name in ("backend", "mode")}, "torch_compile")
     _hf_cadences(them)
+    if "group_by_length" in (them.take("train_sampling_strategy"), them.take("group_by_length") and "group_by_length"):
+        them.put("data.bucket_steps", 50)  # there too a window of 50 batches is sorted
     _without_data(them)
     named = them.take("report_to")
     for sink in [named] if isinstance(named, str) else named or []:

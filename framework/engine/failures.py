@@ -136,9 +136,6 @@ class ExplainedData:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
-    def __len__(self) -> int:
-        return len(self._loader)
-
     def __iter__(self) -> Iterator[Any]:
         """As the evaluation loader's."""
         with explaining(_of_data):

@@ -117,13 +117,12 @@ def with_recompute(model: nn.Module, *, every: int) -> nn.Module:
 
 
 def compile_model(model: nn.Module, asked: Compile) -> None:
-    """Let torch compile a model or its blocks in place, which leaves names of weights as they are; of one that
-    recomputes, the layers: no graph holds `models.layers.recompute`.
+    """Let torch compile a model or its blocks in place; of one that recomputes, the layers: no graph holds that.
 
     Raises:
         ConfigError: kind ``no-blocks``.
     """
-    torch.compiler.reset()  # graphs of earlier runs in this process count as well
+    torch.compiler.reset()  # graphs of earlier runs count as well
     parts = [model] if asked.per == "model" else list(_blocks(model))
     if isinstance(model, LayeredModel) and model.recompute_every:
         parts = [layer.build() for layer in model.layers()]
@@ -135,7 +134,7 @@ def compile_model(model: nn.Module, asked: Compile) -> None:
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules with siblings of their class, which is none of torch's layers."""
+    """The outermost modules with siblings of their class, none of torch's."""
     kinds = Counter(type(child) for child in model.children() if not type(child).__module__.startswith("torch.nn."))
     for child in model.children():
         yield from [child] if kinds[type(child)] > 1 else _blocks(child)

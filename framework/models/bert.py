@@ -44,6 +44,7 @@ class BERTShape:
     num_types: int = 2
     dropout: float = 0.1
     norm_eps: float = 1e-12
+    num_classes: int | None = None
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads:
@@ -162,11 +163,26 @@ class Outputs(nn.Module):
         return biased, self.next_sentence(pooled)
 
 
+class ClassHead(nn.Module):
+    """Logits of classes from [CLS] (Devlin et al. 2018, section 4.1): (hidden, mask) to (batch, classes)."""
+
+    def __init__(self, shape: BERTShape) -> None:
+        super().__init__()
+        assert shape.num_classes is not None
+        self.pooler, self.dropout = shape.linear(shape.hidden_size, shape.hidden_size), nn.Dropout(shape.dropout)
+        self.output = shape.linear(shape.hidden_size, shape.num_classes)
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+        logits: Tensor = self.output(self.dropout(torch.tanh(self.pooler(value[0][:, 0]))))
+        return logits
+
+
 class BERT(LayeredModel):
-    """BERT for pre-training.
+    """BERT for pre-training, or with a head for classes.
 
     Input: tokens, segment numbers and attention mask (0 for padding), each (batch, sequence) int64. Output: logits of
-    the tokens (batch, sequence, vocab_size), and of whether the second segment follows the first (batch, 2).
+    the tokens (batch, sequence, vocab_size), and of whether the second segment follows the first (batch, 2); or of
+    classes (batch, num_classes).
 
     Weights start from N(0, 0.02^2) cut off at two standard deviations, biases from zero, as in the paper's code.
     """
@@ -194,19 +210,25 @@ class BERT(LayeredModel):
 
     def get_output_embeddings(self) -> nn.Module:
         """The output layer, by transformers' name for it, with its bias."""
-        embed, outputs = self.get_submodule("embed"), self.get_submodule("outputs")
+        embed = self.get_submodule("embed")
+        outputs = self.get_submodule("classes" if self.shape.num_classes else "outputs")
         if isinstance(embed, TokenEmbedding):
             embed.head_bias = [outputs.get_parameter("bias")]
         return embed
 
 
 def bert_layers(shape: BERTShape) -> list[Layer]:
-    """Recipes: token embedding, other embeddings, blocks, pooler and transform, decoder, outputs."""
+    """Recipes: token embedding, other embeddings, blocks; then pooler and transform, decoder, outputs, or classes."""
     embed = partial(TiedTokenEmbedding, shape.vocab_size, shape.hidden_size, truncated=True)
-    return [
-        Layer("embed", embed, tied="embed"),
+    body = [
         Layer("embeddings", partial(OtherEmbeddings, shape)),
         *(Layer(f"blocks.{number}", partial(BERTBlock, shape)) for number in range(shape.num_layers)),
+    ]
+    if shape.num_classes:
+        return [Layer("embed", embed), *body, Layer("classes", partial(ClassHead, shape))]
+    return [
+        Layer("embed", embed, tied="embed"),
+        *body,
         Layer("heads", partial(PoolerAndTransform, shape)),
         Layer("decoder", embed, call=_as_decoder, tied="embed"),
         Layer("outputs", partial(Outputs, shape), may_start_stage=False),

@@ -157,16 +157,19 @@ class LearnedPositions(nn.Module):
         draw(self.weight, std=DEFAULT_STD, truncated=False)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, embedded: Tensor) -> Tensor:
+    def forward(self, embedded: Tensor, places: Tensor | None = None) -> Tensor:
         """Shapes as in the class docstring; ValueError for a sequence that is too long."""
-        places = None if _past is None else _past.places
+        places = _past.places if _past is not None else places
         added = positions_of(embedded, self.weight) if places is None else self.weight[places]
         dropped: Tensor = self.dropout(embedded + added)
         return dropped
 
 
 class CausalAttention(nn.Module):
-    """Self-attention in which a position sees itself and what stands before: (batch, sequence, hidden) to the same."""
+    """Self-attention in which a position sees itself and what stands before: (batch, sequence, hidden) to the same.
+
+    Of packed rows, whose places (batch, sequence) begin anew with each text, it sees its own text alone.
+    """
 
     shares_sequences = True
 
@@ -178,12 +181,15 @@ class CausalAttention(nn.Module):
         self.value = shape.linear(shape.hidden_size, kv_size)
         self.output = shape.linear(shape.hidden_size, shape.hidden_size, std=shape.residual_std)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        shape = self.shape
+    def forward(self, hidden: Tensor, places: Tensor | None = None) -> Tensor:
+        shape, seen = self.shape, None
         query, key, value = (
             split_heads(matrix(hidden), shape.head_size) for matrix in (self.query, self.key, self.value)
         )
-        places, seen = None if _past is None else _past.places, None
+        if places is not None:
+            texts = (places == 0).cumsum(1)
+            seen = (texts[:, None, :, None] == texts[:, None, None, :]).tril()
+        places = _past.places if _past is not None else places
         if shape.positions == "rotary":
             query, key = rotate(query, key, theta=shape.rope_theta, places=places)
         if _past is not None:
@@ -212,7 +218,9 @@ class MLP(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)); (batch, sequence, hidden) to the same."""
+    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)); (batch, sequence, hidden) to the same, beside the
+    places of packed rows where there are any.
+    """
 
     def __init__(self, shape: GPTShape, number: int = 0) -> None:
         super().__init__()
@@ -222,17 +230,31 @@ class GPTBlock(nn.Module):
         self.mlp = Mixture(moe, shape.hidden_size, make_expert=make) if moe is not None else make()
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
-        output: Tensor = hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
-        return output
+    def forward(self, value: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+        hidden, *places = value if isinstance(value, tuple) else (value,)
+        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), *places))
+        hidden = hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
+        return (hidden, *places) if places else hidden
+
+
+def _beside_places(module: nn.Module, value: Any) -> Any:
+    return (module(value[0]), value[1]) if isinstance(value, tuple) else module(value)
+
+
+def _with_places(module: nn.Module, value: Any) -> Any:
+    return (module(*value), value[1]) if isinstance(value, tuple) else module(value)
+
+
+def _without_places(module: nn.Module, value: Any) -> Any:
+    return module(value[0] if isinstance(value, tuple) else value)
 
 
 class GPT(LayeredModel):
     """Causal language model.
 
-    Input: tokens (batch, sequence) int64, at most `max_positions` of them where positions are learned. Output: logits
-    (batch, sequence, vocab_size). Between layers goes one tensor (batch, sequence, hidden).
+    Input: tokens (batch, sequence) int64, at most `max_positions` of them where positions are learned; of rows in which
+    several texts are packed the place of each token in its text, too (`position_ids`). Output: logits (batch, sequence,
+    vocab_size). Between layers goes one tensor (batch, sequence, hidden), and the places where there are any.
 
     Weights start from N(0, 0.02^2), those that add to the residual stream from N(0, 0.02^2 / (2 num_layers)), biases
     from zero (Radford et al. 2018, section 4.1; 2019, section 2.3).
@@ -270,11 +292,11 @@ def gpt_layers(shape: GPTShape) -> list[Layer]:
     """Recipes: embedding, positions and dropout, blocks, norm, head."""
     embed = partial(TokenEmbedding, shape.vocab_size, shape.hidden_size)
     blocks = [Layer(f"blocks.{number}", partial(GPTBlock, shape, number)) for number in range(shape.num_layers)]
-    second = Layer("dropout", partial(nn.Dropout, shape.dropout))
+    second = Layer("dropout", partial(nn.Dropout, shape.dropout), call=_beside_places)
     if shape.positions == "learned":
         make = partial(LearnedPositions, shape.max_positions, shape.hidden_size, dropout=shape.dropout)
-        second = Layer("positions", make)
-    middle = [second, *blocks, Layer("norm", shape.make_norm)]
+        second = Layer("positions", make, call=_with_places)
+    middle = [second, *blocks, Layer("norm", shape.make_norm, call=_without_places)]
     if shape.tie_embeddings:
         return [Layer("embed", embed, tied="embed"), *middle, Layer("head", embed, call=as_head, tied="embed")]
     head = partial(DrawnLinear, shape.hidden_size, shape.vocab_size, bias=False)

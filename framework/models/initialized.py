@@ -42,7 +42,7 @@ class DrawnEmbedding(_Drawn, nn.Embedding):
 
 class TokenEmbedding(DrawnEmbedding):
     """Tokens (..., ) int64 to vectors (..., hidden); `as_head`: vectors (..., hidden) to logits (..., vocabulary), or
-    to their loss.
+    to their loss. Places that go with tokens are passed on.
 
     One forward for both, because ZeRO-3 gathers weights when a module is called, and only then. `vocabulary` is this
     rank's part, where the ranks of a tensor group share the weight; `head_bias` is added to logits in tiles.
@@ -51,7 +51,9 @@ class TokenEmbedding(DrawnEmbedding):
     vocabulary: VocabularyPart | None = None
     head_bias: Sequence[Tensor] = ()
 
-    def forward(self, value: Tensor, *, as_head: bool = False) -> Any:
+    def forward(self, value: Any, *, as_head: bool = False) -> Any:
+        if isinstance(value, tuple):
+            return self.look_up(value[0]), value[1]
         return self.logits(value) if as_head else self.look_up(value)
 
     def look_up(self, tokens: Tensor) -> Tensor:

@@ -157,8 +157,11 @@ class LayeredModel(nn.Module):
             for layer in self.recipes
         ]
 
-    def forward(self, *inputs: Any) -> Any:
-        """Run all layers; in groups of `recompute_every`, if it is set, which keep only their inputs for backward."""
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Run all layers; in groups of `recompute_every`, if it is set, which keep only their inputs for backward.
+        Named inputs are taken in their order.
+        """
+        inputs += tuple(named.values())
         value = inputs[0] if len(inputs) == 1 else inputs
         every = self.recompute_every
         if not every or not torch.is_grad_enabled():

@@ -285,9 +285,16 @@ def _bert(model: models.BERT, share: RankShare) -> Layers:
         biased = tape.run(logits, shape=logits.shape, width=tape.weight_width, passes=True, has_gradient=flows)
         return biased, tape.linear(pooled, 2, "next_sentence")
 
+    def classes(tape: Tape, hidden: Value) -> Value:
+        pooled = tape.relu(tape.linear(hidden.view(hidden.shape[0], 1, size), size, "pooler"))
+        return tape.linear(tape.dropout(pooled, model.dropout), model.num_classes or 0, "output")
+
     yield "embed", lambda tape, tokens: tape.embedding(tokens, vocab_size, size), 1
     yield "embeddings", embeddings, 1
     yield "blocks.{}", lambda tape, hidden: _bert_block(model, share, tape, hidden), model.num_layers
+    if model.num_classes:
+        yield "classes", classes, 1
+        return
     yield "heads", heads, 1
     yield "decoder", decoder, 1
     yield "outputs", outputs, 1

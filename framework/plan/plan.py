@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import ceil, prod
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from framework.config.groups import is_adapted
 from framework.config.load import Source
@@ -21,6 +21,13 @@ from framework.plan.layout import Layout, implied_data_parallel_size, largest_gl
 from framework.plan.rules.devices import half_precision_without_zero
 from framework.plan.rules.metrics_and_ema import length_for_ema
 from framework.plan.rules.schedule import length_for_schedule, overruled
+
+_WITHOUT_LENGTH: Final = Problem(
+    "stream-without-length",
+    "the training data is a stream, which has no length",
+    "set it; or data.train_samples, the samples of an epoch",
+    "training.max_steps",
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,11 @@ class Length:
     total_steps: int | None
     num_train_samples: int | None
     unused_samples_per_epoch: int
+
+    @property
+    def epoch(self) -> int:
+        """Steps of an epoch once the data is known; of a stream without a length the run is one."""
+        return self.steps_per_epoch or self.total_steps or 1
 
     def __str__(self) -> str:
         if self.total_steps is None:
@@ -83,9 +95,14 @@ class Plan:
         """
         return make_plan(self.config, replace(self.cluster, device=device), source=source)
 
-    def with_data(self, num_train_samples: int, source: Source) -> Plan:
-        """The plan with the real size of the training data; a ConfigError where that is too small for a step."""
-        length = _length(self.config, self.layout, num_train_samples)
+    def with_data(self, num_train_samples: int | None, source: Source) -> Plan:
+        """The plan with the real size of the training data, None of a stream; a ConfigError where that is too small for
+        a step, or a stream has no length.
+        """
+        size = self.config.data.num_train_samples() if num_train_samples is None else num_train_samples
+        length = _length(self.config, self.layout, size)
+        if length.total_steps is None:
+            raise ConfigError(source.locate(_WITHOUT_LENGTH))
         before = list(map(source.locate, _length_findings(self.config, self.layout, self.length)))
         kept = [finding for finding in self.findings if finding not in before]
         found = [*kept, *_length_findings(self.config, self.layout, length)]
@@ -190,6 +207,8 @@ def _length_findings(config: RunConfig, layout: Layout, length: Length) -> Itera
         reason = f"the training data has only {samples} samples, not enough for one step"
         fix = f"set {key}: {largest} or less" if largest else "use fewer devices or smaller micro-batches"
         yield Problem("dataset-smaller-than-batch", reason, fix, key, layout.global_size)
+    if length.total_steps is None and getattr(config.data, "streaming", False):
+        yield _WITHOUT_LENGTH
     yield from length_for_schedule(config, length.total_steps)
     yield from length_for_ema(config, length.total_steps)
 

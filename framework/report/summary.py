@@ -83,7 +83,7 @@ def print_start(
     for finding in plan.findings:
         print_line(f"{finding.severity}: {finding}")
     expected, found = plan.config.data.num_train_samples(), plan.length.num_train_samples
-    if expected is not None and expected != found:
+    if None not in (expected, found) and expected != found:
         print_line(
             f"note: {found:,} training samples found ({expected:,} expected); steps and schedule follow what was found"
         )

@@ -17,13 +17,15 @@ from framework.checkpoint.checkpointer import Checkpointer, Retention
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.state.tensor_split import whole_shape
 from framework.config.base import Object, Target
+from framework.config.model import GPT
 from framework.config.precision import FP16, Autocast
 from framework.config.run_config import RunConfig
 from framework.config.training import Checkpoint, Evaluation
-from framework.data.loaders import EvalLoader
+from framework.data.loaders import EvalLoader, is_stream
 from framework.data.splits import Splits
+from framework.data.streams import StreamEvalLoader, StreamPlaces
 from framework.engine import random_state
-from framework.engine.distributed import from_rank0, gather, gather_from_disks, rank
+from framework.engine.distributed import device, from_rank0, gather, gather_from_disks, rank
 from framework.engine.expert_parallel import building_experts
 from framework.engine.failures import ExplainedData
 from framework.engine.initialize import BaseEngine
@@ -36,6 +38,7 @@ from framework.engine.rank_groups import make_groups
 from framework.engine.step_batches import HALF
 from framework.engine.tensor_cut import TensorCut
 from framework.engine.weights import put_layer_weights, put_weights
+from framework.errors import ConfigError, in_one_line
 from framework.models.adapt import as_fp32, prepare_model
 from framework.models.adapters import add_adapters
 from framework.models.experts import Mixture
@@ -51,6 +54,7 @@ from framework.setup.parts import make_train_loader
 from framework.setup.prepared import Prepared, order_of
 from framework.setup.shown import SampleWatch, weight_histograms
 from framework.setup.start_point import on_rank0
+from framework.tasks.causal_lm import logits_of
 from framework.tasks.task import Task
 from framework.train.best import BestSoFar
 from framework.train.callbacks import Callbacks
@@ -113,6 +117,8 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
         model = build() if divides else make()
     if plan.config.precision.dtype not in HALF:  # below stage 3 DeepSpeed would train what it gets
         as_fp32(model)
+    if not model.training:  # as transformers' from_pretrained gives it: nothing would be dropped
+        model.train()
     model = prepare_model(model, plan.config.training)
     if weights is not None:
         source, group = str(plan.config.checkpoint.init_weights), None if groups is None else groups.tensor
@@ -122,7 +128,7 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
         model = add_adapters(model, lora, seed=plan.config.run.seed)
         if plan.config.zero.stage == 3:
             model = partition(model, ds_config)
-    return build_engine(
+    engine = build_engine(
         plan,
         ds_config=ds_config,
         model=model,
@@ -131,6 +137,33 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
         make_schedule=parts.make_schedule,
         groups=groups,
     )
+    if getattr(plan.config.data, "packing", False) and not isinstance(plan.config.model, GPT):
+        _refuse_mixing(engine, parts.task)
+    return engine
+
+
+@torch.no_grad()
+def _refuse_mixing(engine: PlainEngine, task: Task) -> None:
+    """Refuse a model in which one of the texts that are packed in a row changes what comes of the next. Collective."""
+    module, places = engine.engine.module, torch.arange(4, device=device()).repeat(1, 2)
+    if hasattr(own := getattr(module, "config", task), "use_cache"):
+        own.use_cache = False  # with one transformers' masks follow no places
+    modes, found = [(part, part.training) for part in module.modules()], list[torch.Tensor]()
+    reason = "in this model a conversation sees those before it in a row, whatever its places are"
+    engine.engine.eval()
+    try:
+        for first in (0, 8):
+            ids = torch.cat([torch.arange(first, first + 4), torch.arange(4, 8)])[None].to(places.device)
+            outputs = task.forward(engine.engine, {"input_ids": ids, "position_ids": places})
+            found.append(logits_of(outputs)[:, 4:].float())
+    except TypeError as error:
+        reason = f"the model does not take the places of tokens ({in_one_line(error)})"
+    engine.engine.train()
+    for part, training in modes:
+        part.training = training
+    # Experts compute the same tokens in other groups, and round otherwise.
+    if len(found) < 2 or (found[0] - found[1]).abs().max() > 0.01 * found[0].abs().max():
+        raise ConfigError.of("packing-not-separated", reason, "set data.packing: false", "data.packing", True)
 
 
 def _watch(
@@ -180,6 +213,7 @@ class OpenRun:
     best: BestSoFar
     callbacks: Callbacks
     start: SavedCheckpoint | None
+    places: StreamPlaces
     stop: Callable[[int], str]
     minutes: Minutes
     outcome: Outcome
@@ -214,7 +248,9 @@ class OpenRun:
         plan, parts, order = self.prepared.plan, self.prepared.parts, order_of(self.start)
         # A loss of sums: the step counts all of its micro-batches before the first forward pass.
         at_once = plan.layout.accumulation_steps if type(parts.task).count is not Task.count else 1
-        return ExplainedData(make_train_loader(plan, parts.splits, rank=rank(), order=order, read_at_once=at_once))
+        return ExplainedData(
+            make_train_loader(plan, parts.splits, rank=rank(), order=order, places=self.places, read_at_once=at_once)
+        )
 
     def save(self, step: int, metrics: Mapping[str, float]) -> object:
         """Write a checkpoint into the folder, if it is held. Collective."""
@@ -287,8 +323,8 @@ def make_schedule(
     `per_step` as the schedule has it.
     """
     config, precision = plan.config, plan.config.precision
-    steps_per_epoch, total_steps = plan.length.steps_per_epoch or 0, plan.length.total_steps or 0
-    assert steps_per_epoch * total_steps, "prepare() plans with the real size of the data"
+    steps_per_epoch, total_steps = plan.length.epoch, plan.length.total_steps or 0
+    assert total_steps, "prepare() plans with the real size of the data"
     in_fp16 = isinstance(precision, FP16) or (isinstance(precision, Autocast) and precision.compute_dtype == "fp16")
 
     def often(section: Evaluation | Checkpoint, *further: str) -> Every:
@@ -314,7 +350,7 @@ def make_checkpointer(
     *,
     plan: Plan,
     description: Mapping[str, Any],
-    further: Callable[[], Mapping[str, Any]],
+    further: Callable[[int], Mapping[str, Any]],
 ) -> Checkpointer:
     """Build the checkpointer that saves this run in `folder`, at once or in the background; to be closed. `further`
     adds to the state of every save.
@@ -328,10 +364,10 @@ def make_checkpointer(
 
     def position(step: int) -> dict[str, Any]:
         """The order of the samples is a function of the position in the data and of the seed."""
-        epoch, step_in_epoch = divmod(step, plan.length.steps_per_epoch or 1)
+        epoch, step_in_epoch = divmod(step, plan.length.epoch)
         samples = step * plan.layout.global_size
         return {"epoch": epoch, "step_in_epoch": step_in_epoch, "samples": samples} | dict(
-            from_rank0(further()) if is_own else further()
+            from_rank0(further(step)) if is_own else further(step)
         )
 
     options: dict[str, Any] = {
@@ -380,7 +416,7 @@ def make_monitors(
 def make_eval_loaders(plan: Plan, splits: Splits, *, rank: int) -> dict[str, ExplainedData]:
     """This rank's share of every evaluation set, by its name."""
     make = partial(
-        EvalLoader,
+        _eval_loader,
         batch_size=plan.config.evaluation.batch_size or plan.layout.micro_size,
         rank=plan.layout.data_parallel_rank(rank),
         world_size=plan.layout.data_parallel_size,
@@ -389,3 +425,7 @@ def make_eval_loaders(plan: Plan, splits: Splits, *, rank: int) -> dict[str, Exp
         pin_memory=plan.cluster.device != "cpu",
     )
     return {name: ExplainedData(make(dataset)) for name, dataset in splits.evaluations.items()}
+
+
+def _eval_loader(dataset: Any, **options: Any) -> EvalLoader | StreamEvalLoader:
+    return StreamEvalLoader(dataset, gather=gather, **options) if is_stream(dataset) else EvalLoader(dataset, **options)

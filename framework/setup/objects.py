@@ -50,7 +50,8 @@ class Objects:
     Attributes:
         model: a module or a list of layers, or a callable that builds one (at ZeRO stage 3 it is then built already
             spread).
-        train_data, eval_data: map-style datasets, of evaluation also several by name; `train_data` may be the pair.
+        train_data, eval_data: datasets, map-style or streams, of evaluation also several by name; `train_data` may be
+            the pair.
         task: a Task, or a callable ``loss(outputs, targets)``.
         optimizer: a callable that takes parameters and returns an optimizer, for example ``partial(SGD, lr=0.1)``.
         callbacks: objects that are called at the events of the run, after those of the config.
@@ -112,10 +113,17 @@ def describe_objects(config: RunConfig, objects: Objects) -> RunConfig:
     """The config with the sections of handed-over objects saying so."""
     found = _sections(objects)
     changes: dict[str, Any] = {name: Object(**found[name]) for name in ("model", "task", "scheduler") if name in found}
-    if "data" in found:
-        loader = {name: getattr(config.data, name) for name in ("shuffle", "num_workers", "prefetch_batches")}
-        loader["random_samples"] = getattr(config.data, "random_samples", True)
-        changes["data"] = DataObject(**found["data"], **loader)
+    if (splits := objects.splits) is not None:
+        known, taken = config.data.model_dump(include={*DataObject.model_fields} - {"object"}), dict(splits.taken)
+        size, eval_size = taken.pop("micro_size", None), taken.pop("eval_size", None)
+        if "num_workers" in config.data.model_fields_set:
+            taken.pop("num_workers", None)
+        changes["data"] = DataObject(**known | taken | found["data"])
+        batch, measured = config.batch, config.evaluation
+        is_open = batch.micro_size is None and "batch.micro_size" not in config.auto
+        if is_open and None in (batch.global_size, batch.accumulation_steps):
+            changes["batch"] = batch.model_copy(update={"micro_size": size})
+        changes["evaluation"] = measured.model_copy(update={"batch_size": measured.batch_size or eval_size})
     if "optimizer" in found:
         stated = config.optimizer.lr if isinstance(config.optimizer, OptimizerObject) else None
         changes["optimizer"] = OptimizerObject(**{"lr": stated, **found["optimizer"]})
@@ -148,7 +156,9 @@ def _sections(objects: Objects) -> dict[str, dict[str, Any]]:
     if objects.model is not None:
         found["model"] = {"object": type_name(objects.model)}
     if (splits := objects.splits) is not None:
-        found["data"] = {"object": type_name(splits.train), "train_samples": len(splits.train)}
+        found["data"] = {"object": type_name(splits.train)}
+        if splits.num_train is not None:
+            found["data"]["train_samples"] = splits.num_train
     if objects.task is not None:
         found["task"] = {"object": type_name(objects.task)}
     if objects.scheduler is not None:

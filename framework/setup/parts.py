@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sized
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final
 
 import torch
 
 from framework.config.base import Object, Target
+from framework.config.data import Mixture
 from framework.config.optimizer import Muon, optimizer_lr
 from framework.config.run_config import RunConfig
 from framework.config.training import EarlyStopping as WatchSection
-from framework.data.loaders import TrainLoader
-from framework.data.order import LATEST_ORDER
+from framework.data import mixtures
+from framework.data.lengths import lengths_of
+from framework.data.loaders import TrainLoader, is_stream
+from framework.data.order import LATEST_ORDER, Share
 from framework.data.splits import Splits, as_splits
+from framework.data.streams import StreamLoader, StreamPlaces
 from framework.engine.schedules import MakeSchedule
 from framework.errors import ConfigError, Problem
 from framework.models.adapt import MuonWithAdamW
@@ -66,7 +70,7 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
         ConfigError: something named does not import, does not take its arguments, or is not what it should be.
     """
     _refuse_objects_from_files(config, objects)
-    splits = objects.splits or as_splits(call_factory(config.data.factory(), key="data"))
+    splits = objects.splits or _load_data(config.data, key="data")
     task = as_task(load_task(config)) if objects.task is None else _given_task(objects.task)
     _check_labels_and_tokens(config, splits)
     refuse_unmeasured(config, splits)
@@ -82,6 +86,15 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
     schedule = _schedule_maker(config, objects.scheduler, make_optimizer)
     build_model = model_builder(config, objects.model)
     return Parts(build_model, splits, task, make_optimizer, _callbacks(config, objects), schedule)
+
+
+def _load_data(section: Any, *, key: str) -> Splits:
+    if not isinstance(section, Mixture):
+        return as_splits(call_factory(section.factory(), key=key))
+    found = [_load_data(part.data, key=f"{key}.parts.{number}.data") for number, part in enumerate(section.parts)]
+    weighted = [(part.weight, splits.train) for part, splits in zip(section.parts, found, strict=True)]
+    evaluation = next((splits.evaluation for splits in found if splits.evaluation is not None), None)
+    return Splits(mixtures.Mixture(weighted, shuffle=section.shuffle), evaluation)
 
 
 def _callbacks(config: RunConfig, objects: Objects) -> tuple[Any, ...]:
@@ -111,28 +124,41 @@ def make_train_loader(
     num_workers: int | None = None,
     order: int = LATEST_ORDER,
     read_at_once: int = 1,
-) -> TrainLoader:
+    places: StreamPlaces | None = None,
+) -> TrainLoader | StreamLoader:
     """This rank's stream of micro-batches. With `num_workers`, other than the config's, no device is touched.
 
     `read_at_once`: micro-batches that a step takes before it begins; the workers have that many ready together.
+    `places`: of the lanes of a stream.
     """
-    data = plan.config.data
-    workers = data.num_workers if num_workers is None else num_workers
-    return TrainLoader(
-        splits.train,
-        global_size=plan.layout.global_size,
-        micro_size=plan.layout.micro_size,
-        accumulation_steps=plan.layout.accumulation_steps,
-        rank=plan.layout.data_parallel_rank(rank),
-        world_size=plan.layout.data_parallel_size,
-        seed=plan.config.run.seed,
-        shuffle=data.shuffle,
-        num_workers=workers,
-        prefetch_batches=max(data.prefetch_batches, -(-read_at_once // max(workers, 1))),
-        pin_memory=plan.cluster.device != "cpu" and num_workers is None,
-        random_samples=data.has_random_samples(),
-        order_version=order,
+    data, layout = plan.config.data, plan.layout
+    workers = (data.num_workers or splits.taken.get("num_workers", 0)) if num_workers is None else num_workers
+    share = Share(
+        layout.global_size,
+        layout.micro_size,
+        layout.accumulation_steps,
+        layout.data_parallel_rank(rank),
+        layout.data_parallel_size,
     )
+    options: dict[str, Any] = {
+        "seed": plan.config.run.seed,
+        "num_workers": workers,
+        "prefetch_batches": data.prefetch_batches,
+        "pin_memory": plan.cluster.device != "cpu" and num_workers is None,
+        "random_samples": data.has_random_samples(),
+    }
+    by_length: dict[str, Any] = {"bucket_steps": data.bucket_steps, "curriculum_steps": data.curriculum_steps}
+    if is_stream(splits.train):  # of which a worker has a whole step ready
+        if any(by_length.values()):
+            lengths_of(splits.train, "data.bucket_steps" if data.bucket_steps else "data.curriculum_steps")
+        found = None if places is None else places.found
+        loader = StreamLoader(splits.train, share=share, lanes=getattr(data, "lanes", None), places=found, **options)
+        if places is not None:
+            places.loader = loader
+        return loader
+    shuffle = splits.taken.get("shuffle", data.shuffle)
+    options["prefetch_batches"] = max(data.prefetch_batches, -(-read_at_once // max(workers, 1)))
+    return TrainLoader(splits.train, **asdict(share), shuffle=shuffle, order_version=order, **by_length, **options)
 
 
 def _check_labels_and_tokens(config: RunConfig, splits: Splits) -> None:

@@ -18,8 +18,10 @@ from framework.checkpoint.state.weight_files import LazyWeights
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
 from framework.config.training import Compile
+from framework.data.loaders import is_stream, num_samples_of
 from framework.data.order import LATEST_ORDER
 from framework.data.splits import tokens_sha256
+from framework.data.streams import num_lanes
 from framework.dslint.judge import judge_passed_through
 from framework.engine.distributed import check_device, describe_environment, device_name, take_device_of_rank
 from framework.engine.weights import find_weights, refuse_other_layers
@@ -57,7 +59,7 @@ class Prepared:
     def fingerprint(self) -> dict[str, Any]:
         """Return the values that must be equal on every rank, or collectives would hang or mix different runs."""
         splits = self.parts.splits.by_word()
-        sizes: dict[str, Any] = {f"{name} samples": len(split) for name, split in splits.items()}
+        sizes: dict[str, Any] = {f"{name} samples": num_samples_of(split) for name, split in splits.items()}
         sums = {name: tokens_sha256(split) for name, split in splits.items()}
         sizes |= {f"checksum of the {name} text": found for name, found in sums.items() if found}
         return sizes | {f"config.{name}": section for name, section in self.plan.config.to_dict().items()}
@@ -87,6 +89,7 @@ class Prepared:
             # With other data its place in them would mean other samples.
             "num_train_samples": plan.length.num_train_samples,
             **({"data_sha256": text} if text else {}),
+            **({"lanes": lanes} if (lanes := _num_lanes(plan, self.parts)) else {}),
             "steps_per_epoch": plan.length.steps_per_epoch,
             "total_steps": plan.length.total_steps,
             "layout": asdict(plan.layout),
@@ -130,7 +133,8 @@ def prepare(
         RunFolder(config.run.folder).check_usable()
         resumed = _find_resumed(config)
         parts = gather_parts(config, objects)
-    plan = plan.with_data(len(parts.splits.train), source)
+    plan = plan.with_data(parts.splits.num_train, source)
+    further = [source.locate(problem) for problem in _shared_lanes(plan, parts)]
     ds_config = render(plan)
     problems = accepted(judge_passed_through(plan, ds_config, source=source), source)
     with _placing(source):
@@ -141,7 +145,24 @@ def prepare(
         begins = resumed is None or config.training.lora is not None
         published = accepted(published_problems(config) if begins else (), source)
         weights = _first_weights(config, cut) if begins else None
-    return Prepared(replace(plan, findings=(*plan.findings, *problems, *published)), ds_config, parts, cut, weights)
+    return Prepared(
+        replace(plan, findings=(*plan.findings, *further, *problems, *published)), ds_config, parts, cut, weights
+    )
+
+
+def _num_lanes(plan: Plan, parts: Parts) -> int:  # 0 where the data is no stream
+    train, asked = parts.splits.train, getattr(plan.config.data, "lanes", None)
+    return num_lanes(train, global_size=plan.layout.global_size, asked=asked) if is_stream(train) else 0
+
+
+def _shared_lanes(plan: Plan, parts: Parts) -> Iterator[Problem]:
+    lanes, ranks = _num_lanes(plan, parts), plan.layout.data_parallel_size
+    if lanes % ranks:
+        reason = (
+            f"{ranks} ranks share {counted(lanes, 'part')} of the training stream: several read a part, each its share"
+        )
+        fix = f"give the stream num_shards, a multiple of {ranks}, and shard(num_shards, index)"
+        yield Problem("stream-lanes-shared", reason, fix, "data.lanes", lanes, severity="warning")
 
 
 def _find_resumed(config: RunConfig) -> SavedCheckpoint | None:

@@ -244,7 +244,7 @@ def describe(asked: Mapping[str, Any]) -> dict[str, Any]:
         reported = "problems" if any(problem.kind in _WRONG_ANYWHERE for problem in error.problems) else "missing"
         return {reported: [problem.to_dict() for problem in error.problems]}
     try:
-        table = cut_model(make_plan(config, cluster, num_train_samples=len(parts.splits.train)), parts).table
+        table = cut_model(make_plan(config, cluster, num_train_samples=parts.splits.num_train), parts).table
     except ConfigError as error:
         return {"problems": [problem.to_dict() for problem in error.problems]}
     return {"lines": list(table.lines()), "pipeline": table.to_dict()}

@@ -23,7 +23,8 @@ from framework.checkpoint.resume_point import find_sound_checkpoint, set_aside_l
 from framework.checkpoint.state.raw import describe_raw, warn_of
 from framework.checkpoint.verification import SharedVerification
 from framework.config.run_config import RunConfig
-from framework.data.token_files import keep_tokenizer
+from framework.data.streams import StreamPlaces
+from framework.data.token_files import KEPT_TOKENIZER, keep_tokenizer
 from framework.engine.distributed import describe_environment, from_rank0, gather, rank
 from framework.engine.metrics import time_layers
 from framework.engine.protocol import Engine
@@ -194,7 +195,12 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
         plan=plan.to_dict() | ({"pipeline": pipeline} if pipeline else {}),
         environment=describe_environment(),
     )
-    if tokens := getattr(config.data, "path", None):
+    if tokenizer := getattr(prepared.parts.splits.train, "tokenizer", None):
+        tokenizer.save_pretrained(folder.path / KEPT_TOKENIZER)
+        for split in vars(prepared.parts.splits).values():
+            if stated := getattr(split, "stated", ""):
+                print_line(stated)
+    elif tokens := getattr(config.data, "path", None):
         keep_tokenizer(tokens, folder.path)
     return folder.word
 
@@ -235,7 +241,10 @@ def describe_frozen(engine: Engine, config: RunConfig) -> dict[str, Any]:
 
 
 def load_start(
-    engine: Engine, start: SavedCheckpoint | None, kept: Sequence[BestSoFar | Callbacks], description: Mapping[str, Any]
+    engine: Engine,
+    start: SavedCheckpoint | None,
+    kept: Sequence[BestSoFar | Callbacks | StreamPlaces],
+    description: Mapping[str, Any],
 ) -> int:
     """Load the checkpoint that the run starts from, moved into the run's layout, and give back what it holds of `kept`;
     returns its step, 0 without one. Collective.

@@ -389,7 +389,7 @@ def describe(asked: Mapping[str, Any]) -> dict[str, Any]:
         return {"unknown": found} if isinstance(found, str) else asdict(found)
     try:
         parts = gather_parts(config, Objects())
-        plan = make_plan(config, cluster, num_train_samples=len(parts.splits.train))
+        plan = make_plan(config, cluster, num_train_samples=parts.splits.num_train)
         batch = first_batch(plan, parts)
     except ConfigError as error:
         return {"unknown": str(error.problems[0])}

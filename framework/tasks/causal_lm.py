@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.functional import cross_entropy
 
 from framework.models.split import VocabularyPart
@@ -36,6 +37,15 @@ class CausalLM(Task):
     ignore_index = -100
     vocabulary: VocabularyPart | None = None
     """This rank's part of the logits, where a tensor group shares them."""
+
+    def split(self, batch: Any) -> tuple[Any, Any]:
+        """As of any task; the labels of a mapping are the tokens themselves, as transformers' models take them, and
+        move by one.
+        """
+        inputs, targets = super().split(batch)
+        if isinstance(batch, Mapping):
+            targets = functional.pad(targets[:, 1:], (0, 1), value=self.ignore_index)
+        return inputs, targets
 
     def share(self, inputs: Tensor, targets: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Both have positions; those that are added at the end are seen by none before them."""

@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from framework.errors import ConfigError
+
+_LABELS: Final = ("labels", "label", "targets", "target")
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class Task(ABC):
         """Divide a collated batch into what the model reads and what the loss compares with.
 
         Args:
-            batch: what the loader yields; by default a sequence whose last element is the targets.
+            batch: what the loader yields; by default a sequence whose last element is the targets, or a mapping with
+                ``labels`` (or ``label``, ``target``, ``targets``) and inputs, each by the name of an argument.
 
         Returns:
             (inputs, targets); with more than two elements the inputs are a tuple of all but the last.
@@ -81,13 +84,16 @@ class Task(ABC):
         Raises:
             ConfigError: kind ``task-batch``, for anything else: override `split` then.
         """
+        name = next((name for name in _LABELS if name in batch), None) if isinstance(batch, Mapping) else None
+        if name is not None and len(batch) > 1:
+            return {key: value for key, value in batch.items() if key != name}, batch[name]
         is_row = isinstance(batch, Sequence) and not isinstance(batch, str | bytes)
         if not is_row or len(batch) < 2:
             size = f" of {len(batch)}" if is_row else ""
             raise ConfigError.of(
                 "task-batch",
                 f"the data yields a {type(batch).__name__}{size} per batch, and the task can divide only "
-                "(inputs, ..., targets)",
+                "(inputs, ..., targets), and mappings with labels",
                 "write a Task subclass that overrides split(batch) -> (inputs, targets), and name it in task.target",
                 "task",
                 type(self).__name__,

@@ -226,6 +226,7 @@ DATA = {"num_train_samples": 1437, "data_sha256": "aa"}
         (DATA, DATA, ""),
         (DATA, DATA | {"num_train_samples": 1400}, "its training data had 1,437 samples and now has 1,400"),
         (DATA, DATA | {"data_sha256": "bb"}, "its training data had other tokens"),
+        (DATA | {"lanes": 6}, DATA | {"lanes": 4}, "its stream was read in 6 lanes and now has 4"),
         ({}, DATA, ""),  # of an older release
         (DATA, {"num_train_samples": 1437}, ""),
     ],

@@ -30,7 +30,9 @@ NO_KIND: Final = "the section does not say which kind it is; add"
 OPTIMIZERS: Final = "adamw, adam, sgd, adagrad, lion, lamb, adafactor, muon, or target: package.module:name"
 MODELS: Final = "lenet, small_resnet18, resnet18, resnet50, mlp, gpt, bert, or target: package.module:name"
 DATA: Final = (
-    "digits, fashion_mnist, cifar10, image_folder, synthetic_images, text, text_pairs, or target: package.module:name"
+    "digits, fashion_mnist, cifar10, image_folder, synthetic_images, text, text_pairs, conversations, labelled_text, "
+    "huggingface, mixture, "
+    "or target: package.module:name"
 )
 NAME: Final = "a name is 1 to 100 letters, digits, _, - and ., with no . or - first"
 JSON_FIX: Final = "check commas, quotes and brackets; comments and trailing commas need a .yaml file [config-syntax]"
@@ -157,7 +159,7 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     "number as kind": (
         "task: {kind: 3}",
         [
-            ":1: task.kind = 3: there is no such kind; known: classification, causal_lm, masked_lm, "
+            ":1: task.kind = 3: there is no such kind; known: classification, causal_lm, masked_lm, model_loss, "
             "or target: package.module:name [unknown-kind]"
         ],
     ),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from framework.data.splits import Splits, as_splits
 from framework.errors import ConfigError
@@ -36,6 +36,12 @@ class Streamed(IterableDataset[int]):
         return 1
 
 
+class Divided(Streamed):
+    """As a stream of Hugging Face's that was divided over ranks."""
+
+    _distributed = (0, 2)
+
+
 @pytest.mark.parametrize(
     ("result", "expected"),
     [
@@ -49,6 +55,17 @@ def test_accepts_a_dataset_a_pair_and_splits(result: Any, expected: tuple[Any, A
     splits = as_splits(result)
     assert splits.train is expected[0]
     assert splits.evaluation is expected[1]
+
+
+def test_accepts_streams() -> None:
+    class Lines:
+        def __iter__(self) -> Iterator[int]:
+            return iter([1])
+
+    for stream in (Streamed(), Lines()):
+        splits = as_splits((TRAIN, stream))
+        assert (splits.num_train, splits.evaluation) == (3, stream)
+        assert as_splits(stream).num_train is None
 
 
 def test_accepts_any_object_with_length_and_items() -> None:
@@ -66,8 +83,10 @@ def test_accepts_any_object_with_length_and_items() -> None:
         ([], "is empty"),
         ((TRAIN, EVALUATION, TRAIN), "a tuple of 3 was returned"),
         ((None, EVALUATION), "the training set is None, not a dataset"),
-        (DataLoader(TRAIN), "the training set is a torch.utils.data.dataloader.DataLoader, not a dataset"),
-        (Streamed(), "the training set is an IterableDataset"),
+        (iter([1]), "the training set is an iterator (builtins.list_iterator), which can be read once"),
+        ((number for number in range(3)), "the training set is an iterator (builtins.generator)"),
+        ({1, 2}, "the training set is a set, not a dataset"),
+        (Divided(), "was divided over ranks (split_dataset_by_node), which the loader does; return the whole stream"),
         (WithoutLength(), "has no length"),
         (TensorDataset(torch.zeros(0)), "is empty; return at least one sample"),
         ((TRAIN, TensorDataset(torch.zeros(0))), "return None in its place to train without evaluation"),
@@ -85,7 +104,7 @@ def test_refuses_everything_else_and_says_what_is_needed(result: Any, reason: st
 
 def test_reports_both_sets_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        as_splits((Streamed(), WithoutLength()))
+        as_splits((Divided(), WithoutLength()))
     assert [problem.reason.split()[1] for problem in caught.value.problems] == ["training", "evaluation"]
 
 

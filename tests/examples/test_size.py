@@ -17,5 +17,5 @@ def test_a_recipe_is_short_and_tested(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 60
     assert f"python examples/{path.name}" in (ast.get_docstring(ast.parse(text)) or "")
-    tests = "".join(test.read_text(encoding="utf-8") for test in (ROOT / "tests/examples").glob("test_*.py"))
-    assert path.name in tests
+    tests = [test.read_text(encoding="utf-8") for test in (ROOT / "tests").rglob("*.py")]
+    assert any(path.name in text or f'"{path.stem}"' in text for text in tests)

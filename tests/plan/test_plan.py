@@ -53,6 +53,18 @@ def test_data_smaller_than_a_batch_is_refused_with_a_size_that_fits() -> None:
     assert "use fewer devices or smaller micro-batches [dataset-smaller-than-batch]" in line
 
 
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_stream_that_is_known_by_name_needs_a_length(streaming: bool) -> None:
+    data = {"kind": "huggingface", "path": "rows.csv", "streaming": streaming}
+    stated = "training.max_steps: the training data is a stream, which has no length; set it; or data.train_samples"
+    values = {"data": data, "model": {"kind": "mlp"}}
+    if streaming:
+        (line,) = problems_of(values)
+        assert stated in line
+    for further in ({"training": {"max_steps": 5}}, {"data": data | {"train_samples": 320}}):
+        assert plan_of(values | further).length.total_steps
+
+
 def test_no_data_at_all_is_refused() -> None:
     (line,) = problems_of({}, num_train_samples=0)
     assert "has only 0 samples" in line

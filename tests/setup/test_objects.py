@@ -122,6 +122,9 @@ class TestSections:
         assert config.data.model_dump() == {
             "object": "torch.utils.data.dataset.TensorDataset",
             "train_samples": 12,
+            "lanes": None,
+            "bucket_steps": 0,
+            "curriculum_steps": 0,
             **loader,
         }
         assert config_with_objects(config, Objects(train_data=DATA)) == config, "as prepare does once more"

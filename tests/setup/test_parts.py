@@ -4,6 +4,7 @@ reason.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +15,7 @@ import pytest
 import torch
 import yaml
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
@@ -83,9 +84,8 @@ class NoLength(Dataset[Any]):
         return X[index]
 
 
-class Endless(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(X)
+def endless() -> Any:
+    return itertools.count()
 
 
 def with_classes(classes: Any) -> Dataset[Any]:
@@ -201,7 +201,7 @@ class TestData:
 
     @pytest.mark.parametrize(
         ("name", "text"),
-        [("NoLength", "has no length"), ("Endless", "is an IterableDataset"), ("no_model", "is a str, not a dataset")],
+        [("NoLength", "has no length"), ("endless", "is an iterator"), ("no_model", "is a str, not a dataset")],
     )
     def test_what_is_no_dataset(self, name: str, text: str) -> None:
         assert text in refused(data=at(name))
@@ -230,6 +230,9 @@ class TestData:
             "num_workers": 3,
             "prefetch_batches": 2,
             "random_samples": False,
+            "lanes": None,
+            "bucket_steps": 0,
+            "curriculum_steps": 0,
         }
 
 

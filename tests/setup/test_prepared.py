@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from framework.data.token_files import SpecialTokens
 from framework.data.tokens import Tokens
 from framework.errors import FrameworkError
 from framework.setup import prepared
-from framework.setup.objects import Objects
+from framework.setup.objects import Objects, config_with_objects
 from framework.setup.prepared import prepare
 
 DATA = TensorDataset(torch.randn(64, 3), torch.arange(64) % 2)
@@ -144,7 +145,7 @@ def test_ranks_compare_a_text_that_was_handed_over() -> None:
 
     one, same, other = fingerprint(4), fingerprint(4), fingerprint(5)
     assert one == same
-    assert {name for name in one if one[name] != other[name]} == {"checksum of the train text"}
+    assert {name for name in one if one[name] != other[name]} == {"checksum of the training text"}
 
 
 def test_ranks_tell_what_they_have_found_of_first_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,3 +164,44 @@ def test_ranks_tell_what_they_have_found_of_first_weights(tmp_path: Path, monkey
     assert one.fingerprint() == other.fingerprint()
     assert (one.describe_weights(), other.describe_weights()) == ("2 tensors are found there", "no weights are read")
     assert one.without_weights().describe_weights() == other.without_weights().describe_weights()
+
+
+class Streamed:
+    """A stream of one part, or of six."""
+
+    def __init__(self, num_shards: int = 1) -> None:
+        self.num_shards = num_shards
+
+    def shard(self, num_shards: int, index: int) -> Streamed:
+        return Streamed()
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        return ((torch.zeros(3), number % 2) for number in range(64))
+
+
+def test_a_stream_without_a_length_is_refused_and_an_epoch_is_what_is_named() -> None:
+    reason = "training.max_steps: the training data is a stream, which has no length; set it; or data.train_samples"
+    assert reason in str(refused({}, train_data=Streamed()))
+    handed = Objects(model=torch.nn.Linear(3, 2), train_data=Streamed())
+    for values, length in (
+        ({"training": {"max_steps": 5}}, (None, 5, 5)),
+        ({"data": {"train_samples": 320}, "batch": {"global_size": 32}, "training": {"max_epochs": 2}}, (10, 20, 10)),
+    ):
+        found = prepare(config_with_objects(values, handed), objects=handed)
+        assert (found.plan.length.steps_per_epoch, found.plan.length.total_steps, found.plan.length.epoch) == length
+        assert found.description()["lanes"] == 1
+
+
+@pytest.mark.parametrize(
+    ("parts", "ranks", "line"), [(1, 2, "2 ranks share 1 part of"), (6, 4, "4 ranks share 6 parts of"), (6, 2, "")]
+)
+def test_lanes_that_ranks_share_cost_a_warning(
+    parts: int, ranks: int, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    handed = Objects(model=torch.nn.Linear(3, 2), train_data=Streamed(parts))
+    config = {"batch": {"global_size": 60}, "training": {"max_steps": 2}}
+    found = prepare(config_with_objects(config, handed), objects=handed).plan.findings
+    stated = [str(finding) for finding in found if finding.kind == "stream-lanes-shared"]
+    assert len(stated) == bool(line)
+    assert all(line in one for one in stated)

@@ -395,7 +395,7 @@ def test_ranks_compare_the_text_and_not_only_its_size(tmp_path: Path) -> None:
         seen.append(prepare(framework.RunConfig.model_validate(config)).fingerprint())
         Path("tokens").rename(tmp_path / f"before-{len(seen)}")
     differing = {name for name in seen[0] if seen[0][name] != seen[1][name]}
-    assert differing == {"checksum of the train text", "checksum of the evaluation text"}
+    assert differing == {"checksum of the training text", "checksum of the evaluation text"}
     assert seen[1] == seen[2]
 
 

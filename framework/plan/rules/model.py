@@ -12,11 +12,12 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from framework.config.base import Object, Section, Target
-from framework.config.data import DataObject, DataTarget
+from framework.config.data import HuggingFace, Mixture
 from framework.config.groups import ALL_LINEAR, LORA, is_named, tied_problem, unmatched_modules
 from framework.config.model import BERT, GPT, Classifier, ModelSection
 from framework.config.optimizer import optimizer_lr
 from framework.config.run_config import RunConfig
+from framework.config.training import ModelLoss
 from framework.errors import Problem
 from framework.plan.balance import pattern_problem, stage_problems
 from framework.plan.cluster import Cluster
@@ -27,19 +28,25 @@ from framework.plan.rules.base import Found, rule
 _PARTS: Final[Mapping[str, Mapping[str, str]]] = {
     "text": {"model": "gpt", "data": "text", "task": "causal_lm"},
     "text_pairs": {"model": "bert", "data": "text_pairs", "task": "masked_lm"},
+    "conversations": {"model": "gpt", "data": "conversations", "task": "causal_lm"},
     "images": {"model": "lenet", "data": "digits", "task": "classification"},
+    "labelled_text": {"model": "bert, with num_classes", "data": "labelled_text", "task": "classification"},
 }
-_WORDS: Final = {"images": "images", "text": "windows of text", "text_pairs": "pairs of text segments"}
+_WORDS: Final = {
+    "images": "images",
+    "text": "windows of text",
+    "text_pairs": "pairs of text segments",
+    "labelled_text": "texts and their classes",
+}
+_ALSO: Final = {"conversations": "text"}
 
 
 @rule()
 def image_shapes_agree(config: RunConfig, cluster: Cluster) -> Found:
     """Model and data are both known by name and their shapes differ: the first forward pass would fail."""
     model, data = config.model, config.data
-    if not isinstance(model, Classifier) or isinstance(data, (DataTarget, DataObject)):
-        return
     shape = data.image_shape()
-    if shape is None:
+    if not isinstance(model, Classifier) or isinstance(data, (Target, Object)) or shape is None:
         return
     pairs = [
         ("image_size", model.expected_image_size(), "image_size", shape.size, "pixels"),
@@ -104,9 +111,16 @@ def _takes(section: Section, key: str, value: int) -> bool:
 def _form(config: RunConfig, part: str) -> str | None:
     """Return the form of what a part gives or takes; None where it is the user's own."""
     section: Any = getattr(config, part)
-    if isinstance(section, (Target, Object)):
+    if isinstance(section, (Target, Object, HuggingFace, Mixture, ModelLoss)):
         return None
-    return next((form for form, kinds in _PARTS.items() if kinds[part] == section.kind), "images")
+    if section.kind == "classification":
+        return (
+            "labelled_text" if "labelled_text" in (_form(config, "data") or _form(config, "model") or "") else "images"
+        )
+    if isinstance(section, BERT) and section.num_classes:
+        return "labelled_text"
+    form = next((form for form, kinds in _PARTS.items() if kinds[part] == section.kind), "images")
+    return _ALSO.get(form, form)
 
 
 @rule("heads-not-divisible")

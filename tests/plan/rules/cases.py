@@ -12,6 +12,7 @@ OWN_ADAM = {"optimizer": {"kind": "adamw", "implementation": "deepspeed"}}
 TARGET = {"target": "a:b"}
 GREY224 = {"kind": "synthetic_images", "channels": 1, "image_size": 28, "num_classes": 10}
 GPT = {"model": {"kind": "gpt"}, "data": {"kind": "text"}, "task": {"kind": "causal_lm"}}
+CHATS: dict[str, Any] = {"data": {"kind": "conversations", "packing": True, "sequence_length": 128}}
 MIXED = GPT | {"model": {"kind": "gpt", "moe": {"num_experts": 4}}}
 BERT = {"model": {"kind": "bert"}, "data": {"kind": "text_pairs"}, "task": {"kind": "masked_lm"}}
 EMA = {"ema": {"decay": 0.99}}
@@ -46,6 +47,11 @@ def cut_at(stages: list[int], **sections: Any) -> dict[str, Any]:
 
 
 # rule -> [(config, kind of device, kind of problem or None where the rule has nothing to say)]
+OWN: dict[str, Any] = {
+    "model": {"target": "mine:net"},
+    "data": {"target": "mine:rows", "train_samples": 1000},
+    "task": {"kind": "model_loss"},
+}
 CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     "world_size_differs": [
         ({"run": {"world_size": 3}}, "cuda", "world-size-differs"),
@@ -54,6 +60,22 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     "sequence_with_pipeline": [
         (GPT | piped() | {"parallel": {"sequence": 2, "pipe": 2}}, "cpu", "sequence-with-pipeline"),
         (GPT | {"parallel": {"sequence": 2}}, "cpu", None),
+    ],
+    "packing_not_separated": [
+        (GPT | CHATS | {"parallel": {"sequence": 2}}, "cpu", "packing-not-separated"),
+        (GPT | piped() | CHATS, "cpu", "packing-not-separated"),
+        (GPT | CHATS, "cpu", None),
+        (GPT | {"parallel": {"sequence": 2}}, "cpu", None),
+    ],
+    "model_without_loss": [
+        ({"task": {"kind": "model_loss"}}, "cpu", "model-without-loss"),
+        ({"task": {"kind": "model_loss"}, "model": OWN["model"]}, "cpu", "model-without-loss"),
+        (OWN, "cpu", None),
+    ],
+    "model_loss_divided": [
+        (OWN | piped(), "cpu", "model-loss-divided"),
+        (OWN | {"parallel": {"sequence": 2}}, "cpu", "model-loss-divided"),
+        (OWN, "cpu", None),
     ],
     "loss_not_tiled": [
         (GPT | piped() | {"training": {"loss_tile": 64}}, "cpu", "loss-not-tiled"),

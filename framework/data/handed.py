@@ -1,0 +1,116 @@
+"""Parts that are taken over of a `DataLoader`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+    default_collate,
+)
+
+from framework.data.batches import fetched, random_state_kept, seed_generators
+from framework.data.loaders import is_stream
+from framework.data.order import Order, mix_int
+from framework.errors import ConfigError
+
+_SAMPLER_SALT: Final = 0x5A91
+
+
+class _Taken:
+    """A dataset with the `collate_fn` of its `DataLoader`."""
+
+    def __init__(self, dataset: Any, collate_fn: Any) -> None:
+        self._dataset = dataset
+        if collate_fn is not None:
+            self.collate_fn = collate_fn
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_dataset" or name.startswith("__"):  # while it is unpickled there is none yet
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+class TakenStream(_Taken, IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._dataset)
+
+
+class TakenSet(_Taken):
+    """One of samples by number. With a sampler `num_ordered` is the number of samples in an epoch."""
+
+    def __init__(self, dataset: Any, collate_fn: Any, sampler: Any) -> None:
+        """`sampler` gives the order of every epoch; None: it is the run's."""
+        super().__init__(dataset, collate_fn)
+        self._sampler, self.num_ordered = sampler, None if sampler is None else len(sampler)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        return fetched(self._dataset, indices)
+
+    def epoch_order(self, epoch: int, *, seed: int) -> Order:
+        """The order of an epoch, asked of the sampler with a seed of (seed, epoch): the same whoever asks, and when; a
+        ConfigError, kind ``sampler-order``, where it has another length than the first.
+        """
+        if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
+            set_epoch(epoch)
+        own, number = getattr(self._sampler, "generator", None), mix_int(_SAMPLER_SALT, seed, epoch)
+        if isinstance(own, torch.Generator):
+            own.manual_seed(number)
+        with random_state_kept():
+            seed_generators(number)
+            order = np.fromiter(self._sampler, dtype=np.int64)
+        if len(order) != self.num_ordered or not 0 <= order.min() <= order.max() < len(self):
+            reason = f"epoch {epoch} has {len(order)} samples of {len(self)}, and the first one {self.num_ordered}"
+            fix = "let every epoch have as many, each with a number of the dataset"
+            raise ConfigError.of("sampler-order", reason, fix, "data", type(self._sampler).__name__)
+        return order.take
+
+
+def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, Any]]:
+    """Take a `DataLoader` apart: its dataset; and `micro_size`, `num_workers`, `shuffle`, as far as it says.
+
+    Raises:
+        ConfigError: kind ``loader-not-taken``: something else than a sampler makes its batches.
+    """
+    if not isinstance(given, DataLoader):
+        return as_tensors(given), {}
+    dataset, batches = as_tensors(given.dataset), given.batch_sampler
+    if given.batch_size is None and type(batches) is not BatchSampler:
+        reason = f"its {'dataset' if batches is None else 'batch_sampler'} makes the batches"
+        fix = "give it a batch_size and a sampler"
+        raise ConfigError.of("loader-not-taken", reason, fix, key, "DataLoader")
+    collate_fn = None if given.collate_fn is default_collate else given.collate_fn
+    size = given.batch_size or batches.batch_size  # type: ignore[union-attr]
+    taken: dict[str, Any] = {"num_workers": given.num_workers, "micro_size": size}
+    if is_stream(dataset):
+        return (dataset if collate_fn is None else TakenStream(dataset, collate_fn)), taken
+    sampler: Any = batches.sampler  # type: ignore[union-attr]
+    is_whole = type(sampler).__name__ == "RandomSampler"  # torchdata has one as well
+    is_whole = is_whole and not sampler.replacement and len(sampler) == len(dataset)
+    if is_whole or isinstance(sampler, SequentialSampler | DistributedSampler):  # ranks are divided by the run
+        taken["shuffle"], sampler = is_whole or getattr(sampler, "shuffle", False), None
+    if sampler is not None and not trains:
+        dataset, sampler = Subset(dataset, list(sampler)), None
+    return (dataset if collate_fn is sampler is None else TakenSet(dataset, collate_fn, sampler)), taken
+
+
+def as_tensors(dataset: Any) -> Any:
+    """Hugging Face's datasets without a format of their own give lists, which nothing can be computed with."""
+    if type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "with_format"):
+        formatting = dataset._formatting if is_stream(dataset) else dataset.format["type"]
+        return dataset.with_format("torch") if formatting is None else dataset
+    return dataset

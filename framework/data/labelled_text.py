@@ -1,0 +1,80 @@
+"""Texts and their classes, which become tokens batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from framework.data.chat import open_tokenizer, vocab_size_of
+from framework.data.splits import Splits
+from framework.data.text_rows import Row, dealt, sentences
+from framework.errors import ConfigError
+
+_INPUTS = ("input_ids", "token_type_ids", "attention_mask")
+
+
+class LabelledText(torch.utils.data.Dataset[Any]):
+    """Samples (text, class); a batch is (dict of ``input_ids``, where the tokenizer has them ``token_type_ids``, and
+    ``attention_mask``, 0 for padding, (batch, length) int64 each, classes (batch,) int64), as long as its longest text.
+    """
+
+    def __init__(self, rows: Sequence[tuple[str, int]], classes: Sequence[str], tokenizer: Any, length: int) -> None:
+        self.rows, self.classes, self.tokenizer, self._length = rows, classes, tokenizer, length
+        tokenizer.init_kwargs["classes"] = list(classes)  # kept with it beside the checkpoints
+        self.vocab_size = vocab_size_of(tokenizer)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[str, int]:
+        return self.rows[index]
+
+    def collate_fn(self, samples: Sequence[tuple[str, int]]) -> tuple[dict[str, Tensor], Tensor]:
+        """A batch; texts are cut at the length."""
+        texts, labels = zip(*samples, strict=True)
+        return inputs_of(list(texts), self.tokenizer, self._length), torch.tensor(labels)
+
+
+def inputs_of(texts: list[str], tokenizer: Any, length: int) -> dict[str, Tensor]:
+    """Inputs of a model, of texts that are cut at so many tokens."""
+    found = tokenizer(texts, truncation=True, max_length=length, padding=True, return_tensors="pt")
+    return {name: found[name] for name in _INPUTS if name in found}
+
+
+def build(
+    path: str | None = None,
+    *,
+    eval_path: str | None = None,
+    eval_fraction: float = 0.1,
+    tokenizer: str | None = None,
+    sequence_length: int = 512,
+    text: str = "text",
+    label: str = "label",
+) -> Splits:
+    """Labelled texts of training and evaluation.
+
+    Arguments are the keys of `config.data.LabelledText`.
+
+    Raises:
+        ConfigError: a file or the tokenizer cannot be used, or there is no row for training (``nothing-to-learn``).
+    """
+
+    def make(place: str, row: Row) -> tuple[str, str]:
+        if not isinstance(row.get(text), str) or row.get(label) in (None, ""):
+            raise ValueError(f"it lacks a text {text!r} or a class {label!r}")
+        return row[text], str(row[label])
+
+    parts = dealt((path, eval_path), eval_fraction, make, sentences)
+    if not parts[0]:
+        raise ConfigError.of("nothing-to-learn", "it has no rows", "name another file", "data.path", path)
+    names = sorted({name for part in parts for _, name in part})
+    if all(name.isdecimal() for name in names):
+        names = [str(number) for number in range(max(map(int, names)) + 1)]
+    numbers, made = {name: number for number, name in enumerate(names)}, open_tokenizer(tokenizer)
+    train, evaluation = (
+        LabelledText([(one, numbers[name]) for one, name in part], names, made, sequence_length) for part in parts
+    )
+    return Splits(train, evaluation if len(evaluation) else None)

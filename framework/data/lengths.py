@@ -1,0 +1,66 @@
+"""Orders by length: steps of like samples, and short samples first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from framework.data.order import ComputedOrder, Order, Positions, mix_int
+from framework.errors import ConfigError
+
+_WINDOW_SALT: Final = 0xB0C7
+_EASIEST: Final = 0.01
+
+
+def lengths_of(dataset: Any, key: str) -> Positions:
+    """The lengths of all samples: `lengths` of a dataset, or its column ``length``; a ConfigError, kind
+    ``data-without-lengths``, where it has neither.
+    """
+    found = getattr(dataset, "lengths", None)
+    if found is None and "length" in (getattr(dataset, "column_names", None) or ()):
+        found = dataset["length"]
+    if found is None or not hasattr(dataset, "__getitem__") or len(found) != len(dataset):
+        fix = f"give the dataset an attribute `lengths`, one number per sample, or leave {key} out"
+        raise ConfigError.of("data-without-lengths", "the lengths of the training samples are not known", fix, key)
+    return np.asarray(found, dtype=np.int64)
+
+
+def bucketed(order_of: Callable[..., Order], lengths: Positions, places: Positions, **sizes: int) -> Any:
+    """Orders of epochs whose steps have like lengths, as `MicroBatchSampler` takes them."""
+    return partial(_bucketed, order_of, lengths, places, **sizes)
+
+
+def _bucketed(
+    order_of: Callable[..., Order],
+    lengths: Positions,
+    places: Positions,
+    *,
+    epoch: int,
+    seed: int,
+    size: int,
+    steps: int,
+) -> Order:
+    """Sort windows of so many steps, of `size` samples, by length, and draw their steps in another order."""
+    found: Positions = order_of(epoch=epoch)(places).copy()
+    end = len(found) // size * size
+    for start in range(0, end, steps * size):
+        window = found[start : min(start + steps * size, end)]
+        by_length = window[np.argsort(lengths[window], kind="stable")].reshape(-1, size)
+        drawn = ComputedOrder(len(by_length), seed=mix_int(_WINDOW_SALT, seed, start), epoch=epoch)
+        window[:] = by_length[drawn[np.arange(len(by_length))]].ravel()
+    order: Order = found.take
+    return order
+
+
+def shortest_first(step: int, *, by_length: Positions, seed: int, size: int, steps: int) -> Order:
+    """The order of one of the first steps: `size` of the shortest samples, of which a step may draw ever more.
+
+    Platanios et al. 2019, "Competence-based curriculum learning", the square-root schedule from 0.01.
+    """
+    share = np.sqrt((step + 1) / steps * (1 - _EASIEST**2) + _EASIEST**2)
+    pool = by_length[: max(size, int(share * len(by_length)))]
+    drawn = ComputedOrder(len(pool), seed=seed, epoch=-1 - step)
+    return lambda positions: pool[drawn[positions]]

@@ -1,0 +1,62 @@
+"""Programs of torch.export: which models are refused, and how."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from framework.commands.program import write_program
+from framework.config.load import config_from_values
+from framework.config.run_config import RunConfig
+from framework.errors import ConfigError
+from framework.models.small_nets import LeNet
+
+
+class Undecided(nn.Module):
+    """Takes another way where the numbers of a batch are large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(28, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.last(images.mean((1, 2))) if float(images.detach().sum()) > 0 else self.last(images[:, 0, 0])
+
+
+def test_images_are_the_example_of_a_model_of_images(tmp_path: Path) -> None:
+    model = LeNet().eval()
+    written = write_program(tmp_path, model, RunConfig())
+    assert written == {"model.pt2": (tmp_path / "model.pt2").stat().st_size}
+    images = torch.randn(5, 1, 28, 28)
+    for rows in (1, 5):
+        with torch.no_grad():
+            found = torch.export.load(tmp_path / "model.pt2").module()(images[:rows])
+            torch.testing.assert_close(found, model(images[:rows]), atol=1e-6, rtol=1e-5)
+
+
+def test_a_model_that_looks_at_its_numbers_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        write_program(tmp_path, Undecided().eval(), RunConfig())
+    stated = str(caught.value)
+    assert stated.startswith("--format = torch_export: torch.export does not take Undecided: ")
+    assert "data-dependent" in stated
+    assert stated.endswith("; export its weights: --format safetensors [not-exportable]")
+    assert "\n" not in stated
+
+
+def test_a_chat_is_the_example_whether_rows_are_packed_or_not(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers comes with the dev extra")
+    from framework.models.gpt import GPT
+
+    values = {"model": {"kind": "gpt"}, "task": {"kind": "causal_lm"}}
+    config = config_from_values({**values, "data": {"kind": "conversations", "packing": True}})
+    shape = {"vocab_size": 261, "hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "mlp_size": 32}
+    model = GPT.of(**shape, max_positions=600).eval()
+    write_program(tmp_path, model, config)
+    ids = torch.arange(34).view(2, 17)
+    with torch.no_grad():
+        found = torch.export.load(tmp_path / "model.pt2").module()(ids)
+        torch.testing.assert_close(found, model(ids), atol=1e-5, rtol=1e-5)

@@ -1,0 +1,193 @@
+"""A `DataLoader` handed over: what is taken of it, and an own sampler's order at every number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from framework.data.handed import TakenSet, as_tensors, taken_over
+from framework.data.loaders import EvalLoader, TrainLoader, is_stream
+from framework.data.splits import given_splits
+from framework.data.streams import StreamEvalLoader
+from framework.errors import ConfigError
+from framework.setup.objects import Objects, config_with_objects
+
+NUMBERS = TensorDataset(torch.arange(40), torch.arange(40) % 2)
+
+
+def summed(samples: Any) -> Any:
+    return [int(number) for number, _ in samples]
+
+
+class Growing(Sampler[int]):
+    """An order that differs between epochs, as `set_epoch` says, in length if it is asked to."""
+
+    epoch = 0
+
+    def __init__(self, grows: int = 0) -> None:
+        self.grows = grows
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(self.epoch + number) % 40 for number in range(len(self))])
+
+    def __len__(self) -> int:
+        return 16 + self.grows * self.epoch
+
+
+def steps(dataset: Any, count: int, *, ranks: int = 1, start: int = 0, micro: int = 4) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in range(count)]
+    for rank in range(ranks):
+        accumulation = 8 // ranks // micro
+        loader = TrainLoader(
+            dataset,
+            global_size=8,
+            micro_size=micro,
+            accumulation_steps=accumulation,
+            rank=rank,
+            world_size=ranks,
+            seed=3,
+            shuffle=False,
+        )
+        stream = loader.stream(start)
+        for step in range(count):
+            for batch in islice(stream, accumulation):
+                found[step] += batch[0].tolist() if isinstance(batch, list) and torch.is_tensor(batch[0]) else batch
+    return found
+
+
+class TestTaken:
+    @pytest.mark.parametrize(
+        ("loader", "taken"),
+        [
+            (DataLoader(NUMBERS, batch_size=4), {"micro_size": 4, "shuffle": False}),
+            (DataLoader(NUMBERS, 4, shuffle=True, num_workers=2), {"micro_size": 4, "shuffle": True, "num_workers": 2}),
+            (DataLoader(NUMBERS, 4, sampler=DistributedSampler(NUMBERS, 2, 1)), {"micro_size": 4, "shuffle": True}),
+            (
+                DataLoader(NUMBERS, batch_sampler=BatchSampler(SequentialSampler(NUMBERS), 5, True)),
+                {"micro_size": 5, "shuffle": False},
+            ),
+        ],
+    )
+    def test_batches_workers_and_shuffling(self, loader: Any, taken: dict[str, Any]) -> None:
+        dataset, found = taken_over(loader, key="train_data", trains=True)
+        assert found == {"num_workers": 0} | taken
+        assert dataset is NUMBERS
+
+    def test_sections_that_say_nothing_take_its_sizes(self) -> None:
+        handed = Objects(
+            train_data=DataLoader(NUMBERS, 4, shuffle=True, num_workers=2),
+            eval_data=DataLoader(NUMBERS, 10),
+            model=torch.nn.Linear(1, 2),
+        )
+        config = config_with_objects({}, handed)
+        assert (config.batch.micro_size, config.evaluation.batch_size) == (4, 10)
+        assert (config.data.num_workers, config.data.shuffle) == (2, True)
+        assert config_with_objects(config, handed) == config
+        stated = {"batch": {"micro_size": 2}, "data": {"num_workers": 0}, "evaluation": {"batch_size": 3}}
+        config = config_with_objects(stated, handed)
+        assert (config.batch.micro_size, config.evaluation.batch_size, config.data.num_workers) == (2, 3, 0)
+        both = config_with_objects({"batch": {"global_size": 8, "accumulation_steps": 4}}, handed)
+        assert both.batch.micro_size is None
+
+    def test_its_collate_fn_makes_the_batches(self) -> None:
+        dataset, _ = taken_over(DataLoader(NUMBERS, 4, collate_fn=summed), key="train_data", trains=True)
+        assert steps(dataset, 2, ranks=2) == [[*range(8)], [*range(8, 16)]]
+        assert dataset.tensors is NUMBERS.tensors, "what else the dataset has is there"
+        measured = EvalLoader(dataset, batch_size=15, rank=0, world_size=1)
+        assert [len(batch) for batch, _ in measured] == [15, 15, 10]
+
+    def test_a_stream_keeps_its_own(self) -> None:
+        class Lines(IterableDataset[Any]):
+            num_shards = 3
+
+            def shard(self, num_shards: int, index: int) -> list[Any]:
+                return [*self][index::num_shards]
+
+            def __iter__(self) -> Iterator[Any]:
+                return ((number, 0) for number in range(9))
+
+        splits = given_splits(DataLoader(Lines(), 2, collate_fn=summed), DataLoader(Lines(), 2, collate_fn=summed))
+        assert is_stream(splits.train)
+        assert splits.train.num_shards == 3
+        loader = StreamEvalLoader(splits.evaluation, batch_size=9, rank=0, world_size=1, gather=lambda one: [one])
+        assert [batch for batch, _ in loader] == [[*range(9)]]
+        assert splits.taken == {"num_workers": 0, "micro_size": 2, "eval_size": 2}
+
+    @pytest.mark.parametrize(
+        ("options", "whose"), [({"batch_size": None}, "dataset"), ({"batch_sampler": [[0, 1], [2]]}, "batch_sampler")]
+    )
+    def test_one_of_ready_batches_is_refused(self, options: dict[str, Any], whose: str) -> None:
+        with pytest.raises(ConfigError, match=f"train_data = DataLoader: its {whose} makes the batches; give it"):
+            given_splits(DataLoader(NUMBERS, **options))
+
+    def test_a_stateful_one_is_taken_apart_as_well(self) -> None:
+        stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+        splits = given_splits(stateful(NUMBERS, batch_size=4, shuffle=True))
+        assert splits.train is NUMBERS
+        assert splits.taken == {"num_workers": 0, "micro_size": 4, "shuffle": True}
+
+    def test_rows_of_hugging_face_become_tensors(self) -> None:
+        datasets = pytest.importorskip("datasets")
+        rows = datasets.Dataset.from_dict({"x": [[1, 2], [3, 4]], "y": [0, 1]})
+        assert torch.equal(as_tensors(rows)[1]["x"], torch.tensor([3, 4]))
+        assert torch.equal(next(iter(as_tensors(rows.to_iterable_dataset())))["x"], torch.tensor([1, 2]))
+        own = rows.with_format("numpy")
+        assert as_tensors(own) is own
+        assert given_splits((rows, DataLoader(rows, 1))).num_train == 2
+
+
+class TestSamplers:
+    @pytest.mark.parametrize(
+        "sampler",
+        [
+            WeightedRandomSampler([1.0, 2.0] * 20, 24),
+            WeightedRandomSampler([1.0, 2.0] * 20, 24, generator=torch.Generator().manual_seed(8)),
+            SubsetRandomSampler(range(5, 31)),
+            RandomSampler(NUMBERS, replacement=True, num_samples=30),
+            Growing(),
+        ],
+        ids=["weighted", "weighted-own-generator", "subset", "replacement", "set-epoch"],
+    )
+    def test_an_epoch_is_its_order_whatever_the_ranks_and_wherever_it_begins(self, sampler: Any) -> None:
+        dataset, _ = taken_over(DataLoader(NUMBERS, 4, sampler=sampler), key="", trains=True)
+        whole = steps(dataset, 10)
+        assert steps(dataset, 10, ranks=2) == whole == steps(dataset, 10, micro=1, ranks=4)
+        assert steps(dataset, 4, start=5, ranks=2) == whole[5:9]
+        per_epoch = len(sampler) // 8
+        assert whole[:per_epoch] != whole[per_epoch : 2 * per_epoch], "epochs have orders of their own"
+
+    @pytest.mark.parametrize(
+        ("sampler", "line"),
+        [
+            (Growing(grows=1), "epoch 1 has 17 samples of 40, and the first one 16"),
+            ([38, 39, 40, 41] * 4, "has 16 samples of 40"),
+        ],
+    )
+    def test_other_orders_are_named(self, sampler: Any, line: str) -> None:
+        dataset = TakenSet(NUMBERS, None, sampler)
+        with pytest.raises(ConfigError, match=r"\[sampler-order\]") as caught:
+            steps(dataset, 3)
+        assert line in str(caught.value)
+
+    def test_in_evaluation_it_chooses_the_samples(self) -> None:
+        dataset, _ = taken_over(DataLoader(NUMBERS, 4, sampler=[3, 5, 9]), key="", trains=False)
+        assert [int(dataset[number][0]) for number in range(len(dataset))] == [3, 5, 9]

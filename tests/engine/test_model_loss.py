@@ -1,0 +1,67 @@
+"""Batches that are mappings, with the loss of the model or of a named task, train as plain PyTorch trains them: the sum
+over all micro-batches and ranks by the count of all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from framework.data.order import epoch_order
+from tests.jobs.dict_rows import Rows, model
+from tests.launched import series, train_cases
+
+pytestmark = pytest.mark.slow
+
+STEPS, SIZE = 8, 8
+# Name -> family, classes instead of tokens, task, ZeRO stage.
+CASES: dict[str, tuple[str, bool, dict[str, Any], int]] = {
+    "own-next": ("qwen3", False, {"kind": "model_loss", "mean_over": "next_labels"}, 2),
+    "own-next-z3": ("gpt-neox", False, {"kind": "model_loss", "mean_over": "next_labels"}, 3),
+    "named-next": ("qwen3", False, {"kind": "causal_lm"}, 1),
+    "own-classes": ("roberta", True, {"kind": "model_loss"}, 0),
+    "named-classes": ("roberta", True, {"kind": "classification"}, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers", reason="transformers comes with the dev extra")
+    folder = tmp_path_factory.mktemp("model-loss")
+    cases = [
+        {
+            "run": {"name": name, "output_dir": str(folder)},
+            "model": {"target": "tests.jobs.dict_rows:model", "args": {"family": family}},
+            "data": {"target": "tests.jobs.dict_rows:Rows", "args": {"has_classes": classes}},
+            "task": task,
+            "batch": {"global_size": SIZE, "accumulation_steps": 2},
+            "zero": {"stage": stage},
+            "optimizer": {"kind": "sgd", "lr": 0.1},
+            "training": {"max_steps": STEPS, "log_every": 1, "clip_grad_norm": 0},
+            "checkpoint": {"at_end": False},
+            "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
+        }
+        for name, (family, classes, task, stage) in CASES.items()
+    ]
+    train_cases(cases, num_ranks=2, folder=folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_are_those_of_plain_pytorch(runs: Path, name: str) -> None:
+    family, has_classes, _, _ = CASES[name]
+    net, rows = model(family).train(), Rows(has_classes)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    expected = {}
+    for step in range(STEPS):
+        order = epoch_order(len(rows), seed=0, epoch=0, shuffle=True)[step * SIZE : (step + 1) * SIZE]
+        batch = torch.utils.data.default_collate([rows[index] for index in order.tolist()])
+        loss = net(**batch).loss  # transformers' own, over the whole batch
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected[step + 1] = pytest.approx(loss.item(), abs=1e-5)
+    assert series(runs / name, "train/loss") == expected

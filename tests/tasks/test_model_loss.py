@@ -1,0 +1,50 @@
+"""The loss that a model returns, as a sum over what it is a mean of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from framework.errors import ConfigError
+from framework.tasks.causal_lm import CausalLM
+from framework.tasks.classification import Classification
+from framework.tasks.model_loss import ModelLoss
+
+LABELS = torch.tensor([[1, 2, -100], [-100, 3, 4]])
+
+
+@pytest.mark.parametrize(("mean_over", "count"), [("samples", 2), ("labels", 4), ("next_labels", 3)])
+@pytest.mark.parametrize("outputs", [{"loss": torch.tensor(2.0)}, (torch.tensor(2.0), None)])
+def test_a_mean_becomes_a_sum(mean_over: Any, count: int, outputs: Any) -> None:
+    task = ModelLoss(mean_over=mean_over)
+    inputs, targets = task.split({"x": torch.zeros(2), "labels": LABELS})
+    assert set(inputs) == {"x", "labels"}
+    loss = task.loss(outputs, targets)
+    assert (float(loss.total), int(loss.count), int(task.count(targets))) == (2.0 * count, count, count)
+
+
+def test_a_batch_without_labels_adds_nothing() -> None:
+    task = ModelLoss(mean_over="labels")
+    loss = task.loss({"loss": torch.tensor(float("nan"))}, torch.full((2, 3), -100))
+    assert (float(loss.total), int(loss.count)) == (0.0, 0)
+
+
+@pytest.mark.parametrize("batch", [(torch.zeros(2), LABELS), {"x": torch.zeros(2)}])
+def test_what_has_no_labels_is_refused(batch: Any) -> None:
+    with pytest.raises(ConfigError, match=r"a mapping with labels.*\[task-batch\]"):
+        ModelLoss(mean_over="samples").split(batch)
+
+
+def test_a_model_without_a_loss_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the model returned no loss, but dict.*\[task-loss-result\]"):
+        ModelLoss(mean_over="samples").loss({"logits": torch.zeros(2)}, LABELS)
+
+
+def test_named_tasks_take_mappings_with_labels() -> None:
+    batch = {"input_ids": LABELS.abs(), "labels": torch.tensor([0, 1])}
+    inputs, targets = Classification().split(batch)
+    assert (list(inputs), targets.tolist()) == (["input_ids"], [0, 1])
+    inputs, targets = CausalLM().split({"input_ids": LABELS.abs(), "labels": LABELS})
+    assert targets.tolist() == [[2, -100, -100], [3, 4, -100]], "moved by one, as transformers' models do"
