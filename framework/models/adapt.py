@@ -127,7 +127,7 @@ def compile_model(model: nn.Module, asked: Compile) -> None:
     if isinstance(model, LayeredModel) and model.recompute_every:
         parts = [layer.build() for layer in model.layers()]
     if not parts:
-        reason, fix = f"{type(model).__name__} has no two blocks of one class", "set training.compile.per: model"
+        reason, fix = f"{type(model).__name__} has no such blocks", "set training.compile.per: model"
         raise ConfigError.of("no-blocks", reason, fix, "training.compile.per", asked.per)
     for part in parts:
         part.compile(**asked.model_dump(exclude={"per"}))
