@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -127,7 +126,7 @@ def compile_model(model: nn.Module, asked: Compile) -> None:
     if isinstance(model, LayeredModel) and model.recompute_every:
         parts = [layer.build() for layer in model.layers()]
     if not parts:
-        reason, fix = f"{type(model).__name__} has no such blocks", "set training.compile.per: model"
+        reason, fix = f"{type(model).__name__} has no two blocks of one class", "set training.compile.per: model"
         raise ConfigError.of("no-blocks", reason, fix, "training.compile.per", asked.per)
     for part in parts:
         part.compile(**asked.model_dump(exclude={"per"}))
@@ -135,9 +134,9 @@ def compile_model(model: nn.Module, asked: Compile) -> None:
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
     """The outermost modules with siblings of their class, none of torch's."""
-    kinds = Counter(type(child) for child in model.children() if not type(child).__module__.startswith("torch.nn."))
-    for child in model.children():
-        yield from [child] if kinds[type(child)] > 1 else _blocks(child)
+    own = [type(one) for one in model.children() if not type(one).__module__.startswith("torch.nn.")]
+    for one in model.children():
+        yield from [one] if own.count(type(one)) > 1 else _blocks(one)
 
 
 def _nothing_frozen(number: int, pattern: str, names: Sequence[str]) -> Problem:
