@@ -64,6 +64,9 @@ def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator
             parts["train_data"] = _OfTheLoop()
         objects = Objects(**parts)
         asked = config_with_objects(config, objects)
+        if "hang_seconds" not in asked.supervision.model_fields_set:  # a loop may do for long what nobody sees
+            waits = asked.supervision.model_copy(update={"hang_seconds": 0})
+            asked = asked.model_copy(update={"supervision": waits})
         sizes = {f"parallel.{name}": getattr(asked.parallel, name) for name in ("pipe", "tensor", "sequence")}
         sizes["model.moe"] = 2 if getattr(asked.model, "moe", None) else 1
         for key in (key for key, size in sizes.items() if size > 1):

@@ -57,6 +57,22 @@ class LoRA(Section):
     begins."""
 
 
+class Compile(Section):
+    """torch.compile of the model; the keys but `per` are torch's, and mean the same."""
+
+    backend: str = "inductor"
+    """``inductor`` makes kernels; ``eager`` and ``aot_eager`` make none, to look for an error."""
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
+    """How much inductor tries; left out: default."""
+    dynamic: bool | None = None
+    """Whether one graph serves all shapes; left out: from the second shape on."""
+    fullgraph: bool = False
+    """End at what no graph can hold instead of running it as it is between two graphs."""
+    per: Literal["model", "block"] = "model"
+    """``model``: one graph; ``block``: each repeated block, compiled once for all that are alike, and ready to send its
+    gradients while the backward pass goes on. With `recompute_every`: each layer."""
+
+
 # Logits that may be whole, 1 GiB in fp32, and those of a tile.
 _WHOLE_LOGITS: Final = 2**28
 _LOGITS_OF_A_TILE: Final = 2**26
@@ -68,6 +84,16 @@ def positions_of_tile(asked: LossTile, positions: int, tokens: int) -> int:
     if asked == "auto":
         return 0 if positions * tokens <= _WHOLE_LOGITS else max(_LOGITS_OF_A_TILE // tokens, 1)
     return min(asked, positions)
+
+
+def _switch(value: Any) -> Any:
+    """Let true stand for a section of defaults, and false for none."""
+    if not isinstance(value, (bool, Mapping, Section, type(None))):
+        raise PydanticKnownError("bool_type")
+    return {} if value is True else None if value is False else value
+
+
+_Compile = Annotated[Compile | None, BeforeValidator(_switch, json_schema_input_type=bool | Compile | None)]
 
 
 class Training(Section):
@@ -101,6 +127,8 @@ class Training(Section):
     detect_anomaly: bool = False
     """End at the first gradient that is NaN and name the operation of the forward pass that it belongs to: to look for
     an error, at several times the cost of a step."""
+    compile: _Compile = None
+    """torch.compile of the model: true, false, or how. Losses then differ from a run without by rounding."""
     channels_last: bool = False
     """Store images with the channels last; convolutions follow, and tensor cores read that order faster."""
     freeze: list[str] = []
@@ -291,13 +319,6 @@ class Trackio(Sink):
     """Runs of one project are shown together."""
     space_id: str | None = None
     """The Space that shows it; the token comes from HF_TOKEN. Left out: this machine alone."""
-
-
-def _switch(value: Any) -> Any:
-    """Let true stand for a section of defaults, and false for none."""
-    if not isinstance(value, (bool, Mapping, Sink, type(None))):
-        raise PydanticKnownError("bool_type")
-    return {} if value is True else None if value is False else value
 
 
 _TensorBoard = Annotated[TensorBoard | None, BeforeValidator(_switch, json_schema_input_type=bool | TensorBoard | None)]

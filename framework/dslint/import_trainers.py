@@ -246,6 +246,7 @@ def _hugging_face(them: _Arguments) -> None:
             them.put(f"precision.{key}", value, precision)
     elif them.take("tf32"):
         them.put("precision.matmul", "high", "tf32")
+    _compile(them, {name: them.take(f"torch_compile_{name}") for name in ("backend", "mode")}, "torch_compile")
     _hf_cadences(them)
     if "group_by_length" in (them.take("train_sampling_strategy"), them.take("group_by_length") and "group_by_length"):
         them.put("data.bucket_steps", 50)  # there too a window of 50 batches is sorted
@@ -258,6 +259,12 @@ def _hugging_face(them: _Arguments) -> None:
     if them.is_given("fsdp"):
         them.put("zero.stage", 2 if "shard_grad_op" in str(them.take("fsdp")) else 3, "fsdp")
     them.add_deepspeed(them.take("deepspeed"), "deepspeed")
+
+
+def _compile(them: _Arguments, options: Mapping[str, Any], name: str) -> None:
+    """Options of torch.compile, each of which turns it on."""
+    if given := {option: value for option, value in options.items() if value}:
+        them.put("training.compile", given, name)
 
 
 def _without_data(them: _Arguments) -> None:
@@ -387,6 +394,12 @@ def _accelerate(them: _Arguments) -> None:
             _offload(them, "offload_optimizer", "cpu", None, "fsdp_config")
         if fsdp.get("fsdp_activation_checkpointing"):
             them.put("training.recompute_every", 1, "fsdp_config")
+    old = them.take("dynamo_backend")
+    dynamo = {"dynamo_backend": old, **(them.take("dynamo_config") or {})}
+    if (backend := str(dynamo["dynamo_backend"] or "no").lower()) != "no":
+        options = {name: dynamo.get(f"dynamo_use_{name}") for name in ("fullgraph", "dynamic")}
+        per = "block" if dynamo.get("dynamo_use_regional_compilation") else None
+        _compile(them, options | {"backend": backend, "mode": dynamo.get("dynamo_mode"), "per": per}, "dynamo_config")
     if them.take("use_cpu"):
         them.left_out.append("use_cpu: true (the environment variable DS_ACCELERATOR=cpu)")
 

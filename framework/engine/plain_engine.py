@@ -22,6 +22,7 @@ from framework.engine.step_batches import StepLoss
 from framework.engine.workarounds.grad_scaler import explaining_overflow, may_have_been_skipped, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import ConfigError
+from framework.models.adapt import compile_model
 from framework.models.experts import Mixture, collected_routings, routing_metrics
 from framework.models.layers import LayeredModel
 from framework.models.sequence import SequenceGroup, share_attention
@@ -48,6 +49,9 @@ def build_engine(
     if plan.layout.sequence_size > 1:
         share_attention(model)
     names = names_of(model)
+    if (asked := plan.config.training.compile) is not None:
+        deepspeed.utils.nvtx.enable_nvtx = False  # as DeepSpeed's `engine.compile` does: it would cut graphs
+        compile_model(model, asked)
     engine = initialize(
         plan,
         model,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from framework.config.groups import group_values, has_groups, in_order, refuse_unmatched_groups
 from framework.config.optimizer import Muon
-from framework.config.training import Training
+from framework.config.training import Compile, Training
 from framework.errors import ConfigError, Problem
 from framework.models.layers import LayeredModel, as_layers
 from framework.models.sync_batch_norm import with_sync_batch_norm
@@ -113,6 +113,30 @@ def with_recompute(model: nn.Module, *, every: int) -> nn.Module:
             ) from error
     model.recompute_every = every
     return model
+
+
+def compile_model(model: nn.Module, asked: Compile) -> None:
+    """Let torch compile a model or its blocks in place; of one that recomputes, the layers: no graph holds that.
+
+    Raises:
+        ConfigError: kind ``no-blocks``.
+    """
+    torch.compiler.reset()  # graphs of earlier runs count as well
+    parts = [model] if asked.per == "model" else list(_blocks(model))
+    if isinstance(model, LayeredModel) and model.recompute_every:
+        parts = [layer.build() for layer in model.layers()]
+    if not parts:
+        reason, fix = f"{type(model).__name__} has no two blocks of one class", "set training.compile.per: model"
+        raise ConfigError.of("no-blocks", reason, fix, "training.compile.per", asked.per)
+    for part in parts:
+        part.compile(**asked.model_dump(exclude={"per"}))
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules with siblings of their class, none of torch's."""
+    own = [type(one) for one in model.children() if not type(one).__module__.startswith("torch.nn.")]
+    for one in model.children():
+        yield from [one] if own.count(type(one)) > 1 else _blocks(one)
 
 
 def _nothing_frozen(number: int, pattern: str, names: Sequence[str]) -> Problem:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from framework.errors import Problem
 from framework.plan.cluster import Device
 
 
@@ -69,6 +70,19 @@ def _op_of_optimizer(optimizer: Mapping[str, Any], *, on_host: bool) -> dict[str
     if kind in ("lion", "lamb"):
         return {f"{prefix if kind == 'lion' else 'fused'}_{kind}": f"optimizer.kind is {kind}"}
     return {}
+
+
+def missing_compiler(device: Device, environment: Mapping[str, str]) -> Problem | None:
+    """The compiler of torch.compile's inductor, where it is not here: for processors C++ (torch/_inductor/config.py
+    `cpp.cxx`), elsewhere C for what starts Triton's kernels (triton/runtime/build.py `_find_compiler`).
+    """
+    variable, names = ("CXX", ["g++"]) if device == "cpu" else ("CC", ["gcc", "clang"])
+    names = environment[variable].split()[:1] if environment.get(variable) else names
+    if any(shutil.which(name, path=environment.get("PATH")) for name in names):
+        return None
+    reason = f"its backend inductor needs a compiler, and {' or '.join(names)} is not on this machine"
+    fix = f"install it, name another in {variable}, or set training.compile: false"
+    return Problem("compiler-missing", reason, fix, "training.compile", True)
 
 
 def path_of_compilers(environment: Mapping[str, str]) -> str:

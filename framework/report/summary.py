@@ -107,6 +107,8 @@ def _sizes(plan: Plan, num_params: int, num_trained: int) -> Iterator[tuple[str,
     model = next(getattr(config.model, tag) for tag in ("kind", "target", "object") if hasattr(config.model, tag))
     trained = f", {num_trained:,} of them trained ({num_trained / num_params:.2%})" if num_trained < num_params else ""
     yield "model", f"{model}, {num_params:,} parameters{trained}"
+    if (compiled := config.training.compile) is not None:
+        yield "compiled", f"per {compiled.per} by {compiled.backend}, in the first step and where shapes change"
     yield "length", str(plan.length)
     with suppress(NotEstimatedError):
         memory = estimate(plan)

@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
+import torch
+
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.published import published_problems
 from framework.checkpoint.resume_point import find_checkpoint, saved_manifest
 from framework.checkpoint.state.weight_files import LazyWeights
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
+from framework.config.training import Compile
 from framework.data.loaders import is_stream, num_samples_of
 from framework.data.order import LATEST_ORDER
 from framework.data.splits import tokens_sha256
@@ -25,6 +28,7 @@ from framework.engine.weights import find_weights, refuse_other_layers
 from framework.errors import ConfigError, Problem, StorageError, counted
 from framework.plan.auto import chosen_here
 from framework.plan.cluster import Cluster, Device
+from framework.plan.compiled_ops import missing_compiler
 from framework.plan.plan import Plan, accepted, make_plan
 from framework.plan.render import render
 from framework.setup.objects import Objects, check_arguments, describe_objects, load_target
@@ -125,7 +129,7 @@ def prepare(
     take_device_of_rank(os.environ)
     check_device(config.precision.dtype, config.run.backend)
     with _placing(source):
-        _check_packages(config)
+        _check_packages(config, device)
         RunFolder(config.run.folder).check_usable()
         resumed = _find_resumed(config)
         parts = gather_parts(config, objects)
@@ -197,7 +201,17 @@ def _placing(source: Source) -> Iterator[None]:
         raise ConfigError([source.locate(problem) for problem in error.problems]) from error
 
 
-def _check_packages(config: RunConfig) -> None:
+def _compile_problems(asked: Compile | None, device: Device) -> Iterator[Problem]:
+    if asked is None:
+        return
+    if asked.backend not in (known := torch.compiler.list_backends(exclude_tags=())):
+        reason, fix = "torch knows no such backend here", f"write one of {', '.join(known)}"
+        yield Problem("unknown-backend", reason, fix, "training.compile.backend", asked.backend)
+    elif asked.backend == "inductor" and (missing := missing_compiler(device, os.environ)):
+        yield missing
+
+
+def _check_packages(config: RunConfig, device: Device) -> None:
     """On every rank: found missing on rank 0 only, and later, the others would be left waiting."""
     problems = [
         Problem("package-missing", f"{name} is not installed", f"pip install {name}, or set {key}: false", key)
@@ -206,6 +220,7 @@ def _check_packages(config: RunConfig) -> None:
     if config.training.lora is not None and importlib.util.find_spec("peft") is None:
         reason, fix = "peft, which adds adapters to models, is not installed", "pip install peft"
         problems.append(Problem("package-missing", reason, fix, "training.lora"))
+    problems += _compile_problems(config.training.compile, device)
     if problems:
         raise ConfigError(problems)
     for number, other in enumerate(config.monitors.others):

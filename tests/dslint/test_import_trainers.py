@@ -65,6 +65,21 @@ def test_the_trainers_arguments_one_by_one() -> None:
     assert config.monitors.wandb is not None
 
 
+def test_compiling_is_taken_over() -> None:
+    asked = hugging_face(torch_compile=True).training.compile
+    assert (asked.backend, asked.mode, asked.per) == ("inductor", None, "model")
+    asked = hugging_face(torch_compile_backend="aot_eager", torch_compile_mode="max-autotune").training.compile
+    assert (asked.backend, asked.mode) == ("aot_eager", "max-autotune"), "one of them turns it on there"
+    assert hugging_face(torch_compile=False).training.compile is None
+    dynamo = {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default", "dynamo_use_dynamic": False}
+    accelerate = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_processes": 2}
+    found = imported(accelerate | {"dynamo_config": dynamo | {"dynamo_use_regional_compilation": True}})
+    assert found.values["training"]["compile"] == {"backend": "inductor", "mode": "default", "per": "block"}
+    old = imported(accelerate | {"dynamo_backend": "NO", "mixed_precision": "bf16"})
+    assert "compile" not in old.values.get("training", {})
+    assert not [line for line in found.left_out + old.left_out if "dynamo" in line]
+
+
 def test_nothing_that_differs_is_dropped_in_silence() -> None:
     found = imported(
         {"output_dir": "o", "learning_rate": 1, "push_to_hub": True, "half_precision_backend": "auto", "fp16": False}

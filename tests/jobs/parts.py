@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -147,6 +149,26 @@ class StaysInEvaluation(torch.nn.Linear):
 
 def partly_in_evaluation() -> torch.nn.Sequential:
     return torch.nn.Sequential(StaysInEvaluation(), Shift())
+
+
+class CountsGraphs:
+    """Writes at the end of a run what torch has compiled in it, to ``<folder>/graphs.json`` of its run; with `cache`,
+    torch.compile begins without kernels of earlier runs.
+    """
+
+    def __init__(self, path: str, cache: str | None = None) -> None:
+        self._path = path
+        if cache is not None:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+
+    def on_start(self, state: Any) -> None:
+        torch._dynamo.utils.counters.clear()
+
+    def on_end(self, state: Any) -> None:
+        counters = torch._dynamo.utils.counters
+        found = {"graphs": counters["stats"]["unique_graphs"], "breaks": len(counters["graph_break"])}
+        if state.is_main:
+            Path(self._path).write_text(json.dumps(found), encoding="utf-8")
 
 
 def steep_pairs() -> tuple[TensorDataset, TensorDataset]:

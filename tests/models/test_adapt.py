@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from framework.config.base import Target
 from framework.config.optimizer import AdamW, Group
-from framework.config.training import Training
+from framework.config.training import Compile, Training
 from framework.errors import ConfigError
-from framework.models.adapt import channels_last, freeze, parameter_groups, prepare_model
+from framework.models.adapt import channels_last, compile_model, freeze, parameter_groups, prepare_model, with_recompute
 from framework.models.bert import BERT
 from framework.models.gpt import GPT
 from framework.models.layers import Layer, LayeredModel
@@ -269,3 +269,21 @@ def test_weights_of_a_group_have_its_rate_and_its_decay() -> None:
         (0.1, 0.5),
         (pytest.approx(0.02), 0.0),
     ]
+
+
+def test_what_is_compiled() -> None:
+    def compiled(model: nn.Module, **asked: Any) -> list[str]:
+        compile_model(model, Compile(backend="eager", **asked))
+        return [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
+
+    model, names = with_dropout(), list(with_dropout().state_dict())
+    assert compiled(model) == [""]
+    assert list(model.state_dict()) == names
+    assert compiled(gpt(), per="block") == [f"blocks.{number}" for number in range(4)]
+    resnet = SmallResNet18()
+    is_block = [name for name, module in resnet.named_modules() if type(module).__name__ == "BasicBlock"]
+    assert compiled(resnet, per="block") == is_block
+    recomputed = with_recompute(with_dropout(), every=3)
+    assert compiled(recomputed) == [name for name, _ in recomputed.named_children()]
+    with pytest.raises(ConfigError, match="no-blocks"):
+        compiled(with_dropout(), per="block")

@@ -112,6 +112,17 @@ def test_an_output_folder_without_permission() -> None:
     assert "(Permission denied)" in str(refused({"run": {"output_dir": "closed"}}))
 
 
+def test_what_cannot_compile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = str(refused({"training": {"compile": {"backend": "inducter"}}}))
+    assert "[unknown-backend]" in error
+    assert "inductor" in error
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "")
+    assert "training.compile = true: its backend inductor needs a compiler, and g++" in str(
+        refused({"training": {"compile": True}})
+    )
+
+
 def test_a_builder_that_needs_arguments() -> None:
     assert "[object-args]" in str(refused({}, model=torch.nn.Linear))
 

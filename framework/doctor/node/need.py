@@ -34,6 +34,7 @@ class Need:
         kept_by: the keys of the run config that keep them.
         inputs: what is read, as key of the run config and path.
         targets: modules of the user's own that the config names.
+        compiles: whether torch.compile's inductor makes kernels.
         config_hash: of the resolved config; hosts must agree. Empty without a run config.
     """
 
@@ -48,6 +49,7 @@ class Need:
     nvme_folders: tuple[Path, ...] = ()
     inputs: tuple[tuple[str, Path], ...] = ()
     targets: tuple[str, ...] = ()
+    compiles: bool = False
     config_hash: str = ""
 
     @property
@@ -78,6 +80,7 @@ def need_of(plan: Plan) -> Need:
         nvme_folders=tuple(Path(each.nvme_path) for each in offloads if each.device == "nvme"),
         inputs=tuple(_inputs(config)),
         targets=tuple(sorted({each.target.partition(":")[0] for each in sections if isinstance(each, Target)})),
+        compiles=getattr(config.training.compile, "backend", "") == "inductor",
         config_hash=config_hash(config),
     )
 

@@ -41,8 +41,9 @@ class _GradientOrder:
     """Passes gradients on to DeepSpeed in one order; zeros for weights without one.
 
     A gradient waits until all before it have come or are known not to come, or the backward pass is over. So that few
-    wait, the order is that of rank 0's modules in its first forward pass, from back to front. It is known before the
-    first backward pass, so that a resumed run adds the same numbers in the same places of the same buckets.
+    wait, the order is that of rank 0's modules in its first forward pass, from back to front; of a compiled model, that
+    of its parameters. It is known before the first backward pass, so that a resumed run adds the same numbers in the
+    same places of the same buckets.
     """
 
     def __init__(
@@ -61,6 +62,9 @@ class _GradientOrder:
         optimizer.reduce_ready_partitions_and_remove_grads = self._arrived
         optimizer.independent_gradient_partition_epilogue = self._end
         self._called: dict[int, None] = {}  # positions, in the order in which the modules were called
+        if any(module._compiled_call_impl for module in model.modules()):  # hooks would be a part of its graphs
+            self._knows_graph = False
+            return
         self._hooks = [module.register_forward_pre_hook(self._note_call) for module in model.modules()]
         self._hooks.append(model.register_forward_hook(self._adopt_calls))
 

@@ -14,7 +14,7 @@ import pytest
 from framework.doctor.node.need import Need
 from framework.doctor.node.software import check_ops
 from framework.launch.hosts.devices import package_folder, torch_text
-from framework.plan.cluster import Cluster
+from framework.plan.cluster import Cluster, Device
 from framework.plan.compiled_ops import Op, extensions_folder, needed_ops
 from tests.doctor.node.broken import findings, programs
 
@@ -44,6 +44,20 @@ def test_no_compiler(tmp_path: Path, cache: dict[str, str]) -> None:
     assert kinds(CPU_ADAM, cache | path | {"CXX": "clang++-99"}) == [("op-not-loadable", "clang++-99")]
     compiled(cache, "cpu_adam")
     assert kinds(CPU_ADAM, cache | path) == []
+
+
+def test_no_compiler_for_graphs(tmp_path: Path, cache: dict[str, str]) -> None:
+    """Also where no op is compiled: `training.compile` needs C++ on processors, and C beside Triton."""
+
+    def found(device: Device, name: str, **environment: str) -> list[str]:
+        need = Need(Cluster(device=device), compiles=True)
+        path = {"PATH": programs(tmp_path / f"{device}{len(environment)}", name)}
+        return [each.kind for each in check_ops(need, cache | path | environment).problems]
+
+    assert found("cpu", "gcc") == found("cuda", "nproc") == ["compiler-missing"]
+    assert found("cpu", "g++") == found("cuda", "gcc") == []
+    assert found("cpu", "nproc", CXX="icpx -O3") == ["compiler-missing"]
+    assert found("cpu", "bash", CXX="bash -O3") == []
 
 
 def test_no_ninja_also_breaks_what_is_compiled(

@@ -289,6 +289,23 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"training": {"sync_batch_norm": True}, "model": TARGET}, "cuda", None),
         ({"training": {"sync_batch_norm": True}, "model": {"kind": "small_resnet18"}}, "cuda", None),
     ],
+    "not_with_compile": [
+        (piped(training={"compile": True}), "cuda", "not-with-compile"),
+        ({"training": {"compile": True, "detect_anomaly": True}}, "cuda", "not-with-compile"),
+        ({"training": {"compile": True}, "profile": {"steps": "3-5", "modules": True}}, "cuda", "not-with-compile"),
+        ({"training": {"compile": {"fullgraph": True}}, "zero": {"stage": 3}}, "cuda", "not-with-compile"),
+        (
+            {"training": {"compile": {"fullgraph": True}}, "zero": {"stage": 2}, "profile": {"steps": "3-5"}},
+            "cuda",
+            None,
+        ),
+        (piped(training={"compile": False}), "cuda", None),
+    ],
+    "compile_in_pieces": [
+        ({"training": {"compile": {"per": "block"}}, "zero": {"stage": 3}}, "cuda", "compile-in-pieces"),
+        ({"training": {"compile": True}, "zero": {"stage": 2}}, "cuda", None),
+        ({"training": {"compile": False}, "zero": {"stage": 3}}, "cuda", None),
+    ],
     "channels_last_with_pipeline": [
         (piped(training={"channels_last": True}), "cuda", "channels-last-with-pipeline"),
         ({"training": {"channels_last": True}}, "cuda", None),
