@@ -37,7 +37,7 @@ WHOLE = {
     "profile",
     "supervision",
     "training.ema",
-} | {"training.lora"}
+} | {"training.lora", "training.compile"}
 PAGE = ROOT / "docs" / "checkpoints.md"
 FP16 = {"dtype": "fp16"}
 
