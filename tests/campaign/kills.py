@@ -52,6 +52,8 @@ CASES: dict[str, dict[str, Any]] = {
     "tensor2": {**_TEXT, "parallel": {"tensor": 2}, "zero": {"stage": 1}},
     "sequence2": {**_TEXT, "parallel": {"sequence": 2}, "zero": {"stage": 2}},
     "zero2-async": {"zero": {"stage": 2}, "checkpoint": {"mode": "async"}},
+    # Six lanes that begin anew four times, and give their states.
+    "stream": {"zero": {"stage": 1}, "data": {"target": "tests.jobs.stream_parts:digit_streams", "num_workers": 1}},
 }
 TOTAL_STEPS, SAVE_EVERY, EVALUATE_EVERY = 48, 4, 10
 JOB_SECONDS = 300.0

@@ -11,7 +11,7 @@ from tests.warm_ranks import WarmRanks
 
 pytestmark = pytest.mark.slow
 
-SLICE = {"zero2": 4, "pipe2": 3, "zero2-async": 3, "tensor2": 2, "sequence2": 2}
+SLICE = {"zero2": 2, "stream": 2, "pipe2": 3, "zero2-async": 3, "tensor2": 2, "sequence2": 2}
 
 
 def test_killed_runs_end_as_the_unbroken_one(warm: WarmRanks, tmp_path: Path) -> None:

@@ -62,6 +62,9 @@ def differences(unbroken: Path, run: Path, *, num_steps: int) -> list[str]:
     return found
 
 
+_PLACES = "/dsframework/state/stream/"
+
+
 def _other_values(unbroken: Path, other: Path) -> list[str]:
     """Where two files hold other numbers; pickle may write the same ones in two ways, after what was one object was
     loaded.
@@ -104,7 +107,8 @@ def _other_values(unbroken: Path, other: Path) -> list[str]:
     return [
         f"{place}: {second[place]!r:.80} where {value!r:.80} was"
         for place, value in first.items()
-        if not same(value, second[place])
+        # Where a lane may be begun depends on when its source was asked; what follows from there does not.
+        if not place.startswith(_PLACES) and not same(value, second[place])
     ]
 
 

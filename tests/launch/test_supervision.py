@@ -192,6 +192,7 @@ def test_a_killed_rank_and_the_unbroken_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timing
+@pytest.mark.exhaustive  # what is decided is tried above
 def test_an_error_that_comes_again_is_not_tried_for_ever(tmp_path: Path) -> None:
     code, stated = launched(tmp_path, "again", {"step": 8, "error": "no such sample"})
     assert code == 77, stated
