@@ -14,6 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
+from framework.config.base import Section
 from framework.config.run_config import RunConfig
 from framework.errors import Problem, Severity
 from framework.plan.cluster import Cluster
@@ -35,7 +36,7 @@ def rule(kind: str = "", severity: Severity = "error") -> Callable[[Callable[[Ru
                 if not isinstance(found, Problem):
                     key, reason, fix, *own = found
                     level: Severity = own[0] if own else severity
-                    found = Problem(kind, reason, fix, key, attrgetter(key)(config), severity=level)
+                    found = Problem(kind, reason, fix, key, _plain(attrgetter(key)(config)), severity=level)
                 yield found
 
         LISTED.append(check)
@@ -53,6 +54,11 @@ def _value(config: RunConfig, cluster: Cluster, name: str) -> Any:
     for part in rest:
         value = getattr(value, part, None)
     return value
+
+
+def _plain(value: Any) -> Any:
+    """Return a section as it was written, or the switch that stands for its defaults."""
+    return (value.model_dump(exclude_unset=True) or True) if isinstance(value, Section) else value
 
 
 def _holds(config: RunConfig, cluster: Cluster, name: str, wanted: Any) -> bool:
