@@ -68,8 +68,10 @@ def test_calls_that_are_answered_later_are_no_failures() -> None:
         calls = in_background(call_others, [("127.0.0.1", port)], "t")
         time.sleep(0.2)
     echo: list[Echo] = []
-    threading.Timer(0.3, lambda: echo.append(Echo(port, address="127.0.0.1"))).start()
+    start = threading.Timer(0.3, lambda: echo.append(Echo(port, address="127.0.0.1")))
+    start.start()
     assert calls.result(60) == {}
+    start.join()  # a call may be answered before the list has it
     echo[0].close()
 
 
