@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -177,7 +178,7 @@ class _Arguments:
         return Imported(self.found, self.comments, tuple(self.left_out), self.given)
 
     def _reason(self, name: str) -> str:
-        answer = _answers()[_TITLES[self.tool]].get(name)
+        answer = answers()[_TITLES[self.tool]].get(name)
         if answer is None:
             return f"not an argument of {self.tool} that is known here"
         kind, _, reason = answer.partition(": ")
@@ -191,8 +192,9 @@ class _Arguments:
         return placed(self.document, problem, at_top=False)
 
 
-def _answers() -> dict[str, dict[str, str]]:
-    """Tool -> argument -> answer, as docs show them."""
+@cache
+def answers() -> dict[str, dict[str, str]]:
+    """Tool -> argument -> answer, as docs show them; arguments that share an answer have it each."""
     tables = yaml.safe_load((TABLES / "coming_from.yaml").read_text(encoding="utf-8"))
     return {
         tool: {name.strip(): answer for names, answer in rows.items() for name in names.split(",")}

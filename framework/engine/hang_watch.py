@@ -101,7 +101,7 @@ class HangWatch:
         self._end_seconds, self._least = end_seconds, least
         self._step, self._at, self._beats = 0, time.monotonic(), 0
         self._longest = self._longest_before = 0.0
-        self._main = threading.main_thread().ident or 0
+        self._main = 0  # thread that runs the loop
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._stacks: IO[str] | None = None

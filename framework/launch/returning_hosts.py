@@ -63,7 +63,7 @@ def answering(
         if time.monotonic() - reported >= _REPORT_SECONDS:
             reported = time.monotonic()
             print_line(f"waiting for {first_few(missing)} since {waited:.0f} s, until {longest_seconds:.0f} s")
-        _pause(_PAUSE_SECONDS, requests)
+        requests.wait(_PAUSE_SECONDS)
 
 
 def _probe(commands: Sequence[tuple[str, Sequence[str]]], requests: StopRequests) -> list[int]:
@@ -76,14 +76,9 @@ def _probe(commands: Sequence[tuple[str, Sequence[str]]], requests: StopRequests
     until = time.monotonic() + _PROBE_SECONDS
     try:
         while any(probe.poll() is None for probe in probes.values()) and time.monotonic() < until:
-            _pause(_LOOK_SECONDS, requests)
+            requests.wait(_LOOK_SECONDS)
     finally:
         for probe in probes.values():
             probe.kill()
             probe.wait()
     return [number for number, probe in probes.items() if probe.returncode == 0]
-
-
-def _pause(seconds: float, requests: StopRequests) -> None:
-    requests.refuse_start()
-    time.sleep(seconds)

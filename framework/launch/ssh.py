@@ -16,7 +16,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ from framework.launch.rendezvous.messages import readable
 from framework.launch.returning_hosts import answering
 from framework.launch.stop_requests import StopRequests
 from framework.launch.supervision import JobEnd, in_place, supervised
-from framework.load_run import deepspeed_words
+from framework.load_run import LoadedRun, deepspeed_words
 from framework.system.limits import require
 from framework.system.output import write
 
@@ -78,9 +78,7 @@ def launch_over_ssh(options: LaunchOptions) -> int:
     topology = _topology(options, chosen)
     num_files = _OWN_FILES + _FILES_PER_HOST * len(chosen)
     require(num_files, f"{len(chosen)} hosts", fix="leave hosts out with --exclude")
-    # The devices are elsewhere: here only what holds on any machine is checked.
-    elsewhere, deepspeed = LocalDevices("unknown", 0), options.deepspeed_config
-    job = check_node(options.config, options.overrides, topology, elsewhere, deepspeed_config=deepspeed)
+    job = _check(options, topology)
     job.print_notes(is_supervised=True)
     commands = _commands(options, chosen, topology)
     plain = hosts_command(options, topology, chosen, job.arguments, script=find_train_script())
@@ -103,6 +101,12 @@ def launch_over_ssh(options: LaunchOptions) -> int:
     with StopRequests().handling_signals() as requests:
         starts = _Starts(options, chosen, order, requests)
         return supervised(job.config, requests, starts.start)
+
+
+def _check(options: LaunchOptions, topology: Topology) -> LoadedRun:
+    """The devices are elsewhere: here only what holds on any machine is checked."""
+    elsewhere, deepspeed = LocalDevices("unknown", 0), options.deepspeed_config
+    return check_node(options.config, options.overrides, topology, elsewhere, deepspeed_config=deepspeed)
 
 
 class _Starts:
@@ -136,25 +140,25 @@ class _Starts:
                 return False
             topology = replace(_topology(options, self._chosen), nnodes=count)
             with suppress(ConfigError):
-                check_node(options.config, options.overrides, topology, LocalDevices("unknown", 0))
+                _check(options, topology)
                 return True
             return False
 
-        asks = [
-            (item.host.name.rpartition("@")[2], ssh_command(item.host, ["true"], ssh_args=options.ssh_args))
-            for item in self._chosen
-        ]
+        asks = _over_ssh(options, self._chosen, lambda node, item: ["true"])
         seconds = WAIT_SECONDS if options.wait_seconds is None else options.wait_seconds
         self._expected = answering(asks, self._expected, self._requests, fits=fits, longest_seconds=seconds)
 
 
 def _commands(options: LaunchOptions, chosen: Sequence[Chosen], topology: Topology) -> list[tuple[str, Sequence[str]]]:
-    """Each host's name without a user, and the `ssh` that starts its agent."""
+    return _over_ssh(options, chosen, lambda node, item: agent_command(options, item, node, topology))
+
+
+def _over_ssh(
+    options: LaunchOptions, chosen: Sequence[Chosen], command: Callable[[int, Chosen], Sequence[str]]
+) -> list[tuple[str, Sequence[str]]]:
+    """Each host's name without a user, and the `ssh` that runs a command there."""
     return [
-        (
-            item.host.name.rpartition("@")[2],
-            ssh_command(item.host, agent_command(options, item, node, topology), ssh_args=options.ssh_args),
-        )
+        (item.host.name.rpartition("@")[2], ssh_command(item.host, command(node, item), ssh_args=options.ssh_args))
         for node, item in enumerate(chosen)
     ]
 

@@ -68,6 +68,14 @@ class StopRequests:
         if self.asked:
             raise RunStopped(f"stopped on request ({self.asked}) before any rank was started [stopped-early]")
 
+    def wait(self, seconds: float) -> None:
+        """Wait so long before a start, or raise RunStopped on request."""
+        until = time.monotonic() + seconds
+        self.refuse_start()
+        while (left := until - time.monotonic()) > 0:
+            time.sleep(min(_LOOK_SECONDS, left))
+            self.refuse_start()
+
     @contextmanager
     def handling_signals(self) -> Iterator[StopRequests]:
         """Count signals meanwhile."""

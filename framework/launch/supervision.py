@@ -40,7 +40,6 @@ _FINAL: Final = (EXIT_OK, EXIT_STOPPED, EXIT_CONFIG, EXIT_USAGE, EXIT_NO_PROGRES
 _OWN_ERRORS: Final = (EXIT_TRAINING, EXIT_STORAGE)
 _MOST_IDLE: Final = 3
 _LONGEST_WAIT_SECONDS: Final = 300.0
-_LOOK_SECONDS: Final = 0.2
 _VARIABLE: Final = re.compile(r"0x[0-9a-f]+|\d[\d,.:]*|; .* stopped.*$")
 
 
@@ -88,7 +87,7 @@ def supervised(config: RunConfig, requests: StopRequests, start: Callable[[tuple
         goes_on = f"from step {first.newest_step()}" if words else "from the beginning"
         print_line(f"start {number + 2} of at most {most + 1}, {goes_on}, in {seconds:.0f} s [restart]")
         first.note(number + 1, end, begun=begun)
-        _wait(seconds, requests)
+        requests.wait(seconds)
     raise AssertionError("the last start has returned")
 
 
@@ -104,15 +103,6 @@ def _given_up(*, is_again: bool, idle: int, left: int, most: int) -> str:
     if idle >= _MOST_IDLE:
         return f"{idle} starts in a row without a new checkpoint"
     return "" if left else f"{counted(most, 'restart')} used up (supervision.max_restarts)"
-
-
-def _wait(seconds: float, requests: StopRequests) -> None:
-    """Wait, or raise RunStopped on request."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        requests.refuse_start()
-        time.sleep(min(_LOOK_SECONDS, seconds))
-    requests.refuse_start()
 
 
 class _Folder:

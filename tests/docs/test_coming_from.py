@@ -10,7 +10,8 @@ from importlib import import_module
 import pytest
 
 from framework.config.deepspeed_words import PASSED_THROUGH
-from tools.docs_site.coming_from import answers, coming_from_page, json_keys, keys_of
+from framework.dslint.import_trainers import answers
+from tools.docs_site.coming_from import coming_from_page, json_keys, keys_of
 from tools.docs_site.reference import config_keys
 
 

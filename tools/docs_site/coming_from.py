@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Final
 
 import yaml
@@ -24,15 +24,6 @@ _TITLES: Final = {
     "deepspeed.initialize": "Every argument of `deepspeed.initialize`; its JSON is below.",
 }
 _JSON: Final = "Every top-level key of its JSON; what is inside of them: [config keys](reference/config.md)."
-
-
-def answers() -> dict[str, dict[str, str]]:
-    """Tool -> argument -> answer; arguments that share an answer have it each."""
-    tables: Mapping[str, Mapping[str, str]] = yaml.safe_load(DATA.read_text(encoding="utf-8"))
-    return {
-        tool: {name.strip(): answer for names, answer in rows.items() for name in names.split(",")}
-        for tool, rows in tables.items()
-    }
 
 
 def keys_of(answer: str) -> list[str]:
