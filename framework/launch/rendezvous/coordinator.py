@@ -169,7 +169,7 @@ class Coordinator:
         for problem in self._found:  # no errors: they have all been refused
             print_problem(problem)
         self._found = []
-        session.close()  # ranks listen there next
+        session.meet_is_over()  # ranks listen there next
         session.local_address = chosen[0].channel.local_address if chosen else session.local_address
         topology = session.topology
         if self._epoch > 1:
@@ -339,8 +339,8 @@ class Coordinator:
         """Reason not to take a node into a job that has trained: then it alone is refused, and not everybody."""
         if any(each.node == hello["node_rank"] for each in self._clients.present):
             return Problem("node-rank-duplicate", "a node of this rank is connected", "wait until it is gone")
-        own, theirs = ({k: v for k, v in each.items() if k != "look"} for each in (self._session.hello, hello))
-        return next((each for each in disagreements([own, theirs], seen=set()) if each.severity == "error"), None)
+        found = disagreements([self._session.hello, hello], seen=set())
+        return next((each for each in found if each.severity == "error"), None)
 
     def _hear(self, client: Client, message: Message) -> None:
         kind = message["type"]

@@ -268,7 +268,7 @@ class Member:
         names = hosts if isinstance(hosts, dict) else {str(own): session.hello["host"]}
         named = {node: str(names.get(str(node), ""))[:255] for node in nodes}
         session.state = state
-        session.close()
+        session.meet_is_over()
         topology = replace(session.topology, nnodes=len(nodes), node_rank=nodes.index(own), master_port=port)
         self._peers = MemberPeers(own, named, channel, epoch=epoch)
         self._hearing = asyncio.ensure_future(self._hear(channel, self._peers))

@@ -157,6 +157,11 @@ class Session:
             self._echoes[address, port] = Echo(port, address=address)
         return self._echoes[address, port].port
 
+    def meet_is_over(self) -> None:
+        """Answer nobody any more; a look at this node is of no use to those that come later: its mark is gone."""
+        self.close()
+        self.hello = {name: value for name, value in self.hello.items() if name != "look"}
+
     def close(self) -> None:
         """Answer nobody any more."""
         for echo in self._echoes.values():
