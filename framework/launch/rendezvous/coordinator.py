@@ -88,6 +88,7 @@ class Coordinator:
         self._peers: LeadPeers | None = None
         self._running: dict[int, Client] = {}
         self._epoch = 0
+        self._is_over = False
         self._found: list[Problem] = []
         self._seen: set[str] = set()  # marks
         self._differ_since = self._compare_at = 0.0
@@ -357,7 +358,7 @@ class Coordinator:
 
     def _part(self, client: Client, how: ConnectionLost) -> None:
         is_running = client.hello and self._running.get(client.node) is client
-        self._clients.part(client, how, is_quiet=bool(is_running))
+        self._clients.part(client, how, is_quiet=bool(is_running) or self._is_over)
         if is_running and self._peers is not None:
             self._peers.lose(client.node, how)
         self._woken.set()
@@ -384,8 +385,9 @@ class Coordinator:
 
     async def _send_last(self, kind: str, **content: Any) -> None:
         """Say the last word to all, and let them hang up first: else what is on its way would be taken back."""
+        self._is_over = True
         self._send_to_all(kind, **content)
-        await self._until_alone(self._clients.present)
+        await self._until_alone(list(self._clients.present))
 
     async def _until_alone(self, clients: Sequence[Client]) -> None:
         until = time.monotonic() + _SEE_OFF_SECONDS

@@ -63,6 +63,7 @@ _ELSEWHERE_AFTER_SECONDS: Final = 5.0
 _ELSEWHERE_SECONDS: Final = 10.0  # in which all that call here hear what is wrong
 # Node 0 keeps the deadline and says why, so that nobody else is the first to leave.
 _AFTER_DEADLINE_SECONDS: Final = 30.0
+_MOST_VISITS: Final = 64
 _LONGEST_REPORT: Final = 500
 _LONGEST_TOKEN: Final = 64
 _GO: Final = ("nodes", "words", "epoch", "port", "hosts", "state")
@@ -77,9 +78,10 @@ class Member:
         is_heard: an agent answers.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._where = session.topology.master_addr
+    def __init__(self, session: Session, *, visited: str = "") -> None:
+        """Call node 0; or a host that is `visited` because node 0 may be there, with another idea of who that is."""
+        self._session, self._visited = session, visited
+        self._where = visited or session.topology.master_addr
         self._channel: Channel | None = None
         self._peers: MemberPeers | None = None
         self._decided: Message | None = None  # that came before this node knew of all ends
@@ -117,7 +119,7 @@ class Member:
             lost = how
         self._why = str(lost)
         self._note_no_agent(lost)
-        self._hang_up()
+        self.hang_up()
         await self._refuse_place()
         await asyncio.sleep(_DIAL_AGAIN_SECONDS)
         return None
@@ -133,15 +135,15 @@ class Member:
             await self._hearing
         if peers.is_cut_off or channel is None:
             print_line("node 0 is lost; calling it again [rejoining]")
-            self._hang_up()
+            self.hang_up()
             return Verdict(is_again=True)
         self._session.begin_wait()
         self._waits = "deciding about another start"
         return await self._watched(self._decision(channel))
 
     async def close(self) -> None:
-        """Hang up."""
-        self._hang_up()
+        """Leave."""
+        self.hang_up()
         self._session.close()
 
     async def _decision(self, channel: Channel) -> Verdict:
@@ -157,7 +159,7 @@ class Member:
                 self._raise_end(message)
         except ConnectionLost as lost:
             print_line(f"node 0 is lost ({lost}); calling it again [rejoining]")
-            self._hang_up()
+            self.hang_up()
             return Verdict(is_again=True)
 
     async def _watched(self, work: Awaitable[_T]) -> _T:
@@ -208,7 +210,9 @@ class Member:
             raise ConfigError.of("token-refused", reason, fix, file="node 0")
         self.is_heard = True
         hello = {**session.hello, "clock": time.time(), "state": dict(session.state)}
-        if "look" in hello:
+        if self._visited:
+            hello["master_addr"] = session.topology.master_addr
+        elif "look" in hello:
             with suppress(OSError):  # no port, no files: then nobody can try
                 hello["echo"] = [channel.local_address, session.answer_at(channel.local_address)]
         nonces = (challenge["nonce"], own_nonce)
@@ -298,7 +302,8 @@ class Member:
         if is_proven or is_known:
             raise ConfigError(problems)
 
-    def _hang_up(self) -> None:
+    def hang_up(self) -> None:
+        """Close the connection; another attempt may follow."""
         if self._channel is not None:
             self._channel.close()
         if self._hearing is not None:
@@ -324,7 +329,7 @@ class Member:
         # In a pod the name may still mean the last pod of this rank.
         doubt = _DOUBT_SECONDS if _OF_A_POD in os.environ else _ELSEWHERE_AFTER_SECONDS
         is_late = time.monotonic() - session.started_at > doubt
-        if not session.topology.node_rank or not is_late or is_loopback(self._where):
+        if self._visited or not session.topology.node_rank or not is_late or is_loopback(self._where):
             return
         with suppress(PortInUse):
             listener = listen_at(self._where, session.port)
@@ -333,7 +338,10 @@ class Member:
 
 
 async def refuse_callers(session: Session, listener: socket.socket, problem: Problem) -> NoReturn:
-    """Refuse whoever calls at node 0's address for a while, and then end with the same problem."""
+    """Refuse whoever calls at node 0's address for a while, and then end with the same problem. The other hosts of a
+    hostfile are asked meanwhile: node 0 may wait at one of them, because its hostfile is in another order, and hears
+    then what differs.
+    """
 
     async def refuse(channel: Channel) -> None:
         # No welcome: this node proves nothing, and what it says is taken where no token is asked for.
@@ -349,11 +357,28 @@ async def refuse_callers(session: Session, listener: socket.socket, problem: Pro
         lambda: Channel(lambda channel: tasks.add(loop.create_task(refuse(channel)))), sock=listener
     )
     print_line(f"{problem}; all that call here hear it for {_ELSEWHERE_SECONDS:.0f} s")
+    others = [name.rpartition("@")[2] for name in session.names]
+    visits = [_visit(session, name) for name in others if name != session.topology.master_addr][:_MOST_VISITS]
     try:
-        await asyncio.sleep(_ELSEWHERE_SECONDS)
+        found, _ = await asyncio.gather(asyncio.gather(*visits), asyncio.sleep(_ELSEWHERE_SECONDS))
     finally:
         server.close()
-    raise ConfigError(problem)
+    raise ConfigError([*dict.fromkeys(each for problems in found for each in problems), problem])
+
+
+async def _visit(session: Session, name: str) -> list[Problem]:
+    """Return what a node 0 that waits at another host finds to differ, if one is there."""
+    visitor = Member(session, visited=name)
+    try:
+        await asyncio.wait_for(visitor.attempt(), _ELSEWHERE_SECONDS)
+    except ConfigError as error:
+        # Another job may be there; it has nothing to say about this one.
+        return [each for each in error.problems if each.kind not in ("token-refused", "other-job")]
+    except asyncio.TimeoutError:
+        pass
+    finally:
+        visitor.hang_up()
+    return []
 
 
 async def _call_others(channel: Channel, request: Message) -> None:
@@ -424,4 +449,4 @@ async def find_listener(session: Session) -> socket.socket:
     finally:
         if attempt is not None:
             attempt.cancel()
-        caller._hang_up()
+        caller.hang_up()

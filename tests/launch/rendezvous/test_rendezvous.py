@@ -325,6 +325,32 @@ def test_who_has_the_address_of_node_0_says_so_to_all_that_call(monkeypatch: pyt
 member_listen_at = member.listen_at
 
 
+@pytest.mark.slow
+def test_two_that_take_themselves_for_the_place_of_node_0_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hostfiles in another order: each finds itself at the first place; nobody would ever call the other."""
+    monkeypatch.setattr(member, "_ELSEWHERE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(member, "_ELSEWHERE_SECONDS", 4.0)
+    monkeypatch.setattr(member, "is_loopback", lambda host: False)
+    port, names = free_ports(2), ("127.0.0.2", "127.0.0.3")
+    nodes = (
+        session(
+            rank,
+            port=port,
+            address=names[rank],
+            names=names[:: 1 - 2 * rank],
+            token=TOKEN,
+            stated=hello(rank, hosts=",".join(names[:: 1 - 2 * rank])),
+        )
+        for rank in (0, 1)
+    )
+    ends = run(meet(*nodes))
+    for end in ends:
+        assert isinstance(end, ConfigError)
+        assert [each.key for each in end.problems][:2] == ["hosts", "master_addr"]
+    assert "node 0 (llama-train-0) has 127.0.0.2 as number 1" in str(ends[1])
+    assert "[node-rank-swapped]" in str(ends[1])
+
+
 def test_a_refusal_is_heard_although_the_port_of_who_refused_is_free_again() -> None:
     """Two nodes of rank 0: the one that listens refuses and ends, and the other must not take its place and wait for
     ever.
