@@ -63,6 +63,7 @@ _ELSEWHERE_AFTER_SECONDS: Final = 5.0
 _ELSEWHERE_SECONDS: Final = 10.0  # in which all that call here hear what is wrong
 # Node 0 keeps the deadline and says why, so that nobody else is the first to leave.
 _AFTER_DEADLINE_SECONDS: Final = 30.0
+_WAITS: Final = "waiting for the others"
 _MOST_VISITS: Final = 64
 _LONGEST_REPORT: Final = 500
 _LONGEST_TOKEN: Final = 64
@@ -88,7 +89,7 @@ class Member:
         self._hearing: asyncio.Task[None] | None = None
         self._why = "no answer yet"
         self._welcomed_at: float | None = None
-        self._waits = "waiting for the others"
+        self._waits = _WAITS
         self._no_agent_since = math.inf
         self.is_heard = False
 
@@ -309,6 +310,7 @@ class Member:
         if self._hearing is not None:
             self._hearing.cancel()
         self._channel, self._hearing, self._welcomed_at, self.is_heard = None, None, None, False
+        self._waits, self._decided = _WAITS, None
 
     # ---------------------------------------------------------------------------------------------- wrong addresses
 
