@@ -111,7 +111,7 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
         topology = replace(topology, master_port=free_port(), sources=sources)
     job = check_node(found.config, found.words, topology, devices, deepspeed_config=found.deepspeed_config)
     if not found.from_stdin:  # who started it through ssh has told them, once for all hosts
-        job.print_notes()
+        job.print_notes(is_supervised=True)
     if unused := unused_gpus(devices, os.environ):
         print_problem(unused)
     script = find_train_script()

@@ -90,8 +90,9 @@ class Job:
         return ["rank", "ranks"]
 
     def kill(self, kind: str, draw: random.Random) -> None:
-        """Kill something, and bring back an agent."""
-        node = draw.randrange(len(self.agents))
+        """Kill something, ``agent:0`` for that of node 0, and bring back an agent."""
+        kind, _, number = kind.partition(":")
+        node = int(number) if number else draw.randrange(len(self.agents))
         ranks = self.ranks()
         victims = [draw.choice(ranks)] if kind == "rank" else ranks if kind == "ranks" else []
         victims += self.ranks([node]) if kind == "node" else []

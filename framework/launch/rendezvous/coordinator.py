@@ -38,7 +38,6 @@ from framework.launch.rendezvous.connectivity import Place, Round, peer_name
 from framework.launch.rendezvous.handshake import disagreements, is_hello, name_of
 from framework.launch.rendezvous.peers import LeadPeers
 from framework.launch.rendezvous.session import (
-    BEAT_SECONDS,
     HANDSHAKE_SECONDS,
     LOOK_SECONDS,
     SILENCE_SECONDS,
@@ -53,13 +52,13 @@ from framework.system.log import print_problem
 
 SPARE_CONNECTIONS: Final = 64  # connections beyond one per node that may wait for their handshake at once
 _SETTLE_SECONDS: Final = 5.0  # so that all disagreements are told at once, and a node that is being replaced can go
-_ALIVE_SECONDS: Final = 3 * BEAT_SECONDS
 _COMPARE_SECONDS: Final = 2.0  # also when nobody came: a mark in the shared folder may be seen late
 _REST: Final = 5  # times as long as a comparison took
 _REPORTED_CHARACTERS: Final = 300  # of each part of a problem; a caller shows no more
 _REPORT_SECONDS: Final = 15.0
 _FIRST_REPORT_SECONDS: Final = 2.0
 _SEE_OFF_SECONDS: Final = 2.0
+_LEAVE_SECONDS: Final = 10.0  # who has not heard by then how all have ended takes node 0 for lost
 _SWEEP_SECONDS: Final = 1.0
 _LONGEST_REPORT: Final = 500
 _MOST_MISSED: Final = 8
@@ -111,7 +110,7 @@ class Coordinator:
             self._server.close()
         if self._peers is not None:
             await self._peers.flush()
-            await self._until_alone(list(self._running.values()))
+            await self._until_alone(list(self._running.values()), _LEAVE_SECONDS)
         for task in self._tasks:
             task.cancel()
         for client in list(self._clients.present):
@@ -367,10 +366,9 @@ class Coordinator:
         """Find who is silent. What came in while this process was busy has been read before."""
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
-            longest = _ALIVE_SECONDS if self._peers is None else SILENCE_SECONDS
             for client in list(self._clients.present):
-                if time.monotonic() - client.channel.heard_at > longest:
-                    self._part(client, ConnectionLost(f"silent for {longest:.0f} s"))
+                if time.monotonic() - client.channel.heard_at > SILENCE_SECONDS:
+                    self._part(client, ConnectionLost(f"silent for {SILENCE_SECONDS:.0f} s"))
 
     def _send(self, client: Client, body: bytes) -> None:
         try:
@@ -387,10 +385,10 @@ class Coordinator:
         """Say the last word to all, and let them hang up first: else what is on its way would be taken back."""
         self._is_over = True
         self._send_to_all(kind, **content)
-        await self._until_alone(list(self._clients.present))
+        await self._until_alone(list(self._clients.present), _SEE_OFF_SECONDS)
 
-    async def _until_alone(self, clients: Sequence[Client]) -> None:
-        until = time.monotonic() + _SEE_OFF_SECONDS
+    async def _until_alone(self, clients: Sequence[Client], seconds: float) -> None:
+        until = time.monotonic() + seconds
         while any(client in self._clients.present for client in clients) and time.monotonic() < until:
             await self._wait(LOOK_SECONDS)
 
