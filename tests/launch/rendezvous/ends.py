@@ -58,9 +58,9 @@ def looked(node_rank: int, *, port: int = 0, **changes: Any) -> dict[str, Any]:
 
 def session(node_rank: int, *, nnodes: int = 2, port: int = 0, address: str = "127.0.0.1", **terms: Any) -> Session:
     """One node's part in a job, with nobody else who asks it to stop."""
-    given = terms.pop("stated", None) or hello(node_rank, nnodes=nnodes)
-    topology = Topology(nnodes, 8, node_rank, address, port or 29500)
     spares, restarts = terms.pop("spares", 0), terms.pop("restarts", None)
+    given = terms.pop("stated", None) or hello(node_rank, nnodes=nnodes, spares=spares)
+    topology = Topology(nnodes, 8, node_rank, address, port or 29500)
     made = Session(topology, (port or 29500) + 1, given, StopRequests(), **terms)
     made.spares, made.restarts = spares, restarts
     return made
@@ -100,7 +100,7 @@ async def introduce(channel: Channel, stated: Mapping[str, Any], *, token: str =
 @asynccontextmanager
 async def coordinating(nnodes: int, **terms: Any) -> Any:
     """Node 0 that waits for others, its port, and the task of its start."""
-    port = free_ports(2)
+    port = terms.pop("port", 0) or free_ports(2)
     lead = Coordinator(session(0, nnodes=nnodes, port=port, **terms), socket.create_server(("127.0.0.1", port + 1)))
     await lead.listen()
     beginning = asyncio.ensure_future(lead.begin())
