@@ -1,22 +1,26 @@
 """Options of ``launch k8s`` and ``launch slurm``: fields of a request, and what they may hold. Whatever could break a
-manifest or a script is refused here.
+manifest or a script, or be read by whoever should not, is refused here.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from pathlib import PurePosixPath
 from typing import Any, Final, TypeVar
 
 from framework.config.run_config import RunConfig
+from framework.errors import UsageError
+from framework.plan.cluster import Cluster
 from framework.system.arguments import CommandParser, like
 from framework.system.arguments import whole as number
+from framework.system.output import masked
+from framework.text.document import parse_document, parse_scalar
 
-_Request = TypeVar("_Request")
+_Request = TypeVar("_Request", bound="JobRequest")
 
 
 def option(
@@ -77,6 +81,22 @@ def resume_setting(words: Sequence[str], config: RunConfig) -> list[str]:
     return ["checkpoint.resume=auto"] if is_free else []
 
 
+def refuse(command: str, mistakes: Iterable[tuple[object, str]]) -> None:
+    """Raise a UsageError of the first sentence whose condition holds."""
+    for is_wrong, sentence in mistakes:
+        if is_wrong:
+            raise UsageError(f"{command}: {sentence}")
+
+
+def secrets_in(value: Any, key: str = "") -> Iterator[str]:
+    """The keys of a run config whose values look like secrets."""
+    if masked(key, value) != value:
+        yield key
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from secrets_in(item, f"{key}.{name}".removeprefix("."))
+
+
 # Image names that mean the same image tomorrow as today.
 _IMAGE: Final = re.compile(
     r"(?P<name>[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?::[0-9]+)?(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*)"
@@ -123,6 +143,12 @@ _SECRET: Final = re.compile(
 def looks_like_a_secret(name: str) -> bool:
     """Check whether the value of a variable of this name should not be read by everybody who may read the job."""
     return _SECRET.search(name.upper()) is not None
+
+
+SECRET_IS_SHOWN: Final = (
+    "everybody who may read the job would read it; Kubernetes: a variable of a Secret, --env_secret SECRET; Slurm: a "
+    "variable of the shell that calls sbatch, which hands it on"
+)
 
 
 _QUANTITY: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|[kMGTPE]|[KMGTPE]i)?")
@@ -252,9 +278,7 @@ def variable(text: str) -> tuple[str, str]:
     """A variable and its value, neither secret nor the launcher's own."""
     name, value = _pair(text, r"[A-Za-z_][A-Za-z0-9_]*=.*", "NAME=VALUE on one line")
     if looks_like_a_secret(name):
-        raise argparse.ArgumentTypeError(
-            f"{name}: everybody who may read the job would read it; put it into a Secret, --env_secret SECRET"
-        )
+        raise argparse.ArgumentTypeError(f"{name}: {SECRET_IS_SHOWN}")
     if name in OF_THE_LAUNCHER:
         raise argparse.ArgumentTypeError(f"{name}: the launcher sets it")
     return name, value
@@ -283,3 +307,58 @@ def _not_ours(pair: tuple[str, str]) -> tuple[str, str]:
     if pair[0].startswith(_OURS):
         raise argparse.ArgumentTypeError(f"{pair[0]}: the launcher sets it")
     return pair
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """Options of both commands.
+
+    Attributes:
+        max_restarts: `supervision.max_restarts` of the run config: agents start ranks again by themselves.
+        config_text: the run config, where it is sent along.
+    """
+
+    words: Sequence[str]
+    nodes: int = option("machines, or pods (1)", "N", count, default=1)
+    gpus: int | None = option(
+        "GPUs of each, one rank to a GPU; 0: none, then --ranks_per_node", "G", whole, default=None
+    )
+    ranks_per_node: int = option("ranks of each without GPUs (1)", "N", count, default=0)
+    env: Sequence[tuple[str, str]] = option("variable of the run", "NAME=VALUE", variable, many=True)
+    out: str | None = option("write there instead of printing", "FILE", default=None)
+    dry_run: bool = option("print and write nothing; without --out it is what happens anyway")
+    max_restarts: int = 0
+    config_text: str = ""
+
+    @property
+    def config(self) -> str:
+        """Path of the run config."""
+        return self.words[0]
+
+    @property
+    def overrides(self) -> Sequence[str]:
+        """``key=value`` settings."""
+        return self.words[1:]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Check whether there are no GPUs."""
+        return not self.gpus
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a node, one to a GPU."""
+        return self.gpus or self.ranks_per_node or 1
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that the nodes make."""
+        return Cluster(num_hosts=self.nodes, devices_per_host=self.ranks, device="cpu" if self.on_cpu else "cuda")
+
+    def refuse_secrets(self, command: str) -> None:
+        """Raise a UsageError where a setting, or the config that is sent along, holds what looks like a secret."""
+        values = [(parse_scalar(value), key) for key, _, value in (word.partition("=") for word in self.overrides)]
+        if self.config_text:
+            values.append((parse_document(self.config_text, name=self.config).value, ""))
+        found = [key for value, key in values for key in secrets_in(value, key)]
+        refuse(command, [(True, f"{key}: {SECRET_IS_SHOWN} [secret-in-the-job]") for key in found])

@@ -11,7 +11,17 @@ master=${hosts%%$'\n'*}
 port=$((20000 + SLURM_JOB_ID % 4500 * 2))
 # Since Slurm 22.05 srun does not take the number of cores from the job, and data loading would get one.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
+# After `sbatch --export=NONE` srun would hand on neither PATH nor what is exported here.
+export SLURM_EXPORT_ENV=ALL DSF_JOB_ID=$SLURM_JOB_ID
 @exports@
+# The secret of this start, which agents prove to each other: every user of the cluster reaches their port. In a file
+# that this user alone may read, in this folder, which all nodes share; it goes when the script ends.
+kept=$PWD/.dsf-$SLURM_JOB_ID
+rm -rf "$kept".*
+kept=$(mktemp -d "$kept.XXXXXX")
+trap 'rm -rf "$kept"' EXIT
+(umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$kept/token")
+
 # The stop request before the time limit, USR1, comes to this shell alone; srun hands USR1 on to every task.
 asked=0
 step=''
@@ -23,11 +33,11 @@ on_request() {
 @traps@
 
 # Agents end each other within seconds. --kill-on-bad-exit would kill those that still save: the first to end has ended
-# with @stopped@. Should an agent hang all the same, --wait ends it.
-srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=@wait@ --label \
+# with @stopped@. Should an agent hang all the same, --wait ends it. What srun itself says is kept apart from the nodes' output.
+srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=@wait@ @srun@--label --output=@log@ --open-mode=append \
     @command@ \
-    --nnodes "$SLURM_JOB_NUM_NODES" --num_gpus @ranks@ --master_addr "$master" --master_port "$port" \
-    --grace_seconds @grace@ &
+    --nnodes @nnodes@ --num_gpus @ranks@ --master_addr "$master" --master_port "$port" \
+    --token_file "$kept/token" --grace_seconds @grace@@spares@ 2>"$kept/srun" &
 step=$!
 # A request that came before is told as soon as srun can take it.
 [[ $asked == 0 ]] || { sleep 2; kill -USR1 "$step" 2>/dev/null || true; }
@@ -40,4 +50,5 @@ while true; do
     wait "$step" || code=$?
     [[ $asked != "$before" ]] || break
 done
+cat "$kept/srun" >&2
 @requeue@exit "$code"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import PurePosixPath
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
+
+import yaml
 
 from framework.deploy.k8s.manifests import Manifest, Part, Workload, find_workloads
 from framework.deploy.k8s.render import (
     BUDGET_ANNOTATION,
     CACHE_VARIABLES,
+    FINAL_REASONS,
     GPU_RESOURCE,
-    ISTIO_LABEL,
     JOB_NAME_LABEL,
     JOBSET_NAME_LABEL,
     NEVER_RETRY,
@@ -28,8 +30,12 @@ from framework.deploy.options import (
     what_is_wrong_with_image,
 )
 from framework.errors import Problem, show_value
+from framework.system.output import masked
 
 _DAY_SECONDS: Final = 86_400
+_LEAST_TOKEN_BYTES: Final = 16
+# They hand signals and exit codes on, or become what they start.
+_WRAPPERS: Final = ("tini", "dumb-init", "numactl", "env")
 # The dash and five characters that a controller puts behind the name of a pod.
 _POD_SUFFIX: Final = 6
 
@@ -68,21 +74,29 @@ def lint(manifests: Sequence[Manifest]) -> list[Problem]:
     )
 
 
-def _must(kind: str, guards: str, path: str, wanted: str | bool, reason: str, *, unless: str = "") -> None:
-    """List the rule that a part of the workload has a value, `unless` it has another key; only where the Job is in the
-    files.
-    """
-    place, key = path.split(".")
+def _table_rule(guards: str, checks: Sequence[Mapping[str, Any]]) -> Rule:
+    """The rule of a row in the table. It judges the Job, so it holds only where that is in the files."""
 
     def find(work: Workload) -> Findings:
-        part: Part | None = getattr(work, place)
-        if part is None or not work.job or part.get(unless):
-            return
-        value = part.get(key)
-        if value != wanted or type(value) is not type(wanted):  # 0 is not false
-            yield part.at(key), reason, f"{key}: {show_value(wanted)}"
+        for check in checks if work.job else ():
+            part, *keys = check["at"]
+            place = getattr(work, part).at(*keys)
+            value = check.get("left_out") if place.get() is None else place.get()
+            needed, excused = (
+                not path or getattr(work, path[0]).get(*path[1:]) not in (None, False, "")
+                for path in (check.get("where"), check.get("unless"))
+            )
+            # 0 is not false.
+            is_right = value == check["is"] and type(value) is type(check["is"])
+            if needed and not is_right and not (excused and check.get("unless")):
+                yield place, check["reason"], check.get("fix") or f"{keys[-1]}: {show_value(check['is'])}"
 
-    find.__doc__, RULES[kind] = guards, find
+    find.__doc__ = guards
+    return find
+
+
+_TABLE: Final = yaml.safe_load(Path(__file__).with_name("rules.yaml").read_text(encoding="utf-8"))
+RULES.update({kind: _table_rule(**row) for kind, row in _TABLE.items()})
 
 
 def _number(value: Any) -> int | None:
@@ -107,23 +121,6 @@ def counts(work: Workload) -> Findings:
         yield replicas, "each replica would be a job of its own", "replicas: 1"
 
 
-_must("not-indexed", "Pods know their number.", "job.completionMode", "Indexed", "the pods get no node rank")
-_must(
-    "restart-policy",
-    "The kubelet restarts nothing: the failure policy would never see the exit code.",
-    "pod.restartPolicy",
-    "Never",
-    "a container restarted in place meets peers that have ended",
-)
-_must(
-    "replacement-policy",
-    "One pod for each node rank at a time.",
-    "job.podReplacementPolicy",
-    "Failed",
-    "a second pod of the same rank starts while the first still saves",
-)
-
-
 def _failure_rules(work: Workload) -> list[Part]:
     return work.job.items("podFailurePolicy", "rules") if work.job else []
 
@@ -144,19 +141,20 @@ def exit_codes(work: Workload) -> Findings:
     """The policy knows the exit codes of this framework."""
     if not work.job:
         return
-    for action, codes, why in (
-        ("FailJob", NEVER_RETRY, "configuration that was refused once is refused again"),
-        ("Ignore", NOT_COUNTED, "a run that was stopped is no failure"),
-    ):
+    place = work.job.at("podFailurePolicy", "rules")
+    pairs = (
+        ("FailJob", NEVER_RETRY, NOT_COUNTED, "what was refused or given up once would be so again"),
+        ("Ignore", NOT_COUNTED, NEVER_RETRY, "a run that was stopped is no failure"),
+    )
+    for action, codes, others, why in pairs:
         found: set[int | None] = set()
         for rule in _failure_rules(work):
             values = rule.get("onExitCodes", "values")
             is_in = rule.get("action") == action and rule.get("onExitCodes", "operator") == "In"
             found |= {_number(value) for value in values} if is_in and isinstance(values, list) else set()
-        if found != set(codes):
+        if not set(codes) <= found or found & set(others):
             listed = ", ".join(map(str, codes))
-            fix = f"action: {action}, onExitCodes values: [{listed}]"
-            yield work.job.at("podFailurePolicy", "rules"), f"{action} is for [{listed}]: {why}", fix
+            yield place, f"{action} is for [{listed}]: {why}", f"action: {action}, onExitCodes values: [{listed}]"
 
 
 @rule
@@ -183,30 +181,27 @@ def disruption(work: Workload) -> Findings:
 
 @rule
 def retries(work: Workload) -> Findings:
-    """`backoffLimit` counts pods, and one crash ends all of them."""
-    limit = _number(work.job.get("backoffLimit")) if work.job else 0
-    if not work.job or limit == 0:
+    """Each pod has restarts of its own: `backoffLimit` counts all pods, and lets them wait longer with every one."""
+    if not work.job or work.job.get("backoffLimitPerIndex") is not None or work.job.get("backoffLimit") == 0:
         return
     place = work.job.at("backoffLimit")
     if work.jobset:
         reason = "one pod alone would start again, beside peers that have ended"
-        yield place, reason, "backoffLimit: 0; failurePolicy.maxRestarts counts"
-    elif limit is None or limit < work.num_nodes:
-        reason = f"it counts pods: one crash ends all {work.num_nodes}"
-        yield place, reason, f"0, or {work.num_nodes} for every restart"
+        yield place, reason, "backoffLimit: 0, and failurePolicy.maxRestarts counts; or backoffLimitPerIndex"
+    elif work.num_nodes > 1:
+        reason = f"one crash ends all {work.num_nodes} pods, and each doubles the wait of all, up to ten minutes"
+        yield place, reason, "backoffLimitPerIndex: RESTARTS, maxFailedIndexes: 0"
 
 
 @rule
 def jobset_policy(work: Workload) -> Findings:
-    """A JobSet does not restart what its Job refused to."""
+    """A JobSet does not restart what its Job refused to, nor what has had its time."""
     rules = work.jobset.items("failurePolicy", "rules") if work.jobset else []
-    refusing = [rule for rule in rules if rule.get("action") == "FailJobSet"]
-    if work.jobset and not any("PodFailurePolicy" in rule.words("onJobFailureReasons") for rule in refusing):
-        yield (
-            work.jobset.at("failurePolicy"),
-            "a refused configuration would start again until maxRestarts",
-            "rules: [{name: refused, action: FailJobSet, onJobFailureReasons: [PodFailurePolicy]}]",
-        )
+    found = {word for rule in rules if rule.get("action") == "FailJobSet" for word in rule.words("onJobFailureReasons")}
+    if work.jobset and (missing := [reason for reason in FINAL_REASONS[:2] if reason not in found]):
+        reason = f"a job that ended with {missing[0]} would start again until maxRestarts"
+        fix = f"rules: [{{name: refused, action: FailJobSet, onJobFailureReasons: [{', '.join(FINAL_REASONS)}]}}]"
+        yield work.jobset.at("failurePolicy"), reason, fix
 
 
 @rule
@@ -320,21 +315,14 @@ def name(work: Workload) -> Findings:
 
 @rule
 def namespace(work: Workload) -> Findings:
-    """A Service, a claim and a ConfigMap are found in the job's own namespace only."""
+    """What belongs to the job is found in its own namespace only."""
     own = work.head.get("metadata", "namespace")
-    for found in work.objects("Service", "PersistentVolumeClaim", "ConfigMap", "TrainingRuntime"):
+    kinds = ("Service", "PersistentVolumeClaim", "ConfigMap", "Secret", "NetworkPolicy", "TrainingRuntime")
+    for found in work.objects(*kinds):
         place = found.at("metadata", "namespace")
         if place.get() != own:
             fix = f"namespace: {own}" if own else "leave it out"
             yield place, f"the job is in {own or 'the default one'}", fix
-
-
-@rule
-def host_network(work: Workload) -> Findings:
-    """On the node's network the node's resolver is used, which does not know pods."""
-    if work.pod.get("hostNetwork") is True and work.pod.get("dnsPolicy") != "ClusterFirstWithHostNet":
-        reason = "with hostNetwork the names of the pods are not found"
-        yield work.pod.at("dnsPolicy"), reason, "dnsPolicy: ClusterFirstWithHostNet"
 
 
 @rule
@@ -345,14 +333,6 @@ def socket_interface(work: Workload) -> Findings:
         if part.get("name") == "GLOO_SOCKET_IFNAME" and (not value or any(sign in value for sign in "^,=")):
             reason = "gloo takes the name of one interface, no pattern and no list"
             yield part.at("value"), reason, "eth0, or remove it: the agent finds the interface to the master"
-
-
-@rule
-def istio(work: Workload) -> Findings:
-    """A proxy in front of the ranks' ports lets them connect and then hang."""
-    labels = work.template.at("metadata", "labels")
-    if labels.get(ISTIO_LABEL) != "false":
-        yield labels, "where Istio is, its proxy would take the ports of the ranks", f'{ISTIO_LABEL}: "false"'
 
 
 # The container: devices, command, image, rights, variables.
@@ -396,7 +376,10 @@ def grace(work: Workload) -> Findings:
 @rule
 def command(work: Workload) -> Findings:
     """Our agent is process 1: it gets the stop request and tells all ranks. A shell would keep it to itself."""
-    program, *rest = work.command or [""]
+    words = work.command
+    while words and (words[0].startswith("-") or PurePosixPath(words[0]).name in _WRAPPERS):
+        words = words[1:]
+    program, *rest = words or [""]
     name = PurePosixPath(program).name
     rest = rest if name == "dsf" else rest[1:] if name in ("python", "python3") and rest[:1] == ["-m"] else []
     if rest[:2] != ["launch", "node"] and rest[:3] != ["framework", "launch", "node"]:
@@ -444,37 +427,37 @@ def privileges(work: Workload) -> Findings:
         yield work.pod.at("securityContext"), "the image decides whether this is root", fix
 
 
-_must(
-    "service-links",
-    "Variables of other Services stay out.",
-    "pod.enableServiceLinks",
-    False,
-    "a Service named master would set MASTER_PORT=tcp://...",
-)
-_must(
-    "account-token",
-    "A pod that asks nothing of the cluster holds no key to it.",
-    "pod.automountServiceAccountToken",
-    False,
-    "training asks nothing of the cluster",
-    unless="serviceAccountName",
-)
-_must(
-    "termination-message",
-    "The reason of a failure is where people look first.",
-    "container.terminationMessagePolicy",
-    "FallbackToLogsOnError",
-    "kubectl describe would not show why it ended",
-)
+@rule
+def literal_secret(work: Workload) -> Findings:
+    """Variables and settings are readable for everybody who may read the job."""
+    reason = "everybody who may read the job reads its value"
+    for part in work.variables():
+        if looks_like_a_secret(str(part.get("name"))) and part.get("value"):
+            yield part.at("name"), reason, "valueFrom: {secretKeyRef: {name: SECRET, key: KEY}}"
+    for word in work.command:
+        key, _, value = word.partition("=")
+        if masked(key, value) != value:
+            yield work.program.at("command"), f"{key}: {reason}", "a variable that is valueFrom a Secret"
 
 
 @rule
-def literal_secret(work: Workload) -> Findings:
-    """Variables are readable for everybody who may read the job."""
-    for part in work.variables():
-        if looks_like_a_secret(str(part.get("name"))) and part.get("value"):
-            reason = "everybody who may read the job reads its value"
-            yield part.at("name"), reason, "valueFrom: {secretKeyRef: {name: SECRET, key: KEY}}"
+def token(work: Workload) -> Findings:
+    """Agents prove themselves: without, any pod of the cluster could join the job, or end it."""
+    if work.num_nodes < 2 or any(part.get("name") == "DSF_TOKEN" for part in work.variables()):
+        return
+    path, place = work.option("--token_file", "--token-file"), work.program.at("command")
+    volume = work.volume(path) if path else None
+    if volume is None or not volume.mapping().keys() & {"secret", "csi", "projected"}:
+        reason = f"--token_file {path or 'is left out'}: agents would take anybody for a node"
+        yield place, reason, "--token_file PATH of a key in a Secret that is mounted, as `launch k8s` prints it"
+        return
+    for found in work.objects("Secret"):
+        if found.manifest.name == volume.get("secret", "secretName"):
+            texts = found.mapping("data"), found.mapping("stringData")
+            text = next((each[key] for each in texts if (key := PurePosixPath(path).name) in each), "")
+            if len(str(text)) < _LEAST_TOKEN_BYTES:
+                reason = f"agents take no key of less than {_LEAST_TOKEN_BYTES} bytes from {path}"
+                yield found.at("metadata", "name"), reason, "32 random bytes: openssl rand -hex 32"
 
 
 @rule
@@ -488,17 +471,20 @@ def launcher_variable(work: Workload) -> Findings:
 
 @rule
 def own_pods(work: Workload) -> Findings:
-    """Pods keep away from, or near to, pods of this very job: after a renaming the label would fit none, and say
-    nothing.
-    """
+    """Pods keep away from, are near to, or hear pods of this very job: after a renaming the label would fit none."""
+    selectors = []
     for kind in ("podAntiAffinity", "podAffinity"):
         terms = work.pod.items("affinity", kind, "requiredDuringSchedulingIgnoredDuringExecution")
         preferred = work.pod.items("affinity", kind, "preferredDuringSchedulingIgnoredDuringExecution")
-        for term in [*terms, *(each.at("podAffinityTerm") for each in preferred)]:
-            labels = term.at("labelSelector", "matchLabels")
-            for label, value in labels.mapping().items():
-                if label in (JOB_NAME_LABEL, JOBSET_NAME_LABEL) and value != work.name:
-                    yield labels.at(label), f"pods of this job have {work.name}", f"{label}: {work.name}"
+        terms += [each.at("podAffinityTerm") for each in preferred]
+        selectors += [term.at("labelSelector") for term in terms]
+    for policy in work.objects("NetworkPolicy"):
+        callers = [caller for rule in policy.items("spec", "ingress") for caller in rule.items("from")]
+        selectors += [each.at("podSelector") for each in (policy.at("spec"), *callers)]
+    for labels in (selector.at("matchLabels") for selector in selectors):
+        for label, value in labels.mapping().items():
+            if label in (JOB_NAME_LABEL, JOBSET_NAME_LABEL) and value != work.name:
+                yield labels.at(label), f"pods of this job have {work.name}", f"{label}: {work.name}"
 
 
 # Memory, volumes and files of a pod.

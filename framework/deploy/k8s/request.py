@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from framework.deploy import options
-from framework.deploy.options import option, parse_quantity
-from framework.errors import UsageError
+from framework.deploy.options import JobRequest, option, parse_quantity, refuse
 from framework.launch.hosts.topology import DEFAULT_PORT
-from framework.plan.cluster import Cluster
 
 # Kubeflow's torch runtimes call the job and its container so; JobSet takes any name.
 REPLICATED_JOB: Final = "node"
@@ -26,23 +24,16 @@ _VOLCANO_GANG: Final = "scheduling.volcano.sh/group-min-member"
 # rank.
 CACHE_PATH: Final = "/cache"
 CONFIG_PATH: Final = "/etc/dsf-trainer"
+TOKEN_PATH: Final = "/etc/dsf-token"
 
 
 @dataclass(frozen=True)
-class K8sRequest:
+class K8sRequest(JobRequest):
     """A job to describe to Kubernetes, or manifests to judge."""
 
-    words: Sequence[str]
     lint: bool = option("the words are manifests: say what is wrong with them, exit code 2")
     json: bool = option("with --lint: findings as JSON")
-    out: str | None = option("write there instead of printing", "FILE", default=None)
-    dry_run: bool = option("print and write nothing; without --out it is what happens anyway")
 
-    nodes: int = option("pods (1)", "N", options.count, default=1)
-    gpus: int | None = option(
-        "GPUs of each, one rank to a GPU; 0: none, then --ranks_per_node", "G", options.whole, default=None
-    )
-    ranks_per_node: int = option("ranks in a pod without GPUs (1)", "N", options.count, default=0)
     device: str = option("cpu is the same as --gpus 0", choices=("cuda", "cpu"))
     memory: str = option("of a pod, request and limit (16Gi a GPU, 4Gi a rank on CPU)", "M", options.quantity)
     shm: str = option("/dev/shm, part of the memory (a quarter of it)", "SIZE", options.quantity)
@@ -66,9 +57,11 @@ class K8sRequest:
 
     save_seconds: int = option("longest step and one save together (240)", "S", options.count, default=240)
     grace: int = option("between stop request and SIGKILL (save_seconds and 60)", "S", options.count, default=0)
-    restarts: int = option("failures after which the job starts again (3)", "R", options.whole, default=3)
+    restarts: int = option(
+        "failures of a pod after which it starts again (supervision.max_restarts, or 3)", "R", options.whole, default=-1
+    )
     deadline: int = option(
-        "the job ends then, whatever it does (604800, a week)", "S", options.count, default=7 * 86_400
+        "the job ends then, whatever it does (2592000, thirty days)", "S", options.count, default=30 * 86_400
     )
 
     kind: str = option(
@@ -97,9 +90,13 @@ class K8sRequest:
     image: str = option("with a tag that stays, or better a digest", "I", options.image)
     name: str = option("of the job (run.name)", "X", options.service_name)
     config_map: bool = option("send CONFIG along as a ConfigMap; otherwise it is a path in the image")
-    env: Sequence[tuple[str, str]] = option("variable of the container", "NAME=VALUE", options.variable, many=True)
     env_secret: Sequence[str] = option("all keys of a Secret as variables", "SECRET", options.object_name, many=True)
-    token_secret: str = option("Secret whose key `token` nodes prove themselves with", "S", options.object_name)
+    token_secret: str = option(
+        "Secret whose key `token`, 16 bytes or more, nodes prove themselves with (one is made)",
+        "S",
+        options.object_name,
+    )
+    no_network_policy: bool = option("let pods of others connect; a NetworkPolicy keeps them out otherwise")
     label: Sequence[tuple[str, str]] = option("on the job and its pods", "KEY=VALUE", options.own_label, many=True)
     annotation: Sequence[tuple[str, str]] = option(
         "on the job and its pods, for example for Multus or Volcano", "KEY=VALUE", options.annotation, many=True
@@ -110,17 +107,7 @@ class K8sRequest:
     )
     run_as_user: int = option("user of the processes (1000)", "UID", options.whole, default=1000)
 
-    config_text: str = ""  # with `config_map`
-
-    @property
-    def config(self) -> str:
-        """Path of the run config: in the image, or here with `config_map`."""
-        return self.words[0]
-
-    @property
-    def overrides(self) -> Sequence[str]:
-        """``key=value`` settings."""
-        return self.words[1:]
+    token: str = ""  # of a Secret that is printed along
 
     @property
     def on_cpu(self) -> bool:
@@ -128,14 +115,19 @@ class K8sRequest:
         return self.device == "cpu" or self.gpus == 0
 
     @property
-    def ranks(self) -> int:
-        """Ranks of a pod, one to a GPU."""
-        return self.gpus or self.ranks_per_node or 1
+    def has_token(self) -> bool:
+        """Check whether agents prove themselves: a single one meets nobody."""
+        return self.nodes > 1 or bool(self.token_secret)
 
     @property
-    def cluster(self) -> Cluster:
-        """The cluster that the pods make."""
-        return Cluster(num_hosts=self.nodes, devices_per_host=self.ranks, device="cpu" if self.on_cpu else "cuda")
+    def makes_token(self) -> bool:
+        """Check whether a Secret is printed along."""
+        return self.has_token and not self.token_secret
+
+    @property
+    def has_policy(self) -> bool:
+        """Check whether a NetworkPolicy is printed along; on the network of a node there is none."""
+        return not (self.no_network_policy or self.host_network)
 
     @property
     def memory_limit(self) -> str:
@@ -198,7 +190,7 @@ class K8sRequest:
             "--priority_class": self.priority_class,
         }
         idle = ", ".join(name for name, value in own_only.items() if value)
-        own_paths = ("/dev/shm", CACHE_PATH, CONFIG_PATH, self.ckpt_path)
+        own_paths = ("/dev/shm", CACHE_PATH, CONFIG_PATH, TOKEN_PATH, self.ckpt_path)
         paths = Counter([*own_paths, *(path for _, path, _ in self.mount)])
         taken = ", ".join(path for path, count in paths.items() if count > 1)
         pairs = (
@@ -226,6 +218,4 @@ class K8sRequest:
             (taken, f"--mount: two volumes at {taken}; mount each somewhere else"),
             (self.queue and self.scheduler, "--queue is Kueue's, which starts all pods or none; leave --scheduler out"),
         )
-        for is_wrong, sentence in pairs:
-            if is_wrong:
-                raise UsageError(f"launch k8s: {sentence}")
+        refuse("launch k8s", pairs)
