@@ -64,7 +64,7 @@ def parse(request: type[_Request], words: Sequence[str], *, command: str, descri
     )
     about = "the run config, and settings that win over it"
     parser.add_argument("words", nargs="*", default=None, metavar="CONFIG key=value", help=about)
-    for each in fields(request):  # type: ignore[arg-type]
+    for each in fields(request):
         if each.metadata:
             parser.option(f"--{each.name}", **each.metadata)
     return request(**vars(parser.parse_intermixed_args(list(words))))

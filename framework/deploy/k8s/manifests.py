@@ -184,10 +184,19 @@ class Workload:
     @property
     def num_nodes(self) -> int:
         """Pods that the command expects, those in reserve included; 0 if it does not say."""
-        nodes, spares = self.option("--nnodes", "--num_nodes"), self.option("--spares") or "0"
-        texts = (nodes, spares)
-        are_numbers = all(text.isascii() and text.isdigit() and len(text) < 7 for text in texts)
-        return int(nodes) + int(spares) if are_numbers else 0
+        nodes = _number(self.option("--nnodes", "--num_nodes"))
+        return nodes and nodes + _number(self.option("--spares"))
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that the command starts in each pod; 0 if it does not say."""
+        return _number(self.option("--num_gpus", "--num-gpus", "--nproc-per-node", "--nproc_per_node"))
+
+    @property
+    def headless(self) -> Part | None:
+        """The Service that gives the pods of a plain Job their names; a JobSet makes its own."""
+        named = [found for found in self.objects("Service") if found.manifest.name == self.service and self.service]
+        return named[0] if named and self.kind == "Job" else None
 
     @property
     def service(self) -> str:
@@ -261,6 +270,10 @@ def _workload(manifest: Manifest, manifests: Sequence[Manifest]) -> Workload:
     else:
         program, resources = container, "resources"
     return Workload(head, job, jobset, template, container, program, program.at(resources), manifests)
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 7 else 0
 
 
 def _command(part: Part) -> list[str]:
