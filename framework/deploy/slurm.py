@@ -12,18 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from framework import errors
 from framework.deploy.options import JobRequest, count, matching, option, parse, refuse, resume_setting
-from framework.errors import (
-    EXIT_CONFIG,
-    EXIT_NO_PROGRESS,
-    EXIT_OK,
-    EXIT_PEER_LOST,
-    EXIT_STOPPED,
-    EXIT_STORAGE,
-    EXIT_TRAINING,
-    EXIT_USAGE,
-    printable,
-)
 from framework.launch.job import hand_out, refuse_one_start
 from framework.launch.options import WAIT_SECONDS
 from framework.load_run import load_run
@@ -39,26 +29,15 @@ _LAST_WORD_SECONDS: Final = 30
 # GPUs of one node that is taken to be the job's own.
 _WHOLE_NODE_GPUS: Final = 8
 
-# The script; ``@name@`` stands for what `script` fills in.
+# The script; ``@name@`` stands for what `script` fills in, and a line after ``@name?`` is in it where that holds.
 _SCRIPT: Final = Path(__file__).with_suffix(".sh")
-_TRAPS: Final = "trap on_request USR1 USR2 TERM"
-_TRAPS_OF_REQUEUE: Final = """\
-for_good=0
-trap on_request USR1 TERM
-trap 'for_good=1; on_request' USR2"""
-# srun ends with the greatest code of all tasks, and a node that fails by itself leaves the others with that of a loss.
-_REQUEUE: Final = """
-# Once more, from the newest checkpoint: what was stopped with one ({stopped}), and a job that has lost a node ({lost}), if it
-# ran for an hour or has not come again often. Never what failed or was refused, nor a job that somebody has cancelled.
-failed=$(grep -cE 'xited with exit code ({failed})$' "$kept/srun" || true)
-may_retry=$((SECONDS > 3600 || ${{SLURM_RESTART_COUNT:-0}} < 3))
-if [[ $for_good == 0 && $failed == 0 && ($code == {stopped} || ($code == {lost} && $may_retry == 1)) ]] &&
-    [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING* ]]; then
-    rm -rf "$kept"
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-"""
-_FAILED: Final = (EXIT_USAGE, EXIT_TRAINING, EXIT_STORAGE, EXIT_NO_PROGRESS, EXIT_CONFIG)
+_FAILED: Final = (
+    errors.EXIT_USAGE,
+    errors.EXIT_TRAINING,
+    errors.EXIT_STORAGE,
+    errors.EXIT_NO_PROGRESS,
+    errors.EXIT_CONFIG,
+)
 
 
 _word: Final = matching(r"[A-Za-z0-9_][A-Za-z0-9_.,:+@/%-]*", "one plain word")
@@ -75,7 +54,7 @@ class SlurmRequest(JobRequest):
 
     cpus: int = option("cores of a node (4 a GPU, 1 a rank on CPU)", "C", count, default=0)
     mem: str = option(
-        "memory of a node, for example 200G; 0: all of it, as where the node is the job's own (--sbatch=--exclusive, 8 GPUs)",
+        "memory of a node, for example 200G; 0: all of it, as of a whole node (--sbatch=--exclusive, 8 GPUs)",
         "M",
         _word,
     )
@@ -152,7 +131,7 @@ def main(words: Sequence[str]) -> int:
     load_run(path, overrides).checked_plan(request.cluster)
     text = script(request, made_by=f"python -m framework launch slurm {shlex.join(words)}")
     hand_out(text, to=None if request.dry_run else request.out)
-    return EXIT_OK
+    return errors.EXIT_OK
 
 
 def script(request: SlurmRequest, *, made_by: str) -> str:
@@ -164,10 +143,10 @@ def script(request: SlurmRequest, *, made_by: str) -> str:
         variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads} | variables
     of_losses = {"spares": request.spares, "min_nodes": request.min_nodes}
     filled_in = {
-        "made_by": printable(made_by),
+        "made_by": errors.printable(made_by),
         "directives": "\n".join(f"#SBATCH {line}" for line in _directives(request)),
         "exports": "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items()),
-        "stopped": EXIT_STOPPED,
+        "stopped": errors.EXIT_STOPPED,
         "wait": _wait_seconds(request),
         "srun": "--no-kill " * request.outlives_nodes,
         "log": request.log,
@@ -176,18 +155,19 @@ def script(request: SlurmRequest, *, made_by: str) -> str:
         "ranks": request.ranks,
         "grace": request.signal_seconds - min(_LAST_WORD_SECONDS, request.signal_seconds // 5),
         "spares": "".join(f" --{name} {value}" for name, value in of_losses.items() if value),
-        "requeue": _REQUEUE.format(stopped=EXIT_STOPPED, lost=EXIT_PEER_LOST, failed="|".join(map(str, _FAILED)))
-        if request.requeue
-        else "",
-        "traps": _TRAPS_OF_REQUEUE if request.requeue else _TRAPS,
+        "lost": errors.EXIT_PEER_LOST,
+        "failed": "|".join(map(str, _FAILED)),
+        "requeue": request.requeue,
+        "once": not request.requeue,
         "again": "   and come again: --signal=USR1" if request.requeue else "",
     }
     text = _SCRIPT.read_text(encoding="utf-8")
+    text = re.sub(r"(?m)^@(\w+)\?(.*\n)", lambda line: line[2] if filled_in[line[1]] else "", text)
     return re.sub(r"@(\w+)@", lambda name: str(filled_in[name[1]]), text)
 
 
 def _wait_seconds(request: SlurmRequest) -> int:
-    """The time that other agents may go on once one has ended: it saves, or they wait until it is back, or do without."""
+    """The time that other agents may go on once one has ended: to save, to wait for it, or without it."""
     if request.outlives_nodes:
         return 0  # without end
     return max(60, request.signal_seconds) + (int(WAIT_SECONDS) if request.max_restarts else 0)

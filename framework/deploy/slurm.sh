@@ -30,7 +30,10 @@ on_request() {
     asked=$((asked + 1))
     kill -USR1 "$step" 2>/dev/null || true
 }
-@traps@
+@once?trap on_request USR1 USR2 TERM
+@requeue?for_good=0
+@requeue?trap on_request USR1 TERM
+@requeue?trap 'for_good=1; on_request' USR2
 
 # Agents end each other within seconds. --kill-on-bad-exit would kill those that still save: the first to end has ended
 # with @stopped@. Should an agent hang all the same, --wait ends it. What srun itself says is kept apart from the nodes' output.
@@ -51,4 +54,15 @@ while true; do
     [[ $asked != "$before" ]] || break
 done
 cat "$kept/srun" >&2
-@requeue@exit "$code"
+@requeue?
+@requeue?# Once more, from the newest checkpoint: what was stopped with one, and a job that has lost a node, if it ran for an hour or
+@requeue?# has not come again often. Never what failed or was refused (srun ends with the greatest code, and the nodes around one
+@requeue?# that fails end as those that lost it), nor a job that somebody has cancelled.
+@requeue?failed=$(grep -cE 'xited with exit code (@failed@)$' "$kept/srun" || true)
+@requeue?may_retry=$((SECONDS > 3600 || ${SLURM_RESTART_COUNT:-0} < 3))
+@requeue?if [[ $for_good == 0 && $failed == 0 && ($code == @stopped@ || ($code == @lost@ && $may_retry == 1)) ]] &&
+@requeue?    [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING* ]]; then
+@requeue?    rm -rf "$kept"
+@requeue?    scontrol requeue "$SLURM_JOB_ID"
+@requeue?fi
+exit "$code"

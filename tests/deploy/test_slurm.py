@@ -198,7 +198,9 @@ env >environment
 while [[ $1 != --token_file ]]; do shift; done
 stat -c %a "$2" >>modes; cat "$2" >>tokens; echo >>tokens
 if [[ -n ${SRUN_CODES:-} ]]; then
-    for code in $SRUN_CODES; do [[ $code == 0 ]] || echo "srun: error: n7: task 0: Exited with exit code $code" >&2; done
+    for code in $SRUN_CODES; do
+        [[ $code == 0 ]] || echo "srun: error: n7: task 0: Exited with exit code $code" >&2
+    done
     exit "$(printf '%s\\n' $SRUN_CODES | sort -n | tail -1)"
 fi
 trap 'until [[ -e may_end ]]; do sleep 0.05; done; echo saved >>words; exit 75' USR1
@@ -421,8 +423,8 @@ _OF_SLURM: list[tuple[list[str], str]] = [
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 def test_two_nodes_of_a_real_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stop request reaches every node, the slower one saves to its end, the code is 75; the job comes again where that
-    is meant, and of its secret nothing is left. Nothing of the environment is handed on but by the script.
+    """A stop request reaches every node, the slower one saves to its end, the code is 75; the job comes again where it
+    should, and of its secret nothing is left. Nothing of the environment is handed on but by the script.
     """
     (tmp_path / "agent").write_text(_AGENT)
     (tmp_path / "agent").chmod(0o755)

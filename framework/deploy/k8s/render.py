@@ -91,10 +91,11 @@ IPC_LOCK does nothing for a user other than root."""
 
 _EMPTY: Final[tuple[Any, ...]] = (None, "", {}, [])
 # Options that stand in an object as they are.
-_AS_THEY_ARE: Final = (
+_AS_THEY_ARE: Final = re.findall(
+    r"\w+",
     "name namespace nodes ranks restarts deadline port image run_as_user grace_seconds save_seconds ckpt_pvc ckpt_size "
-    "storage_class priority_class scheduler service_account token"
-).split()
+    "storage_class priority_class scheduler service_account token",
+)
 
 _TEXT: Final = Path(__file__).with_name("objects.yaml").read_text(encoding="utf-8")
 _FRAGMENTS: Final = yaml.safe_load(_TEXT)
@@ -259,7 +260,7 @@ def _config_key(request: K8sRequest) -> str:
 
 
 def _named(request: K8sRequest, what: str, content: str) -> str:
-    """A name that changes with the content: a running job, and pods of it that come again, keep what they started with."""
+    """A name that changes with the content: a running job keeps what it started with, for pods that come again."""
     return f"{request.name}-{what}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
 
 

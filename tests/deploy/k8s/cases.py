@@ -36,8 +36,9 @@ CASES: dict[Path, str] = {
         "--topology topology.kubernetes.io/zone"
     ),
     GOLDEN / "jobset.yaml": f"{_RUN} --kind jobset --nodes 2 --gpus 4 --topology cloud.example/rack --shm 20Gi",
-    GOLDEN
-    / "jobset-supervised.yaml": f"{_RUN} --kind jobset --nodes 2 --gpus 4 supervision.max_restarts=20 --no_network_policy",
+    GOLDEN / "jobset-supervised.yaml": (
+        f"{_RUN} --kind jobset --nodes 2 --gpus 4 supervision.max_restarts=20 --no_network_policy"
+    ),
     GOLDEN / "trainjob.yaml": f"{_RUN} --kind trainjob --nodes 2 --gpus 4 --queue team --token_secret dsf-token",
     GOLDEN / "trainjob-on-runtime.yaml": f"{_RUN} --kind trainjob --runtime torch-distributed --nodes 2 --gpus 4 "
     "--mount data:/data:ro --label team=ml --annotation a/b=c",
