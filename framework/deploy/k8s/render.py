@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import yaml
 
 from framework.deploy.k8s.manifests import lines_of
-from framework.deploy.k8s.request import CACHE_PATH, CONFIG_PATH, TOKEN_PATH, K8sRequest
+from framework.deploy.k8s.request import CONFIG_PATH, TOKEN_PATH, K8sRequest
 from framework.deploy.options import as_config_key, parse_quantity
 from framework.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, EXIT_STOPPED, EXIT_USAGE
 from framework.text.document import parse_document
@@ -80,36 +80,25 @@ BUDGET_ANNOTATION: Final = "dsf-trainer/save-budget-seconds"
 JOB_NAME_LABEL: Final = "batch.kubernetes.io/job-name"
 JOBSET_NAME_LABEL: Final = "jobset.sigs.k8s.io/jobset-name"
 CACHE_VARIABLES: Final = ("HOME", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-# A day at least: with the job its logs go.
-_TTL_SECONDS: Final = 7 * 86_400
-# A node that does not answer: its pod is missed after 15 s, and the default of 300 s would only make the others wait.
-_LOST_NODE: Final = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 60}
-_LOST_NODE_TAINTS: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 _ABOUT_RDMA: Final = """\
 RDMA pins memory. The container runtime must allow that (LimitMEMLOCK=infinity):
 IPC_LOCK does nothing for a user other than root."""
 
 _EMPTY: Final[tuple[Any, ...]] = (None, "", {}, [])
-# Options that stand in an object as they are.
-_AS_THEY_ARE: Final = re.findall(
-    r"\w+",
-    "name namespace nodes ranks restarts deadline port image run_as_user grace_seconds save_seconds ckpt_pvc ckpt_size "
-    "storage_class priority_class scheduler service_account token",
-)
-
 _TEXT: Final = Path(__file__).with_name("objects.yaml").read_text(encoding="utf-8")
-_FRAGMENTS: Final = yaml.safe_load(_TEXT)
+_OBJECTS: Final = yaml.safe_load(_TEXT)
 # Key of a manifest -> the comment above it.
-_REASONS: Final = {key: reason for reason, key in re.findall(r"^ +# (.+)\n +(\w+):", _TEXT, re.MULTILINE)}
+_REASONS: Final = {key: reason for reason, key in re.findall(r"(?m)^ +# (.+)\n +(\w+)(?: (?:if|unless) \w+)?:", _TEXT)}
 
 
 def manifest(request: K8sRequest, *, heading: str) -> str:
     """The objects as YAML text, in the order to create them in; `heading` is a comment at the top."""
-    values = _values(request)
-    container = "patched_container" if request.runtime else "container"
-    for name in (container, "pod_template", "job_spec", "jobset_spec", "patch"):
-        values[name.removeprefix("patched_")] = _filled(_FRAGMENTS[name], values)
-    values["patches"] = [values["patch"]] if request.runtime else None
+    values = _Values(request)
+    for name in ("resources", "variables", "container", "pod_template", "job_spec", "jobset_spec", "patch"):
+        values[name] = values.filled(_OBJECTS[name])
+        if name == "variables":
+            variables = values[name] | {key: _as_it_is(value) for key, value in request.env}
+            values["environment"] = [{"name": key, "value": value} for key, value in variables.items()]
     is_printed = {
         "config_map": request.config_map,
         "secret": request.makes_token,
@@ -119,102 +108,95 @@ def manifest(request: K8sRequest, *, heading: str) -> str:
         "runtime": request.kind == "trainjob" and not request.runtime,
         request.kind: True,
     }
-    found = [_filled(_FRAGMENTS[name], values) for name, is_in in is_printed.items() if is_in]
+    found = [values.filled(_OBJECTS[name]) for name, is_in in is_printed.items() if is_in]
     reasons = {key: re.sub(r"\$(\w+)", lambda name: str(values[name[1]]), text) for key, text in _REASONS.items()}
     return write_yaml(found, heading=heading, reasons=reasons)
 
 
-def _filled(node: Any, values: Mapping[str, Any]) -> Any:
-    """The fragment with its values in; empty: nobody has asked for anything in it."""
-    if isinstance(node, str) and node.startswith("$"):
-        return values[node[1:]]
-    if isinstance(node, dict) and node:
-        pairs = ((_filled(key, values), _filled(item, values), item) for key, item in node.items())
-        return {key: value for key, value, item in pairs if value not in _EMPTY or item == {}}
-    return [_filled(item, values) for item in node] if isinstance(node, list) else node
+class _Values(dict[str, Any]):
+    """Values of the objects by name: what follows from several options, and the request's own."""
 
+    def __init__(self, request: K8sRequest) -> None:
+        labels = {"app.kubernetes.io/name": "dsf-trainer", "app.kubernetes.io/instance": request.name}
+        kind, queue, topology, user = request.kind, request.queue, request.topology, request.run_as_user
+        # This label gives the job to Kueue, which starts all pods or none. Where it chooses the nodes by topology, it
+        # does not look at affinity, and pods would hang.
+        by_queue = {"kueue.x-k8s.io/queue-name": queue} if queue else {}
+        within = {"kueue.x-k8s.io/podset-required-topology": topology} if queue and topology else {}
+        is_exclusive = kind == "jobset" and topology and not queue
+        exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": topology} if is_exclusive else {}
+        cores = parse_quantity(request.cpu_request) or 0
+        claims = list(enumerate(request.mount))
+        read_only = {True: {"readOnly": True}, False: {}}
+        self.request = request
+        super().__init__(
+            labels=labels,
+            head_labels=labels | dict(request.label) | by_queue,
+            head_annotations=exclusive | request.annotations,
+            # One label keeps a proxy off the ports of the ranks.
+            pod_labels=labels | {"sidecar.istio.io/inject": "false"} | dict(request.label),
+            pod_annotations={BUDGET_ANNOTATION: str(request.save_seconds)} | request.annotations | within,
+            runtime_labels=labels | {"trainer.kubeflow.org/framework": "torch"},
+            own_pods={JOB_NAME_LABEL if kind == "job" else JOBSET_NAME_LABEL: request.name},
+            is_job=kind == "job",
+            is_jobset=kind == "jobset",
+            is_trainjob=kind == "trainjob",
+            # A JobSet starts everything again; where agents wait for one pod that was lost, that one alone.
+            by_pod=kind == "job" or request.max_restarts > 0,
+            is_apart=request.nodes > 1 and not request.share_nodes and not within,
+            is_near=topology and not queue and kind != "jobset",
+            is_not_root=user != 0,
+            may_pin=request.rdma and user == 0,
+            no_account=not (request.runtime or request.service_account),
+            about_rdma=_ABOUT_RDMA if request.rdma and user else "",
+            about_ports="Of this job alone: it is a port of the node." if request.host_network else "",
+            agent_port=request.port + 1,
+            config_map_name=_named(request, "config", request.config_text),
+            config_key=_config_key(request),
+            config_text=request.config_text or "\n",
+            token_name=request.token_secret or _named(request, "token", request.token),
+            runtime_name=request.runtime or f"{request.name}-runtime",
+            runtime_kind="ClusterTrainingRuntime" if request.runtime else "TrainingRuntime",
+            never_retry=list(NEVER_RETRY),
+            not_counted=list(NOT_COUNTED),
+            final_reasons=list(FINAL_REASONS),
+            node_labels=dict(request.node_selector),
+            tolerations=[_toleration(text) for text in request.toleration],
+            rdma_name=request.rdma and request.rdma[0],
+            rdma_count=request.rdma and request.rdma[1],
+            threads=str(max(1, int(cores / request.ranks))),
+            command=_command(request),
+            env_from=[{"secretRef": {"name": name}} for name in request.env_secret],
+            claims=[
+                {"name": f"mount-{number}", "persistentVolumeClaim": {"claimName": claim} | read_only[is_read]}
+                for number, (claim, _, is_read) in claims
+            ],
+            mounts=[
+                {"name": f"mount-{number}", "mountPath": path} | read_only[is_read]
+                for number, (_, path, is_read) in claims
+            ],
+        )
 
-def _values(request: K8sRequest) -> dict[str, Any]:
-    """What stands in the objects, by name: options as they were given, and all that follows from them."""
-    labels = {"app.kubernetes.io/name": "dsf-trainer", "app.kubernetes.io/instance": request.name}
-    # This label gives the job to Kueue, which starts all pods or none.
-    queue = {"kueue.x-k8s.io/queue-name": request.queue} if request.queue else {}
-    places_whole = request.kind == "jobset" and request.topology and not request.queue
-    exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": request.topology} if places_whole else {}
-    within = {"kueue.x-k8s.io/podset-required-topology": request.topology} if request.queue and request.topology else {}
-    # A JobSet starts everything again; where agents wait for one pod that was lost, that one alone.
-    by_pod = request.kind == "job" or request.max_restarts > 0
-    own, user = not request.runtime, request.run_as_user
-    options = {name: getattr(request, name) for name in _AS_THEY_ARE}
-    volumes = _volumes(request)
-    return options | {
-        "labels": labels,
-        "head_labels": labels | dict(request.label) | queue,
-        "head_annotations": exclusive | request.annotations,
-        # One label keeps a proxy off the ports of the ranks.
-        "pod_labels": labels | {"sidecar.istio.io/inject": "false"} | dict(request.label),
-        "pod_annotations": {BUDGET_ANNOTATION: str(request.save_seconds)} | request.annotations | within,
-        "runtime_labels": labels | {"trainer.kubeflow.org/framework": "torch"},
-        "own_pods": _own_pods(request),
-        "agent_port": request.port + 1,
-        "config_map_name": _named(request, "config", request.config_text),
-        "config_key": _config_key(request),
-        "config_text": request.config_text or "\n",
-        "token_name": _token_name(request),
-        "runtime_name": request.runtime or f"{request.name}-runtime",
-        "runtime_kind": "ClusterTrainingRuntime" if request.runtime else "TrainingRuntime",
-        "trainer_step": "trainer" if request.kind == "trainjob" else None,
-        "restarts_of_pods": request.restarts if by_pod else None,
-        "max_failed_pods": 0 if by_pod else None,
-        "backoff_limit": None if by_pod else 0,
-        "never_retry": list(NEVER_RETRY),
-        "not_counted": list(NOT_COUNTED),
-        "final_reasons": list(FINAL_REASONS),
-        "job_ttl": _TTL_SECONDS if request.kind == "job" else None,
-        "jobset_ttl": _TTL_SECONDS if request.kind == "jobset" else None,
-        "restart_policy": "Never" if own else None,
-        "service_links": False if own else None,
-        "account_token": False if own and not request.service_account else None,
-        "subdomain": request.name if request.kind == "job" else None,  # JobSet writes its own
-        "pull_secrets": [{"name": request.pull_secret}] if request.pull_secret else None,
-        "node_selector": dict(request.node_selector),
-        "tolerations": [
-            *map(_toleration, request.toleration),
-            *({"key": key, **_LOST_NODE} for key in _LOST_NODE_TAINTS),
-        ],
-        **_affinity(request),
-        "host_network": request.host_network or None,
-        "dns_policy": "ClusterFirstWithHostNet" if request.host_network else None,
-        "no_root": user != 0,
-        "about_rdma": _ABOUT_RDMA if request.rdma and user else "",
-        "about_ports": "Of this job alone: it is a port of the node." if request.host_network else "",
-        "capabilities": ["IPC_LOCK"] if request.rdma and user == 0 else None,
-        "resources": _resources(request),
-        "command": _command(request),
-        "env": _environment(request),
-        "env_from": [{"secretRef": {"name": name}} for name in request.env_secret],
-        "patched_deadline": None if own else request.deadline,
-        "patched_env": None if own else _environment(request),
-        "volumes": [volume for volume, _ in volumes],
-        "mounts": [mount for _, mount in volumes],
-    }
+    def __missing__(self, name: str) -> Any:
+        return getattr(self.request, name)
 
+    def filled(self, node: Any) -> Any:
+        """The node of an object with its values in; empty: there is nothing for it."""
+        if isinstance(node, str) and node.startswith("$"):
+            return self[node.lstrip("$*")]
+        if isinstance(node, list):
+            found = [(item, self.filled(item)) for item in node]
+            parts = (value if str(item).startswith("$*") else [value] for item, value in found)
+            return [value for part in parts for value in part if value not in _EMPTY]
+        return dict(self._pairs(node)) if isinstance(node, dict) else node
 
-def _own_pods(request: K8sRequest) -> dict[str, str]:
-    return {JOB_NAME_LABEL if request.kind == "job" else JOBSET_NAME_LABEL: request.name}
-
-
-def _affinity(request: K8sRequest) -> dict[str, Any]:
-    def own_pods(topology: str) -> dict[str, Any]:
-        return {"labelSelector": {"matchLabels": _own_pods(request)}, "topologyKey": topology}
-
-    # Where Kueue chooses the nodes by topology it does not look at affinity, and pods would hang.
-    is_apart = request.nodes > 1 and not request.share_nodes and not (request.queue and request.topology)
-    is_near = request.topology and not request.queue and request.kind != "jobset"
-    return {
-        "apart": [own_pods("kubernetes.io/hostname")] if is_apart else None,
-        "together": [{"weight": 100, "podAffinityTerm": own_pods(request.topology)}] if is_near else None,
-    }
+    def _pairs(self, node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        for key, item in node.items():
+            name, *condition = key.split()
+            value = self.filled(item)
+            is_meant = not condition or bool(self[condition[1]]) == (condition[0] == "if")
+            if is_meant and (value not in _EMPTY or item == {}):
+                yield self.filled(name), value
 
 
 def _toleration(text: str) -> dict[str, str]:
@@ -222,15 +204,6 @@ def _toleration(text: str) -> dict[str, str]:
     key, equals, value = taint.partition("=")
     found = {"key": key, "operator": "Equal", "value": value} if equals else {"key": key, "operator": "Exists"}
     return found | ({"effect": effect} if effect else {})
-
-
-def _resources(request: K8sRequest) -> dict[str, Any]:
-    # Memory is requested and limited alike; cores are not limited, for a throttled rank holds up all others.
-    limits: dict[str, Any] = {"memory": request.memory_limit}
-    if not request.on_cpu:
-        limits[GPU_RESOURCE] = request.ranks
-    limits |= dict([request.rdma] if request.rdma else [])
-    return {"requests": {"cpu": request.cpu_request, "memory": request.memory_limit}, "limits": limits}
 
 
 def _command(request: K8sRequest) -> list[str]:
@@ -262,44 +235,3 @@ def _config_key(request: K8sRequest) -> str:
 def _named(request: K8sRequest, what: str, content: str) -> str:
     """A name that changes with the content: a running job keeps what it started with, for pods that come again."""
     return f"{request.name}-{what}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
-
-
-def _token_name(request: K8sRequest) -> str:
-    return request.token_secret or _named(request, "token", request.token)
-
-
-def _environment(request: K8sRequest) -> list[dict[str, Any]]:
-    """Variables of the container; the user's own come last and win."""
-    values = {"PYTHONUNBUFFERED": "1", "USER": "dsf", "HOME": CACHE_PATH, "XDG_CACHE_HOME": CACHE_PATH}
-    for name in CACHE_VARIABLES[1:]:
-        values[name] = f"{CACHE_PATH}/{name.removesuffix('_DIR').removesuffix('_CACHE').lower()}"
-    if request.on_cpu:
-        threads = max(1, int((parse_quantity(request.cpu_request) or 0) / request.ranks))
-        values |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)}
-    else:
-        values["NCCL_DEBUG"] = "WARN"
-    values |= {name: _as_it_is(value) for name, value in request.env}
-    return [{"name": name, "value": value} for name, value in values.items()]
-
-
-def _volumes(request: K8sRequest) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each volume and its mount."""
-    runs = {"persistentVolumeClaim": {"claimName": request.ckpt_pvc}} if request.ckpt_pvc else {"emptyDir": {}}
-    found: list[tuple[str, dict[str, Any], str, bool]] = [
-        ("dshm", {"emptyDir": {"medium": "Memory", "sizeLimit": request.shm_size}}, "/dev/shm", False),
-        ("cache", {"emptyDir": {}}, CACHE_PATH, False),
-        ("runs", runs, request.ckpt_path, False),
-    ]
-    for number, (claim, path, is_read) in enumerate(request.mount):
-        source = {"claimName": claim} | ({"readOnly": True} if is_read else {})
-        found.append((f"mount-{number}", {"persistentVolumeClaim": source}, path, is_read))
-    if request.config_map:
-        source = {"name": _named(request, "config", request.config_text)}
-        found.append(("config", {"configMap": source}, CONFIG_PATH, True))
-    if request.has_token:
-        source = _filled(_FRAGMENTS["token_volume"], {"token_name": _token_name(request)})
-        found.append(("token", {"secret": source}, TOKEN_PATH, True))
-    return [
-        ({"name": name, **source}, {"name": name, "mountPath": path} | ({"readOnly": True} if is_read else {}))
-        for name, source, path, is_read in found
-    ]
