@@ -259,38 +259,6 @@ def rdma(text: str) -> tuple[str, int]:
     return name, count(number or "1")
 
 
-def label(text: str) -> tuple[str, str]:
-    """A label and its value."""
-    return _pair(text, f"{_QUALIFIED_NAME}={_LABEL_VALUE}", "LABEL=VALUE")
-
-
-def own_label(text: str) -> tuple[str, str]:
-    """A label that is not ours."""
-    return _not_ours(label(text))
-
-
-def annotation(text: str) -> tuple[str, str]:
-    """An annotation, whose value may be any text, and that is not ours."""
-    return _not_ours(_pair(text, f"{_QUALIFIED_NAME}=.*", "KEY=VALUE on one line"))
-
-
-def variable(text: str) -> tuple[str, str]:
-    """A variable and its value, neither secret nor the launcher's own."""
-    name, value = _pair(text, r"[A-Za-z_][A-Za-z0-9_]*=.*", "NAME=VALUE on one line")
-    if looks_like_a_secret(name):
-        raise argparse.ArgumentTypeError(f"{name}: {SECRET_IS_SHOWN}")
-    if name in OF_THE_LAUNCHER:
-        raise argparse.ArgumentTypeError(f"{name}: the launcher sets it")
-    return name, value
-
-
-def _pair(text: str, pattern: str, what: str) -> tuple[str, str]:
-    name, _, value = text.partition("=")
-    if not re.fullmatch(pattern, text) or not value.isprintable():
-        raise _refuse(text, what)
-    return name, value
-
-
 # Labels and annotations that decide what our own objects mean to each other.
 _OURS: Final = (
     "app.kubernetes.io/name",
@@ -303,10 +271,35 @@ _OURS: Final = (
 )
 
 
-def _not_ours(pair: tuple[str, str]) -> tuple[str, str]:
-    if pair[0].startswith(_OURS):
-        raise argparse.ArgumentTypeError(f"{pair[0]}: the launcher sets it")
-    return pair
+def _pair(pattern: str, what: str, *, may_be_ours: bool = False) -> Callable[[str], tuple[str, str]]:
+    """A reader of a name and its value, which fit a pattern together; `what` completes "... is not"."""
+
+    def read(text: str) -> tuple[str, str]:
+        name, _, value = text.partition("=")
+        if not re.fullmatch(pattern, text) or not value.isprintable():
+            raise _refuse(text, what)
+        if name.startswith(_OURS) and not may_be_ours:
+            raise argparse.ArgumentTypeError(f"{name}: the launcher sets it")
+        return name, value
+
+    return read
+
+
+_LABEL: Final = f"{_QUALIFIED_NAME}={_LABEL_VALUE}"
+label: Final = _pair(_LABEL, "LABEL=VALUE", may_be_ours=True)
+own_label: Final = _pair(_LABEL, "LABEL=VALUE")
+annotation: Final = _pair(f"{_QUALIFIED_NAME}=.*", "KEY=VALUE on one line")
+_variable: Final = _pair(r"[A-Za-z_][A-Za-z0-9_]*=.*", "NAME=VALUE on one line")
+
+
+def variable(text: str) -> tuple[str, str]:
+    """A variable and its value, neither secret nor the launcher's own."""
+    name, value = _variable(text)
+    if looks_like_a_secret(name):
+        raise argparse.ArgumentTypeError(f"{name}: {SECRET_IS_SHOWN}")
+    if name in OF_THE_LAUNCHER:
+        raise argparse.ArgumentTypeError(f"{name}: the launcher sets it")
+    return name, value
 
 
 @dataclass(frozen=True)
@@ -343,7 +336,7 @@ class JobRequest:
     @property
     def on_cpu(self) -> bool:
         """Check whether there are no GPUs."""
-        return not self.gpus
+        return self.gpus == 0
 
     @property
     def ranks(self) -> int:
@@ -354,6 +347,21 @@ class JobRequest:
     def cluster(self) -> Cluster:
         """The cluster that the nodes make."""
         return Cluster(num_hosts=self.nodes, devices_per_host=self.ranks, device="cpu" if self.on_cpu else "cuda")
+
+    def refuse_mistakes(self, command: str, more: Sequence[tuple[object, str]]) -> None:
+        """Raise a UsageError where options contradict each other, or lack one: those of both commands, or `more`."""
+        own = (
+            (not self.words, "name a run config, for example ds_configs/quickstart.yaml"),
+            (
+                self.gpus is None and not self.on_cpu,
+                "give the GPUs of each with --gpus G; --gpus 0 --ranks_per_node N for none",
+            ),
+            (
+                self.ranks_per_node and self.gpus and self.ranks_per_node != self.gpus,
+                "with GPUs there is one rank to each; leave --ranks_per_node out",
+            ),
+        )
+        refuse(command, (*own, *more))
 
     def refuse_secrets(self, command: str) -> None:
         """Raise a UsageError where a setting, or the config that is sent along, holds what looks like a secret."""

@@ -107,16 +107,8 @@ def main(words: Sequence[str]) -> int:
         StorageError: `--out` cannot be written.
     """
     request = parse(SlurmRequest, words, command="launch slurm", description="Print the batch script of a run.")
-    mistakes = (
-        (not request.words, "name a run config, for example ds_configs/quickstart.yaml"),
-        (request.gpus is None, "give the GPUs of a node with --gpus G; --gpus 0 --ranks_per_node N for none"),
-        (
-            request.ranks_per_node and request.gpus,
-            "with GPUs there is one rank to each; leave --ranks_per_node out",
-        ),
-        (request.min_nodes > request.nodes, f"--min_nodes {request.min_nodes} is more than --nodes"),
-    )
-    refuse("launch slurm", mistakes)
+    too_many = f"--min_nodes {request.min_nodes} is more than --nodes"
+    request.refuse_mistakes("launch slurm", [(request.min_nodes > request.nodes, too_many)])
     path, *overrides = request.words
     config = load_run(path, overrides).config
     request.refuse_secrets("launch slurm")

@@ -135,7 +135,7 @@ def test_a_job_that_comes_again_does_not_go_back_to_one_place(
     [
         (["--nodes", "7", "--gpus", "1"], errors.EXIT_CONFIG, "[batch-not-divisible]"),
         ([], errors.EXIT_USAGE, "--gpus G"),
-        (["--gpus", "2", "--ranks_per_node", "2"], errors.EXIT_USAGE, "one rank to each"),
+        (["--gpus", "2", "--ranks_per_node", "3"], errors.EXIT_USAGE, "one rank to each"),
         (["--gpus", "1", "--partition", "a\n#SBATCH --wrap=x"], errors.EXIT_USAGE, "one plain word"),
         (["--gpus", "1", "--name", "$(id)"], errors.EXIT_USAGE, "one plain word"),
         (["--gpus", "1", "--time", "soon"], errors.EXIT_USAGE, "a time such as"),

@@ -37,8 +37,7 @@ def main(words: Sequence[str]) -> int:
     request = parse(K8sRequest, words, command="launch k8s", description=about)
     if request.lint:
         return _lint(request.words, as_json=request.json)
-    if not request.words:
-        raise UsageError("launch k8s: name a run config, for example ds_configs/quickstart.yaml")
+    request.refuse_contradictions()
     text = _render(request, words)
     before = os.umask(0o077)  # there may be a secret in it
     try:
@@ -56,7 +55,6 @@ def _render(request: K8sRequest, words: Sequence[str]) -> str:
     request = replace(request, restarts=restarts, max_restarts=max_restarts, token=token_hex(32))
     if request.ckpt_pvc and request.restarts:  # without a claim nothing but that path outlives a pod
         refuse_one_start(config, place="launch k8s --ckpt_pvc", once="with --restarts 0")
-    request.refuse_contradictions()
     is_set = last_setting(request.overrides, "run.output_dir") is not None
     added = [] if is_set else [f"run.output_dir={request.ckpt_path}"]
     added += resume_setting(request.overrides, config) if request.ckpt_pvc else []

@@ -65,7 +65,8 @@ def broken(kind: str, work: Workload) -> Findings:
 def _of_check(check: Mapping[str, Any], work: Workload) -> Findings:
     def is_there(part: str, *keys: str) -> bool:
         found = getattr(work, part)
-        return found is not None and (not keys or found.get(*keys) not in (None, False, ""))
+        value = found.get(*keys) if found and keys else found
+        return value is not None and value is not False
 
     wanted = getattr(work, check["of"]) if "of" in check else check.get("is")
     part, *keys = check["at"]
@@ -80,8 +81,8 @@ def _of_check(check: Mapping[str, Any], work: Workload) -> Findings:
         value = place.get()
         if "of" in check:
             is_right = str(value) == str(wanted)
-        elif "lacks" in check:
-            is_right = check["lacks"] not in str(value)
+        elif "has" in check or "lacks" in check:
+            is_right = check.get("has", "") in str(value) and check.get("lacks", "\n") not in str(value)
         elif "least" in check:
             is_right = (_number(value) or 0) >= check["least"]
         else:
@@ -174,15 +175,10 @@ def _disruption(work: Workload) -> Findings:
 
 @rule
 def _retries(work: Workload) -> Findings:
-    if not work.job or work.job.get("backoffLimitPerIndex") is not None or work.job.get("backoffLimit") == 0:
-        return
-    place = work.job.at("backoffLimit")
-    if work.jobset:
-        reason = "one pod alone would start again, beside peers that have ended"
-        yield place, reason, "backoffLimit: 0, and failurePolicy.maxRestarts counts; or backoffLimitPerIndex"
-    elif work.num_nodes > 1:
+    is_counted = work.job and work.job.get("backoffLimitPerIndex") is None and work.job.get("backoffLimit") != 0
+    if work.job and is_counted and not work.jobset and work.num_nodes > 1:
         reason = f"one crash ends all {work.num_nodes} pods, and each doubles the wait of all, up to ten minutes"
-        yield place, reason, "backoffLimitPerIndex: RESTARTS, maxFailedIndexes: 0"
+        yield work.job.at("backoffLimit"), reason, "backoffLimitPerIndex: RESTARTS, maxFailedIndexes: 0"
 
 
 @rule
@@ -193,14 +189,6 @@ def _jobset_policy(work: Workload) -> Findings:
         reason = f"a job that ended with {missing[0]} would start again until maxRestarts"
         fix = f"rules: [{{name: refused, action: FailJobSet, onJobFailureReasons: [{', '.join(FINAL_REASONS)}]}}]"
         yield work.jobset.at("failurePolicy"), reason, fix
-
-
-@rule
-def _deadline(work: Workload) -> Findings:
-    place = (work.job or work.head.at("spec")).at("activeDeadlineSeconds")
-    if not _number(place.get()) and not _number(work.head.get("spec", "activeDeadlineSeconds")):
-        reason = "stopped and evicted pods start again without end"
-        yield place, reason, "activeDeadlineSeconds: the longest the job may take"
 
 
 # Names, Service, ports and interfaces: nodes find each other.
@@ -228,7 +216,7 @@ def _selector(work: Workload) -> Findings:
 
 @rule
 def _master_addr(work: Workload) -> Findings:
-    given = work.option("--master_addr", "--master-addr")
+    given = work.option("master_addr")
     pod, _, domain = work.master.partition(".")
     hosts = [f"{pod}.{each}" for each in (domain, *(found.manifest.name for found in work.objects("Service")))]
     if work.num_nodes and not any(given == host or given.startswith(f"{host}.") for host in hosts):
@@ -238,7 +226,7 @@ def _master_addr(work: Workload) -> Findings:
 
 @rule
 def _ports(work: Workload) -> Findings:
-    text = work.option("--master_port", "--master-port")
+    text = work.option("master_port")
     if not work.num_nodes or not text.isdecimal():
         return
     ranks, agents = int(text), int(text) + 1
@@ -309,7 +297,7 @@ def _grace(work: Workload) -> Findings:
     needed = int(budget) if isinstance(budget, str) and budget.isdecimal() else 60
     place = work.pod.at("terminationGracePeriodSeconds")
     seconds = place.get()
-    given = work.option("--grace_seconds", "--grace-seconds")
+    given = work.option("grace_seconds")
     if not isinstance(seconds, int) or seconds < needed:
         yield place, f"a step and a save take {needed} s, then comes SIGKILL", f"{needed + 60}"
     elif given.isdecimal() and int(given) >= seconds:
@@ -356,9 +344,6 @@ def _ipc_lock(work: Workload) -> Findings:
 
 @rule
 def _privileges(work: Workload) -> Findings:
-    security = work.container.at("securityContext")
-    if "ALL" not in security.words("capabilities", "drop"):
-        yield security.at("capabilities"), "training needs no capabilities", "drop: [ALL]"
     if _setting(work, "runAsNonRoot") is not True and _setting(work, "runAsUser") != 0:
         fix = "runAsNonRoot: true and runAsUser, or an explicit runAsUser: 0"
         yield work.pod.at("securityContext"), "the image decides whether this is root", fix
@@ -380,7 +365,7 @@ def _literal_secret(work: Workload) -> Findings:
 def _token(work: Workload) -> Findings:
     if work.num_nodes < 2 or any(part.get("name") == "DSF_TOKEN" for part in work.variables()):
         return
-    path, place = work.option("--token_file", "--token-file"), work.program.at("command")
+    path, place = work.option("token_file"), work.program.at("command")
     volume = work.volume(path) if path else None
     if volume is None or not volume.mapping().keys() & {"secret", "csi", "projected"}:
         reason = f"--token_file {path or 'is left out'}: agents would take anybody for a node"

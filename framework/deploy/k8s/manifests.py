@@ -173,24 +173,24 @@ class Workload:
         return _command(self.program)
 
     def option(self, *names: str) -> str:
-        """The value of an option in the command; empty if it is not there."""
+        """The value of an option in the command, in either spelling; empty if it is not there."""
         words = self.command
-        for index, word in enumerate(words):
-            given, equals, value = word.partition("=")
-            if given in names:
-                return value if equals else "".join(words[index + 1 : index + 2])
+        for word, value in zip(words, [*words[1:], ""], strict=False):
+            given, equals, own = word.partition("=")
+            if given.startswith("--") and given[2:].replace("-", "_") in names:
+                return own if equals else value
         return ""
 
     @property
     def num_nodes(self) -> int:
         """Pods that the command expects, those in reserve included; 0 if it does not say."""
-        nodes = _number(self.option("--nnodes", "--num_nodes"))
-        return nodes and nodes + _number(self.option("--spares"))
+        nodes = _number(self.option("nnodes", "num_nodes"))
+        return nodes and nodes + _number(self.option("spares"))
 
     @property
     def num_ranks(self) -> int:
         """Ranks that the command starts in each pod; 0 if it does not say."""
-        return _number(self.option("--num_gpus", "--num-gpus", "--nproc-per-node", "--nproc_per_node"))
+        return _number(self.option("num_gpus", "nproc_per_node"))
 
     @property
     def headless(self) -> Part | None:

@@ -80,15 +80,11 @@ BUDGET_ANNOTATION: Final = "dsf-trainer/save-budget-seconds"
 JOB_NAME_LABEL: Final = "batch.kubernetes.io/job-name"
 JOBSET_NAME_LABEL: Final = "jobset.sigs.k8s.io/jobset-name"
 CACHE_VARIABLES: Final = ("HOME", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-_ABOUT_RDMA: Final = """\
-RDMA pins memory. The container runtime must allow that (LimitMEMLOCK=infinity):
-IPC_LOCK does nothing for a user other than root."""
-
 _EMPTY: Final[tuple[Any, ...]] = (None, "", {}, [])
 _TEXT: Final = Path(__file__).with_name("objects.yaml").read_text(encoding="utf-8")
 _OBJECTS: Final = yaml.safe_load(_TEXT)
-# Key of a manifest -> the comment above it.
-_REASONS: Final = {key: reason for reason, key in re.findall(r"(?m)^ +# (.+)\n +(\w+)(?: (?:if|unless) \w+)?:", _TEXT)}
+# What is above a key of a manifest: comments, each with the name of what must be so for it, or none.
+_REASON: Final = re.compile(r"(?m)^((?: +# .+\n)+) +(\w+)")
 
 
 def manifest(request: K8sRequest, *, heading: str) -> str:
@@ -109,8 +105,7 @@ def manifest(request: K8sRequest, *, heading: str) -> str:
         request.kind: True,
     }
     found = [values.filled(_OBJECTS[name]) for name, is_in in is_printed.items() if is_in]
-    reasons = {key: re.sub(r"\$(\w+)", lambda name: str(values[name[1]]), text) for key, text in _REASONS.items()}
-    return write_yaml(found, heading=heading, reasons=reasons)
+    return write_yaml(found, heading=heading, reasons=dict(map(values.reason, _REASON.finditer(_TEXT))))
 
 
 class _Values(dict[str, Any]):
@@ -148,8 +143,7 @@ class _Values(dict[str, Any]):
             is_not_root=user != 0,
             may_pin=request.rdma and user == 0,
             no_account=not (request.runtime or request.service_account),
-            about_rdma=_ABOUT_RDMA if request.rdma and user else "",
-            about_ports="Of this job alone: it is a port of the node." if request.host_network else "",
+            may_not_pin=request.rdma and user != 0,
             agent_port=request.port + 1,
             config_map_name=_named(request, "config", request.config_text),
             config_key=_config_key(request),
@@ -189,6 +183,12 @@ class _Values(dict[str, Any]):
             parts = (value if str(item).startswith("$*") else [value] for item, value in found)
             return [value for part in parts for value in part if value not in _EMPTY]
         return dict(self._pairs(node)) if isinstance(node, dict) else node
+
+    def reason(self, found: re.Match[str]) -> tuple[str, str]:
+        """A key, and the comment above it."""
+        lines = re.findall(r"# (?:if (\w+): )?(.+)", found[1])
+        text = "\n".join(line for condition, line in lines if not condition or self[condition])
+        return found[2], re.sub(r"\$(\w+)", lambda name: str(self[name[1]]), text)
 
     def _pairs(self, node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for key, item in node.items():

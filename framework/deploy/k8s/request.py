@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from framework.deploy import options
-from framework.deploy.options import JobRequest, option, parse_quantity, refuse
+from framework.deploy.options import JobRequest, option, parse_quantity
 from framework.launch.hosts.topology import DEFAULT_PORT
 
-# Kubeflow's torch runtimes call the job and its container so; JobSet takes any name.
-REPLICATED_JOB: Final = "node"
 # What the kubelet gives a pod beyond one step and one save: start of the signal, last words, unmounting.
 _GRACE_MARGIN_SECONDS: Final = 60
 _LAST_WORD_SECONDS: Final = 30
@@ -112,7 +110,7 @@ class K8sRequest(JobRequest):
     @property
     def on_cpu(self) -> bool:
         """Check whether the pods have no GPUs."""
-        return self.device == "cpu" or self.gpus == 0
+        return self.device == "cpu" or super().on_cpu
 
     @property
     def has_token(self) -> bool:
@@ -167,7 +165,7 @@ class K8sRequest(JobRequest):
     @property
     def master_addr(self) -> str:
         """Name of the pod with node rank 0, as DNS knows it; the domain is the Service, which is called as the job."""
-        return f"{self.name}-{'' if self.kind == 'job' else f'{REPLICATED_JOB}-0-'}0.{self.name}"
+        return f"{self.name}-{'' if self.kind == 'job' else 'node-0-'}0.{self.name}"
 
     @property
     def annotations(self) -> dict[str, str]:
@@ -184,6 +182,7 @@ class K8sRequest(JobRequest):
         Raises:
             UsageError: they do.
         """
+        config = "".join(self.words[:1])
         own_only = {
             "--env_secret": self.env_secret,
             "--scheduler": self.scheduler,
@@ -195,15 +194,7 @@ class K8sRequest(JobRequest):
         taken = ", ".join(path for path, count in paths.items() if count > 1)
         pairs = (
             (not self.image, "name the image with --image, for example --image registry.example/team/train:1"),
-            (
-                self.gpus is None and not self.on_cpu,
-                "give the GPUs of a pod with --gpus G, or --device cpu --ranks_per_node N",
-            ),
             (self.on_cpu and (self.gpus or self.device == "cuda"), "--gpus and --device contradict each other"),
-            (
-                self.ranks_per_node and not self.on_cpu and self.ranks_per_node != self.gpus,
-                "with GPUs there is one rank to each; leave --ranks_per_node out",
-            ),
             (self.ckpt_size and not self.ckpt_pvc, "--ckpt_size needs the claim's name, --ckpt_pvc"),
             (self.storage_class and not self.ckpt_size, "--storage_class is of a claim that --ckpt_size describes"),
             (self.runtime and self.kind != "trainjob", "--runtime goes with --kind trainjob"),
@@ -214,8 +205,8 @@ class K8sRequest(JobRequest):
             ),
             (self.runtime and idle, f"a TrainJob cannot write {idle} into another's runtime; leave --runtime out"),
             (self.grace and self.grace < self.save_seconds, "--grace is shorter than --save_seconds"),
-            (self.config_map and not Path(self.config).is_file(), f"--config_map: there is no file {self.config}"),
+            (self.config_map and not Path(config).is_file(), f"--config_map: there is no file {config}"),
             (taken, f"--mount: two volumes at {taken}; mount each somewhere else"),
             (self.queue and self.scheduler, "--queue is Kueue's, which starts all pods or none; leave --scheduler out"),
         )
-        refuse("launch k8s", pairs)
+        self.refuse_mistakes("launch k8s", pairs)
