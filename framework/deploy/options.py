@@ -38,9 +38,7 @@ def option(
         text: for the help.
         metavar: how the help calls its value.
         read: makes the value out of a word, or raises ArgumentTypeError.
-        default: where it is not given.
         many: it may be given as often as needed, and the field holds all values.
-        choices: the values that there are.
     """
     if choices:
         return field(default=default, metadata={"choices": choices, "help": text})

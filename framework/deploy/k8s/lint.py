@@ -151,11 +151,9 @@ def _exit_codes(work: Workload) -> Findings:
         ("Ignore", NOT_COUNTED, NEVER_RETRY, "a run that was stopped is no failure"),
     )
     for action, codes, others, why in pairs:
-        found: set[int | None] = set()
-        for rule in _failure_rules(work):
-            values = rule.get("onExitCodes", "values")
-            is_in = rule.get("action") == action and rule.get("onExitCodes", "operator") == "In"
-            found |= {_number(value) for value in values} if is_in and isinstance(values, list) else set()
+        rules = [rule.at("onExitCodes") for rule in _failure_rules(work) if rule.get("action") == action]
+        texts = {text for exits in rules if exits.get("operator") == "In" for text in exits.words("values")}
+        found = {int(text) for text in texts if text.isdecimal()}
         if not set(codes) <= found or found & set(others):
             listed = ", ".join(map(str, codes))
             yield place, f"{action} is for [{listed}]: {why}", f"action: {action}, onExitCodes values: [{listed}]"
