@@ -1,5 +1,5 @@
 """Options of ``launch k8s`` and ``launch slurm``: fields of a request, and what they may hold. Whatever could break a
-manifest or a script, or be read by whoever should not, is refused here.
+manifest or a script, or be read by others, is refused here.
 """
 
 from __future__ import annotations
@@ -119,19 +119,11 @@ def what_is_wrong_with_image(image: object) -> str:
 
 # Variables that say who a process is. Only the launcher knows it.
 OF_THE_LAUNCHER: Final = frozenset(
-    [
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "LOCAL_SIZE",
-        "NODE_RANK",
-        "NNODES",
-        "NPROC_PER_NODE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "JOB_COMPLETION_INDEX",
-    ]
+    re.findall(
+        r"\w+",
+        "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE LOCAL_SIZE NODE_RANK NNODES NPROC_PER_NODE MASTER_ADDR "
+        "MASTER_PORT JOB_COMPLETION_INDEX",
+    )
 )
 _SECRET: Final = re.compile(
     r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|(API|ACCESS|PRIVATE|SECRET|AUTH)_?KEY)(_|$)"

@@ -405,7 +405,8 @@ echo "life ${SLURM_RESTART_COUNT:-0} node $SLURM_NODEID cores $SLURM_CPUS_PER_TA
 [[ ${SLURM_RESTART_COUNT:-0} == 0 ]] || exit 0
 trap 'sleep $((SLURM_NODEID * 2)); echo "node $SLURM_NODEID saved"; exit 75' USR1 TERM
 while [[ $1 != --token_file ]]; do shift; done
-wc -c <"$2" >"started.$SLURM_NODEID"
+wc -c <"$2" >"size.$SLURM_NODEID"
+mv "size.$SLURM_NODEID" "started.$SLURM_NODEID"
 while [[ ! -e ends.$SLURM_NODEID ]]; do sleep 0.1; done
 exit "$(cat "ends.$SLURM_NODEID")"
 """

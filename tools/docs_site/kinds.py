@@ -45,7 +45,7 @@ _COMPUTED: Final[dict[str, tuple[str, str]]] = {
     "not-expressible": ("dslint", "a run config has no such key; remove it, or train with the JSON itself"),
     "secret-in-the-job": (
         "deploy",
-        "everybody who may read the job would read it; put it into a Secret, or export it in the shell that calls sbatch",
+        "everybody who may read the job would read it; put it into a Secret, or export it where sbatch is called",
     ),
     "slots-differ": ("doctor", "nodes differ in it; give every host the same number and kind of devices"),
     "stages-unknown": (

@@ -109,7 +109,7 @@ def _notes(request: K8sRequest) -> list[str]:
         ),
         (
             request.makes_token,
-            "it holds the token of the job, for which whoever reads it can pass for a pod; --token_secret S names a "
+            "it holds the token of the job, with which any reader of it can pass for a pod; --token_secret S names a "
             "Secret that is there [k8s-token-inside]",
         ),
         (
