@@ -143,7 +143,6 @@ def script(request: SlurmRequest, *, made_by: str) -> str:
         "srun": "--no-kill " * request.outlives_nodes,
         "log": request.log,
         "command": shlex.join(words),
-        "nnodes": f'"$((SLURM_JOB_NUM_NODES - {request.spares}))"' if request.spares else '"$SLURM_JOB_NUM_NODES"',
         "ranks": request.ranks,
         "grace": request.signal_seconds - min(_LAST_WORD_SECONDS, request.signal_seconds // 5),
         "spares": "".join(f" --{name} {value}" for name, value in of_losses.items() if value),

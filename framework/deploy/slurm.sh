@@ -39,7 +39,7 @@ on_request() {
 # with @stopped@. Should an agent hang all the same, --wait ends it. What srun itself says is kept apart from the nodes' output.
 srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=@wait@ @srun@--label --output=@log@ --open-mode=append \
     @command@ \
-    --nnodes @nnodes@ --num_gpus @ranks@ --master_addr "$master" --master_port "$port" \
+    --nnodes "$SLURM_JOB_NUM_NODES" --num_gpus @ranks@ --master_addr "$master" --master_port "$port" \
     --token_file "$kept/token" --grace_seconds @grace@@spares@ 2>"$kept/srun" &
 step=$!
 # A request that came before is told as soon as srun can take it.

@@ -184,7 +184,7 @@ def test_agents_that_start_ranks_again_are_waited_for(capsys: pytest.CaptureFixt
     assert "#SBATCH --nodes=3\n" in text
     assert "#SBATCH --no-kill\n" in text
     assert " --wait=0 --no-kill " in text
-    assert '--nnodes "$((SLURM_JOB_NUM_NODES - 1))" ' in text
+    assert '--nnodes "$SLURM_JOB_NUM_NODES" ' in text
     assert " --spares 1 --min_nodes 1 2>" in text
 
 
