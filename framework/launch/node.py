@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from argparse import ArgumentTypeError
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -100,15 +100,8 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
         requests.hold(sys.stdin.buffer.fileno())
     devices = find_devices(os.environ).only(found.devices)
     hosts = read_hostfile(found.hostfile) if found.hostfile else ()
-    flags = {name: getattr(found, name) for name in ("nnodes", "node_rank", "master_addr", "master_port")}
-    flags["slots"], spelled = found.num_gpus, {"nnodes": found.nnodes_flag, "slots": found.num_gpus_flag}
-    topology = resolve_topology(flags, os.environ, hosts=hosts, default_slots=slots_here(devices), spelled=spelled)
-    is_alone = topology.nnodes == 1
-    topology = _without_spares(topology, spares=found.spares, min_nodes=found.min_nodes)
-    # Where a port was given, a job that is still ending may hold it: rank 0 says so, with a code that platforms retry.
-    if is_alone and topology.sources["master_port"] == "default":
-        sources = {**topology.sources, "master_port": "a free one"}
-        topology = replace(topology, master_port=free_port(), sources=sources)
+    topology = _topology(found, devices, hosts)
+    is_alone = topology.nnodes + found.spares == 1
     job = check_node(found.config, found.words, topology, devices, deepspeed_config=found.deepspeed_config)
     if not found.from_stdin:  # who started it through ssh has told them, once for all hosts
         job.print_notes(is_supervised=True)
@@ -132,14 +125,6 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
     environment = {**os.environ, **added}
     from framework.launch.rendezvous.handshake import node_facts
 
-    def fits(count: int) -> bool:
-        with suppress(ConfigError):
-            if count >= (found.min_nodes or topology.nnodes):
-                fewer = replace(topology, nnodes=count)
-                check_node(found.config, found.words, fewer, devices, deepspeed_config=found.deepspeed_config)
-                return True
-        return False
-
     # Who started it through ssh starts all again by himself.
     is_supervised = job.config.supervision.max_restarts and not found.from_stdin
     looks = not is_alone and not found.no_preflight
@@ -153,7 +138,7 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
         look=_preflight(job, topology, devices, environment) if looks else None,
         spares=found.spares,
         restarts=Restarts(job.config) if is_supervised else None,
-        fits=fits,
+        fits=partial(_fits, found, topology, devices),
     )
 
     return run_node(
@@ -165,6 +150,28 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
         facts={} if is_alone else node_facts(job.config),
         requests=requests,
     ).code
+
+
+def _topology(found: Namespace, devices: LocalDevices, hosts: Sequence[Host]) -> Topology:
+    flags = {name: getattr(found, name) for name in ("nnodes", "node_rank", "master_addr", "master_port")}
+    flags["slots"], spelled = found.num_gpus, {"nnodes": found.nnodes_flag, "slots": found.num_gpus_flag}
+    topology = resolve_topology(flags, os.environ, hosts=hosts, default_slots=slots_here(devices), spelled=spelled)
+    # Where a port was given, a job that is still ending may hold it: rank 0 says so, with a code that platforms retry.
+    if topology.nnodes == 1 and topology.sources["master_port"] == "default":
+        sources = {**topology.sources, "master_port": "a free one"}
+        topology = replace(topology, master_port=free_port(), sources=sources)
+    return _without_spares(topology, spares=found.spares, min_nodes=found.min_nodes)
+
+
+def _fits(found: Namespace, topology: Topology, devices: LocalDevices, count: int) -> bool:
+    """Check whether the job may go on with so many nodes, and can."""
+    if count < (found.min_nodes or topology.nnodes):
+        return False
+    with suppress(ConfigError):
+        fewer = replace(topology, nnodes=count)
+        check_node(found.config, found.words, fewer, devices, deepspeed_config=found.deepspeed_config)
+        return True
+    return False
 
 
 def _without_spares(topology: Topology, *, spares: int, min_nodes: int | None) -> Topology:

@@ -50,7 +50,7 @@ _KEPT: Final = ("DSF_AGENT", "DSF_WORLD_SIZE", "DSF_TERMINATION_LOG")
 # A silent host is given up one interval after the last of three questions: within 16 s, so that all is over within 20.
 _OPTIONS: Final = shlex.split(
     "-o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=4 -o ServerAliveCountMax=3 -o ControlMaster=no "
-    "-o ControlPath=none -T"
+    "-o ControlPath=none -o ForwardAgent=no -o ForwardX11=no -o ClearAllForwardings=yes -T"
 )
 _ASKS: Final = re.compile(r"(-o)?\s*batchmode[\s=]+(?!yes)", re.IGNORECASE)
 _REPORTED: Final = 3  # commands of agents that are printed

@@ -173,9 +173,9 @@ class LeadPeers(Peers):
 
     def _pass_on(self) -> None:
         content: dict[str, Any] = {"epoch": self.epoch}
-        first, is_told = int(self._passed_on["failures"]), self._passed_on
-        content |= {"stop": self.stop} if self.stop and not is_told["stop"] else {}
-        content |= {"kill": True} if self.killed and not is_told["kill"] else {}
+        first, before = int(self._passed_on["failures"]), self._passed_on
+        content |= {"stop": self.stop} if self.stop and not before["stop"] else {}
+        content |= {"kill": True} if self.killed and not before["kill"] else {}
         content |= {"failures": list(map(asdict, self.failures[first:]))} if self.failures[first:] else {}
         self._passed_on = {"failures": len(self.failures), "stop": bool(self.stop), "kill": self.killed}
         while len(content) > 1 or self._ends:
