@@ -60,6 +60,7 @@ _FIRST_REPORT_SECONDS: Final = 2.0
 _SEE_OFF_SECONDS: Final = 2.0
 _LEAVE_SECONDS: Final = 10.0  # who has not heard by then how all have ended takes node 0 for lost
 _SWEEP_SECONDS: Final = 1.0
+_OCCUPIED: Final = "a node of its rank is connected"
 _LONGEST_REPORT: Final = 500
 _MOST_MISSED: Final = 8
 _MOST_NAMED: Final = 512  # nodes whose names all others get to know
@@ -315,8 +316,13 @@ class Coordinator:
             raise foreign()
         elif hello["job"] != session.hello["job"]:
             problem = Problem("other-job", "another job listens here", "give every job a --master_port of its own")
+        elif self._epoch and any(each.node == hello["node_rank"] for each in self._clients.present):
+            # Of a host that lost its power, say: silence ends the old connection, and then there is a place.
+            channel.send("later", why=_OCCUPIED)
+            raise ConnectionLost(_OCCUPIED)
         elif self._epoch:
-            problem = self._refused_later(client, hello)
+            found = disagreements([session.hello, hello], seen=set())
+            problem = next((each for each in found if each.severity == "error"), None)  # it alone is refused
         if problem is not None:
             problems = [problem.to_dict()]
             signed = proof(
@@ -334,13 +340,6 @@ class Coordinator:
             session.restarts.restore(hello.get("state"))
         self._clients.let_in(client, hello | {"ahead": clock})
         self._woken.set()
-
-    def _refused_later(self, client: Client, hello: Mapping[str, Any]) -> Problem | None:
-        """Reason not to take a node into a job that has trained: then it alone is refused, and not everybody."""
-        if any(each.node == hello["node_rank"] for each in self._clients.present):
-            return Problem("node-rank-duplicate", "a node of this rank is connected", "wait until it is gone")
-        found = disagreements([self._session.hello, hello], seen=set())
-        return next((each for each in found if each.severity == "error"), None)
 
     def _hear(self, client: Client, message: Message) -> None:
         kind = message["type"]

@@ -225,6 +225,8 @@ class Member:
             refusal = proof(token, role="nogo", nonces=nonces, content={"problems": answer.get("problems")})
             self._refused(answer, is_proven=is_proof(answer.get("proof"), refusal))
             raise ConnectionLost("whoever answers there refuses, and does not know the token")
+        if answer["type"] == "later":
+            raise ConnectionLost(reason_of(answer.get("why")))
         signed = proof(token, role="lead", nonces=nonces, content={})
         if answer["type"] != "welcome" or not is_proof(answer.get("proof"), signed):
             raise ConnectionLost("whoever answers there does not know the token")
@@ -298,8 +300,6 @@ class Member:
         """Without a proof it may be by anybody: believed only because it ends this node alone, and says why."""
         problems = _problems(message)
         is_known = any(problem.kind in ("token-refused", "node-rank-swapped") for problem in problems)
-        if any(problem.kind == "node-rank-duplicate" for problem in problems) and self._session.state:
-            raise ConnectionLost("this node's last connection is not found lost yet")
         if is_proven or is_known:
             raise ConfigError(problems)
 

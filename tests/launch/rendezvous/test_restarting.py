@@ -137,6 +137,27 @@ def test_a_new_node_0_goes_on_with_what_the_others_know(tmp_path: Path) -> None:
     run(case())
 
 
+def test_a_node_that_comes_back_before_it_is_missed_waits_for_its_place(tmp_path: Path) -> None:
+    """Its host lost the power, and the old connection is silent, not closed."""
+
+    async def case() -> None:
+        async with coordinating(2, token=TOKEN, restarts=restarts(tmp_path)) as (lead, port, beginning):
+            silent = await enter(port, 1)
+            start = await beginning
+            returned = Member(session(1, port=port - 1, token=TOKEN))
+            coming = asyncio.ensure_future(returned.begin())
+            await asyncio.wait({coming}, timeout=1.5)
+            assert not coming.done()
+            await leave(silent, start)
+            assert (await lead.verdict(LOST)).is_again
+            again = asyncio.ensure_future(lead.begin())
+            assert (await coming).peers.epoch == 2
+            await again
+            await returned.close()
+
+    run(case())
+
+
 @pytest.mark.parametrize("state", [{"number": 99}, {"number": "4", "idle": 1, "last": "", "words": []}, [], None])
 def test_what_is_no_state_of_restarts_changes_nothing(tmp_path: Path, state: object) -> None:
     kept = restarts(tmp_path)
