@@ -103,6 +103,8 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
     topology = _topology(found, devices, hosts)
     is_alone = topology.nnodes + found.spares == 1
     job = check_node(found.config, found.words, topology, devices, deepspeed_config=found.deepspeed_config)
+    if (found.spares or found.min_nodes) and not job.config.supervision.max_restarts:
+        raise UsageError("launch node: --spares and --min_nodes are for restarts: set supervision.max_restarts")
     if not found.from_stdin:  # who started it through ssh has told them, once for all hosts
         job.print_notes(is_supervised=True)
     if unused := unused_gpus(devices, os.environ):
@@ -185,7 +187,10 @@ def _without_spares(topology: Topology, *, spares: int, min_nodes: int | None) -
         return topology
     if topology.node_rank >= trained:
         print_line(f"node {topology.node_rank} is a spare: it waits for the place of one that is lost")
-    sources = {**topology.sources, "nnodes": f"{topology.sources.get('nnodes', 'given')}, less {spares} spares"}
+    sources = {
+        **topology.sources,
+        "nnodes": f"{topology.sources.get('nnodes', 'given')}, less {counted(spares, 'spare')}",
+    }
     return replace(topology, nnodes=trained, sources=sources)
 
 

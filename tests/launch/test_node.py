@@ -267,6 +267,32 @@ def test_one_of_several_nodes_does_not_train_alone(
 
 
 @pytest.mark.parametrize(
+    ("words", "reported"),
+    [
+        (["--spares", "2"], "of 2 nodes none would train"),
+        (["--spares", "1", "--min_nodes", "2"], "1 node would train"),
+        (["--spares", "1"], "set supervision.max_restarts"),
+        (["--min_nodes", "1"], "set supervision.max_restarts"),
+    ],
+)
+def test_nodes_that_cannot_take_a_place_are_refused(words: list[str], reported: str, config: str) -> None:
+    place = ["--nnodes", "2", "--node_rank", "0", "--master_addr", "127.0.0.1", "--num_gpus", "1", "--dry_run"]
+    with pytest.raises(UsageError, match=reported):
+        launch(["node", config, *place, *words])
+
+
+def test_a_spare_takes_the_number_behind_those_that_train(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    place = ["--nnodes", "3", "--node_rank", "2", "--master_addr", "127.0.0.1", "--num_gpus", "1", "--dry_run"]
+    assert launch(["node", config, *place, "--spares", "1", "supervision.max_restarts=3"]) == 0
+    stated = capsys.readouterr()
+    assert "launch: node 2 is a spare" in stated.err
+    assert "world size  2 = 2 nodes x 1 rank" in stated.out
+
+
+@pytest.mark.parametrize(
     ("words", "reported"), [(["--nnodes", "2"], "name a run config"), (["a=1"], "a=1 is a setting")]
 )
 def test_a_wrong_command_line(words: list[str], reported: str) -> None:
