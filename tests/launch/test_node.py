@@ -275,15 +275,19 @@ def test_one_of_several_nodes_does_not_train_alone(
         (["--min_nodes", "1"], "set supervision.max_restarts"),
     ],
 )
-def test_nodes_that_cannot_take_a_place_are_refused(words: list[str], reported: str, config: str) -> None:
+def test_nodes_that_cannot_take_a_place_are_refused(
+    words: list[str], reported: str, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     place = ["--nnodes", "2", "--node_rank", "0", "--master_addr", "127.0.0.1", "--num_gpus", "1", "--dry_run"]
     with pytest.raises(UsageError, match=reported):
         launch(["node", config, *place, *words])
 
 
 def test_a_spare_takes_the_number_behind_those_that_train(
-    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     place = ["--nnodes", "3", "--node_rank", "2", "--master_addr", "127.0.0.1", "--num_gpus", "1", "--dry_run"]
     assert launch(["node", config, *place, "--spares", "1", "supervision.max_restarts=3"]) == 0
