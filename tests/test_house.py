@@ -23,7 +23,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "plan": (316, 32),
     "checkpoint": (191, 19),
     "train": (93, 13),
-    "launch": (241, 27),
+    "launch": (243, 27),
     "doctor": (99, 12),
     "report": (121, 13),
     "commands": (198, 29),

@@ -279,6 +279,7 @@ def run_node(
 async def _run(session: Session, terms: NodeOptions, ranks: Callable[[Start], Ranks]) -> JobEnd:
     from framework.launch.agent import run_attempt
     from framework.launch.rendezvous.door import join
+    from framework.launch.rendezvous.session import JobOver
 
     with ExitStack() as stack:
         if terms.look is not None:
@@ -286,7 +287,11 @@ async def _run(session: Session, terms: NodeOptions, ranks: Callable[[Start], Ra
         job = await join(session)
         try:
             while True:
-                start = await job.begin()
+                try:
+                    start = await job.begin()
+                except JobOver as over:
+                    print_line(str(over))
+                    return JobEnd(over.code, str(over))
                 stack.close()  # the marks of this node's look at itself
                 started = ranks(start)
                 code, line, cause = await run_attempt(

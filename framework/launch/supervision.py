@@ -147,6 +147,11 @@ def supervised(config: RunConfig, requests: StopRequests, start: Callable[[tuple
         requests.wait(again.seconds)
 
 
+def is_final(code: int) -> bool:
+    """Check whether no other start follows this exit code, whatever is allowed."""
+    return code in _FINAL
+
+
 def in_place(given: Sequence[str], words: Sequence[str]) -> tuple[str, ...]:
     """The words of a command line with further settings, in the place of what it says of the same keys."""
     keys = {word.partition("=")[0] for word in words}

@@ -186,10 +186,8 @@ class Coordinator:
         body = body_of("go", **go, **_names(hosts))
         for client in chosen:
             self._send(client, body)
-        waiting = body_of("waiting", text="training; this node waits as a spare")
-        for client in self._clients.present:
-            if client not in chosen:
-                self._send(client, waiting)
+        for client in [each for each in self._clients.present if each not in chosen]:
+            self._send(client, body_of("idle"))
         self._clients.close_unknown()
         if session.restarts is None and self._server is not None:
             self._server.close()
@@ -339,6 +337,8 @@ class Coordinator:
         if session.restarts is not None:
             session.restarts.restore(hello.get("state"))
         self._clients.let_in(client, hello | {"ahead": clock})
+        if self._peers is not None:
+            channel.send("idle")
         self._woken.set()
 
     def _hear(self, client: Client, message: Message) -> None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, NoReturn, TypeVar
 
-from framework.errors import MISSING, ConfigError, PeerLostError, Problem, RunStopped
+from framework.errors import EXIT_PEER_LOST, MISSING, ConfigError, PeerLostError, Problem, RunStopped
 from framework.launch.job import print_line
 from framework.launch.rendezvous.channel import (
     PROTOCOL,
@@ -45,11 +45,12 @@ from framework.launch.rendezvous.session import (
     LOOK_SECONDS,
     RUNNING_BEAT_SECONDS,
     SILENCE_SECONDS,
+    JobOver,
     Session,
     Start,
     Verdict,
 )
-from framework.launch.supervision import JobEnd
+from framework.launch.supervision import JobEnd, is_final
 
 _DIAL_AGAIN_SECONDS: Final = 1.0
 _NO_AGENT_SECONDS: Final = 20.0
@@ -100,6 +101,7 @@ class Member:
 
         Raises:
             ConfigError, PeerLostError, RunStopped: there is no start.
+            JobOver: the job has ended without this node.
         """
         self._session.begin_wait()
         while True:
@@ -127,20 +129,19 @@ class Member:
 
     async def verdict(self, end: JobEnd) -> Verdict:
         """Wait for what node 0 decides about another start; one that is gone may come back, and is called again."""
-        del end
-        if self._session.restarts is None:
+        session, peers, channel = self._session, self._peers, self._channel
+        if session.restarts is None:
             return Verdict(is_again=False)
-        peers, channel = self._peers, self._channel
         assert peers is not None
-        if self._hearing is not None:
-            await self._hearing
-        if peers.is_cut_off or channel is None:
-            print_line("node 0 is lost; calling it again [rejoining]")
-            self.hang_up()
-            return Verdict(is_again=True)
-        self._session.begin_wait()
+        session.begin_wait()
         self._waits = "deciding about another start"
-        return await self._watched(self._decision(channel))
+        if self._hearing is not None:
+            await self._watched(asyncio.shield(self._hearing))
+        if not peers.is_cut_off and channel is not None:
+            return await self._watched(self._decision(channel))
+        if is_final(end.code) or peers.stop or session.requests.asked:
+            return Verdict(is_again=False)
+        return self._rejoin("node 0 is lost")
 
     async def close(self) -> None:
         """Leave."""
@@ -152,16 +153,18 @@ class Member:
             while True:
                 message, self._decided = self._decided or await self._next(channel), None
                 if message["type"] == "done":
-                    code = message.get("code")
-                    return Verdict(is_again=False, code=code if type(code) is int and 0 <= code < 256 else 0)
+                    return Verdict(is_again=False, code=_code(message))
                 if message["type"] == "again":
                     self._waits = reason_of(message.get("why"))
                     return Verdict(is_again=True)
                 self._raise_end(message)
         except ConnectionLost as lost:
-            print_line(f"node 0 is lost ({lost}); calling it again [rejoining]")
-            self.hang_up()
-            return Verdict(is_again=True)
+            return self._rejoin(f"node 0 is lost ({lost})")
+
+    def _rejoin(self, why: str) -> Verdict:
+        print_line(f"{why}; calling it again [rejoining]")
+        self.hang_up()
+        return Verdict(is_again=True)
 
     async def _watched(self, work: Awaitable[_T]) -> _T:
         """Await with the checks of a wait; a request here is one for all."""
@@ -178,6 +181,8 @@ class Member:
         """That of a node which has been let in: node 0 has its own, and says why."""
         if self._welcomed_at is None:
             return None
+        if self._session.is_idle:
+            return math.inf
         began = max(self._session.started_at, self._welcomed_at)
         return began + self._session.deadline_seconds + _AFTER_DEADLINE_SECONDS
 
@@ -252,8 +257,15 @@ class Member:
                 message = await self._next(channel)
                 if message["type"] == "nogo":
                     self._refused(message, is_proven=True)
-                elif message["type"] == "waiting":
-                    self._waits = str(message.get("text"))[:_LONGEST_REPORT]
+                elif message["type"] in ("waiting", "again"):
+                    if self._session.is_idle:
+                        self._session.begin_wait()
+                    self._waits = str(message.get("text", message.get("why")))[:_LONGEST_REPORT]
+                elif message["type"] == "idle":
+                    self._session.begin_wait(is_idle=True)
+                    self._waits = "training, and this node is a spare"
+                elif message["type"] == "done":
+                    raise JobOver(_code(message))
                 elif message["type"] == "reach":
                     calls = asyncio.ensure_future(_call_others(channel, message))
                 elif message["type"] == "go":
@@ -381,6 +393,11 @@ async def _visit(session: Session, name: str) -> list[Problem]:
     finally:
         visitor.hang_up()
     return []
+
+
+def _code(message: Message) -> int:
+    code = message.get("code")
+    return code if type(code) is int and 0 <= code < 256 else EXIT_PEER_LOST
 
 
 async def _call_others(channel: Channel, request: Message) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,14 @@ class Verdict:
     code: int = EXIT_OK
 
 
+class JobOver(Exception):  # noqa: N818 - an end like others
+    """The job has ended, with this exit code, while this node waited for its turn."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"the job has ended with {code}; this node was not needed")
+        self.code = code
+
+
 @dataclass
 class Session:
     """One node's part in a job.
@@ -61,6 +70,7 @@ class Session:
         spares: nodes beyond those that train, which take the place of one that is lost.
         fits: whether the job can train on so many nodes, fewer than it began with.
         state: of the restarts, as node 0 sent it last.
+        is_idle: the others train, and this node waits for its turn.
         local_address: on which this node and the others reach each other, once they have met.
     """
 
@@ -76,6 +86,7 @@ class Session:
     spares: int = 0
     fits: Callable[[int], bool] = lambda count: False
     state: Mapping[str, Any] = field(default_factory=dict, init=False)
+    is_idle: bool = field(default=False, init=False)
     local_address: str = field(default="", init=False)
     _echoes: dict[tuple[str, int], Echo] = field(default_factory=dict, init=False)
     started_at: float = field(default_factory=time.monotonic, init=False)
@@ -86,8 +97,9 @@ class Session:
         """Nodes that may take part, spares included."""
         return self.topology.nnodes + self.spares
 
-    def begin_wait(self) -> None:
-        """Count the time of a wait from here."""
+    def begin_wait(self, *, is_idle: bool = False) -> None:
+        """Count the time of a wait from here; `is_idle`: for as long as it takes, and with one line."""
+        self.is_idle = is_idle
         self.started_at, self._reported_at = time.monotonic(), 0.0
 
     def look(self, waiting_for: Callable[[], str], *, deadline: float | None = None) -> None:
@@ -110,8 +122,11 @@ class Session:
             )
         if now - self._reported_at > _REPORT_SECONDS:
             if self._reported_at:
-                print_line(f"{waiting_for()}; since {now - self.started_at:.0f} s, at most {self.deadline_seconds:.0f}")
-            self._reported_at = now if self._reported_at else now - _REPORT_SECONDS + _FIRST_REPORT_SECONDS
+                since = f"since {now - self.started_at:.0f} s, at most {self.deadline_seconds:.0f}"
+                print_line(waiting_for() if self.is_idle else f"{waiting_for()}; {since}")
+                self._reported_at = math.inf if self.is_idle else now
+            else:
+                self._reported_at = now - _REPORT_SECONDS + _FIRST_REPORT_SECONDS
 
     async def watch(
         self, work: Awaitable[_T], waiting_for: Callable[[], str], *, deadline: Callable[[], float | None]

@@ -13,7 +13,7 @@ from framework.config.load import config_from_values
 from framework.launch.rendezvous import coordinator
 from framework.launch.rendezvous.channel import Channel
 from framework.launch.rendezvous.member import Member
-from framework.launch.rendezvous.session import Start
+from framework.launch.rendezvous.session import JobOver, Start
 from framework.launch.supervision import JobEnd, Restarts
 from tests.launch.rendezvous.ends import TOKEN, call, coordinating, hello, introduce, read, run, session
 from tests.ports import free_ports
@@ -54,7 +54,7 @@ def test_a_spare_takes_the_place_of_a_node_that_is_lost(tmp_path: Path) -> None:
             spare = await enter(port, 2, spares=1)
             go = await read(first, "go")
             assert (go["epoch"], go["nodes"], go["words"]) == (1, [0, 1], [])
-            assert "spare" in (await read(spare, "waiting"))["text"]
+            await read(spare, "idle")
             start = await beginning
             save(tmp_path, 10)
             await leave(first, start)
@@ -111,6 +111,33 @@ def test_a_node_that_comes_back_otherwise_is_refused_alone(tmp_path: Path) -> No
             await again
 
     run(case())
+
+
+def test_a_spare_that_was_not_needed_ends_as_the_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the others train, and with one line about it."""
+
+    async def case() -> None:
+        async with coordinating(2, token=TOKEN, spares=1, restarts=restarts(tmp_path)) as (lead, port, beginning):
+            first = await enter(port, 1, spares=1)
+            spare = Member(session(2, port=port - 1, token=TOKEN, spares=1, deadline_seconds=0.1))
+            waiting = asyncio.ensure_future(spare.begin())
+            await read(first, "go")
+            (await beginning).peers.send_ended(0)
+            await asyncio.wait({waiting}, timeout=5.0)
+            assert not waiting.done()
+            ending = asyncio.ensure_future(lead.verdict(JobEnd(0)))
+            await read(first, "done")
+            first.close()
+            with pytest.raises(JobOver, match="ended with 0"):
+                await waiting
+            await spare.close()
+            assert not (await ending).is_again
+
+    monkeypatch.setattr("framework.launch.rendezvous.member._AFTER_DEADLINE_SECONDS", 2.0)
+    run(case())
+    assert capsys.readouterr().err.count("is training, and this node is a spare") == 1
 
 
 def test_a_new_node_0_goes_on_with_what_the_others_know(tmp_path: Path) -> None:
