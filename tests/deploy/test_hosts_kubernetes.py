@@ -70,7 +70,7 @@ def image(folder: Path) -> dict[str, Path]:
 
 
 class Disturbance:
-    """A rank of pod 1 is killed in the first try; pod 0 is evicted in the second."""
+    """A rank of pod 1 is killed; then the agent of pod 0, process 1 there; pod 0 is evicted when it is back."""
 
     def __init__(self, run: Path) -> None:
         self._run, self._num_done = run, 0
@@ -81,14 +81,22 @@ class Disturbance:
             (rank,) = [pid for pid, words in kubelet.pod(1).host.processes().items() if "--local_rank=0" in words]
             os.kill(rank, signal.SIGKILL)
             self._num_done = 1
-        elif self._num_done == 1 and len(kubelet.pods) == 4 and step > 3 * SAVE_EVERY:
-            kubelet.evict(0)
+        elif self._num_done == 1 and step > 2 * SAVE_EVERY and is_restarted(kubelet):
+            kubelet.pod(0).host.kill()
             self._num_done = 2
+        elif self._num_done == 2 and len(kubelet.pods) == 3 and step > 4 * SAVE_EVERY:
+            kubelet.evict(0)
+            self._num_done = 3
 
 
-def test_a_rendered_job_survives_a_killed_rank_and_an_eviction(warm: WarmRanks, tmp_path: Path) -> None:
+def is_restarted(kubelet: Kubelet) -> bool:
+    return "[restart]" in kubelet.pod(0).host.log.read_text()
+
+
+def test_a_rendered_job_survives_a_killed_rank_a_lost_pod_and_an_eviction(warm: WarmRanks, tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     values = {key: value for key, value in CONFIG.items() if key != "run"} | {"run": {"name": "run"}}
+    values |= {"supervision": {"max_restarts": 9, "wait_seconds": 1}}
     config.write_text(yaml.safe_dump(values))
     manifest = read_manifest(rendered(config, "--name", "demo"))
     claim, unbroken = tmp_path / "claim", tmp_path / "unbroken"
@@ -102,15 +110,13 @@ def test_a_rendered_job_survives_a_killed_rank_and_an_eviction(warm: WarmRanks, 
         )
         result = kubelet.run(timeout=600, meanwhile=Disturbance(claim / "run"))
         assert result == "Complete", kubelet.stated()
-        reported = [
-            (pod.index, pod.exit_code, pod.verdict)
-            for pod in sorted(kubelet.pods, key=lambda pod: (pod.started, pod.index))
-        ]
-        assert sorted(reported[:2]) == [(0, 76, "Count"), (1, 137, "Count")], kubelet.stated()
-        assert sorted(reported[2:4]) == [(0, 75, "Ignore"), (1, 75, "Ignore")], kubelet.stated()
-        assert sorted(reported[4:]) == [(0, 0, "Succeeded"), (1, 0, "Succeeded")], kubelet.stated()
-        messages = [pod.message for pod in kubelet.pods]
-        assert all("node 1 (demo-1) rank 1: killed by SIGKILL" in message for message in messages[:2])
-        assert all("stopped on request" in message for message in messages[2:4])
+        ends = [(pod.index, pod.exit_code, pod.verdict) for pod in kubelet.pods]
+        # No pod ends for a rank, and only its own for an agent; an eviction is a request to all.
+        assert ends[0] == (0, 137, "Count"), kubelet.stated()
+        assert sorted(ends[1:3]) == [(0, 75, "Ignore"), (1, 75, "Ignore")], kubelet.stated()
+        assert sorted(ends[3:]) == [(0, 0, "Succeeded"), (1, 0, "Succeeded")], kubelet.stated()
+        assert "node 1 (demo-1) rank 1: killed by SIGKILL" in kubelet.pods[1].host.log.read_text()
+        assert "node 0 is lost; calling it again [rejoining]" in kubelet.pods[1].host.log.read_text()
+        assert "stopped on request" in kubelet.pods[1].message
     assert series(claim / "run", "train/loss") == series(unbroken / "run", "train/loss")
     assert max(series(claim / "run", "train/loss")) == TOTAL_STEPS
