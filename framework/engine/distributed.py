@@ -27,6 +27,7 @@ from deepspeed.accelerator import get_accelerator
 
 from framework.engine.extensions import refusing_what_does_not_compile, use_own_cache
 from framework.engine.rendezvous import INIT_METHOD, check_environment, explaining_rendezvous
+from framework.engine.workarounds.group_limits import limiting_groups
 from framework.engine.workarounds.shared_buffers import remove_dead_buffers, remove_own_buffers
 from framework.errors import ConfigError, StorageError, counted
 from framework.system import file_writer
@@ -160,7 +161,8 @@ def process_group(backend: str | None) -> Iterator[None]:
     warnings.filterwarnings("ignore", message=_OF_BARRIERS)
     if torch.distributed.is_initialized():
         _use_own_device()
-        yield
+        with limiting_groups():
+            yield
         return
     if "RANK" not in os.environ:  # no launcher started this process: it is rank 0 of 1
         single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -177,7 +179,8 @@ def process_group(backend: str | None) -> Iterator[None]:
             init_method=INIT_METHOD,
         )
     _use_own_device()
-    yield
+    with limiting_groups():
+        yield
     gc.collect()  # engines are cyclic: what is left of them must go before the group that they use
     barrier()
     deepspeed.comm.destroy_process_group()  # not torch's own: DeepSpeed keeps groups that it has made
