@@ -49,6 +49,8 @@ _STYLE_OF_PART: Final = {
     "waiting for data": 0,
     "copy to device": 1,
     "steps taken again": 1,
+    "hanging": 1,
+    "compiling": 2,
     "forward": 2,
     "evaluation": 2,
     "backward": 3,
@@ -60,6 +62,8 @@ _STYLE_OF_PART: Final = {
     "start-up": 5,
     "bubble": 6,
     "saving": 6,
+    "callbacks": 6,
+    "ending": 0,
     "other": 7,
     "not timed in parts": 7,
 }

@@ -18,7 +18,8 @@ from deepspeed.comm.torch import TorchBackend
 def limit_of_ranks() -> timedelta | None:
     """The limit of the group of all ranks; None where its backend names none, and torch's own is as good."""
     group = torch.distributed.group.WORLD
-    for kind in group._device_types if group is not None else ():
+    assert group is not None, "DeepSpeed makes groups of ranks that have met"
+    for kind in group._device_types:
         with suppress(RuntimeError, AttributeError):  # a kind of device that this machine does not have
             limit: timedelta = group._get_backend(kind).options._timeout
             return limit
