@@ -60,6 +60,7 @@ from framework.setup.prepared import Prepared, order_of, prepare
 from framework.system.exits import end_in_one_line, refusing_exits
 from framework.system.log import noting_errors, print_line
 from framework.system.stopping import StopRequest
+from framework.system.waiting import waiting
 from framework.train.best import BestSoFar
 from framework.train.events import note_closed
 from framework.train.run_folder import RunFolder
@@ -166,7 +167,8 @@ def _at_work(
     prepared: Prepared, folder: RunFolder, start: SavedCheckpoint | None, request: StopRequest, watch: HangWatch
 ) -> Iterator[OpenRun]:
     plan, of_checkpoint = prepared.plan, prepared.plan.config.checkpoint
-    engine = assemble_engine(prepared)
+    with waiting("the model and DeepSpeed's engine"):
+        engine = assemble_engine(prepared)
     # Ranks of a tensor group draw alike; where their layers are divided, `models.split.TensorPart` sees to it.
     first = rank() - plan.layout.tensor_rank(rank())
     seed_ranks(plan.config.run.seed, rank=first, step=start.step if start else 0)
@@ -175,7 +177,7 @@ def _at_work(
     described |= start_point.describe_frozen(engine, plan.config)
     callbacks = make_callbacks(engine, prepared)
     places = StreamPlaces(gather)
-    with watch.during(LOADING):
+    with watch.during(LOADING), waiting(f"the load of {start.path if start else 'nothing'}"):
         start_step = start_point.load_start(engine, start, (best, callbacks, places), described)
     if rank() == 0:
         stages = prepared.cut.table if prepared.cut else None
@@ -204,7 +206,8 @@ def _at_work(
         run = OpenRun(*parts, outcome=Outcome(step=start_step), began=request.began)
         yield run
         watch.enter(SAVING)
-        checkpointer.finish(is_final=bool(run.outcome.stopped))
+        with waiting("the last checkpoint to be on the disk"):
+            checkpointer.finish(is_final=bool(run.outcome.stopped))
         from_rank0(start_point.on_rank0(folder.check_held))
     request.training_is_over()
     watch.enter("")

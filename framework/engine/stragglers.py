@@ -129,9 +129,9 @@ class Stragglers:
         before = self._stated.get(now, 0.0)
         if not before / _CHANGE < found.factor < before * _CHANGE:
             self._stated[now] = found.factor
-            self._say(found)
+            self._report(found)
 
-    def _say(self, found: Straggler) -> None:
+    def _report(self, found: Straggler) -> None:
         host = self._hosts[found.rank]
         facts = {"rank": found.rank, "host": host, "factor": round(found.factor, 2), "part": found.part}
         times = {"own_ms": round(found.own_ms, 3), "others_ms": round(found.others_ms, 3)}

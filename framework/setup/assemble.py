@@ -56,6 +56,7 @@ from framework.setup.parts import make_train_loader
 from framework.setup.prepared import Prepared, order_of
 from framework.setup.shown import SampleWatch, weight_histograms
 from framework.setup.start_point import on_rank0
+from framework.system.waiting import waiting
 from framework.tasks.causal_lm import logits_of
 from framework.tasks.task import Task
 from framework.train.best import BestSoFar
@@ -260,8 +261,9 @@ class OpenRun:
 
     def save(self, step: int, metrics: Mapping[str, float]) -> object:
         """Write a checkpoint into the folder, if it is held. Collective."""
-        self._settle()
-        return self.checkpointer.save(step, metrics)
+        with waiting(f"the save of step {step}"):
+            self._settle()
+            return self.checkpointer.save(step, metrics)
 
 
 def build_trainer(run: OpenRun) -> Trainer:

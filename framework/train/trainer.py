@@ -27,6 +27,7 @@ from framework.engine.protocol import (
 from framework.errors import StorageError, TrainingError
 from framework.system.log import warn
 from framework.system.stopping import EVALUATE, SAVE, TIME_IS_UP
+from framework.system.waiting import waiting
 from framework.train.callbacks import Callbacks
 from framework.train.monitors.base import Monitor, Point, Sinks
 from framework.train.throughput import SkippedSteps, SpikeScore, Stopwatch
@@ -200,7 +201,8 @@ class Trainer:
             clock: seconds, for throughput.
         """
         self._engine, self._agenda, self._profile = engine, agenda, profile
-        self._train_step = engine.train_step if profile is None else partial(self._profiled_step, profile)
+        take = engine.train_step if profile is None else partial(self._profiled_step, profile)
+        self._train_step: Callable[[Iterator[Any]], StepResult] = partial(self._first_step, take)
         self._train_data, self._eval_data = train_data, eval_data
         self._enter, self._clock = enter, clock
         self._aside_seconds = self._profile_seconds = 0.0
@@ -251,7 +253,7 @@ class Trainer:
             if self._callbacks is not None:
                 self._follow(self._callbacks, is_start=True)
             self._enter(STEPS)
-            self._aside_seconds, begun = 0.0, self._clock()  # what was before is the start
+            self._aside_seconds = 0.0  # what was before is the start
             self._stopwatch.begin()
             while outcome.step < agenda.total_steps and not outcome.ended_early:
                 if self._is_stopping():
@@ -259,8 +261,6 @@ class Trainer:
                 result = self._train_step(micro_batches)
                 outcome.step += 1
                 self._stopwatch.step()
-                if outcome.step == start_step + 1:
-                    self._record("first_step", outcome.step, seconds=self._clock() - begun)
                 self._do_what_is_due(result)
             self._call_aside("on_end")
             if outcome.stopped:
@@ -271,6 +271,13 @@ class Trainer:
         outcome.samples_per_sec = self._stopwatch.samples_per_second()
         outcome.tokens_per_sec = self._stopwatch.tokens_per_second()
         return outcome
+
+    def _first_step(self, take: Callable[[Iterator[Any]], StepResult], micro_batches: Iterator[Any]) -> StepResult:
+        begun, self._train_step = self._clock(), take
+        with waiting("the first step, in which kernels are compiled"):
+            result = take(micro_batches)
+        self._record("first_step", self._outcome.step + 1, seconds=self._clock() - begun)
+        return result
 
     def _profiled_step(self, profile: StepProfile, micro_batches: Iterator[Any]) -> StepResult:
         """Take a step that may be profiled: what begins before it and ends after it is no part of its time. After the
