@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": {"load_run", "system", "config", "plan", "checkpoint", "dslint", "hosts", "node checks"},
     "doctor": {"load_run", "system", "config", "plan", "launch", "hosts", "node checks"},
     "deploy": {"load_run", "system", "text", "config", "plan", "launch", "hosts"},
-    "report": {"system", "text", "config", "plan", "checkpoint", "train"},
+    "report": {"system", "text", "config", "plan", "checkpoint", "engine protocol", "train"},
     "commands": {"load_run", "system", "text", "config", "plan", "checkpoint", "train", "dslint", "report"},
     "bench command": {"load_run", "system", "text", "plan", "launch", "hosts", "commands", "report"},
     "doctor command": {"system", "config", "plan", "launch", "hosts", "node checks", "doctor"},

@@ -139,7 +139,7 @@ class HangWatch:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._stacks: IO[str] | None = None
-        self._stalled_at = 0.0
+        self._stalled: tuple[float, str, int] | None = None  # since when, in which phase, after which step
         self._is_reported = False
         self._posts: list[int] = []  # of every rank, when this one first looked
         self._settle = _SETTLE_SECONDS / 2
@@ -198,8 +198,8 @@ class HangWatch:
                 self._go_on()
                 self._guard(limit - seconds)
                 continue
-            if not self._stalled_at:
-                self._stalled_at = self._at
+            if self._stalled is None:
+                self._stalled = self._at, phase, self._step
                 self._write_stacks()
             self._compare(seconds, limit)
             if self._end_seconds and seconds > max(self._end_seconds, 0.0 if phase in _SHORT else _LONG_SECONDS):
@@ -223,10 +223,15 @@ class HangWatch:
                 self._stacks.flush()
 
     def _go_on(self) -> None:
-        if self._stalled_at:
-            report_event("hang", seconds=round(self._at - self._stalled_at, 1), phase=self.phase)
-        self._stalled_at, self._is_reported = 0.0, False
+        if self._stalled is not None:
+            self._note_stall(until=self._at)
+        self._stalled, self._is_reported = None, False
         self._posts, self._settle = [], _SETTLE_SECONDS / 2
+
+    def _note_stall(self, *, until: float) -> None:
+        assert self._stalled is not None
+        since, phase, step = self._stalled
+        report_event("hang", step=step, seconds=round(until - since, 1), phase=phase)
 
     def _state(self, seconds: float) -> dict[str, Any]:
         place = place_of(sys._current_frames().get(self._main))
@@ -272,7 +277,7 @@ class HangWatch:
 
     def _end(self, seconds: float) -> None:
         line = f"{_begin(self.phase, seconds)} (supervision.hang_seconds); the warning before says where [hang]"
-        report_event("hang", seconds=round(seconds, 1), phase=self.phase)
+        self._note_stall(until=time.monotonic())
         report_end(line)
         announce(f"rank {self._rank}: {line}")
         os._exit(EXIT_TRAINING)

@@ -115,12 +115,12 @@ def seconds(run: Run) -> float:
 
 
 def goodput_line(found: Goodput) -> str:
-    """Goodput and what the rest of the time went to, the most first, in a line; less than a thousandth is left out."""
+    """Goodput and what the rest of the time went to, the most first, in a line; less than a hundredth is left out."""
     parts = sorted(found.parts.items(), key=lambda part: -part[1])
     shown = [
         f"{name} {duration(value)}" + (f" ({found.restarts})" if name == "between restarts" else "")
         for name, value in parts
-        if value >= 0.001 * found.total
+        if value >= 0.01 * found.total
     ]
     return f"{found.share:.1%} of {duration(found.total)}: {', '.join(shown)}"
 

@@ -13,10 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from framework.engine.protocol import EVALUATING, SAVING
 from framework.report.records import Run, Series
 
 # Of these events `seconds` is time beside the steps, at their end.
 _BESIDE: Final = {"evaluate": "evaluation", "save": "saving", "profile": "profiling", "callbacks": "callbacks"}
+# What the seconds of a hang are a part of, by its phase; of all others it is the steps.
+_HANGS_IN: Final = {EVALUATING: "evaluation", SAVING: "saving"}
 # Said by threads that know the last logged step alone, or by who comes later: not how far a start had come.
 _NOT_REACHED: Final = ("warning", "hang", "straggler", "restart")
 
@@ -84,7 +87,7 @@ def goodput(run: Run) -> Goodput | None:
     def move(category: str, seconds: float, *, source: str = "") -> None:
         parts[category] = parts.get(category, 0.0) + max(0.0, seconds)
         if source:
-            parts[source] = max(0.0, parts[source] - max(0.0, seconds))
+            parts[source] = max(0.0, parts.get(source, 0.0) - max(0.0, seconds))
 
     for attempt, later in zip(attempts, [*attempts[1:], None], strict=True):
         loop_begin, last = attempt.loop_begin(), attempt.last()
@@ -99,7 +102,9 @@ def goodput(run: Run) -> Goodput | None:
                 move("compiling", _seconds(event) - training / max(1.0, steps), source="training")
         move("steps taken again", last - kept)
         for event in attempt.happened("hang"):
-            move("hanging", _seconds(event), source="training" if _stamp(event) <= kept else "steps taken again")
+            phase = str(event.get("phase"))
+            source = "callbacks" if "callback" in phase else _HANGS_IN.get(phase, "training")
+            move("hanging", _seconds(event), source=source if _stamp(event) <= kept else "steps taken again")
         for event in attempt.happened("end"):
             if _stamp(event) <= kept:
                 move("ending", kept - _stamp(event))

@@ -78,8 +78,8 @@ class Events:
         listen_to_events(None)
         hand_over(self._close)
 
-    def _hear(self, kind: str, **details: Any) -> None:
-        self(kind, self._step, **details)
+    def _hear(self, kind: str, step: int | None = None, **details: Any) -> None:
+        self(kind, self._step if step is None else step, **details)
 
     def _append(self, line: str) -> None:
         with suppress(OSError):
