@@ -26,6 +26,9 @@ import psutil
 import yaml
 
 from framework.checkpoint.manifest import list_checkpoints
+from framework.report.figures import goodput_line
+from framework.report.goodput import goodput
+from framework.report.records import read_run
 from tests.campaign.traces import differences
 from tests.launched import ROOT, job_environment
 
@@ -118,6 +121,7 @@ def campaign(folder: Path, kills: int, *, seed: int) -> dict[str, Any]:
     found = differences(folder / "whole", run, num_steps=STEPS_PER_KILL * (kills + 1))
     print("\n".join(found), file=sys.stderr)
     recoveries.sort()
+    spent = goodput(read_run(run))
     return {
         "kills": done,
         "code": code,
@@ -126,6 +130,7 @@ def campaign(folder: Path, kills: int, *, seed: int) -> dict[str, Any]:
             "p50": round(statistics.median(recoveries), 2),
             "p95": round(recoveries[int(0.95 * len(recoveries))], 2),
         },
+        "goodput": "" if spent is None else goodput_line(spent),
     }
 
 
