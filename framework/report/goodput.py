@@ -26,7 +26,9 @@ _NOT_REACHED: Final = ("warning", "hang", "straggler", "restart")
 
 @dataclass(frozen=True)
 class Goodput:
-    """Time of a run by what it was spent on, in the categories of ml-goodput: seconds of each."""
+    """Time of a run by what it was spent on, in the categories of ml-goodput: seconds of each; and how many starts
+    failed before another one.
+    """
 
     parts: Mapping[str, float]
     restarts: int = 0
@@ -84,6 +86,8 @@ def goodput(run: Run) -> Goodput | None:
     waits = sum(0.001 * weight * value for _, weight, value in _weighted(run.metrics.get("time/data_ms", Series())))
     parts = {"training": training - waits, "waiting for data": waits}
 
+    restarts = 0
+
     def move(category: str, seconds: float, *, source: str = "") -> None:
         parts[category] = parts.get(category, 0.0) + max(0.0, seconds)
         if source:
@@ -108,14 +112,14 @@ def goodput(run: Run) -> Goodput | None:
         for event in attempt.happened("end"):
             if _stamp(event) <= kept:
                 move("ending", kept - _stamp(event))
-        if later is not None:
-            move("between restarts", later.begin - last)
-        else:
-            move("between restarts", max([last, *map(_stamp, attempt.events)]) - last)
+        down = (later.begin if later is not None else max([last, *map(_stamp, attempt.events)])) - last
+        was_asked = any("error" not in event for event in attempt.happened("end"))
+        move("stopped" if was_asked else "between restarts", down)
+        restarts += later is not None and not was_asked
     first, stamps = attempts[0], [_stamp(event) for event in run.events]
     wall = max([*stamps, *(stamp for _, stamp in run.clock.finite)]) - first.begin
     parts["other"] = max(0.0, wall - sum(parts.values()))
-    return Goodput({name: value for name, value in parts.items() if value > 0}, restarts=len(attempts) - 1)
+    return Goodput({name: value for name, value in parts.items() if value > 0}, restarts)
 
 
 def _attempts(run: Run, spent: Mapping[int, float]) -> list[_Attempt]:

@@ -89,6 +89,29 @@ def test_all_that_events_tell_of(tmp_path: Path) -> None:
     )
 
 
+def test_a_run_that_was_stopped_and_resumed_has_not_failed(tmp_path: Path) -> None:
+    stop = {"step": 50, "is_finished": False, "kind": "end"}
+    events: list[dict[str, Any]] = [
+        {"time_seconds": START, "step": 0, "kind": "start", "seconds": 1.0},
+        {"time_seconds": START + 12, **stop},
+        {"time_seconds": START + 12.5, "step": 50, "kind": "closed"},
+        {"time_seconds": START + 1012.5, "step": 50, "kind": "resume", "seconds": 10.0},
+        {"time_seconds": START + 1012.6, "step": 51, "kind": "first_step", "seconds": 0.1},
+        {"time_seconds": START + 1018, "step": 100, "kind": "end", "is_finished": True},
+    ]
+    lines = [
+        each if each["step"] <= 50 else each | {"time": START + 1007.5 + each["step"] / 10}
+        for each in points(range(5, 101, 5))
+    ]
+    found = goodput(read_run(write_run(tmp_path / "run", lines=lines, events=events)))
+    assert found is not None
+    assert found.parts["stopped"] == pytest.approx(990.0)
+    assert found.parts["ending"] == pytest.approx(0.5)
+    assert found.restarts == 0
+    assert found.parts.keys().isdisjoint({"between restarts", "steps taken again"})
+    assert found.total == pytest.approx(1019.0)
+
+
 def test_a_start_that_has_saved_nothing_counts(tmp_path: Path) -> None:
     """Its folder was moved aside, and the job goes on in a new one; another job's is no part of it."""
     first: list[dict[str, Any]] = [
