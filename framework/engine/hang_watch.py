@@ -42,7 +42,8 @@ _USUAL: Final = 0.99  # of the gaps of a phase
 _GAPS_OF_LATE: Final = 500
 # Where nothing is known of a phase yet. Operators and kernels are compiled in the first steps, as in an evaluation.
 _UNKNOWN_SECONDS: Final = 600.0
-_FEWEST_STEPS: Final = 3
+_STEPS_TO_KNOW: Final = 2  # whose gaps tell something of those that follow
+_GAPS_TO_KNOW: Final = {EVALUATING: 3}  # of which the first one is no batch's
 # What may rightly take as long as ranks wait for each other in a save: only steps and evaluations end before.
 _SHORT: Final = (STEPS, EVALUATING)
 _LONG_SECONDS: Final = 7200.0
@@ -89,8 +90,8 @@ class Watched:
         self.enter, self.during = watch.enter, watch.during
 
     def __call__(self, step: int) -> str:
-        if self._last is None and not self._watch.phase:  # of a loop of one's own, which need not ask
-            self._watch.enter(STEPS)
+        if self._last is None:
+            self._watch.begin(step)
         self._last = step
         self._watch.beat(step)
         return self._ask(step)
@@ -112,8 +113,8 @@ class Gaps:
         return self._of[phase].append
 
     def is_known(self, phase: str) -> bool:
-        """Check whether there is something to compare with: the first steps tell nothing of those that follow."""
-        return len(self._of[phase]) >= (_FEWEST_STEPS if phase == STEPS else 1)
+        """Check whether there is something to compare with."""
+        return len(self._of[phase]) >= _GAPS_TO_KNOW.get(phase, 1)
 
     def limit(self, phase: str, *, least: float) -> float:
         """Seconds without a sign of life after which a phase is looked at."""
@@ -132,6 +133,7 @@ class HangWatch:
         self._store, self._rank, self._world_size, self._logs = store, rank, world_size, logs
         self._end_seconds, self._least = end_seconds, least
         self._step, self._at = 0, time.monotonic()
+        self._first: int | None = None  # of the steps
         self._gaps = Gaps()
         self.phase = STARTING
         self._note = self._gaps.noted(STARTING)
@@ -148,6 +150,12 @@ class HangWatch:
         """Begin to look."""
         self._main = threading.get_ident()
         self._thread.start()
+
+    def begin(self, step: int) -> None:
+        """The first question of a loop, which may be one of one's own and ask late, if ever."""
+        self._first = self._step = step
+        if not self.phase:
+            self.enter(STEPS)
 
     def beat(self, step: int) -> None:
         """Note that the loop goes on."""
@@ -183,8 +191,13 @@ class HangWatch:
                 if not (path := Path(self._stacks.name)).stat().st_size:
                     path.unlink()
 
+    def _is_first(self, phase: str) -> bool:
+        """Check whether a loop is in its first steps, whose kernels are compiled."""
+        return phase == STEPS and (self._first is None or self._step - self._first < _STEPS_TO_KNOW)
+
     def _limit(self, phase: str) -> float:
         limit = self._gaps.limit(phase, least=self._least)
+        limit = max(limit, _UNKNOWN_SECONDS) if self._is_first(phase) else limit
         return min(limit, self._end_seconds / 2) if self._end_seconds else limit
 
     def _watch(self) -> None:
@@ -193,6 +206,7 @@ class HangWatch:
             seconds, limit = time.monotonic() - self._at, self._limit(phase)
             if not phase:
                 faulthandler.cancel_dump_traceback_later()
+                self._go_on()
                 continue
             if seconds < limit:
                 self._go_on()
@@ -237,7 +251,7 @@ class HangWatch:
         place = place_of(sys._current_frames().get(self._main))
         return {
             "seconds": round(seconds, 1),
-            "phase": self.phase if self._gaps.is_known(self.phase) or self.phase != STEPS else "the first steps",
+            "phase": "the first steps" if self._is_first(self.phase) else self.phase,
             "step": self._step,
             "place": place,
             "calls": collectives(),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from framework.engine.hang_watch import Gaps, place_of, sentence
+from framework.engine.hang_watch import Gaps, HangWatch, Watched, place_of, sentence
 from framework.engine.protocol import EVALUATING, SAVING, STEPS
 from tests.launched import ROOT, torchrun
 
@@ -60,7 +60,7 @@ def test_the_phase_is_named() -> None:
 
 def test_each_phase_has_a_limit_of_its_own() -> None:
     gaps = Gaps()
-    assert gaps.limit(STEPS, least=10.0) == 600.0, "what compiles is not known yet"
+    assert gaps.limit(STEPS, least=10.0) == 600.0, "nothing is known yet"
     for seconds in (60.0, *(0.5 for _ in range(98)), 5.0):
         gaps.noted(STEPS)(seconds)
     assert gaps.limit(STEPS, least=1.0) == 15.0, "of a hundred gaps the longest does not count"
@@ -70,6 +70,30 @@ def test_each_phase_has_a_limit_of_its_own() -> None:
     for _ in range(500):
         gaps.noted(STEPS)(0.25)
     assert gaps.limit(STEPS, least=0.5) == 0.75, "gaps of long ago are forgotten"
+    for seconds in (0.001, 30.0):
+        gaps.noted(EVALUATING)(seconds)
+        assert gaps.limit(EVALUATING, least=10.0) == 600.0, "the first gap is before a batch, the next one compiles"
+    gaps.noted(EVALUATING)(0.1)
+    assert gaps.limit(EVALUATING, least=10.0) == 90.0
+
+
+def test_what_a_watch_knows_of_steps(tmp_path: Path) -> None:
+    watch = HangWatch(None, rank=0, world_size=1, logs=tmp_path, end_seconds=0.0, least=10.0)
+    ask = Watched(watch, lambda step: "")
+    watch.enter(STEPS)
+    found = []
+    for step in (100, 101, 102):
+        ask(step)
+        with watch.during(SAVING):  # which ends a gap of the steps as well
+            found.append((watch._limit(STEPS), watch._limit(SAVING)))
+    assert found == [(600.0, 600.0), (600.0, 10.0), (10.0, 10.0)]
+    watch.enter("")
+    ask(103)
+    assert watch.phase == "", "only the first question of a loop begins its steps"
+    later = HangWatch(None, rank=0, world_size=1, logs=tmp_path, end_seconds=100.0, least=10.0)
+    later.enter("")
+    Watched(later, lambda step: "")(7)
+    assert (later.phase, later._limit(STEPS)) == (STEPS, 50.0), "looked at in half the time to the end"
 
 
 def test_the_place_is_the_users_line() -> None:

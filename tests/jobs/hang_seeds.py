@@ -92,7 +92,7 @@ def main() -> None:
                 dist.all_reduce(gradient)
             with watch.during(SAVING):
                 time.sleep(0.8)  # more than steps may take, and less than three times what a save did
-            dist.barrier()
+                dist.barrier()
             if rank == 0:
                 os.write(2, f"seed: {seed.__name__ if seed else ''}\n".encode())
             phase = SAVING if seed is in_a_save else STEPS
