@@ -71,33 +71,33 @@ class Straggler:
 
 def find(parts: Parts, *, sees_forward: bool) -> Straggler | None:
     """The rank that the others wait for longest, if that is a part of a step to speak of."""
-    ranks = range(len(parts["data"]))
+    ranks = len(parts["data"])
     times = {name: [max(0.0, value) for value in parts[name]] for name in _ALL if name in parts}
-    step = sum(map(sum, times.values())) / len(ranks)
+    step = sum(map(sum, times.values())) / ranks
 
-    def excess(rank: int, names: Sequence[str]) -> float:
-        own, others = total(rank, names), median(total(other, names) for other in ranks if other != rank)
-        return own - others
+    def totals(names: Sequence[str]) -> list[float]:
+        return [sum(row) for row in zip(*(times[name] for name in names if name in times), strict=True)]
 
-    def total(rank: int, names: Sequence[str]) -> float:
-        return sum(times[name][rank] for name in names if name in times)
+    def excess(rank: int, values: list[float]) -> float:
+        return values[rank] - median(values[:rank] + values[rank + 1 :])
 
-    before = (*_OWN, "forward") if sees_forward else _OWN
-    rank = max(ranks, key=lambda one: excess(one, before))
-    names: Sequence[str] = before
-    if sees_forward and excess(rank, before) < _SHARE_OF_STEP * step:  # nobody is late for the backward pass
-        rank, names = max(ranks, key=lambda one: excess(one, ("backward",))), ("backward",)
-    if excess(rank, names) < _SHARE_OF_STEP * step or not step:
+    data = totals(_OWN)
+    before = totals((*_OWN, "forward")) if sees_forward else data
+    rank = before.index(max(before))
+    late = excess(rank, before)
+    is_on_time = sees_forward and late < _SHARE_OF_STEP * step  # for the backward pass, as all are
+    if is_on_time:
+        rank = times["backward"].index(max(times["backward"]))
+        late = excess(rank, times["backward"])
+    if late < _SHARE_OF_STEP * step or not step:
         return None
-    if "data" in names and excess(rank, _OWN) >= excess(rank, names) / 2:
-        part, names = "data", _OWN
+    if not is_on_time and excess(rank, data) >= late / 2:
+        part, values = "data", data
     else:
-        late = excess(rank, names)
-        names = [name for name in ("forward", "backward") if excess(rank, (name,)) > _SHARE_OF_BACKWARD * late]
+        names = [name for name in ("forward", "backward") if excess(rank, times[name]) > _SHARE_OF_BACKWARD * late]
         names = names or ["forward"]
-        part = "+".join(names)
-    own = total(rank, names)
-    return Straggler(rank, part, own, own - excess(rank, names), total(rank, _OWN), step)
+        part, values = "+".join(names), totals(names)
+    return Straggler(rank, part, values[rank], values[rank] - excess(rank, values), data[rank], step)
 
 
 class Stragglers:

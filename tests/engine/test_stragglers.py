@@ -130,8 +130,8 @@ def test_three_ranks_of_which_one_sleeps(tmp_path: Path) -> None:
         lines = (tmp_path / name / "events.jsonl").read_text(encoding="utf-8").splitlines()
         (found[name],) = [event for event in map(json.loads, lines) if event["kind"] == "straggler"]
         assert found[name]["host"] == socket.gethostname()
-        assert 120 <= found[name]["own_ms"] < 200
-        assert found[name]["others_ms"] < 60
+        assert found[name]["own_ms"] >= 120
+        assert found[name]["others_ms"] < found[name]["own_ms"] / 2
     assert (found["forward"]["rank"], found["forward"]["part"]) == (1, "forward")
     assert (found["data"]["rank"], found["data"]["part"]) == (2, "data")
     stated = "".join(path.read_text() for path in tmp_path.glob("said-*/*") if path.is_file())
