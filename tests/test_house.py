@@ -25,7 +25,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "train": (98, 13),
     "launch": (213, 25),
     "doctor": (98, 12),
-    "report": (126, 14),
+    "report": (127, 14),
     "commands": (198, 29),
     "models": (125, 15),
     "tasks": (30, 6),

@@ -196,7 +196,6 @@ def test_a_killed_rank_and_the_unbroken_run(tmp_path: Path) -> None:
     assert sum(found.parts.values()) - found.parts.get("other", 0.0) == pytest.approx(found.total, rel=0.01)
     assert found.parts.keys() >= {"training", "saving", "start-up", "between restarts", "steps taken again"}
     assert f"goodput              {found.share:.1%} of " in killed
-    assert "between restarts" in killed
     assert "rank 1: killed by SIGKILL" in event["cause"]
 
 
