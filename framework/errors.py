@@ -23,7 +23,7 @@ from itertools import islice
 from math import isfinite
 from typing import Any, Final, Literal
 
-from framework.system.output import visible
+from framework.system.output import masked, visible
 
 EXIT_OK: Final = 0
 EXIT_PROBLEMS: Final = 2
@@ -93,7 +93,7 @@ class Problem:
         place = f"{self.file}:{self.line}" if self.file and self.line else self.file
         subject = self.key
         if self.key and self.value is not MISSING:
-            subject += f" = {show_value(self.value)}"
+            subject += f" = {show_value(masked(self.key, self.value))}"
         sentence = f"{self.reason}; {self.fix}" if self.fix else self.reason
         return printable(": ".join(part for part in (place, subject, sentence) if part)) + f" [{self.kind}]"
 
@@ -102,8 +102,9 @@ class Problem:
         names = ("kind", "severity", "file", "line", "column", "key", "reason", "fix")
         shown: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.value is not MISSING:
-            is_json = self.value is None or isinstance(self.value, (str, int)) or _is_finite(self.value)
-            shown["value"] = self.value if is_json else show_value(self.value)
+            value = masked(self.key, self.value)
+            is_json = value is None or isinstance(value, (str, int)) or _is_finite(value)
+            shown["value"] = value if is_json else show_value(value)
         return shown | {"text": str(self)}
 
     @classmethod
@@ -138,7 +139,7 @@ def _yaml(value: Any, *, depth: int) -> str:
         return "..."
     if isinstance(value, Mapping):
         pairs = islice(value.items(), _LONGEST_VALUE)
-        shown = (f"{_yaml(key, depth=depth + 1)}: {_yaml(item, depth=depth + 1)}" for key, item in pairs)
+        shown = (f"{_yaml(key, depth=depth + 1)}: {_yaml(masked(key, item), depth=depth + 1)}" for key, item in pairs)
         return "{" + ", ".join(shown) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_yaml(item, depth=depth + 1) for item in islice(value, _LONGEST_VALUE)) + "]"

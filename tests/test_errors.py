@@ -149,3 +149,22 @@ def test_a_config_error_prints_every_problem() -> None:
     first, second = Problem(kind="a", reason="x"), Problem(kind="b", reason="y")
     assert str(ConfigError([first, second])) == "x [a]\ny [b]"
     assert ConfigError(first).problems == (first,)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shown"),
+    [
+        ("comet.api_key", 12345, "comet.api_key = ***: "),
+        ("args.hub_token", "hf_x", "args.hub_token = ***: "),
+        ("db_password", ["hf_x"], "db_password = ***: "),
+        ("monitor_config", {"token": "hf_x", "on": True}, "monitor_config = {token: ***, on: true}: "),
+        ("comet.api_key", "", 'comet.api_key = "": '),
+        ("data.eos_token", "<eos>", "data.eos_token = <eos>: "),
+    ],
+)
+def test_what_looks_like_a_secret_is_shown_to_nobody(key: str, value: Any, shown: str) -> None:
+    """Logs and annotations of a pull request are read by more people than the file is."""
+    problem = Problem("wrong-type", "not text", key=key, value=value)
+    assert str(problem).startswith(shown)
+    assert "hf_x" not in json.dumps(problem.to_dict())
+    assert "12345" not in json.dumps(problem.to_dict())

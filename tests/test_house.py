@@ -33,7 +33,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "engine": (292, 38),
     "setup": (140, 12),
     "dslint": (236, 22),
-    "deploy": (96, 9),
+    "deploy": (87, 9),
 }
 LONGEST_FUNCTION = 70
 # A function's docstring begins with a verb, a class's with a noun: not with the clause that leaves both out.

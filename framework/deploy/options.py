@@ -1,22 +1,26 @@
 """Options of ``launch k8s`` and ``launch slurm``: fields of a request, and what they may hold. Whatever could break a
-manifest or a script is refused here.
+manifest or a script, or be read by others, is refused here.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from pathlib import PurePosixPath
 from typing import Any, Final, TypeVar
 
 from framework.config.run_config import RunConfig
+from framework.errors import UsageError
+from framework.plan.cluster import Cluster
 from framework.system.arguments import CommandParser, like
 from framework.system.arguments import whole as number
+from framework.system.output import masked
+from framework.text.document import parse_document, parse_scalar
 
-_Request = TypeVar("_Request")
+_Request = TypeVar("_Request", bound="JobRequest")
 
 
 def option(
@@ -34,9 +38,7 @@ def option(
         text: for the help.
         metavar: how the help calls its value.
         read: makes the value out of a word, or raises ArgumentTypeError.
-        default: where it is not given.
         many: it may be given as often as needed, and the field holds all values.
-        choices: the values that there are.
     """
     if choices:
         return field(default=default, metadata={"choices": choices, "help": text})
@@ -60,7 +62,7 @@ def parse(request: type[_Request], words: Sequence[str], *, command: str, descri
     )
     about = "the run config, and settings that win over it"
     parser.add_argument("words", nargs="*", default=None, metavar="CONFIG key=value", help=about)
-    for each in fields(request):  # type: ignore[arg-type]
+    for each in fields(request):
         if each.metadata:
             parser.option(f"--{each.name}", **each.metadata)
     return request(**vars(parser.parse_intermixed_args(list(words))))
@@ -75,6 +77,22 @@ def resume_setting(words: Sequence[str], config: RunConfig) -> list[str]:
     """The setting with which a job that starts again goes on, where nobody has decided that."""
     is_free = config.checkpoint.resume == "never" and last_setting(words, "checkpoint.resume") is None
     return ["checkpoint.resume=auto"] if is_free else []
+
+
+def refuse(command: str, mistakes: Iterable[tuple[object, str]]) -> None:
+    """Raise a UsageError of the first sentence whose condition holds."""
+    for is_wrong, sentence in mistakes:
+        if is_wrong:
+            raise UsageError(f"{command}: {sentence}")
+
+
+def secrets_in(value: Any, key: str = "") -> Iterator[str]:
+    """The keys of a run config whose values look like secrets."""
+    if masked(key, value) != value:
+        yield key
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from secrets_in(item, f"{key}.{name}".removeprefix("."))
 
 
 # Image names that mean the same image tomorrow as today.
@@ -101,19 +119,11 @@ def what_is_wrong_with_image(image: object) -> str:
 
 # Variables that say who a process is. Only the launcher knows it.
 OF_THE_LAUNCHER: Final = frozenset(
-    [
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "LOCAL_SIZE",
-        "NODE_RANK",
-        "NNODES",
-        "NPROC_PER_NODE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "JOB_COMPLETION_INDEX",
-    ]
+    re.findall(
+        r"\w+",
+        "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE LOCAL_SIZE NODE_RANK NNODES NPROC_PER_NODE MASTER_ADDR "
+        "MASTER_PORT JOB_COMPLETION_INDEX",
+    )
 )
 _SECRET: Final = re.compile(
     r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|(API|ACCESS|PRIVATE|SECRET|AUTH)_?KEY)(_|$)"
@@ -123,6 +133,12 @@ _SECRET: Final = re.compile(
 def looks_like_a_secret(name: str) -> bool:
     """Check whether the value of a variable of this name should not be read by everybody who may read the job."""
     return _SECRET.search(name.upper()) is not None
+
+
+SECRET_IS_SHOWN: Final = (
+    "everybody who may read the job would read it; Kubernetes: a variable of a Secret, --env_secret SECRET; Slurm: a "
+    "variable of the shell that calls sbatch, which hands it on"
+)
 
 
 _QUANTITY: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|[kMGTPE]|[KMGTPE]i)?")
@@ -233,40 +249,6 @@ def rdma(text: str) -> tuple[str, int]:
     return name, count(number or "1")
 
 
-def label(text: str) -> tuple[str, str]:
-    """A label and its value."""
-    return _pair(text, f"{_QUALIFIED_NAME}={_LABEL_VALUE}", "LABEL=VALUE")
-
-
-def own_label(text: str) -> tuple[str, str]:
-    """A label that is not ours."""
-    return _not_ours(label(text))
-
-
-def annotation(text: str) -> tuple[str, str]:
-    """An annotation, whose value may be any text, and that is not ours."""
-    return _not_ours(_pair(text, f"{_QUALIFIED_NAME}=.*", "KEY=VALUE on one line"))
-
-
-def variable(text: str) -> tuple[str, str]:
-    """A variable and its value, neither secret nor the launcher's own."""
-    name, value = _pair(text, r"[A-Za-z_][A-Za-z0-9_]*=.*", "NAME=VALUE on one line")
-    if looks_like_a_secret(name):
-        raise argparse.ArgumentTypeError(
-            f"{name}: everybody who may read the job would read it; put it into a Secret, --env_secret SECRET"
-        )
-    if name in OF_THE_LAUNCHER:
-        raise argparse.ArgumentTypeError(f"{name}: the launcher sets it")
-    return name, value
-
-
-def _pair(text: str, pattern: str, what: str) -> tuple[str, str]:
-    name, _, value = text.partition("=")
-    if not re.fullmatch(pattern, text) or not value.isprintable():
-        raise _refuse(text, what)
-    return name, value
-
-
 # Labels and annotations that decide what our own objects mean to each other.
 _OURS: Final = (
     "app.kubernetes.io/name",
@@ -279,7 +261,102 @@ _OURS: Final = (
 )
 
 
-def _not_ours(pair: tuple[str, str]) -> tuple[str, str]:
-    if pair[0].startswith(_OURS):
-        raise argparse.ArgumentTypeError(f"{pair[0]}: the launcher sets it")
-    return pair
+def _pair(pattern: str, what: str, *, may_be_ours: bool = False) -> Callable[[str], tuple[str, str]]:
+    """A reader of a name and its value, which fit a pattern together; `what` completes "... is not"."""
+
+    def read(text: str) -> tuple[str, str]:
+        name, _, value = text.partition("=")
+        if not re.fullmatch(pattern, text) or not value.isprintable():
+            raise _refuse(text, what)
+        if name.startswith(_OURS) and not may_be_ours:
+            raise argparse.ArgumentTypeError(f"{name}: the launcher sets it")
+        return name, value
+
+    return read
+
+
+_LABEL: Final = f"{_QUALIFIED_NAME}={_LABEL_VALUE}"
+label: Final = _pair(_LABEL, "LABEL=VALUE", may_be_ours=True)
+own_label: Final = _pair(_LABEL, "LABEL=VALUE")
+annotation: Final = _pair(f"{_QUALIFIED_NAME}=.*", "KEY=VALUE on one line")
+_variable: Final = _pair(r"[A-Za-z_][A-Za-z0-9_]*=.*", "NAME=VALUE on one line")
+
+
+def variable(text: str) -> tuple[str, str]:
+    """A variable and its value, neither secret nor the launcher's own."""
+    name, value = _variable(text)
+    if looks_like_a_secret(name):
+        raise argparse.ArgumentTypeError(f"{name}: {SECRET_IS_SHOWN}")
+    if name in OF_THE_LAUNCHER:
+        raise argparse.ArgumentTypeError(f"{name}: the launcher sets it")
+    return name, value
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """Options of both commands.
+
+    Attributes:
+        max_restarts: `supervision.max_restarts` of the run config: agents start ranks again by themselves.
+        config_text: the run config, where it is sent along.
+    """
+
+    words: Sequence[str]
+    nodes: int = option("machines, or pods (1)", "N", count, default=1)
+    gpus: int | None = option(
+        "GPUs of each, one rank to a GPU; 0: none, then --ranks_per_node", "G", whole, default=None
+    )
+    ranks_per_node: int = option("ranks of each without GPUs (1)", "N", count, default=0)
+    env: Sequence[tuple[str, str]] = option("variable of the run", "NAME=VALUE", variable, many=True)
+    out: str | None = option("write there instead of printing", "FILE", default=None)
+    dry_run: bool = option("print and write nothing; without --out it is what happens anyway")
+    max_restarts: int = 0
+    config_text: str = ""
+
+    @property
+    def config(self) -> str:
+        """Path of the run config."""
+        return self.words[0]
+
+    @property
+    def overrides(self) -> Sequence[str]:
+        """``key=value`` settings."""
+        return self.words[1:]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Check whether there are no GPUs."""
+        return self.gpus == 0
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a node, one to a GPU."""
+        return self.gpus or self.ranks_per_node or 1
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that the nodes make."""
+        return Cluster(num_hosts=self.nodes, devices_per_host=self.ranks, device="cpu" if self.on_cpu else "cuda")
+
+    def refuse_mistakes(self, command: str, more: Sequence[tuple[object, str]]) -> None:
+        """Raise a UsageError where options contradict each other, or lack one: those of both commands, or `more`."""
+        own = (
+            (not self.words, "name a run config, for example ds_configs/quickstart.yaml"),
+            (
+                self.gpus is None and not self.on_cpu,
+                "give the GPUs of each with --gpus G; --gpus 0 --ranks_per_node N for none",
+            ),
+            (
+                self.ranks_per_node and self.gpus and self.ranks_per_node != self.gpus,
+                "with GPUs there is one rank to each; leave --ranks_per_node out",
+            ),
+        )
+        refuse(command, (*own, *more))
+
+    def refuse_secrets(self, command: str) -> None:
+        """Raise a UsageError where a setting, or the config that is sent along, holds what looks like a secret."""
+        values = [(parse_scalar(value), key) for key, _, value in (word.partition("=") for word in self.overrides)]
+        if self.config_text:
+            values.append((parse_document(self.config_text, name=self.config).value, ""))
+        found = [key for value, key in values for key in secrets_in(value, key)]
+        refuse(command, [(True, f"{key}: {SECRET_IS_SHOWN} [secret-in-the-job]") for key in found])

@@ -7,6 +7,7 @@ every rank of every node ended      -> the agents tell each other, then leave; 0
 
 from __future__ import annotations
 
+import asyncio
 import math
 import signal
 import time
@@ -26,7 +27,7 @@ from framework.errors import (
 from framework.launch.hosts.hostfile import first_few
 from framework.launch.job import print_line
 from framework.launch.ranks import OomKills, RankEnd, Ranks
-from framework.launch.rendezvous.messages import Failure, Peers
+from framework.launch.rendezvous.peers import Failure, Peers
 from framework.launch.stop_requests import StopRequests
 
 _LOOK_SECONDS: Final = 0.1
@@ -48,19 +49,24 @@ _LESS_MEMORY: Final = (
 )
 
 
-def run_attempt(
-    ranks: Ranks, peers: Peers, requests: StopRequests, *, node_rank: int, grace_seconds: float
-) -> tuple[int, str]:
-    """Start the ranks and see them end; no process of theirs is left afterwards. Returns this node's exit code, and a
-    line that says what happened; `grace_seconds`: to save in after a request to stop.
+async def run_attempt(
+    ranks: Ranks, peers: Peers, requests: StopRequests, *, grace_seconds: float
+) -> tuple[int, str, int]:
+    """Start the ranks and see them end; no process of theirs is left afterwards.
+
+    Args:
+        grace_seconds: to save in after a request to stop.
+
+    Returns:
+        This node's exit code, a line that says what happened, and the exit code of what happened, wherever that was.
     """
-    attempt = _Attempt(ranks, peers, requests, node_rank, grace_seconds)
+    attempt = _Attempt(ranks, peers, requests, grace_seconds)
     try:
         attempt.start()
-        attempt.watch()
+        await attempt.watch()
     finally:
-        ranks.clear()
-    return attempt.conclude()
+        await asyncio.to_thread(ranks.clear)  # for seconds, perhaps, in which the other nodes are still heard
+    return await attempt.conclude()
 
 
 @dataclass
@@ -68,7 +74,6 @@ class _Attempt:
     ranks: Ranks
     peers: Peers
     requests: StopRequests
-    node_rank: int
     grace_seconds: float
     codes: list[int] = field(default_factory=list)
     stop_sent: bool = False
@@ -88,30 +93,28 @@ class _Attempt:
             self._fail(f": a rank could not be started ({error.strerror})", EXIT_TRAINING)
             self._end_ranks()
 
-    def watch(self) -> None:
+    async def watch(self) -> None:
         """Until no rank runs here."""
         while self.ranks.num_running:
-            self.peers.poll(_LOOK_SECONDS)
+            await self.peers.wait(_LOOK_SECONDS)
             # Who only lost somebody comes last: that somebody is what happened.
             for end in sorted(self.ranks.poll(), key=lambda end: end.code == EXIT_PEER_LOST):
                 self._ended(end)
             self._ask()
             self._take_request()
 
-    def conclude(self) -> tuple[int, str]:
+    async def conclude(self) -> tuple[int, str, int]:
         """Tell the others, and wait for how they ended."""
         code = self._own_code()
         self.peers.send_ended(code)
         confirm_until = math.inf
         while not self.peers.all_ended and not self.peers.is_cut_off and time.monotonic() < confirm_until:
-            self.peers.poll(_LOOK_SECONDS)
+            await self.peers.wait(_LOOK_SECONDS)
             self._ask()
             if self.peers.failures or self.peers.killed:
                 confirm_until = min(confirm_until, time.monotonic() + _CONFIRM_SECONDS)
-        self.peers.poll(0)
-        result = self._result(code)
-        self.peers.close()
-        return result
+        await self.peers.flush()
+        return self._result(code)
 
     def _ended(self, end: RankEnd) -> None:
         # Asked before it listened, a rank had nothing to save.
@@ -130,7 +133,7 @@ class _Attempt:
         self._end_ranks()
 
     def _fail(self, what: str, code: int) -> None:
-        self.peers.send_failure(f"{self.peers.name(self.node_rank)}{what}", code=code)
+        self.peers.send_failure(f"{self.peers.own_name}{what}", code=code)
 
     def _ask(self) -> None:
         self.requests.look()
@@ -185,7 +188,7 @@ class _Attempt:
         failed = [code for code in self.codes if code not in (EXIT_OK, EXIT_STOPPED)]
         return failed[0] if failed else EXIT_STOPPED if EXIT_STOPPED in self.codes else EXIT_OK
 
-    def _result(self, code: int) -> tuple[int, str]:
+    def _result(self, code: int) -> tuple[int, str, int]:
         nodes = counted(len(self.peers.ended), "node")
         stopped = f"{nodes} stopped"
         stopped += f" in {time.monotonic() - self.begun_to_end:.1f} s" if self.begun_to_end else ""
@@ -194,13 +197,13 @@ class _Attempt:
         failure = first_failure(self.peers.failures)
         if failure is not None:
             # Two nodes may meet the same error by themselves: each ends with its own code.
-            mine = first_failure([each for each in self.peers.failures if each.node == self.node_rank])
-            code = mine.code if mine else EXIT_PEER_LOST
-            return code, f"{failure.what} at {failure.at}; {stopped}"
+            mine = self.peers.own_failure
+            return mine.code if mine else EXIT_PEER_LOST, f"{failure.what} at {failure.at}; {stopped}", failure.code
         if {*self.peers.ended.values(), code} == {EXIT_OK}:
-            return EXIT_OK, f"finished: {nodes}, every rank ended with 0"
+            return EXIT_OK, f"finished: {nodes}, every rank ended with 0", EXIT_OK
         saved = "what was saved, if anything, the ranks said above"
-        return EXIT_STOPPED, f"stopped on request ({self.peers.stop or 'a rank'}): {stopped}; {saved}"
+        line = f"stopped on request ({self.peers.stop or 'a rank'}): {stopped}; {saved}"
+        return EXIT_STOPPED, line, EXIT_STOPPED
 
 
 def first_failure(failures: list[Failure]) -> Failure | None:

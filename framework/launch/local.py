@@ -28,7 +28,7 @@ from framework.launch.node import NodeOptions, grace_seconds, read_token, requir
 from framework.launch.node import main as be_a_node
 from framework.launch.options import LaunchOptions, parse
 from framework.launch.stop_requests import StopRequests
-from framework.launch.supervision import JobEnd, in_place, supervised
+from framework.launch.supervision import Restarts
 from framework.load_run import LoadedRun, load_run
 from framework.plan.cluster import Cluster
 from framework.system.log import print_problem
@@ -97,15 +97,10 @@ def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chose
     if not options.no_preflight:
         _look_at_ops(job, Cluster(devices_per_host=num_ranks, device=devices.kind), {**os.environ, **added})
     os.environ.pop("DSF_TOKEN", None)  # no rank has it, and one node has nobody to show it to
-    terms = NodeOptions(grace_seconds=grace_seconds(options.grace_seconds))
-    environment = {**os.environ, **added}
-
-    def start(words: tuple[str, ...]) -> JobEnd:
-        place = topology if not words or options.master_port else replace(topology, master_port=usable_port(None))
-        started = [str(script), *in_place(job.arguments, words)]
-        return run_node(place, started, devices=devices, environment=environment, requests=requests, terms=terms)
-
-    return supervised(job.config, requests, start)
+    terms = NodeOptions(grace_seconds=grace_seconds(options.grace_seconds), restarts=Restarts(job.config))
+    command, environment = [str(script), *job.arguments], {**os.environ, **added}
+    end = run_node(topology, command, devices=devices, environment=environment, requests=requests, terms=terms)
+    return end.code
 
 
 def _look_at_ops(job: LoadedRun, cluster: Cluster, environment: Mapping[str, str]) -> None:

@@ -12,31 +12,44 @@ import sys
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from framework.errors import EXIT_OK, ConfigError, FrameworkError, Problem, UsageError, missing_package
+from framework.errors import (
+    EXIT_NO_PROGRESS,
+    EXIT_OK,
+    ConfigError,
+    FrameworkError,
+    Problem,
+    UsageError,
+    counted,
+    missing_package,
+)
 from framework.launch.deepspeed_command import added_environment, find_train_script, node_command, usable_port
 from framework.launch.hosts.devices import LocalDevices, find_devices, unused_gpus, visible_variable
 from framework.launch.hosts.hostfile import Host, read_hostfile
 from framework.launch.hosts.topology import Topology, resolve_topology, slots_here
 from framework.launch.job import print_line, refuse_too_few, show_settings, write_termination_log
 from framework.launch.options import GRACE_SECONDS, WAIT_SECONDS, parse_node, seconds
-from framework.launch.rendezvous.messages import PROTOCOL
-from framework.launch.rendezvous.session import Session
 from framework.launch.stop_requests import StopRequests, read_order
-from framework.launch.supervision import JobEnd
+from framework.launch.supervision import JobEnd, Restarts, in_place
 from framework.load_run import LoadedRun, load_run
 from framework.plan.cluster import Cluster
 from framework.system.log import print_problem
 from framework.system.ports import free_port
 
+if TYPE_CHECKING:
+    from framework.launch.ranks import Ranks
+    from framework.launch.rendezvous.session import Session, Start
+
 # All nodes are known to be there when ranks start, so a collective that takes as long is stuck (minutes).
 _COLLECTIVE_MINUTES: Final = "10"
-_LARGEST_TOKEN_BYTES: Final = 4096
+_LARGEST_TOKEN_BYTES: Final = 4096  # fits into a pipe
+_LEAST_TOKEN_BYTES: Final = 16
+_TOKEN_END: Final = "DSF_TOKEN_END"
 
 
 Look = Callable[[], AbstractContextManager[Mapping[str, Any]]]
@@ -44,7 +57,13 @@ Look = Callable[[], AbstractContextManager[Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """How nodes meet and end; `look`: this node's look at itself, for the time that they need to meet."""
+    """How nodes meet and end.
+
+    Attributes:
+        look: this node's look at itself, for the time that they need to meet.
+        restarts: decides about further starts, in place; None: there are none, or somebody else decides.
+        fits: whether the job can train on so many nodes, where others do not come back.
+    """
 
     grace_seconds: float = GRACE_SECONDS
     wait_seconds: float = WAIT_SECONDS
@@ -53,6 +72,9 @@ class NodeOptions:
     job_id: str = ""
     hosts: tuple[Host, ...] = ()
     look: Look | None = None
+    spares: int = 0
+    restarts: Restarts | None = None
+    fits: Callable[[int], bool] = lambda count: False
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,6 +83,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         FrameworkError: nothing has been started.
     """
+    hide_token()
     # From here on: process 1 of a container never gets a signal that it does not handle, and would train on.
     with StopRequests().handling_signals() as requests:
         try:
@@ -80,21 +103,23 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
     flags = {name: getattr(found, name) for name in ("nnodes", "node_rank", "master_addr", "master_port")}
     flags["slots"], spelled = found.num_gpus, {"nnodes": found.nnodes_flag, "slots": found.num_gpus_flag}
     topology = resolve_topology(flags, os.environ, hosts=hosts, default_slots=slots_here(devices), spelled=spelled)
+    is_alone = topology.nnodes == 1
+    topology = _without_spares(topology, spares=found.spares, min_nodes=found.min_nodes)
     # Where a port was given, a job that is still ending may hold it: rank 0 says so, with a code that platforms retry.
-    if topology.nnodes == 1 and topology.sources["master_port"] == "default":
+    if is_alone and topology.sources["master_port"] == "default":
         sources = {**topology.sources, "master_port": "a free one"}
         topology = replace(topology, master_port=free_port(), sources=sources)
     job = check_node(found.config, found.words, topology, devices, deepspeed_config=found.deepspeed_config)
     if not found.from_stdin:  # who started it through ssh has told them, once for all hosts
-        job.print_notes()
+        job.print_notes(is_supervised=True)
     if unused := unused_gpus(devices, os.environ):
         print_problem(unused)
     script = find_train_script()
     added = added_environment(os.environ, device=devices.kind, num_ranks=topology.slots)
-    if topology.nnodes > 1 and not os.environ.get("DEEPSPEED_TIMEOUT"):
+    if not is_alone and not os.environ.get("DEEPSPEED_TIMEOUT"):
         added["DEEPSPEED_TIMEOUT"] = _COLLECTIVE_MINUTES
     command = node_command(topology, job.arguments, script=script, devices=devices.chosen, hostfile=found.hostfile)
-    if found.from_stdin and topology.nnodes == 1:
+    if found.from_stdin and is_alone:
         print_line(f"ranks meet at port {topology.master_port}")  # which this host has found
     if found.dry_run or not found.from_stdin:
         show_settings(topology, command.as_line(added))
@@ -102,10 +127,22 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
         return EXIT_OK
     require_deepspeed()
     token = read_token(found.token_file)
+    if not (token or is_alone):
+        print_line("no token: whoever reaches this port can end the job; give all nodes --token_file [no-token]")
     environment = {**os.environ, **added}
     from framework.launch.rendezvous.handshake import node_facts
 
-    looks = topology.nnodes > 1 and not found.no_preflight
+    def fits(count: int) -> bool:
+        with suppress(ConfigError):
+            if count >= (found.min_nodes or topology.nnodes):
+                fewer = replace(topology, nnodes=count)
+                check_node(found.config, found.words, fewer, devices, deepspeed_config=found.deepspeed_config)
+                return True
+        return False
+
+    # Who started it through ssh starts all again by himself.
+    is_supervised = job.config.supervision.max_restarts and not found.from_stdin
+    looks = not is_alone and not found.no_preflight
     terms = NodeOptions(
         grace_seconds=grace_seconds(found.grace_seconds),
         wait_seconds=found.wait_seconds,
@@ -114,6 +151,9 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
         job_id=os.environ.get("DSF_JOB_ID", ""),
         hosts=hosts,
         look=_preflight(job, topology, devices, environment) if looks else None,
+        spares=found.spares,
+        restarts=Restarts(job.config) if is_supervised else None,
+        fits=fits,
     )
 
     return run_node(
@@ -122,9 +162,24 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
         devices=devices,
         environment=environment,
         terms=terms,
-        facts=node_facts(job.config) if topology.nnodes > 1 else {},
+        facts={} if is_alone else node_facts(job.config),
         requests=requests,
     ).code
+
+
+def _without_spares(topology: Topology, *, spares: int, min_nodes: int | None) -> Topology:
+    """The nodes that train, as this node sees them; a UsageError where none would be left."""
+    trained = topology.nnodes - spares
+    if trained < 1:
+        raise UsageError(f"launch node: --spares {spares}: of {counted(topology.nnodes, 'node')} none would train")
+    if min_nodes is not None and min_nodes > trained:
+        raise UsageError(f"launch node: --min_nodes {min_nodes}: {counted(trained, 'node')} would train")
+    if not spares:
+        return topology
+    if topology.node_rank >= trained:
+        print_line(f"node {topology.node_rank} is a spare: it waits for the place of one that is lost")
+    sources = {**topology.sources, "nnodes": f"{topology.sources.get('nnodes', 'given')}, less {spares} spares"}
+    return replace(topology, nnodes=trained, sources=sources)
 
 
 def check_node(
@@ -157,7 +212,7 @@ def run_node(
     terms: NodeOptions,
     facts: Mapping[str, str] | None = None,
 ) -> JobEnd:
-    """Meet the other nodes, run a script on every rank, and say how it ended.
+    """Meet the other nodes, run a script on every rank, and again as long as node 0 says so; say how it ended.
 
     Args:
         command: the script, and its arguments.
@@ -167,19 +222,19 @@ def run_node(
     Raises:
         ConfigError, PeerLostError, RunStopped: no rank was started.
     """
-    from framework.launch.agent import run_attempt  # psutil comes with the train extra only
-    from framework.launch.ranks import Ranks
-    from framework.launch.rendezvous.connectivity import interface_of
+    import asyncio  # with what stands on it, for starts alone: a check and a dry run need none of it
+
+    from framework.launch.rendezvous.channel import PROTOCOL
     from framework.launch.rendezvous.handshake import hosts_text
-    from framework.launch.rendezvous.member import meet
+    from framework.launch.rendezvous.session import Session
 
     names = [host.name for host in terms.hosts]
     hello = {
         "protocol": PROTOCOL,
         "job": terms.job_id,
-        "attempt": 0,
         "node_rank": topology.node_rank,
         "nnodes": topology.nnodes,
+        "spares": terms.spares,
         "slots": topology.slots,
         "master_port": topology.master_port,
         "host": socket.gethostname(),
@@ -187,25 +242,52 @@ def run_node(
         "clock": time.time(),
         "facts": dict(facts or {}),
     }
-    meeting = Session(topology, terms.control_port, hello, requests, terms.token, terms.wait_seconds, names)
-    meeting.problems = _port_problems(topology)
+    session = Session(topology, terms.control_port, hello, requests, terms.token, terms.wait_seconds, names)
+    session.problems, session.spares, session.fits = _port_problems(topology), terms.spares, terms.fits
+    session.restarts = terms.restarts
+
+    def ranks(start: Start) -> Ranks:
+        from framework.launch.ranks import Ranks  # psutil comes with the train extra only
+        from framework.launch.rendezvous.connectivity import interface_of
+
+        own, place = environment, start.topology
+        if place.nnodes > 1:
+            started = f"starting {place.slots} ranks of {place.world_size}"
+            print_line(f"all {place.nnodes} nodes are here and agree; {started}")
+            # gloo takes the address that the own name resolves to, often loopback; NCCL finds its interfaces better
+            # alone.
+            if not own.get("GLOO_SOCKET_IFNAME") and (name := interface_of(session.local_address)):
+                own = {**own, "GLOO_SOCKET_IFNAME": name}
+        words = [command[0], *in_place(command[1:], start.words)]
+        return Ranks(words, place, own, device=devices.kind, devices=devices.chosen)
+
+    return asyncio.run(_run(session, terms, ranks))
+
+
+async def _run(session: Session, terms: NodeOptions, ranks: Callable[[Start], Ranks]) -> JobEnd:
+    from framework.launch.agent import run_attempt
+    from framework.launch.rendezvous.door import join
+
     with ExitStack() as stack:
         if terms.look is not None:
-            meeting.hello = {**meeting.hello, "look": stack.enter_context(terms.look())}
-        peers = meet(meeting)
-    if topology.nnodes > 1:
-        started = f"starting {topology.slots} ranks of {topology.world_size}"
-        print_line(f"all {topology.nnodes} nodes are here and agree; {started}")
-        # gloo takes the address that the own name resolves to, often loopback; NCCL finds its interfaces better alone.
-        if not environment.get("GLOO_SOCKET_IFNAME") and (name := interface_of(meeting.local_address)):
-            environment = {**environment, "GLOO_SOCKET_IFNAME": name}
-    else:
-        requests.refuse_start()  # several heed requests while they meet, and tell each other of those that come after
-    ranks = Ranks(command, topology, environment, device=devices.kind, devices=devices.chosen)
-    code, line = run_attempt(ranks, peers, requests, node_rank=topology.node_rank, grace_seconds=terms.grace_seconds)
-    print_line(line)
-    write_termination_log(line)
-    return JobEnd(code, line)
+            session.hello = {**session.hello, "look": stack.enter_context(terms.look())}
+        job = await join(session)
+        try:
+            while True:
+                start = await job.begin()
+                stack.close()  # the marks of this node's look at itself
+                started = ranks(start)
+                code, line, cause = await run_attempt(
+                    started, start.peers, session.requests, grace_seconds=terms.grace_seconds
+                )
+                print_line(line)
+                write_termination_log(line)
+                verdict = await job.verdict(JobEnd(cause, line))
+                if not verdict.is_again:
+                    gave_up = verdict.code == EXIT_NO_PROGRESS
+                    return JobEnd(verdict.code if gave_up else code, line)
+        finally:
+            await job.close()
 
 
 def _port_problems(topology: Topology) -> Sequence[Problem]:
@@ -244,20 +326,40 @@ def grace_seconds(given: float | None) -> float:
         raise UsageError(f"environment variable DSF_GRACE_SECONDS: {error}") from None
 
 
-def read_token(path: str | None) -> str:
-    """The shared secret: of the file, or of DSF_TOKEN; it leaves the environment, so that no rank has it.
-
-    Raises:
-        ConfigError: the file cannot be read, or is empty.
+def hide_token() -> None:
+    """Begin again without DSF_TOKEN, if that is set: ranks, and `ps`, see what a process was started with. The token
+    goes to the new program, which is this one, through a pipe.
     """
     token = os.environ.pop("DSF_TOKEN", "")
-    if path is None:
-        return token
-    text, reason = "", "it is empty"
-    try:
-        text = Path(path).read_bytes()[:_LARGEST_TOKEN_BYTES].decode("utf-8").strip()
-    except (OSError, ValueError) as error:
-        reason = str(getattr(error, "strerror", None) or "it is not text")
-    if not text:
-        raise ConfigError.of("token-unreadable", reason, "name a file that holds the secret", file=path)
-    return text
+    if token:
+        read_end, write_end = os.pipe()
+        os.write(write_end, token.encode("utf-8", "surrogateescape")[:_LARGEST_TOKEN_BYTES])
+        os.close(write_end)
+        os.set_inheritable(read_end, True)
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, _TOKEN_END: str(read_end)})
+
+
+def read_token(path: str | None) -> str:
+    """The shared secret: of the file; of what `hide_token` has put aside; or of an ssh launcher.
+
+    Raises:
+        ConfigError: the file cannot be read, or what it holds could be guessed.
+    """
+    token, number = os.environ.pop("DSF_TOKEN", ""), os.environ.pop(_TOKEN_END, "")
+    if number.isdecimal():
+        with suppress(OSError), os.fdopen(int(number), "rb") as end:
+            token = end.read().decode("utf-8", "surrogateescape")
+    place = "environment variable DSF_TOKEN"
+    if path is not None:
+        token, reason, place = "", "it is empty", path
+        try:
+            token = Path(path).read_bytes()[:_LARGEST_TOKEN_BYTES].decode("utf-8").strip()
+        except (OSError, ValueError) as error:
+            reason = str(getattr(error, "strerror", None) or "it is not text")
+        if not token:
+            raise ConfigError.of("token-unreadable", reason, "name a file that holds the secret", file=path)
+    if token and len(token.encode("utf-8", "surrogateescape")) < _LEAST_TOKEN_BYTES:
+        reason = f"it has fewer than {_LEAST_TOKEN_BYTES} bytes, and could be guessed"
+        fix = "make one with: head -c 32 /dev/urandom | base64"
+        raise ConfigError.of("token-too-short", reason, fix, file=place)
+    return token

@@ -171,6 +171,10 @@ def _node_parser() -> CommandParser:
         r"\d{1,4}(,\d{1,4})*", lambda text: tuple(map(int, text.split(","))), "{} is not a list of device numbers"
     )
     parser.option("--devices", type=numbers, metavar="0,2", help="the devices to use; left out: the first")
+    terms: dict[str, Any] = {"type": whole(0, 1000, "{} is not a number of nodes"), "default": 0, "metavar": "N"}
+    parser.option("--spares", **terms, help="so many of the members wait for the place of one that is lost")
+    about = "start again on N nodes or more where others do not come back (supervision.max_restarts)"
+    parser.option("--min_nodes", type=count, metavar="N", help=about)
     # What an ssh launcher sends, and its life line.
     parser.option("--from_stdin", action="store_true", help=argparse.SUPPRESS)
     _add_of_several(parser)

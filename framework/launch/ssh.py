@@ -12,11 +12,12 @@ import math
 import os
 import re
 import secrets
+import selectors
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,6 @@ from framework.launch.hosts.topology import DEFAULT_PORT, Topology
 from framework.launch.job import print_line, show_settings
 from framework.launch.node import check_node, grace_seconds, read_token
 from framework.launch.options import GRACE_SECONDS, WAIT_SECONDS, LaunchOptions
-from framework.launch.rendezvous.messages import readable
 from framework.launch.returning_hosts import answering
 from framework.launch.stop_requests import StopRequests
 from framework.launch.supervision import JobEnd, in_place, supervised
@@ -403,3 +403,11 @@ class Agents:
             self._ends.append((self._commands[node][0], EXIT_PEER_LOST))
         for stream in self._streams:
             stream.close()
+
+
+def readable(waiting: Iterable[IO[bytes]], seconds: float) -> set[IO[bytes]]:
+    """Return the streams with something to read, after so long at most; `select` takes no descriptor above 1023."""
+    with selectors.PollSelector() as selector:
+        for each in waiting:
+            selector.register(each, selectors.EVENT_READ, each)
+        return {key.data for key, _ in selector.select(seconds)}

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from framework.checkpoint.names import CHECKPOINTS, MANIFEST, named_folders
 from framework.config.run_config import RunConfig
@@ -39,6 +39,8 @@ from framework.launch.stop_requests import StopRequests
 _FINAL: Final = (EXIT_OK, EXIT_STOPPED, EXIT_CONFIG, EXIT_USAGE, EXIT_NO_PROGRESS)
 _OWN_ERRORS: Final = (EXIT_TRAINING, EXIT_STORAGE)
 _MOST_IDLE: Final = 3
+_STATE: Final = {"number": int, "idle": int, "last": str, "words": list}
+_RESUME: Final = "checkpoint.resume=auto"
 _LONGEST_WAIT_SECONDS: Final = 300.0
 _VARIABLE: Final = re.compile(r"0x[0-9a-f]+|\d[\d,.:]*|; .* stopped.*$")
 
@@ -56,39 +58,93 @@ class JobEnd:
         return _VARIABLE.sub("#", self.line)
 
 
+@dataclass(frozen=True)
+class Again:
+    """Another start, after so many seconds; `why`: in words."""
+
+    seconds: float
+    why: str
+
+
+class Restarts:
+    """Decision after every start of a job whether there is another one.
+
+    Attributes:
+        words: further settings of the run for the next start.
+        code: exit code of the job, once there is no other start.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        """Look at the folder of the run, where this machine sees it; the first start begins now."""
+        self._most, self._wait_seconds = config.supervision.max_restarts, config.supervision.wait_seconds
+        self._folder = _Folder(config.run.folder)
+        self._number = self._idle = 0
+        self._last = ""
+        self.words: tuple[str, ...] = ()
+        self.code = EXIT_OK
+        self.begin()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What another machine needs to go on deciding."""
+        return {"number": self._number, "idle": self._idle, "last": self._last, "words": [*self.words]}
+
+    def restore(self, state: object) -> None:
+        """Take the state that a node kept while node 0 was replaced; the furthest of all counts."""
+        if not isinstance(state, dict) or [type(state.get(name)) for name in _STATE] != [*_STATE.values()]:
+            return
+        if self._number < state["number"] <= self._most:
+            self._number, self._idle, self._last = (state[name] for name in ("number", "idle", "last"))
+            self.words = (_RESUME,) if state["words"] else ()
+
+    def begin(self) -> None:
+        """Note what is saved when a start begins."""
+        self._step, self._begun = self._folder.newest_step(), time.time()
+
+    def after(self, end: JobEnd, *, is_asked: bool = False) -> Again | None:
+        """Decide, and log it; `is_asked`: somebody asked for the end."""
+        self.code = end.code
+        if end.code in _FINAL or is_asked or not self._most:
+            return None
+        has_saved = self._folder.newest_step() > self._step
+        self._idle = 0 if has_saved else self._idle + 1
+        is_again = self._idle > 1 and end.code in _OWN_ERRORS and end.fingerprint == self._last
+        self._last = end.fingerprint
+        if why := _given_up(is_again=is_again, idle=self._idle, left=self._most - self._number, most=self._most):
+            print_line(f"{why}; the job ends [no-restart]")
+            write_termination_log(f"{end.line}; {why}")
+            self.code = end.code if self._number == self._most else EXIT_NO_PROGRESS
+            return None
+        longest = _LONGEST_WAIT_SECONDS
+        seconds = 0.0 if has_saved else min(self._wait_seconds * 2 ** (self._idle - 1), longest)
+        # What was named for the first start holds until this run has saved something of its own.
+        newest = self._folder.newest_step()
+        self.words = (_RESUME,) if newest >= 0 or self.words else ()
+        goes_on = (
+            f"from step {newest}" if newest >= 0 else "from its checkpoint" if self.words else "from the beginning"
+        )
+        self._number += 1
+        why = f"start {self._number + 1} of at most {self._most + 1}, {goes_on}, in {seconds:.0f} s [restart]"
+        print_line(why)
+        self._folder.note(self._number, end, begun=self._begun)
+        return Again(seconds, why)
+
+
 def supervised(config: RunConfig, requests: StopRequests, start: Callable[[tuple[str, ...]], JobEnd]) -> int:
     """Start a job, and again as long as it makes sense; returns its exit code.
 
     Args:
-        config: of the run; its folder is looked at, where this machine sees it.
+        config: of the run.
         requests: to stop; heeded while this waits.
         start: runs the job once, with further settings of the run.
     """
-    most, first = config.supervision.max_restarts, _Folder(config.run.folder)
-    words: tuple[str, ...] = ()
-    last, idle = JobEnd(EXIT_OK), 0
-    for number in range(most + 1):
-        step = first.newest_step()
-        begun = time.time()
-        end = start(words)
-        if end.code in _FINAL or requests.asked or not most:
-            return end.code
-        has_saved = first.newest_step() > step
-        idle = 0 if has_saved else idle + 1
-        is_again = idle > 1 and end.code in _OWN_ERRORS and end.fingerprint == last.fingerprint
-        last = end
-        if why := _given_up(is_again=is_again, idle=idle, left=most - number, most=most):
-            print_line(f"{why}; the job ends [no-restart]")
-            write_termination_log(f"{end.line}; {why}")
-            return end.code if number == most else EXIT_NO_PROGRESS
-        seconds = 0.0 if has_saved else min(config.supervision.wait_seconds * 2 ** (idle - 1), _LONGEST_WAIT_SECONDS)
-        # What was named for the first start holds until this run has saved something of its own.
-        words = ("checkpoint.resume=auto",) if first.newest_step() >= 0 else ()
-        goes_on = f"from step {first.newest_step()}" if words else "from the beginning"
-        print_line(f"start {number + 2} of at most {most + 1}, {goes_on}, in {seconds:.0f} s [restart]")
-        first.note(number + 1, end, begun=begun)
-        requests.wait(seconds)
-    raise AssertionError("the last start has returned")
+    restarts = Restarts(config)
+    while True:
+        restarts.begin()
+        again = restarts.after(start(restarts.words), is_asked=bool(requests.asked))
+        if again is None:
+            return restarts.code
+        requests.wait(again.seconds)
 
 
 def in_place(given: Sequence[str], words: Sequence[str]) -> tuple[str, ...]:
@@ -118,7 +174,11 @@ class _Folder:
 
     def note(self, number: int, end: JobEnd, *, begun: float) -> None:
         """Write the restart among the events of the run, which nobody else writes now."""
-        event = {"time_seconds": round(time.time(), 3), "step": max(self.newest_step(), 0), "kind": "restart"}
+        event: dict[str, Any] = {
+            "time_seconds": round(time.time(), 3),
+            "step": max(self.newest_step(), 0),
+            "kind": "restart",
+        }
         event |= {"number": number, "code": end.code, "cause": end.line, "seconds": round(time.time() - begun, 3)}
         with suppress(OSError), (self._path / "events.jsonl").open("r+b") as file:
             size = file.seek(0, 2)

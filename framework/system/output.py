@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
-from typing import TextIO
+from typing import Any, Final, TextIO
+
+_SECRET: Final = re.compile(
+    r"((^|_)(api|access|private|secret|auth)_?(key|token)|(^|_)(secret|password|passwd|passphrase|credentials?)"
+    r"|^(hf_|hub_|push_to_hub_)?token)$",
+    re.IGNORECASE,
+)
+
+
+def masked(key: object, value: Any) -> Any:
+    """The value of a key such as ``comet.api_key``, for a log: of a secret nothing but that there is one."""
+    return "***" if value and _SECRET.search(str(key).rpartition(".")[2]) else value
 
 
 def visible(text: str, *, keeps: str = "\n\t") -> str:

@@ -87,6 +87,54 @@ def training_over_ssh(do: Callable[[Stage], None]) -> Callable[[Stage], None]:
     return act
 
 
+SUPERVISED = ("supervision.max_restarts=5", "supervision.wait_seconds=1")
+_BACK_SECONDS = 1.0
+
+
+def going_on(
+    do: Callable[[Stage], None], back: Callable[[Stage], None] = lambda stage: None, *, words: Sequence[str] = ()
+) -> Callable[[Stage], None]:
+    """In the middle of training that starts again by itself; `back`: what a platform or a person does then."""
+
+    def act(stage: Stage) -> None:
+        for node in range(stage.num_nodes):
+            stage.node(node, words=[*words, *SUPERVISED], DSF_STEP_SECONDS="0.1")
+        stage.until_step(_AT_STEP)
+        stage.fault()
+        do(stage)
+        time.sleep(_BACK_SECONDS)
+        back(stage)
+
+    return act
+
+
+def comes_back(node: int) -> Callable[[Stage], None]:
+    """The agent is started again, on a new host where the old one is gone."""
+
+    def do(stage: Stage) -> None:
+        host = stage.hosts[f"node-{node}"]
+        if not host.is_alive():
+            stage.network.hosts.remove(host)
+            stage.add_host(f"node-{node}")
+        stage.node(node, words=SUPERVISED, DSF_STEP_SECONDS="0.1")
+
+    return do
+
+
+def cut_for_a_while(stage: Stage) -> None:
+    """Longer than anybody waits for a node that is silent."""
+    cut(stage)
+    time.sleep(25)
+    stage.network.heal(stage.hosts["node-1"])
+
+
+def fill_until_it_fails(stage: Stage) -> None:
+    """Until the run has ended for it, and was started again."""
+    fill(stage)
+    stage.until_said("start 2 of at most 6")
+    empty(stage)
+
+
 def kill_rank(stage: Stage) -> None:
     os.kill(stage.rank(1), signal.SIGKILL)
 
@@ -235,8 +283,8 @@ def name_is_stale(stage: Stage) -> None:
 
 def wrong_token(stage: Stage) -> None:
     stage.fault()
-    stage.node(0, words=["--wait_seconds", "10"], DSF_TOKEN="one")
-    stage.node(1, words=["--wait_seconds", "10"], DSF_TOKEN="other")
+    stage.node(0, words=["--wait_seconds", "10"], DSF_TOKEN="one token of sixteen bytes")
+    stage.node(1, words=["--wait_seconds", "10"], DSF_TOKEN="another of sixteen bytes")
 
 
 def fill(stage: Stage) -> None:
@@ -545,6 +593,73 @@ CASES = (
         {"login": {EXIT_STOPPED}},
         "SIGTERM",
         training_over_ssh(stop("login")),
+    ),
+    Case(
+        "again-rank-killed",
+        "SIGKILL of a rank, with `supervision.max_restarts`",
+        both(0),
+        r"start 2 of at most 6, from step \d+",
+        going_on(kill_rank),
+        stops=False,
+    ),
+    Case(
+        "again-agent-killed",
+        "the same of an agent, which is started again",
+        both(0),
+        r"start 2 of at most 6, from step \d+",
+        going_on(kill_agent, comes_back(1)),
+        stops=False,
+    ),
+    Case(
+        "again-agent-0-killed",
+        "the same of the agent of node 0",
+        both(0),
+        r"node 0 is lost; calling it again",
+        going_on(lambda stage: stage.commands["node-0"].signal(signal.SIGKILL), comes_back(0)),
+        stops=False,
+    ),
+    Case(
+        "again-host-killed",
+        "a host loses power, and another of its name comes, with `max_restarts`",
+        both(0),
+        r"start 2 of at most 6, from step \d+",
+        going_on(power_off("node-1"), comes_back(1)),
+        stops=False,
+    ),
+    Case(
+        "again-host-0-killed",
+        "the same of the host of node 0",
+        both(0),
+        r"node 0 is lost; calling it again",
+        going_on(power_off("node-0"), comes_back(0)),
+        stops=False,
+    ),
+    Case(
+        "again-link-cut",
+        "the link of a host is cut for 25 s, with `max_restarts`",
+        both(0),
+        r"node 0 is lost; calling it again",
+        going_on(cut_for_a_while),
+        stops=False,
+    ),
+    Case(
+        "again-on-a-spare",
+        "a host loses power for good, with `max_restarts` and a spare",
+        {"node-0": {0}, "node-2": {0}},
+        r"start 2 of at most 6, from step \d+",
+        going_on(power_off("node-1"), words=["--spares", "1"]),
+        stage={"num_nodes": 3},
+        stops=False,
+    ),
+    Case(
+        "again-store-full",
+        "the store fills up, and is emptied once the run has failed, with `max_restarts`",
+        both(0),
+        r"start 2 of at most 6, from step \d+",
+        going_on(fill_until_it_fails),
+        stage=_SMALL,
+        stops=False,
+        same_metrics=False,
     ),
 )
 BY_NAME = {case.name: case for case in CASES}

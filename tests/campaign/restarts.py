@@ -1,23 +1,26 @@
-"""Kill ranks of a supervised job again and again: python -m tests.campaign.restarts --kills 20
+"""Kill what a supervised job consists of again and again: python -m tests.campaign.restarts --kills 20 [--nodes 3]
 
-One `launch` of two ranks with `supervision.max_restarts`, nobody to start it again. A kill (SIGKILL) comes at a random
-instant: some time after the last checkpoint of a start, or, every fifth at most, while a start still imports. The job
-must end with 0, and with the losses and the last checkpoint's bits of a run that nobody touched.
+With `supervision.max_restarts` nobody has to start it again. One `launch` of two ranks; or with `--nodes` as many
+`launch node`, each an agent with a rank, which meet with a token. A kill (SIGKILL) of a rank, of all ranks, of an agent
+(node 0's as well) or of an agent and its rank comes at a random instant: some time after the last checkpoint of a
+start, or, every fifth at most, while a start still imports. An agent that was killed is started again a moment later,
+as Kubernetes and systemd do, and is all that anybody does. The job must end with 0, and with the losses and the last
+checkpoint's bits of a run that nobody touched.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import signal
+import secrets
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,9 +33,12 @@ from framework.report.figures import goodput_line
 from framework.report.goodput import goodput
 from framework.report.records import read_run
 from tests.campaign.traces import differences
-from tests.launched import ROOT, job_environment
+from tests.launched import job_environment
+from tests.places import ROOT
+from tests.ports import free_ports
 
-RANKS, STEPS_PER_KILL = 2, 30
+STEPS_PER_KILL, GLOBAL_SIZE = 30, 120
+BACK_SECONDS = 0.5  # until who watches over an agent starts it again
 
 
 def write_config(folder: Path, name: str, *, steps: int) -> Path:
@@ -40,7 +46,7 @@ def write_config(folder: Path, name: str, *, steps: int) -> Path:
         "run": {"name": name, "output_dir": str(folder)},
         "model": {"kind": "mlp", "hidden_sizes": [64, 64], "dropout": 0.3},
         "data": {"target": "tests.jobs.parts:slow_digits", "args": {"seconds": 0.001, "eval_seconds": 0.0}},
-        "batch": {"global_size": 100},
+        "batch": {"global_size": GLOBAL_SIZE},
         "zero": {"stage": 2},
         "training": {"max_steps": steps, "log_every": 1},
         "evaluation": {"at_end": False},
@@ -53,20 +59,73 @@ def write_config(folder: Path, name: str, *, steps: int) -> Path:
     return path
 
 
-def start(path: Path) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "framework", "launch", str(path), "--num_gpus", str(RANKS)]
-    said = path.with_suffix(".log").open("w")
-    environment = job_environment() | {"DS_ACCELERATOR": "cpu"}
-    return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=said, stderr=said, text=True)
+class Job:
+    """One launch of two ranks."""
+
+    def __init__(self, config: Path) -> None:
+        self.log = config.with_suffix(".log").open("w")
+        self.num_ranks = 2
+        self.words = [["launch", str(config), "--num_gpus", "2"]]
+        self.agents = [self.start(node) for node in range(len(self.words))]
+
+    def start(self, node: int) -> subprocess.Popen[str]:
+        environment = job_environment() | {"DS_ACCELERATOR": "cpu"}
+        words = [sys.executable, "-m", "framework", *self.words[node]]
+        return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=self.log, stderr=self.log, text=True)
+
+    def ranks(self, nodes: Sequence[int] | None = None) -> list[psutil.Process]:
+        """Of some agents, or of all."""
+        found = []
+        for node in range(len(self.agents)) if nodes is None else nodes:
+            with suppress(psutil.Error):
+                children = psutil.Process(self.agents[node].pid).children()
+                found += [each for each in children if "RANK" in each.environ()]
+        return found
+
+    def codes(self) -> list[int] | None:
+        """Exit codes, once all agents have ended."""
+        codes = [agent.poll() for agent in self.agents]
+        return None if None in codes else [int(code or 0) for code in codes]
+
+    @property
+    def kinds(self) -> list[str]:
+        """What can be killed."""
+        return ["rank", "ranks"]
+
+    def kill(self, kind: str, draw: random.Random) -> None:
+        """Kill something, ``agent:0`` for that of node 0, and bring back an agent."""
+        kind, _, number = kind.partition(":")
+        node = int(number) if number else draw.randrange(len(self.agents))
+        ranks = self.ranks()
+        victims = [draw.choice(ranks)] if kind == "rank" else ranks if kind == "ranks" else []
+        victims += self.ranks([node]) if kind == "node" else []
+        if kind in ("agent", "node"):
+            self.agents[node].kill()
+        for victim in victims:
+            with suppress(psutil.Error):
+                victim.kill()
+        if kind in ("agent", "node"):
+            self.agents[node].wait()
+            time.sleep(BACK_SECONDS)
+            self.agents[node] = self.start(node)
 
 
-def ranks_of(job: subprocess.Popen[str]) -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process(job.pid).children():
-        with suppress(psutil.Error):
-            if "RANK" in process.environ():
-                found.append(process)
-    return found
+class NodesJob(Job):
+    """Agents of several nodes, with a rank each."""
+
+    def __init__(self, config: Path, nodes: int) -> None:
+        self.log = config.with_suffix(".log").open("w")
+        self.num_ranks = nodes
+        (token := config.with_suffix(".token")).write_text(secrets.token_hex(16))
+        common = ["--nnodes", str(nodes), "--master_addr", "127.0.0.1", "--master_port", str(free_ports(2))]
+        common += ["--num_gpus", "1", "--token_file", str(token)]
+        self.words = [["launch", "node", str(config), "--node_rank", str(node), *common] for node in range(nodes)]
+        self.agents = [self.start(node) for node in range(nodes)]
+
+    @property
+    def kinds(self) -> list[str]:
+        """What can be killed."""
+        return ["rank", "ranks", "agent", "node"]
 
 
 def begun(run: Path) -> list[float]:
@@ -81,50 +140,57 @@ def newest(run: Path) -> int:
     return max((checkpoint.step for checkpoint in list_checkpoints(run / "checkpoints")), default=0)
 
 
-def until(job: subprocess.Popen[str], holds: Callable[[], bool]) -> bool:
+def until(job: Job, holds: Callable[[], bool]) -> bool:
     """Wait; returns False where the job has ended before."""
-    while job.poll() is None:
+    while job.codes() is None:
         if holds():
             return True
-        time.sleep(0.01)
+        time.sleep(0.02)
     return False
 
 
-def campaign(folder: Path, kills: int, *, seed: int) -> dict[str, Any]:
-    """Run it; returns what was counted and measured."""
-    draw, run = random.Random(seed), folder / "killed"
-    job = start(write_config(folder, "killed", steps=STEPS_PER_KILL * (kills + 1)))
-    recoveries, was_early, done = [], False, 0
-    while done < kills and job.poll() is None:
+def campaign(folder: Path, kills: int, *, seed: int, nodes: int = 0, kinds: Sequence[str] = ()) -> dict[str, Any]:
+    """Run it; returns what was counted and measured. `kinds`: in this order, instead of at random."""
+    draw, run, steps = random.Random(seed), folder / "killed", STEPS_PER_KILL * (kills + 1)
+
+    def start(name: str) -> Job:
+        config = write_config(folder, name, steps=steps)
+        return NodesJob(config, nodes) if nodes else Job(config)
+
+    job = start("killed")
+    recoveries, was_early, done = [], False, Counter[str]()
+    while done.total() < kills and job.codes() is None:
         starts, saved = len(begun(run)), newest(run)
-        is_early = not was_early and done > 0 and draw.random() < 0.2
+        is_early = not kinds and not was_early and done.total() > 0 and draw.random() < 0.2
         if is_early:
-            until(job, lambda: len(ranks_of(job)) == RANKS)
+            until(job, lambda: len(job.ranks()) == job.num_ranks)
             time.sleep(draw.uniform(0.0, 3.0))
         elif not until(job, lambda saved=saved: newest(run) > saved):
             break
         else:
             time.sleep(draw.uniform(0.0, 1.0))
-        victims = ranks_of(job)
-        if len(victims) < RANKS:
+        victims = job.ranks()
+        if len(victims) < job.num_ranks:
             continue
         killed_at, starts = time.time(), len(begun(run))
-        for victim in draw.choice([victims[:1], victims[1:], victims]):
-            os.kill(victim.pid, signal.SIGKILL)
-        done, was_early = done + 1, is_early
-        until(job, lambda pid=victims[0].pid: pid not in {each.pid for each in ranks_of(job)})
+        kind = kinds[done.total()] if kinds else draw.choice(job.kinds)
+        job.kill(kind, draw)
+        done, was_early = done + Counter([kind]), is_early
+        until(job, lambda pids={each.pid for each in victims}: not pids & {each.pid for each in job.ranks()})
         if not is_early and until(job, lambda starts=starts: len(begun(run)) > starts):
             recoveries.append(begun(run)[-1] - killed_at)
-    code = job.wait()
-    whole = start(write_config(folder, "whole", steps=STEPS_PER_KILL * (kills + 1)))
-    assert whole.wait() == 0
-    found = differences(folder / "whole", run, num_steps=STEPS_PER_KILL * (kills + 1))
+    until(job, lambda: False)
+    whole = start("whole")
+    until(whole, lambda: False)
+    assert set(whole.codes() or [1]) == {0}
+    found = differences(folder / "whole", run, num_steps=steps)
     print("\n".join(found), file=sys.stderr)
     recoveries.sort()
     spent = goodput(read_run(run))
     return {
-        "kills": done,
-        "code": code,
+        "kills": done.total(),
+        "of": dict(done),
+        "codes": job.codes(),
         "equal": not found,
         "recovery_seconds": {
             "p50": round(statistics.median(recoveries), 2),
@@ -138,11 +204,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--nodes", type=int, default=0, help="agents of `launch node`; 0: one `launch`")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = campaign(Path(folder), given.kills, seed=given.seed)
+        found = campaign(Path(folder), given.kills, seed=given.seed, nodes=given.nodes)
+        for log in Path(folder).glob("*.log"):
+            Path(tempfile.gettempdir(), f"restarts-{log.name}").write_text(log.read_text())
     print(json.dumps(found))
-    return 0 if found["equal"] and found["code"] == 0 else 1
+    return 0 if found["equal"] and set(found["codes"]) == {0} else 1
 
 
 if __name__ == "__main__":

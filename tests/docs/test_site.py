@@ -179,7 +179,6 @@ def test_sentences_by_hand_are_of_kinds_that_there_are() -> None:
         source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "framework" / room).rglob("*.py"))
         parts = (
             name,
-            name.removeprefix("k8s-"),
             name.removeprefix("model-data-").replace("-", "_"),
             name.replace("-", "_"),
         )

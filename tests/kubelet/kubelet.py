@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.hosts.host import Host, Mount
 from tests.hosts.network import Network
-from tests.kubelet.manifest import Manifest, Variable, Volume, num_bytes
+from tests.kubelet.manifest import Manifest, Volume, num_bytes
 from tests.launched import ROOT
 
 _MESSAGE_BYTES, _MESSAGE_LINES = 2048, 80
@@ -47,7 +47,6 @@ class Kubelet:
     Args:
         manifest: as read.
         volumes: folder behind each claim.
-        secrets: values of keys by name of the secret.
         image: folders that the image has filled: their content is copied into an emptyDir of that path. What a real
             image would keep elsewhere is prepared in this way, such as compiled ops.
         publish_after: seconds until others can resolve a new pod's name; infinite: not before `publish_now`.
@@ -61,17 +60,16 @@ class Kubelet:
         manifest: Manifest,
         *,
         volumes: Mapping[str, Path] | None = None,
-        secrets: Mapping[str, Mapping[str, str]] | None = None,
         image: Mapping[str, Path] | None = None,
         publish_after: float = 0.0,
         restart_after: float = 0.2,
     ) -> None:
         self._network, self._manifest = network, manifest
-        self._volumes, self._secrets, self._image = dict(volumes or {}), dict(secrets or {}), dict(image or {})
+        self._volumes, self._image = dict(volumes or {}), dict(image or {})
         self._publish_after, self._restart_after = publish_after, restart_after
         self.pods: list[Pod] = []
         self.result = ""
-        self._num_failures = 0
+        self._failed: list[int] = []
         self._unpublished: list[tuple[float, str, str]] = []
         self._began = time.monotonic()
         self._dying = ""
@@ -154,8 +152,12 @@ class Kubelet:
         if pod.verdict == "FailJob":
             self._fail("PodFailurePolicy")
         elif pod.verdict == "Count" and not self._dying:
-            self._num_failures += 1
-            if self._num_failures > self._manifest.job.spec.backoffLimit:
+            self._failed.append(pod.index)
+            spec = self._manifest.job.spec
+            if spec.backoffLimitPerIndex is not None:
+                if self._failed.count(pod.index) > spec.backoffLimitPerIndex:
+                    self._fail("MaxFailedIndexesExceeded")
+            elif len(self._failed) > (6 if spec.backoffLimit is None else spec.backoffLimit):
                 self._fail("BackoffLimitExceeded")
 
     def _fail(self, reason: str) -> None:
@@ -175,7 +177,7 @@ class Kubelet:
             "PYTHONPATH": str(ROOT),
             "JOB_COMPLETION_INDEX": str(index),
         }
-        environment |= {variable.name: self._value(variable) for variable in container.env}
+        environment |= {variable.name: variable.value for variable in container.env}
         volumes = {volume.name: volume for volume in spec.volumes}
         mounts, shm_bytes = {}, 64 << 20  # the container runtime's default
         for mount in container.volumeMounts:
@@ -201,11 +203,6 @@ class Kubelet:
         self._publish(time.monotonic())
         return Pod(index, host, time.monotonic())
 
-    def _value(self, variable: Variable) -> str:
-        if variable.valueFrom is not None:
-            return self._secrets[variable.valueFrom.secretKeyRef.name][variable.valueFrom.secretKeyRef.key]
-        return variable.value or ""
-
     def _mount(self, volume: Volume, path: str, *, read_only: bool) -> Mount:
         security = self._manifest.job.spec.template.spec.securityContext
         if volume.persistentVolumeClaim is not None:
@@ -216,14 +213,21 @@ class Kubelet:
                 shutil.copytree(self._image[path], folder)
             else:
                 folder.mkdir()
-            if volume.configMap is not None:
-                for name, text in self._manifest.config_maps[volume.configMap.name].data.items():
-                    (folder / name).write_text(text)
+            for name, text in self._files(volume).items():
+                (folder / name).write_text(text)
         if security.fsGroup is not None and folder.stat().st_gid != security.fsGroup:
             for entry in (folder, *folder.rglob("*")):
                 os.chown(entry, -1, security.fsGroup)
                 entry.chmod(entry.stat().st_mode | (0o2770 if entry.is_dir() else 0o660))
-        return Mount(bind=folder, read_only=read_only or volume.configMap is not None)
+        if volume.secret is not None:
+            for entry in folder.iterdir():
+                entry.chmod(volume.secret.defaultMode)
+        return Mount(bind=folder, read_only=read_only or bool(self._files(volume)))
+
+    def _files(self, volume: Volume) -> Mapping[str, str]:
+        if volume.configMap is not None:
+            return self._manifest.config_maps[volume.configMap.name]
+        return self._manifest.secrets[volume.secret.secretName] if volume.secret is not None else {}
 
     def publish_now(self) -> None:
         """Others can resolve the name of every pod, those to come as well."""

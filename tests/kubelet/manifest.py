@@ -35,19 +35,9 @@ class Metadata(Known):
     annotations: dict[str, str] = {}
 
 
-class SecretKey(Known):
-    name: str
-    key: str
-
-
-class ValueFrom(Known):
-    secretKeyRef: SecretKey
-
-
 class Variable(Known):
     name: str
-    value: str | None = None
-    valueFrom: ValueFrom | None = None
+    value: str = ""
 
 
 class Port(Known):
@@ -91,11 +81,17 @@ class ConfigMapVolume(Known):
     name: str
 
 
+class SecretVolume(Known):
+    secretName: str
+    defaultMode: int = 0o644
+
+
 class Volume(Known):
     name: str
     emptyDir: EmptyDir | None = None
     persistentVolumeClaim: Claim | None = None
     configMap: ConfigMapVolume | None = None
+    secret: SecretVolume | None = None
 
 
 class Seccomp(Known):
@@ -130,6 +126,15 @@ class Affinity(Known):
     podAntiAffinity: AntiAffinity
 
 
+class Toleration(Known):
+    """No node here is ever lost."""
+
+    key: Literal["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"]
+    operator: Literal["Exists"]
+    effect: Literal["NoExecute"]
+    tolerationSeconds: int
+
+
 class PodSpec(Known):
     restartPolicy: Literal["Never"]
     subdomain: str
@@ -137,6 +142,7 @@ class PodSpec(Known):
     enableServiceLinks: Literal[False]
     automountServiceAccountToken: Literal[False]
     affinity: Affinity | None = None
+    tolerations: list[Toleration] = []
     securityContext: PodSecurity = PodSecurity()
     containers: list[Container] = Field(min_length=1, max_length=1)
     volumes: list[Volume] = []
@@ -183,7 +189,9 @@ class JobSpec(Known):
     completionMode: Literal["Indexed"]
     completions: int
     parallelism: int
-    backoffLimit: int = 6
+    backoffLimit: int | None = None
+    backoffLimitPerIndex: int | None = None
+    maxFailedIndexes: Literal[0] | None = None
     podReplacementPolicy: Literal["Failed"]
     podFailurePolicy: FailurePolicy = FailurePolicy(rules=[])
     activeDeadlineSeconds: int | None = None
@@ -225,13 +233,45 @@ class ConfigMap(Known):
     data: dict[str, str]
 
 
+class Secret(Known):
+    apiVersion: Literal["v1"]
+    kind: Literal["Secret"]
+    metadata: Metadata
+    immutable: bool = False
+    stringData: dict[str, str]
+
+
+class PodSelector(Known):
+    podSelector: Selector
+
+
+class Ingress(Known):
+    """Every pod has a network of its own here, on which nobody else is."""
+
+    from_: list[PodSelector] = Field(alias="from", min_length=1, max_length=1)
+
+
+class NetworkPolicySpec(Known):
+    podSelector: Selector
+    policyTypes: list[Literal["Ingress"]] = Field(min_length=1)
+    ingress: list[Ingress] = Field(min_length=1, max_length=1)
+
+
+class NetworkPolicy(Known):
+    apiVersion: Literal["networking.k8s.io/v1"]
+    kind: Literal["NetworkPolicy"]
+    metadata: Metadata
+    spec: NetworkPolicySpec
+
+
 @dataclass(frozen=True)
 class Manifest:
-    """A job, the Service that gives its pods names, and files for its pods."""
+    """A job, the Service that gives its pods names, and files for its pods, by the name of what holds them."""
 
     job: Job
     service: Service
-    config_maps: dict[str, ConfigMap]
+    config_maps: dict[str, dict[str, str]]
+    secrets: dict[str, dict[str, str]]
 
 
 def read_manifest(text: str) -> Manifest:
@@ -240,18 +280,19 @@ def read_manifest(text: str) -> Manifest:
     Raises:
         ValueError: something is not known, or the objects do not fit together.
     """
-    kinds: dict[str, type[Known]] = {"Job": Job, "Service": Service, "ConfigMap": ConfigMap}
+    kinds: dict[str, type[Known]] = {each.__name__: each for each in (Job, Service, ConfigMap, Secret, NetworkPolicy)}
     found: dict[str, list[Any]] = {kind: [] for kind in kinds}
     for document in filter(None, yaml.safe_load_all(text)):
         if document.get("kind") not in kinds:
             raise ValueError(f"the test kubelet knows no {document.get('kind')}")
         found[document["kind"]].append(kinds[document["kind"]].model_validate(document))
     (job,), (service,) = found["Job"], found["Service"]
-    _check(job, service)
-    return Manifest(job, service, {each.metadata.name: each for each in found["ConfigMap"]})
+    _check(job, service, found["NetworkPolicy"])
+    config_maps = {each.metadata.name: each.data for each in found["ConfigMap"]}
+    return Manifest(job, service, config_maps, {each.metadata.name: each.stringData for each in found["Secret"]})
 
 
-def _check(job: Job, service: Service) -> None:
+def _check(job: Job, service: Service, policies: list[NetworkPolicy]) -> None:
     """What an API server accepts, and what then does not work."""
     pod, name = job.spec.template.spec, job.metadata.name
     # The labels that the Job controller puts on its pods, beside the template's own.
@@ -261,6 +302,12 @@ def _check(job: Job, service: Service) -> None:
     for term in pod.affinity.podAntiAffinity.requiredDuringSchedulingIgnoredDuringExecution if pod.affinity else ():
         if not term.labelSelector.matchLabels.items() <= labels.items():
             raise ValueError("the pods keep away from others than each other")
+    for policy in policies:
+        for selector in (policy.spec.podSelector, policy.spec.ingress[0].from_[0].podSelector):
+            if not selector.matchLabels.items() <= labels.items():
+                raise ValueError("the pods of this job could not meet")
+    if (job.spec.backoffLimitPerIndex is None) != (job.spec.maxFailedIndexes is None):
+        raise ValueError("pods would wait for one that is given up")
     volumes = {volume.name for volume in pod.volumes}
     if unknown := {mount.name for mount in pod.containers[0].volumeMounts} - volumes:
         raise ValueError(f"no such volumes: {unknown}")

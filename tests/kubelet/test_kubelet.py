@@ -136,6 +136,24 @@ def test_failures_are_counted_up_to_the_limit(network: Network, tmp_path: Path) 
 
 
 @needs_hosts
+def test_failures_of_each_pod_are_counted_for_itself(network: Network, tmp_path: Path) -> None:
+    def by_pod(restarts: int) -> Callable[[dict[str, Any]], None]:
+        def change(job: dict[str, Any]) -> None:
+            del job["spec"]["backoffLimit"]
+            job["spec"].update(backoffLimitPerIndex=restarts, maxFailedIndexes=0)
+
+        return change
+
+    twice = "for n in 1 2; do mkdir /runs/$n-$JOB_COMPLETION_INDEX 2>/dev/null && exit 70; done; exit 0"
+    (tmp_path / "a").mkdir()
+    again = kubelet(network, tmp_path / "a", twice, change=by_pod(2))
+    assert again.run(timeout=60) == "Complete"
+    assert len(again.pods) == 6
+    once = f"[ $JOB_COMPLETION_INDEX = 1 ] || sleep 600; {twice}"
+    assert kubelet(network, tmp_path, once, change=by_pod(1)).run(timeout=60) == "Failed: MaxFailedIndexesExceeded"
+
+
+@needs_hosts
 def test_some_exit_codes_end_the_job_and_others_do_not_count(network: Network, tmp_path: Path) -> None:
     job = kubelet(network, tmp_path, "[ $JOB_COMPLETION_INDEX = 0 ] && exit 78; sleep 600")
     assert job.run(timeout=60) == "Failed: PodFailurePolicy"
@@ -194,6 +212,8 @@ OTHERS = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": 
         ("spec.template.spec.subdomain", "other"),
         ("spec.template.spec.containers.0.livenessProbe", {}),
         ("spec.template.spec.securityContext", {"runAsNonRoot": True}),
+        ("spec.backoffLimitPerIndex", 1),
+        ("spec.maxFailedIndexes", 1),
         ("kind", "JobSet"),
         ("spec.template.spec.affinity", OTHERS),
     ],

@@ -17,7 +17,8 @@ import pytest
 from framework.launch.agent import first_failure, how_ended
 from framework.launch.job import write_termination_log
 from framework.launch.ranks import OomKills
-from framework.launch.rendezvous.messages import SILENCE_SECONDS, Failure
+from framework.launch.rendezvous.peers import Failure
+from framework.launch.rendezvous.session import RUNNING_BEAT_SECONDS, SILENCE_SECONDS
 from tests.launch.rendezvous.members import ROOT, Members, ended, gone
 
 pytestmark = pytest.mark.timing
@@ -266,7 +267,7 @@ def test_a_killed_agent_is_a_lost_node(members: Members, killed: int) -> None:
 @pytest.mark.slow
 def test_an_agent_that_is_silent_is_lost(members: Members) -> None:
     """After 15 seconds; here after six, three of its beats."""
-    assert SILENCE_SECONDS == 15
+    assert SILENCE_SECONDS == 3 * RUNNING_BEAT_SECONDS == 15
     processes = [members.start(rank, "ignore", terms={"silence_seconds": 6.0}) for rank in (0, 1)]
     members.ready(2)
     begun = time.monotonic()

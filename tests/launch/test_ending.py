@@ -4,6 +4,7 @@ started.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ from framework.launch.agent import run_attempt
 from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.topology import Topology
 from framework.launch.ranks import Ranks
-from framework.launch.rendezvous.messages import Peers
+from framework.launch.rendezvous.peers import Peers
 from framework.launch.stop_requests import StopRequests
 from tests.launch.rendezvous.members import ROOT, Members, ended, gone, heed_signals, kill_what_is_left
 
@@ -104,7 +105,7 @@ def test_a_request_is_told_before_it_is_heeded(tmp_path: Path, monkeypatch: pyte
         Topology(1, 2, 0, "127.0.0.1", 29500),
         {**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    code, line = run_attempt(ranks, Peers(0, {}, {0: "here"}), requests, node_rank=0, grace_seconds=30)
+    code, line, _ = asyncio.run(run_alone(ranks, requests, grace_seconds=30))
     assert code == EXIT_STOPPED
     assert line.startswith("stopped on request (SIGTERM at node 0 (here))")
 
@@ -217,7 +218,11 @@ def attempt(script: Path, *arguments: str, environment: dict[str, str] | None = 
         Topology(1, 1, 0, "127.0.0.1", 29500),
         {**os.environ, **(environment or {})},
     )
-    return run_attempt(ranks, Peers(0, {}, {0: "here"}), StopRequests(), node_rank=0, grace_seconds=1)
+    return asyncio.run(run_alone(ranks, StopRequests(), grace_seconds=1))[:2]
+
+
+async def run_alone(ranks: Ranks, requests: StopRequests, *, grace_seconds: float) -> tuple[int, str, int]:
+    return await run_attempt(ranks, Peers(0, {0: "here"}), requests, grace_seconds=grace_seconds)
 
 
 def test_a_rank_that_cannot_be_started_is_told_in_a_line(tmp_path: Path) -> None:

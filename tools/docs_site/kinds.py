@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+import yaml
+
 ROOT: Final = Path(__file__).parents[2]
 _KIND: Final = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)+")
 _IN_BRACKETS: Final = re.compile(r"\[([a-z][a-z0-9]*(?:-[a-z0-9]+)+)\]")
@@ -37,12 +39,14 @@ _COMPUTED: Final[dict[str, tuple[str, str]]] = {
     "devices-differ": ("doctor", "nodes differ in it; give every host the same number and kind of devices"),
     "export-exists": ("commands", "it is there already; choose another OUT, or give --force"),
     "host-choice": ("launch", "the hostfile has no such host; name one that it has"),
-    "k8s-duplicate-key": ("deploy", "the key stands there twice; keep one of them"),
-    "k8s-not-yaml": ("deploy", "it cannot be read as YAML; compare with what `launch k8s` prints"),
     "model-data-image-size": ("plan", "the digits data has 28 pixels; set model.image_size: 28"),
     "model-data-in-channels": ("plan", "the digits data has 1 channel(s); set model.in_channels: 1"),
     "model-data-mismatch": ("plan", "it reads images, and text, the data, has tokens; set model.kind or data.kind"),
     "not-expressible": ("dslint", "a run config has no such key; remove it, or train with the JSON itself"),
+    "secret-in-the-job": (
+        "deploy",
+        "everybody who may read the job would read it; put it into a Secret, or export it where sbatch is called",
+    ),
     "slots-differ": ("doctor", "nodes differ in it; give every host the same number and kind of devices"),
     "stages-unknown": (
         "commands",
@@ -83,6 +87,8 @@ def find_kinds() -> dict[str, Kind]:
         for name, row in rows.items():
             first = {**row, **row.get("cases", [{}])[0]}
             found[name] = Kind(name, _joined(first["reason"], first["fix"]), room, first.get("severity", "error"))
+    manifests = yaml.safe_load((ROOT / "framework/deploy/k8s/rules.yaml").read_text(encoding="utf-8"))
+    found |= {f"k8s-{name}": Kind(f"k8s-{name}", row["guards"], "deploy", "error") for name, row in manifests.items()}
     for path in sorted((ROOT / "framework").rglob("*.py")):
         file = path.relative_to(ROOT).as_posix()
         for kind in _Module(ast.parse(path.read_text(encoding="utf-8")), file).kinds():
@@ -171,9 +177,6 @@ class _Module:
 
     def _rules(self, function: Any) -> Iterator[Kind]:
         for decorator in function.decorator_list:
-            if isinstance(decorator, ast.Name) and decorator.id == "rule":  # of Kubernetes' manifests
-                purpose = " ".join((ast.get_docstring(function) or "").split())
-                yield self._kind(f"k8s-{function.name.replace('_', '-')}", purpose, "")
             if not (isinstance(decorator, ast.Call) and _name(decorator) == "rule"):
                 continue
             texts = [arg.value for arg in decorator.args if isinstance(arg, ast.Constant)]
@@ -202,7 +205,6 @@ class _Module:
         if name == "outliers":
             reason, fix = ast.Constant("nodes differ in it"), rest[2] if len(rest) > 2 else None
         _, head, tail = self._patterns.get(name, (0, "", ""))
-        head = head or ("k8s-" if name == "Rule" and self._room == "deploy" else "")
         for text in dict.fromkeys(self._values(value, call, 0)):
             if _is_kind(whole := f"{head}{text}{tail}"):
                 yield self._kind(whole, self._text(reason), self._text(fix), str(severity))

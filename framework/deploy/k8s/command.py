@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from secrets import token_hex
 
 from framework.deploy.k8s.lint import lint
 from framework.deploy.k8s.manifests import parse_manifests
@@ -19,6 +21,7 @@ from framework.launch.job import hand_out, refuse_one_start
 from framework.load_run import load_run
 from framework.text.document import read_text
 
+_RESTARTS = 3
 _LOGS_AT_ONCE = 5  # `kubectl logs` follows no more pods unless it is asked to
 
 
@@ -34,24 +37,31 @@ def main(words: Sequence[str]) -> int:
     request = parse(K8sRequest, words, command="launch k8s", description=about)
     if request.lint:
         return _lint(request.words, as_json=request.json)
-    if not request.words:
-        raise UsageError("launch k8s: name a run config, for example ds_configs/quickstart.yaml")
-    hand_out(_render(request, words), to=None if request.dry_run else request.out)
+    request.refuse_contradictions()
+    text = _render(request, words)
+    before = os.umask(0o077)  # there may be a secret in it
+    try:
+        hand_out(text, to=None if request.dry_run else request.out)
+    finally:
+        os.umask(before)
     return EXIT_OK
 
 
 def _render(request: K8sRequest, words: Sequence[str]) -> str:
     """The manifest, checked: the run against the cluster, the objects by our own rules."""
     config = load_run(request.config, request.overrides).config
+    max_restarts = config.supervision.max_restarts
+    restarts = (max_restarts or _RESTARTS) if request.restarts < 0 else request.restarts
+    request = replace(request, restarts=restarts, max_restarts=max_restarts, token=token_hex(32))
     if request.ckpt_pvc and request.restarts:  # without a claim nothing but that path outlives a pod
         refuse_one_start(config, place="launch k8s --ckpt_pvc", once="with --restarts 0")
-    request.refuse_contradictions()
     is_set = last_setting(request.overrides, "run.output_dir") is not None
     added = [] if is_set else [f"run.output_dir={request.ckpt_path}"]
     added += resume_setting(request.overrides, config) if request.ckpt_pvc else []
     name = request.name or as_service_name(config.run.name)
     text = read_text(Path(request.config), name=request.config) if request.config_map else ""
     request = replace(request, words=[*request.words, *added], name=name, config_text=text)
+    request.refuse_secrets("launch k8s")
     load_run(request.config, request.overrides).checked_plan(request.cluster)
     _refuse_lone_folders(request)
     text = manifest(request, heading=_heading(request, words))
@@ -96,6 +106,11 @@ def _notes(request: K8sRequest) -> list[str]:
         (
             not request.config_map,
             f"{request.config} is a path in the image; --config_map sends it along [k8s-config-in-image]",
+        ),
+        (
+            request.makes_token,
+            "it holds the token of the job, with which any reader of it can pass for a pod; --token_secret S names a "
+            "Secret that is there [k8s-token-inside]",
         ),
         (
             request.nodes > 1 and not request.queue and not request.scheduler,

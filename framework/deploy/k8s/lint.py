@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import PurePosixPath
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
+
+import yaml
 
 from framework.deploy.k8s.manifests import Manifest, Part, Workload, find_workloads
 from framework.deploy.k8s.render import (
     BUDGET_ANNOTATION,
     CACHE_VARIABLES,
+    FINAL_REASONS,
     GPU_RESOURCE,
-    ISTIO_LABEL,
     JOB_NAME_LABEL,
     JOBSET_NAME_LABEL,
     NEVER_RETRY,
@@ -28,8 +30,11 @@ from framework.deploy.options import (
     what_is_wrong_with_image,
 )
 from framework.errors import Problem, show_value
+from framework.system.output import masked
 
-_DAY_SECONDS: Final = 86_400
+_LEAST_TOKEN_BYTES: Final = 16
+# They hand signals and exit codes on, or become what they start.
+_WRAPPERS: Final = ("tini", "dumb-init", "numactl", "env")
 # The dash and five characters that a controller puts behind the name of a pod.
 _POD_SUFFIX: Final = 6
 
@@ -38,15 +43,62 @@ Findings = Iterator[tuple[Part, str, str]]
 
 
 Rule = Callable[[Workload], Findings]
-# Kind, without ``k8s-`` -> what finds the mistakes of one job; its docstring says what it guards, as docs/kubernetes.md
-# lists it.
-RULES: Final[dict[str, Rule]] = {}
+# Kind, without ``k8s-`` -> what it guards, and checks; docs/kubernetes.md lists them.
+TABLE: Final = yaml.safe_load(Path(__file__).with_name("rules.yaml").read_text(encoding="utf-8"))
+CODE: Final[dict[str, Rule]] = {}
 
 
 def rule(find: Rule) -> Rule:
-    """List a function as a rule: its name, with dashes, is the kind."""
-    RULES[find.__name__.replace("_", "-")] = find
+    """List a function for what the table cannot say: its name, with dashes, is the kind."""
+    CODE[find.__name__.strip("_").replace("_", "-")] = find
     return find
+
+
+def broken(kind: str, work: Workload) -> Findings:
+    """Everything that breaks one rule."""
+    for check in TABLE[kind].get("checks", ()):
+        yield from _of_check(check, work)
+    if kind in CODE:
+        yield from CODE[kind](work)
+
+
+def _of_check(check: Mapping[str, Any], work: Workload) -> Findings:
+    def is_there(part: str, *keys: str) -> bool:
+        found = getattr(work, part)
+        value = found.get(*keys) if found and keys else found
+        return value is not None and value is not False
+
+    wanted = getattr(work, check["of"]) if "of" in check else check.get("is")
+    part, *keys = check["at"]
+    if (
+        not is_there(part)
+        or ("of" in check and not wanted)
+        or ("where" in check and not is_there(*check["where"]))
+        or ("unless" in check and is_there(*check["unless"]))
+    ):
+        return
+    for place in _places(getattr(work, part), keys):
+        value = place.get()
+        if "of" in check:
+            is_right = str(value) == str(wanted)
+        elif "has" in check or "lacks" in check:
+            is_right = check.get("has", "") in str(value) and check.get("lacks", "\n") not in str(value)
+        elif "least" in check:
+            is_right = (_number(value) or 0) >= check["least"]
+        else:
+            is_right = value == wanted and type(value) is type(wanted)  # 0 is not false
+        if not is_right and not (value is None and check.get("left_out")):
+            fix = check.get("fix") or f"{keys[-1]}: {show_value(wanted)}"
+            yield place, check["reason"].format(work), fix
+
+
+def _places(part: Part, keys: Sequence[str | int]) -> Iterator[Part]:
+    if "*" not in keys:
+        yield part.at(*keys)
+        return
+    end = keys.index("*")
+    for item in part.items(*keys[:end]):
+        yield from _places(item, keys[end + 1 :])
 
 
 def lint(manifests: Sequence[Manifest]) -> list[Problem]:
@@ -59,30 +111,13 @@ def lint(manifests: Sequence[Manifest]) -> list[Problem]:
     found = [
         place.problem(kind, reason, fix)
         for work in works
-        for kind, find in RULES.items()
-        for place, reason, fix in find(work)
+        for kind in TABLE
+        for place, reason, fix in broken(kind, work)
     ]
     order = {manifest.file: index for index, manifest in enumerate(reversed(manifests))}
     return sorted(
         {str(problem): problem for problem in found}.values(), key=lambda problem: (-order[problem.file], problem.line)
     )
-
-
-def _must(kind: str, guards: str, path: str, wanted: str | bool, reason: str, *, unless: str = "") -> None:
-    """List the rule that a part of the workload has a value, `unless` it has another key; only where the Job is in the
-    files.
-    """
-    place, key = path.split(".")
-
-    def find(work: Workload) -> Findings:
-        part: Part | None = getattr(work, place)
-        if part is None or not work.job or part.get(unless):
-            return
-        value = part.get(key)
-        if value != wanted or type(value) is not type(wanted):  # 0 is not false
-            yield part.at(key), reason, f"{key}: {show_value(wanted)}"
-
-    find.__doc__, RULES[kind] = guards, find
 
 
 def _number(value: Any) -> int | None:
@@ -92,45 +127,12 @@ def _number(value: Any) -> int | None:
 # A Job, a JobSet and their policies.
 
 
-@rule
-def counts(work: Workload) -> Findings:
-    """All pods that the command waits for are started, at the same time."""
-    if not work.num_nodes:
-        return
-    places = [work.head.at("spec", "trainer", "numNodes")] if work.kind == "TrainJob" else []
-    places += [work.job.at("completions"), work.job.at("parallelism")] if work.job else []
-    for place in places:
-        if place.get() != work.num_nodes:
-            yield place, f"the command waits for {work.num_nodes} nodes", f"{place.path[-1]}: {work.num_nodes}"
-    replicas = work.jobset.at("replicatedJobs", 0, "replicas") if work.jobset else None
-    if replicas and replicas.get() not in (None, 1):
-        yield replicas, "each replica would be a job of its own", "replicas: 1"
-
-
-_must("not-indexed", "Pods know their number.", "job.completionMode", "Indexed", "the pods get no node rank")
-_must(
-    "restart-policy",
-    "The kubelet restarts nothing: the failure policy would never see the exit code.",
-    "pod.restartPolicy",
-    "Never",
-    "a container restarted in place meets peers that have ended",
-)
-_must(
-    "replacement-policy",
-    "One pod for each node rank at a time.",
-    "job.podReplacementPolicy",
-    "Failed",
-    "a second pod of the same rank starts while the first still saves",
-)
-
-
 def _failure_rules(work: Workload) -> list[Part]:
     return work.job.items("podFailurePolicy", "rules") if work.job else []
 
 
 @rule
-def policy_container(work: Workload) -> Findings:
-    """Exit codes are those of a container that exists."""
+def _policy_container(work: Workload) -> Findings:
     names = [part.get("name") for key in ("containers", "initContainers") for part in work.pod.items(key)]
     for rule in _failure_rules(work):
         place = rule.at("onExitCodes", "containerName")
@@ -140,37 +142,25 @@ def policy_container(work: Workload) -> Findings:
 
 
 @rule
-def exit_codes(work: Workload) -> Findings:
-    """The policy knows the exit codes of this framework."""
+def _exit_codes(work: Workload) -> Findings:
     if not work.job:
         return
-    for action, codes, why in (
-        ("FailJob", NEVER_RETRY, "configuration that was refused once is refused again"),
-        ("Ignore", NOT_COUNTED, "a run that was stopped is no failure"),
-    ):
-        found: set[int | None] = set()
-        for rule in _failure_rules(work):
-            values = rule.get("onExitCodes", "values")
-            is_in = rule.get("action") == action and rule.get("onExitCodes", "operator") == "In"
-            found |= {_number(value) for value in values} if is_in and isinstance(values, list) else set()
-        if found != set(codes):
+    place = work.job.at("podFailurePolicy", "rules")
+    pairs = (
+        ("FailJob", NEVER_RETRY, NOT_COUNTED, "what was refused or given up once would be so again"),
+        ("Ignore", NOT_COUNTED, NEVER_RETRY, "a run that was stopped is no failure"),
+    )
+    for action, codes, others, why in pairs:
+        rules = [rule.at("onExitCodes") for rule in _failure_rules(work) if rule.get("action") == action]
+        texts = {text for exits in rules if exits.get("operator") == "In" for text in exits.words("values")}
+        found = {int(text) for text in texts if text.isdecimal()}
+        if not set(codes) <= found or found & set(others):
             listed = ", ".join(map(str, codes))
-            fix = f"action: {action}, onExitCodes values: [{listed}]"
-            yield work.job.at("podFailurePolicy", "rules"), f"{action} is for [{listed}]: {why}", fix
+            yield place, f"{action} is for [{listed}]: {why}", f"action: {action}, onExitCodes values: [{listed}]"
 
 
 @rule
-def condition_status(work: Workload) -> Findings:
-    """API servers up to 1.34 refuse a condition without its status."""
-    for rule in _failure_rules(work):
-        for condition in rule.items("onPodConditions"):
-            if condition.get("status") != "True":
-                yield condition.at("status"), "servers up to 1.34 require it, as text", 'status: "True"'
-
-
-@rule
-def disruption(work: Workload) -> Findings:
-    """Eviction, preemption and a drained node are nobody's failure."""
+def _disruption(work: Workload) -> Findings:
     ignored = [rule for rule in _failure_rules(work) if rule.get("action") == "Ignore"]
     conditions = [part.get("type") for rule in ignored for part in rule.items("onPodConditions")]
     if work.job and "DisruptionTarget" not in conditions:
@@ -182,91 +172,36 @@ def disruption(work: Workload) -> Findings:
 
 
 @rule
-def retries(work: Workload) -> Findings:
-    """`backoffLimit` counts pods, and one crash ends all of them."""
-    limit = _number(work.job.get("backoffLimit")) if work.job else 0
-    if not work.job or limit == 0:
-        return
-    place = work.job.at("backoffLimit")
-    if work.jobset:
-        reason = "one pod alone would start again, beside peers that have ended"
-        yield place, reason, "backoffLimit: 0; failurePolicy.maxRestarts counts"
-    elif limit is None or limit < work.num_nodes:
-        reason = f"it counts pods: one crash ends all {work.num_nodes}"
-        yield place, reason, f"0, or {work.num_nodes} for every restart"
+def _retries(work: Workload) -> Findings:
+    is_counted = work.job and work.job.get("backoffLimitPerIndex") is None and work.job.get("backoffLimit") != 0
+    if work.job and is_counted and not work.jobset and work.num_nodes > 1:
+        reason = f"one crash ends all {work.num_nodes} pods, and each doubles the wait of all, up to ten minutes"
+        yield work.job.at("backoffLimit"), reason, "backoffLimitPerIndex: RESTARTS, maxFailedIndexes: 0"
 
 
 @rule
-def jobset_policy(work: Workload) -> Findings:
-    """A JobSet does not restart what its Job refused to."""
+def _jobset_policy(work: Workload) -> Findings:
     rules = work.jobset.items("failurePolicy", "rules") if work.jobset else []
-    refusing = [rule for rule in rules if rule.get("action") == "FailJobSet"]
-    if work.jobset and not any("PodFailurePolicy" in rule.words("onJobFailureReasons") for rule in refusing):
-        yield (
-            work.jobset.at("failurePolicy"),
-            "a refused configuration would start again until maxRestarts",
-            "rules: [{name: refused, action: FailJobSet, onJobFailureReasons: [PodFailurePolicy]}]",
-        )
-
-
-@rule
-def deadline(work: Workload) -> Findings:
-    """Restarts that do not count end at some time."""
-    place = (work.job or work.head.at("spec")).at("activeDeadlineSeconds")
-    if not _number(place.get()) and not _number(work.head.get("spec", "activeDeadlineSeconds")):
-        reason = "stopped and evicted pods start again without end"
-        yield place, reason, "activeDeadlineSeconds: the longest the job may take"
-
-
-@rule
-def ttl(work: Workload) -> Findings:
-    """Logs outlive the job by a day."""
-    for part in filter(None, (work.job, work.jobset)):
-        seconds = _number(part.get("ttlSecondsAfterFinished"))
-        if seconds is not None and seconds < _DAY_SECONDS:
-            place = part.at("ttlSecondsAfterFinished")
-            yield place, "the logs go with the job", f"{_DAY_SECONDS} or more, or leave it out"
-
-
-@rule
-def runtime(work: Workload) -> Findings:
-    """Kubeflow's DeepSpeed runtime starts ranks over ssh and MPI, without our agent."""
-    name = work.head.at("spec", "runtimeRef", "name")
-    if work.kind == "TrainJob" and "deepspeed" in str(name.get()):
-        reason = "it starts ranks by mpirun and ssh in one launcher pod"
-        yield name, reason, "torch-distributed, or the TrainingRuntime that launch k8s prints"
+    found = {word for rule in rules if rule.get("action") == "FailJobSet" for word in rule.words("onJobFailureReasons")}
+    if work.jobset and (missing := [reason for reason in FINAL_REASONS[:2] if reason not in found]):
+        reason = f"a job that ended with {missing[0]} would start again until maxRestarts"
+        fix = f"rules: [{{name: refused, action: FailJobSet, onJobFailureReasons: [{', '.join(FINAL_REASONS)}]}}]"
+        yield work.jobset.at("failurePolicy"), reason, fix
 
 
 # Names, Service, ports and interfaces: nodes find each other.
 
 
-def _service_of(work: Workload) -> Part | None:
-    """A plain Job's; a JobSet makes its own."""
-    named = [found for found in work.objects("Service") if found.manifest.name == work.service and work.service]
-    return named[0] if named and work.kind == "Job" else None
-
-
 @rule
-def service(work: Workload) -> Findings:
-    """Pods have names, before they are ready."""
-    if work.jobset:
-        for key in ("enableDNSHostnames", "publishNotReadyAddresses"):
-            if work.jobset.get("network", key) is False:
-                yield work.jobset.at("network", key), "pods would not find each other", f"{key}: true"
-    found = _service_of(work)
-    if found is None and work.kind == "Job":
+def _service(work: Workload) -> Findings:
+    if work.headless is None and work.kind == "Job":
         reason = "no Service in these files has this name; pods would have no names"
         yield work.pod.at("subdomain"), reason, "subdomain: the name of the headless Service"
-    for key, wanted in (("clusterIP", "None"), ("publishNotReadyAddresses", True)):
-        if found and found.get("spec", key) != wanted:
-            reason = "pods would not find each other before all are ready"
-            yield found.at("spec", key), reason, f"{key}: {show_value(wanted)}"
 
 
 @rule
-def selector(work: Workload) -> Findings:
-    """The Service means the pods of this job."""
-    found = _service_of(work)
+def _selector(work: Workload) -> Findings:
+    found = work.headless
     if found is None:
         return
     labels = {str(key): value for key, value in work.template.mapping("metadata", "labels").items()}
@@ -278,9 +213,8 @@ def selector(work: Workload) -> Findings:
 
 
 @rule
-def master_addr(work: Workload) -> Findings:
-    """Ranks meet at the pod with node rank 0."""
-    given = work.option("--master_addr", "--master-addr")
+def _master_addr(work: Workload) -> Findings:
+    given = work.option("master_addr")
     pod, _, domain = work.master.partition(".")
     hosts = [f"{pod}.{each}" for each in (domain, *(found.manifest.name for found in work.objects("Service")))]
     if work.num_nodes and not any(given == host or given.startswith(f"{host}.") for host in hosts):
@@ -289,13 +223,12 @@ def master_addr(work: Workload) -> Findings:
 
 
 @rule
-def ports(work: Workload) -> Findings:
-    """Service and container name the ports that the command uses."""
-    text = work.option("--master_port", "--master-port")
+def _ports(work: Workload) -> Findings:
+    text = work.option("master_port")
     if not work.num_nodes or not text.isdecimal():
         return
     ranks, agents = int(text), int(text) + 1
-    found = _service_of(work)
+    found = work.headless
     listed = [(found.at("spec", "ports"), "port")] if found else []
     listed += [(work.container.at("ports"), "containerPort")] if work.container.items("ports") else []
     for place, key in listed:
@@ -305,8 +238,7 @@ def ports(work: Workload) -> Findings:
 
 
 @rule
-def name(work: Workload) -> Findings:
-    """The longest name that a pod gets is a label of DNS."""
+def _name(work: Workload) -> Findings:
     index = len(str(max(0, work.num_nodes - 1)))
     length = len(work.name) + len(work.replicated) + index + _POD_SUFFIX
     place = work.head.at("metadata", "name")
@@ -319,10 +251,10 @@ def name(work: Workload) -> Findings:
 
 
 @rule
-def namespace(work: Workload) -> Findings:
-    """A Service, a claim and a ConfigMap are found in the job's own namespace only."""
+def _namespace(work: Workload) -> Findings:
     own = work.head.get("metadata", "namespace")
-    for found in work.objects("Service", "PersistentVolumeClaim", "ConfigMap", "TrainingRuntime"):
+    kinds = ("Service", "PersistentVolumeClaim", "ConfigMap", "Secret", "NetworkPolicy", "TrainingRuntime")
+    for found in work.objects(*kinds):
         place = found.at("metadata", "namespace")
         if place.get() != own:
             fix = f"namespace: {own}" if own else "leave it out"
@@ -330,16 +262,7 @@ def namespace(work: Workload) -> Findings:
 
 
 @rule
-def host_network(work: Workload) -> Findings:
-    """On the node's network the node's resolver is used, which does not know pods."""
-    if work.pod.get("hostNetwork") is True and work.pod.get("dnsPolicy") != "ClusterFirstWithHostNet":
-        reason = "with hostNetwork the names of the pods are not found"
-        yield work.pod.at("dnsPolicy"), reason, "dnsPolicy: ClusterFirstWithHostNet"
-
-
-@rule
-def socket_interface(work: Workload) -> Findings:
-    """NCCL takes patterns, gloo takes one name."""
+def _socket_interface(work: Workload) -> Findings:
     for part in work.variables():
         value = str(part.get("value") or "")
         if part.get("name") == "GLOO_SOCKET_IFNAME" and (not value or any(sign in value for sign in "^,=")):
@@ -347,21 +270,12 @@ def socket_interface(work: Workload) -> Findings:
             yield part.at("value"), reason, "eth0, or remove it: the agent finds the interface to the master"
 
 
-@rule
-def istio(work: Workload) -> Findings:
-    """A proxy in front of the ranks' ports lets them connect and then hang."""
-    labels = work.template.at("metadata", "labels")
-    if labels.get(ISTIO_LABEL) != "false":
-        yield labels, "where Istio is, its proxy would take the ports of the ranks", f'{ISTIO_LABEL}: "false"'
-
-
 # The container: devices, command, image, rights, variables.
 
 
 @rule
-def gpu_count(work: Workload) -> Findings:
-    """One rank to a GPU."""
-    ranks = work.option("--num_gpus", "--num-gpus", "--nproc-per-node", "--nproc_per_node")
+def _gpu_count(work: Workload) -> Findings:
+    ranks = work.num_ranks
     if not work.num_nodes or not ranks:
         return
     limits = work.resources.at("limits")
@@ -370,22 +284,18 @@ def gpu_count(work: Workload) -> Findings:
     if gpus is None and not on_cpu:
         reason = f"the command wants {ranks} GPUs and the pod gets none"
         yield limits, reason, f"{GPU_RESOURCE}: {ranks}, or DS_ACCELERATOR=cpu"
-    elif gpus is not None and str(gpus) != ranks:
+    elif gpus is not None and str(gpus) != str(ranks):
         reason = f"the command starts {ranks} ranks, one to a GPU"
         yield limits.at(GPU_RESOURCE), reason, f"{GPU_RESOURCE}: {ranks}"
-    processes = work.head.at("spec", "trainer", "numProcPerNode")
-    if work.kind == "TrainJob" and str(processes.get()) != ranks:
-        yield processes, f"the command starts {ranks} ranks", f"numProcPerNode: {ranks}"
 
 
 @rule
-def grace(work: Workload) -> Findings:
-    """There is time for a step and a save between the stop request and SIGKILL, and our agent knows how much."""
+def _grace(work: Workload) -> Findings:
     budget = work.template.get("metadata", "annotations", BUDGET_ANNOTATION)
     needed = int(budget) if isinstance(budget, str) and budget.isdecimal() else 60
     place = work.pod.at("terminationGracePeriodSeconds")
     seconds = place.get()
-    given = work.option("--grace_seconds", "--grace-seconds")
+    given = work.option("grace_seconds")
     if not isinstance(seconds, int) or seconds < needed:
         yield place, f"a step and a save take {needed} s, then comes SIGKILL", f"{needed + 60}"
     elif given.isdecimal() and int(given) >= seconds:
@@ -394,9 +304,11 @@ def grace(work: Workload) -> Findings:
 
 
 @rule
-def command(work: Workload) -> Findings:
-    """Our agent is process 1: it gets the stop request and tells all ranks. A shell would keep it to itself."""
-    program, *rest = work.command or [""]
+def _command(work: Workload) -> Findings:
+    words = work.command
+    while words and (words[0].startswith("-") or PurePosixPath(words[0]).name in _WRAPPERS):
+        words = words[1:]
+    program, *rest = words or [""]
     name = PurePosixPath(program).name
     rest = rest if name == "dsf" else rest[1:] if name in ("python", "python3") and rest[:1] == ["-m"] else []
     if rest[:2] != ["launch", "node"] and rest[:3] != ["framework", "launch", "node"]:
@@ -408,8 +320,7 @@ def command(work: Workload) -> Findings:
 
 
 @rule
-def image(work: Workload) -> Findings:
-    """All pods run the same image, today and after a restart."""
+def _image(work: Workload) -> Findings:
     place = work.program.at("image")
     if reason := what_is_wrong_with_image(place.get()):
         yield place, reason, "NAME:TAG or NAME@sha256:DIGEST"
@@ -422,8 +333,7 @@ def _setting(work: Workload, key: str) -> object:
 
 
 @rule
-def ipc_lock(work: Workload) -> Findings:
-    """A capability has no effect for a user other than root; RDMA then falls back to TCP in silence."""
+def _ipc_lock(work: Workload) -> Findings:
     added = work.container.at("securityContext", "capabilities", "add")
     if "IPC_LOCK" in added.words() and _setting(work, "runAsUser") != 0:
         reason = "it does nothing for a user other than root"
@@ -431,55 +341,45 @@ def ipc_lock(work: Workload) -> Findings:
 
 
 @rule
-def privileges(work: Workload) -> Findings:
-    """Training needs no rights beyond a user's."""
-    security = work.container.at("securityContext")
-    if security.get("privileged") or security.get("allowPrivilegeEscalation") is not False:
-        place = security.at("allowPrivilegeEscalation")
-        yield place, "training needs no further rights", "false, and no privileged"
-    if "ALL" not in security.words("capabilities", "drop"):
-        yield security.at("capabilities"), "training needs no capabilities", "drop: [ALL]"
+def _privileges(work: Workload) -> Findings:
     if _setting(work, "runAsNonRoot") is not True and _setting(work, "runAsUser") != 0:
         fix = "runAsNonRoot: true and runAsUser, or an explicit runAsUser: 0"
         yield work.pod.at("securityContext"), "the image decides whether this is root", fix
 
 
-_must(
-    "service-links",
-    "Variables of other Services stay out.",
-    "pod.enableServiceLinks",
-    False,
-    "a Service named master would set MASTER_PORT=tcp://...",
-)
-_must(
-    "account-token",
-    "A pod that asks nothing of the cluster holds no key to it.",
-    "pod.automountServiceAccountToken",
-    False,
-    "training asks nothing of the cluster",
-    unless="serviceAccountName",
-)
-_must(
-    "termination-message",
-    "The reason of a failure is where people look first.",
-    "container.terminationMessagePolicy",
-    "FallbackToLogsOnError",
-    "kubectl describe would not show why it ended",
-)
-
-
 @rule
-def literal_secret(work: Workload) -> Findings:
-    """Variables are readable for everybody who may read the job."""
+def _literal_secret(work: Workload) -> Findings:
+    reason = "everybody who may read the job reads its value"
     for part in work.variables():
         if looks_like_a_secret(str(part.get("name"))) and part.get("value"):
-            reason = "everybody who may read the job reads its value"
             yield part.at("name"), reason, "valueFrom: {secretKeyRef: {name: SECRET, key: KEY}}"
+    for word in work.command:
+        key, _, value = word.partition("=")
+        if masked(key, value) != value:
+            yield work.program.at("command"), f"{key}: {reason}", "a variable that is valueFrom a Secret"
 
 
 @rule
-def launcher_variable(work: Workload) -> Findings:
-    """Variables that identify a process are set by the launcher."""
+def _token(work: Workload) -> Findings:
+    if work.num_nodes < 2 or any(part.get("name") == "DSF_TOKEN" for part in work.variables()):
+        return
+    path, place = work.option("token_file"), work.program.at("command")
+    volume = work.volume(path) if path else None
+    if volume is None or not volume.mapping().keys() & {"secret", "csi", "projected"}:
+        reason = f"--token_file {path or 'is left out'}: agents would take anybody for a node"
+        yield place, reason, "--token_file PATH of a key in a Secret that is mounted, as `launch k8s` prints it"
+        return
+    for found in work.objects("Secret"):
+        if found.manifest.name == volume.get("secret", "secretName"):
+            texts = found.mapping("data"), found.mapping("stringData")
+            text = next((each[key] for each in texts if (key := PurePosixPath(path).name) in each), "")
+            if len(str(text)) < _LEAST_TOKEN_BYTES:
+                reason = f"agents take no key of less than {_LEAST_TOKEN_BYTES} bytes from {path}"
+                yield found.at("metadata", "name"), reason, "32 random bytes: openssl rand -hex 32"
+
+
+@rule
+def _launcher_variable(work: Workload) -> Findings:
     for part in work.variables():
         if str(part.get("name")) in OF_THE_LAUNCHER:
             reason = "the same in every pod, and it contradicts what the launcher finds"
@@ -487,26 +387,27 @@ def launcher_variable(work: Workload) -> Findings:
 
 
 @rule
-def own_pods(work: Workload) -> Findings:
-    """Pods keep away from, or near to, pods of this very job: after a renaming the label would fit none, and say
-    nothing.
-    """
+def _own_pods(work: Workload) -> Findings:
+    selectors = []
     for kind in ("podAntiAffinity", "podAffinity"):
         terms = work.pod.items("affinity", kind, "requiredDuringSchedulingIgnoredDuringExecution")
         preferred = work.pod.items("affinity", kind, "preferredDuringSchedulingIgnoredDuringExecution")
-        for term in [*terms, *(each.at("podAffinityTerm") for each in preferred)]:
-            labels = term.at("labelSelector", "matchLabels")
-            for label, value in labels.mapping().items():
-                if label in (JOB_NAME_LABEL, JOBSET_NAME_LABEL) and value != work.name:
-                    yield labels.at(label), f"pods of this job have {work.name}", f"{label}: {work.name}"
+        terms += [each.at("podAffinityTerm") for each in preferred]
+        selectors += [term.at("labelSelector") for term in terms]
+    for policy in work.objects("NetworkPolicy"):
+        callers = [caller for rule in policy.items("spec", "ingress") for caller in rule.items("from")]
+        selectors += [each.at("podSelector") for each in (policy.at("spec"), *callers)]
+    for labels in (selector.at("matchLabels") for selector in selectors):
+        for label, value in labels.mapping().items():
+            if label in (JOB_NAME_LABEL, JOBSET_NAME_LABEL) and value != work.name:
+                yield labels.at(label), f"pods of this job have {work.name}", f"{label}: {work.name}"
 
 
 # Memory, volumes and files of a pod.
 
 
 @rule
-def shm(work: Workload) -> Findings:
-    """Ranks of a node and data loaders talk through /dev/shm; the default is 64 MiB."""
+def _shm(work: Workload) -> Findings:
     volume = work.volume("/dev/shm")
     if volume is None or volume.get("emptyDir", "medium") != "Memory":
         reason = "/dev/shm has 64 MiB: NCCL and data loaders die in it"
@@ -522,8 +423,7 @@ def shm(work: Workload) -> Findings:
 
 
 @rule
-def memory(work: Workload) -> Findings:
-    """A pod with less requested than used is evicted first."""
+def _memory(work: Workload) -> Findings:
     requested = work.resources.get("requests", "memory")
     limit = parse_quantity(work.resources.get("limits", "memory"))
     if limit is None or (requested is not None and parse_quantity(requested) != limit):
@@ -532,8 +432,7 @@ def memory(work: Workload) -> Findings:
 
 
 @rule
-def shared_storage(work: Workload) -> Findings:
-    """Every rank of every pod writes its part of a checkpoint into one folder."""
+def _shared_storage(work: Workload) -> Findings:
     if work.num_nodes < 2:
         return
     folder = last_setting(work.command, "run.output_dir") or ""
@@ -550,8 +449,7 @@ def shared_storage(work: Workload) -> Findings:
 
 
 @rule
-def caches(work: Workload) -> Findings:
-    """Caches of compiled and downloaded files belong on the node."""
+def _caches(work: Workload) -> Findings:
     found = {str(part.get("name")): part.at("value") for part in work.variables()}
     for name in CACHE_VARIABLES:
         place = found.get(name, work.container.at("env"))
@@ -563,8 +461,7 @@ def caches(work: Workload) -> Findings:
 
 
 @rule
-def mount(work: Workload) -> Findings:
-    """Every mount has its volume. A schema does not compare them."""
+def _mount(work: Workload) -> Findings:
     names = [volume.get("name") for volume in work.pod.items("volumes")]
     for mount in work.container.items("volumeMounts"):
         if mount.get("name") not in names:
@@ -573,17 +470,7 @@ def mount(work: Workload) -> Findings:
 
 
 @rule
-def host_path(work: Workload) -> Findings:
-    """A device that a plugin hands out is not mounted as well, and nothing of the node is."""
-    for volume in work.pod.items("volumes"):
-        if "hostPath" in volume.mapping():
-            reason = "it opens the node to the pod; devices come from their plugin's resource"
-            yield volume.at("hostPath"), reason, "a claim, or resources such as rdma/..."
-
-
-@rule
-def config_file(work: Workload) -> Findings:
-    """The config that the command names is in the ConfigMap, whose keys are names that the API server takes."""
+def _config_file(work: Workload) -> Findings:
     words = work.command
     config = words[words.index("node") + 1] if "node" in words[:-1] else ""
     volume = work.volume(config) if config.startswith("/") else None

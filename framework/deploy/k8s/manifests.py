@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import yaml
-
 from framework.errors import MISSING, ConfigError, Problem
-from framework.text.document import KeyPath
+from framework.system.output import masked
+from framework.text.document import Document, KeyPath, parse_document
 
-# More than any job has; aliases of aliases would make billions.
-_MOST_NODES: Final = 50_000
+_SEPARATOR: Final = re.compile(r"^---(?=\s|$)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,9 @@ class Part:
         holders = (self.path[:end] for end in range(len(self.path), -1, -1))
         dotted = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.path).removeprefix(".")
         value = self.get()
+        if isinstance(value, list):  # a command: of its settings some may be secrets
+            pairs = ((word, *str(word).partition("=")[::2]) for word in value)
+            value = [word if masked(key, text) == text else f"{key}=***" for word, key, text in pairs]
         return Problem(
             kind=f"k8s-{kind}",
             file=self.manifest.file,
@@ -98,25 +100,22 @@ def parse_manifests(text: str, *, name: str) -> list[Manifest]:
         ConfigError: it is not YAML, a key stands twice, or it holds something other than objects.
     """
     found: list[Manifest] = []
-    try:
-        roots: Iterator[yaml.Node | None] = yaml.compose_all(text, Loader=yaml.SafeLoader)
-        for root in roots:
-            if root is None:  # nothing between two separators
-                continue
-            lines = lines_of(root, name)
-            value = yaml.constructor.SafeConstructor().construct_document(root)
-            if value is None:
-                continue
-            if not isinstance(value, dict):
-                raise _refusal(name, root.start_mark.line + 1, "an object is a mapping with apiVersion and kind")
-            found += _unlisted(Manifest(value, name, lines))
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark is not None else 0
-        raise _refusal(name, line, f"it is not YAML: {getattr(error, 'problem', None) or 'unreadable'}") from None
-    except (RecursionError, ValueError):  # too deep for the parser; a date such as 2020-13-45
-        raise _refusal(name, 0, "it is not YAML that a manifest would hold") from None
+    line = 0
+    for part in _SEPARATOR.split(text):
+        document = parse_document("\n" * line + part, name=name)
+        line += part.count("\n")
+        lines = lines_of(document)
+        if isinstance(document.value, dict):
+            found += _unlisted(Manifest(document.value, name, lines))
+        elif document.value is not None:  # nothing between two separators
+            reason, fix = "an object is a mapping with apiVersion and kind", "compare with what `launch k8s` prints"
+            raise ConfigError.of("k8s-no-object", reason, fix, file=name, line=lines[()])
     return found
+
+
+def lines_of(document: Document) -> dict[KeyPath, int]:
+    """The line of every path."""
+    return {path: line for path, (line, _) in document.places.items()}
 
 
 def _unlisted(manifest: Manifest) -> Iterator[Manifest]:
@@ -127,44 +126,6 @@ def _unlisted(manifest: Manifest) -> Iterator[Manifest]:
         depth = len(item.path)
         lines = {path[depth:]: line for path, line in manifest.lines.items() if path[:depth] == item.path}
         yield Manifest(item.mapping(), manifest.file, lines)
-
-
-def lines_of(root: yaml.Node, name: str) -> dict[KeyPath, int]:
-    """The line of every path, without recursion.
-
-    Raises:
-        ConfigError: there are too many values, or a key stands twice: only one of them would count.
-    """
-    lines: dict[KeyPath, int] = {(): root.start_mark.line + 1}
-    waiting: list[tuple[KeyPath, yaml.Node]] = [((), root)]
-    count = 0
-    while waiting:
-        path, node = waiting.pop()
-        count += 1
-        if count > _MOST_NODES:
-            raise _refusal(name, node.start_mark.line + 1, f"it has more than {_MOST_NODES} values")
-        children: Iterable[tuple[Any, yaml.Node, yaml.Node]] = ()  # key, what names the line, value
-        if isinstance(node, yaml.SequenceNode):
-            children = ((index, child, child) for index, child in enumerate(node.value))
-        elif isinstance(node, yaml.MappingNode):
-            seen: set[str] = set()
-            for key, _ in node.value:
-                if str(key.value) in seen:
-                    raise _refusal(
-                        name, key.start_mark.line + 1, f"the key {key.value} stands twice", kind="duplicate-key"
-                    )
-                seen.add(str(key.value))
-            children = ((key.value, key, child) for key, child in node.value)
-        for part, marked, child in children:
-            place = (*path, part)
-            lines[place] = marked.start_mark.line + 1
-            waiting.append((place, child))
-    return lines
-
-
-def _refusal(name: str, line: int, reason: str, *, kind: str = "not-yaml") -> ConfigError:
-    fix = "keep one of them" if kind == "duplicate-key" else "compare with what `launch k8s` prints"
-    return ConfigError.of(kind=f"k8s-{kind}", file=name, line=line, reason=reason, fix=fix)
 
 
 @dataclass(frozen=True)
@@ -212,19 +173,30 @@ class Workload:
         return _command(self.program)
 
     def option(self, *names: str) -> str:
-        """The value of an option in the command; empty if it is not there."""
+        """The value of an option in the command, in either spelling; empty if it is not there."""
         words = self.command
-        for index, word in enumerate(words):
-            given, equals, value = word.partition("=")
-            if given in names:
-                return value if equals else "".join(words[index + 1 : index + 2])
+        for word, value in zip(words, [*words[1:], ""], strict=False):
+            given, equals, own = word.partition("=")
+            if given.startswith("--") and given[2:].replace("-", "_") in names:
+                return own if equals else value
         return ""
 
     @property
     def num_nodes(self) -> int:
-        """Pods that the command expects; 0 if it does not say."""
-        text = self.option("--nnodes", "--num_nodes")
-        return int(text) if text.isascii() and text.isdigit() and len(text) < 7 else 0
+        """Pods that the command expects, those in reserve included; 0 if it does not say."""
+        nodes = _number(self.option("nnodes", "num_nodes"))
+        return nodes and nodes + _number(self.option("spares"))
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that the command starts in each pod; 0 if it does not say."""
+        return _number(self.option("num_gpus", "nproc_per_node"))
+
+    @property
+    def headless(self) -> Part | None:
+        """The Service that gives the pods of a plain Job their names; a JobSet makes its own."""
+        named = [found for found in self.objects("Service") if found.manifest.name == self.service and self.service]
+        return named[0] if named and self.kind == "Job" else None
 
     @property
     def service(self) -> str:
@@ -298,6 +270,10 @@ def _workload(manifest: Manifest, manifests: Sequence[Manifest]) -> Workload:
     else:
         program, resources = container, "resources"
     return Workload(head, job, jobset, template, container, program, program.at(resources), manifests)
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 7 else 0
 
 
 def _command(part: Part) -> list[str]:

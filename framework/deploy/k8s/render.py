@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import yaml
 
 from framework.deploy.k8s.manifests import lines_of
-from framework.deploy.k8s.request import CACHE_PATH, CONFIG_PATH, REPLICATED_JOB, K8sRequest
+from framework.deploy.k8s.request import CONFIG_PATH, TOKEN_PATH, K8sRequest
 from framework.deploy.options import as_config_key, parse_quantity
-from framework.errors import EXIT_CONFIG, EXIT_STOPPED, EXIT_USAGE
+from framework.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, EXIT_STOPPED, EXIT_USAGE
+from framework.text.document import parse_document
 
 # Text that needs no quotes for any reader. The one of Kubernetes (Go) takes 1e3 for a number and y for a truth value,
 # which PyYAML writes without quotes; so everything that does not look like a word or a quantity gets them.
@@ -60,8 +60,7 @@ def write_yaml(documents: Iterable[Mapping[str, Any]], *, heading: str = "", rea
 
 def _with_reasons(document: Mapping[str, Any], reasons: Mapping[str, str]) -> str:
     text = yaml.dump(dict(document), Dumper=_Dumper, sort_keys=False, width=_LONG, allow_unicode=True)
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
-    places = lines_of(root, "").items() if root else ()
+    places = lines_of(parse_document(text, name="")).items()
     found = sorted(((line, str(path[-1])) for path, line in places if path and path[-1] in reasons), reverse=True)
     lines = text.splitlines(keepends=True)
     for key, line in {key: line for line, key in found}.items():  # the first of a document has it
@@ -72,262 +71,139 @@ def _with_reasons(document: Mapping[str, Any], reasons: Mapping[str, str]) -> st
 
 
 # What never becomes right by itself, and what is no failure: the two lists of the pod failure policy.
-NEVER_RETRY: Final = (EXIT_USAGE, EXIT_CONFIG)
+NEVER_RETRY: Final = (EXIT_USAGE, EXIT_NO_PROGRESS, EXIT_CONFIG)
 NOT_COUNTED: Final = (EXIT_STOPPED,)
+# Why a Job of a JobSet failed, where all of it would fail again.
+FINAL_REASONS: Final = ("PodFailurePolicy", "DeadlineExceeded", "MaxFailedIndexesExceeded")
 GPU_RESOURCE: Final = "nvidia.com/gpu"
-ISTIO_LABEL: Final = "sidecar.istio.io/inject"
 BUDGET_ANNOTATION: Final = "dsf-trainer/save-budget-seconds"
 JOB_NAME_LABEL: Final = "batch.kubernetes.io/job-name"
 JOBSET_NAME_LABEL: Final = "jobset.sigs.k8s.io/jobset-name"
 CACHE_VARIABLES: Final = ("HOME", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-# A day at least: with the job its logs go.
-_TTL_SECONDS: Final = 7 * 86_400
-_TRAINER_API: Final = "trainer.kubeflow.org/v1alpha1"
-
-# Key of a manifest -> the comment above it.
-_REASONS: Final[Mapping[str, str]] = json.loads(Path(__file__).with_name("reasons.json").read_text(encoding="utf-8"))
-_ABOUT_RDMA: Final = """\
-RDMA pins memory. The container runtime must allow that (LimitMEMLOCK=infinity):
-IPC_LOCK does nothing for a user other than root."""
+_EMPTY: Final[tuple[Any, ...]] = (None, "", {}, [])
+_TEXT: Final = Path(__file__).with_name("objects.yaml").read_text(encoding="utf-8")
+_OBJECTS: Final = yaml.safe_load(_TEXT)
+# What is above a key of a manifest: comments, each with the name of what must be so for it, or none.
+_REASON: Final = re.compile(r"(?m)^((?: +# .+\n)+) +(\w+)")
 
 
 def manifest(request: K8sRequest, *, heading: str) -> str:
     """The objects as YAML text, in the order to create them in; `heading` is a comment at the top."""
-    found: list[dict[str, Any]] = []
-    if request.config_map:
-        data = {"immutable": True, "data": {_config_key(request): request.config_text}}
-        found.append(_object(request, "v1", "ConfigMap", _config_map_name(request)) | data)
-    if request.ckpt_size:
-        claim = {
-            "accessModes": ["ReadWriteMany"],
-            "resources": {"requests": {"storage": request.ckpt_size}},
-            "storageClassName": request.storage_class,
-        }
-        found.append(_object(request, "v1", "PersistentVolumeClaim", request.ckpt_pvc) | {"spec": _given(claim)})
-    found += {"job": _job, "jobset": _jobset, "trainjob": _trainjob}[request.kind](request)
-    count = f"{request.nodes} pod{'s' if request.nodes > 1 else ''} x {request.restarts} restarts"
-    reasons = {
-        **_REASONS,
-        "backoffLimit": f"{count}: it counts pods, and a crash ends all of them."
-        if request.kind == "job"
-        else "The first failure ends this Job; the JobSet starts it again.",
-        "terminationGracePeriodSeconds": f"A step and a save ({request.save_seconds} s) and a margin; then SIGKILL.",
-        "securityContext": _ABOUT_RDMA if request.rdma and request.run_as_user else "",
-        "containerPort": "Of this job alone: it is a port of the node." if request.host_network else "",
+    values = _Values(request)
+    for name in ("resources", "variables", "container", "pod_template", "job_spec", "jobset_spec", "patch"):
+        values[name] = values.filled(_OBJECTS[name])
+        if name == "variables":
+            variables = values[name] | {key: _as_it_is(value) for key, value in request.env}
+            values["environment"] = [{"name": key, "value": value} for key, value in variables.items()]
+    is_printed = {
+        "config_map": request.config_map,
+        "secret": request.makes_token,
+        "claim": request.ckpt_size,
+        "network_policy": request.has_policy,
+        "service": request.kind == "job",
+        "runtime": request.kind == "trainjob" and not request.runtime,
+        request.kind: True,
     }
-    return write_yaml(found, heading=heading, reasons=reasons)
+    found = [values.filled(_OBJECTS[name]) for name, is_in in is_printed.items() if is_in]
+    return write_yaml(found, heading=heading, reasons=dict(map(values.reason, _REASON.finditer(_TEXT))))
 
 
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what nobody has asked for."""
-    return {key: value for key, value in values.items() if value not in (None, "", {}, [])}
+class _Values(dict[str, Any]):
+    """Values of the objects by name: what follows from several options, and the request's own."""
 
+    def __init__(self, request: K8sRequest) -> None:
+        labels = {"app.kubernetes.io/name": "dsf-trainer", "app.kubernetes.io/instance": request.name}
+        kind, queue, topology, user = request.kind, request.queue, request.topology, request.run_as_user
+        # This label gives the job to Kueue, which starts all pods or none. Where it chooses the nodes by topology, it
+        # does not look at affinity, and pods would hang.
+        by_queue = {"kueue.x-k8s.io/queue-name": queue} if queue else {}
+        within = {"kueue.x-k8s.io/podset-required-topology": topology} if queue and topology else {}
+        is_exclusive = kind == "jobset" and topology and not queue
+        exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": topology} if is_exclusive else {}
+        cores = parse_quantity(request.cpu_request) or 0
+        claims = list(enumerate(request.mount))
+        read_only = {True: {"readOnly": True}, False: {}}
+        self.request = request
+        super().__init__(
+            labels=labels,
+            head_labels=labels | dict(request.label) | by_queue,
+            head_annotations=exclusive | request.annotations,
+            # One label keeps a proxy off the ports of the ranks.
+            pod_labels=labels | {"sidecar.istio.io/inject": "false"} | dict(request.label),
+            pod_annotations={BUDGET_ANNOTATION: str(request.save_seconds)} | request.annotations | within,
+            runtime_labels=labels | {"trainer.kubeflow.org/framework": "torch"},
+            own_pods={JOB_NAME_LABEL if kind == "job" else JOBSET_NAME_LABEL: request.name},
+            is_job=kind == "job",
+            is_jobset=kind == "jobset",
+            is_trainjob=kind == "trainjob",
+            # A JobSet starts everything again; where agents wait for one pod that was lost, that one alone.
+            by_pod=kind == "job" or request.max_restarts > 0,
+            is_apart=request.nodes > 1 and not request.share_nodes and not within,
+            is_near=topology and not queue and kind != "jobset",
+            is_not_root=user != 0,
+            may_pin=request.rdma and user == 0,
+            no_account=not (request.runtime or request.service_account),
+            may_not_pin=request.rdma and user != 0,
+            agent_port=request.port + 1,
+            config_map_name=_named(request, "config", request.config_text),
+            config_key=_config_key(request),
+            config_text=request.config_text or "\n",
+            token_name=request.token_secret or _named(request, "token", request.token),
+            runtime_name=request.runtime or f"{request.name}-runtime",
+            runtime_kind="ClusterTrainingRuntime" if request.runtime else "TrainingRuntime",
+            never_retry=list(NEVER_RETRY),
+            not_counted=list(NOT_COUNTED),
+            final_reasons=list(FINAL_REASONS),
+            node_labels=dict(request.node_selector),
+            tolerations=[_toleration(text) for text in request.toleration],
+            rdma_name=request.rdma and request.rdma[0],
+            rdma_count=request.rdma and request.rdma[1],
+            threads=str(max(1, int(cores / request.ranks))),
+            command=_command(request),
+            env_from=[{"secretRef": {"name": name}} for name in request.env_secret],
+            claims=[
+                {"name": f"mount-{number}", "persistentVolumeClaim": {"claimName": claim} | read_only[is_read]}
+                for number, (claim, _, is_read) in claims
+            ],
+            mounts=[
+                {"name": f"mount-{number}", "mountPath": path} | read_only[is_read]
+                for number, (_, path, is_read) in claims
+            ],
+        )
 
-def _labels(request: K8sRequest) -> dict[str, str]:
-    return {"app.kubernetes.io/name": "dsf-trainer", "app.kubernetes.io/instance": request.name}
+    def __missing__(self, name: str) -> Any:
+        return getattr(self.request, name)
 
+    def filled(self, node: Any) -> Any:
+        """The node of an object with its values in; empty: there is nothing for it."""
+        if isinstance(node, str) and node.startswith("$"):
+            return self[node.lstrip("$*")]
+        if isinstance(node, list):
+            found = [(item, self.filled(item)) for item in node]
+            parts = (value if str(item).startswith("$*") else [value] for item, value in found)
+            return [value for part in parts for value in part if value not in _EMPTY]
+        return dict(self._pairs(node)) if isinstance(node, dict) else node
 
-def _object(request: K8sRequest, api: str, kind: str, name: str) -> dict[str, Any]:
-    metadata = _given({"name": name, "namespace": request.namespace}) | {"labels": _labels(request)}
-    return {"apiVersion": api, "kind": kind, "metadata": metadata}
+    def reason(self, found: re.Match[str]) -> tuple[str, str]:
+        """A key, and the comment above it."""
+        lines = re.findall(r"# (?:if (\w+): )?(.+)", found[1])
+        text = "\n".join(line for condition, line in lines if not condition or self[condition])
+        return found[2], re.sub(r"\$(\w+)", lambda name: str(self[name[1]]), text)
 
-
-def _head(request: K8sRequest, api: str, kind: str, annotations: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Start the object that owns the pods: with the user's own marks, and the label that gives it to Kueue, which
-    starts all pods or none.
-    """
-    found = _object(request, api, kind, request.name)
-    found["metadata"]["labels"] |= dict(request.label) | _given({"kueue.x-k8s.io/queue-name": request.queue})
-    found["metadata"] |= _given({"annotations": dict(annotations or {}) | request.annotations})
-    return found
-
-
-def _job(request: K8sRequest) -> list[dict[str, Any]]:
-    spec = {
-        "clusterIP": "None",
-        "publishNotReadyAddresses": True,
-        "selector": {JOB_NAME_LABEL: request.name},
-        "ports": _ports(request, "port"),
-    }
-    service = _object(request, "v1", "Service", request.name) | {"spec": spec}
-    return [service, _head(request, "batch/v1", "Job") | {"spec": _job_spec(request)}]
-
-
-def _ports(request: K8sRequest, key: str) -> list[dict[str, Any]]:
-    return [{"name": "rendezvous", key: request.port}, {"name": "agent", key: request.port + 1}]
-
-
-def _job_spec(request: K8sRequest) -> dict[str, Any]:
-    def on_exit(codes: tuple[int, ...]) -> dict[str, Any]:
-        return {"onExitCodes": {"containerName": REPLICATED_JOB, "operator": "In", "values": list(codes)}}
-
-    alone = request.kind == "job"
-    rules = [
-        {"action": "FailJob", **on_exit(NEVER_RETRY)},
-        # `status` is written out: API servers up to 1.34 require it.
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "Ignore", **on_exit(NOT_COUNTED)},
-    ]
-    spec = {
-        "completionMode": "Indexed",
-        "completions": request.nodes,
-        "parallelism": request.nodes,
-        "backoffLimit": request.nodes * request.restarts if alone else 0,
-        "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {"rules": rules},
-        "activeDeadlineSeconds": request.deadline,
-        "ttlSecondsAfterFinished": _TTL_SECONDS if alone else None,
-        "template": _pod_template(request),
-    }
-    return _given(spec)
-
-
-def _jobset_spec(request: K8sRequest) -> dict[str, Any]:
-    refused = {"name": "refused", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    job: dict[str, Any] = {"spec": _job_spec(request)}
-    if request.kind == "trainjob":
-        # By this label Trainer finds the job that numNodes, image and command are for.
-        job = {"metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}} | job
-    return {
-        "failurePolicy": {"maxRestarts": request.restarts, "rules": [refused]},
-        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": request.name},
-        "replicatedJobs": [{"name": REPLICATED_JOB, "replicas": 1, "template": job}],
-    }
-
-
-def _jobset(request: K8sRequest) -> list[dict[str, Any]]:
-    exclusive = "" if request.queue else request.topology
-    annotations = _given({"alpha.jobset.sigs.k8s.io/exclusive-topology": exclusive})
-    spec = {"ttlSecondsAfterFinished": _TTL_SECONDS} | _jobset_spec(request)
-    return [_head(request, "jobset.x-k8s.io/v1alpha2", "JobSet", annotations) | {"spec": spec}]
-
-
-def _trainjob(request: K8sRequest) -> list[dict[str, Any]]:
-    template = _pod_template(request)
-    (container,) = template["spec"]["containers"]
-    trainer = {
-        "image": container["image"],
-        "command": container["command"],
-        "numNodes": request.nodes,
-        "numProcPerNode": request.ranks,
-        "resourcesPerNode": container["resources"],
-    }
-    found = _head(request, _TRAINER_API, "TrainJob")
-    if not request.runtime:
-        name = f"{request.name}-runtime"
-        found["spec"] = {"runtimeRef": {"name": name, "kind": "TrainingRuntime"}, "trainer": trainer}
-        runtime = _object(request, _TRAINER_API, "TrainingRuntime", name)
-        runtime["metadata"]["labels"]["trainer.kubeflow.org/framework"] = "torch"
-        runtime["spec"] = {"mlPolicy": {"torch": {}}, "template": {"spec": _jobset_spec(request)}}
-        return [runtime, found]
-    # What a TrainJob may change of somebody else's runtime; failure and restart policies are not among it.
-    for key in ("restartPolicy", "enableServiceLinks", "automountServiceAccountToken"):
-        template["spec"].pop(key, None)
-    template["spec"]["containers"] = [{key: container[key] for key in ("name", "securityContext", "volumeMounts")}]
-    replicated = {"name": REPLICATED_JOB, "template": {"spec": {"template": template}}}
-    patch = {
-        "manager": "dsf-trainer/launch",
-        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}},
-    }
-    found["spec"] = {
-        "runtimeRef": {"name": request.runtime, "kind": "ClusterTrainingRuntime"},
-        "activeDeadlineSeconds": request.deadline,
-        "trainer": trainer | {"env": container["env"]},
-        "runtimePatches": [patch],
-    }
-    return [found]
-
-
-# The pod of one node: its container, volumes, environment and rights. The same for every kind of job.
-
-
-def _pod_template(request: K8sRequest) -> dict[str, Any]:
-    annotations = {BUDGET_ANNOTATION: str(request.save_seconds)} | request.annotations
-    if request.queue and request.topology:
-        annotations["kueue.x-k8s.io/podset-required-topology"] = request.topology
-    # One label keeps a proxy off the ports of the ranks.
-    labels = _labels(request) | {ISTIO_LABEL: "false"} | dict(request.label)
-    user = request.run_as_user
-    volumes = _volumes(request)
-    spec = {
-        "restartPolicy": "Never",
-        "subdomain": request.name if request.kind == "job" else None,  # JobSet writes its own
-        "terminationGracePeriodSeconds": request.grace_seconds,
-        "enableServiceLinks": False,
-        "automountServiceAccountToken": None if request.service_account else False,
-        "serviceAccountName": request.service_account,
-        "imagePullSecrets": [{"name": request.pull_secret}] if request.pull_secret else None,
-        "nodeSelector": dict(request.node_selector),
-        "tolerations": [_toleration(text) for text in request.toleration],
-        "priorityClassName": request.priority_class,
-        "schedulerName": request.scheduler,
-        "affinity": _affinity(request),
-        "hostNetwork": request.host_network or None,
-        "dnsPolicy": "ClusterFirstWithHostNet" if request.host_network else None,
-        "securityContext": {
-            "runAsNonRoot": user != 0,
-            "runAsUser": user,
-            "runAsGroup": user,
-            "fsGroup": user,
-            # A volume may hold a million files: their owner changes only where it is not right already.
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "containers": [_container(request, mounts=[mount for _, mount in volumes])],
-        "volumes": [volume for volume, _ in volumes],
-    }
-    return {"metadata": {"labels": labels, "annotations": annotations}, "spec": _given(spec)}
-
-
-def _affinity(request: K8sRequest) -> dict[str, Any]:
-    def own_pods(topology: str) -> dict[str, Any]:
-        label = JOB_NAME_LABEL if request.kind == "job" else JOBSET_NAME_LABEL
-        return {"labelSelector": {"matchLabels": {label: request.name}}, "topologyKey": topology}
-
-    found: dict[str, Any] = {}
-    # Where Kueue chooses the nodes by topology it does not look at affinity, and pods would hang.
-    if request.nodes > 1 and not request.share_nodes and not (request.queue and request.topology):
-        apart = own_pods("kubernetes.io/hostname")
-        found["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}
-    if request.topology and not request.queue and request.kind != "jobset":
-        together = {"weight": 100, "podAffinityTerm": own_pods(request.topology)}
-        found["podAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": [together]}
-    return found
+    def _pairs(self, node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        for key, item in node.items():
+            name, *condition = key.split()
+            value = self.filled(item)
+            is_meant = not condition or bool(self[condition[1]]) == (condition[0] == "if")
+            if is_meant and (value not in _EMPTY or item == {}):
+                yield self.filled(name), value
 
 
 def _toleration(text: str) -> dict[str, str]:
     taint, _, effect = text.partition(":")
     key, equals, value = taint.partition("=")
     found = {"key": key, "operator": "Equal", "value": value} if equals else {"key": key, "operator": "Exists"}
-    return found | _given({"effect": effect})
-
-
-def _container(request: K8sRequest, *, mounts: list[dict[str, Any]]) -> dict[str, Any]:
-    # Memory is requested and limited alike; cores are not limited, for a throttled rank holds up all others.
-    limits: dict[str, Any] = {"memory": request.memory_limit}
-    if not request.on_cpu:
-        limits[GPU_RESOURCE] = request.ranks
-    if request.rdma:
-        name, count = request.rdma
-        limits[name] = count
-    # A root with RDMA may pin memory; for any other user IPC_LOCK would do nothing.
-    added = ["IPC_LOCK"] if request.rdma and request.run_as_user == 0 else None
-    found = {
-        "name": REPLICATED_JOB,
-        "image": request.image,
-        "command": _command(request),
-        "env": _environment(request),
-        "envFrom": [{"secretRef": {"name": name}} for name in request.env_secret],
-        "ports": _ports(request, "containerPort"),
-        "resources": {"requests": {"cpu": request.cpu_request, "memory": request.memory_limit}, "limits": limits},
-        "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": _given({"drop": ["ALL"], "add": added}),
-        },
-        "volumeMounts": mounts,
-    }
-    return _given(found)
+    return found | ({"effect": effect} if effect else {})
 
 
 def _command(request: K8sRequest) -> list[str]:
@@ -340,6 +216,8 @@ def _command(request: K8sRequest) -> list[str]:
         "--master_port": request.port,
         "--grace_seconds": request.agent_grace_seconds,
     }
+    if request.has_token:
+        options["--token_file"] = f"{TOKEN_PATH}/token"
     words = ["python", "-m", "framework", "launch", "node", config, *request.overrides]
     return [_as_it_is(str(word)) for word in (*words, *(part for pair in options.items() for part in pair))]
 
@@ -354,43 +232,6 @@ def _config_key(request: K8sRequest) -> str:
     return as_config_key(PurePosixPath(request.config).name)
 
 
-def _config_map_name(request: K8sRequest) -> str:
-    """A name that changes with the content: a running job keeps what it started with."""
-    return f"{request.name}-config-{hashlib.sha256(request.config_text.encode()).hexdigest()[:8]}"
-
-
-def _environment(request: K8sRequest) -> list[dict[str, Any]]:
-    """Variables of the container; the user's own come last and win."""
-    values = {"PYTHONUNBUFFERED": "1", "USER": "dsf", "HOME": CACHE_PATH, "XDG_CACHE_HOME": CACHE_PATH}
-    for name in CACHE_VARIABLES[1:]:
-        values[name] = f"{CACHE_PATH}/{name.removesuffix('_DIR').removesuffix('_CACHE').lower()}"
-    if request.on_cpu:
-        threads = max(1, int((parse_quantity(request.cpu_request) or 0) / request.ranks))
-        values |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)}
-    else:
-        values["NCCL_DEBUG"] = "WARN"
-    values |= {name: _as_it_is(value) for name, value in request.env}
-    found: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in values.items()]
-    if request.token_secret:
-        reference = {"secretKeyRef": {"name": request.token_secret, "key": "token"}}
-        found.append({"name": "DSF_TOKEN", "valueFrom": reference})
-    return found
-
-
-def _volumes(request: K8sRequest) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each volume and its mount."""
-    runs = {"persistentVolumeClaim": {"claimName": request.ckpt_pvc}} if request.ckpt_pvc else {"emptyDir": {}}
-    found: list[tuple[str, dict[str, Any], str, bool]] = [
-        ("dshm", {"emptyDir": {"medium": "Memory", "sizeLimit": request.shm_size}}, "/dev/shm", False),
-        ("cache", {"emptyDir": {}}, CACHE_PATH, False),
-        ("runs", runs, request.ckpt_path, False),
-    ]
-    for number, (claim, path, read_only) in enumerate(request.mount):
-        source = _given({"claimName": claim, "readOnly": read_only or None})
-        found.append((f"mount-{number}", {"persistentVolumeClaim": source}, path, read_only))
-    if request.config_map:
-        found.append(("config", {"configMap": {"name": _config_map_name(request)}}, CONFIG_PATH, True))
-    return [
-        ({"name": name, **source}, _given({"name": name, "mountPath": path, "readOnly": read_only or None}))
-        for name, source, path, read_only in found
-    ]
+def _named(request: K8sRequest, what: str, content: str) -> str:
+    """A name that changes with the content: a running job keeps what it started with, for pods that come again."""
+    return f"{request.name}-{what}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"

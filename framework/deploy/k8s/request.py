@@ -10,13 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from framework.deploy import options
-from framework.deploy.options import option, parse_quantity
-from framework.errors import UsageError
+from framework.deploy.options import JobRequest, option, parse_quantity
 from framework.launch.hosts.topology import DEFAULT_PORT
-from framework.plan.cluster import Cluster
 
-# Kubeflow's torch runtimes call the job and its container so; JobSet takes any name.
-REPLICATED_JOB: Final = "node"
 # What the kubelet gives a pod beyond one step and one save: start of the signal, last words, unmounting.
 _GRACE_MARGIN_SECONDS: Final = 60
 _LAST_WORD_SECONDS: Final = 30
@@ -26,23 +22,16 @@ _VOLCANO_GANG: Final = "scheduling.volcano.sh/group-min-member"
 # rank.
 CACHE_PATH: Final = "/cache"
 CONFIG_PATH: Final = "/etc/dsf-trainer"
+TOKEN_PATH: Final = "/etc/dsf-token"
 
 
 @dataclass(frozen=True)
-class K8sRequest:
+class K8sRequest(JobRequest):
     """A job to describe to Kubernetes, or manifests to judge."""
 
-    words: Sequence[str]
     lint: bool = option("the words are manifests: say what is wrong with them, exit code 2")
     json: bool = option("with --lint: findings as JSON")
-    out: str | None = option("write there instead of printing", "FILE", default=None)
-    dry_run: bool = option("print and write nothing; without --out it is what happens anyway")
 
-    nodes: int = option("pods (1)", "N", options.count, default=1)
-    gpus: int | None = option(
-        "GPUs of each, one rank to a GPU; 0: none, then --ranks_per_node", "G", options.whole, default=None
-    )
-    ranks_per_node: int = option("ranks in a pod without GPUs (1)", "N", options.count, default=0)
     device: str = option("cpu is the same as --gpus 0", choices=("cuda", "cpu"))
     memory: str = option("of a pod, request and limit (16Gi a GPU, 4Gi a rank on CPU)", "M", options.quantity)
     shm: str = option("/dev/shm, part of the memory (a quarter of it)", "SIZE", options.quantity)
@@ -66,9 +55,11 @@ class K8sRequest:
 
     save_seconds: int = option("longest step and one save together (240)", "S", options.count, default=240)
     grace: int = option("between stop request and SIGKILL (save_seconds and 60)", "S", options.count, default=0)
-    restarts: int = option("failures after which the job starts again (3)", "R", options.whole, default=3)
+    restarts: int = option(
+        "failures of a pod after which it starts again (supervision.max_restarts, or 3)", "R", options.whole, default=-1
+    )
     deadline: int = option(
-        "the job ends then, whatever it does (604800, a week)", "S", options.count, default=7 * 86_400
+        "the job ends then, whatever it does (2592000, thirty days)", "S", options.count, default=30 * 86_400
     )
 
     kind: str = option(
@@ -97,9 +88,13 @@ class K8sRequest:
     image: str = option("with a tag that stays, or better a digest", "I", options.image)
     name: str = option("of the job (run.name)", "X", options.service_name)
     config_map: bool = option("send CONFIG along as a ConfigMap; otherwise it is a path in the image")
-    env: Sequence[tuple[str, str]] = option("variable of the container", "NAME=VALUE", options.variable, many=True)
     env_secret: Sequence[str] = option("all keys of a Secret as variables", "SECRET", options.object_name, many=True)
-    token_secret: str = option("Secret whose key `token` nodes prove themselves with", "S", options.object_name)
+    token_secret: str = option(
+        "Secret whose key `token`, 16 bytes or more, nodes prove themselves with (one is made)",
+        "S",
+        options.object_name,
+    )
+    no_network_policy: bool = option("let pods of others connect; a NetworkPolicy keeps them out otherwise")
     label: Sequence[tuple[str, str]] = option("on the job and its pods", "KEY=VALUE", options.own_label, many=True)
     annotation: Sequence[tuple[str, str]] = option(
         "on the job and its pods, for example for Multus or Volcano", "KEY=VALUE", options.annotation, many=True
@@ -110,32 +105,27 @@ class K8sRequest:
     )
     run_as_user: int = option("user of the processes (1000)", "UID", options.whole, default=1000)
 
-    config_text: str = ""  # with `config_map`
-
-    @property
-    def config(self) -> str:
-        """Path of the run config: in the image, or here with `config_map`."""
-        return self.words[0]
-
-    @property
-    def overrides(self) -> Sequence[str]:
-        """``key=value`` settings."""
-        return self.words[1:]
+    token: str = ""  # of a Secret that is printed along
 
     @property
     def on_cpu(self) -> bool:
         """Check whether the pods have no GPUs."""
-        return self.device == "cpu" or self.gpus == 0
+        return self.device == "cpu" or super().on_cpu
 
     @property
-    def ranks(self) -> int:
-        """Ranks of a pod, one to a GPU."""
-        return self.gpus or self.ranks_per_node or 1
+    def has_token(self) -> bool:
+        """Check whether agents prove themselves: a single one meets nobody."""
+        return self.nodes > 1 or bool(self.token_secret)
 
     @property
-    def cluster(self) -> Cluster:
-        """The cluster that the pods make."""
-        return Cluster(num_hosts=self.nodes, devices_per_host=self.ranks, device="cpu" if self.on_cpu else "cuda")
+    def makes_token(self) -> bool:
+        """Check whether a Secret is printed along."""
+        return self.has_token and not self.token_secret
+
+    @property
+    def has_policy(self) -> bool:
+        """Check whether a NetworkPolicy is printed along; on the network of a node there is none."""
+        return not (self.no_network_policy or self.host_network)
 
     @property
     def memory_limit(self) -> str:
@@ -175,7 +165,7 @@ class K8sRequest:
     @property
     def master_addr(self) -> str:
         """Name of the pod with node rank 0, as DNS knows it; the domain is the Service, which is called as the job."""
-        return f"{self.name}-{'' if self.kind == 'job' else f'{REPLICATED_JOB}-0-'}0.{self.name}"
+        return f"{self.name}-{'' if self.kind == 'job' else 'node-0-'}0.{self.name}"
 
     @property
     def annotations(self) -> dict[str, str]:
@@ -192,26 +182,19 @@ class K8sRequest:
         Raises:
             UsageError: they do.
         """
+        config = "".join(self.words[:1])
         own_only = {
             "--env_secret": self.env_secret,
             "--scheduler": self.scheduler,
             "--priority_class": self.priority_class,
         }
         idle = ", ".join(name for name, value in own_only.items() if value)
-        own_paths = ("/dev/shm", CACHE_PATH, CONFIG_PATH, self.ckpt_path)
+        own_paths = ("/dev/shm", CACHE_PATH, CONFIG_PATH, TOKEN_PATH, self.ckpt_path)
         paths = Counter([*own_paths, *(path for _, path, _ in self.mount)])
         taken = ", ".join(path for path, count in paths.items() if count > 1)
         pairs = (
             (not self.image, "name the image with --image, for example --image registry.example/team/train:1"),
-            (
-                self.gpus is None and not self.on_cpu,
-                "give the GPUs of a pod with --gpus G, or --device cpu --ranks_per_node N",
-            ),
             (self.on_cpu and (self.gpus or self.device == "cuda"), "--gpus and --device contradict each other"),
-            (
-                self.ranks_per_node and not self.on_cpu and self.ranks_per_node != self.gpus,
-                "with GPUs there is one rank to each; leave --ranks_per_node out",
-            ),
             (self.ckpt_size and not self.ckpt_pvc, "--ckpt_size needs the claim's name, --ckpt_pvc"),
             (self.storage_class and not self.ckpt_size, "--storage_class is of a claim that --ckpt_size describes"),
             (self.runtime and self.kind != "trainjob", "--runtime goes with --kind trainjob"),
@@ -222,10 +205,8 @@ class K8sRequest:
             ),
             (self.runtime and idle, f"a TrainJob cannot write {idle} into another's runtime; leave --runtime out"),
             (self.grace and self.grace < self.save_seconds, "--grace is shorter than --save_seconds"),
-            (self.config_map and not Path(self.config).is_file(), f"--config_map: there is no file {self.config}"),
+            (self.config_map and not Path(config).is_file(), f"--config_map: there is no file {config}"),
             (taken, f"--mount: two volumes at {taken}; mount each somewhere else"),
             (self.queue and self.scheduler, "--queue is Kueue's, which starts all pods or none; leave --scheduler out"),
         )
-        for is_wrong, sentence in pairs:
-            if is_wrong:
-                raise UsageError(f"launch k8s: {sentence}")
+        self.refuse_mistakes("launch k8s", pairs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import selectors
 import socket
 import threading
 import time
@@ -20,6 +21,8 @@ _CALL_SECONDS: Final = 5.0
 _SEE_SECONDS: Final = 5.0
 _LONGEST_TOKEN: Final = 64
 _BACKLOG: Final = 1024
+_MOST_PEERS: Final = 256  # that an echo port holds open
+_LOOK_SECONDS: Final = 0.1
 _AT_ONCE: Final = 65  # one silent host must not keep the calls to others waiting
 
 
@@ -39,7 +42,9 @@ class Reached:
 
 
 class Echo:
-    """Answers every caller with the first 64 bytes that it sends, at one port, until it is closed."""
+    """Answers every caller with the first 64 bytes that it sends, at one port, until it is closed. One thread serves
+    all; of many that are silent the oldest makes room.
+    """
 
     def __init__(self, port: int, *, address: str = "") -> None:
         """Listen at a port (0: any that is free), on one `address` of this machine or on all."""
@@ -47,31 +52,54 @@ class Echo:
         self._server = socket.create_server(
             (address, port), family=family, backlog=_BACKLOG, dualstack_ipv6=address == "::"
         )
+        self._server.setblocking(False)
         self.port: int = self._server.getsockname()[1]
-        self._is_closed = False
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
 
     def _serve(self) -> None:
-        while not self._is_closed:
-            try:
-                peer, _ = self._server.accept()
-                threading.Thread(target=_answer, args=(peer,), daemon=True).start()
-            except (OSError, RuntimeError):  # closed; or too many files or threads, until others have been answered
-                time.sleep(0.05)
+        peers: dict[socket.socket, float] = {}  # in the order in which they came, with the time when they are over
+        with self._server, selectors.DefaultSelector() as selector:
+            selector.register(self._server, selectors.EVENT_READ)
+            while not self._is_closed.is_set():
+                ready = [key.fileobj for key, _ in selector.select(_LOOK_SECONDS)]
+                over = [peer for peer, until in peers.items() if until < time.monotonic()]
+                for peer in [one for one in ready if isinstance(one, socket.socket) and one in peers]:
+                    over += [] if _answered(peer) else [peer]
+                if self._server in ready:
+                    try:
+                        peer, _ = self._server.accept()
+                        peer.setblocking(False)
+                        peers[peer] = time.monotonic() + _CALL_SECONDS
+                        selector.register(peer, selectors.EVENT_READ)
+                    except OSError:  # whoever called is gone again; or too many files are open
+                        time.sleep(0.01)
+                over += list(peers)[: max(0, len(peers) - _MOST_PEERS)]
+                for peer in {*over}:
+                    selector.unregister(peer)
+                    del peers[peer]
+                    peer.close()
+            for peer in peers:
+                peer.close()
 
     def close(self) -> None:
         """Stop listening."""
-        self._is_closed = True
+        self._is_closed.set()
         with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # close() alone leaves accept() waiting
-        self._server.close()
+            self._server.shutdown(socket.SHUT_RDWR)  # it wakes the thread
+        self._thread.join()
 
 
-def _answer(peer: socket.socket) -> None:
-    with suppress(OSError), peer:
-        peer.settimeout(_CALL_SECONDS)
-        peer.sendall(peer.recv(_LONGEST_TOKEN))
-        peer.recv(1)  # who closes first keeps the port for a minute (TIME_WAIT): that is the caller
+def _answered(peer: socket.socket) -> bool:
+    """Answer what has come; false where the caller is gone: who closes first keeps the port for a minute
+    (TIME_WAIT), and that is the caller.
+    """
+    try:
+        content = peer.recv(_LONGEST_TOKEN)
+        return bool(content) and peer.send(content) == len(content)
+    except OSError:
+        return False
 
 
 def connect(host: str, port: int, *, seconds: float) -> socket.socket:

@@ -1,1 +1,1 @@
-"""Rendezvous: the nodes of a job find each other, agree to be one job, and learn which of them failed."""
+"""Rendezvous of the nodes of a job, and what they say to each other while it lives."""

@@ -23,7 +23,7 @@ import psutil
 from framework.doctor.node.links import Reached, call_all, connect
 from framework.errors import Problem
 from framework.launch.hosts.hostfile import first_few, node_names
-from framework.launch.rendezvous.messages import Message
+from framework.launch.rendezvous.channel import Message
 
 _CONNECT_SECONDS: Final = 5.0
 _LOOKUP_SECONDS: Final = 0.5

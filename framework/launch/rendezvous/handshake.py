@@ -17,15 +17,15 @@ from framework.doctor.node.need import config_hash
 from framework.doctor.node.software import hash_of_framework, version_of
 from framework.doctor.node.start import compare_clocks, differences, is_look, outliers, python_release
 from framework.errors import Problem
-from framework.launch.hosts.hostfile import first_few, node_names
+from framework.launch.hosts.hostfile import first_few, is_host, node_names
 from framework.launch.rendezvous.connectivity import is_place
 
 HELLO: Final[Mapping[str, type]] = {
     "protocol": int,
     "job": str,
-    "attempt": int,
     "node_rank": int,
     "nnodes": int,
+    "spares": int,
     "slots": int,
     "master_port": int,
     "host": str,
@@ -36,8 +36,8 @@ HELLO: Final[Mapping[str, type]] = {
 _ONE_HOSTFILE: Final = "copy one hostfile to every node"
 _SAME: Final = {
     "protocol": "agents of different versions do not understand each other; install the same everywhere",
-    "attempt": "start all nodes again",
     "nnodes": "give every node the same --nnodes, or the same hostfile",
+    "spares": "give every node the same --spares",
     "slots": "give every node the same --num_gpus, or the same hostfile",
     "master_port": "give every node the same --master_port",
     "hosts": _ONE_HOSTFILE,
@@ -55,12 +55,13 @@ def node_facts(config: RunConfig) -> dict[str, str]:
 
 
 def is_hello(hello: object) -> bool:
-    """Check whether an agent sends such a thing."""
+    """Check whether an agent sends such a thing; nothing in it steers a terminal."""
     return (
         isinstance(hello, dict)
         and all(type(hello.get(name)) is kind for name, kind in HELLO.items())
         and ("look" not in hello or is_look(hello["look"]))
-        and 0 <= hello["node_rank"] < hello["nnodes"]
+        and 0 <= hello["node_rank"] < hello["nnodes"] + hello["spares"]
+        and is_host(hello["host"])
         and math.isfinite(hello["clock"])
         and isinstance(hello.get("master_addr", ""), str)
         and ("echo" not in hello or is_place(hello["echo"]))

@@ -2,33 +2,65 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from framework.doctor.node.links import Echo
-from framework.errors import PeerLostError, Problem
+from framework.errors import EXIT_OK, PeerLostError, Problem
 from framework.launch.hosts.topology import Topology
 from framework.launch.job import print_line
+from framework.launch.rendezvous.peers import Peers
 from framework.launch.stop_requests import StopRequests
+from framework.launch.supervision import Again, JobEnd, Restarts
 
 HANDSHAKE_SECONDS: Final = 10.0
-SPARE_CONNECTIONS: Final = 64  # connections beyond one per node that may wait for their handshake at once
 LOOK_SECONDS: Final = 0.2
-CALLING_SECONDS: Final = 0.01  # between looks for calls to other nodes that have ended, which wake nobody
+BEAT_SECONDS: Final = 2.0  # while nodes meet
+RUNNING_BEAT_SECONDS: Final = 5.0
+SILENCE_SECONDS: Final = 15.0
 _REPORT_SECONDS: Final = 15.0
+_FIRST_REPORT_SECONDS: Final = 3.0
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the job on this node.
+
+    Attributes:
+        topology: with the rank that node 0 gave this node.
+        words: further settings of the run.
+    """
+
+    peers: Peers
+    topology: Topology
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Decision after a start: another one, or an end; `code`: of every node, where it is not that of its own end."""
+
+    is_again: bool
+    code: int = EXIT_OK
 
 
 @dataclass
 class Session:
-    """One node's way to its peers.
+    """One node's part in a job.
 
     Attributes:
         port: of the agents.
         hello: what it says about itself; `handshake.HELLO` has the names.
         names: of the hosts, where a hostfile tells them.
         problems: what keeps node 0 from training; the others are to hear of it.
+        restarts: decides about further starts, on node 0; None: there are none here.
+        spares: nodes beyond those that train, which take the place of one that is lost.
+        fits: whether the job can train on so many nodes, fewer than it began with.
+        state: of the restarts, as node 0 sent it last.
         local_address: on which this node and the others reach each other, once they have met.
     """
 
@@ -40,10 +72,23 @@ class Session:
     deadline_seconds: float = 1800.0
     names: Sequence[str] = ()
     problems: Sequence[Problem] = ()
+    restarts: Restarts | None = None
+    spares: int = 0
+    fits: Callable[[int], bool] = lambda count: False
+    state: Mapping[str, Any] = field(default_factory=dict, init=False)
     local_address: str = field(default="", init=False)
     _echoes: dict[tuple[str, int], Echo] = field(default_factory=dict, init=False)
     started_at: float = field(default_factory=time.monotonic, init=False)
     _reported_at: float = field(default=0.0, init=False)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that may take part, spares included."""
+        return self.topology.nnodes + self.spares
+
+    def begin_wait(self) -> None:
+        """Count the time of a wait from here."""
+        self.started_at, self._reported_at = time.monotonic(), 0.0
 
     def look(self, waiting_for: Callable[[], str], *, deadline: float | None = None) -> None:
         """Run the checks of every wait: take requests, keep the deadline, log missing nodes every 15 s.
@@ -65,14 +110,57 @@ class Session:
             )
         if now - self._reported_at > _REPORT_SECONDS:
             if self._reported_at:
-                print_line(waiting_for())
-            self._reported_at = now if self._reported_at else now - _REPORT_SECONDS + 3  # the first time after 3 s
+                print_line(f"{waiting_for()}; since {now - self.started_at:.0f} s, at most {self.deadline_seconds:.0f}")
+            self._reported_at = now if self._reported_at else now - _REPORT_SECONDS + _FIRST_REPORT_SECONDS
+
+    async def watch(
+        self, work: Awaitable[_T], waiting_for: Callable[[], str], *, deadline: Callable[[], float | None]
+    ) -> _T:
+        """Await something while the checks of every wait go on, with their errors."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                self.look(waiting_for, deadline=deadline())
+                await asyncio.wait({task}, timeout=LOOK_SECONDS)
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def pause(self, seconds: float) -> None:
+        """Wait so long before a start; RunStopped on request."""
+        until = time.monotonic() + seconds
+        self.requests.refuse_start()
+        while (left := until - time.monotonic()) > 0:
+            await asyncio.sleep(min(LOOK_SECONDS, left))
+            self.requests.refuse_start()
+
+    def start(self, peers: Peers, topology: Topology) -> Start:
+        """Begin a start, where this node decides about them."""
+        if self.restarts is None:
+            return Start(peers, topology)
+        self.restarts.begin()
+        return Start(peers, topology, self.restarts.words)
+
+    def decide(self, end: JobEnd, *, is_asked: bool = False) -> Again | None:
+        """Decide about another start; `is_asked`: some node was asked to stop."""
+        if self.restarts is None:
+            return None
+        return self.restarts.after(end, is_asked=is_asked or bool(self.requests.asked))
+
+    def verdict(self, again: Again | None) -> Verdict:
+        """Put a decision into the words of all nodes."""
+        return Verdict(again is not None, EXIT_OK if self.restarts is None else self.restarts.code)
 
     def answer_at(self, address: str, port: int = 0) -> int:
         """Answer at a port, or at any that is free, until `close`, so that others can try this node; returns it."""
         if (address, port) not in self._echoes:
             self._echoes[address, port] = Echo(port, address=address)
         return self._echoes[address, port].port
+
+    def meet_is_over(self) -> None:
+        """Answer nobody any more; a look at this node is of no use to those that come later: its mark is gone."""
+        self.close()
+        self.hello = {name: value for name, value in self.hello.items() if name != "look"}
 
     def close(self) -> None:
         """Answer nobody any more."""

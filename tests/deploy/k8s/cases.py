@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 from pathlib import Path
+from unittest.mock import patch
 
 from framework.cli import main
 from tests.places import ROOT
@@ -17,9 +18,9 @@ GOLDEN = ROOT / "tests/deploy/k8s/golden"
 BASE = ROOT / "deploy/kubernetes/base/job.yaml"
 _RUN = "ds_configs/quickstart.yaml --image registry.example/team/train:1.0 --ckpt_pvc runs"
 CASES: dict[Path, str] = {
-    BASE: f"{_RUN} --nodes 2 --gpus 4 --name train",
-    GOLDEN
-    / "job.yaml": f"{_RUN} --nodes 2 --gpus 4 --ckpt_size 100Gi --config_map --token_secret dsf-token zero.stage=2",
+    # No token stands in a repository.
+    BASE: f"{_RUN} --nodes 2 --gpus 4 --name train --token_secret train-token",
+    GOLDEN / "job.yaml": f"{_RUN} --nodes 2 --gpus 4 --ckpt_size 100Gi --config_map zero.stage=2",
     GOLDEN
     / "job-cpu.yaml": f"{_RUN} --nodes 2 --gpus 0 --ranks_per_node 2 --memory 3Gi --config_map --save_seconds 30",
     GOLDEN / "job-one-pod.yaml": "ds_configs/quickstart.yaml --image registry.example/train:1 --gpus 1 --restarts 0",
@@ -35,6 +36,9 @@ CASES: dict[Path, str] = {
         "--topology topology.kubernetes.io/zone"
     ),
     GOLDEN / "jobset.yaml": f"{_RUN} --kind jobset --nodes 2 --gpus 4 --topology cloud.example/rack --shm 20Gi",
+    GOLDEN / "jobset-supervised.yaml": (
+        f"{_RUN} --kind jobset --nodes 2 --gpus 4 supervision.max_restarts=20 --no_network_policy"
+    ),
     GOLDEN / "trainjob.yaml": f"{_RUN} --kind trainjob --nodes 2 --gpus 4 --queue team --token_secret dsf-token",
     GOLDEN / "trainjob-on-runtime.yaml": f"{_RUN} --kind trainjob --runtime torch-distributed --nodes 2 --gpus 4 "
     "--mount data:/data:ro --label team=ml --annotation a/b=c",
@@ -42,8 +46,9 @@ CASES: dict[Path, str] = {
 
 
 def text_of(command: str) -> str:
-    """What the command prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    """What the command prints, with a token that is always the same."""
+    same = patch("framework.deploy.k8s.command.token_hex", lambda number: "00" * number)
+    with same, contextlib.redirect_stdout(io.StringIO()) as printed:
         assert main(["launch", "k8s", *command.split()]) == 0
     return printed.getvalue()
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from framework.cli import main
-from framework.deploy.k8s.lint import RULES, lint
+from framework.deploy.k8s.lint import CODE, TABLE, broken, lint
 from framework.deploy.k8s.manifests import Manifest, find_workloads, parse_manifests
 from framework.errors import EXIT_PROBLEMS, ConfigError
 from tests.deploy.k8s.cases import CASES, GOLDEN
@@ -53,6 +53,19 @@ def set_option(words: list[str], option: str, value: str) -> None:
     words[words.index(option) + 1] = value
 
 
+def leave_out(words: list[str], option: str) -> None:
+    place = words.index(option)
+    del words[place : place + 2]
+
+
+def failing(documents: Documents, *codes: int) -> None:
+    job(documents)["podFailurePolicy"]["rules"][0]["onExitCodes"].update(values=list(codes))
+
+
+def jobset_job(documents: Documents) -> Any:
+    return documents["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+
+
 def set_variable(documents: Documents, name: str, value: str) -> None:
     variables = [each for each in container(documents)["env"] if each["name"] != name]
     container(documents)["env"] = [*variables, {"name": name, "value": value}]
@@ -69,9 +82,12 @@ def add_host_path(documents: Documents) -> None:
 def rename(documents: Documents, name: str) -> None:
     """As somebody would who keeps everything else right."""
     documents["Job"]["metadata"]["name"] = name
-    documents["Service"]["spec"]["selector"] = {"batch.kubernetes.io/job-name": name}
+    label = {"batch.kubernetes.io/job-name": name}
+    documents["Service"]["spec"]["selector"] = label
+    policy = documents["NetworkPolicy"]["spec"]
+    policy["podSelector"]["matchLabels"] = policy["ingress"][0]["from"][0]["podSelector"]["matchLabels"] = label
     (apart,) = pod(documents)["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-    apart["labelSelector"]["matchLabels"] = {"batch.kubernetes.io/job-name": name}
+    apart["labelSelector"]["matchLabels"] = label
     set_option(container(documents)["command"], "--master_addr", f"{name}-0.quickstart")
 
 
@@ -95,10 +111,13 @@ MUTATIONS: list[tuple[str, str, Mutation]] = [
     ("counts", "job.yaml", lambda d: job(d).update(completions=3)),
     ("counts", "job.yaml", lambda d: job(d).update(parallelism=1)),
     ("counts", "jobset.yaml", lambda d: d["JobSet"]["spec"]["replicatedJobs"][0].update(replicas=2)),
+    ("counts", "trainjob.yaml", lambda d: d["TrainJob"]["spec"]["trainer"].pop("numNodes")),
     ("counts", "trainjob.yaml", lambda d: d["TrainJob"]["spec"]["trainer"].update(numNodes=1)),
     ("not-indexed", "job.yaml", lambda d: job(d).update(completionMode="NonIndexed")),
     ("restart-policy", "job.yaml", lambda d: pod(d).update(restartPolicy="OnFailure")),
     ("replacement-policy", "job.yaml", lambda d: job(d).update(podReplacementPolicy="TerminatingOrFailed")),
+    ("lost-node", "job.yaml", lambda d: job(d).pop("maxFailedIndexes")),
+    ("lost-node", "jobset-supervised.yaml", lambda d: jobset_job(d).update(maxFailedIndexes=1)),
     ("service", "job.yaml", lambda d: pod(d).update(subdomain="other")),
     ("service", "job.yaml", lambda d: d["Service"]["metadata"].update(name="other")),
     ("service", "job.yaml", lambda d: d["Service"]["spec"].pop("clusterIP")),
@@ -128,14 +147,21 @@ MUTATIONS: list[tuple[str, str, Mutation]] = [
     ("shared-storage", "job-cpu.yaml", lambda d: pod(d)["volumes"].__setitem__(2, {"name": "runs", "emptyDir": {}})),
     ("shared-storage", "job.yaml", lambda d: container(d)["command"].append("run.output_dir=/tmp/runs")),
     ("command", "job.yaml", lambda d: container(d).update(command=["bash", "-c", "python -m framework launch node x"])),
-    ("command", "job.yaml", lambda d: container(d)["command"].insert(0, "/usr/bin/tini")),
+    ("command", "job.yaml", lambda d: container(d)["command"].insert(0, "/usr/bin/supervisord")),
     (
         "policy-container",
         "job.yaml",
         lambda d: job(d)["podFailurePolicy"]["rules"][0]["onExitCodes"].update(containerName="main"),
     ),
     ("exit-codes", "job.yaml", lambda d: job(d)["podFailurePolicy"]["rules"][0]["onExitCodes"].update(values=[78])),
+    ("exit-codes", "job.yaml", lambda d: failing(d, 64, 78)),
+    ("exit-codes", "job.yaml", lambda d: failing(d, 64, 75, 77, 78)),
     ("exit-codes", "job.yaml", lambda d: job(d)["podFailurePolicy"]["rules"].pop(2)),
+    (
+        "exit-codes",
+        "job.yaml",
+        lambda d: job(d)["podFailurePolicy"]["rules"][2]["onExitCodes"].update(values=[75, 78]),
+    ),
     (
         "condition-status",
         "job.yaml",
@@ -147,14 +173,27 @@ MUTATIONS: list[tuple[str, str, Mutation]] = [
     ("image", "job.yaml", lambda d: container(d).update(image="registry.example/team/train:latest")),
     ("image", "job.yaml", lambda d: container(d).update(image="registry.example:5000/team/train")),
     ("istio", "job.yaml", lambda d: job(d)["template"]["metadata"]["labels"].pop("sidecar.istio.io/inject")),
-    ("retries", "job.yaml", lambda d: job(d).update(backoffLimit=1)),
-    ("retries", "job-rdma.yaml", lambda d: job(d).update(backoffLimit=2)),
+    ("retries", "job.yaml", lambda d: job(d).pop("backoffLimitPerIndex")),
+    ("retries", "job-rdma.yaml", lambda d: (job(d).pop("backoffLimitPerIndex"), job(d).update(backoffLimit=9))),
     ("retries", "trainjob.yaml", lambda d: runtime_job(d).update(backoffLimit=6)),
     ("ipc-lock", "job.yaml", lambda d: container(d)["securityContext"]["capabilities"].update(add=["IPC_LOCK"])),
     ("jobset-policy", "jobset.yaml", lambda d: d["JobSet"]["spec"]["failurePolicy"].pop("rules")),
+    (
+        "jobset-policy",
+        "jobset.yaml",
+        lambda d: d["JobSet"]["spec"]["failurePolicy"]["rules"][0].update(onJobFailureReasons=["PodFailurePolicy"]),
+    ),
     ("deadline", "job.yaml", lambda d: job(d).pop("activeDeadlineSeconds")),
     ("ttl", "job.yaml", lambda d: job(d).update(ttlSecondsAfterFinished=100)),
     ("namespace", "job-rdma.yaml", lambda d: d["Service"]["metadata"].update(namespace="other")),
+    ("namespace", "job-rdma.yaml", lambda d: d["Secret"]["metadata"].pop("namespace")),
+    ("namespace", "job.yaml", lambda d: d["NetworkPolicy"]["metadata"].update(namespace="other")),
+    ("token", "job.yaml", lambda d: leave_out(container(d)["command"], "--token_file")),
+    ("token", "trainjob.yaml", lambda d: leave_out(d["TrainJob"]["spec"]["trainer"]["command"], "--token_file")),
+    ("token", "job.yaml", lambda d: set_option(container(d)["command"], "--token_file", "/opt/token")),
+    ("token", "job.yaml", lambda d: set_option(container(d)["command"], "--token_file", "/cache/token")),
+    ("token", "job.yaml", lambda d: set_option(container(d)["command"], "--token_file", "/etc/dsf-token/other")),
+    ("token", "job.yaml", lambda d: d["Secret"].update(stringData={"token": "fifteen letters"})),
     (
         "runtime",
         "trainjob-on-runtime.yaml",
@@ -167,6 +206,7 @@ MUTATIONS: list[tuple[str, str, Mutation]] = [
     ("termination-message", "job.yaml", lambda d: container(d).pop("terminationMessagePolicy")),
     ("caches", "job.yaml", lambda d: set_variable(d, "TRITON_CACHE_DIR", "/checkpoints/triton")),
     ("literal-secret", "job.yaml", lambda d: set_variable(d, "HF_TOKEN", "hf_not_a_real_one")),
+    ("literal-secret", "job.yaml", lambda d: container(d)["command"].append("task.args.hub_token=hf_not_a_real_one")),
     ("launcher-variable", "job.yaml", lambda d: set_variable(d, "WORLD_SIZE", "8")),
     ("socket-interface", "job.yaml", lambda d: set_variable(d, "GLOO_SOCKET_IFNAME", "^lo,docker0")),
     ("host-network", "job-rdma.yaml", lambda d: pod(d).pop("dnsPolicy")),
@@ -181,6 +221,18 @@ MUTATIONS: list[tuple[str, str, Mutation]] = [
         "own-pods",
         "job-placed.yaml",
         lambda d: selectors(d, "podAffinity").update({"batch.kubernetes.io/job-name": "old"}),
+    ),
+    (
+        "own-pods",
+        "job-placed.yaml",
+        lambda d: d["NetworkPolicy"]["spec"]["podSelector"].update(matchLabels={"batch.kubernetes.io/job-name": "old"}),
+    ),
+    (
+        "own-pods",
+        "job-placed.yaml",
+        lambda d: d["NetworkPolicy"]["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"].update(
+            {"batch.kubernetes.io/job-name": "old"}
+        ),
     ),
     ("config-file", "job.yaml", lambda d: d["ConfigMap"].update(data={"other.yaml": ""})),
     ("config-file", "job.yaml", lambda d: d["ConfigMap"]["data"].update({"a run.yaml": ""})),
@@ -203,6 +255,51 @@ def test_one_mistake_is_found_by_one_rule(kind: str, file: str, mutate: Mutation
     assert all(problem.fix and problem.reason and problem.line and problem.file == "job.yaml" for problem in problems)
 
 
+# What somebody may write as well.
+ALSO_RIGHT: list[tuple[str, Mutation]] = [
+    ("job.yaml", lambda d: failing(d, 64, 77, 78, 139)),
+    ("job.yaml", lambda d: job(d).pop("podReplacementPolicy")),
+    ("job.yaml", lambda d: container(d)["command"].__setitem__(slice(0), ["/usr/bin/tini", "--"])),
+    ("job.yaml", lambda d: container(d)["command"].__setitem__(slice(0), ["numactl", "--interleave=all"])),
+    (
+        "job.yaml",
+        lambda d: (job(d).pop("backoffLimitPerIndex"), job(d).pop("maxFailedIndexes"), job(d).update(backoffLimit=0)),
+    ),
+    (
+        "job.yaml",
+        lambda d: (job(d).update(completions=3, parallelism=3), container(d)["command"].extend(["--spares", "1"])),
+    ),
+    ("job.yaml", lambda d: d.pop("NetworkPolicy")),
+    ("job.yaml", lambda d: d.pop("Secret")),  # it is in the cluster
+    ("job.yaml", lambda d: volume(d, "token").update(secret=None, csi={"driver": "secrets-store.csi.k8s.io"})),
+    (
+        "job.yaml",
+        lambda d: (
+            leave_out(container(d)["command"], "--token_file"),
+            container(d)["env"].append({"name": "DSF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}),
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("file", "mutate"), ALSO_RIGHT, ids=range(len(ALSO_RIGHT)))
+def test_what_is_written_in_another_way_is_right_as_well(file: str, mutate: Mutation) -> None:
+    documents = load(file)
+    mutate(documents)
+    assert lint(as_manifests(documents)) == []
+
+
+def test_no_finding_shows_a_secret() -> None:
+    documents = load("job.yaml")
+    documents["Secret"]["stringData"]["token"] = "s3cret"
+    container(documents)["command"] = ["task.args.hub_token=s3cret", *container(documents)["command"]]
+    set_variable(documents, "HF_TOKEN", "s3cret")
+    problems = lint(as_manifests(documents))
+    assert {"k8s-token", "k8s-command", "k8s-literal-secret"} <= {problem.kind for problem in problems}
+    assert "hub_token=***" in "".join(map(str, problems))
+    assert "s3cret" not in json.dumps([problem.to_dict() for problem in problems])
+
+
 def test_every_rule_is_broken_once() -> None:
     """A rule that no mutation reaches alone would show here: each rule finds something in some mutation."""
     reached = set()
@@ -210,8 +307,9 @@ def test_every_rule_is_broken_once() -> None:
         documents = load(file)
         mutate(documents)
         works = find_workloads(as_manifests(documents))
-        reached |= {kind for kind, find in RULES.items() if any(True for work in works for _ in find(work))}
-    assert reached == RULES.keys()
+        reached |= {kind for kind in TABLE if any(True for work in works for _ in broken(kind, work))}
+    assert reached == TABLE.keys()
+    assert CODE.keys() | {kind for kind, row in TABLE.items() if "checks" in row} == TABLE.keys()
 
 
 def test_the_line_of_a_mistake_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,23 +340,24 @@ def test_a_list_and_several_files_are_one_job(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        ("kind: Job\nkind: Job\n", "k8s-duplicate-key"),
-        ("a: [", "k8s-not-yaml"),
-        ("- 1\n", "k8s-not-yaml"),
-        ("when: 2020-13-45\n", "k8s-not-yaml"),
-        ("!!python/object:os.system {}\n", "k8s-not-yaml"),
-        ("[" * 2000, "k8s-not-yaml"),
+        ("kind: Job\nkind: Job\n", "duplicate-key"),
+        ("a: [", "config-syntax"),
+        ("- 1\n", "k8s-no-object"),
+        ("!!python/object:os.system {}\n", "config-syntax"),
+        ("[" * 2000, "config-too-deep"),
         (
             "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
             + "".join(f"{chr(98 + n)}: &{chr(98 + n)} [{', '.join(['*' + chr(97 + n)] * 10)}]\n" for n in range(8)),
-            "k8s-not-yaml",
+            "config-too-large",
         ),
     ],
 )
 def test_what_is_no_manifest_is_refused(text: str, kind: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_manifests(text, name="x.yaml")
-    assert [problem.kind for problem in caught.value.problems] == [kind]
+        parse_manifests(f"kind: Service\n--- # another one\n{text}", name="x.yaml")
+    (problem,) = caught.value.problems
+    assert problem.kind == kind
+    assert problem.line > 2
 
 
 @pytest.mark.parametrize("text", ["", "---\n---\n", "kind: Service\n", "kind: [Job]\n"])
@@ -294,4 +393,4 @@ def holders(value: Any) -> Iterator[tuple[Any, Any]]:
 def test_the_page_lists_every_rule() -> None:
     page = (ROOT / "docs/kubernetes.md").read_text()
     listed = re.findall(r"^\| `k8s-([a-z-]+)` \| (.*) \|$", page, re.MULTILINE)
-    assert listed == [(kind, " ".join((find.__doc__ or "").split())) for kind, find in RULES.items()]
+    assert listed == [(kind, row["guards"]) for kind, row in TABLE.items()]

@@ -23,6 +23,7 @@ from tests.deploy.k8s.cases import BASE, CASES, GOLDEN, ROOT, text_of
 
 RELEASES = ("1.29", "1.32", "1.34", "1.37")
 _BY_MODELS = ("JobSet", "TrainJob", "TrainingRuntime")
+_OF_KUBEFLOW = ["jobset.yaml", "jobset-supervised.yaml", "trainjob.yaml", "trainjob-on-runtime.yaml"]
 QUICKSTART = "ds_configs/quickstart.yaml"
 POD = ["--gpus", "1", "--image", "registry.example/train:1"]
 
@@ -79,7 +80,7 @@ def test_the_schemas_see_an_unknown_key_and_a_wrong_type() -> None:
             validator.validate(job | {"spec": job["spec"] | change}, RELEASES[0], strict=True)
 
 
-@pytest.mark.parametrize("name", ["jobset.yaml", "trainjob.yaml", "trainjob-on-runtime.yaml"])
+@pytest.mark.parametrize("name", _OF_KUBEFLOW)
 def test_the_models_of_kubeflow_take_it_whole(name: str) -> None:
     """The models let unknown keys pass: what they write again must be all that they read."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs the dev extra")
@@ -88,7 +89,9 @@ def test_the_models_of_kubeflow_take_it_whole(name: str) -> None:
         "TrainJob": models.TrainerV1alpha1TrainJob,
         "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
     }
-    for each in objects(GOLDEN / name):
+    of_kubeflow = [each for each in objects(GOLDEN / name) if each["kind"] in found]
+    assert of_kubeflow
+    for each in of_kubeflow:
         assert through(found[each["kind"]], each) == each
         assert through(found[each["kind"]], each | {"spec": each["spec"] | {"nonsense": 1}}) == each
 
@@ -109,9 +112,11 @@ def through(model: Any, value: dict[str, Any]) -> Any:
 def test_the_job_of_a_jobset_passes_the_schema_of_jobs() -> None:
     """The models do not look closely into the pod."""
     validator = pytest.importorskip("kubernetes_validate", reason="needs the dev extra")
-    jobset = objects(GOLDEN / "jobset.yaml")[0]["spec"]
-    runtime = objects(GOLDEN / "trainjob.yaml")[0]["spec"]["template"]["spec"]
-    for spec in (jobset, runtime):
+    found = {
+        name: {each["kind"]: each["spec"] for each in objects(GOLDEN / name) if "spec" in each} for name in _OF_KUBEFLOW
+    }
+    jobsets = [found[name]["JobSet"] for name in _OF_KUBEFLOW[:2]]
+    for spec in (*jobsets, found["trainjob.yaml"]["TrainingRuntime"]["template"]["spec"]):
         job = spec["replicatedJobs"][0]["template"]["spec"]
         for release in RELEASES:
             whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": job}
@@ -120,7 +125,7 @@ def test_the_job_of_a_jobset_passes_the_schema_of_jobs() -> None:
 
 def test_the_policy_is_made_of_our_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     rules = printed(capsys, QUICKSTART, *POD)["Job"]["spec"]["podFailurePolicy"]["rules"]
-    assert rules[0]["onExitCodes"]["values"] == [errors.EXIT_USAGE, errors.EXIT_CONFIG]
+    assert rules[0]["onExitCodes"]["values"] == [errors.EXIT_USAGE, errors.EXIT_NO_PROGRESS, errors.EXIT_CONFIG]
     assert rules[2]["onExitCodes"]["values"] == [errors.EXIT_STOPPED]
     listed = {code for rule in rules for code in rule.get("onExitCodes", {}).get("values", [])}
     assert not listed & {
@@ -128,8 +133,91 @@ def test_the_policy_is_made_of_our_exit_codes(capsys: pytest.CaptureFixture[str]
         errors.EXIT_TRAINING,
         errors.EXIT_STORAGE,
         errors.EXIT_PEER_LOST,
-        errors.EXIT_NO_PROGRESS,
     }
+
+
+SHARED = ["--nodes", "2", "--ckpt_pvc", "c"]
+
+
+def test_each_printed_job_has_a_secret_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a file that pods read: not in a variable, nor in a word of the command. Nobody else reads what is written."""
+    found = [printed(capsys, QUICKSTART, *POD, *SHARED) for _ in range(2)]
+    tokens = [each["Secret"]["stringData"]["token"] for each in found]
+    assert all(re.fullmatch("[0-9a-f]{64}", token) for token in tokens)
+    assert len({*tokens, *(each["Secret"]["metadata"]["name"] for each in found)}) == 4
+    pod = found[0]["Job"]["spec"]["template"]["spec"]
+    command = pod["containers"][0]["command"]
+    path = command[command.index("--token_file") + 1]
+    (mount,) = (each for each in pod["containers"][0]["volumeMounts"] if path == f"{each['mountPath']}/token")
+    (volume,) = (each for each in pod["volumes"] if each["name"] == mount["name"])
+    assert volume["secret"] == {"secretName": found[0]["Secret"]["metadata"]["name"], "defaultMode": 0o440}
+    assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
+    assert tokens[0] not in json.dumps(found[0]["Job"])
+    out = tmp_path / "job.yaml"
+    assert main(["launch", "k8s", QUICKSTART, *POD, *SHARED, "--out", str(out)]) == 0
+    assert out.stat().st_mode & 0o777 == 0o600
+
+
+def test_one_pod_has_nobody_to_prove_itself_to(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, has_token, has_secret in (
+        (SHARED, True, True),
+        ([*SHARED, "--token_secret", "s"], True, False),
+        ([], False, False),
+    ):
+        found = printed(capsys, QUICKSTART, *POD, *words)
+        assert ("--token_file" in json.dumps(found["Job"])) == has_token
+        assert ("Secret" in found) == has_secret
+
+
+def test_pods_of_others_are_kept_out_unless_that_is_not_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, expected in (([], True), (["--no_network_policy"], False), (["--host_network"], False)):
+        assert ("NetworkPolicy" in printed(capsys, QUICKSTART, *POD, *words)) == expected
+
+
+def test_a_supervised_job_replaces_pods_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """As often as its agents start ranks again; a JobSet as well, whose other pods wait."""
+    supervised = [QUICKSTART, *POD, *SHARED, "supervision.max_restarts=20"]
+    for words, expected in (
+        ([QUICKSTART, *POD], 3),
+        (supervised, 20),
+        ([*supervised, "--restarts", "7"], 7),
+        ([QUICKSTART, *POD, "--restarts", "0"], 0),
+    ):
+        job = printed(capsys, *words)["Job"]["spec"]
+        assert (job["backoffLimitPerIndex"], job["maxFailedIndexes"], "backoffLimit" in job) == (expected, 0, False)
+    jobset = printed(capsys, *supervised, "--kind", "jobset")["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert (jobset["backoffLimitPerIndex"], jobset["maxFailedIndexes"]) == (20, 0)
+    alone = printed(capsys, *supervised[:-1], "--kind", "jobset")["JobSet"]["spec"]["replicatedJobs"][0]
+    assert alone["template"]["spec"]["backoffLimit"] == 0
+
+
+def test_a_node_that_does_not_answer_loses_its_pod_within_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
+    pod = printed(capsys, QUICKSTART, *POD, "--toleration", "gpu:NoSchedule")["Job"]["spec"]["template"]["spec"]
+    assert pod["tolerations"][0] == {"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}
+    assert [each["key"] for each in pod["tolerations"][1:]] == [
+        "node.kubernetes.io/not-ready",
+        "node.kubernetes.io/unreachable",
+    ]
+    assert {each["tolerationSeconds"] for each in pod["tolerations"][1:]} == {60}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["data={target: a:b, args: {hub_token: hf_not_a_real_one}}"]),
+        ("data: {target: 'a:b', args: {hub_token: hf_not_a_real_one}}\n", ["--config_map"]),
+        ("", ["deepspeed.comet.api_key=hf_not_a_real_one"]),
+    ],
+)
+def test_no_secret_becomes_a_part_of_the_job(
+    text: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(f"batch: {{global_size: 8}}\n{text}")
+    assert main(["launch", "k8s", str(tmp_path / "run.yaml"), *POD, *words]) == errors.EXIT_USAGE
+    out, err = capsys.readouterr()
+    assert not out
+    assert "hf_not_a_real_one" not in err
+    assert "[secret-in-the-job]" in err
 
 
 def test_pods_have_nodes_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,7 +127,7 @@ def hello(rank: int, look: dict[str, Any] | None, **changes: Any) -> dict[str, A
     stated = {
         "protocol": 2,
         "job": "",
-        "attempt": 0,
+        "spares": 0,
         "node_rank": rank,
         "nnodes": 2,
         "slots": 1,

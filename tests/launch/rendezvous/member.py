@@ -10,7 +10,7 @@ from framework.errors import FrameworkError
 from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.topology import Topology
 from framework.launch.node import NodeOptions, run_node
-from framework.launch.rendezvous import messages
+from framework.launch.rendezvous import coordinator, member
 from framework.launch.stop_requests import StopRequests
 
 
@@ -20,7 +20,9 @@ def main() -> int:
     terms = given["terms"]
     requests = StopRequests()
     if "silence_seconds" in terms:
-        messages.SILENCE_SECONDS = terms.pop("silence_seconds")  # type: ignore[misc]
+        seconds = terms.pop("silence_seconds")
+        coordinator.SILENCE_SECONDS = member.SILENCE_SECONDS = seconds
+        member.RUNNING_BEAT_SECONDS = seconds / 3
     if "life_line" in terms:
         requests.hold(terms.pop("life_line"))
     try:

@@ -1,119 +1,143 @@
-"""A node on its way to node 0, with the other end in the hands of the test."""
+"""Another node than node 0, with node 0's end in the hands of the test."""
 
 from __future__ import annotations
 
-import json
-import select
-import socket
-import time
+import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import pytest
 
 from framework.errors import ConfigError, FrameworkError, PeerLostError, RunStopped
-from framework.launch.hosts.topology import Topology
+from framework.launch.rendezvous import member
+from framework.launch.rendezvous.channel import Channel, ConnectionLost, proof
 from framework.launch.rendezvous.member import Member
-from framework.launch.rendezvous.messages import Link
-from framework.launch.rendezvous.session import Session
-from framework.launch.stop_requests import StopRequests
-from tests.launch.conftest import Connect
-from tests.launch.rendezvous.members import reset
+from framework.launch.rendezvous.session import Session, Start
+from tests.launch.rendezvous.ends import TOKEN, hello, read, reset, run, session
 
 pytestmark = pytest.mark.timing
 
-
-def welcomed(link: Link, requests: StopRequests) -> Member:
-    """Node 1 of two, after its handshake."""
-    meeting = Session(Topology(2, 1, 1, "127.0.0.1", 29500), 29501, {"host": "b", "node_rank": 1}, requests)
-    caller = Member(meeting)
-    caller._link, caller._challenge, caller._welcomed_at = link, "nonce", time.monotonic()
-    return caller
+GO = {"epoch": 1, "port": 29500, "words": ["a=1"], "nodes": [0, 1], "hosts": {"0": "a", "1": "b"}, "state": {}}
 
 
-def test_a_request_is_obeyed_also_when_node_0_has_just_gone(connect: Connect) -> None:
-    link, far = connect()
-    requests = StopRequests()
-    caller = welcomed(link, requests)
-    reset(far)
-    assert select.select([link], [], [], 20)[0]
-    requests.ask("SIGTERM")
-    with pytest.raises(RunStopped, match="SIGTERM"):
-        caller.step()
+def end_of(
+    node_0: Callable[[Channel, Member], Awaitable[None]], *, node_rank: int = 1, **terms: object
+) -> tuple[Start | FrameworkError, Session]:
+    """How a node's wait ends where whoever calls meets this; without a token every HELLO is welcome."""
 
+    async def case() -> tuple[Start | FrameworkError, Session]:
+        tasks = set()
 
-def test_a_refusal_is_heard_although_the_connection_behind_it_is_gone(connect: Connect) -> None:
-    """Node 0 refuses and ends; a beat that is due meanwhile must not find out first that it is gone."""
-    link, far = connect()
-    caller = welcomed(link, StopRequests())
-    caller._beaten_at = 0.0
-    problem = {"kind": "node-rank-duplicate", "reason": "two of them", "fix": "one"}
-    far.sendall(json.dumps({"type": "nogo", "problems": [problem]}).encode() + b"\n")
-    assert select.select([link], [], [], 20)[0]
-    reset(far)
-    time.sleep(0.2)
-    with pytest.raises(ConfigError, match=r"two of them.*\[node-rank-duplicate\]"):
-        caller.step()
+        async def answer(channel: Channel) -> None:
+            with suppress(ConnectionLost):
+                channel.send("challenge", nonce="x", token=bool(own.token))
+                nonces = ("x", (await read(channel, "hello"))["nonce"])
+                channel.send("welcome", proof=proof(own.token, role="lead", nonces=nonces, content={}))
+                channel.sign(own.token, is_lead=True, nonces=nonces)
+                await node_0(channel, caller)
 
-
-def test_what_comes_with_go_is_heard(connect: Connect) -> None:
-    """Node 0 may have much to say at once; what it says behind GO names who is to blame."""
-    link, far = connect()
-    caller = welcomed(link, StopRequests())
-    stated = [
-        {"type": "go", "hosts": {"0": "a", "1": "b"}},
-        {"type": "failure", "node": 0, "what": "node 0 rank 0: killed", "code": 137, "at": "x"},
-        {"type": "stop", "node": 0, "why": "SIGTERM"},
-    ]
-    far.sendall(b"".join(json.dumps(message).encode() + b"\n" for message in stated))
-    assert select.select([link], [], [], 20)[0]
-    peers = caller.step()
-    assert peers is not None
-    assert [failure.code for failure in peers.failures] == [137]
-    assert peers.stop == "SIGTERM at node 0 (a)"
-
-
-def test_nonsense_behind_go_is_a_lost_node(connect: Connect) -> None:
-    link, far = connect()
-    caller = welcomed(link, StopRequests())
-    far.sendall(b'{"type": "go", "hosts": {"0": "a", "1": "b"}}\n{"type": "stop", "node": 9}\n')
-    assert select.select([link], [], [], 20)[0]
-    peers = caller.step()
-    assert peers is not None
-    assert [failure.what for failure in peers.failures] == ["node 0 (a): lost: it speaks for another node"]
-
-
-def test_a_request_says_how_it_came(connect: Connect) -> None:
-    link, far = connect()
-    requests = StopRequests()
-    caller = welcomed(link, requests)
-    requests.ask("SIGTERM")
-    with pytest.raises(RunStopped):
-        caller.step()
-    far.settimeout(20)
-    assert json.loads(far.makefile().readline()) == {"type": "stop", "why": "SIGTERM"}
-
-
-@pytest.mark.slow
-def test_each_connection_has_a_nonce_and_silence_ends_a_suspicion() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        caller = Member(
-            Session(Topology(2, 1, 1, "127.0.0.1", 29500), port, {"host": "b", "node_rank": 1}, StopRequests())
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(
+            lambda: Channel(lambda channel: tasks.add(asyncio.ensure_future(answer(channel)))), "127.0.0.1", 0
         )
-        seen = set()
-        for _ in range(2):
-            deadline = time.monotonic() + 20
-            while caller._link is None:
-                assert time.monotonic() < deadline
-                caller._call(0.2)
-            seen.add(caller._nonce)
-            caller.close()
-    assert len(seen) == 2
-    caller._no_agent_since = 1.0
-    deadline = time.monotonic() + 20
-    while caller._no_agent_since:
-        assert time.monotonic() < deadline
-        caller._call(0.2)
+        own = session(
+            node_rank, port=server.sockets[0].getsockname()[1] - 1, stated=hello(node_rank, host="b"), **terms
+        )
+        caller = Member(own)
+        try:
+            return await caller.begin(), own
+        except FrameworkError as error:
+            return error, own
+        finally:
+            await caller.close()
+            server.close()
+
+    return run(case())
+
+
+@pytest.mark.parametrize("token", ["", TOKEN])
+def test_go_names_ranks_port_and_settings_and_what_comes_behind_it_is_heard(token: str) -> None:
+    """Node 0 may have much to say at once; what it says behind GO names who is to blame."""
+
+    async def node_0(channel: Channel, caller: Member) -> None:
+        failure = {"node": 0, "what": "node 0 rank 0: killed", "code": 137, "at": "x"}
+        channel.send("go", **GO)
+        channel.send("news", epoch=1, stop="SIGTERM at node 0 (a)", failures=[failure])
+
+    start, _ = end_of(node_0, token=token)
+    assert isinstance(start, Start)
+    assert (start.topology.node_rank, start.topology.nnodes, start.topology.master_port) == (1, 2, 29500)
+    assert start.words == ("a=1",)
+    assert (start.peers.name(0), start.peers.own_name) == ("node 0 (a)", "node 1 (b)")
+
+
+def test_ranks_follow_the_nodes_that_are_left() -> None:
+    async def node_0(channel: Channel, caller: Member) -> None:
+        channel.send("go", **GO | {"nodes": [0, 3, 7], "port": 29600, "hosts": None})
+
+    start, _ = end_of(node_0, node_rank=7, nnodes=5)
+    assert isinstance(start, Start)
+    assert (start.topology.node_rank, start.topology.nnodes, start.topology.master_port) == (2, 3, 29600)
+    assert [start.peers.name(node) for node in (0, 7)] == ["node 0", "node 7 (b)"]  # others are known by number
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"nodes": [0]}, {"nodes": ["0", "1"]}, {"words": [1]}, {"port": "1"}, {"epoch": None}, {"state": []}],
+    ids=str,
+)
+def test_go_of_another_shape_is_not_node_0(change: dict[str, object]) -> None:
+    async def node_0(channel: Channel, caller: Member) -> None:
+        channel.send("go", **GO | change)
+
+    end, _ = end_of(node_0, deadline_seconds=1.0)
+    assert isinstance(end, PeerLostError)
+    assert "it does not speak this protocol" in str(end)
+
+
+def test_a_refusal_is_heard_although_the_connection_behind_it_is_gone() -> None:
+    async def node_0(channel: Channel, caller: Member) -> None:
+        channel.send("nogo", problems=[{"kind": "node-rank-duplicate", "reason": "two of them", "fix": "one"}])
+        reset(channel)
+
+    end, _ = end_of(node_0)
+    assert isinstance(end, ConfigError)
+    assert "two of them" in str(end)
+
+
+def test_a_request_is_one_for_all_and_says_how_it_came() -> None:
+    heard: list[object] = []
+
+    async def node_0(channel: Channel, caller: Member) -> None:
+        caller._session.requests.ask("SIGTERM")
+        heard.append(await read(channel, "stop"))
+
+    end, _ = end_of(node_0)
+    assert isinstance(end, RunStopped)
+    assert heard == [{"type": "stop", "why": "SIGTERM"}]
+
+
+@pytest.mark.parametrize(("kind", "error"), [("stop", RunStopped), ("lost", PeerLostError)])
+def test_node_0_ends_the_wait(kind: str, error: type[FrameworkError]) -> None:
+    async def node_0(channel: Channel, caller: Member) -> None:
+        channel.send(kind, why="because")
+
+    end, _ = end_of(node_0)
+    assert isinstance(end, error)
+    assert str(end) == "node 0: because"
+
+
+def test_what_node_0_waits_for_is_said_here() -> None:
+    said: list[str] = []
+
+    async def node_0(channel: Channel, caller: Member) -> None:
+        channel.send("waiting", text="waiting for 1/3 nodes: node 2")
+        await asyncio.sleep(0.2)
+        said.append(caller._waiting_for())
+        channel.send("stop", why="enough")
+
+    _, own = end_of(node_0)
+    assert said == [f"node 0: 127.0.0.1:{own.port} is waiting for 1/3 nodes: node 2"]
 
 
 @pytest.mark.slow
@@ -122,48 +146,23 @@ def test_only_what_speaks_another_language_is_another_program(
     monkeypatch: pytest.MonkeyPatch, stated: bytes, code: int | None
 ) -> None:
     """A node 0 that a thousand nodes call at once may be silent for a while, or have no place yet."""
-    monkeypatch.setattr("framework.launch.rendezvous.member._NO_AGENT_SECONDS", 0.0)
-    monkeypatch.setattr("framework.launch.rendezvous.member.HANDSHAKE_SECONDS", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        hello = {"host": "b", "node_rank": 1}
-        seconds = 2.0 if code is None else 20.0
-        caller = Member(
-            Session(Topology(2, 1, 1, "127.0.0.1", 29500), port, hello, StopRequests(), deadline_seconds=seconds)
-        )
-        listener.settimeout(0.05)
-        end = end_of(caller, listener, stated)
-    assert isinstance(end, PeerLostError if code is None else ConfigError)
-    assert code is None or end.exit_code == code
+    monkeypatch.setattr(member, "_NO_AGENT_SECONDS", 0.0)
+    monkeypatch.setattr(member, "HANDSHAKE_SECONDS", 0.1)
+    monkeypatch.setattr(member, "_DIAL_AGAIN_SECONDS", 0.1)
 
+    async def case() -> FrameworkError:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(stated)
+            writer.close()
 
-def end_of(caller: Member, listener: socket.socket, stated: bytes) -> FrameworkError:
-    """How the wait ends where whoever calls is told this, and no more."""
-    while True:
-        with suppress(TimeoutError):
-            peer, _ = listener.accept()
-            peer.sendall(stated)
-            peer.close()
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1] - 1
         try:
-            caller.step()
+            await Member(session(1, port=port, deadline_seconds=2.0 if code is None else 20.0)).begin()
         except FrameworkError as error:
             return error
+        raise AssertionError("it began")
 
-
-def test_what_node_0_waits_for_is_said_here(connect: Connect) -> None:
-    link, far = connect()
-    caller = welcomed(link, StopRequests())
-    far.sendall(b'{"type": "waiting", "text": "waiting for 1/3 nodes: node 2"}\n')
-    assert select.select([link], [], [], 20)[0]
-    assert caller.step() is None
-    assert caller._waiting_for() == "node 0: 127.0.0.1:29501 is waiting for 1/3 nodes: node 2"
-
-
-def test_of_very_many_nodes_others_are_known_by_number(connect: Connect) -> None:
-    link, far = connect()
-    caller = welcomed(link, StopRequests())
-    far.sendall(b'{"type": "go", "nnodes": 2}\n')
-    assert select.select([link], [], [], 20)[0]
-    peers = caller.step()
-    assert peers is not None
-    assert [peers.name(node) for node in (0, 1)] == ["node 0", "node 1 (b)"]
+    end = run(case())
+    assert isinstance(end, PeerLostError if code is None else ConfigError)
+    assert code is None or end.exit_code == code

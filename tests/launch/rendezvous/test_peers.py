@@ -1,97 +1,184 @@
-"""What agents of a running job believe of each other."""
+"""State of a start as all nodes know it: only news travels, and nobody believes what no agent says."""
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from framework.launch.rendezvous.messages import Peers
-from tests.launch.conftest import Connect
-from tests.launch.rendezvous.members import reset
+from framework.launch.rendezvous.channel import Channel, ConnectionLost, Message
+from framework.launch.rendezvous.peers import MOST_FAILURES, LeadPeers, MemberPeers, Peers
+from tests.launch.rendezvous.ends import pair, run
 
-HOSTS = {0: "a", 1: "b"}
+HOSTS = {0: "a", 1: "b", 2: "c"}
 
 
-def poll_until(peers: Peers, ready: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 20
+class Net:
+    """Node 0 and its others, joined by real connections, as coordinator and members join them."""
+
+    def __init__(self, hosts: Mapping[int, str]) -> None:
+        self.hosts = hosts
+        self.members: dict[int, MemberPeers] = {}
+        self.far: dict[int, Channel] = {}
+        self.heard: list[Message] = []  # by node 0
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def open(self) -> LeadPeers:
+        near: dict[int, Channel] = {}
+        for node in self.hosts:
+            if node:
+                near[node], self.far[node] = await pair()
+                self.members[node] = MemberPeers(node, self.hosts, self.far[node], epoch=1)
+        self.lead = LeadPeers(self.hosts, near, epoch=1)
+        for node, channel in near.items():
+            self.tasks += map(asyncio.ensure_future, (self._lead_hears(node, channel), self._member_hears(node)))
+        return self.lead
+
+    async def _lead_hears(self, node: int, channel: Channel) -> None:
+        try:
+            while True:
+                self.heard.append(await channel.receive())
+                self.lead.hear(node, self.heard[-1])
+        except ConnectionLost as lost:
+            self.lead.lose(node, lost)
+
+    async def _member_hears(self, node: int) -> None:
+        with suppress(ConnectionLost):
+            while True:
+                self.members[node].hear(await self.far[node].receive())
+
+
+async def until(ready: Any) -> None:
     while not ready():
-        assert time.monotonic() < deadline
-        peers.poll(0.05)
+        await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("node", [[], {}, "1", True, 1.0, None, 7])
-def test_who_names_no_node_is_lost(connect: Connect, node: object) -> None:
-    """A node that says such a thing is none of ours; it costs nobody else anything."""
-    link, far = connect()
-    peers = Peers(0, {1: link}, HOSTS)
-    far.sendall(json.dumps({"type": "failure", "node": node, "what": "x", "code": 1}).encode() + b"\n")
-    poll_until(peers, lambda: peers.failures)
-    assert [failure.what for failure in peers.failures] == ["node 1 (b): lost: it speaks for another node"]
+def test_what_a_thousand_say_at_once_is_passed_on_once() -> None:
+    """Relayed one by one it took a million messages, and half a minute in which nobody was heard."""
+
+    async def case() -> None:
+        net = Net({node: f"h{node}" for node in range(101)})
+        lead = await net.open()
+        received = dict.fromkeys(net.members, 0)
+        for node, member in net.members.items():
+            member.send_stop("SIGTERM")
+            member.send_failure(f"node {node}: storage failed", code=74)
+
+            def count(message: Message, *, node: int = node, hear: Any = member.hear) -> None:
+                received[node] += 1
+                hear(message)
+
+            member.hear = count  # type: ignore[method-assign]
+        await until(lambda: all(len(member.failures) == MOST_FAILURES for member in net.members.values()))
+        assert len(net.heard) == 200
+        assert max(received.values()) < 10
+        assert {member.stop for member in net.members.values()} == {lead.stop}
+        first = [failure.what for failure in lead.failures]
+        assert all([each.what for each in member.failures] == first for member in net.members.values())
+        assert all(member.own_failure is not None for member in net.members.values())
+
+    run(case())
 
 
-def test_the_last_word_of_a_node_that_has_gone_is_heard(connect: Connect) -> None:
-    """What is told to it meanwhile finds first that the connection is gone."""
-    link, far = connect()
-    peers = Peers(0, {1: link}, HOSTS)
-    far.sendall(json.dumps({"type": "failure", "node": 1, "what": "out of memory", "code": 137}).encode() + b"\n")
-    reset(far)
-    time.sleep(0.2)
-    peers.send_stop("SIGTERM")
-    poll_until(peers, lambda: peers.is_cut_off)
-    assert next(failure.what for failure in peers.failures) == "out of memory"
+def test_ends_reach_all_and_ranks_that_are_left_are_named() -> None:
+    async def case() -> None:
+        net = Net(HOSTS)
+        lead = await net.open()
+        net.members[1].send_ended(75)
+        lead.send_ended(0)
+        await until(lambda: net.members[2].ended == {0: 0, 1: 75})
+        assert net.members[2].missing == ["node 2 (c)"]
+        net.members[2].send_ended(0)
+        await until(lambda: all(peers.all_ended for peers in (lead, *net.members.values())))
+        net.far[1].close()  # who has said its last word may leave
+        await asyncio.sleep(0.1)
+        assert lead.failures == []
+
+    run(case())
 
 
-def test_a_request_that_crosses_go_is_obeyed_by_all(connect: Connect) -> None:
-    """A node that still waits for GO names itself nowhere when it is asked to stop."""
-    (link, far), (other, listening) = connect(), connect()
-    peers = Peers(0, {1: link, 2: other}, {**HOSTS, 2: "c"})
-    far.sendall(b'{"type": "stop", "why": "SIGTERM"}\n')
-    poll_until(peers, lambda: peers.stop or peers.failures)
-    assert (peers.stop, peers.failures) == ("SIGTERM at node 1 (b)", [])
-    listening.settimeout(20)
-    lines = listening.makefile()
-    stated = [json.loads(lines.readline()) for _ in range(2)]
-    assert {"type": "stop", "why": "SIGTERM", "node": 1} in stated
+def test_a_lost_node_is_a_failure_and_its_last_word_comes_first() -> None:
+    async def case() -> None:
+        net = Net(HOSTS)
+        lead = await net.open()
+        net.members[1].send_failure("node 1 rank 1: out of memory", code=137)
+        net.far[1].close()
+        await until(lambda: len(net.members[2].failures) == 2)
+        first, second = net.members[2].failures
+        assert (first.what, first.code) == ("node 1 rank 1: out of memory", 137)
+        assert (second.what, second.code) == ("node 1 (b): lost: the connection was closed", 76)
+        assert lead.ended == {1: 76}
+
+    run(case())
 
 
-def test_how_nodes_ended_is_passed_on_in_lots(connect: Connect) -> None:
-    """A thousand that end together would otherwise cost node 0 a million messages."""
-    pairs = {node: connect() for node in range(1, 31)}
-    peers = Peers(0, {node: link for node, (link, _) in pairs.items()}, {node: f"h{node}" for node in range(31)})
-    for node, (_, far) in pairs.items():
-        far.sendall(json.dumps({"type": "ended", "node": node, "code": node % 2}).encode() + b"\n")
-    poll_until(peers, lambda: len(peers.ended) == 30)
-    peers.send_ended(0)
-    peers.poll(0)
-    assert peers.all_ended
-    peers.close()
-    expected = {str(node): node % 2 for node in range(31)}
-    for _, far in pairs.values():
-        stated = [message for message in map(json.loads, far.makefile()) if message["type"] == "ended"]
-        assert len(stated) < 5  # one in half a second
-        assert {node: code for message in stated for node, code in message["codes"].items()} == expected
+def test_messages_of_another_start_are_none_of_this_one() -> None:
+    async def case() -> None:
+        net = Net(HOSTS)
+        lead = await net.open()
+        net.members[1].epoch = 0
+        net.members[1].send_failure("late", code=70)
+        net.members[2].send_stop("SIGTERM")
+        await until(lambda: net.members[2].stop)
+        assert (lead.failures, net.members[1].stop) == ([], "")
+        net.far[1].send("stop", why="SIGINT")  # who was asked to stop before it heard GO knows of no start
+        net.far[1].send("kill")
+        await until(lambda: net.members[2].killed)
+
+    run(case())
 
 
-def test_others_hear_of_all_ends(connect: Connect) -> None:
-    link, far = connect()
-    peers = Peers(1, {0: link}, HOSTS)
-    far.sendall(b'{"type": "ended", "codes": {"0": 0, "1": 75}}\n')
-    poll_until(peers, lambda: peers.all_ended)
-    assert (peers.ended, peers.failures) == ({0: 0, 1: 75}, [])
+@pytest.mark.parametrize("content", [{"what": 1, "code": 1}, {"what": "x", "code": "1"}, {"what": "x", "code": True}])
+def test_what_no_agent_says_loses_who_says_it(content: dict[str, object]) -> None:
+    async def case() -> None:
+        net = Net(HOSTS)
+        lead = await net.open()
+        net.far[1].send("failure", **content)
+        await until(lambda: lead.failures)
+        assert [failure.what for failure in lead.failures] == ["node 1 (b): lost: it does not speak this protocol"]
+
+    run(case())
 
 
-@pytest.mark.parametrize("codes", [[], {"7": 0}, {"0": "0"}, {"0": True}, {"1" * 5000: 0}, None])
-def test_ends_of_another_shape_lose_node_0(connect: Connect, codes: object) -> None:
-    link, far = connect()
-    peers = Peers(1, {0: link}, HOSTS)
-    far.sendall(json.dumps({"type": "ended", "codes": codes}).encode() + b"\n")
-    poll_until(peers, lambda: peers.failures)
-    assert [failure.what for failure in peers.failures] == ["node 0 (a): lost: it does not speak this protocol"]
+FAILURE = {"node": 0, "what": "x", "code": 1, "at": "t"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *({"ended": ended} for ended in ([], {"7": 0}, {"0": "0"}, {"0": True}, {"1" * 5000: 0}, None)),
+        *(
+            {"failures": failures}
+            for failures in ({}, [1], [{}], [{**FAILURE, "node": []}], [{**FAILURE, "code": "1"}])
+        ),
+    ],
+    ids=str,
+)
+def test_news_of_another_shape_is_not_node_0(content: dict[str, object]) -> None:
+    async def case() -> None:
+        _, far = await pair()
+        with pytest.raises(ConnectionLost, match="does not speak"):
+            MemberPeers(1, HOSTS, far, epoch=1).hear({"type": "news", "epoch": 1, **content})
+
+    run(case())
+
+
+def test_a_member_that_lost_node_0_decides_alone() -> None:
+    async def case() -> None:
+        _, far = await pair()
+        peers = MemberPeers(1, HOSTS, far, epoch=1)
+        peers.lose(ConnectionLost("silent for 15 s"))
+        peers.lose(ConnectionLost("again"))
+        assert [failure.what for failure in peers.failures] == ["node 0 (a): lost: silent for 15 s"]
+        peers.send_stop("SIGTERM")
+        peers.send_ended(0)
+        assert (peers.stop, peers.ended) == ("SIGTERM at node 1 (b)", {0: 76, 1: 0})
+
+    run(case())
 
 
 def test_a_node_without_a_name_has_its_number() -> None:
-    assert Peers(1, {}, {0: "", 1: "b"}).name(0) == "node 0"
+    assert Peers(1, {0: "", 1: "b"}).name(0) == "node 0"

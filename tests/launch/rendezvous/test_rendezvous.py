@@ -2,46 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import pytest
 
-from framework.doctor.node.start import _REPORTED
-from framework.errors import ConfigError, FrameworkError
-from framework.launch.hosts.topology import Topology
+from framework.errors import ConfigError, PeerLostError
+from framework.launch.rendezvous import member
+from framework.launch.rendezvous.channel import Channel
 from framework.launch.rendezvous.connectivity import peer_name
+from framework.launch.rendezvous.door import join
 from framework.launch.rendezvous.handshake import disagreements, is_hello
-from framework.launch.rendezvous.member import Member, meet
-from framework.launch.rendezvous.messages import Peers
-from framework.launch.rendezvous.session import Session
-from framework.launch.stop_requests import StopRequests
-from tests.launch.rendezvous.members import Members, ended, reset
+from framework.launch.rendezvous.session import Session, Start
+from tests.launch.rendezvous.ends import TOKEN, hello, looked, meet, read, reset, run, session
+from tests.launch.rendezvous.members import Members, ended
 from tests.ports import free_ports
 
 pytestmark = pytest.mark.timing
 
-HELLO = {
-    "protocol": 2,
-    "job": "",
-    "attempt": 0,
-    "node_rank": 0,
-    "nnodes": 2,
-    "slots": 1,
-    "master_port": 29500,
-    "host": "a",
-    "hosts": "",
-    "clock": 1.0,
-    "facts": {"torch": "2.15"},
-}
+HELLO = hello(0, slots=1, host="a", clock=1.0, facts={"torch": "2.15"})
 
 
 def refused(members: Members, *, kinds: tuple[str, ...]) -> list[str]:
@@ -94,28 +79,6 @@ def own_address() -> str:
 
 
 @pytest.mark.slow
-def test_the_machine_at_master_addr_has_to_be_node_0(members: Members) -> None:
-    """Swapped ranks: who has node 0's address tells whoever calls, and both end."""
-    address = own_address()
-    members.start(1, master_addr=address)
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            caller = socket.create_connection((address, members.port + 1), timeout=1)
-            break
-        except OSError:
-            assert time.monotonic() < deadline
-            time.sleep(0.3)
-    with caller:
-        caller.settimeout(20)
-        caller.sendall(json.dumps({"type": "hello", "hello": HELLO, "nonce": "n"}).encode() + b"\n")
-        answers = [json.loads(line) for line in read_until_closed(caller).splitlines()]
-    assert [answer["type"] for answer in answers] == ["challenge", "nogo"]
-    assert answers[1]["problems"][0]["kind"] == "node-rank-swapped"
-    refused(members, kinds=("node-rank-swapped",))
-
-
-@pytest.mark.slow
 def test_who_is_missing_is_told_and_the_wait_ends(members: Members) -> None:
     code, stated = ended(members.start(0, terms={"wait_seconds": 6}))
     assert code == 76
@@ -151,24 +114,24 @@ def test_a_request_before_any_rank_ends_every_node(members: Members) -> None:
 
 @pytest.mark.slow
 def test_a_shared_token_lets_nodes_in_whoever_starts_first(members: Members) -> None:
-    members.start(1, "exit=0", terms={"token": "s3cret"})
+    members.start(1, "exit=0", terms={"token": TOKEN})
     time.sleep(1.5)
-    members.start(0, "exit=0", terms={"token": "s3cret"})
+    members.start(0, "exit=0", terms={"token": TOKEN})
     for process in members.processes:
         code, stated = ended(process)
         assert code == 0
-        assert "s3cret" not in stated
+        assert TOKEN not in stated
 
 
 @pytest.mark.slow
 def test_a_wrong_token_is_turned_away_alone(members: Members) -> None:
-    lead = members.start(0, "exit=0", terms={"token": "s3cret"})
-    stranger = members.start(1, "exit=0", terms={"token": "wrong"})
+    lead = members.start(0, "exit=0", terms={"token": TOKEN})
+    stranger = members.start(1, "exit=0", terms={"token": "another token of sixteen bytes"})
     code, stated = ended(stranger)
     assert code == 78
     assert "[token-refused]" in stated
     assert lead.poll() is None
-    members.start(1, "exit=0", terms={"token": "s3cret"})
+    members.start(1, "exit=0", terms={"token": TOKEN})
     assert ended(lead)[0] == 0
 
 
@@ -297,50 +260,7 @@ def test_the_name_of_a_peer(rank: int, master: str, names: tuple[str, ...], expe
     )
 
 
-# ---------------------------------------------------------------------------------------------- agents on threads of
-# ours
-
-
-def meeting(
-    node_rank: int,
-    port: int,
-    *,
-    address: str = "127.0.0.1",
-    nnodes: int = 2,
-    names: Sequence[str] = (),
-    look: bool = True,
-    **terms: Any,
-) -> Session:
-    hello = HELLO | {"node_rank": node_rank, "nnodes": nnodes, "host": f"h{node_rank}", "hosts": ",".join(names)}
-    hello |= {"look": {name: kind() for name, kind in _REPORTED.items()}} if look else {}
-    return Session(Topology(nnodes, 1, node_rank, address, port), port + 1, hello, StopRequests(), names=names, **terms)
-
-
-def is_listened_at(port: int) -> bool:
-    found = psutil.Process().net_connections("tcp")
-    return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in found)
-
-
-def all_met(*meetings: Session) -> list[Peers | FrameworkError]:
-    """How each of them ended; the first listens before the others call."""
-
-    def one(each: Session) -> Peers | FrameworkError:
-        try:
-            return meet(each)
-        except FrameworkError as error:
-            return error
-
-    with ThreadPoolExecutor() as pool:
-        first = pool.submit(one, meetings[0])
-        deadline = time.monotonic() + 20
-        while not is_listened_at(meetings[0].port) and not first.done():  # who calls before calls again a second later
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        ends = [each.result() for each in [first, *(pool.submit(one, each) for each in meetings[1:])]]
-    for end in ends:
-        if isinstance(end, Peers):
-            end.close()
-    return ends
+# ----------------------------------------------------------------------------------------------- agents in one loop
 
 
 def test_nodes_that_reach_each_other_meet_and_answer_nobody_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +273,8 @@ def test_nodes_that_reach_each_other_meet_and_answer_nobody_afterwards(monkeypat
 
     really = Session.answer_at
     monkeypatch.setattr(Session, "answer_at", answer_at)
-    assert all(isinstance(end, Peers) for end in all_met(*(meeting(rank, port, nnodes=3) for rank in range(3))))
+    nodes = (session(rank, nnodes=3, port=port, stated=looked(rank) | {"nnodes": 3}) for rank in range(3))
+    assert all(isinstance(end, Start) for end in run(meet(*nodes)))
     assert len(opened) == 4  # one port of each node, and that of the ranks
     for number in opened:
         with pytest.raises(ConnectionRefusedError):
@@ -367,81 +288,112 @@ def test_a_node_that_is_not_reached_is_refused_on_all(monkeypatch: pytest.Monkey
     port = free_ports(2)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        behind = meeting(1, port)
+        behind = session(1, port=port, stated=looked(1))
         behind.answer_at = lambda address, port=0: closed.getsockname()[1]  # type: ignore[method-assign]
-        ends = all_met(meeting(0, port), behind)
+        ends = run(meet(session(0, port=port, stated=looked(0)), behind))
     for end in ends:
         assert isinstance(end, ConfigError)
         assert [(each.kind, each.file, each.key) for each in end.problems] == [
-            ("port-not-reached", "node 0 (h0)", "node 1 (h1)")
+            ("port-not-reached", "node 0 (llama-train-0)", "node 1 (llama-train-1)")
         ]
+
+
+@pytest.mark.slow
+def test_who_has_the_address_of_node_0_says_so_to_all_that_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Swapped ranks: node 0 hears it as the others do, and all end with the same problem."""
+    monkeypatch.setattr(member, "_ELSEWHERE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(member, "is_loopback", lambda host: False)
+    monkeypatch.setattr(member, "_ELSEWHERE_SECONDS", 4.0)
+    address, port = own_address(), free_ports(2)
+
+    async def case() -> list[object]:
+        # Node 0 and node 2 are elsewhere: they do not find the address on their machine.
+        monkeypatch.setattr(member, "listen_at", lambda host, port: really(host, port) if has[0] else None)
+        has = [True]
+        really = member_listen_at
+        swapped = asyncio.ensure_future(meet(session(1, nnodes=3, port=port, address=address, token=TOKEN)))
+        await asyncio.sleep(2.0)
+        has[0] = False
+        elsewhere = (session(rank, nnodes=3, port=port, address=address, token=TOKEN) for rank in (0, 2))
+        return [*await meet(*elsewhere), *await swapped]
+
+    for end in run(case()):
+        assert isinstance(end, ConfigError)
+        assert [problem.kind for problem in end.problems] == ["node-rank-swapped"]
+
+
+member_listen_at = member.listen_at
 
 
 @pytest.mark.slow
 def test_two_that_take_themselves_for_the_place_of_node_0_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hostfiles in another order: each finds itself at the first place; nobody would ever call the other."""
-    monkeypatch.setattr("framework.launch.rendezvous.member._HOLDER_AFTER_SECONDS", 0.0)
-    monkeypatch.setattr("framework.launch.rendezvous.member.is_loopback", lambda host: False)
-    port = free_ports(2)
-    names = ("127.0.0.2", "127.0.0.3")
-    first, second = (
-        meeting(0, port, address=names[0], names=names),
-        meeting(1, port, address=names[1], names=names[::-1]),
+    monkeypatch.setattr(member, "_ELSEWHERE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(member, "_ELSEWHERE_SECONDS", 4.0)
+    monkeypatch.setattr(member, "is_loopback", lambda host: False)
+    port, names = free_ports(2), ("127.0.0.2", "127.0.0.3")
+    nodes = (
+        session(
+            rank,
+            port=port,
+            address=names[rank],
+            names=names[:: 1 - 2 * rank],
+            token=TOKEN,
+            stated=hello(rank, hosts=",".join(names[:: 1 - 2 * rank])),
+        )
+        for rank in (0, 1)
     )
-    ends = all_met(first, second)
+    ends = run(meet(*nodes))
     for end in ends:
         assert isinstance(end, ConfigError)
         assert [each.key for each in end.problems][:2] == ["hosts", "master_addr"]
-    assert "node 0 (h0) has 127.0.0.2 as number 1" in str(ends[1])
+    assert "node 0 (llama-train-0) has 127.0.0.2 as number 1" in str(ends[1])
     assert "[node-rank-swapped]" in str(ends[1])
 
 
-def test_a_refusal_is_heard_although_the_port_of_who_refused_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_is_heard_although_the_port_of_who_refused_is_free_again() -> None:
     """Two nodes of rank 0: the one that listens refuses and ends, and the other must not take its place and wait for
     ever.
     """
-    here = meeting(0, free_ports(2), deadline_seconds=10.0)
-    problem = {"kind": "node-rank-duplicate", "reason": "two of them", "fix": "one"}
-    listener = socket.create_server(("127.0.0.1", here.port))
-    listener.setblocking(False)
-    heard: list[socket.socket] = []
+    port = free_ports(2)
 
-    def step(self: Member) -> Peers | None:
-        peers = really(self)
-        if not heard:
-            with suppress(BlockingIOError):
-                heard.append(listener.accept()[0])
-                heard[0].sendall(b'{"type": "challenge", "nonce": "n"}\n')
-        elif self.is_heard and listener.fileno() >= 0:
-            heard[0].settimeout(20)
-            assert b'"hello"' in heard[0].recv(65_536)
-            stated = ({"type": "welcome", "proof": ""}, {"type": "nogo", "problems": [problem]})
-            heard[0].sendall(b"".join(json.dumps(message).encode() + b"\n" for message in stated))
-            reset(heard[0])
-            listener.close()
-        return peers
+    async def refuse(channel: Channel) -> None:
+        channel.send("challenge", nonce="n", token=False)
+        await read(channel, "hello")
+        channel.send("welcome", proof="")
+        channel.send("nogo", problems=[{"kind": "node-rank-duplicate", "reason": "two of them", "fix": "one"}])
+        reset(channel)
+        server.close()
 
-    really = Member.step
-    monkeypatch.setattr(Member, "step", step)
-    with pytest.raises(ConfigError, match=r"two of them.*\[node-rank-duplicate\]"):
-        meet(here)
+    async def case() -> None:
+        nonlocal server
+        tasks = set()
+        server = await asyncio.get_running_loop().create_server(
+            lambda: Channel(lambda channel: tasks.add(asyncio.ensure_future(refuse(channel)))), "127.0.0.1", port + 1
+        )
+        with pytest.raises(ConfigError, match=r"two of them.*\[node-rank-duplicate\]"):
+            await join(session(0, port=port, deadline_seconds=10.0))
+
+    server: Any = None
+    run(case())
 
 
 @pytest.mark.slow
 def test_node_0_ends_the_wait_and_the_others_say_why(capsys: pytest.CaptureFixture[str]) -> None:
     """Who gives up first must not be who is blamed."""
     port = free_ports(2)
-    ends = all_met(meeting(0, port, nnodes=3, deadline_seconds=4.5), meeting(1, port, nnodes=3, deadline_seconds=3.0))
-    first, second = map(str, ends)
-    assert re.search(r"within 4 s; waiting for 1/3 nodes: node 2 \[rendezvous-timeout\]", first)
-    assert second == f"node 0: {first}"
+    nodes = (session(rank, nnodes=3, port=port, deadline_seconds=4.5 - 1.5 * rank) for rank in (0, 1))
+    first, second = run(meet(*nodes))
+    assert isinstance(first, PeerLostError)
+    assert re.search(r"within 4 s; waiting for 1/3 nodes: node 2 \[rendezvous-timeout\]", str(first))
+    assert str(second) == f"node 0: {first}"
     assert "gone again" not in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_who_refuses_the_challenge_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     port = free_ports(2)
-    ends = all_met(meeting(0, port, token="one", deadline_seconds=4.0), meeting(1, port, deadline_seconds=60.0))
+    ends = run(meet(session(0, port=port, token=TOKEN, deadline_seconds=4.0), session(1, port=port)))
     assert isinstance(ends[1], ConfigError)
     assert "turned away: 127.0.0.1 (token-refused)" in str(ends[0])
     assert "[token-refused]" in capsys.readouterr().err

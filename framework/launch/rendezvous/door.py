@@ -1,0 +1,73 @@
+"""The door to this room: before any rank starts, node 0 listens, the others call, and all are compared. A wrong
+topology would otherwise be a silent hang of twice the timeout. Everything that differs is told at once, to every node,
+and each ends with 78.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+from framework.launch.rendezvous.coordinator import Coordinator, free_again
+from framework.launch.rendezvous.member import Member, find_listener
+from framework.launch.rendezvous.peers import Peers
+from framework.launch.rendezvous.session import Session, Start, Verdict
+from framework.launch.supervision import JobEnd
+
+
+class Job(Protocol):
+    """A node's side of a job, for its whole life."""
+
+    async def begin(self) -> Start:
+        """Wait for the next start; ConfigError, PeerLostError, RunStopped where there is none."""
+        ...
+
+    async def verdict(self, end: JobEnd) -> Verdict:
+        """Return whether there is another start, after this one has ended so."""
+        ...
+
+    async def close(self) -> None:
+        """Leave."""
+        ...
+
+
+class Alone:
+    """A job of one node: nobody to meet."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._number = session, 0
+
+    async def begin(self) -> Start:
+        """Begin at once."""
+        self._session.requests.refuse_start()
+        self._number += 1
+        topology = self._session.topology
+        if self._number > 1:
+            topology = replace(topology, master_port=free_again(topology.master_port))
+        return self._session.start(Peers(0, {0: str(self._session.hello["host"])}), topology)
+
+    async def verdict(self, end: JobEnd) -> Verdict:
+        """Decide about another start."""
+        again = self._session.decide(end)
+        if again is not None:
+            await self._session.pause(again.seconds)
+        return self._session.verdict(again)
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+async def join(session: Session) -> Job:
+    """Listen as node 0, or call it.
+
+    Raises:
+        ConfigError: the port or the address cannot be used.
+        RunStopped: somebody asked for that.
+    """
+    if session.num_nodes == 1:
+        return Alone(session)
+    if session.topology.node_rank:
+        return Member(session)
+    coordinator = Coordinator(session, await find_listener(session))
+    await coordinator.listen()
+    return coordinator

@@ -1,0 +1,22 @@
+"""A slice of the kills in a job of agents; `python -m tests.campaign.restarts --nodes 3` runs as many as it is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from tests.campaign.restarts import campaign
+
+pytestmark = [pytest.mark.slow, pytest.mark.timing]
+
+
+def test_agents_start_their_ranks_again_whoever_was_killed(tmp_path: Path) -> None:
+    """A rank, and node 0: its agent with its rank. The others call it until it is back."""
+    found = campaign(tmp_path, 2, seed=0, nodes=2, kinds=("rank", "node:0"))
+    assert (found["kills"], found["codes"], found["equal"]) == (2, [0, 0], True)
+    log = (tmp_path / "killed.log").read_text()
+    assert "start 2 of at most 1001, from step" in log
+    assert "node 0 is lost; calling it again [rejoining]" in log

@@ -1,0 +1,166 @@
+"""Further starts of one job: who takes part in them, and what a new node 0 learns from the others."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.checkpoint.names import CHECKPOINTS, MANIFEST, tag_of
+from framework.config.load import config_from_values
+from framework.launch.rendezvous import coordinator
+from framework.launch.rendezvous.channel import Channel
+from framework.launch.rendezvous.member import Member
+from framework.launch.rendezvous.session import Start
+from framework.launch.supervision import JobEnd, Restarts
+from tests.launch.rendezvous.ends import TOKEN, call, coordinating, hello, introduce, read, run, session
+from tests.ports import free_ports
+
+pytestmark = pytest.mark.timing
+LOST = JobEnd(76, "node 1 (b): lost: silent for 15 s")
+
+
+def restarts(folder: Path, *, most: int = 5) -> Restarts:
+    supervision = {"max_restarts": most, "wait_seconds": 0}
+    return Restarts(config_from_values({"run": {"output_dir": str(folder)}, "supervision": supervision}))
+
+
+def save(folder: Path, step: int) -> None:
+    place = folder / "run" / CHECKPOINTS / tag_of(step)
+    place.mkdir(parents=True)
+    (place / MANIFEST).touch()
+
+
+async def enter(port: int, number: int, **stated: Any) -> Channel:
+    channel = await call(port)
+    await introduce(channel, hello(number, **stated), token=TOKEN)
+    return channel
+
+
+async def leave(channel: Channel, start: Start) -> None:
+    channel.close()
+    while not start.peers.failures:
+        await start.peers.wait(1)
+
+
+def test_a_spare_takes_the_place_of_a_node_that_is_lost(tmp_path: Path) -> None:
+    async def case() -> None:
+        async with coordinating(2, token=TOKEN, spares=1, restarts=restarts(tmp_path)) as (lead, port, beginning):
+            first = await enter(port, 1, spares=1)
+            await asyncio.sleep(0.3)
+            assert not beginning.done()  # the spare is waited for as well, for a while
+            spare = await enter(port, 2, spares=1)
+            go = await read(first, "go")
+            assert (go["epoch"], go["nodes"], go["words"]) == (1, [0, 1], [])
+            assert "spare" in (await read(spare, "waiting"))["text"]
+            start = await beginning
+            save(tmp_path, 10)
+            await leave(first, start)
+            assert (await lead.verdict(LOST)).is_again
+            assert "start 2 of at most 6, from step 10" in (await read(spare, "again"))["why"]
+            start = await lead.begin()
+            go = await read(spare, "go")
+            assert (go["epoch"], go["nodes"], go["words"]) == (2, [0, 2], ["checkpoint.resume=auto"])
+            assert (start.topology.nnodes, start.words) == (2, ("checkpoint.resume=auto",))
+            spare.close()
+
+    run(case())
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_fewer_nodes_train_where_others_do_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    monkeypatch.setattr(coordinator, "ENOUGH_SECONDS", 0.5)
+
+    async def case() -> None:
+        terms = {"token": TOKEN, "restarts": restarts(tmp_path), "fits": lambda count: fits and count == 2}
+        async with coordinating(3, **terms) as (lead, port, beginning):
+            first, second = await enter(port, 1, nnodes=3), await enter(port, 2, nnodes=3)
+            await leave(first, await beginning)
+            assert (await lead.verdict(LOST)).is_again
+            again = asyncio.ensure_future(lead.begin())
+            await asyncio.wait({again}, timeout=1.5)
+            assert again.done() == fits
+            if not fits:  # it is waited for
+                first = await enter(port, 1, nnodes=3)
+            start = await again
+            assert start.topology.nnodes == (2 if fits else 3)
+            await read(second, "again")
+            assert (await read(second, "go"))["nodes"] == ([0, 2] if fits else [0, 1, 2])
+            first.close()
+            second.close()
+
+    run(case())
+
+
+def test_a_node_that_comes_back_otherwise_is_refused_alone(tmp_path: Path) -> None:
+    async def case() -> None:
+        async with coordinating(2, token=TOKEN, restarts=restarts(tmp_path)) as (lead, port, beginning):
+            first = await enter(port, 1)
+            await leave(first, await beginning)
+            assert (await lead.verdict(LOST)).is_again
+            again = asyncio.ensure_future(lead.begin())
+            other = Member(session(1, port=port - 1, token=TOKEN, stated=hello(1, facts={"code": "z", "config": "b"})))
+            with pytest.raises(Exception, match=r"code = z: node 0 .* has a"):
+                await other.begin()
+            assert not again.done()
+            await read(await enter(port, 1), "go")
+            await again
+
+    run(case())
+
+
+def test_a_new_node_0_goes_on_with_what_the_others_know(tmp_path: Path) -> None:
+    """It has seen neither the first start nor what was saved before it came."""
+    save(tmp_path, 10)
+    state = {"number": 4, "idle": 1, "last": "why", "words": ["checkpoint.resume=auto"]}
+
+    async def case() -> None:
+        async with coordinating(2, token=TOKEN, restarts=restarts(tmp_path, most=9)) as (lead, port, beginning):
+            channel = await enter(port, 1, state=state)
+            go = await read(channel, "go")
+            assert (go["words"], go["state"]) == (["checkpoint.resume=auto"], state)
+            await beginning
+            assert (await lead.verdict(LOST)).is_again
+            assert "start 6 of at most 10, from its checkpoint" in (await read(channel, "again"))["why"]
+            again = asyncio.ensure_future(lead.begin())
+            assert (await read(channel, "go"))["state"]["number"] == 5
+            await again
+            verdict = await lead.verdict(LOST)
+            assert (verdict.is_again, verdict.code) == (False, 77)  # three starts without a checkpoint
+            assert (await read(channel, "done"))["code"] == 77
+            channel.close()
+
+    run(case())
+
+
+@pytest.mark.parametrize("state", [{"number": 99}, {"number": "4", "idle": 1, "last": "", "words": []}, [], None])
+def test_what_is_no_state_of_restarts_changes_nothing(tmp_path: Path, state: object) -> None:
+    kept = restarts(tmp_path)
+    before = kept.state
+    kept.restore(state)
+    assert kept.state == before
+
+
+def test_a_member_calls_a_lost_node_0_again_and_tells_what_it_knows(tmp_path: Path) -> None:
+    port = free_ports(2)
+
+    async def case() -> None:
+        own = session(1, port=port, token=TOKEN, restarts=restarts(tmp_path))
+        job = Member(own)
+        for number in range(2):
+            async with coordinating(2, token=TOKEN, port=port, restarts=restarts(tmp_path)) as (lead, _, beginning):
+                start = await job.begin()
+                await beginning
+                heard = lead._clients.present[0].hello["state"]
+                assert heard == ({} if number == 0 else own.state)
+                lead._clients.present[0].channel.close()
+                while not start.peers.is_cut_off:
+                    await start.peers.wait(1)
+                assert (await job.verdict(LOST)).is_again
+        await job.close()
+
+    run(case())
