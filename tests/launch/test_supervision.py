@@ -192,7 +192,8 @@ def test_a_killed_rank_and_the_unbroken_run(tmp_path: Path) -> None:
     # Every second of the job has a class, from its first process to its last event; so few have none.
     begun, found = float((tmp_path / "once-begun").read_text()), goodput(read_run(tmp_path / "killed"))
     assert found is not None
-    assert found.total == pytest.approx(events[-1]["time_seconds"] - begun, rel=0.01)
+    # Until `train.py` is reached Python itself starts: 30 ms, of a busy machine some tenths of a second.
+    assert found.total == pytest.approx(events[-1]["time_seconds"] - begun, rel=0.01, abs=0.4)
     assert sum(found.parts.values()) - found.parts.get("other", 0.0) == pytest.approx(found.total, rel=0.01)
     assert found.parts.keys() >= {"training", "saving", "start-up", "between restarts", "steps taken again"}
     assert f"goodput              {found.share:.1%} of " in killed
