@@ -14,7 +14,7 @@ from framework.config.run_config import RunConfig
 from framework.engine import workarounds  # noqa: F401  # before all that imports DeepSpeed
 from framework.engine.distributed import rank
 from framework.engine.plain_engine import PlainEngine
-from framework.engine.protocol import StepResult, evaluate_sets
+from framework.engine.protocol import EVALUATING, SAVING, StepResult, evaluate_sets
 from framework.engine.workarounds.grad_scaler import explaining_overflow
 from framework.errors import ConfigError, RunStopped, TrainingError, UsageError, explaining
 from framework.run import opened
@@ -104,6 +104,7 @@ class OpenEngine:
         self.rank, self.world_size = rank(), self._plan.layout.world_size
         self.max_steps = self._plan.length.total_steps or 0
         monitors, self._events, _ = run.open_monitors()
+        run.stop.enter("")  # a loop may do for long what nobody sees
         self._sinks = Sinks(monitors)
         self._eval_sets = make_eval_loaders(self._plan, run.prepared.parts.splits, rank=self.rank)
         self._measured: dict[str, float] = {}  # at step `_measured_at`
@@ -159,7 +160,8 @@ class OpenEngine:
     def evaluate(self, batches: Iterable[Any] | None = None) -> dict[str, float]:
         """Measure the evaluation data, or other batches, as many on every rank; ``eval/...``, logged."""
         sets = self._eval_sets if batches is None else {"": ((batch, True) for batch in batches)}
-        metrics = evaluate_sets(self._engine, sets, is_stopping=self._lives)
+        with self._run.stop.during(EVALUATING):
+            metrics = evaluate_sets(self._engine, sets, is_stopping=self._lives)
         self.log(metrics)
         return metrics
 
@@ -179,7 +181,8 @@ class OpenEngine:
     def save(self) -> None:
         """Write a checkpoint of this step, with what was logged at it."""
         step = self._saved_at = self.steps_taken
-        self._run.save(step, self._measured if self._measured_at == step else {})
+        with self._run.stop.during(SAVING):
+            self._run.save(step, self._measured if self._measured_at == step else {})
         self._note("save")
 
     def should_stop(self) -> bool:

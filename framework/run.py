@@ -23,14 +23,23 @@ from framework.engine.distributed import (
     refuse_different_ranks,
 )
 from framework.engine.failures import explaining_failures
-from framework.engine.hang_watch import watching
+from framework.engine.hang_watch import HangWatch, Watched, watching
 from framework.engine.plain_engine import arithmetic_of
+from framework.engine.protocol import LOADING, SAVING
 from framework.engine.random_state import seed_ranks
 from framework.engine.schedules import MakeSchedule
 from framework.engine.stop_agreement import agreed_stops
 from framework.errors import RunStopped
 from framework.plan.plan import Plan
-from framework.report.summary import RunResult, describe_stop, print_end, print_next, print_start, write_report
+from framework.report.summary import (
+    RunResult,
+    describe_goodput,
+    describe_stop,
+    print_end,
+    print_next,
+    print_start,
+    write_report,
+)
 from framework.setup import start_point
 from framework.setup.assemble import (
     OpenRun,
@@ -49,9 +58,11 @@ from framework.setup.objects import (
 )
 from framework.setup.prepared import Prepared, order_of, prepare
 from framework.system.exits import end_in_one_line, refusing_exits
-from framework.system.log import noting_errors
+from framework.system.log import noting_errors, print_line
 from framework.system.stopping import StopRequest
+from framework.system.waiting import waiting
 from framework.train.best import BestSoFar
+from framework.train.events import note_closed
 from framework.train.run_folder import RunFolder
 from framework.train.trainer import Minutes, Outcome
 
@@ -140,7 +151,12 @@ def opened(prepared: Prepared, request: StopRequest) -> Iterator[OpenRun]:
                 prepared = start_point.agreed_weights(start_point.measure_cut(prepared, start), start)
                 start_point.open_folder(folder, prepared, start)
                 quiet_deepspeed(folder.logs / f"rank{rank()}.log")
-                with arithmetic_of(prepared.plan), _at_work(prepared, folder, start, request) as run:
+                seconds = prepared.plan.config.supervision.hang_seconds
+                with (
+                    arithmetic_of(prepared.plan),
+                    watching(logs=folder.logs, end_seconds=seconds) as watch,
+                    _at_work(prepared, folder, start, request, watch) as run,
+                ):
                     yield run
         if run.outcome.stopped:  # here, where all ranks have left the group in good order
             raise RunStopped(describe_stop(_result(run), run.outcome.stopped, prepared.plan))
@@ -148,10 +164,11 @@ def opened(prepared: Prepared, request: StopRequest) -> Iterator[OpenRun]:
 
 @contextmanager
 def _at_work(
-    prepared: Prepared, folder: RunFolder, start: SavedCheckpoint | None, request: StopRequest
+    prepared: Prepared, folder: RunFolder, start: SavedCheckpoint | None, request: StopRequest, watch: HangWatch
 ) -> Iterator[OpenRun]:
     plan, of_checkpoint = prepared.plan, prepared.plan.config.checkpoint
-    engine = assemble_engine(prepared)
+    with waiting("the model and DeepSpeed's engine"):
+        engine = assemble_engine(prepared)
     # Ranks of a tensor group draw alike; where their layers are divided, `models.split.TensorPart` sees to it.
     first = rank() - plan.layout.tensor_rank(rank())
     seed_ranks(plan.config.run.seed, rank=first, step=start.step if start else 0)
@@ -160,7 +177,8 @@ def _at_work(
     described |= start_point.describe_frozen(engine, plan.config)
     callbacks = make_callbacks(engine, prepared)
     places = StreamPlaces(gather)
-    start_step = start_point.load_start(engine, start, (best, callbacks, places), described)
+    with watch.during(LOADING), waiting(f"the load of {start.path if start else 'nothing'}"):
+        start_step = start_point.load_start(engine, start, (best, callbacks, places), described)
     if rank() == 0:
         stages = prepared.cut.table if prepared.cut else None
         num_params, num_trained = count_parameters(engine, stages)
@@ -182,20 +200,26 @@ def _at_work(
     )
     often = {"evaluate": plan.config.evaluation.every_minutes, "save": of_checkpoint.every_minutes}
     minutes = Minutes(often, most=plan.config.training.max_minutes, began=request.began)
-    seconds = plan.config.supervision.hang_seconds
     with closing(checkpointer), agreed_stops(request, start_step=start_step, due=minutes.due) as ask:
-        with watching(ask, logs=folder.logs, end_seconds=seconds) as stop:
-            parts = (prepared, engine, folder, checkpointer, best, callbacks, start, places, stop, minutes)
-            run = OpenRun(*parts, outcome=Outcome(step=start_step))
-            yield run
-        checkpointer.finish(is_final=bool(run.outcome.stopped))
+        stop = Watched(watch, ask)
+        parts = (prepared, engine, folder, checkpointer, best, callbacks, start, places, stop, minutes)
+        run = OpenRun(*parts, outcome=Outcome(step=start_step), began=request.began)
+        yield run
+        watch.enter(SAVING)
+        with waiting("the last checkpoint to be on the disk"):
+            checkpointer.finish(is_final=bool(run.outcome.stopped))
         from_rank0(start_point.on_rank0(folder.check_held))
     request.training_is_over()
+    watch.enter("")
     engine.close()
     if rank() == 0:
+        note_closed(folder.path / "events.jsonl", step=run.outcome.step)
         report = write_report(folder.path) if plan.config.monitors.report else None
+        goodput = describe_goodput(folder.path)
         if not run.outcome.stopped:
-            print_end(_result(run), plan, environment=os.environ, report=report)
+            print_end(_result(run), plan, environment=os.environ, report=report, goodput=goodput)
+        elif goodput:
+            print_line(f"goodput {goodput}")
 
 
 def _result(run: OpenRun) -> RunResult:

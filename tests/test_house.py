@@ -16,22 +16,22 @@ from tests.places import ROOT
 
 # kB of Python source and number of files per room; what a room no longer needs is taken away here as well.
 CAPS: dict[str, tuple[float, int]] = {
-    "(doors)": (60, 10),
-    "system": (59, 13),
+    "(doors)": (61, 10),
+    "system": (62, 14),
     "text": (65, 6),
     "config": (134, 15),
     "plan": (316, 32),
     "checkpoint": (191, 19),
-    "train": (93, 13),
+    "train": (98, 13),
     "launch": (243, 27),
     "doctor": (99, 12),
-    "report": (121, 13),
+    "report": (127, 14),
     "commands": (198, 29),
     "models": (125, 15),
     "tasks": (30, 6),
     "data": (199, 27),
-    "engine": (278, 36),
-    "setup": (139, 12),
+    "engine": (292, 38),
+    "setup": (140, 12),
     "dslint": (236, 22),
     "deploy": (87, 9),
 }

@@ -22,6 +22,7 @@ SUMMARY = (
     r"  final train/loss     0\.\d{4}",
     r"  throughput           [\d,]+ samples/s",
     r"  step                 [\d,]+\.\d ms: ((data|copy|forward|backward|communication|optimizer|other) \d+%(, |$))+",
+    r"  goodput              [\d.]+% of \S.*: .*training [\d.]+ (s|min).*",
     "  run folder           runs/quickstart",
     "  report               runs/quickstart/report.html",
     r"  TensorBoard          (\.venv/bin/)?tensorboard --logdir runs",

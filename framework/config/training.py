@@ -223,7 +223,8 @@ class Supervision(Section):
     """Wait before the next start where nothing was saved since the last one; doubled each time, up to five minutes."""
     hang_seconds: Count = 1800
     """Seconds without a step, or a batch of an evaluation, after which all ranks end with 70; more than the first step
-    and the longest save take. 0: never. What they wait for is said before, under every launcher."""
+    takes. A start, a save and a callback have two hours at least. 0: never. What they wait for is said before, under
+    every launcher."""
 
 
 class Profile(Section):

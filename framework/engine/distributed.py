@@ -24,9 +24,11 @@ import deepspeed
 import torch
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
+from deepspeed.constants import default_pg_timeout
 
-from framework.engine.extensions import refusing_what_does_not_compile, use_own_cache
+from framework.engine.extensions import announcing_compilers, refusing_what_does_not_compile, use_own_cache
 from framework.engine.rendezvous import INIT_METHOD, check_environment, explaining_rendezvous
+from framework.engine.workarounds.group_limits import limiting_groups
 from framework.engine.workarounds.shared_buffers import remove_dead_buffers, remove_own_buffers
 from framework.errors import ConfigError, StorageError, counted
 from framework.system import file_writer
@@ -34,6 +36,7 @@ from framework.system.arguments import LOG_LEVEL
 from framework.system.files import make_own_folder, open_own
 from framework.system.log import warn, write_to
 from framework.system.ports import free_port
+from framework.system.waiting import waiting
 
 # Rank 0 mostly holds the store: ended at once, it could answer no other rank that asks who tells of a failure.
 _OTHERS_KNOW_SECONDS: Final = 2.0
@@ -160,7 +163,8 @@ def process_group(backend: str | None) -> Iterator[None]:
     warnings.filterwarnings("ignore", message=_OF_BARRIERS)
     if torch.distributed.is_initialized():
         _use_own_device()
-        yield
+        with limiting_groups(), announcing_compilers():
+            yield
         return
     if "RANK" not in os.environ:  # no launcher started this process: it is rank 0 of 1
         single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -169,15 +173,22 @@ def process_group(backend: str | None) -> Iterator[None]:
     use_own_cache()
     if os.environ.get("LOCAL_RANK", "0") == "0":
         remove_dead_buffers()
-    # DeepSpeed prints that its ops were built, on every rank.
-    with explaining_rendezvous(), refusing_what_does_not_compile(), redirect_stdout(io.StringIO()):
+    others = f"the other ranks ({os.environ['WORLD_SIZE']} in all) at {os.environ['MASTER_ADDR']}"
+    with (
+        explaining_rendezvous(),
+        refusing_what_does_not_compile(),
+        redirect_stdout(io.StringIO()),  # DeepSpeed prints that its ops were built, on every rank
+        announcing_compilers(),
+        waiting(others, limit_seconds=default_pg_timeout.total_seconds()),
+    ):
         deepspeed.init_distributed(
             dist_backend=backend or get_accelerator().communication_backend_name(),
             auto_mpi_discovery=False,
             init_method=INIT_METHOD,
         )
     _use_own_device()
-    yield
+    with limiting_groups(), announcing_compilers():
+        yield
     gc.collect()  # engines are cyclic: what is left of them must go before the group that they use
     barrier()
     deepspeed.comm.destroy_process_group()  # not torch's own: DeepSpeed keeps groups that it has made

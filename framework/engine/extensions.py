@@ -1,17 +1,22 @@
-"""DeepSpeed's compiled ops: where torch keeps them, how they are compiled ahead, and errors of their compiler."""
+"""DeepSpeed's compiled ops: where torch keeps them, how they are compiled ahead, what waits for their compiler, and its
+errors.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from framework.errors import ConfigError, explaining, printable
 from framework.plan.compiled_ops import extensions_folder, path_of_compilers
+from framework.system.waiting import waiting
 
 _NOT_BUILT: Final = re.compile(r"Error (?:building|compiling|checking compiler)[^']*(?:'(\w+)')?")
 _COMPLAINT: Final = re.compile(r"\b(fatal error|error|undefined reference|not found|No space left|Killed)\b")
@@ -53,6 +58,26 @@ def failure_of_compiler(error: BaseException) -> ConfigError | None:
 refusing_what_does_not_compile = partial(explaining, failure_of_compiler)
 
 
+@contextmanager
+def announcing_compilers() -> Iterator[None]:
+    """Say which of DeepSpeed's ops is waited for meanwhile, where it is compiled, here or by another process."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    load = OpBuilder.jit_load
+
+    def announced_load(builder: Any, *arguments: Any, **named: Any) -> Any:
+        folder = os.environ.get("TORCH_EXTENSIONS_DIR", "torch's cache")
+        what = f"DeepSpeed's op {builder.name}, which is compiled once per machine into {folder}"
+        with waiting(what, usually="a minute or two"):
+            return load(builder, *arguments, **named)
+
+    OpBuilder.jit_load = announced_load
+    try:
+        yield
+    finally:
+        OpBuilder.jit_load = load
+
+
 def compile_for_processors() -> None:
     """Compile what every run on processors loads.
 
@@ -62,5 +87,5 @@ def compile_for_processors() -> None:
     use_own_cache()
     from deepspeed.accelerator import get_accelerator
 
-    with refusing_what_does_not_compile():
+    with refusing_what_does_not_compile(), announcing_compilers():
         get_accelerator().create_op_builder("ShareMemCommBuilder").load()

@@ -1,10 +1,11 @@
-"""Names what a run waits for when its steps stop coming: which rank did not enter which collective, and where it is.
+"""Names what a run waits for when it does not get on: which rank did not enter which collective, and where it is.
 
 While steps come, a step costs one store of two numbers. A thread of each rank sees when they have stopped: for ten
-seconds, and three times the longest gap of late. Then every rank writes its stacks to ``logs/hang-rank<N>.txt`` and
-posts to the process group's store where its main thread is and which collectives it has begun (torch's flight
-recorder); one of them compares, and says it in a sentence. A rank that posts nothing is stopped, or holds Python's
-lock: it is named as well. After `supervision.hang_seconds` all ranks end, so that they can be started again.
+seconds, and three times what 99 of 100 gaps took in the same phase (steps, an evaluation, saves, each callback). Then
+every rank writes its stacks to ``logs/hang-rank<N>.txt`` and posts to the process group's store where its main thread
+is and which collectives it has begun (torch's flight recorder); one of them compares, and says it in a sentence. A rank
+that posts nothing is stopped, or holds Python's lock: it is named as well. After `supervision.hang_seconds` all ranks
+end, so that they can be started again.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from __future__ import annotations
 import faulthandler
 import itertools
 import json
+import math
 import os
 import sys
 import sysconfig
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,40 +29,45 @@ from typing import IO, Any, Final
 import torch.distributed
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+from framework.engine.protocol import EVALUATING, STARTING, STEPS
 from framework.errors import EXIT_TRAINING, counted
+from framework.system.log import report_event
 from framework.system.parent_watch import report_end
 from framework.system.stopping import announce
 
 _LOOK_SECONDS: Final = 0.5
 _LEAST_SECONDS: Final = 10.0
-_TIMES_LONGEST: Final = 3.0
-_BEFORE_THE_FIRST_SECONDS: Final = 600.0  # operators and kernels are compiled in the first step
+_TIMES_USUAL: Final = 3.0
+_USUAL: Final = 0.99  # of the gaps of a phase
+_GAPS_OF_LATE: Final = 500
+# Where nothing is known of a phase yet. Operators and kernels are compiled in the first steps, as in an evaluation.
+_UNKNOWN_SECONDS: Final = 600.0
+_STEPS_TO_KNOW: Final = 2  # whose gaps tell something of those that follow
+_GAPS_TO_KNOW: Final = {EVALUATING: 3}  # of which the first one is no batch's
+# What may rightly take as long as ranks wait for each other in a save: only steps and evaluations end before.
+_SHORT: Final = (STEPS, EVALUATING)
+_LONG_SECONDS: Final = 7200.0
 _SETTLE_SECONDS: Final = 2.0  # in which every rank has seen it, and posted
 _SPEAKERS: Final = 8  # ranks that may compare: it takes two requests for each rank
-_BEATS_OF_LATE: Final = 500
 _LIBRARIES: Final = ("site-packages", "dist-packages", sysconfig.get_paths()["stdlib"])
 _OWN: Final = str(Path(__file__).resolve().parents[1])
 _RECORDERS: Final = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 _numbers = itertools.count()
 
 State = Mapping[str, Any]
-"""What a rank posts: seconds without a step, step, place of its main thread, last collective of each group."""
+"""What a rank posts: seconds without a sign of life, phase, step, place of its main thread, last collective of each
+group.
+"""
 
 
 @contextmanager
-def watching(
-    ask: Callable[[int], str], *, logs: Path, end_seconds: float, least_seconds: float = _LEAST_SECONDS
-) -> Iterator[Watched]:
-    """Watch a loop that asks something before every step and between the batches of an evaluation.
+def watching(*, logs: Path, end_seconds: float, least_seconds: float = _LEAST_SECONDS) -> Iterator[HangWatch]:
+    """Watch this rank from its start to its end.
 
     Args:
-        ask: takes the last step taken.
         logs: folder for the stacks.
         end_seconds: without a sign of life after which this process ends; 0 for never.
         least_seconds: without one before ranks are looked at.
-
-    Yields:
-        What is called in its place.
     """
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     store: Store | None = _get_default_store() if world_size > 1 else None
@@ -68,19 +76,22 @@ def watching(
     watch.start()
 
     try:
-        yield Watched(watch, ask)
+        yield watch
     finally:
         watch.close()
 
 
 class Watched:
-    """What a loop asks; every question is a sign of life."""
+    """What a loop asks before every step and between the batches of an evaluation; every question is a sign of life."""
 
     def __init__(self, watch: HangWatch, ask: Callable[[int], str]) -> None:
         self._watch, self._ask = watch, ask
         self._last: int | None = None
+        self.enter, self.during = watch.enter, watch.during
 
     def __call__(self, step: int) -> str:
+        if self._last is None:
+            self._watch.begin(step)
         self._last = step
         self._watch.beat(step)
         return self._ask(step)
@@ -91,6 +102,28 @@ class Watched:
             self._watch.beat(self._last)
 
 
+class Gaps:
+    """Seconds between the signs of life of late, by the phase of the run."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_GAPS_OF_LATE))
+
+    def noted(self, phase: str) -> Callable[[float], None]:
+        """What notes a gap of a phase."""
+        return self._of[phase].append
+
+    def is_known(self, phase: str) -> bool:
+        """Check whether there is something to compare with."""
+        return len(self._of[phase]) >= _GAPS_TO_KNOW.get(phase, 1)
+
+    def limit(self, phase: str, *, least: float) -> float:
+        """Seconds without a sign of life after which a phase is looked at."""
+        if not self.is_known(phase):
+            return max(least, _UNKNOWN_SECONDS)
+        gaps = sorted(self._of[phase].copy())
+        return max(least, _TIMES_USUAL * gaps[math.ceil(_USUAL * len(gaps)) - 1])
+
+
 class HangWatch:
     """One rank's part."""
 
@@ -99,13 +132,17 @@ class HangWatch:
     ) -> None:
         self._store, self._rank, self._world_size, self._logs = store, rank, world_size, logs
         self._end_seconds, self._least = end_seconds, least
-        self._step, self._at, self._beats = 0, time.monotonic(), 0
-        self._longest = self._longest_before = 0.0
+        self._step, self._at = 0, time.monotonic()
+        self._first: int | None = None  # of the steps
+        self._gaps = Gaps()
+        self.phase = STARTING
+        self._note = self._gaps.noted(STARTING)
         self._main = 0  # thread that runs the loop
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._stacks: IO[str] | None = None
-        self._is_stalled = self._is_reported = False
+        self._stalled: tuple[float, str, int] | None = None  # since when, in which phase, after which step
+        self._is_reported = False
         self._posts: list[int] = []  # of every rank, when this one first looked
         self._settle = _SETTLE_SECONDS / 2
 
@@ -114,16 +151,34 @@ class HangWatch:
         self._main = threading.get_ident()
         self._thread.start()
 
+    def begin(self, step: int) -> None:
+        """The first question of a loop, which may be one of one's own and ask late, if ever."""
+        self._first = self._step = step
+        if not self.phase:
+            self.enter(STEPS)
+
     def beat(self, step: int) -> None:
         """Note that the loop goes on."""
         now = time.monotonic()
-        gap = now - self._at
+        self._note(now - self._at)
         self._step, self._at = step, now
-        if self._beats and gap > self._longest:
-            self._longest = gap
-        self._beats += 1
-        if self._beats % _BEATS_OF_LATE == 0:
-            self._longest_before, self._longest = self._longest, 0.0
+
+    def enter(self, phase: str) -> str:
+        """Begin a phase, and return the one that ends by it, to go back to it; in an empty one nothing is watched."""
+        before, now = self.phase, time.monotonic()
+        self._note(now - self._at)
+        self._at = now
+        self.phase, self._note = phase, self._gaps.noted(phase)
+        return before
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Be in a phase for the time of the block."""
+        before = self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
 
     def close(self) -> None:
         """Look no more."""
@@ -136,27 +191,32 @@ class HangWatch:
                 if not (path := Path(self._stacks.name)).stat().st_size:
                     path.unlink()
 
-    def _limit(self) -> float:
-        if self._beats < 3:
-            limit = _BEFORE_THE_FIRST_SECONDS
-        else:
-            limit = max(self._least, _TIMES_LONGEST * max(self._longest, self._longest_before))
+    def _is_first(self, phase: str) -> bool:
+        """Check whether a loop is in its first steps, whose kernels are compiled."""
+        return phase == STEPS and (self._first is None or self._step - self._first < _STEPS_TO_KNOW)
+
+    def _limit(self, phase: str) -> float:
+        limit = self._gaps.limit(phase, least=self._least)
+        limit = max(limit, _UNKNOWN_SECONDS) if self._is_first(phase) else limit
         return min(limit, self._end_seconds / 2) if self._end_seconds else limit
 
     def _watch(self) -> None:
         while not self._closing.wait(_LOOK_SECONDS):
-            seconds = time.monotonic() - self._at
-            if not self._beats:  # a loop of the user's own need not ask
-                continue
-            if seconds < self._limit():
+            phase = self.phase  # before the time, which is stored before it
+            seconds, limit = time.monotonic() - self._at, self._limit(phase)
+            if not phase:
+                faulthandler.cancel_dump_traceback_later()
                 self._go_on()
-                self._guard(self._limit() - seconds)
                 continue
-            if not self._is_stalled:
-                self._is_stalled = True
+            if seconds < limit:
+                self._go_on()
+                self._guard(limit - seconds)
+                continue
+            if self._stalled is None:
+                self._stalled = self._at, phase, self._step
                 self._write_stacks()
-            self._compare(seconds)
-            if self._end_seconds and seconds > self._end_seconds:
+            self._compare(seconds, limit)
+            if self._end_seconds and seconds > max(self._end_seconds, 0.0 if phase in _SHORT else _LONG_SECONDS):
                 self._end(seconds)
 
     def _guard(self, seconds: float) -> None:
@@ -177,14 +237,27 @@ class HangWatch:
                 self._stacks.flush()
 
     def _go_on(self) -> None:
-        self._is_stalled = self._is_reported = False
+        if self._stalled is not None:
+            self._note_stall(until=self._at)
+        self._stalled, self._is_reported = None, False
         self._posts, self._settle = [], _SETTLE_SECONDS / 2
+
+    def _note_stall(self, *, until: float) -> None:
+        assert self._stalled is not None
+        since, phase, step = self._stalled
+        report_event("hang", step=step, seconds=round(until - since, 1), phase=phase)
 
     def _state(self, seconds: float) -> dict[str, Any]:
         place = place_of(sys._current_frames().get(self._main))
-        return {"seconds": round(seconds, 1), "step": self._step, "place": place, "calls": collectives()}
+        return {
+            "seconds": round(seconds, 1),
+            "phase": "the first steps" if self._is_first(self.phase) else self.phase,
+            "step": self._step,
+            "place": place,
+            "calls": collectives(),
+        }
 
-    def _compare(self, seconds: float) -> None:
+    def _compare(self, seconds: float, limit: float) -> None:
         """Post this rank's state; the lowest rank that still posts reads all of them, and says what they come to."""
         own = self._state(seconds)
         if self._store is None:
@@ -194,7 +267,7 @@ class HangWatch:
         try:
             self._store.set(f"state/{self._rank}", json.dumps(own))
             self._store.add(f"posts/{self._rank}", 1)
-            if self._is_reported or self._rank >= _SPEAKERS or seconds < self._limit() + self._settle:
+            if self._is_reported or self._rank >= _SPEAKERS or seconds < limit + self._settle:
                 return
             if not self._posts:
                 self._posts = [self._store.add(f"posts/{rank}", 0) for rank in ranks]
@@ -217,7 +290,8 @@ class HangWatch:
             announce(f"warning: {sentence(states, world_size=self._world_size)}; stacks in {self._logs} [hang]")
 
     def _end(self, seconds: float) -> None:
-        line = f"no step for {seconds:.0f} s (supervision.hang_seconds); the warning before says where [hang]"
+        line = f"{_begin(self.phase, seconds)} (supervision.hang_seconds); the warning before says where [hang]"
+        self._note_stall(until=time.monotonic())
         report_end(line)
         announce(f"rank {self._rank}: {line}")
         os._exit(EXIT_TRAINING)
@@ -280,7 +354,8 @@ def sentence(states: Mapping[int, State], *, world_size: int) -> str:
     seconds = max(state["seconds"] for state in states.values())
     waiting = {rank: call for rank, state in states.items() if (call := _waits_in(state))}
     outside = {rank: state for rank, state in states.items() if rank not in waiting}
-    begin = f"no step for {seconds:.0f} s after step {max(state['step'] for state in states.values())}: "
+    phase = states[next(iter(outside or states))]["phase"]
+    begin = f"{_begin(phase, seconds)} after step {max(state['step'] for state in states.values())}: "
     if silent:
         who = f"{_ranks(silent)} {'does' if len(silent) == 1 else 'do'} not answer (stopped, or Python's lock is held)"
         return begin + who + _where(waiting, states)
@@ -298,6 +373,10 @@ def sentence(states: Mapping[int, State], *, world_size: int) -> str:
             f"rank {rank} waits in {call} at {states[rank]['place']}" for rank, call in calls.items()
         )
     return begin + f"all ranks are in {next(iter(calls.values()))} at {states[min(states)]['place']}"
+
+
+def _begin(phase: str, seconds: float) -> str:
+    return f"no step for {seconds:.0f} s" if phase == STEPS else f"no progress in {phase} for {seconds:.0f} s"
 
 
 def _waits_in(state: State) -> dict[str, Any] | None:

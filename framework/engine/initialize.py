@@ -27,6 +27,7 @@ from framework.engine.phases import phases_of
 from framework.engine.rank_groups import RankGroups
 from framework.engine.schedules import MakeSchedule, client_schedule
 from framework.engine.step_batches import HALF, DeviceBatches, place
+from framework.engine.stragglers import stragglers_of
 from framework.engine.workarounds.fp32_sums import taking_zero_optimizer
 from framework.engine.workarounds.grad_norm import keep_norm
 from framework.engine.workarounds.grad_scaler import forget_autocast
@@ -165,8 +166,10 @@ class Step:
 
     def read(self) -> Mapping[str, float]:
         loss = {"train/loss": float(self.read_loss())}  # first: by it the device has been waited for
-        shared = over_ranks(loss | self.further() | self.engine.phases.read() | memory_metrics())
-        return shared | {"train/lr": self.lr} | engine_metrics(self.engine.engine, self.engine.kept_norm)
+        engine, own = self.engine, loss | self.further() | self.engine.phases.read() | memory_metrics()
+        slow = engine.stragglers
+        shared = over_ranks(own) if slow is None else over_ranks(own, partial(slow.note, engine.engine.global_steps))
+        return shared | {"train/lr": self.lr} | engine_metrics(engine.engine, engine.kept_norm)
 
 
 def positions_of(plan: Plan) -> Positions | None:
@@ -198,6 +201,7 @@ class BaseEngine:
         self._files = use_atomic_files(engine)
         self.kept_norm = keep_norm(engine, stages=stages)
         self.phases = phases_of(engine)
+        self.stragglers = stragglers_of(plan, torch.distributed.get_world_size())
 
     def save(
         self, folder: Path, tag: str, state: Mapping[str, Any], *, open_file: OpenFile = NewFile

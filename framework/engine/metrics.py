@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, Final
 
@@ -33,11 +33,13 @@ _EXPERTS: Final = ("train/balance_loss", "train/dropped_tokens")
 _MEMORY: Final = ("memory/host_peak_bytes", "memory/device_peak_bytes")
 
 
-def over_ranks(own: Mapping[str, float]) -> dict[str, float]:
+def over_ranks(
+    own: Mapping[str, float], look: Callable[[Mapping[str, Sequence[float]]], object] = lambda parts: None
+) -> dict[str, float]:
     """Return loss and times as means over all ranks, memory as the most of any; which rank works longest, and how many
     times the median of the others. Collective: one small gather.
 
-    `own` are this rank's; stages of a pipeline may have others.
+    `own` are this rank's; stages of a pipeline may have others. `look` sees the times of all ranks, by the part.
     """
     names, ranks = ("train/loss", *_TIMES, *_MEMORY, *_EXPERTS), torch.distributed.get_world_size()
     row = torch.tensor([own.get(name, -1.0) for name in names], dtype=torch.float64, device=device())
@@ -48,6 +50,7 @@ def over_ranks(own: Mapping[str, float]) -> dict[str, float]:
     for name, values in columns.items():
         if max(values) >= 0:  # some rank has it
             found[name] = max(values) if name in _MEMORY else sum(max(0.0, value) for value in values) / ranks
+    look({name.removeprefix("time/").removesuffix("_ms"): columns[name] for name in _TIMES})
     work = [sum(max(0.0, columns[name][rank]) for name in _WORK) for rank in range(ranks)]
     slowest = work.index(max(work))
     if ranks > 1 and (others := median(work[:slowest] + work[slowest + 1 :])):

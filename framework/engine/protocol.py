@@ -7,13 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from framework.system.files import FileRecord, NewFile
 
 if TYPE_CHECKING:
     from framework.checkpoint.manifest import SavedCheckpoint
     from framework.checkpoint.save_stream import OpenFile
+
+# What a run does at a moment, as it is said where it does not get on; a callback is one by its name.
+STARTING: Final = "the start"
+LOADING: Final = "the load of a checkpoint"
+STEPS: Final = "a step"
+EVALUATING: Final = "an evaluation"
+SAVING: Final = "a save"
 
 Gather = Callable[[Any], list[Any]]
 """A collective: every rank's value, in the order of ranks, on every rank."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from framework.engine.workarounds.group_limits import limit_of_ranks
 from framework.plan.layout import Layout
 
 
@@ -62,6 +63,6 @@ def _own_of(rows: torch.Tensor) -> Any:
     """Make a group of every row on all ranks, and return the one that this rank is in."""
     own = None
     for row in rows.tolist():
-        group = torch.distributed.new_group(row)
+        group = torch.distributed.new_group(row, timeout=limit_of_ranks())
         own = group if torch.distributed.get_rank() in row else own
     return own

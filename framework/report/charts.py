@@ -7,7 +7,8 @@ from math import isfinite
 from typing import Any, Final
 
 from framework.report.draw import Chart, Line, Mark, area_chart, bar_chart, line_chart
-from framework.report.figures import PHASE_NAMES, duration, goodput, means, number, size, time_split
+from framework.report.figures import PHASE_NAMES, duration, means, number, size, time_split
+from framework.report.goodput import goodput
 from framework.report.profile import timeline_of
 from framework.report.records import Run, Series
 from framework.report.verdict import PHASES

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
+from framework.report.goodput import Goodput, goodput
 from framework.report.records import Run, Series
 from framework.report.verdict import PHASES, SLOW_RANK, Verdict, judge
 
@@ -89,8 +89,10 @@ def total_steps(run: Run) -> int:
 
 
 def is_finished(run: Run) -> bool:
-    """Check whether the run has reached its last step."""
-    return bool(run.happened("end")) or 0 < total_steps(run) <= run.last_step
+    """Check whether the run has reached its last step, or was ended early by a callback."""
+    last = run.happened("start", "resume", "end")[-1:]
+    has_ended = any(event["kind"] == "end" and event.get("is_finished", "error" not in event) for event in last)
+    return has_ended or 0 < total_steps(run) <= run.last_step
 
 
 def state(run: Run) -> str:
@@ -99,7 +101,7 @@ def state(run: Run) -> str:
     reached = f"{steps:,} of {planned:,} steps" if planned else f"{steps:,} steps"
     if is_finished(run):
         return f"finished after {steps:,} steps"
-    if run.events and run.events[-1]["kind"] == "stop":
+    if [event["kind"] for event in run.happened("start", "resume", "stop")[-1:]] == ["stop"]:
         return f"stopped on request after {reached}"
     if run.last_error:
         return f"ended by an error after {reached}"
@@ -112,72 +114,15 @@ def seconds(run: Run) -> float:
     return found.total if found else 0.0
 
 
-@dataclass(frozen=True)
-class Goodput:
-    """Time of a run by what it was spent on, in the categories of ml-goodput: seconds of each."""
-
-    parts: Mapping[str, float]
-
-    @property
-    def total(self) -> float:
-        """Seconds in all."""
-        return sum(self.parts.values())
-
-    @property
-    def share(self) -> float:
-        """Share of the time that trained something which was kept."""
-        return self.parts.get("training", 0.0) / self.total if self.total else math.nan
-
-
-def goodput(run: Run) -> Goodput | None:
-    """Attribute the time between the first and the last record; None where no step was timed.
-
-    Training that a resumed run did again is in no metric any more, which `metrics.jsonl` keeps of the last attempt
-    alone: events know how far the earlier one had come.
-    """
-    timed, clock = run.metrics.get("time/step_ms", Series()), run.clock.finite
-    spent = dict(
-        zip(timed.steps, (0.001 * w * v for w, v in zip(weights(timed), timed.values, strict=True)), strict=True)
-    )
-    training = sum(value for value in spent.values() if math.isfinite(value))
-    if not clock or not training:
-        return None
-    stamps = [event["time_seconds"] for event in run.events if "time_seconds" in event]
-    first = min([clock[0][1] - spent.get(clock[0][0], 0.0), *stamps])
-    wall = max(max(stamp for _, stamp in clock), *stamps, first) - first if stamps else clock[-1][1] - first
-    waits = _within_steps(run, "time/data_ms")
-    parts = {"training": training - waits, "waiting for data": waits}
-    for category, kind in (("evaluation", "evaluate"), ("saving", "save"), ("profiling", "profile")):
-        parts[category] = sum(max(event.get("seconds", 0.0), 0.0) for event in run.happened(kind))
-    parts |= _of_restarts(run, training / max(1.0, sum(weights(timed))))
-    if run.happened("start", "resume"):
-        begun = min(event["time_seconds"] for event in run.happened("start", "resume") if "time_seconds" in event)
-        parts["start-up"] = max(0.0, clock[0][1] - spent.get(clock[0][0], 0.0) - begun)
-    parts["other"] = max(0.0, wall - sum(parts.values()))
-    return Goodput({name: value for name, value in parts.items() if value > 0})
-
-
-def _within_steps(run: Run, name: str) -> float:
-    """Seconds of all steps that a part of the step took."""
-    series = run.metrics.get(name, Series())
-    pairs = zip(weights(series), series.values, strict=True)
-    return sum(0.001 * weight * value for weight, value in pairs if math.isfinite(value))
-
-
-def _of_restarts(run: Run, seconds_per_step: float) -> dict[str, float]:
-    """Time without a process, and time of steps that were taken again."""
-    down = repeated = 0.0
-    farthest, latest = 0, math.nan
-    for event in run.events:
-        stamp, step = event.get("time_seconds", math.nan), event.get("step", 0)
-        if event["kind"] in ("start", "resume") and math.isfinite(latest):
-            if event["kind"] == "resume":
-                repeated += max(0, farthest - step) * seconds_per_step
-                farthest = step
-            # Points that follow the last event of an earlier process are time of that one.
-            down += max(0.0, stamp - latest) if math.isfinite(stamp) else 0.0
-        farthest, latest = max(farthest, step), stamp if math.isfinite(stamp) else latest
-    return {"between restarts": down, "steps taken again": repeated}
+def goodput_line(found: Goodput) -> str:
+    """Goodput and what the rest of the time went to, the most first, in a line; less than a hundredth is left out."""
+    parts = sorted(found.parts.items(), key=lambda part: -part[1])
+    shown = [
+        f"{name} {duration(value)}" + (f" ({found.restarts})" if name == "between restarts" else "")
+        for name, value in parts
+        if value >= 0.01 * found.total
+    ]
+    return f"{found.share:.1%} of {duration(found.total)}: {', '.join(shown)}"
 
 
 def headline(run: Run) -> list[tuple[str, str]]:

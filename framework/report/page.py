@@ -245,7 +245,7 @@ def _events(run: Run) -> str:
     if not rows:
         marks = sorted(marks_of(run), key=lambda mark: mark.step)
         rows = [["", f"{mark.step:,}", names[mark.kind], "", ""] for mark in marks]
-    known = {str(event.get("text", event.get("message", ""))) for event in run.happened("warning")}
+    known = {str(event.get("text", event.get("message", ""))) for event in run.happened("warning", "straggler")}
     warnings = [_shortened(warning) for warning in run.warnings if warning not in known]
     left_out = f"{len(rows) - _MOST_ROWS:,} events in between are left out" if len(rows) > _MOST_ROWS else ""
     rows = rows if not left_out else [*rows[: _MOST_ROWS // 2], *rows[-_MOST_ROWS // 2 :]]

@@ -175,7 +175,23 @@ def write_report(folder: Path) -> Path | None:
     return folder / REPORT
 
 
-def print_end(result: RunResult, plan: Plan, *, environment: Mapping[str, str], report: Path | None = None) -> None:
+def describe_goodput(folder: Path) -> str:
+    """Share of the time of a run, over all of its starts, that trained something; empty where nothing is known."""
+    with suppress(Exception):  # as with a page: nothing of it may end a run otherwise
+        from framework.report.figures import goodput_line
+        from framework.report.goodput import goodput
+        from framework.report.page import MOST_POINTS_AT_END
+        from framework.report.records import read_run
+
+        if (folder / "metrics.jsonl").stat().st_size <= _LARGEST_METRICS:
+            found = goodput(read_run(folder, most_points=MOST_POINTS_AT_END))
+            return "" if found is None else goodput_line(found)
+    return ""
+
+
+def print_end(
+    result: RunResult, plan: Plan, *, environment: Mapping[str, str], report: Path | None = None, goodput: str = ""
+) -> None:
     """The summary: what was reached, how fast, where it is; `report` is the place of its page."""
     print_line()
     if result.step == result.start_step:
@@ -194,6 +210,8 @@ def print_end(result: RunResult, plan: Plan, *, environment: Mapping[str, str], 
         tokens = f" = {result.tokens_per_sec:,.0f} tokens/s" if result.tokens_per_sec else ""
         rows.append(("throughput", f"{result.samples_per_sec:,.0f} samples/s{tokens}"))
     rows += _bounded_by(result.metrics)
+    if goodput:
+        rows.append(("goodput", goodput))
     rows.append(("run folder", str(result.folder)))
     if report is not None:
         rows.append(("report", str(report)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -55,6 +56,7 @@ from framework.setup.parts import make_train_loader
 from framework.setup.prepared import Prepared, order_of
 from framework.setup.shown import SampleWatch, weight_histograms
 from framework.setup.start_point import on_rank0
+from framework.system.waiting import waiting
 from framework.tasks.causal_lm import logits_of
 from framework.tasks.task import Task
 from framework.train.best import BestSoFar
@@ -205,7 +207,9 @@ def count_parameters(engine: Engine, stages: StageTable | None) -> tuple[int, in
 
 @dataclass
 class OpenRun:
-    """A run between its start and its end: what a loop works with, as `start` has it, and the `outcome` to fill."""
+    """A run between its start and its end: what a loop works with, as `start` has it, and the `outcome` to fill.
+    `began` is when this process did, by the monotonic clock.
+    """
 
     prepared: Prepared
     engine: PlainEngine | PipelineEngine
@@ -218,6 +222,7 @@ class OpenRun:
     stop: Watched
     minutes: Minutes
     outcome: Outcome
+    began: float
 
     @property
     def start_step(self) -> int:
@@ -233,7 +238,8 @@ class OpenRun:
         self._settle = held.settle
 
         def add_monitors() -> tuple[int, Mapping[str, float]]:
-            events.append(Events(folder.path / "events.jsonl", from_step=start_step))
+            since = time.monotonic() - self.began
+            events.append(Events(folder.path / "events.jsonl", from_step=start_step, seconds=since))
             monitors.extend(
                 make_monitors(plan.config, folder.path, total_steps=total_steps, from_step=start_step, held=held)
             )
@@ -255,8 +261,9 @@ class OpenRun:
 
     def save(self, step: int, metrics: Mapping[str, float]) -> object:
         """Write a checkpoint into the folder, if it is held. Collective."""
-        self._settle()
-        return self.checkpointer.save(step, metrics)
+        with waiting(f"the save of step {step}"):
+            self._settle()
+            return self.checkpointer.save(step, metrics)
 
 
 def build_trainer(run: OpenRun) -> Trainer:
@@ -277,6 +284,7 @@ def build_trainer(run: OpenRun) -> Trainer:
         start_step=start_step,
         evaluates_first=start is None or (start.verified and not _was_evaluated(start)),
         stop=run.stop,
+        enter=run.stop.enter,
         minutes=run.minutes,
         look=look,
         constants={"run/restarts": float(restarts)},

@@ -34,6 +34,7 @@ from framework.plan.render import render
 from framework.setup.objects import Objects, check_arguments, describe_objects, load_target
 from framework.setup.parts import Parts, gather_parts
 from framework.setup.stages import CutModel, check_recomputed, cut_model
+from framework.system.waiting import waiting
 from framework.train.run_folder import RunFolder
 
 
@@ -132,7 +133,8 @@ def prepare(
         _check_packages(config, device)
         RunFolder(config.run.folder).check_usable()
         resumed = _find_resumed(config)
-        parts = gather_parts(config, objects)
+        with waiting("the data: it is read, downloaded or made ready (data)"):
+            parts = gather_parts(config, objects)
     plan = plan.with_data(parts.splits.num_train, source)
     further = [source.locate(problem) for problem in _shared_lanes(plan, parts)]
     ds_config = render(plan)

@@ -37,6 +37,7 @@ from framework.setup.stages import cut_as_saved, cut_by_time
 from framework.system.log import print_line
 from framework.train.best import BestSoFar
 from framework.train.callbacks import Callbacks
+from framework.train.events import carry_over
 from framework.train.run_folder import RunFolder
 
 
@@ -182,6 +183,7 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
             print_line(f"removed {folder.checkpoints}/{removed}, which an interrupted save or deletion left")
     if moved is not None:
         print_line(f"{folder.path} held an earlier run; it is now {moved}")
+        carry_over(moved, folder.path)
     if start is not None and continues:
         for replaced in set_aside_later(start):
             print_line(

@@ -89,26 +89,32 @@ def _reported(error: Exception) -> str:
     return "\n".join(reported).rstrip()
 
 
-_listener: Callable[[str], object] | None = None
+_listener: Callable[..., object] | None = None
 
 
-def listen_to_warnings(listener: Callable[[str], object] | None) -> None:
-    """Hand the text of every warning from now on to `listener` as well; None: to nobody any more."""
+def listen_to_events(listener: Callable[..., object] | None) -> None:
+    """Hand every event from now on to `listener`, its kind and what is known of it; None: to nobody any more."""
     global _listener
     _listener = listener
 
 
-def warn(text: str, *, is_of_all_ranks: bool = False) -> None:
+def report_event(kind: str, **details: object) -> None:
+    """Hand an event to who writes those of the run, on this rank, if anybody does."""
+    if _listener is not None:
+        _listener(kind, **details)
+
+
+def warn(text: str, *, is_of_all_ranks: bool = False, kind: str = "warning", **details: object) -> None:
     """Print a warning on stderr, beside the progress on stdout, and log it.
 
     Args:
         text: the warning, with its kind in brackets.
         is_of_all_ranks: every rank meets it at the same time: rank 0 says it, the others only note it in their logs.
+        kind: of the event that it is, with `details`.
     """
     line = " ".join(text.split())
     note_warning(line)
-    if _listener is not None:
-        _listener(line)
+    report_event(kind, text=line, **details)
     if not is_of_all_ranks or os.environ.get("RANK", "0") == "0":
         write(sys.stderr, f"warning: {line}\n")
 

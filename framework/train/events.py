@@ -13,17 +13,19 @@ from typing import Any, Final
 
 from framework.system.file_writer import hand_over
 from framework.system.files import open_own
-from framework.system.log import listen_to_warnings
+from framework.system.log import listen_to_events
 from framework.train.monitors.base import Point
 
 _STARTS: Final = ("start", "resume")
+_LONGEST_LINE: Final = 1 << 18
 
 
 class Events:
     """Appends events to the file of a run; and, as a monitor, notes the steps and what was skipped.
 
     A line is ``{"time_seconds": Unix time, "step": n, "kind": ..., "seconds": duration where it has one, ...}``. Kinds:
-    ``start`` and ``resume``, ``evaluate``, ``save``, ``skip``, ``warning``, ``stop``, ``end``.
+    ``start`` and ``resume``, ``first_step``, ``evaluate``, ``save``, ``callbacks``, ``skip``, ``warning``,
+    ``straggler``, ``hang``, ``stop``, ``end``; ``reached`` is the last step of an earlier start that is taken again.
 
     Attributes:
         restarts: how often the run was started before.
@@ -31,8 +33,11 @@ class Events:
 
     name = "events.jsonl"
 
-    def __init__(self, path: Path, *, from_step: int, clock: Callable[[], float] = time.time) -> None:
-        """Open the file and note the start. A line that was not written to its end stays alone.
+    def __init__(
+        self, path: Path, *, from_step: int, seconds: float | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        """Open the file and note the start, and the `seconds` since this process began. A line that was not written to
+        its end stays alone.
 
         Raises:
             OSError: it cannot be opened.
@@ -46,8 +51,10 @@ class Events:
         self._file = open_own(path, "a")
         if lines and lines[-1]:
             self._file.write("\n")
-        listen_to_warnings(self._warn)
-        self("resume" if from_step else "start", from_step)
+        listen_to_events(self._hear)
+        if from_step and (reached := _last_point(path.with_name("metrics.jsonl"))) and reached["step"] > from_step:
+            self._append(json.dumps(reached | {"kind": "reached"}) + "\n")
+        self("resume" if from_step else "start", from_step, seconds=seconds)
 
     def __call__(self, kind: str, step: int, *, seconds: float | None = None, **details: Any) -> None:
         """Note an event after so many steps; `seconds` is how long it took. Storage that fails loses it."""
@@ -68,11 +75,11 @@ class Events:
 
     def close(self) -> None:
         """Close the file, after what was handed over."""
-        listen_to_warnings(None)
+        listen_to_events(None)
         hand_over(self._close)
 
-    def _warn(self, text: str) -> None:
-        self("warning", self._step, text=text)
+    def _hear(self, kind: str, step: int | None = None, **details: Any) -> None:
+        self(kind, self._step if step is None else step, **details)
 
     def _append(self, line: str) -> None:
         with suppress(OSError):
@@ -82,6 +89,34 @@ class Events:
     def _close(self) -> None:
         with suppress(OSError):
             self._file.close()
+
+
+def note_closed(path: Path, *, step: int) -> None:
+    """Note that a run which has ended has nothing left to write, in the file that nobody has open any more."""
+    event = {"time_seconds": round(time.time(), 3), "step": step, "kind": "closed"}
+    with suppress(OSError), open_own(path, "a") as file:
+        file.write(json.dumps(event) + "\n")
+
+
+def carry_over(before: Path, after: Path) -> None:
+    """Take the events of a start that has saved nothing, whose folder was moved aside, to the job's next one."""
+    with suppress(OSError, ValueError), open_own(before / "events.jsonl", "r") as file:
+        text = file.read()
+        if _kind(text.rstrip("\n").rpartition("\n")[2]) != "restart":  # another job's
+            return
+        if reached := _last_point(before / "metrics.jsonl"):
+            text += json.dumps(reached | {"kind": "reached"}) + "\n"
+        with open_own(after / "events.jsonl", "a") as out:
+            out.write(text)
+
+
+def _last_point(path: Path) -> dict[str, Any]:
+    """When the last step that a file of metrics has was logged; nothing where it has none."""
+    with suppress(OSError, ValueError, TypeError, KeyError), open_own(path, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST_LINE))
+        point = json.loads(file.read().rpartition(b"\n")[0].rpartition(b"\n")[2])
+        return {"time_seconds": round(float(point["time"]), 3), "step": int(point["step"])}
+    return {}
 
 
 def _kind(line: str) -> Any:

@@ -20,6 +20,7 @@ from framework.checkpoint.names import CHECKPOINTS
 from framework.errors import ConfigError, Problem, StorageError
 from framework.system.files import make_own_folder, open_own, replace_text
 from framework.system.log import warn
+from framework.system.waiting import waiting
 from framework.text.document import parse_scalar
 
 _LOCK: Final = ".lock"
@@ -92,7 +93,10 @@ class RunFolder:
         A network file system goes by what it has seen for up to a minute: logs and checkpoints would end in the earlier
         run's.
         """
-        deadline = time.monotonic() + wait_seconds
+        with waiting(f"this host to see the run folder {self.path}", limit_seconds=wait_seconds):
+            self._look_for(word, deadline=time.monotonic() + wait_seconds)
+
+    def _look_for(self, word: str, *, deadline: float) -> None:
         while True:
             with contextlib.suppress(OSError):
                 next(self.path.parent.iterdir(), None)  # makes it look again

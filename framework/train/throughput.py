@@ -41,6 +41,10 @@ class Stopwatch:
         self._steps = 0
         self._intervals: list[tuple[int, float]] = []
 
+    def begin(self) -> None:
+        """The first step is about to begin: what was before is none of its time."""
+        self._started, self._excluded = self._clock(), 0.0
+
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches, with the wait for each of them noted."""
         clock = self._clock

@@ -7,20 +7,33 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from framework.checkpoint.names import CHECKPOINTS, tag_of
-from framework.engine.protocol import Engine, EvalSets, StepProfile, StepResult, evaluate_sets
+from framework.engine.protocol import (
+    EVALUATING,
+    SAVING,
+    STEPS,
+    Engine,
+    EvalSets,
+    StepProfile,
+    StepResult,
+    evaluate_sets,
+)
 from framework.errors import StorageError, TrainingError
 from framework.system.log import warn
 from framework.system.stopping import EVALUATE, SAVE, TIME_IS_UP
+from framework.system.waiting import waiting
 from framework.train.callbacks import Callbacks
 from framework.train.monitors.base import Monitor, Point, Sinks
 from framework.train.throughput import SkippedSteps, SpikeScore, Stopwatch
+
+# Beside the steps: less is no event.
+_ASIDE_SECONDS: Final = 0.1
 
 # When something is due: every so many steps, and at the end.
 
@@ -157,6 +170,7 @@ class Trainer:
         start_step: int = 0,
         evaluates_first: bool = False,
         stop: Callable[[int], str] = lambda step: "",
+        enter: Callable[[str], str] = lambda phase: "",
         minutes: Minutes | None = None,
         look: tuple[Every, Callable[[int], object]] | None = None,
         record: Callable[..., object] | None = None,
@@ -177,6 +191,7 @@ class Trainer:
             evaluates_first: what is due after `start_step` was not measured before: a stop had ended it.
             stop: asked before the first step, after every step but the last, and between the batches of an evaluation,
                 alike on all ranks; a signal ends the run there, ``evaluate`` and ``save`` are done after the next step.
+            enter: told of each phase of the run that begins, and says which one ends by it.
             minutes: what `stop` asks.
             look: at the weights, and when; collective, its time is not the steps'.
             record: notes an event by kind and step (`train.events.Events`); None: nobody does.
@@ -186,8 +201,11 @@ class Trainer:
             clock: seconds, for throughput.
         """
         self._engine, self._agenda, self._profile = engine, agenda, profile
-        self._train_step = engine.train_step if profile is None else partial(self._profiled_step, profile)
+        take = engine.train_step if profile is None else partial(self._profiled_step, profile)
+        self._train_step: Callable[[Iterator[Any]], StepResult] = partial(self._first_step, take)
         self._train_data, self._eval_data = train_data, eval_data
+        self._enter, self._clock = enter, clock
+        self._aside_seconds = self._profile_seconds = 0.0
         self._sinks, self._save, self._stop = Sinks(monitors), save, stop
         self._minutes, self._asked = minutes or Minutes(), set[str]()  # by the clock
         self._evaluates_first, self._look = evaluates_first, look
@@ -231,9 +249,12 @@ class Trainer:
             micro_batches = self._unending(stream)
             if self._evaluates_first and self._eval_data and self._due(agenda.evaluate):
                 self._evaluate()
-            self._call("on_start")
+            self._call_aside("on_start")
             if self._callbacks is not None:
                 self._follow(self._callbacks, is_start=True)
+            self._enter(STEPS)
+            self._aside_seconds = 0.0  # what was before is the start
+            self._stopwatch.begin()
             while outcome.step < agenda.total_steps and not outcome.ended_early:
                 if self._is_stopping():
                     break
@@ -241,14 +262,22 @@ class Trainer:
                 outcome.step += 1
                 self._stopwatch.step()
                 self._do_what_is_due(result)
-            self._call("on_end")
+            self._call_aside("on_end")
             if outcome.stopped:
                 self._record("stop", outcome.step, signal=outcome.stopped)
             if outcome.stopped and outcome.step > start_step:
                 self._save_before_stopping(result)
+            self._note_aside()
         outcome.samples_per_sec = self._stopwatch.samples_per_second()
         outcome.tokens_per_sec = self._stopwatch.tokens_per_second()
         return outcome
+
+    def _first_step(self, take: Callable[[Iterator[Any]], StepResult], micro_batches: Iterator[Any]) -> StepResult:
+        begun, self._train_step = self._clock(), take
+        with waiting("the first step, in which kernels are compiled"):
+            result = take(micro_batches)
+        self._record("first_step", self._outcome.step + 1, seconds=self._clock() - begun)
+        return result
 
     def _profiled_step(self, profile: StepProfile, micro_batches: Iterator[Any]) -> StepResult:
         """Take a step that may be profiled: what begins before it and ends after it is no part of its time. After the
@@ -257,12 +286,14 @@ class Trainer:
         step = self._outcome.step + 1
         with self._stopwatch.excluded():
             profile.begin(step)
+        self._profile_seconds += self._stopwatch.excluded_seconds
         result = self._engine.train_step(micro_batches)
         with self._stopwatch.excluded():
             profile.end(step)
+        self._profile_seconds += self._stopwatch.excluded_seconds
         if profile.is_over:
             self._train_step = self._engine.train_step
-            self._record("profile", step, seconds=self._stopwatch.excluded_seconds)
+            self._record("profile", step, seconds=self._profile_seconds)
         return result
 
     def _record_end(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -294,7 +325,7 @@ class Trainer:
         if self._callbacks is not None and (evaluate or save or self._due(agenda.log)):
             save = self._follow(self._callbacks) or save
         if self._look is not None and self._due(self._look[0]):
-            with self._stopwatch.excluded():
+            with self._aside("histograms"):
                 self._look[1](self._outcome.step)
         if save and self._save is not None:
             if self._not_finite:
@@ -319,11 +350,36 @@ class Trainer:
             metrics={**outcome.metrics, **metrics},
         )
 
+    def _call_aside(self, event: str) -> None:
+        """Call the callbacks, in time of their own."""
+        if self._callbacks is not None and self._callbacks.hears(event):
+            with self._aside(f"the callback {event}"):
+                self._call(event)
+
+    @contextmanager
+    def _in_phase(self, phase: str) -> Iterator[None]:
+        """Time of another phase than the steps'."""
+        before = self._enter(phase)
+        with self._stopwatch.excluded():
+            yield
+        self._enter(before)
+
+    @contextmanager
+    def _aside(self, phase: str) -> Iterator[None]:
+        with self._in_phase(phase):
+            yield
+        self._aside_seconds += self._stopwatch.excluded_seconds
+
+    def _note_aside(self) -> None:
+        if self._aside_seconds >= _ASIDE_SECONDS:
+            self._record("callbacks", self._outcome.step, seconds=self._aside_seconds)
+            self._aside_seconds = 0.0
+
     def _follow(self, callbacks: Callbacks, *, is_start: bool = False) -> bool:
         """Do what callbacks ask for: evaluate, or end the run, which is evaluated and saved as at its last step.
         Collective. Returns whether it is to be saved.
         """
-        with self._stopwatch.excluded():
+        with self._aside("the callbacks"):
             asked = callbacks.agreed()
         agenda, self._outcome.ended_early = self._agenda, asked.stop
         ends = bool(asked.stop) and not is_start and self._outcome.step < agenda.total_steps
@@ -335,7 +391,7 @@ class Trainer:
 
     def _save_now(self, save: Callable[[int, Mapping[str, float]], object], result: StepResult) -> None:
         self._refuse_to_save_nan(result)
-        with self._stopwatch.excluded():
+        with self._in_phase(SAVING):
             is_saved = save(self._outcome.step, self._measured) is not False
         self._minutes.restart(SAVE)
         seconds = self._stopwatch.excluded_seconds
@@ -343,7 +399,8 @@ class Trainer:
         if is_saved:
             self._saved_step = self._outcome.step
             self._record("save", self._saved_step, seconds=seconds, folder=f"{CHECKPOINTS}/{tag_of(self._saved_step)}")
-            self._call("on_save")
+            self._call_aside("on_save")
+            self._note_aside()
 
     def _refuse_to_save_nan(self, result: StepResult) -> None:
         """The loss was measured before the step: where only the gradients were bad, it is the weights that hold NaN
@@ -410,7 +467,7 @@ class Trainer:
         )
 
     def _evaluate(self) -> None:
-        with self._stopwatch.excluded():
+        with self._in_phase(EVALUATING):
             metrics = evaluate_sets(self._engine, self._eval_data, is_stopping=self._is_stopping)
             if not self._outcome.stopped:
                 self._report({**metrics, **self._call("on_evaluation", metrics)})

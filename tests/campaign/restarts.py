@@ -29,6 +29,9 @@ import psutil
 import yaml
 
 from framework.checkpoint.manifest import list_checkpoints
+from framework.report.figures import goodput_line
+from framework.report.goodput import goodput
+from framework.report.records import read_run
 from tests.campaign.traces import differences
 from tests.launched import job_environment
 from tests.places import ROOT
@@ -183,6 +186,7 @@ def campaign(folder: Path, kills: int, *, seed: int, nodes: int = 0, kinds: Sequ
     found = differences(folder / "whole", run, num_steps=steps)
     print("\n".join(found), file=sys.stderr)
     recoveries.sort()
+    spent = goodput(read_run(run))
     return {
         "kills": done.total(),
         "of": dict(done),
@@ -192,6 +196,7 @@ def campaign(folder: Path, kills: int, *, seed: int, nodes: int = 0, kinds: Sequ
             "p50": round(statistics.median(recoveries), 2),
             "p95": round(recoveries[int(0.95 * len(recoveries))], 2),
         },
+        "goodput": "" if spent is None else goodput_line(spent),
     }
 
 

@@ -105,14 +105,16 @@ def trained(words: list[str]) -> tuple[str, list[str], int] | None:
 
 def comparable(command: str, text: str) -> list[str]:
     """Lines as they are compared: of commands that measure something, without the figures."""
-    # The first start on a machine compiles an operator, and says so.
-    lines = [line.rstrip() for line in text.splitlines() if not line.startswith("DeepSpeed deepspeed.ops.")]
+    # The first start on a machine compiles an operator, and says so; a busy machine keeps waiting.
+    silent = ("DeepSpeed deepspeed.ops.", "waiting for ")
+    lines = [line.rstrip() for line in text.splitlines() if not line.startswith(silent)]
     if (
         trained(shlex.split(command.replace("\\\n", " "), comments=True))
         or " report " in command
         or " inspect " in command
     ):
         lines = [_PARTS.sub("parts", _FIGURE.sub("#", re.sub(r"\S*/?(tensorboard --)", r"\1", line))) for line in lines]
+    lines = [re.sub(r"^(\s*goodput ).*", r"\1#", line) for line in lines]  # which classes took time differs
     lines = [re.sub(r"(finished after # steps; ).*", r"\1verdict", line) for line in lines]
     return [re.sub(r"\s+#", " #", line) for line in lines]
 

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from framework.engine.hang_watch import watching
+from framework.engine.hang_watch import Watched, watching
+from framework.engine.protocol import SAVING, STEPS
 
 SECONDS = 6.0
 
@@ -67,24 +68,38 @@ def dead_mount(folder: Path) -> None:
     path.read_text(encoding="utf-8")
 
 
-SEEDS = {seed.__name__: seed for seed in (asleep, endless_loop, lock_held, stopped, data_worker, dead_mount)}
+def in_a_save(_: Path) -> None:
+    time.sleep(SECONDS)
+
+
+SEEDS = {seed.__name__: seed for seed in (asleep, endless_loop, lock_held, stopped, data_worker, dead_mount, in_a_save)}
 
 
 def main() -> None:
     dist.init_process_group("gloo")
     folder, rank, step = Path(sys.argv[1]), dist.get_rank(), 0
     gradient, extra, group = torch.ones(300), torch.ones(7), dist.new_group([0, 1])
-    with watching(lambda _: "", logs=folder / "logs", end_seconds=8.0, least_seconds=0.5) as ask:
+    with watching(logs=folder / "logs", end_seconds=8.0, least_seconds=0.5) as watch:
+        ask = Watched(watch, lambda _: "")
+        watch.enter(STEPS)
+        with watch.during(SAVING):  # so long that a later one of as long is none to speak of
+            time.sleep(0.6)
+            dist.barrier()
         for seed in (None, *(SEEDS[name] for name in sys.argv[2:]), None):
-            for _ in range(1100):  # so that the last hang is none of the gaps of late
+            for _ in range(600):  # so that the last hang is none of the gaps of late
                 ask(step)
                 step += 1
                 dist.all_reduce(gradient)
-            dist.barrier()
+            with watch.during(SAVING):
+                time.sleep(0.8)  # more than steps may take, and less than three times what a save did
+                dist.barrier()
             if rank == 0:
                 os.write(2, f"seed: {seed.__name__ if seed else ''}\n".encode())
-            if seed is not None and rank == 1:
-                seed(folder)
+            phase = SAVING if seed is in_a_save else STEPS
+            with watch.during(phase):
+                if seed is not None and rank == 1:
+                    seed(folder)
+                dist.all_reduce(gradient)
         if rank == 0:
             dist.all_reduce(gradient)
         else:  # it has missed that one, and is in one of another group

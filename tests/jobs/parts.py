@@ -211,3 +211,30 @@ class WithRouterLoss(CausalLM):
 
     def count(self, targets: torch.Tensor) -> Any:
         return super().count(targets), 1
+
+
+class SleepyNet(torch.nn.Module):
+    """A layer whose forward pass takes one rank longer."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        super().__init__()
+        self.layer, self._rank, self._seconds = torch.nn.Linear(28 * 28, 10), rank, seconds
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training and torch.distributed.get_rank() == self._rank:
+            time.sleep(self._seconds)
+        outputs: torch.Tensor = self.layer(images.flatten(1))
+        return outputs
+
+
+class DigitsOfASlowDisk(NoisyDigits):
+    """Samples that one rank waits for."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        super().__init__(0.0, train=True)
+        self._rank, self._seconds = rank, seconds
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if torch.distributed.get_rank() == self._rank:
+            time.sleep(self._seconds)
+        return super().__getitem__(index)

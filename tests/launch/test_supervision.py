@@ -21,6 +21,8 @@ from framework.launch.returning_hosts import answering
 from framework.launch.stop_requests import StopRequests
 from framework.launch.supervision import JobEnd, supervised
 from framework.load_run import load_run
+from framework.report.goodput import goodput
+from framework.report.records import read_run
 from tests.launched import TIMEOUT_SECONDS, job_environment, series
 from tests.places import ROOT
 
@@ -180,13 +182,21 @@ def test_a_killed_rank_and_the_unbroken_run(tmp_path: Path) -> None:
     dies = {"step": 8, "once": str(tmp_path / "once")}
     code, stated = launched(tmp_path, "killed", dies, words=["checkpoint.resume=never"])
     assert code == 0, stated
-    assert "start 2 of at most 5, from step 5" in stated
+    assert "start 2 of at most 5, from step 5" in (killed := stated)
     code, stated = launched(tmp_path, "whole", None, supervision={})
     assert code == 0, stated
     assert series(tmp_path / "killed", "train/loss") == series(tmp_path / "whole", "train/loss")
     events = [json.loads(line) for line in (tmp_path / "killed/events.jsonl").read_text().splitlines()]
     (event,) = [event for event in events if event["kind"] == "restart"]
     assert (event["number"], event["step"], event["code"]) == (1, 5, 137)
+    # Every second of the job has a class, from its first process to its last event; so few have none.
+    begun, found = float((tmp_path / "once-begun").read_text()), goodput(read_run(tmp_path / "killed"))
+    assert found is not None
+    # Until `train.py` is reached Python itself starts: 30 ms, of a busy machine some tenths of a second.
+    assert found.total == pytest.approx(events[-1]["time_seconds"] - begun, rel=0.01, abs=0.4)
+    assert sum(found.parts.values()) - found.parts.get("other", 0.0) == pytest.approx(found.total, rel=0.01)
+    assert found.parts.keys() >= {"training", "saving", "start-up", "between restarts", "steps taken again"}
+    assert f"goodput              {found.share:.1%} of " in killed
     assert "rank 1: killed by SIGKILL" in event["cause"]
 
 

@@ -1,15 +1,14 @@
-"""Means, the split of a step and goodput, against figures worked out by hand."""
+"""Means and the split of a step, against figures worked out by hand."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from framework.report.figures import best, goodput, headline, means, state, summary, time_split
+from framework.report.figures import best, headline, means, state, summary, time_split
 from framework.report.records import Series, read_run
-from tests.report.made_runs import EVENTS, PARTS, START, point, points, write_run
+from tests.report.made_runs import EVENTS, PARTS, point, points, write_run
 
 
 def test_means_leave_warm_up_out_and_weigh_by_steps(tmp_path: Path) -> None:
@@ -33,41 +32,6 @@ def test_the_split_adds_up_and_names_what_was_not_timed(tmp_path: Path) -> None:
     assert time_split({}) == {}
 
 
-def test_goodput_of_a_run_without_events(tmp_path: Path) -> None:
-    """20 points of 5 steps of 100 ms: 10 s of steps, of which 4 % wait; clock and steps agree, but for nothing else."""
-    found = goodput(read_run(write_run(tmp_path / "run", events=None)))
-    assert found is not None
-    assert found.parts == {"training": pytest.approx(9.6), "waiting for data": pytest.approx(0.4)}
-    assert found.share == pytest.approx(0.96)
-
-
-def test_goodput_of_a_run_that_was_killed_and_went_on(tmp_path: Path) -> None:
-    """Saved at 50, killed at 60, gone 100 s, resumed at 50: ten steps of 0.1 s are taken again."""
-    events: list[dict[str, Any]] = [
-        {"time_seconds": START, "step": 0, "kind": "start"},
-        {"time_seconds": START + 10, "step": 50, "kind": "save", "seconds": 0.5},
-        {"time_seconds": START + 11.5, "step": 60, "kind": "evaluate", "seconds": 0.5},
-        {"time_seconds": START + 111.5, "step": 50, "kind": "resume"},
-        {"time_seconds": START + 120, "step": 100, "kind": "end"},
-    ]
-    lines = [
-        each if each["step"] <= 50 else each | {"time": START + 113.5 + each["step"] / 10}
-        for each in points(range(5, 101, 5))
-    ]
-    found = goodput(read_run(write_run(tmp_path / "run", lines=lines, events=events)))
-    assert found is not None
-    parts = dict(found.parts)
-    assert parts.pop("between restarts") == pytest.approx(100.0)
-    assert parts.pop("steps taken again") == pytest.approx(1.0)
-    assert parts.pop("start-up") == pytest.approx(5.0)
-    assert parts.pop("saving") == pytest.approx(0.5)
-    assert parts.pop("evaluation") == pytest.approx(0.5)
-    assert parts.pop("training") == pytest.approx(9.6)
-    assert parts.pop("waiting for data") == pytest.approx(0.4)
-    assert set(parts) == {"other"}
-    assert found.total == pytest.approx(123.5)  # to the last point
-
-
 def test_the_best_value_is_the_least_loss_and_the_largest_accuracy() -> None:
     series = Series([1, 2, 3, 4], [2.0, float("nan"), 1.0, 3.0])
     assert best("eval/loss", series) == (3, 1.0)
@@ -85,6 +49,10 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
     cases = {
         "finished after 100 steps": {},
         "stopped on request after 40 of 100 steps": {"lines": short, "events": [{"kind": "stop", "step": 40}]},
+        "stopped on request after 45 of 100 steps": {
+            "lines": points(range(5, 46, 5)),
+            "events": [EVENTS[0], {"kind": "stop", "step": 45}, {"kind": "end", "step": 45, "is_finished": False}],
+        },
         "ended by an error after 40 of 100 steps": {"lines": short, "events": None, "change": fail},
         "reached 40 of 100 steps; it trains, or was ended from outside": {"lines": short, "events": EVENTS[:1]},
         "reached 40 steps; it trains, or was ended from outside": {"lines": short, "events": None, "plan": {}},

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from framework.system.log import warn
-from framework.train.events import Events
+from framework.system.log import report_event, warn
+from framework.train.events import Events, note_closed
 from framework.train.monitors.base import Point
 
 
@@ -59,6 +59,32 @@ def test_a_resumed_run_appends_and_counts_its_starts(tmp_path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["kind"] for line in (lines[0], *lines[2:])] == ["start", "resume", "resume"]
     assert lines[1].endswith('"sa')
+
+
+def test_how_far_the_start_before_had_come_is_noted_before_its_metrics_go(tmp_path: Path) -> None:
+    metrics, path = tmp_path / "metrics.jsonl", tmp_path / "events.jsonl"
+    metrics.write_text('{"step": 4, "time": 990.0}\n{"step": 6, "time": 991.5, "train/loss": 1.0}\n{"step": 8, "ti')
+    Events(path, from_step=4, seconds=2.5, clock=lambda: 1000.0).close()
+    note_closed(path, step=9)
+    reached, resume, closed = read(path)
+    assert reached == {"time_seconds": 991.5, "step": 6, "kind": "reached"}
+    assert resume == {"time_seconds": 1000.0, "step": 4, "kind": "resume", "seconds": 2.5}
+    assert (closed["kind"], closed["step"]) == ("closed", 9)
+    make(path, from_step=6).close()
+    assert [event["kind"] for event in read(path)[3:]] == ["resume"], "nothing is taken again"
+
+
+def test_events_that_others_report(tmp_path: Path) -> None:
+    events = make(path := tmp_path / "events.jsonl")
+    report_event("hang", step=3, seconds=12.0, phase="a save")
+    warn("rank 1 is slow [straggler]", kind="straggler", rank=1)
+    events.close()
+    report_event("hang", seconds=1.0)
+    at = {"time_seconds": 1000.0}
+    assert read(path)[1:] == [
+        at | {"step": 3, "kind": "hang", "seconds": 12.0, "phase": "a save"},
+        at | {"step": 3, "kind": "straggler", "text": "rank 1 is slow [straggler]", "rank": 1},
+    ]
 
 
 def test_a_full_disk_costs_the_event(tmp_path: Path) -> None:

@@ -571,6 +571,7 @@ def test_events_are_recorded_in_order_with_how_long_they_took() -> None:
     ).fit
     fit()
     assert seen == [
+        ("first_step", 1, {"seconds": 0.0}),
         ("evaluate", 3, {"seconds": 30.0}),
         ("evaluate", 6, {"seconds": 30.0}),
         ("save", 6, {"seconds": 50.0, "folder": "checkpoints/global_step6"}),
@@ -593,4 +594,5 @@ def test_a_run_that_fails_ends_with_its_error() -> None:
     )
     with pytest.raises(RuntimeError):
         trainer.fit()
-    assert seen == [("end", 1, {"error": "CUDA out of memory"})]
+    assert [kind for kind, _, _ in seen] == ["first_step", "end"]
+    assert seen[1] == ("end", 1, {"error": "CUDA out of memory"})

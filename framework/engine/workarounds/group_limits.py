@@ -1,0 +1,41 @@
+"""The time limit of collectives in the groups that DeepSpeed makes: ZeRO's, and those of pipelines, experts and parts.
+
+DeepSpeed up to 0.19.8 gives DEEPSPEED_TIMEOUT to the first group alone (comm/torch.py `new_group` names none), and the
+others have torch's own limits: with gloo a rank that hangs was found after half an hour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed
+from deepspeed.comm.torch import TorchBackend
+
+
+def limit_of_ranks() -> timedelta | None:
+    """The limit of the group of all ranks; None where its backend names none, and torch's own is as good."""
+    group = torch.distributed.group.WORLD
+    assert group is not None, "DeepSpeed makes groups of ranks that have met"
+    for kind in group._device_types:
+        with suppress(RuntimeError, AttributeError):  # a kind of device that this machine does not have
+            limit: timedelta = group._get_backend(kind).options._timeout
+            return limit
+    return None
+
+
+@contextmanager
+def limiting_groups() -> Iterator[None]:
+    """Give the groups that DeepSpeed makes meanwhile the limit of all ranks' group."""
+    make = TorchBackend.new_group
+
+    def new_group(backend: Any, ranks: Any) -> Any:
+        return torch.distributed.new_group(ranks, timeout=limit_of_ranks())
+
+    TorchBackend.new_group = new_group
+    try:
+        yield
+    finally:
+        TorchBackend.new_group = make

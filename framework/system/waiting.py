@@ -1,0 +1,56 @@
+"""Long waits explained: what a start waits for, since when, and until when."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from framework.system.log import note
+from framework.system.stopping import announce
+
+_FIRST_SECONDS: Final = 10.0
+_AGAIN_SECONDS: Final = 30.0
+_open: Final[list[threading.Event]] = []  # of this process, the innermost last: it alone speaks
+
+
+@contextmanager
+def waiting(what: str, *, usually: str = "", limit_seconds: float | None = None) -> Iterator[None]:
+    """Say what is waited for in this block on the first rank of each host, after ten seconds and then every half
+    minute.
+
+    Args:
+        what: as it follows ``waiting for``.
+        usually: how long it takes where nothing is wrong.
+        limit_seconds: after which nobody waits any more.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        yield
+        return
+    done = threading.Event()
+    _open.append(done)
+    threading.Thread(target=_speak, args=(done, what, usually, limit_seconds), name="waiting", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+        _open.remove(done)
+
+
+def _speak(done: threading.Event, what: str, usually: str, limit_seconds: float | None) -> None:
+    began, wait = time.time(), _FIRST_SECONDS
+    until = f", until {_clock(began + limit_seconds)}" if limit_seconds is not None else ""
+    expected = f" (usually {usually})" if usually else ""
+    while not done.wait(wait):
+        wait = _AGAIN_SECONDS
+        if _open and _open[-1] is done:
+            line = f"waiting for {what} since {_clock(began)}, {time.time() - began:.0f} s{expected}{until}"
+            note(line)
+            announce(line)
+
+
+def _clock(moment: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(moment))
