@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 from framework.checkpoint.manifest import SavedCheckpoint
@@ -35,7 +36,6 @@ from framework.setup import start_point
 from framework.setup.assemble import (
     OpenRun,
     assemble_engine,
-    build_trainer,
     count_parameters,
     make_callbacks,
     make_checkpointer,
@@ -48,9 +48,11 @@ from framework.setup.objects import (
     refuse_unknown_arguments,
 )
 from framework.setup.prepared import Prepared, order_of, prepare
+from framework.setup.roll_back import train
 from framework.system.exits import end_in_one_line, refusing_exits
 from framework.system.log import noting_errors
 from framework.system.stopping import StopRequest
+from framework.train.bad_steps import LeftOut, noted_windows
 from framework.train.best import BestSoFar
 from framework.train.run_folder import RunFolder
 from framework.train.trainer import Minutes, Outcome
@@ -115,7 +117,7 @@ def fit_loaded(plan: Plan, source: Source, request: StopRequest, *, words: Seque
 def run_prepared(prepared: Prepared, request: StopRequest) -> RunResult:
     """Train what was prepared, to its end or to where the request stops it."""
     with opened(prepared, request) as run:
-        run.outcome = build_trainer(run).fit()
+        run.outcome = train(run)
     return _result(run)
 
 
@@ -159,8 +161,12 @@ def _at_work(
     described = prepared.description(order=order_of(start)) | engine.description()
     described |= start_point.describe_frozen(engine, plan.config)
     callbacks = make_callbacks(engine, prepared)
-    places = StreamPlaces(gather)
-    start_step = start_point.load_start(engine, start, (best, callbacks, places), described)
+    places, left_out, watch = StreamPlaces(gather), LeftOut(), engine.bad_steps
+    kept: list[start_point.Kept] = [best, callbacks, places, left_out, *([watch] if watch is not None else [])]
+    load = partial(start_point.load_start, engine, kept=kept, description=described)
+    start_step = load(start)
+    if watch is not None and start is not None and start.folder.resolve() == folder.checkpoints.resolve():
+        left_out.add(from_rank0(start_point.on_rank0(lambda: noted_windows(folder.events))))
     if rank() == 0:
         stages = prepared.cut.table if prepared.cut else None
         num_params, num_trained = count_parameters(engine, stages)
@@ -178,14 +184,33 @@ def _at_work(
         folder.checkpoints,
         plan=plan,
         description=described,
-        further=lambda step: best.state() | callbacks.state() | places.state(step),
+        further=lambda step: (
+            best.state()
+            | callbacks.state()
+            | places.state(step)
+            | left_out.state()
+            | (watch.state() if watch is not None else {})
+        ),
     )
     often = {"evaluate": plan.config.evaluation.every_minutes, "save": of_checkpoint.every_minutes}
     minutes = Minutes(often, most=plan.config.training.max_minutes, began=request.began)
     seconds = plan.config.supervision.hang_seconds
     with closing(checkpointer), agreed_stops(request, start_step=start_step, due=minutes.due) as ask:
         with watching(ask, logs=folder.logs, end_seconds=seconds) as stop:
-            parts = (prepared, engine, folder, checkpointer, best, callbacks, start, places, stop, minutes)
+            parts = (
+                prepared,
+                engine,
+                folder,
+                checkpointer,
+                best,
+                callbacks,
+                start,
+                places,
+                stop,
+                minutes,
+                left_out,
+                load,
+            )
             run = OpenRun(*parts, outcome=Outcome(step=start_step))
             yield run
         checkpointer.finish(is_final=bool(run.outcome.stopped))

@@ -57,6 +57,7 @@ from framework.setup.shown import SampleWatch, weight_histograms
 from framework.setup.start_point import on_rank0
 from framework.tasks.causal_lm import logits_of
 from framework.tasks.task import Task
+from framework.train.bad_steps import BadStepPolicy, LeftOut
 from framework.train.best import BestSoFar
 from framework.train.callbacks import Callbacks
 from framework.train.events import Events
@@ -217,6 +218,8 @@ class OpenRun:
     places: StreamPlaces
     stop: Watched
     minutes: Minutes
+    left_out: LeftOut
+    load: Callable[[SavedCheckpoint], int]  # into the engine and all that goes with it
     outcome: Outcome
 
     @property
@@ -233,7 +236,7 @@ class OpenRun:
         self._settle = held.settle
 
         def add_monitors() -> tuple[int, Mapping[str, float]]:
-            events.append(Events(folder.path / "events.jsonl", from_step=start_step))
+            events.append(Events(folder.events, from_step=start_step))
             monitors.extend(
                 make_monitors(plan.config, folder.path, total_steps=total_steps, from_step=start_step, held=held)
             )
@@ -266,6 +269,8 @@ def build_trainer(run: OpenRun) -> Trainer:
     monitors, events, (restarts, peaks) = run.open_monitors()
     look = _watch(engine, plan, monitors, run.folder)
     per_step = flops_per_step(plan, work_of(plan), peaks)
+    asked, watch = plan.config.training.bad_steps, engine.bad_steps
+    policy = BadStepPolicy(asked, watch, run.left_out, engine.pass_over) if asked and watch else None
     tokens_per_sample = getattr(splits.train, "tokens_per_sample", None)
     return Trainer(
         engine,
@@ -283,6 +288,7 @@ def build_trainer(run: OpenRun) -> Trainer:
         profile=make_profiler(engine, plan, run.folder, start_step=start_step),
         record=events,
         callbacks=run.callbacks or None,
+        bad_steps=policy,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from framework.checkpoint.checkpointer import clear_unfinished
 from framework.checkpoint.manifest import SavedCheckpoint
@@ -23,7 +23,6 @@ from framework.checkpoint.resume_point import find_sound_checkpoint, set_aside_l
 from framework.checkpoint.state.raw import describe_raw, warn_of
 from framework.checkpoint.verification import SharedVerification
 from framework.config.run_config import RunConfig
-from framework.data.streams import StreamPlaces
 from framework.data.token_files import KEPT_TOKENIZER, keep_tokenizer
 from framework.engine.distributed import describe_environment, from_rank0, gather, rank
 from framework.engine.metrics import time_layers
@@ -35,9 +34,15 @@ from framework.plan.plan import Plan
 from framework.setup.prepared import Prepared
 from framework.setup.stages import cut_as_saved, cut_by_time
 from framework.system.log import print_line
-from framework.train.best import BestSoFar
-from framework.train.callbacks import Callbacks
 from framework.train.run_folder import RunFolder
+
+
+class Kept(Protocol):
+    """A part of the run's state beside the engine's."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what a checkpoint holds."""
+        ...
 
 
 def on_rank0(work: Callable[[], Any]) -> Any:
@@ -82,7 +87,7 @@ def agreed_weights(prepared: Prepared, start: SavedCheckpoint | None, *, average
     of = prepared.weights
     if not isinstance(of, SavedCheckpoint):
         return prepared
-    damage = _verification().verify(of, on_every_host=True) if of.verified else of.damage()
+    damage = shared_verification().verify(of, on_every_host=True) if of.verified else of.damage()
     error = None
     try:
         weights = checkpoint_weights(of, average=average, damage=damage)
@@ -96,13 +101,14 @@ def agreed_weights(prepared: Prepared, start: SavedCheckpoint | None, *, average
     return replace(prepared, weights=weights)
 
 
-def _verification() -> SharedVerification:
+def shared_verification() -> SharedVerification:
+    """Build what the ranks verify checkpoints with, each a share."""
     return SharedVerification(rank=rank(), gather=gather, from_rank0=from_rank0, print_line=print_line)
 
 
 def choose_together(folder: RunFolder, config: RunConfig) -> SavedCheckpoint | None:
     """Rank 0 decides where the run starts from, and all ranks read the checkpoints that it thinks of. Collective."""
-    shared = _verification()
+    shared = shared_verification()
     if rank() != 0:
         shared.help()
         start = None
@@ -243,7 +249,7 @@ def describe_frozen(engine: Engine, config: RunConfig) -> dict[str, Any]:
 def load_start(
     engine: Engine,
     start: SavedCheckpoint | None,
-    kept: Sequence[BestSoFar | Callbacks | StreamPlaces],
+    kept: Sequence[Kept],
     description: Mapping[str, Any],
 ) -> int:
     """Load the checkpoint that the run starts from, moved into the run's layout, and give back what it holds of `kept`;
