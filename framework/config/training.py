@@ -96,11 +96,14 @@ def _switch(value: Any) -> Any:
 _Compile = Annotated[Compile | None, BeforeValidator(_switch, json_schema_input_type=bool | Compile | None)]
 
 
+Policy = Literal["stop", "skip", "roll_back"]
+
+
 class BadSteps(Section):
     """What becomes of a bad step: one whose loss or gradient norm is not finite, or a spike. Alone, `policy` may be
     written without a section."""
 
-    policy: Literal["stop", "skip", "roll_back"] = "stop"
+    policy: Policy = "stop"
     """``stop``: the run ends at the next logged step, and names the first bad one. ``skip``: weights and optimizer stay
     as they are, data and schedule go on. ``roll_back``: the run goes back to a checkpoint and leaves out the data of
     the steps up to the bad one."""
@@ -108,7 +111,8 @@ class BadSteps(Section):
     """A spike is above the mean of the last good steps by more than so many of their standard deviations; 0: nothing
     is. Values that fall are none."""
     window_steps: PositiveCount = 128
-    """Good steps that make mean and deviation. Before half of them, and 20, were taken there is no spike."""
+    """Last steps that make mean and deviation, the good ones of them. Before half as many, and 20, there is no
+    spike."""
     roll_back_steps: PositiveCount = 100
     """Steps whose data is left out, the bad one the last of them. The run goes back to the newest sound checkpoint
     before all of them, or else to its oldest."""
@@ -124,7 +128,7 @@ def _as_policy(value: Any) -> Any:
     return {"policy": value} if isinstance(value, str) else value
 
 
-_BadSteps = Annotated[BadSteps | None, BeforeValidator(_as_policy, json_schema_input_type=str | BadSteps | None)]
+_BadSteps = Annotated[BadSteps | None, BeforeValidator(_as_policy, json_schema_input_type=Policy | BadSteps | None)]
 
 
 class Training(Section):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Final
@@ -29,9 +30,10 @@ from framework.train.bad_steps import BadStep
 _FEWEST: Final = 20
 _ROUNDING: Final = 1e-6  # of equal values, which have no other deviation
 _SAME: Final = 1e-3  # as much may differ where GPUs add in another order
+_MOST: Final = sys.float_info.max
 _COUNTERS: Final = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
-# Columns of the table, a row for each step since it was read: both values, their limits, this rank's own loss.
-_LOSS, _NORM, _LOSS_LIMIT, _NORM_LIMIT, _OWN, _BAD = range(6)
+# Columns of the table, a row for each step since it was read: 1, both values, their limits, this rank's own loss.
+_LOSS, _NORM, _LOSS_LIMIT, _NORM_LIMIT, _OWN, _GOOD = range(1, 7)
 TakeStep = Callable[[Iterator[Any]], Any]
 
 
@@ -56,7 +58,11 @@ class BadStepWatch:
         self._reruns: dict[int, tuple[bool, bool, tuple[str, ...]]] = {}
         self._bad: torch.Tensor | None = None  # of the step that is being taken
         self._is_first_try = False
-        self._fewest = max(_FEWEST, asked.window_steps // 2)
+        self._fewest, self._step_number = max(_FEWEST, asked.window_steps // 2), 0
+        where: dict[str, Any] = {"dtype": torch.float64, "device": engine.device}
+        self._one, self._most = torch.ones(1, **where), torch.full((2,), _MOST, **where)
+        self._least = torch.full((2,), -math.inf, **where)
+        self._least[1] = -0.5  # DeepSpeed's norm is -1 where it is not finite
         self.restore({})
         self._take, engine._take_model_step = engine._take_model_step, self._taken
         if self.keeps_weights:
@@ -85,7 +91,7 @@ class BadStepWatch:
         result, self.has_news = take(iter(batches)), True
         step = self._numbers.pop()  # the first row stays
         first, second = self._table[len(self._numbers) - 1 : len(self._numbers) + 1].tolist()
-        is_taken, is_same = not second[_BAD], all(_is_same(first[one], second[one]) for one in (_LOSS, _NORM))
+        is_taken, is_same = bool(second[_GOOD]), all(_is_same(first[one], second[one]) for one in (_LOSS, _NORM))
         if is_taken:
             self._uncounted.discard(step)
         differs = not _is_same(first[_OWN], second[_OWN])
@@ -110,15 +116,14 @@ class BadStepWatch:
         waits for the device.
         """
         rows = self._table[: len(self._numbers)].tolist()
-        found = [(step, row) for step, row in zip(self._numbers, rows, strict=True) if row[_BAD]]
+        found = [(step, row) for step, row in zip(self._numbers, rows, strict=True) if not row[_GOOD]]
         losses = gather([row[_OWN] for _, row in found]) if found else []
         bad = []
         for index, (step, row) in enumerate(found):
             is_same, is_taken, differing = self._reruns.get(step, (None, False, ()))
             ranks = tuple(f"rank {rank}" for rank, own in enumerate(losses) if not math.isfinite(own[index]))
-            norm = row[_NORM] if row[_NORM] >= 0 else math.nan  # DeepSpeed's -1
             verdict = "" if is_same is None else "persistent" if is_same else "transient"
-            values = row[_LOSS], norm, row[_LOSS_LIMIT], row[_NORM_LIMIT]
+            values = [value if value != _MOST else math.inf for value in row[_LOSS:_OWN]]
             bad.append(BadStep(step, *values, ranks=differing or ranks, verdict=verdict, is_taken=is_taken))
         if self.keeps_weights:
             self._engine.skipped_steps += sum(step in self._uncounted for step, _ in found)
@@ -130,23 +135,20 @@ class BadStepWatch:
 
     def state(self) -> dict[str, Any]:
         """Return the last good steps, for a checkpoint."""
-        return {BAD_STEPS: {"values": self._window.tolist(), "count": int(self._count)}}
+        return {BAD_STEPS: self._window.tolist()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what a checkpoint holds; one of another window says nothing."""
-        where = {"dtype": torch.float64, "device": self._engine.device}
-        size, kept = self._asked.window_steps, state.get(BAD_STEPS) or {}
-        is_known = len(kept.get("values", ())) == size
-        self._window = torch.tensor(kept["values"], **where) if is_known else torch.zeros(size, 2, **where)
-        self._count = torch.full((), kept["count"] if is_known else 0, device=self._engine.device)
-        self._places = torch.arange(size, device=self._engine.device)
-        self._table = torch.zeros(self._rows + 2, 6, **where)
+        size, kept, new = self._asked.window_steps, state.get(BAD_STEPS) or (), self._one.new_zeros
+        self._window = torch.tensor(kept).to(self._one) if len(kept) == size else new(size, 3)  # 1, loss, norm
+        self._table = new(self._rows + 2, 7)
         self._numbers.clear()
 
     def _taken(self, *arguments: Any, **named: Any) -> None:
         """Stand in for `DeepSpeedEngine._take_model_step`; the schedule goes on with every step, taken or not."""
         engine, self._bad = self._engine, None
         schedule, step = engine.lr_scheduler, engine.global_steps + 1
+        self._step_number = step
         self._numbers.append(step)
         if self.keeps_weights:
             engine.lr_scheduler = None
@@ -182,21 +184,24 @@ class BadStepWatch:
         return self._bad
 
     def _judge(self) -> torch.Tensor:
-        own = self.loss().double()
-        pair = torch.stack((own, self._norm().double())) / torch.distributed.get_world_size()
-        torch.distributed.all_reduce(pair)
-        window, count = self._window, self._count
-        number = count.clamp(1, len(window))
-        mean = window.sum(0) / number
-        deviation = (window.square().sum(0) / number - mean.square()).clamp(min=0).sqrt()
-        limit = mean + self._asked.spike_sigmas * deviation + _ROUNDING * mean.abs()
-        is_known = (count >= self._fewest) & (self._asked.spike_sigmas > 0)
-        limit = torch.where(is_known, limit, math.inf)
-        bad = ~(torch.isfinite(pair) & (pair <= limit)).all() | (pair[1] < 0)
-        here = (self._places == count % len(window)) & ~bad
-        self._window, self._count = torch.where(here[:, None], pair, window), count + ~bad
-        self._table[len(self._numbers) - 1] = torch.cat((pair, limit, torch.stack((own, bad.double()))))
-        return bad
+        """Compare both values with their limits; each line is a kernel or two."""
+        own = self.loss().float()
+        pair = torch.stack((own, self._norm().float())).double()
+        if (ranks := torch.distributed.get_world_size()) > 1:
+            torch.distributed.all_reduce(pair.div_(ranks))
+        limit = self._most
+        if self._asked.spike_sigmas:
+            count, sums = self._window[:, :1].sum(0), self._window[:, 1:].sum(0)
+            mean = sums / count.clamp(min=1)
+            variance = self._window[:, 1:].square().sum(0).div_(count.clamp(min=1)).addcmul_(mean, mean, value=-1)
+            deviation = variance.clamp_(min=0).sqrt_().add_(mean.abs(), alpha=_ROUNDING / self._asked.spike_sigmas)
+            limit = torch.where(count >= self._fewest, mean.add_(deviation, alpha=self._asked.spike_sigmas), limit)
+        is_good = ((pair > self._least) & (pair <= limit)).all()  # no comparison holds for NaN
+        # A bad step leaves an older one in its place.
+        row, place = torch.cat((self._one, pair)), self._window[self._step_number % len(self._window)]
+        place.copy_(torch.where(is_good, row, place))
+        self._table[len(self._numbers) - 1] = torch.cat((row, limit, own.reshape(1).double(), is_good.reshape(1)))
+        return ~is_good
 
     def _norm(self) -> torch.Tensor:
         norm: Any = None

@@ -39,9 +39,9 @@ def _go_back(run: OpenRun, found: RolledBack) -> None:
     run.checkpointer.finish()
     start = _choose(run.folder.checkpoints, bad.step, before=bad.step - asked.roll_back_steps)
     if start is None:
-        raise TrainingError(
-            f"{bad}; there is no sound checkpoint before it to go back to: set checkpoint.every_steps [bad-step]"
-        )
+        error = f"{bad}; there is no sound checkpoint before it to go back to: set checkpoint.every_steps [bad-step]"
+        from_rank0(on_rank0(lambda: Events.append(run.folder.events, "end", bad.step, error=error)))
+        raise TrainingError(error)
     window = max(start.step, bad.step - asked.roll_back_steps) + 1, bad.step
     run.left_out.add([window])
     run.best.found = None

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -34,6 +34,7 @@ class BadStep:
     grad_norm: float
     loss_limit: float
     norm_limit: float
+    _: KW_ONLY
     ranks: tuple[str, ...] = ()
     verdict: str = ""
     is_taken: bool = False

@@ -201,7 +201,8 @@ class Trainer:
         self._spikes = SpikeScore()
         self._saved_step = -1
         self._not_finite = 0  # logged losses in a row, up to now
-        self._skipped_steps = SkippedSteps(start_step)
+        cause = ["its numbers were bad (training.bad_steps)"] if bad_steps is not None else []
+        self._skipped_steps = SkippedSteps(start_step, *cause)
         self._outcome = Outcome(step=start_step)
         self._measured: dict[str, float] = {}  # at this very step
         self._stopwatch = Stopwatch(
