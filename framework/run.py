@@ -52,7 +52,6 @@ from framework.setup.roll_back import train
 from framework.system.exits import end_in_one_line, refusing_exits
 from framework.system.log import noting_errors
 from framework.system.stopping import StopRequest
-from framework.train.bad_steps import LeftOut, noted_windows
 from framework.train.best import BestSoFar
 from framework.train.run_folder import RunFolder
 from framework.train.trainer import Minutes, Outcome
@@ -161,12 +160,10 @@ def _at_work(
     described = prepared.description(order=order_of(start)) | engine.description()
     described |= start_point.describe_frozen(engine, plan.config)
     callbacks = make_callbacks(engine, prepared)
-    places, left_out, watch = StreamPlaces(gather), LeftOut(), engine.bad_steps
-    kept: list[start_point.Kept] = [best, callbacks, places, left_out, *([watch] if watch is not None else [])]
+    places, left_out = StreamPlaces(gather), start_point.steps_left_out(folder, start, plan.config)
+    kept = start_point.Kept(places, best, callbacks, left_out, *filter(None, [engine.bad_steps]))
     load = partial(start_point.load_start, engine, kept=kept, description=described)
     start_step = load(start)
-    if watch is not None and start is not None and start.folder.resolve() == folder.checkpoints.resolve():
-        left_out.add(from_rank0(start_point.on_rank0(lambda: noted_windows(folder.events))))
     if rank() == 0:
         stages = prepared.cut.table if prepared.cut else None
         num_params, num_trained = count_parameters(engine, stages)
@@ -184,34 +181,15 @@ def _at_work(
         folder.checkpoints,
         plan=plan,
         description=described,
-        further=lambda step: (
-            best.state()
-            | callbacks.state()
-            | places.state(step)
-            | left_out.state()
-            | (watch.state() if watch is not None else {})
-        ),
+        further=kept.state,
     )
     often = {"evaluate": plan.config.evaluation.every_minutes, "save": of_checkpoint.every_minutes}
     minutes = Minutes(often, most=plan.config.training.max_minutes, began=request.began)
     seconds = plan.config.supervision.hang_seconds
     with closing(checkpointer), agreed_stops(request, start_step=start_step, due=minutes.due) as ask:
         with watching(ask, logs=folder.logs, end_seconds=seconds) as stop:
-            parts = (
-                prepared,
-                engine,
-                folder,
-                checkpointer,
-                best,
-                callbacks,
-                start,
-                places,
-                stop,
-                minutes,
-                left_out,
-                load,
-            )
-            run = OpenRun(*parts, outcome=Outcome(step=start_step))
+            parts = (prepared, engine, folder, checkpointer, best, callbacks, start, places, stop, minutes)
+            run = OpenRun(*parts, left_out, load, outcome=Outcome(step=start_step))
             yield run
         checkpointer.finish(is_final=bool(run.outcome.stopped))
         from_rank0(start_point.on_rank0(folder.check_held))

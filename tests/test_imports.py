@@ -46,7 +46,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"system", "config", "token files"},
     "tasks": {"system", "config", "models"},
     "checkpoint state": {"system", "checkpoint", "models"},
-    "engine": {"system", "config", "plan", "checkpoint", "checkpoint state", "models", "tasks", "data"},
+    "engine": {
+        "system",
+        "config",
+        "plan",
+        "checkpoint",
+        "checkpoint state",
+        "models",
+        "tasks",
+        "data",
+        "engine protocol",
+    },
     "setup": {
         "system",
         "text",

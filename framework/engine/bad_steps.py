@@ -24,8 +24,8 @@ from framework.checkpoint.names import BAD_STEPS
 from framework.config.training import BadSteps
 from framework.engine import random_state
 from framework.engine.distributed import gather
+from framework.engine.protocol import BadStep
 from framework.engine.workarounds.grad_norm import KeptNorm
-from framework.train.bad_steps import BadStep
 
 _FEWEST: Final = 20
 _ROUNDING: Final = 1e-6  # of equal values, which have no other deviation
@@ -37,7 +37,7 @@ _LOSS, _NORM, _LOSS_LIMIT, _NORM_LIMIT, _OWN, _GOOD = range(1, 7)
 TakeStep = Callable[[Iterator[Any]], Any]
 
 
-class BadStepWatch:
+class StepWatch:
     """Looks at every step of an engine.
 
     Attributes:
@@ -81,7 +81,7 @@ class BadStepWatch:
         self._is_first_try = True
         result = take(_kept(islice(micro_batches, engine.gradient_accumulation_steps()), batches))
         self._is_first_try = False
-        if not self._is_bad():
+        if not self._bad:
             return result
         random_state.restore(before)
         for buffer, value in buffers:
@@ -139,9 +139,9 @@ class BadStepWatch:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what a checkpoint holds; one of another window says nothing."""
-        size, kept, new = self._asked.window_steps, state.get(BAD_STEPS) or (), self._one.new_zeros
-        self._window = torch.tensor(kept).to(self._one) if len(kept) == size else new(size, 3)  # 1, loss, norm
-        self._table = new(self._rows + 2, 7)
+        size, kept, of = self._asked.window_steps, state.get(BAD_STEPS) or (), self._one
+        self._window = of.new_tensor(kept) if len(kept) == size else of.new_zeros(size, 3)  # 1, loss, norm
+        self._table = of.new_zeros(self._rows + 2, 7)
         self._numbers.clear()
 
     def _taken(self, *arguments: Any, **named: Any) -> None:
@@ -158,23 +158,19 @@ class BadStepWatch:
             engine.lr_scheduler = schedule
         self._judged()  # where DeepSpeed has asked no optimizer
         (self._uncounted.add if engine.was_step_applied() else self._uncounted.discard)(step)
-        if self.keeps_weights and schedule is not None and not (self._is_first_try and self._is_bad()):
+        if self.keeps_weights and schedule is not None and not (self._is_first_try and self._bad):
             schedule.step()
 
     def _step(self, base: Any, step: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Stand in for `step` of the optimizer, which ZeRO calls for each group of its weights."""
         bad = self._judged()
         if not self._reads_on_device:
-            return None if self._is_bad() else step(*arguments, **named)
+            return None if bad else step(*arguments, **named)
         base.found_inf = bad.float()
         try:
             return step(*arguments, **named)
         finally:
             del base.found_inf
-
-    def _is_bad(self) -> bool:
-        """Check whether the step is bad; waits for the device."""
-        return bool(self._bad)
 
     def _judged(self) -> torch.Tensor:
         """Decide once in every step, from what all ranks have; collective."""
@@ -204,11 +200,9 @@ class BadStepWatch:
         return ~is_good
 
     def _norm(self) -> torch.Tensor:
-        norm: Any = None
-        if self._kept_norm is not None:
-            norm = self._kept_norm.norm if self._engine.gradient_clipping() > 0 else self._kept_norm.measure()
-        else:
-            norm = getattr(self._engine.optimizer, "_global_grad_norm", None)
+        norm, kept = getattr(self._engine.optimizer, "_global_grad_norm", None), self._kept_norm
+        if kept is not None:
+            norm = kept.norm if self._engine.gradient_clipping() > 0 else kept.measure()
         if isinstance(norm, torch.Tensor):
             return norm.to(self._engine.device).reshape(())
         return torch.full((), float(norm or 0.0), device=self._engine.device)

@@ -18,7 +18,7 @@ from framework.checkpoint.state.checkpoint_engine import use_atomic_files
 from framework.checkpoint.state.optimizer_shards import Names
 from framework.checkpoint.state.tensor_split import splits_of
 from framework.config.deepspeed_words import SCHEDULES
-from framework.engine.bad_steps import BadStepWatch
+from framework.engine.bad_steps import StepWatch
 from framework.engine.checkpoint_bytes import load_bytes, move_in, save_bytes
 from framework.engine.distributed import collective_timeout, device, gather
 from framework.engine.ema import WeightAverage
@@ -211,7 +211,7 @@ class BaseEngine:
         self.kept_norm = keep_norm(engine, stages=stages)
         self.phases = phases_of(engine)
         asked, most = plan.config.training.bad_steps, plan.config.training.log_every
-        watch = None if asked is None else BadStepWatch(engine, asked, self.kept_norm, most_steps=most)
+        watch = None if asked is None else StepWatch(engine, asked, self.kept_norm, most_steps=most)
         self.bad_steps = watch
 
     def may_be_skipped(self) -> bool:

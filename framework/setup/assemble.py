@@ -270,7 +270,9 @@ def build_trainer(run: OpenRun) -> Trainer:
     look = _watch(engine, plan, monitors, run.folder)
     per_step = flops_per_step(plan, work_of(plan), peaks)
     asked, watch = plan.config.training.bad_steps, engine.bad_steps
-    policy = BadStepPolicy(asked, watch, run.left_out, engine.pass_over) if asked and watch else None
+    policy = None
+    if asked is not None and watch is not None:
+        policy = BadStepPolicy(asked.policy, asked.max_roll_backs, watch, run.left_out, engine.pass_over)
     tokens_per_sample = getattr(splits.train, "tokens_per_sample", None)
     return Trainer(
         engine,

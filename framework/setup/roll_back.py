@@ -4,8 +4,6 @@ led there.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from framework.checkpoint.manifest import SavedCheckpoint, list_checkpoints
 from framework.checkpoint.resume_point import set_aside_later
 from framework.engine.distributed import from_rank0, rank
@@ -37,7 +35,7 @@ def _go_back(run: OpenRun, found: RolledBack) -> None:
     bad, asked = found.bad, run.prepared.plan.config.training.bad_steps
     assert asked is not None
     run.checkpointer.finish()
-    start = _choose(run.folder.checkpoints, bad.step, before=bad.step - asked.roll_back_steps)
+    start = _choose(run, bad.step, before=bad.step - asked.roll_back_steps)
     if start is None:
         error = f"{bad}; there is no sound checkpoint before it to go back to: set checkpoint.every_steps [bad-step]"
         from_rank0(on_rank0(lambda: Events.append(run.folder.events, "end", bad.step, error=error)))
@@ -50,7 +48,8 @@ def _go_back(run: OpenRun, found: RolledBack) -> None:
 
     def note() -> None:
         """Without the event a run that is resumed meets the same step, and goes back again."""
-        set_aside_later(start)
+        if start.folder == run.folder.checkpoints:
+            set_aside_later(start)
         Events.append(run.folder.events, "roll_back", bad.step, to=start.step, first=window[0], last=window[1])
 
     from_rank0(on_rank0(note))
@@ -61,8 +60,10 @@ def _go_back(run: OpenRun, found: RolledBack) -> None:
     )
 
 
-def _choose(folder: Path, step: int, *, before: int) -> SavedCheckpoint | None:
-    """Choose the newest sound checkpoint up to `before`, or else the oldest before `step`. Collective."""
+def _choose(run: OpenRun, step: int, *, before: int) -> SavedCheckpoint | None:
+    """Choose the newest sound checkpoint up to `before`, or else the oldest before `step`, or else what the run began
+    with, which may be another run's. Collective.
+    """
     shared = shared_verification()
     if rank() != 0:
         shared.help()
@@ -70,9 +71,9 @@ def _choose(folder: Path, step: int, *, before: int) -> SavedCheckpoint | None:
     else:
 
         def choose() -> SavedCheckpoint | None:
-            known = [one for one in list_checkpoints(folder) if one.step < step]
+            known = [one for one in list_checkpoints(run.folder.checkpoints) if one.step < step]
             early = [one for one in known if one.step <= before]
-            candidates = [*early[::-1], *known[len(early) :]]
+            candidates = [*early[::-1], *known[len(early) :], *filter(None, [run.start])]
             return next((one for one in candidates if not shared.ask(one)), None)
 
         chosen = on_rank0(choose)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from framework.checkpoint.resume_point import find_sound_checkpoint, set_aside_l
 from framework.checkpoint.state.raw import describe_raw, warn_of
 from framework.checkpoint.verification import SharedVerification
 from framework.config.run_config import RunConfig
+from framework.data.streams import StreamPlaces
 from framework.data.token_files import KEPT_TOKENIZER, keep_tokenizer
 from framework.engine.distributed import describe_environment, from_rank0, gather, rank
 from framework.engine.metrics import time_layers
@@ -34,15 +35,34 @@ from framework.plan.plan import Plan
 from framework.setup.prepared import Prepared
 from framework.setup.stages import cut_as_saved, cut_by_time
 from framework.system.log import print_line
+from framework.train.bad_steps import LeftOut, noted_windows
 from framework.train.run_folder import RunFolder
 
 
-class Kept(Protocol):
-    """A part of the run's state beside the engine's."""
+class _HasState(Protocol):
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Kept:
+    """What a checkpoint holds beside the engine's state."""
+
+    def __init__(self, places: StreamPlaces, *others: _HasState) -> None:
+        self._places, self._others = places, others
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Gather it for the checkpoint of a step. Collective."""
+        found = self._places.state(step)
+        for each in self._others:
+            found |= each.state()
+        return found
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint holds."""
-        ...
+        """Give it back."""
+        self._places.restore(state)
+        for each in self._others:
+            each.restore(state)
 
 
 def on_rank0(work: Callable[[], Any]) -> Any:
@@ -246,12 +266,15 @@ def describe_frozen(engine: Engine, config: RunConfig) -> dict[str, Any]:
     return {"base": describe_base(engine.engine.module, config.checkpoint.init_weights)}  # type: ignore[attr-defined]
 
 
-def load_start(
-    engine: Engine,
-    start: SavedCheckpoint | None,
-    kept: Sequence[Kept],
-    description: Mapping[str, Any],
-) -> int:
+def steps_left_out(folder: RunFolder, start: SavedCheckpoint | None, config: RunConfig) -> LeftOut:
+    """Know the roll backs of a run from its events: a checkpoint from before one holds nothing of it. Collective."""
+    left_out, own = LeftOut(), folder.checkpoints.resolve()
+    if config.training.bad_steps is not None and start is not None and start.folder.resolve() == own:
+        left_out.add(from_rank0(on_rank0(lambda: noted_windows(folder.events))))
+    return left_out
+
+
+def load_start(engine: Engine, start: SavedCheckpoint | None, kept: Kept, description: Mapping[str, Any]) -> int:
     """Load the checkpoint that the run starts from, moved into the run's layout, and give back what it holds of `kept`;
     returns its step, 0 without one. Collective.
     """
@@ -264,6 +287,5 @@ def load_start(
         stated = describe_resharding(start, description=description)
         print_line(f"resume: {start.path} was written in another layout ({stated}) and is moved into this one")
     state = engine.load(start, moved=moved)
-    for each in kept:
-        each.restore(state)
+    kept.restore(state)
     return int(state["step"])

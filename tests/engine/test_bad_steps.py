@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from framework.checkpoint.state.shard_map import STATE_KEY
 from framework.data.digits import build
 from framework.data.order import epoch_order
 from framework.models.small_nets import LeNet
@@ -121,7 +122,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             case["run"]["name"] = f"{name}-again"
             case["checkpoint"] = case["checkpoint"] | {"resume": "auto"}
             again.append(case)
-    train_cases(again, num_ranks=2, folder=folder)
+    start = {"every_steps": 50, "resume": str(folder / "back-z0/checkpoints/global_step3")}
+    two = BACK | {"roll_back_steps": 2}
+    elsewhere = config("back-elsewhere", folder, two, checkpoint=start)
+    train_cases([*again, elsewhere], num_ranks=2, folder=folder)
     return folder
 
 
@@ -259,6 +263,18 @@ def test_a_resume_leaves_out_the_same_steps_to_the_bit(runs: Path, case: str) ->
     assert len(events(runs / f"{case}-again", "roll_back")) == (not case.startswith("spike"))
     losses, again = (series(runs / name, "train/loss") for name in (case, f"{case}-again"))
     assert {step: str(loss) for step, loss in losses.items()} == {step: str(loss) for step, loss in again.items()}
+    files = (
+        (runs / name / f"checkpoints/global_step{total}").glob("*model_states.pt") for name in (case, f"{case}-again")
+    )
+    kept = [torch.load(min(found), weights_only=False)[STATE_KEY]["state"] for found in files]
+    assert kept[0]["bad_steps"] == kept[1]["bad_steps"]
+    assert kept[0].get("left_out") == kept[1].get("left_out") == (None if case.startswith("spike") else [[5, 7]])
+
+
+def test_a_run_that_began_elsewhere_goes_back_to_there(runs: Path) -> None:
+    losses, _ = plain(left_out={6, 7})
+    hold_losses(runs / "back-elsewhere", {step: loss for step, loss in losses.items() if step > 3})
+    assert not (runs / "back-z0/checkpoints/global_step4.replaced").exists()
 
 
 def test_a_run_that_stops_names_the_first_bad_step(runs: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from framework.config.training import BadSteps
+from framework.engine.protocol import BadStep
 from framework.errors import TrainingError
-from framework.train.bad_steps import BadStep, BadStepPolicy, LeftOut, RolledBack, noted_windows
+from framework.train.bad_steps import BadStepPolicy, LeftOut, RolledBack, noted_windows
 
 
 class Seen:
@@ -31,8 +31,8 @@ def bad(step: int = 7, **changes: Any) -> BadStep:
     return BadStep(step, **(values | changes))
 
 
-def policy(left_out: LeftOut | None = None, **asked: Any) -> BadStepPolicy:
-    return BadStepPolicy(BadSteps(**asked), Seen(), left_out or LeftOut(), pass_over=pytest.fail)
+def policy(word: str, left_out: LeftOut | None = None) -> BadStepPolicy:
+    return BadStepPolicy(word, 2, Seen(), left_out or LeftOut(), pass_over=pytest.fail)
 
 
 @pytest.mark.parametrize(
@@ -64,22 +64,22 @@ def test_an_event_is_json() -> None:
 
 def test_skipped_steps_are_noted_and_stop_nothing() -> None:
     noted: list[str] = []
-    policy(policy="skip").follow([bad(3), bad(5)], note=noted.append)
+    policy("skip").follow([bad(3), bad(5)], note=noted.append)
     assert [text.partition(":")[0] for text in noted] == ["step 3", "step 5"]
-    policy(policy="stop").follow([bad(3, verdict="transient", is_taken=True)], note=noted.append)
+    policy("stop").follow([bad(3, verdict="transient", is_taken=True)], note=noted.append)
     assert noted[-1].endswith("the second result is taken [bad-step]")
 
 
 def test_a_run_stops_at_the_first_bad_step_or_goes_back() -> None:
     with pytest.raises(TrainingError, match=r"step 3: .*\[bad-step\]"):
-        policy().follow([bad(3), bad(5)], note=pytest.fail)
+        policy("stop").follow([bad(3), bad(5)], note=pytest.fail)
     with pytest.raises(RolledBack) as found:
-        policy(policy="roll_back").follow([bad(3), bad(5)], note=pytest.fail)
+        policy("roll_back").follow([bad(3), bad(5)], note=pytest.fail)
     assert found.value.bad.step == 3
     known = LeftOut()
     known.add([(1, 2), (4, 5)])
     with pytest.raises(TrainingError, match="gone back 2 times"):
-        policy(known, policy="roll_back", max_roll_backs=2).follow([bad(6)], note=pytest.fail)
+        policy("roll_back", known).follow([bad(6)], note=pytest.fail)
 
 
 def test_what_is_left_out_comes_from_checkpoints_and_events(tmp_path: Path) -> None:
