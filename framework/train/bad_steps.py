@@ -83,8 +83,8 @@ class BadStepPolicy:
                 note(f"{bad}; skipped: weights and optimizer are as they were [bad-step]")
             elif self.policy == "stop":
                 raise TrainingError(f"{bad}; {_ADVICE} [bad-step]")
-            elif (count := len(self.left_out.windows)) >= self.max_roll_backs:
-                reason = f"the run has gone back {count} times (training.bad_steps.max_roll_backs)"
+            elif len(self.left_out.windows) >= self.max_roll_backs:
+                reason = f"training.bad_steps.max_roll_backs = {self.max_roll_backs}, and so often it has gone back"
                 raise TrainingError(f"{bad}; {reason}: look at the data, or lower optimizer.lr [bad-step]")
             else:
                 raise RolledBack(bad)

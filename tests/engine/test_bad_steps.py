@@ -287,7 +287,7 @@ def test_a_run_that_stops_names_the_first_bad_step(runs: Path) -> None:
 def test_roll_backs_come_to_an_end(runs: Path) -> None:
     error = (runs / "none-left.error").read_text(encoding="utf-8")
     assert f"step {BAD + 3}: " in error
-    assert "the run has gone back 1 times (training.bad_steps.max_roll_backs)" in error
+    assert "training.bad_steps.max_roll_backs = 1, and so often it has gone back" in error
     assert "no sound checkpoint before it" in (runs / "nothing-before.error").read_text(encoding="utf-8")
 
 

@@ -78,7 +78,7 @@ def test_a_run_stops_at_the_first_bad_step_or_goes_back() -> None:
     assert found.value.bad.step == 3
     known = LeftOut()
     known.add([(1, 2), (4, 5)])
-    with pytest.raises(TrainingError, match="gone back 2 times"):
+    with pytest.raises(TrainingError, match="max_roll_backs = 2, and so often it has gone back"):
         policy("roll_back", known).follow([bad(6)], note=pytest.fail)
 
 
