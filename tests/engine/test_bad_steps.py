@@ -108,7 +108,11 @@ def further(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bad")
-    skipped = [config(name, folder, "skip", **sections) for name, sections in (SKIPPED | UNCHANGED).items()]
+    unsaved: dict[str, Any] = {"checkpoint": {"at_end": False}}
+    skipped = [config(name, folder, "skip", **sections, **unsaved) for name, sections in SKIPPED.items()]
+    for name, sections in UNCHANGED.items():
+        training = {"max_steps": BAD} | sections.get("training", {})
+        skipped.append(config(name, folder, "skip", **sections | {"training": training}))
     back = [config(name, folder, BACK, **sections) for name, sections in BROUGHT_BACK.items()]
     train_cases([*skipped, *back, *further(folder)], num_ranks=2, folder=folder)
     again = []
