@@ -69,6 +69,7 @@ def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator
             asked = asked.model_copy(update={"supervision": waits})
         sizes = {f"parallel.{name}": getattr(asked.parallel, name) for name in ("pipe", "tensor", "sequence")}
         sizes["model.moe"] = 2 if getattr(asked.model, "moe", None) else 1
+        sizes["training.bad_steps"] = 2 if asked.training.bad_steps else 1
         for key in (key for key, size in sizes.items() if size > 1):
             reason = "its steps are more than the passes of each rank's own batch"
             raise ConfigError.of("own-loop-divided", reason, "use fit()", key)

@@ -44,7 +44,6 @@ from framework.setup import start_point
 from framework.setup.assemble import (
     OpenRun,
     assemble_engine,
-    build_trainer,
     count_parameters,
     make_callbacks,
     make_checkpointer,
@@ -57,6 +56,7 @@ from framework.setup.objects import (
     refuse_unknown_arguments,
 )
 from framework.setup.prepared import Prepared, order_of, prepare
+from framework.setup.roll_back import train
 from framework.system.exits import end_in_one_line, refusing_exits
 from framework.system.log import noting_errors, print_line
 from framework.system.stopping import StopRequest
@@ -126,7 +126,7 @@ def fit_loaded(plan: Plan, source: Source, request: StopRequest, *, words: Seque
 def run_prepared(prepared: Prepared, request: StopRequest) -> RunResult:
     """Train what was prepared, to its end or to where the request stops it."""
     with opened(prepared, request) as run:
-        run.outcome = build_trainer(run).fit()
+        run.outcome = train(run)
     return _result(run)
 
 
@@ -176,9 +176,14 @@ def _at_work(
     described = prepared.description(order=order_of(start)) | engine.description()
     described |= start_point.describe_frozen(engine, plan.config)
     callbacks = make_callbacks(engine, prepared)
-    places = StreamPlaces(gather)
-    with watch.during(LOADING), waiting(f"the load of {start.path if start else 'nothing'}"):
-        start_step = start_point.load_start(engine, start, (best, callbacks, places), described)
+    places, left_out = StreamPlaces(gather), start_point.steps_left_out(folder, start, plan.config)
+    kept = start_point.Kept(places, best, callbacks, left_out, *filter(None, [engine.bad_steps]))
+
+    def load(chosen: SavedCheckpoint | None) -> int:
+        with watch.during(LOADING), waiting(f"the load of {chosen.path if chosen else 'nothing'}"):
+            return start_point.load_start(engine, chosen, kept=kept, description=described)
+
+    start_step = load(start)
     if rank() == 0:
         stages = prepared.cut.table if prepared.cut else None
         num_params, num_trained = count_parameters(engine, stages)
@@ -196,14 +201,14 @@ def _at_work(
         folder.checkpoints,
         plan=plan,
         description=described,
-        further=lambda step: best.state() | callbacks.state() | places.state(step),
+        further=kept.state,
     )
     often = {"evaluate": plan.config.evaluation.every_minutes, "save": of_checkpoint.every_minutes}
     minutes = Minutes(often, most=plan.config.training.max_minutes, began=request.began)
     with closing(checkpointer), agreed_stops(request, start_step=start_step, due=minutes.due) as ask:
         stop = Watched(watch, ask)
         parts = (prepared, engine, folder, checkpointer, best, callbacks, start, places, stop, minutes)
-        run = OpenRun(*parts, outcome=Outcome(step=start_step), began=request.began)
+        run = OpenRun(*parts, left_out, load, outcome=Outcome(step=start_step), began=request.began)
         yield run
         watch.enter(SAVING)
         with waiting("the last checkpoint to be on the disk"):

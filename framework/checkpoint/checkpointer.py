@@ -20,6 +20,7 @@ from typing import Any, Final, Literal
 
 from framework.checkpoint.manifest import FORMAT, SavedCheckpoint, newest_first, read_checkpoint, seal
 from framework.checkpoint.names import (
+    BAD_STEPS,
     CALLBACKS,
     LATEST,
     LEAVING,
@@ -121,7 +122,7 @@ class Checkpointer:
         # JSON knows no NaN and no infinity.
         measured = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        described = {name: value for name, value in state.items() if name not in (CALLBACKS, STREAM)}
+        described = {name: value for name, value in state.items() if name not in (CALLBACKS, STREAM, BAD_STEPS)}
         return {**described, **self._description, "saved_at": now, "metrics": measured}
 
     def _agree(self, work: Callable[[], None], *, only_main: bool = False) -> str:

@@ -23,7 +23,8 @@ from framework.system.files import read_regular
 
 CALLBACKS: Final = "callbacks"
 STREAM: Final = "stream"
-"""Keys of what callbacks keep, and of the places of streamed data, in the saved state alone."""
+BAD_STEPS: Final = "bad_steps"
+"""Keys of what callbacks keep, of the places of streamed data, and of the last good steps, in the saved state alone."""
 CHECKPOINTS: Final = "checkpoints"
 MANIFEST: Final = "manifest.json"
 LATEST: Final = "latest"

@@ -128,6 +128,7 @@ def main(words: Sequence[str]) -> int:
     values["run"]["name"] += "-lr-range"
     values["monitors"]["csv"] = True
     values["evaluation"]["weights"], values["training"]["ema"], values["callbacks"] = "trained", None, []
+    values["training"]["bad_steps"] = None
     config, source = load_with_source(arguments.config, (), text=json.dumps(values))
 
     if optimizer_lr(config.optimizer) == 0:

@@ -96,6 +96,41 @@ def _switch(value: Any) -> Any:
 _Compile = Annotated[Compile | None, BeforeValidator(_switch, json_schema_input_type=bool | Compile | None)]
 
 
+Policy = Literal["stop", "skip", "roll_back"]
+
+
+class BadSteps(Section):
+    """What becomes of a bad step: one whose loss or gradient norm is not finite, or a spike. Alone, `policy` may be
+    written without a section."""
+
+    policy: Policy = "stop"
+    """``stop``: the run ends at the next logged step, and names the first bad one. ``skip``: weights and optimizer stay
+    as they are, data and schedule go on. ``roll_back``: the run goes back to a checkpoint and leaves out the data of
+    the steps up to the bad one."""
+    spike_sigmas: NonNegative = 6.0
+    """A spike is above the mean of the last good steps by more than so many of their standard deviations; 0: nothing
+    is. Values that fall are none."""
+    window_steps: PositiveCount = 128
+    """Last steps that make mean and deviation, the good ones of them. Before half as many, and 20, there is no
+    spike."""
+    roll_back_steps: PositiveCount = 100
+    """Steps whose data is left out, the bad one the last of them. The run goes back to the newest sound checkpoint
+    before all of them, or else to its oldest."""
+    max_roll_backs: PositiveCount = 3
+    """After so many the next bad step ends the run."""
+    rerun: bool = False
+    """Compute a bad step once more from the same weights, batches and random states, before anything is changed. Where
+    it is as bad again, it is ``persistent``, and the policy holds; otherwise ``transient``: hardware is suspected, and
+    the second result is taken. Every step waits for the device. Not in pipelines."""
+
+
+def _as_policy(value: Any) -> Any:
+    return {"policy": value} if isinstance(value, str) else value
+
+
+_BadSteps = Annotated[BadSteps | None, BeforeValidator(_as_policy, json_schema_input_type=Policy | BadSteps | None)]
+
+
 class Training(Section):
     """Length of the training, and options of its steps."""
 
@@ -127,6 +162,9 @@ class Training(Section):
     detect_anomaly: bool = False
     """End at the first gradient that is NaN and name the operation of the forward pass that it belongs to: to look for
     an error, at several times the cost of a step."""
+    bad_steps: _BadSteps = None
+    """What becomes of steps whose numbers go wrong: ``stop``, ``skip``, ``roll_back``, or how. Left out: the run ends
+    at a logged step whose loss is not finite, and nothing else is looked at."""
     compile: _Compile = None
     """torch.compile of the model: true, false, or how. Losses then differ from a run without by rounding."""
     channels_last: bool = False

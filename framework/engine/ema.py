@@ -73,8 +73,13 @@ class WeightAverage:
             return
         averages = [optimizer.state[parameter][EMA_KEY] for parameter in parameters]
         weights = [parameter.detach() for parameter in parameters]
+        left_out = getattr(optimizer, "found_inf", None)  # as a number on the device: the weights are as they were
         if step <= settings.start_step:
             torch._foreach_copy_(averages, weights)
+        elif left_out is not None:
+            share = (1.0 - settings.decay) * (1.0 - left_out)
+            for average, weight in zip(averages, weights, strict=True):
+                average.lerp_(weight, share.to(average.dtype))
         else:
             torch._foreach_lerp_(averages, weights, 1.0 - settings.decay)
 

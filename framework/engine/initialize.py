@@ -18,6 +18,7 @@ from framework.checkpoint.state.checkpoint_engine import use_atomic_files
 from framework.checkpoint.state.optimizer_shards import Names
 from framework.checkpoint.state.tensor_split import splits_of
 from framework.config.deepspeed_words import SCHEDULES
+from framework.engine.bad_steps import StepWatch
 from framework.engine.checkpoint_bytes import load_bytes, move_in, save_bytes
 from framework.engine.distributed import collective_timeout, device, gather
 from framework.engine.ema import WeightAverage
@@ -30,7 +31,7 @@ from framework.engine.step_batches import HALF, DeviceBatches, place
 from framework.engine.stragglers import stragglers_of
 from framework.engine.workarounds.fp32_sums import taking_zero_optimizer
 from framework.engine.workarounds.grad_norm import keep_norm
-from framework.engine.workarounds.grad_scaler import forget_autocast
+from framework.engine.workarounds.grad_scaler import forget_autocast, may_have_been_skipped
 from framework.engine.workarounds.gradient_order import keep_gradient_order
 from framework.engine.workarounds.half_without_zero import taking_no_empty_step
 from framework.engine.workarounds.idle_measurements import leave_out_measurements
@@ -172,6 +173,17 @@ class Step:
         return shared | {"train/lr": self.lr} | engine_metrics(engine.engine, engine.kept_norm)
 
 
+@dataclass(frozen=True)
+class PassedStep:
+    """Result of a step that was left out."""
+
+    metrics: Mapping[str, float]
+    may_be_skipped: bool = True
+
+    def read(self) -> Mapping[str, float]:
+        return self.metrics
+
+
 def positions_of(plan: Plan) -> Positions | None:
     """This rank's part of every sequence; None where it has all positions."""
     size = plan.layout.sequence_size
@@ -202,6 +214,21 @@ class BaseEngine:
         self.kept_norm = keep_norm(engine, stages=stages)
         self.phases = phases_of(engine)
         self.stragglers = stragglers_of(plan, torch.distributed.get_world_size())
+        asked, most = plan.config.training.bad_steps, plan.config.training.log_every
+        watch = None if asked is None else StepWatch(engine, asked, self.kept_norm, most_steps=most)
+        self.bad_steps = watch
+
+    def may_be_skipped(self) -> bool:
+        """Check whether the last step may have left the weights as they were."""
+        watch = self.bad_steps
+        return (watch is not None and watch.keeps_weights) or may_have_been_skipped(self.engine)
+
+    def pass_over(self, micro_batches: Iterator[Any]) -> PassedStep:
+        """Leave out a step after a roll back: its data is read, counters and schedule go on."""
+        assert self.bad_steps is not None
+        lr = self.lr()
+        self.bad_steps.pass_over(micro_batches)
+        return PassedStep({"train/lr": lr, "train/skipped_steps": float(self.engine.skipped_steps)})
 
     def save(
         self, folder: Path, tag: str, state: Mapping[str, Any], *, open_file: OpenFile = NewFile

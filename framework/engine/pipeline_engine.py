@@ -26,7 +26,7 @@ from framework.engine.initialize import BaseEngine, MakeOptimizer, Step, initial
 from framework.engine.metrics import EvalSums
 from framework.engine.schedules import MakeSchedule
 from framework.engine.step_batches import StepLoss
-from framework.engine.workarounds.grad_scaler import explaining_overflow, may_have_been_skipped, scale_fp16_loss
+from framework.engine.workarounds.grad_scaler import explaining_overflow, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import FrameworkError, TrainingError
 from framework.models.layers import Layer, recompute
@@ -189,6 +189,10 @@ class PipelineEngine(BaseEngine):
         )
         self._loss = loss
         self._shapes: Any = None
+        if self.bad_steps is not None and engine.is_last_stage():
+            # The ranks' mean is the loss: of all stages one has it.
+            share = engine.num_stages / engine.gradient_accumulation_steps()
+            self.bad_steps.loss = lambda: engine.total_loss.detach() * share
 
     def train_step(self, micro_batches: Iterator[Any]) -> Step:
         """One 1F1B pass over the step's micro-batches; the first stage takes inputs, the last one targets."""
@@ -201,7 +205,7 @@ class PipelineEngine(BaseEngine):
         # DeepSpeed has averaged it over micro-batches and pipelines, and sent it to every stage.
         loss = loss.detach().clone()
         self.phases.end()
-        return Step(self, lambda: loss, lr, may_have_been_skipped(self.engine))
+        return Step(self, lambda: loss, lr, self.may_be_skipped())
 
     def name_module(self, name: str) -> str:
         is_layer = name.removeprefix("tied_modules.").partition(".")[0] not in ("", "tied_modules")

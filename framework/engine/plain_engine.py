@@ -19,7 +19,7 @@ from framework.engine.metrics import EvalSums
 from framework.engine.rank_groups import RankGroups, make_groups
 from framework.engine.schedules import MakeSchedule
 from framework.engine.step_batches import StepLoss
-from framework.engine.workarounds.grad_scaler import explaining_overflow, may_have_been_skipped, scale_fp16_loss
+from framework.engine.workarounds.grad_scaler import explaining_overflow, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import ConfigError
 from framework.models.adapt import compile_model
@@ -93,6 +93,11 @@ class PlainEngine(BaseEngine):
 
     def train_step(self, micro_batches: Iterator[Any]) -> Step:
         """Forward, backward and DeepSpeed's step for each micro-batch; nothing here waits for the device."""
+        watch = self.bad_steps
+        step: Step = self._take(micro_batches) if watch is None else watch.run(self._take, micro_batches)
+        return step
+
+    def _take(self, micro_batches: Iterator[Any]) -> Step:
         engine, task, phases = self.engine, self._task, self.phases
         phases.begin()
         lr = self.lr()  # before the step: DeepSpeed moves the schedule on at its end
@@ -109,12 +114,14 @@ class PlainEngine(BaseEngine):
                     engine.backward(sum((one.loss for one in routings), loss), scale_wrt_gas=is_divided)
                 reported += [(one.balance, one.dropped) for one in routings]
                 phases.enter("optimizer")
-                engine.step()
                 total = loss.detach() if total is None else total + loss.detach()
+                if self.bad_steps is not None:
+                    self.bad_steps.loss = self._loss.mean(total)
+                engine.step()
         assert total is not None
         mean = self._loss.mean(total)
         phases.end()
-        return Step(self, mean, lr, may_have_been_skipped(engine), partial(routing_metrics, reported))
+        return Step(self, mean, lr, self.may_be_skipped(), partial(routing_metrics, reported))
 
     def evaluate(
         self, batches: Iterable[tuple[Any, bool]], *, is_stopping: Callable[[], bool] = lambda: False

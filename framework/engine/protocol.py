@@ -5,7 +5,9 @@ Nothing here imports torch: the Trainer moves batches and results from one side 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -41,6 +43,63 @@ class StepResult(Protocol):
 
         Collective: every rank calls it or none does. Waits for the device, so it is called at logging points only.
         """
+        ...
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """A step whose numbers went wrong, with the limits that they were held against.
+
+    Attributes:
+        ranks: those whose own loss is not finite, or differed when it was computed again.
+        verdict: of a step that was computed again, ``transient`` or ``persistent``.
+        is_taken: whether it was good then, and its update was made.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    loss_limit: float
+    norm_limit: float
+    _: KW_ONLY
+    ranks: tuple[str, ...] = ()
+    verdict: str = ""
+    is_taken: bool = False
+
+    def __str__(self) -> str:
+        pairs = ("train/loss", self.loss, self.loss_limit), ("train/grad_norm", self.grad_norm, self.norm_limit)
+        wrong = [
+            f"{name} = {value:.6g}{f', above {limit:.4g}' if math.isfinite(value) else ''}"
+            for name, value, limit in pairs
+            if not value <= limit or not math.isfinite(value)
+        ]
+        where = f" ({', '.join(self.ranks)})" if self.ranks else ""
+        return f"step {self.step}: {' and '.join(wrong)}{where}{self._described_rerun()}"
+
+    def _described_rerun(self) -> str:
+        if self.verdict == "persistent":
+            return "; computed again it is the same: persistent, of the data or the model"
+        place = "the ranks named" if self.ranks else "which rank, its loss does not show"
+        return f"; computed again it is another: transient, suspect the hardware ({place})" if self.verdict else ""
+
+    def details(self) -> dict[str, Any]:
+        """Return what an event holds; JSON knows no NaN."""
+        values = {name: getattr(self, name) for name in ("loss", "grad_norm", "loss_limit", "norm_limit")}
+        found = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
+        further = {"ranks": list(self.ranks), "verdict": self.verdict, "is_taken": self.is_taken}
+        return found | {name: value for name, value in further.items() if value}
+
+
+class BadStepWatch(Protocol):
+    """An engine's look at all of its steps (`training.bad_steps`)."""
+
+    @property
+    def has_news(self) -> bool:
+        """Check whether the host knows of a bad step that was not read."""
+        ...
+
+    def read(self) -> list[BadStep]:
+        """List the bad steps since the last reading. Collective."""
         ...
 
 

@@ -59,6 +59,7 @@ def marks_of(run: Run) -> list[Mark]:
     saved = {event["step"] for event in run.happened("save") if "step" in event} or set(run.saved_steps)
     marks = [Mark("save", step) for step in sorted(saved)]
     marks += [Mark("restart", event.get("step", 0)) for event in run.happened("resume")]
+    marks += [Mark("back", event.get("step", 0)) for event in run.happened("roll_back")]
     skipped = run.metrics.get("train/skipped_steps", Series()).finite
     before = 0.0
     for step, value in skipped:

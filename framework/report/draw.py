@@ -324,6 +324,7 @@ _MARKS: Final = {
     "save": ("checkpoint", 'class="m2" d="M0 0l-4 -7h8z"'),
     "skip": ("skipped step", 'class="m1" d="M-1 0h2v9h-2z"'),
     "restart": ("restart", 'class="m3" d="M0 0l5 4l-5 4l-5 -4z"'),
+    "back": ("rolled back", 'class="m4" d="M0 4l8 -4v8z"'),
     "nan": ("not finite", 'class="m5" d="M-4 1l1 -1l3 3l3 -3l1 1l-3 3l3 3l-1 1l-3 -3l-3 3l-1 -1l3 -3z"'),
 }
 

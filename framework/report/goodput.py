@@ -114,8 +114,9 @@ def goodput(run: Run) -> Goodput | None:
                 move("ending", kept - _stamp(event))
         down = (later.begin if later is not None else max([last, *map(_stamp, attempt.events)])) - last
         was_asked = any("error" not in event for event in attempt.happened("end"))
-        move("stopped" if was_asked else "between restarts", down)
-        restarts += later is not None and not was_asked
+        went_back = bool(attempt.happened("roll_back"))
+        move("rolling back" if went_back else "stopped" if was_asked else "between restarts", down)
+        restarts += later is not None and not (was_asked or went_back)
     first, stamps = attempts[0], [_stamp(event) for event in run.events]
     wall = max([*stamps, *(stamp for _, stamp in run.clock.finite)]) - first.begin
     parts["other"] = max(0.0, wall - sum(parts.values()))

@@ -241,7 +241,7 @@ def _events(run: Run) -> str:
         ]
         for event in run.events
     ]
-    names = {"save": "checkpoint", "skip": "skipped step", "restart": "restart"}
+    names = {"save": "checkpoint", "skip": "skipped step", "restart": "restart", "back": "roll back"}
     if not rows:
         marks = sorted(marks_of(run), key=lambda mark: mark.step)
         rows = [["", f"{mark.step:,}", names[mark.kind], "", ""] for mark in marks]

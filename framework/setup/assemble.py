@@ -59,6 +59,7 @@ from framework.setup.start_point import on_rank0
 from framework.system.waiting import waiting
 from framework.tasks.causal_lm import logits_of
 from framework.tasks.task import Task
+from framework.train.bad_steps import BadStepPolicy, LeftOut
 from framework.train.best import BestSoFar
 from framework.train.callbacks import Callbacks
 from framework.train.events import Events
@@ -221,6 +222,8 @@ class OpenRun:
     places: StreamPlaces
     stop: Watched
     minutes: Minutes
+    left_out: LeftOut
+    load: Callable[[SavedCheckpoint], int]  # into the engine and all that goes with it
     outcome: Outcome
     began: float
 
@@ -239,7 +242,7 @@ class OpenRun:
 
         def add_monitors() -> tuple[int, Mapping[str, float]]:
             since = time.monotonic() - self.began
-            events.append(Events(folder.path / "events.jsonl", from_step=start_step, seconds=since))
+            events.append(Events(folder.events, from_step=start_step, seconds=since))
             monitors.extend(
                 make_monitors(plan.config, folder.path, total_steps=total_steps, from_step=start_step, held=held)
             )
@@ -273,6 +276,10 @@ def build_trainer(run: OpenRun) -> Trainer:
     monitors, events, (restarts, peaks) = run.open_monitors()
     look = _watch(engine, plan, monitors, run.folder)
     per_step = flops_per_step(plan, work_of(plan), peaks)
+    asked, watch = plan.config.training.bad_steps, engine.bad_steps
+    policy = None
+    if asked is not None and watch is not None:
+        policy = BadStepPolicy(asked.policy, asked.max_roll_backs, watch, run.left_out, engine.pass_over)
     tokens_per_sample = getattr(splits.train, "tokens_per_sample", None)
     return Trainer(
         engine,
@@ -291,6 +298,7 @@ def build_trainer(run: OpenRun) -> Trainer:
         profile=make_profiler(engine, plan, run.folder, start_step=start_step),
         record=events,
         callbacks=run.callbacks or None,
+        bad_steps=policy,
     )
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from framework.checkpoint.checkpointer import clear_unfinished
 from framework.checkpoint.manifest import SavedCheckpoint
@@ -35,10 +35,35 @@ from framework.plan.plan import Plan
 from framework.setup.prepared import Prepared
 from framework.setup.stages import cut_as_saved, cut_by_time
 from framework.system.log import print_line
-from framework.train.best import BestSoFar
-from framework.train.callbacks import Callbacks
+from framework.train.bad_steps import LeftOut, noted_windows
 from framework.train.events import carry_over
 from framework.train.run_folder import RunFolder
+
+
+class _HasState(Protocol):
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Kept:
+    """What a checkpoint holds beside the engine's state."""
+
+    def __init__(self, places: StreamPlaces, *others: _HasState) -> None:
+        self._places, self._others = places, others
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Gather it for the checkpoint of a step. Collective."""
+        found = self._places.state(step)
+        for each in self._others:
+            found |= each.state()
+        return found
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Give it back."""
+        self._places.restore(state)
+        for each in self._others:
+            each.restore(state)
 
 
 def on_rank0(work: Callable[[], Any]) -> Any:
@@ -83,7 +108,7 @@ def agreed_weights(prepared: Prepared, start: SavedCheckpoint | None, *, average
     of = prepared.weights
     if not isinstance(of, SavedCheckpoint):
         return prepared
-    damage = _verification().verify(of, on_every_host=True) if of.verified else of.damage()
+    damage = shared_verification().verify(of, on_every_host=True) if of.verified else of.damage()
     error = None
     try:
         weights = checkpoint_weights(of, average=average, damage=damage)
@@ -97,13 +122,14 @@ def agreed_weights(prepared: Prepared, start: SavedCheckpoint | None, *, average
     return replace(prepared, weights=weights)
 
 
-def _verification() -> SharedVerification:
+def shared_verification() -> SharedVerification:
+    """Build what the ranks verify checkpoints with, each a share."""
     return SharedVerification(rank=rank(), gather=gather, from_rank0=from_rank0, print_line=print_line)
 
 
 def choose_together(folder: RunFolder, config: RunConfig) -> SavedCheckpoint | None:
     """Rank 0 decides where the run starts from, and all ranks read the checkpoints that it thinks of. Collective."""
-    shared = _verification()
+    shared = shared_verification()
     if rank() != 0:
         shared.help()
         start = None
@@ -242,12 +268,15 @@ def describe_frozen(engine: Engine, config: RunConfig) -> dict[str, Any]:
     return {"base": describe_base(engine.engine.module, config.checkpoint.init_weights)}  # type: ignore[attr-defined]
 
 
-def load_start(
-    engine: Engine,
-    start: SavedCheckpoint | None,
-    kept: Sequence[BestSoFar | Callbacks | StreamPlaces],
-    description: Mapping[str, Any],
-) -> int:
+def steps_left_out(folder: RunFolder, start: SavedCheckpoint | None, config: RunConfig) -> LeftOut:
+    """Know the roll backs of a run from its events: a checkpoint from before one holds nothing of it. Collective."""
+    left_out, own = LeftOut(), folder.checkpoints.resolve()
+    if config.training.bad_steps is not None and start is not None and start.folder.resolve() == own:
+        left_out.add(from_rank0(on_rank0(lambda: noted_windows(folder.events))))
+    return left_out
+
+
+def load_start(engine: Engine, start: SavedCheckpoint | None, kept: Kept, description: Mapping[str, Any]) -> int:
     """Load the checkpoint that the run starts from, moved into the run's layout, and give back what it holds of `kept`;
     returns its step, 0 without one. Collective.
     """
@@ -260,6 +289,5 @@ def load_start(
         stated = describe_resharding(start, description=description)
         print_line(f"resume: {start.path} was written in another layout ({stated}) and is moved into this one")
     state = engine.load(start, moved=moved)
-    for each in kept:
-        each.restore(state)
+    kept.restore(state)
     return int(state["step"])

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from framework.system.file_writer import hand_over
+from framework.system.file_writer import hand_over, settle
 from framework.system.files import open_own
 from framework.system.log import listen_to_events
 from framework.train.monitors.base import Point
@@ -24,8 +24,9 @@ class Events:
     """Appends events to the file of a run; and, as a monitor, notes the steps and what was skipped.
 
     A line is ``{"time_seconds": Unix time, "step": n, "kind": ..., "seconds": duration where it has one, ...}``. Kinds:
-    ``start`` and ``resume``, ``first_step``, ``evaluate``, ``save``, ``callbacks``, ``skip``, ``warning``,
-    ``straggler``, ``hang``, ``stop``, ``end``; ``reached`` is the last step of an earlier start that is taken again.
+    ``start`` and ``resume``, ``first_step``, ``evaluate``, ``save``, ``callbacks``, ``skip``, ``bad_step``,
+    ``roll_back``, ``warning``, ``straggler``, ``hang``, ``stop``, ``end``; ``reached`` is the last step of an earlier
+    start that is taken again.
 
     Attributes:
         restarts: how often the run was started before.
@@ -47,7 +48,8 @@ class Events:
         if os.path.lexists(path):
             with open_own(path, "r") as stream:
                 lines = stream.read().split("\n")
-        self.restarts = sum(_kind(line) in _STARTS for line in lines)
+        kinds = [_kind(line) for line in lines]
+        self.restarts = sum(kind in _STARTS for kind in kinds) - kinds.count("roll_back")
         self._file = open_own(path, "a")
         if lines and lines[-1]:
             self._file.write("\n")
@@ -62,6 +64,20 @@ class Events:
         event = {"time_seconds": round(self._clock(), 3), "step": step, "kind": kind}
         duration = {} if seconds is None else {"seconds": round(seconds, 6)}
         hand_over(partial(self._append, json.dumps(event | duration | details) + "\n"))
+
+    @staticmethod
+    def append(path: Path, kind: str, step: int, **details: Any) -> None:
+        """Note an event in a file that nobody holds open, and flush it to disk.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        settle()
+        event = {"time_seconds": round(time.time(), 3), "step": step, "kind": kind}
+        with open_own(path, "a") as stream:
+            stream.write(json.dumps(event | details) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
 
     def write(self, point: Point) -> None:
         """Take a logged point."""

@@ -53,6 +53,11 @@ class RunFolder:
         return self.path / CHECKPOINTS
 
     @property
+    def events(self) -> Path:
+        """File of what happened to the run."""
+        return self.path / "events.jsonl"
+
+    @property
     def logs(self) -> Path:
         """Folder of every rank's log."""
         return self.path / "logs"

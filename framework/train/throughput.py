@@ -160,8 +160,8 @@ _UNTOLD_STEPS: Final = 4
 class SkippedSteps:
     """Counts from one logged point to the next, from numbers that are read there anyway."""
 
-    def __init__(self, start_step: int) -> None:
-        self._step = start_step
+    def __init__(self, start_step: int, cause: str = "its gradients were not finite") -> None:
+        self._step, self._cause = start_step, cause
         self._skipped: float | None = (
             None if start_step else 0.0
         )  # what a checkpoint has brought is told at the first point
@@ -194,10 +194,7 @@ class SkippedSteps:
             warn(f"{self._what(step)}; {_ADVICE} [every-step-skipped]", is_of_all_ranks=True)
 
     def _what(self, step: int) -> str:
-        return (
-            f"step {step}: each of the last {self._steps_in_row} steps was skipped, "
-            "because its gradients were not finite"
-        )
+        return f"step {step}: each of the last {self._steps_in_row} steps was skipped, because {self._cause}"
 
 
 _ADVICE: Final = "look for a root, a norm or a division at zero in the model or the loss, or lower optimizer.lr"

@@ -28,6 +28,7 @@ from framework.errors import StorageError, TrainingError
 from framework.system.log import warn
 from framework.system.stopping import EVALUATE, SAVE, TIME_IS_UP
 from framework.system.waiting import waiting
+from framework.train.bad_steps import BadStepPolicy, RolledBack
 from framework.train.callbacks import Callbacks
 from framework.train.monitors.base import Monitor, Point, Sinks
 from framework.train.throughput import SkippedSteps, SpikeScore, Stopwatch
@@ -176,6 +177,7 @@ class Trainer:
         record: Callable[..., object] | None = None,
         callbacks: Callbacks | None = None,
         profile: StepProfile | None = None,
+        bad_steps: BadStepPolicy | None = None,
         constants: Mapping[str, float] = MappingProxyType({}),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -197,6 +199,7 @@ class Trainer:
             record: notes an event by kind and step (`train.events.Events`); None: nobody does.
             callbacks: called at the events of the run; None: nobody is.
             profile: looks at some steps closely; None: at none.
+            bad_steps: what becomes of steps whose numbers go wrong; None: a loss that is not finite ends the run.
             constants: metrics of every logged point.
             clock: seconds, for throughput.
         """
@@ -210,13 +213,14 @@ class Trainer:
         self._minutes, self._asked = minutes or Minutes(), set[str]()  # by the clock
         self._evaluates_first, self._look = evaluates_first, look
         self._record, self._constants = record or _ignore, constants
-        self._callbacks = callbacks
+        self._callbacks, self._bad_steps = callbacks, bad_steps
         self._hears_steps = callbacks is not None and callbacks.hears("on_step")
         self._checkpoint: dict[str, float] = {}  # to be logged with the next point
         self._spikes = SpikeScore()
         self._saved_step = -1
         self._not_finite = 0  # logged losses in a row, up to now
-        self._skipped_steps = SkippedSteps(start_step)
+        cause = ["its numbers were bad (training.bad_steps)"] if bad_steps is not None else []
+        self._skipped_steps = SkippedSteps(start_step, *cause)
         self._outcome = Outcome(step=start_step)
         self._measured: dict[str, float] = {}  # at this very step
         self._stopwatch = Stopwatch(
@@ -236,6 +240,7 @@ class Trainer:
                 step that is to be saved, are not finite; or every step is skipped; or the data ends before the run
             does.
             StorageError: the run is to stop, and what it has reached cannot be saved; or its folder is lost.
+            RolledBack: a step was bad, and the run is to go on from an earlier one.
         """
         agenda, outcome = self._agenda, self._outcome
         start_step = outcome.step
@@ -258,7 +263,7 @@ class Trainer:
             while outcome.step < agenda.total_steps and not outcome.ended_early:
                 if self._is_stopping():
                     break
-                result = self._train_step(micro_batches)
+                result = self._next_step(micro_batches)
                 outcome.step += 1
                 self._stopwatch.step()
                 self._do_what_is_due(result)
@@ -279,6 +284,11 @@ class Trainer:
         self._record("first_step", self._outcome.step + 1, seconds=self._clock() - begun)
         return result
 
+    def _next_step(self, micro_batches: Iterator[Any]) -> StepResult:
+        if self._bad_steps is not None and self._outcome.step + 1 in self._bad_steps.left_out:
+            return self._bad_steps.pass_over(micro_batches)
+        return self._train_step(micro_batches)
+
     def _profiled_step(self, profile: StepProfile, micro_batches: Iterator[Any]) -> StepResult:
         """Take a step that may be profiled: what begins before it and ends after it is no part of its time. After the
         last of them steps are as they are without a profile.
@@ -297,6 +307,8 @@ class Trainer:
         return result
 
     def _record_end(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RolledBack):
+            return
         if error is None:
             early = {"ended_early": self._outcome.ended_early} if self._outcome.ended_early else {}
             self._record("end", self._outcome.step, is_finished=not self._outcome.stopped, **early)
@@ -316,9 +328,10 @@ class Trainer:
             for word in self._asked:
                 self._minutes.restart(word)
             self._asked.clear()
-        if evaluate or save or self._due(agenda.log):
+        has_news = self._bad_steps is not None and self._bad_steps.watch.has_news
+        if evaluate or save or self._due(agenda.log) or has_news:
             # Evaluating and saving wait for the device anyway; reading first keeps their time out of the step's.
-            self._log(result.read())
+            self._read(result)
         if evaluate:
             self._evaluate()
         # Before the save, which then holds what they have changed.
@@ -421,7 +434,7 @@ class Trainer:
         if self._save is None or self._saved_step == step:
             return
         if not self._measured:
-            self._log(result.read())
+            self._read(result)
         if self._not_finite > self._agenda.not_finite_allowed:
             raise self._diverged()
         if not self._not_finite:  # in fp16 the next loss may be a number again: the checkpoint before this step stands
@@ -447,16 +460,28 @@ class Trainer:
     def _due(self, cadence: Every) -> bool:
         return cadence.is_due(self._outcome.step, total_steps=self._agenda.total_steps)
 
+    def _read(self, result: StepResult) -> None:
+        """Read a step, and all since the last one that was read for what was bad. Collective."""
+        policy = self._bad_steps
+        found = [] if policy is None else policy.watch.read()
+        for bad in found:
+            self._record("bad_step", bad.step, **bad.details())
+        self._log(result.read())
+        if policy is not None:
+            policy.follow(found, note=partial(warn, is_of_all_ranks=True))
+
     def _log(self, metrics: Mapping[str, float]) -> None:
         parts = {name: value for name, value in metrics.items() if name.startswith("time/")}
         spikes, checkpoint, self._checkpoint = self._spikes.note(metrics.get("train/loss")), self._checkpoint, {}
         found = {**metrics, **spikes, **self._stopwatch.read(parts), **checkpoint, **self._constants}
         self._report(found | self._call("on_log", found))
-        self._not_finite = 0 if math.isfinite(metrics.get("train/loss", 0.0)) else self._not_finite + 1
+        is_fine = self._bad_steps is not None or math.isfinite(metrics.get("train/loss", 0.0))
+        self._not_finite = 0 if is_fine else self._not_finite + 1
         is_last = self._outcome.step == self._agenda.total_steps
         if self._not_finite > self._agenda.not_finite_allowed or (self._not_finite and is_last):
             raise self._diverged()
-        self._skipped_steps.note(self._outcome.step, metrics, is_last=is_last)
+        if "train/loss" in metrics:  # it was not left out
+            self._skipped_steps.note(self._outcome.step, metrics, is_last=is_last)
 
     def _diverged(self) -> TrainingError:
         loss, repeated = self._outcome.metrics["train/loss"], f", as {self._not_finite} logged losses in a row"

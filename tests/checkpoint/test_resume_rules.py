@@ -37,7 +37,7 @@ WHOLE = {
     "profile",
     "supervision",
     "training.ema",
-} | {"training.lora", "training.compile"}
+} | {"training.lora", "training.compile", "training.bad_steps"}
 PAGE = ROOT / "docs" / "checkpoints.md"
 FP16 = {"dtype": "fp16"}
 

@@ -1,7 +1,8 @@
 """Between two logging points nothing of ours reads a value from the device: not a read more than in a bare DeepSpeed
 loop.
 
-Where gradients are clipped (`clip1`) a moving average of the weights is kept as well.
+Where gradients are clipped (`clip1`) a moving average of the weights is kept as well, and every step is looked at
+(`training.bad_steps`).
 """
 
 from __future__ import annotations
@@ -34,3 +35,12 @@ def test_no_read_more_than_deepspeed_itself(
     assert counted["ours"] == counted["bare"]
     # torch's Adam reads its step counter, a host tensor, once per parameter: the counter counts.
     assert counted["bare"] > 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_bad_step_is_skipped_on_the_device_or_for_one_read_a_step(
+    reads: dict[str, dict[str, int]], stage: int
+) -> None:
+    fused, other = reads[f"skip-fused-z{stage}"], reads[f"skip-z{stage}"]
+    assert fused["ours"] == fused["bare"]
+    assert other["ours"] == other["bare"] + 4  # steps

@@ -40,6 +40,7 @@ class Reads(TorchDispatchMode):
 
 
 def case(stage: int, dtype: str, clip: float, folder: str) -> dict[str, Any]:
+    """With every second case an average, and a look for bad steps, so that they cost no further ones."""
     return {
         "run": {"name": f"{dtype}-z{stage}-clip{clip:g}", "output_dir": folder},
         "batch": {"global_size": 60, "accumulation_steps": 2},
@@ -50,7 +51,8 @@ def case(stage: int, dtype: str, clip: float, folder: str) -> dict[str, Any]:
             "log_every": STEPS,
             "clip_grad_norm": clip,
             "ema": {"decay": 0.9} if clip else None,
-        },  # with every second case, so that it costs no further ones
+            "bad_steps": "stop" if clip else None,
+        },
         "evaluation": {"at_end": False},
         "checkpoint": {"at_end": False},
         "monitors": {"tensorboard": False, "progress": "off"},
@@ -105,6 +107,11 @@ def main() -> None:
                 for clip in (0.0, 1.0):
                     config = case(stage, dtype, clip, folder)
                     found[config["run"]["name"]] = {"ours": ours(config), "bare": bare(config)}
+            config = case(stage, "fp32", 1.0, folder)
+            config["training"]["bad_steps"] = "skip"
+            found[f"skip-z{stage}"] = {"ours": ours(config), "bare": bare(config)}
+            config["optimizer"] = {"kind": "adamw", "implementation": "fused"}
+            found[f"skip-fused-z{stage}"] = {"ours": ours(config), "bare": bare(config)}
     Path(sys.argv[1]).write_text(json.dumps(found, indent=2), encoding="utf-8")
 
 

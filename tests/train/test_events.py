@@ -94,3 +94,15 @@ def test_a_full_disk_costs_the_event(tmp_path: Path) -> None:
     events("save", 4)
     events.close()
     assert len(read(path)) == 1
+
+
+def test_going_back_is_no_restart(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    make(path).close()
+    Events.append(path, "roll_back", 9, to=4, first=5, last=9)
+    going_on = make(path, from_step=4)
+    going_on.close()
+    again = make(path, from_step=4)
+    again.close()
+    assert (going_on.restarts, again.restarts) == (0, 1)
+    assert [event["kind"] for event in read(path)] == ["start", "roll_back", "resume", "resume"]

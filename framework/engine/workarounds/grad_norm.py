@@ -26,6 +26,17 @@ class KeptNorm:
 
     def __call__(self) -> None:
         """Clip the gradients in place to the engine's limit. Collective where others have other weights."""
+        gradients, norm = self._measured()
+        # A number divided by a tensor would be rounded twice: torch takes the reciprocal. `full` fills on the device.
+        limit = torch.full((), self._engine.gradient_clipping(), device=norm.device)
+        if gradients:
+            torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
+
+    def measure(self) -> torch.Tensor:
+        """Measure the norm, and clip nothing. Collective where others have other weights."""
+        return self._measured()[1]
+
+    def _measured(self) -> tuple[list[torch.Tensor], torch.Tensor]:
         parameters = [parameter for parameter in self._parameters if parameter.grad is not None]
         gradients = [_dense(parameter) for parameter in parameters]
         if self._others is None:
@@ -37,10 +48,7 @@ class KeptNorm:
             torch.distributed.all_reduce(square, group=self._others)
             norm = square.sqrt()
         self.norm = norm
-        # A number divided by a tensor would be rounded twice: torch takes the reciprocal. `full` fills on the device.
-        limit = torch.full((), self._engine.gradient_clipping(), device=norm.device)
-        if gradients:
-            torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
+        return gradients, norm
 
     def _counts(self, parameter: torch.nn.Parameter) -> bool:
         """Return whether this rank counts a weight: not what another stage, or the first of a tensor group, counts."""

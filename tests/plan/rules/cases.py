@@ -61,6 +61,18 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (GPT | piped() | {"parallel": {"sequence": 2, "pipe": 2}}, "cpu", "sequence-with-pipeline"),
         (GPT | {"parallel": {"sequence": 2}}, "cpu", None),
     ],
+    "bad_steps_not_found": [
+        ({"training": {"bad_steps": "skip"}, "precision": {"dtype": "fp16"}}, "cuda", "bad-steps-not-found"),
+        (
+            {"training": {"bad_steps": "stop"}, "precision": {"dtype": "autocast", "compute_dtype": "fp16"}},
+            "cuda",
+            "bad-steps-not-found",
+        ),
+        (piped() | {"training": {"bad_steps": {"rerun": True}}}, "cpu", "bad-steps-not-found"),
+        ({"training": {"bad_steps": "roll_back"}}, "cpu", "bad-steps-not-found"),
+        ({"training": {"bad_steps": "roll_back"}, "checkpoint": {"every_minutes": 5}}, "cpu", None),
+        (piped() | {"training": {"bad_steps": "skip"}}, "cpu", None),
+    ],
     "packing_not_separated": [
         (GPT | CHATS | {"parallel": {"sequence": 2}}, "cpu", "packing-not-separated"),
         (GPT | piped() | CHATS, "cpu", "packing-not-separated"),

@@ -1,0 +1,90 @@
+"""What becomes of bad steps (`training.bad_steps`), and the steps whose data is left out after a roll back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from framework.engine.protocol import BadStep, BadStepWatch, StepResult
+from framework.errors import TrainingError
+from framework.system.files import open_own
+
+_KEY: Final = "left_out"
+_ADVICE: Final = "look at the data of this step, lower optimizer.lr, or set training.bad_steps: skip or roll_back"
+
+
+class RolledBack(Exception):  # noqa: N818 - no error
+    """Ends a loop that is to begin again at an earlier checkpoint."""
+
+    def __init__(self, bad: BadStep) -> None:
+        super().__init__(str(bad))
+        self.bad = bad
+
+
+class LeftOut:
+    """Pairs of first and last step whose data is left out, one for each roll back of the run."""
+
+    def __init__(self) -> None:
+        self.windows: list[tuple[int, int]] = []
+
+    def __contains__(self, step: int) -> bool:
+        return any(first <= step <= last for first, last in self.windows)
+
+    def add(self, windows: Iterable[Sequence[int]]) -> None:
+        """Add windows that are not known."""
+        self.windows = sorted({*self.windows, *((int(first), int(last)) for first, last in windows)})
+
+    def state(self) -> dict[str, Any]:
+        """Return them for a checkpoint; empty where there are none."""
+        return {_KEY: [list(window) for window in self.windows]} if self.windows else {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Add those of a checkpoint."""
+        self.add(state.get(_KEY) or ())
+
+
+def noted_windows(path: Path) -> list[tuple[int, int]]:
+    """Read the windows in a run's events: a checkpoint from before a roll back knows nothing of it."""
+    found = []
+    with suppress(OSError), open_own(path, "r") as stream:
+        for line in stream:
+            with suppress(ValueError, TypeError, KeyError):
+                event = json.loads(line)
+                if event["kind"] == "roll_back":
+                    found.append((int(event["first"]), int(event["last"])))
+    return found
+
+
+@dataclass(frozen=True)
+class BadStepPolicy:
+    """What becomes of bad steps (`training.bad_steps`), on all ranks alike; `pass_over` takes what is left out."""
+
+    policy: str
+    max_roll_backs: int
+    watch: BadStepWatch
+    left_out: LeftOut
+    pass_over: Callable[[Iterator[Any]], StepResult]
+
+    def follow(self, found: Sequence[BadStep], *, note: Callable[[str], object]) -> None:
+        """Do what is asked for about bad steps, and `note` what stops nothing.
+
+        Raises:
+            TrainingError: kind ``bad-step``: the run ends.
+            RolledBack: it goes back.
+        """
+        for bad in found:
+            if bad.is_taken:
+                note(f"{bad}; the second result is taken [bad-step]")
+            elif self.policy == "skip":
+                note(f"{bad}; skipped: weights and optimizer are as they were [bad-step]")
+            elif self.policy == "stop":
+                raise TrainingError(f"{bad}; {_ADVICE} [bad-step]")
+            elif len(self.left_out.windows) >= self.max_roll_backs:
+                reason = f"training.bad_steps.max_roll_backs = {self.max_roll_backs}, and so often it has gone back"
+                raise TrainingError(f"{bad}; {reason}: look at the data, or lower optimizer.lr [bad-step]")
+            else:
+                raise RolledBack(bad)
