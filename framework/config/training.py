@@ -100,7 +100,7 @@ Policy = Literal["stop", "skip", "roll_back"]
 
 
 class BadSteps(Section):
-    """What becomes of a bad step: one whose loss or gradient norm is not finite, or a spike. Alone, `policy` may be
+    """Policy for a bad step: one whose loss or gradient norm is not finite, or a spike. Alone, `policy` may be
     written without a section."""
 
     policy: Policy = "stop"
@@ -457,7 +457,7 @@ WORDS_OF_PATTERNS[_PARTITION] = (
 
 
 class TensorSplit(Section):
-    """How a layer is divided over a tensor group; alone, `split` may be written without a section."""
+    """Way in which a layer is divided over a tensor group; alone, `split` may be written without a section."""
 
     split: Literal["column", "row", "vocabulary", "column_gathered", "summed", "shared_input", "replicated"] = (
         "replicated"

@@ -82,7 +82,7 @@ def watching(*, logs: Path, end_seconds: float, least_seconds: float = _LEAST_SE
 
 
 class Watched:
-    """What a loop asks before every step and between the batches of an evaluation; every question is a sign of life."""
+    """Question of a loop before every step and between the batches of an evaluation: each is a sign of life."""
 
     def __init__(self, watch: HangWatch, ask: Callable[[int], str]) -> None:
         self._watch, self._ask = watch, ask
@@ -109,7 +109,7 @@ class Gaps:
         self._of: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_GAPS_OF_LATE))
 
     def noted(self, phase: str) -> Callable[[float], None]:
-        """What notes a gap of a phase."""
+        """Return what notes a gap of a phase."""
         return self._of[phase].append
 
     def is_known(self, phase: str) -> bool:
@@ -298,7 +298,7 @@ class HangWatch:
 
 
 def place_of(frame: FrameType | None) -> str:
-    """Where a thread is: the innermost line of the user's code, and the function that it is in now."""
+    """Find where a thread is: the innermost line of the user's code, and the function that it is in now."""
     innermost, own = frame, None
     while frame is not None:
         name = frame.f_code.co_filename

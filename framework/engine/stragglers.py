@@ -45,12 +45,12 @@ class Straggler:
 
     @property
     def excess_ms(self) -> float:
-        """What each step would be shorter by."""
+        """Time by which each step would be shorter."""
         return self.own_ms - self.others_ms
 
     @property
     def factor(self) -> float:
-        """How much longer it computes; or how much longer the step is, by the wait for its data."""
+        """Compute how much longer it computes; or how much longer the step is, by the wait for its data."""
         if self.part == "data":
             return self.step_ms / max(self.step_ms - self.excess_ms, 0.01 * self.step_ms)
         return self.own_ms / max(self.others_ms, 0.01 * self.own_ms)
@@ -139,7 +139,7 @@ class Stragglers:
 
 
 def stragglers_of(plan: Plan, world_size: int) -> Stragglers | None:
-    """What looks for slow ranks; None where there are none to compare. Collective."""
+    """Make what looks for slow ranks; None where there are none to compare. Collective."""
     layout = plan.layout
     if world_size == 1 or layout.pipe_size > 1:
         return None

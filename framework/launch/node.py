@@ -57,7 +57,7 @@ Look = Callable[[], AbstractContextManager[Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """How nodes meet and end.
+    """Terms on which nodes meet and end.
 
     Attributes:
         look: this node's look at itself, for the time that they need to meet.

@@ -61,7 +61,7 @@ class LaunchOptions:
 
     @property
     def sources(self) -> dict[str, str]:
-        """Who decided the number of nodes and that of slots, where there is a hostfile."""
+        """Name who decided the number of nodes and that of slots, where there is a hostfile."""
         choice = ("--include" if self.include else "--exclude" if self.exclude else "") or str(self.hostfile)
         return {
             "nnodes": "--num_nodes" if self.num_nodes else choice,

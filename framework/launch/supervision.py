@@ -86,7 +86,7 @@ class Restarts:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What another machine needs to go on deciding."""
+        """State that another machine needs to go on deciding."""
         return {"number": self._number, "idle": self._idle, "last": self._last, "words": [*self.words]}
 
     def restore(self, state: object) -> None:

@@ -58,6 +58,7 @@ _STYLE_OF_PART: Final = {
     "median": 3,
     "communication": 4,
     "between restarts": 4,
+    "rolling back": 4,
     "stopped": 7,
     "optimizer": 5,
     "start-up": 5,

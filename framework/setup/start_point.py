@@ -47,7 +47,7 @@ class _HasState(Protocol):
 
 
 class Kept:
-    """What a checkpoint holds beside the engine's state."""
+    """Parts that a checkpoint holds beside the engine's state."""
 
     def __init__(self, places: StreamPlaces, *others: _HasState) -> None:
         self._places, self._others = places, others

@@ -1,4 +1,4 @@
-"""What becomes of bad steps (`training.bad_steps`), and the steps whose data is left out after a roll back."""
+"""Policy for bad steps (`training.bad_steps`), and the steps whose data is left out after a roll back."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def noted_windows(path: Path) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class BadStepPolicy:
-    """What becomes of bad steps (`training.bad_steps`), on all ranks alike; `pass_over` takes what is left out."""
+    """Policy for bad steps (`training.bad_steps`), on all ranks alike; `pass_over` takes what is left out."""
 
     policy: str
     max_roll_backs: int

@@ -178,7 +178,7 @@ class Member:
             raise
 
     def _deadline(self) -> float | None:
-        """That of a node which has been let in: node 0 has its own, and says why."""
+        """Return that of a node which has been let in: node 0 has its own, and says why."""
         if self._welcomed_at is None:
             return None
         if self._session.is_idle:
@@ -338,7 +338,7 @@ class Member:
             raise _port_error(self._session.port, reason, fix="give all nodes another --master_port")
 
     async def _refuse_place(self) -> None:
-        """Where this node, which is not node 0, has its address: say so to whoever calls, and end."""
+        """Say so to whoever calls, and end, where this node, which is not node 0, has its address."""
         session = self._session
         # In a pod the name may still mean the last pod of this rank.
         doubt = _DOUBT_SECONDS if _OF_A_POD in os.environ else _ELSEWHERE_AFTER_SECONDS
