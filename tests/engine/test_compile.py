@@ -13,12 +13,12 @@ import framework
 from framework.commands.export import export
 from tests.engine.saved_runs import TIED, write_tokens
 from tests.engine.test_pipeline import GPT, LENET
-from tests.launched import rarely, series, train_cases
+from tests.launched import fewer, rarely, series, train_cases
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS, HALF_WAY, TOLERANCE = 6, 3, 1e-5
-LONG_STEPS, LONG_RUNS = 18, ("gpt", "gpt-z2")  # drift shows over many
+NUM_STEPS, HALF_WAY, TOLERANCE = fewer(6, of=20), fewer(3, of=10), 1e-5
+LONG_STEPS, LONG_RUNS = fewer(18, of=20), ("gpt", "gpt-z2")  # which show a drift
 EAGER: dict[str, Any] = {"backend": "aot_eager"}
 BLOCKS = EAGER | {"per": "block"}
 RAGGED = GPT | {"model": GPT["model"] | {"vocab_size": 50}, "data": {"target": "tests.jobs.parts:ragged_prompts"}}

@@ -22,13 +22,13 @@ from framework.models.experts import Routing, collected_routings
 from framework.setup.objects import call_factory
 from tests.engine.oracle import Average, MuonWithAdam
 from tests.jobs.parts import MaskedPrompts, tiny_mixtral
-from tests.launched import rarely, read_metrics, series, train_cases
+from tests.launched import fewer, rarely, read_metrics, series, train_cases
 from tests.train.monitors.sinks import histograms_of
 
 pytestmark = pytest.mark.slow
 
-# What a step computes shows at once, drift over many: one run of each kind and way to spread experts.
-NUM_STEPS, FEW_STEPS, GLOBAL_SIZE = 20, 4, 8
+# Drift is held by one run of each kind and way to spread experts.
+NUM_STEPS, FEW_STEPS, GLOBAL_SIZE = 20, fewer(4, of=20), 8
 MODEL = {
     "kind": "gpt",
     "vocab_size": 50,

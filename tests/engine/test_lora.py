@@ -27,13 +27,14 @@ from framework.setup.objects import call_factory
 from tests.engine.oracle import Average
 from tests.engine.saved_runs import write_tokens
 from tests.engine.test_pipeline import GPT
-from tests.launched import series, train_cases
+from tests.launched import fewer, series, train_cases
 
 pytestmark = pytest.mark.slow
 peft = pytest.importorskip("peft", reason="peft comes with the lora extra")
 
-# What a step computes shows at once, drift over many: one run of each model and optimizer.
-NUM_STEPS, HALF_WAY, LONG_STEPS, BATCH, CLIP = 6, 3, 20, 8, 0.01
+# Drift is held by one run of each model and optimizer.
+LONG_STEPS, NUM_STEPS, HALF_WAY = 20, fewer(6, of=20), fewer(3, of=10)
+BATCH, CLIP = 8, 0.01
 NUM_BLOCKS = GPT["model"]["num_layers"]
 MODELS = {
     "gpt": {"kind": "gpt"},
@@ -309,7 +310,9 @@ def test_adapters_that_nothing_went_through_are_not_exported(
     read = MergedWeights.__getitem__
     zeros = lambda self, name: read(self, name) * (0.0 if "lora_B" in name else 1.0)  # noqa: E731
     monkeypatch.setattr(MergedWeights, "__getitem__", zeros)
-    with pytest.raises(StorageError, match=r"9 of 9 adapters have a B of zeros .* after 6 steps.* \[adapter-unt"):
+    with pytest.raises(
+        StorageError, match=rf"9 of 9 adapters have a B of zeros .* after {NUM_STEPS} steps.* \[adapter-unt"
+    ):
         export(str(runs / "gpt-sgd-z0"), tmp_path / "out", adapter=True)
     assert not (tmp_path / "out").exists()
 

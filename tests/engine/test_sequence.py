@@ -14,12 +14,12 @@ import torch
 from framework.data.prepare import prepare
 from tests.engine.pipe_oracle import plain_run
 from tests.engine.test_resume import bits
-from tests.launched import rarely, read_metrics, series, train_cases
+from tests.launched import fewer, rarely, read_metrics, series, train_cases
 
 pytestmark = pytest.mark.slow
 
-# What a step computes shows at once, drift over many: one run of each way to share, to hold its state and to round.
-NUM_STEPS, FEW_STEPS = 20, 4
+# Drift is held by one run of each way to share, to hold its state and to round.
+NUM_STEPS, FEW_STEPS = 20, fewer(4, of=20)
 LONG_RUNS = ("gpt-z0", "gqa-z2", "gqa-z3", "bert-adamw", "gpt-ema", "gpt-tiled-z3", "bf16", "fp16", "gqa-2x2")
 LONG_RUNS += ("gpt-split-z2", "gpt-muon")
 STOP, RESUMED = 3, 8

@@ -15,12 +15,12 @@ from framework.config.load import config_from_values
 from framework.data.prepare import prepare
 from framework.setup.objects import call_factory
 from tests.engine.pipe_oracle import plain_run
-from tests.launched import rarely, read_metrics, series, train_cases
+from tests.launched import fewer, rarely, read_metrics, series, train_cases
 
 pytestmark = pytest.mark.slow
 
-# What a step computes shows at once, drift over many: one run of each kind of group and precision.
-NUM_STEPS, FEW_STEPS = 20, 4
+# Drift is held by one run of each kind of group and precision.
+NUM_STEPS, FEW_STEPS = 20, fewer(4, of=20)
 TOLERANCE = 1e-5
 CLIP = 0.3
 

@@ -145,6 +145,7 @@ def own_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
         section = {"parallel": {"expert": experts}, "precision": half}
         yield f"own-z{stage}-experts-{experts}", of(model=mixed, zero=zero(stage), steps=steps, **section), tokens
     bert = {"kind": "bert", "hidden_size": 256, "num_layers": 2, "num_heads": 4, "max_positions": 64}
+    bert |= {"vocab_size": 8000}
     pairs = {"data": {"kind": "text_pairs", "sequence_length": 64}, "task": {"kind": "masked_lm"}}
     yield "own-tiled-bert", of(model=bert, zero=zero(1), **pairs, **tiled), [*tokens, *tokens, ["int64", [8]]]
     yield "own-z2-bert", of(model=bert, zero=zero(2), precision=half, **pairs), [*tokens, *tokens, ["int64", [8]]]
