@@ -29,6 +29,7 @@ pytestmark = pytest.mark.slow
 
 # Drift is held by one run of each kind and way to spread experts.
 NUM_STEPS, FEW_STEPS, GLOBAL_SIZE = 20, fewer(4, of=20), 8
+STOP, END = 3, 6  # of runs that are resumed
 MODEL = {
     "kind": "gpt",
     "vocab_size": 50,
@@ -250,7 +251,7 @@ FOUR.append(Case(1, TOP2, SGD, ranks=4, expert=4))
 @pytest.fixture(scope="module")
 def on_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts-4")
-    saves = saved("fewer", folder, {**UNBALANCED, "parallel": {"expert": 4}, "zero": {"stage": 2}}, max_steps=6)
+    saves = saved("fewer", folder, {**UNBALANCED, "parallel": {"expert": 4}, "zero": {"stage": 2}}, max_steps=STOP)
     train_cases([*(case.config(folder) for case in FOUR), saves], num_ranks=4, folder=folder)
     return folder
 
@@ -262,7 +263,7 @@ def test_groups_of_experts_train_as_plain_pytorch(case: Case, on_four: Path) -> 
 
 # Nothing of its loss depends on how a batch is divided.
 UNBALANCED = {"model": {**MODEL, "moe": {**TOP2, "balance_loss": 0.0}}}
-# Runs of 12 steps, of which the first 6 are saved: layout before -> after.
+# Layout before the stop -> after it.
 EXPERTS_2, EXPERTS_1 = {"parallel": {"expert": 2}, "zero": {"stage": 1}}, {"zero": {"stage": 1}}
 MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "same": (EXPERTS_2, EXPERTS_2),
@@ -281,7 +282,7 @@ def saved(name: str, folder: Path, layout: dict[str, Any], *, max_steps: int) ->
         "training": training,
         "evaluation": {"every_steps": 3, "batch_size": 2, "weights": "ema"},
         "optimizer": ADAMW | {"weight_decay_on": "matrices"},
-        "scheduler": {"kind": "cosine", "warmup_steps": 2, "total_steps": 12},
+        "scheduler": {"kind": "cosine", "warmup_steps": 2, "total_steps": END},
         "checkpoint": {"at_end": True, "resume": "auto"},
     }
     return Case(1, TOP2, ADAMW).config(folder, **{**sections, **layout})
@@ -292,8 +293,8 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("moved-experts")
     cases = []
     for name, (before, after) in MOVES.items():
-        cases.append(saved(f"{name}-whole", folder, before, max_steps=12))
-        cases += [saved(name, folder, layout, max_steps=steps) for layout, steps in ((before, 6), (after, 12))]
+        cases.append(saved(f"{name}-whole", folder, before, max_steps=END))
+        cases += [saved(name, folder, layout, max_steps=steps) for layout, steps in ((before, STOP), (after, END))]
     begun = {"at_end": False, "init_weights": str(folder / "same-whole")}
     for name, layout in (("begun-together", EXPERTS_1), ("begun-apart", EXPERTS_2)):
         cases.append(saved(name, folder, {**layout, "checkpoint": begun}, max_steps=2))
@@ -329,8 +330,8 @@ def test_weights_of_a_checkpoint_are_those_of_all_experts(moved: Path) -> None:
 
 
 def test_experts_of_four_ranks_go_on_on_two(on_four: Path) -> None:
-    cases = [saved("fewer", on_four, UNBALANCED | EXPERTS_2, max_steps=12)]
-    cases.append(saved("whole", on_four, UNBALANCED | EXPERTS_1, max_steps=12))
+    cases = [saved("fewer", on_four, UNBALANCED | EXPERTS_2, max_steps=END)]
+    cases.append(saved("whole", on_four, UNBALANCED | EXPERTS_1, max_steps=END))
     train_cases(cases, num_ranks=2, folder=on_four)
     whole, broken = (series(on_four / name, "train/loss") for name in ("whole", "fewer"))
     assert broken == pytest.approx(whole, abs=2e-5)
