@@ -72,7 +72,7 @@ def config(folder: Path, name: str, model: str, asked: Any, sections: dict[str, 
         },
         # Batches of another size than in training.
         "evaluation": {"every_steps": HALF_WAY, "batch_size": 3, "max_samples": 16, "weights": "ema"},
-        "checkpoint": {"every_steps": HALF_WAY},
+        "checkpoint": {"every_steps": HALF_WAY, "keep_last": LONG_STEPS // HALF_WAY},
         "callbacks": [count],
         "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
     }
