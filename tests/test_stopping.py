@@ -162,7 +162,7 @@ def test_a_second_request_ends_a_rank_that_cannot_stop(warm: WarmRanks, tmp_path
     job.signal(signal.SIGSTOP, 1)  # as a rank that hangs
     job.signal(TERM, 0)
     until(lambda: "stopping after a step that all ranks agree on" in job.stated(0), lives=lambda: not job.is_over())
-    time.sleep(1.0)
+    time.sleep(2.5)
     assert not job.is_over()
     job.signal(TERM, 0)
     until(lambda: job.codes()[0] is not None, lives=lambda: True)
