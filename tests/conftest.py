@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests import lanes, ops_ahead, warm_ranks
+from tests import lanes, launched, ops_ahead, warm_ranks
 
 # A busy machine is no finding: how long an example takes depends on what else runs. What a build machine says depends
 # on the commit alone; elsewhere every run tries other examples, and one that fails can be had again.
@@ -39,6 +39,11 @@ _SET_BY_IMPORTS = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="try what is otherwise tried in part; minutes more")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """How long runs are is known when their cases are listed."""
+    launched.exhaustive = bool(config.getoption("--exhaustive"))
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from tests.places import ROOT
 
 # The first start on a machine compiles DeepSpeed's shared-memory op and, for some cases, its optimizers.
 TIMEOUT_SECONDS = 900
+exhaustive = False  # set by tests/conftest.py before it reads a test
 
 
 def job_environment(**extra: str) -> dict[str, str]:
@@ -67,6 +68,11 @@ def train_cases(
     cases.write_text(json.dumps([{"config": config} for config in configs]), encoding="utf-8")
     words = ["--allow-fp16"] if allow_fp16 else []
     run_ranks(ROOT / "tests/jobs/run_cases.py", str(cases), *words, num_ranks=num_ranks, cwd=folder)
+
+
+def fewer(steps: int, *, of: int) -> int:
+    """Steps of a run that holds what a step computes, where others hold the drift; with `--exhaustive` all."""
+    return of if exhaustive else steps
 
 
 def rarely(cases: Iterable[Any]) -> list[Any]:

@@ -33,13 +33,13 @@ GONE_SECONDS = 20.0
 
 
 def write_config(folder: Path, *, num_workers: int = 0) -> Path:
-    """Steps of 60 ms, a save after every eighth of them, an evaluation of a second after every tenth."""
+    """Steps of 60 ms, a save after every eighth of them, an evaluation of 400 ms after every tenth."""
     config: dict[str, Any] = {
         "run": {"name": "stops", "output_dir": str(folder)},
         "model": {"kind": "mlp", "hidden_sizes": [64, 64], "dropout": 0.3},
         "data": {
             "target": "tests.jobs.parts:slow_digits",
-            "args": {"seconds": 0.001, "eval_seconds": 0.005},
+            "args": {"seconds": 0.001, "eval_seconds": 0.002},
             "num_workers": num_workers,
         },
         "batch": {"global_size": 100},
@@ -143,7 +143,7 @@ def test_two_ranks_evaluate_save_and_stop_by_the_clock(warm: WarmRanks, tmp_path
     by_clock = [
         f"{name}.{key}" for name, each in often.items() for key in ("every_steps=null", f"every_minutes={each}")
     ]
-    first = start(warm, tmp_path, *by_clock, "training.max_minutes=0.12", "training.max_steps=2000")
+    first = start(warm, tmp_path, *by_clock, "training.max_minutes=0.08", "training.max_steps=2000")
     assert first.wait(SECONDS) == [75, 75], first.stated()
     (reached,) = re.findall(r"^training\.max_minutes: stopped after step (\d+) of 2000; ", first.stated(), re.MULTILINE)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]

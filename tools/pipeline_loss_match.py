@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 from framework.data.prepare import prepare
@@ -55,7 +56,7 @@ def main() -> None:
         place = Path(made)
         text = _text(place)
         for num_ranks, known in ((2, TWO_RANKS), (4, FOUR_RANKS)):
-            chosen = [case for case in known if case.name in CASES]
+            chosen = [replace(case, steps=NUM_STEPS) for case in known if case.name in CASES]
             folder = place / str(num_ranks)
             folder.mkdir()
             train(chosen, text, folder, num_ranks=num_ranks)

@@ -202,8 +202,8 @@ def shown() -> str:
     names = [way for way in WAYS if way != "data alone"]
     ways = [[one, *(str(found.by_ways.get((one, two), "")) for two in names[1:])] for one in names[:-1]]
     return (
-        "Numbers of ranks on which 20 fp32 steps are those of plain PyTorch, by ZeRO stage; or the kind of the\n"
-        "problem with which `check` refuses it:\n\n"
+        "Numbers of ranks on which fp32 steps are those of plain PyTorch, by ZeRO stage (4 to 20 steps, with\n"
+        "`pytest --exhaustive` always 20); or the kind of the problem with which `check` refuses it:\n\n"
         + _rows(["", *(f"ZeRO {stage}" for stage in STAGES)], stages)
         + "\nZeRO stages at which each way was held against plain PyTorch together with something else (half\n"
         "precision within its rounding), or the kinds of the problems where it is refused at every stage:\n\n"

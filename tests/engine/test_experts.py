@@ -1,4 +1,4 @@
-"""Mixtures of experts train like plain PyTorch in one process: 20 fp32 steps, losses, gradient norms and what the
+"""Mixtures of experts train like plain PyTorch in one process: fp32 losses, gradient norms and what the
 mixtures report within 1e-5, dropped tokens included.
 """
 
@@ -22,12 +22,14 @@ from framework.models.experts import Routing, collected_routings
 from framework.setup.objects import call_factory
 from tests.engine.oracle import Average, MuonWithAdam
 from tests.jobs.parts import MaskedPrompts, tiny_mixtral
-from tests.launched import rarely, read_metrics, series, train_cases
+from tests.launched import fewer, rarely, read_metrics, series, train_cases
 from tests.train.monitors.sinks import histograms_of
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS, GLOBAL_SIZE = 20, 8
+# Drift is held by one run of each kind and way to spread experts.
+NUM_STEPS, FEW_STEPS, GLOBAL_SIZE = 20, fewer(4, of=20), 8
+STOP, END = 3, 6  # of runs that are resumed
 MODEL = {
     "kind": "gpt",
     "vocab_size": 50,
@@ -57,6 +59,7 @@ class Case:
     recompute: int = 0
     expert: int = 1
     average: bool = False
+    num_steps: int = FEW_STEPS
 
     @property
     def name(self) -> str:
@@ -77,7 +80,7 @@ class Case:
             "parallel": {"expert": self.expert},
             "optimizer": self.optimizer,
             "training": {
-                "max_steps": NUM_STEPS,
+                "max_steps": self.num_steps,
                 "log_every": 1,
                 "clip_grad_norm": 0.5,
                 "recompute_every": self.recompute,
@@ -92,16 +95,17 @@ class Case:
 
 TWO = [
     Case(0, MIXTRAL, SGD, steps=2),
-    Case(3, MIXTRAL, ADAMW),
-    *(Case(stage, TOP1, SGD, steps=2) for stage in (0, 1, 2, 3)),
+    Case(3, MIXTRAL, ADAMW, num_steps=NUM_STEPS),
+    *(Case(stage, TOP1, SGD, steps=2) for stage in (0, 1, 2)),
+    Case(3, TOP1, SGD, steps=2, num_steps=NUM_STEPS),
     *(Case(stage, TOP2, ADAMW) for stage in (1, 2)),
     Case(3, TOP2, SGD, steps=2, recompute=1),
-    Case(1, TOP1, SGD, steps=2, expert=2),
+    Case(1, TOP1, SGD, steps=2, expert=2, num_steps=NUM_STEPS),
     Case(2, TOP2, ADAMW, recompute=1, expert=2),
     Case(0, TOP2, {"kind": "muon", "lr": 0.002}),
     Case(0, TOP2, {"kind": "adafactor"}),
     Case(3, TOP2, SGD, average=True),
-    Case(2, TOP2, SGD, average=True, expert=2),
+    Case(2, TOP2, SGD, average=True, expert=2, num_steps=NUM_STEPS),
 ]
 # With --exhaustive: the other stages.
 RARE = [
@@ -136,7 +140,7 @@ def varied(name: str, folder: Path) -> dict[str, Any]:
 
 def ragged(name: str, folder: Path, expert: int) -> dict[str, Any]:
     """A run whose ranks read batches of unlike length."""
-    board = {"tensorboard": {"histograms_every_steps": NUM_STEPS}, "csv": False, "progress": "off"}
+    board = {"tensorboard": {"histograms_every_steps": FEW_STEPS}, "csv": False, "progress": "off"}
     data = {"target": "tests.jobs.parts:ragged_prompts"}
     run = {"name": name, "output_dir": str(folder)}
     return Case(1, TOP1, SGD, steps=2, expert=expert).config(folder, run=run, data=data, monitors=board)
@@ -145,7 +149,7 @@ def ragged(name: str, folder: Path, expert: int) -> dict[str, Any]:
 def micro_batches(case: Case) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
     """Of each step, those of all ranks."""
     dataset = MaskedPrompts()
-    for step in range(NUM_STEPS):
+    for step in range(case.num_steps):
         epoch, position = divmod(step, len(dataset) // GLOBAL_SIZE)
         order = epoch_order(len(dataset), seed=0, epoch=epoch, shuffle=True)
         samples = [dataset[int(n)] for n in order[position * GLOBAL_SIZE : (position + 1) * GLOBAL_SIZE]]
@@ -217,7 +221,7 @@ def hold(case: Case, folder: Path) -> None:
             torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=0.0, check_dtype=False)
     drops = [step.get("train/dropped_tokens", 0.0) for step in expected]
     assert max(drops) > 0.05 if case.moe is TOP1 else max(drops) == 0
-    assert sum(step["train/grad_norm"] > 0.5 for step in expected) > NUM_STEPS // 2
+    assert sum(step["train/grad_norm"] > 0.5 for step in expected) > case.num_steps // 2
 
 
 @pytest.mark.parametrize("case", [*TWO, *rarely(RARE)], ids=lambda case: case.name)
@@ -247,7 +251,7 @@ FOUR.append(Case(1, TOP2, SGD, ranks=4, expert=4))
 @pytest.fixture(scope="module")
 def on_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts-4")
-    saves = saved("fewer", folder, {**UNBALANCED, "parallel": {"expert": 4}, "zero": {"stage": 2}}, max_steps=6)
+    saves = saved("fewer", folder, {**UNBALANCED, "parallel": {"expert": 4}, "zero": {"stage": 2}}, max_steps=STOP)
     train_cases([*(case.config(folder) for case in FOUR), saves], num_ranks=4, folder=folder)
     return folder
 
@@ -259,7 +263,7 @@ def test_groups_of_experts_train_as_plain_pytorch(case: Case, on_four: Path) -> 
 
 # Nothing of its loss depends on how a batch is divided.
 UNBALANCED = {"model": {**MODEL, "moe": {**TOP2, "balance_loss": 0.0}}}
-# Runs of 12 steps, of which the first 6 are saved: layout before -> after.
+# Layout before the stop -> after it.
 EXPERTS_2, EXPERTS_1 = {"parallel": {"expert": 2}, "zero": {"stage": 1}}, {"zero": {"stage": 1}}
 MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "same": (EXPERTS_2, EXPERTS_2),
@@ -278,7 +282,7 @@ def saved(name: str, folder: Path, layout: dict[str, Any], *, max_steps: int) ->
         "training": training,
         "evaluation": {"every_steps": 3, "batch_size": 2, "weights": "ema"},
         "optimizer": ADAMW | {"weight_decay_on": "matrices"},
-        "scheduler": {"kind": "cosine", "warmup_steps": 2, "total_steps": 12},
+        "scheduler": {"kind": "cosine", "warmup_steps": 2, "total_steps": END},
         "checkpoint": {"at_end": True, "resume": "auto"},
     }
     return Case(1, TOP2, ADAMW).config(folder, **{**sections, **layout})
@@ -289,8 +293,8 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("moved-experts")
     cases = []
     for name, (before, after) in MOVES.items():
-        cases.append(saved(f"{name}-whole", folder, before, max_steps=12))
-        cases += [saved(name, folder, layout, max_steps=steps) for layout, steps in ((before, 6), (after, 12))]
+        cases.append(saved(f"{name}-whole", folder, before, max_steps=END))
+        cases += [saved(name, folder, layout, max_steps=steps) for layout, steps in ((before, STOP), (after, END))]
     begun = {"at_end": False, "init_weights": str(folder / "same-whole")}
     for name, layout in (("begun-together", EXPERTS_1), ("begun-apart", EXPERTS_2)):
         cases.append(saved(name, folder, {**layout, "checkpoint": begun}, max_steps=2))
@@ -326,8 +330,8 @@ def test_weights_of_a_checkpoint_are_those_of_all_experts(moved: Path) -> None:
 
 
 def test_experts_of_four_ranks_go_on_on_two(on_four: Path) -> None:
-    cases = [saved("fewer", on_four, UNBALANCED | EXPERTS_2, max_steps=12)]
-    cases.append(saved("whole", on_four, UNBALANCED | EXPERTS_1, max_steps=12))
+    cases = [saved("fewer", on_four, UNBALANCED | EXPERTS_2, max_steps=END)]
+    cases.append(saved("whole", on_four, UNBALANCED | EXPERTS_1, max_steps=END))
     train_cases(cases, num_ranks=2, folder=on_four)
     whole, broken = (series(on_four / name, "train/loss") for name in ("whole", "fewer"))
     assert broken == pytest.approx(whole, abs=2e-5)

@@ -217,7 +217,7 @@ RARE = [
 @pytest.fixture(scope="module")
 def gone_on(trained: Path, text: Path, exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gone-on")
-    longer = {"training": {"max_steps": 8, "log_every": 1}, "checkpoint": {"at_end": False}}
+    longer = {"training": {"max_steps": 6, "log_every": 1}, "checkpoint": {"at_end": False}}
     for ranks in (1, 2):
         for piped in (False, True):
             runs = []
@@ -226,9 +226,10 @@ def gone_on(trained: Path, text: Path, exhaustive: bool, tmp_path_factory: pytes
                     sections = {**longer, "checkpoint": {"at_end": False, "resume": str(trained / source.name)}}
                     run = {"name": f"{source.name}-{target.name}", "output_dir": str(folder)}
                     runs.append(config(target, folder, text, **sections) | {"run": run})
+            if ranks == 1 and not piped:
+                runs.append(config(Layout(1, 0), folder, text, **longer))
             if runs:
                 train_cases(runs, num_ranks=ranks, folder=folder)
-    train_cases([config(Layout(1, 0), folder, text, **longer)], num_ranks=1, folder=folder)
     return folder
 
 
@@ -240,7 +241,7 @@ def gone_on(trained: Path, text: Path, exhaustive: bool, tmp_path_factory: pytes
 def test_the_run_goes_on_with_the_next_samples_as_if_unbroken(source: Layout, target: Layout, gone_on: Path) -> None:
     unbroken = series(gone_on / "r1-z0", "train/loss")
     found = series(gone_on / f"{source.name}-{target.name}", "train/loss")
-    assert sorted(found) == [4, 5, 6, 7, 8]
+    assert sorted(found) == [4, 5, 6]
     for step, loss in found.items():
         assert loss == pytest.approx(unbroken[step], abs=1e-5), step
     rates, expected = (series(gone_on / name, "train/lr") for name in (f"{source.name}-{target.name}", "r1-z0"))

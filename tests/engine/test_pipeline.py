@@ -1,6 +1,4 @@
-"""A pipeline must train like plain PyTorch in one process: 20 fp32 steps, each loss within 1e-5, the metrics
-exactly.
-"""
+"""A pipeline must train like plain PyTorch in one process: fp32 steps, each loss within 1e-5, the metrics exactly."""
 
 from __future__ import annotations
 
@@ -14,12 +12,13 @@ import pytest
 
 from framework.data.prepare import prepare
 from tests.engine.pipe_oracle import plain_run
-from tests.launched import hold_parts, rarely, read_metrics, series, train_cases
+from tests.launched import fewer, hold_parts, rarely, read_metrics, series, train_cases
 from tests.train.monitors.sinks import check_all_sinks_agree, histograms_of, sinks
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS = 20
+# Drift is held by one run of each model and sum.
+NUM_STEPS, FEW_STEPS = 20, fewer(4, of=20)
 TOLERANCE = 1e-5
 
 LENET = {"model": {"kind": "lenet"}, "data": {"kind": "digits"}}
@@ -77,29 +76,39 @@ class Case:
     tolerance: float = TOLERANCE
     clip: float = 1.0
     training: dict[str, Any] = field(default_factory=dict)
+    steps: int = FEW_STEPS
 
 
+WATCHED = "gpt-zero1"
 TWO_RANKS = [
+    # The first, as W&B's own process writes on after the run, and ends with the job.
+    Case(WATCHED, "gpt", sections={"zero": {"stage": 1}}, clip=0.05, steps=NUM_STEPS),
     Case("lenet-parameters", "lenet"),
     Case("lenet-type", "lenet", parallel={"partition": "type:linear|conv"}),
     Case("lenet-measured", "lenet", parallel={"partition": "measured"}),
     Case("lenet-stages", "lenet", parallel={"stages": [0] * 3 + [1] * 9}),
     Case("lenet-clipped", "lenet", clip=0.05),
-    Case("lenet-zero1", "lenet", sections={"zero": {"stage": 1}}),
+    Case("lenet-zero1", "lenet", sections={"zero": {"stage": 1}}, steps=NUM_STEPS),
     Case("lenet-zero1-clipped", "lenet", sections={"zero": {"stage": 1}}, clip=0.05),
     Case(
         "lenet-offload",
         "lenet",
         sections={"zero": {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": False}}},
     ),
-    Case("resnet", "resnet"),
-    Case("gpt", "gpt"),
+    Case("resnet", "resnet", steps=fewer(8, of=NUM_STEPS)),
+    Case("gpt", "gpt", steps=NUM_STEPS),
     Case("gpt-recompute", "gpt", training={"recompute_every": 2}),
     Case("gpt-decay-zero1", "gpt", sections={"optimizer": DECAY, "zero": {"stage": 1}}),
     Case("gpt-layers", "gpt", sections={"optimizer": {"kind": "adamw", "lr": 5e-3, "layer_decay": 0.5}}),
     Case("gpt-frozen", "gpt", training={"freeze": ["blocks\\.[01]\\..*", "positions.*"]}),
     Case("gpt-autocast", "gpt", sections={"precision": {"dtype": "autocast"}}, tolerance=0.02),
-    Case("gpt-bf16", "gpt", sections={"precision": {"dtype": "bf16"}, "zero": {"stage": 1}}, tolerance=0.02),
+    Case(
+        "gpt-bf16",
+        "gpt",
+        sections={"precision": {"dtype": "bf16"}, "zero": {"stage": 1}},
+        tolerance=0.02,
+        steps=NUM_STEPS,
+    ),
     Case("gpt-fp16-z0", "gpt", sections={"precision": FP16}, tolerance=5e-3),
     Case(
         "gpt-fp16",
@@ -110,9 +119,8 @@ TWO_RANKS = [
     Case("gpt-adafactor", "gpt", sections={"optimizer": {"kind": "adafactor"}}),
     # It computes in bf16, where a last bit of a gradient may move a number by 2**-8 of it.
     Case("gpt-muon", "gpt", sections={"optimizer": {"kind": "muon", "lr": 0.005}}, tolerance=2e-3),
-    Case("gpt-zero1", "gpt", sections={"zero": {"stage": 1}}, clip=0.05),
     Case("llama", "llama"),
-    Case("bert", "bert"),
+    Case("bert", "bert", steps=NUM_STEPS),
     Case("bert-zero1", "bert", parallel={"partition": "uniform"}, sections={"zero": {"stage": 1}}),
 ]
 # With --exhaustive: what differs from others in one thing that a third one holds.
@@ -123,11 +131,10 @@ RARE_TWO = [
     Case("gpt-uniform", "gpt", parallel={"partition": "uniform"}),
     Case("gpt-clipped", "gpt", clip=0.05),
 ]
-WATCHED = "gpt-zero1"
 FOUR_RANKS = [
     Case("resnet-2x2", "resnet"),
     Case("resnet-synchronised", "resnet", training={"sync_batch_norm": True}),
-    Case("gpt-2x2", "gpt", sections={"zero": {"stage": 1}}, clip=0.05),
+    Case("gpt-2x2", "gpt", sections={"zero": {"stage": 1}}, clip=0.05, steps=NUM_STEPS),
     Case("gpt-4", "gpt", pipe=4, parallel={"partition": "uniform"}),
     Case("bert-4", "bert", pipe=4),
 ]
@@ -158,7 +165,7 @@ def values(case: Case, folder: Path, text: Path, *, global_size: int) -> dict[st
         "run": {"name": case.name, "output_dir": str(folder)},
         "batch": {"global_size": global_size, "micro_size": 4},
         "parallel": {"pipe": case.pipe, **case.parallel},
-        "training": {"max_steps": NUM_STEPS, "log_every": 1, "clip_grad_norm": case.clip, **case.training},
+        "training": {"max_steps": case.steps, "log_every": 1, "clip_grad_norm": case.clip, **case.training},
         "evaluation": {"at_end": True, "batch_size": 48},
         "checkpoint": {"at_end": True},
         "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
@@ -194,9 +201,9 @@ def hold(case: Case, run_folder: Path, text: Path) -> None:
     # Other norms see the micro-batches of their own rank, and the first rank's running statistics are measured and
     # saved.
     ranks = 2 if case.name == "resnet-2x2" else 1
-    losses, metrics, _ = plain_run(config, micro_size=4, num_steps=NUM_STEPS, together=together, ranks=ranks)
+    losses, metrics, _ = plain_run(config, micro_size=4, num_steps=case.steps, together=together, ranks=ranks)
     found = series(run_folder, "train/loss")
-    assert sorted(found) == list(range(1, NUM_STEPS + 1))
+    assert sorted(found) == list(range(1, case.steps + 1))
     worst = max(abs(found[step] - loss) for step, loss in enumerate(losses, start=1))
     assert worst < case.tolerance, f"{case.name}: losses differ by up to {worst}"
     measured = {
@@ -241,7 +248,10 @@ def test_a_clipped_run_logs_the_norm_of_all_stages(two_ranks: Path) -> None:
     assert clipped[1] > 0.05
     assert clipped[1] == pytest.approx(zero[1], rel=1e-4)
     plain, fp16 = (series(two_ranks / name, "train/grad_norm") for name in ("gpt", "gpt-fp16-z0"))
-    assert fp16 == pytest.approx(plain, rel=0.02), "the tied embedding counts once, and the loss scale not at all"
+    assert len(fp16) == FEW_STEPS
+    assert fp16 == pytest.approx({step: plain[step] for step in fp16}, rel=0.02), (
+        "the tied embedding counts once, and the loss scale not at all"
+    )
 
 
 def test_every_sink_has_the_numbers_of_a_pipeline(two_ranks: Path) -> None:

@@ -13,7 +13,8 @@ from tests.launched import read_metrics, train_cases
 
 pytestmark = pytest.mark.slow
 
-TOTAL, STOP = 24, 13  # 11 steps make an epoch of the digits: the stop is in the middle of the second
+# Last step, and where it stops. 11 steps make an epoch of the digits: that stop is in the middle of the second.
+ENDS = {"mlp": (24, 13), "gpt": (8, 5)}
 METRICS = ("train/loss", "train/lr", "train/grad_norm", "eval/loss", "eval/accuracy")
 
 MLP: dict[str, Any] = {
@@ -35,16 +36,20 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def ends_of(case: str) -> tuple[int, int]:
+    return ENDS[case.partition("-")[0]]
+
+
 def config(name: str, case: str, folder: Path, **training: Any) -> dict[str, Any]:
-    sections = CASES[case]
+    sections, (total, _) = CASES[case], ends_of(case)
     return {
         "run": {"name": name, "output_dir": str(folder)},
         "parallel": {"pipe": 2},
-        "scheduler": {"kind": "warmup_cosine", "warmup_steps": 5, "total_steps": TOTAL},
+        "scheduler": {"kind": "warmup_cosine", "warmup_steps": 5, "total_steps": total},
         "evaluation": {"every_steps": 10, "batch_size": 64} if "mlp" in case else {"at_end": False},
         "monitors": {"tensorboard": False, "progress": "off"},
         **sections,
-        "training": {"max_steps": TOTAL, "log_every": 1, **sections.get("training", {}), **training},
+        "training": {"max_steps": total, "log_every": 1, **sections.get("training", {}), **training},
         "checkpoint": {"resume": "auto"},
     }
 
@@ -53,7 +58,7 @@ def config(name: str, case: str, folder: Path, **training: Any) -> dict[str, Any
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pipeline-resume")
     whole = [config(f"{case}-whole", case, folder) for case in CASES]
-    first = [config(f"{case}-broken", case, folder, max_steps=STOP) for case in CASES]
+    first = [config(f"{case}-broken", case, folder, max_steps=ends_of(case)[1]) for case in CASES]
     train_cases([*whole, *first], num_ranks=2, folder=folder)
     train_cases([config(f"{case}-broken", case, folder) for case in CASES], num_ranks=2, folder=folder)
     return folder
@@ -61,17 +66,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_pipeline_is_the_unbroken_one(runs: Path, case: str) -> None:
+    total, stop = ends_of(case)
     whole, broken = (
         [
             {name: row.get(name) for name in ("step", *METRICS)}
             for row in read_metrics(runs / f"{case}-{kind}")
-            if row["step"] != STOP
+            if row["step"] != stop
         ]
         for kind in ("whole", "broken")
     )
-    assert [row["step"] for row in whole if row["train/loss"]] == [step for step in range(1, TOTAL + 1) if step != STOP]
+    assert [row["step"] for row in whole if row["train/loss"]] == [step for step in range(1, total + 1) if step != stop]
     assert broken == whole
-    left, right = bits(runs / f"{case}-whole", TOTAL), bits(runs / f"{case}-broken", TOTAL)
+    left, right = bits(runs / f"{case}-whole", total), bits(runs / f"{case}-broken", total)
     assert left.keys() == right.keys()
     assert len(left) > 10
     assert not [path for path, tensor in left.items() if not torch.equal(tensor, right[path])]

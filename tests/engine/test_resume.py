@@ -19,7 +19,7 @@ from tests.launched import read_metrics, series, train_cases
 
 pytestmark = pytest.mark.slow
 
-TOTAL, STOP = 40, 23  # 11 steps make an epoch: the stop is in the middle of the third
+TOTAL, STOP = 20, 13  # 11 steps make an epoch: the stop is within the second
 
 
 def config(name: str, folder: Path, **sections: Any) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def config(name: str, folder: Path, **sections: Any) -> dict[str, Any]:
         "batch": {"global_size": 120},
         "scheduler": {"kind": "warmup_cosine", "warmup_steps": 5, "total_steps": TOTAL},
         "training": {"max_steps": TOTAL, "log_every": 1},
-        "evaluation": {"every_steps": 20},
+        "evaluation": {"every_steps": 10},
         "checkpoint": {"keep_best": "train/lr"},  # its largest value comes before the stop
         "monitors": {"tensorboard": False, "progress": "off"},
     }
@@ -44,11 +44,11 @@ ACCUMULATING = {"accumulation_steps": 2}
 BF16 = {"dtype": "bf16"}
 OWN = {"target": "torch.optim.lr_scheduler:OneCycleLR", "args": {"max_lr": 5e-3, "total_steps": TOTAL + 1}}
 CASES: dict[str, dict[str, Any]] = {
-    "fp32-z0": {"scheduler": {"kind": "lr_range_test", "min_lr": 1e-5, "step_size": 10}},
-    "fp32-z1": {"zero": {"stage": 1}, "scheduler": {"kind": "warmup", "warmup_steps": 40}, "batch": ACCUMULATING},
+    "fp32-z0": {"scheduler": {"kind": "lr_range_test", "min_lr": 1e-5, "step_size": 5}},
+    "fp32-z1": {"zero": {"stage": 1}, "scheduler": {"kind": "warmup", "warmup_steps": 20}, "batch": ACCUMULATING},
     "fp32-z2": {"zero": {"stage": 2}},
     "fp32-z3": {
-        "scheduler": {"kind": "one_cycle", "min_lr": 1e-4, "max_lr": 5e-3, "first_steps": 20, "cycle_momentum": True},
+        "scheduler": {"kind": "one_cycle", "min_lr": 1e-4, "max_lr": 5e-3, "first_steps": 10, "cycle_momentum": True},
         "zero": {"stage": 3},
         "batch": ACCUMULATING,
     },
@@ -62,7 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16-z3": {
         "zero": {"stage": 3},
         "precision": BF16,
-        "scheduler": {"kind": "wsd", "decay_steps": 30, "total_steps": TOTAL},
+        "scheduler": {"kind": "wsd", "decay_steps": 15, "total_steps": TOTAL},
     },
     "autocast-z2": {"zero": {"stage": 2}, "precision": {"dtype": "autocast"}},
     "cosine": {"scheduler": {"kind": "cosine", "warmup_steps": 5, "total_steps": TOTAL}, "batch": ACCUMULATING},
@@ -217,7 +217,7 @@ def test_latest_and_manifest_name_the_last_step(runs: Path) -> None:
     checkpoints = runs / "fp32-z3-broken" / "checkpoints"
     assert (checkpoints / "latest").read_text(encoding="utf-8") == f"global_step{TOTAL}"
     manifest = json.loads((checkpoints / f"global_step{TOTAL}" / "manifest.json").read_text(encoding="utf-8"))
-    assert (manifest["step"], manifest["epoch"], manifest["step_in_epoch"]) == (40, 3, 7)
+    assert (manifest["step"], manifest["epoch"], manifest["step_in_epoch"]) == (20, 1, 9)
     assert manifest["layout"]["world_size"] == 2
     assert manifest["config"]["zero"]["stage"] == 3
 

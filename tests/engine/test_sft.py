@@ -25,12 +25,12 @@ from framework.engine.weights import find_weights, put_weights
 from framework.setup.objects import call_factory
 from tests.data.chats import CHATS, MARKED, write_chats, write_tokenizer
 from tests.engine.pipe_oracle import plain_run
-from tests.launched import job_environment, series, train_cases
+from tests.launched import fewer, job_environment, series, train_cases
 
 pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers", reason="transformers comes with the dev extra")
 
-NUM_STEPS, SIZE, LENGTH, LR = 20, 4, 250, 0.3
+NUM_STEPS, SIZE, LENGTH, LR = fewer(8, of=20), 4, 250, 0.3
 _SHAPE = {"vocab_size": 420, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 _OURS = {"vocab_size": 420, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "mlp_size": 48, "max_positions": 256}
 _OURS |= {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tie_embeddings": False}

@@ -22,9 +22,9 @@ from framework.tasks.classification import Classification
 from framework.tasks.task import Ratio, Task
 from tests.jobs import parts
 from tests.jobs.parts import MaskedPrompts
-from tests.launched import series, train_cases
+from tests.launched import fewer, series, train_cases
 
-NUM_STEPS, GLOBAL_SIZE = 20, 8
+NUM_STEPS, GLOBAL_SIZE = fewer(8, of=20), 8  # an epoch at least
 MODEL = {
     "kind": "gpt",
     "vocab_size": 50,

@@ -1,4 +1,4 @@
-"""A tensor group must train like plain PyTorch in one process: 20 fp32 steps, losses and gradient norms within 1e-5."""
+"""A tensor group must train like plain PyTorch in one process: fp32 losses and gradient norms within 1e-5."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from framework.config.load import config_from_values
 from framework.data.prepare import prepare
 from framework.setup.objects import call_factory
 from tests.engine.pipe_oracle import plain_run
-from tests.launched import rarely, read_metrics, series, train_cases
+from tests.launched import fewer, rarely, read_metrics, series, train_cases
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS = 20
+# Drift is held by one run of each kind of group and precision.
+NUM_STEPS, FEW_STEPS = 20, fewer(4, of=20)
 TOLERANCE = 1e-5
 CLIP = 0.3
 
@@ -85,6 +86,7 @@ class Case:
     kind: str = "sgd"
     tolerance: float = TOLERANCE
     dtype: str = "fp32"
+    steps: int = FEW_STEPS
 
     @property
     def name(self) -> str:
@@ -92,21 +94,22 @@ class Case:
 
 
 TWO_RANKS = [
-    *(Case("gpt", stage) for stage in (0, 1, 2, 3)),
-    Case("gpt", 3, "adamw"),
+    *(Case("gpt", stage) for stage in (0, 1, 2)),
+    Case("gpt", 3, steps=NUM_STEPS),
+    Case("gpt", 3, "adamw", steps=NUM_STEPS),
     Case("bert", 3),
     Case("llama", 1),
-    Case("theirs", 0),
+    Case("theirs", 0, steps=NUM_STEPS),
     Case("tied", 2),
     Case("vit", 0),
     Case("fused", 3),
     Case("torch-vit", 2),
     # bf16 has 8 bits of mantissa, which the norm of small gradients shows most.
-    Case("gpt", 3, tolerance=0.05, dtype="bf16"),
+    Case("gpt", 3, tolerance=0.05, dtype="bf16", steps=NUM_STEPS),
     Case("gpt", 0, tolerance=0.02, dtype="autocast"),
-    Case("gpt", 2, tolerance=5e-3, dtype="fp16"),
+    Case("gpt", 2, tolerance=5e-3, dtype="fp16", steps=NUM_STEPS),
 ]
-FOUR_RANKS = [Case("gpt", 0), Case("llama", 1), Case("bert", 2), Case("gpt", 3), Case("theirs", 3)]
+FOUR_RANKS = [Case("gpt", 0), Case("llama", 1), Case("bert", 2), Case("gpt", 3, steps=NUM_STEPS), Case("theirs", 3)]
 # With --exhaustive: other stages of a model, on which the others above hold what is the same for all.
 RARE_TWO = [Case("bert", 0), Case("gpt", 1, tolerance=0.05, dtype="bf16")]
 RARE_FOUR = [
@@ -155,7 +158,7 @@ def values(case: Case, folder: Path, text: Path, *, micro_size: int, **more: dic
         "optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}
         if case.kind == "sgd"
         else {"kind": "adamw", "lr": 1e-3},
-        "training": {"max_steps": NUM_STEPS, "log_every": 1, "clip_grad_norm": CLIP},
+        "training": {"max_steps": case.steps, "log_every": 1, "clip_grad_norm": CLIP},
         "evaluation": {"at_end": True, "batch_size": 48},
         "checkpoint": {"at_end": False},
         "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
@@ -220,15 +223,16 @@ _plain: dict[str, Any] = {}
 
 def plain(case: Case, text: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], list[float], dict[str, float]]:
     """Losses, gradient norms and metrics of one process; the stage makes no difference there."""
-    key = f"{case.model}-{case.kind}"
+    key = f"{case.model}-{case.kind}-{case.steps}"
     if key not in _plain:
         norms: list[float] = []
         clip = nn.utils.clip_grad_norm_
         with monkeypatch.context() as patched:
             patched.setattr(nn.utils, "clip_grad_norm_", lambda *args: norms.append(float(clip(*args))))
             config = values(replace(case, dtype="fp32"), Path(), text, micro_size=8)
-            losses, metrics, _ = plain_run(config, micro_size=8, num_steps=NUM_STEPS)
-        assert min(losses) < losses[0] - 0.1, "the oracle itself must learn, or equality says nothing"
+            losses, metrics, _ = plain_run(config, micro_size=8, num_steps=case.steps)
+        learnt = 0.1 if case.steps == NUM_STEPS else 0.0
+        assert min(losses) < losses[0] - learnt, "the oracle itself must learn, or equality says nothing"
         _plain[key] = losses, norms, metrics
     losses, norms, metrics = _plain[key]
     return losses, norms, metrics
@@ -239,7 +243,7 @@ def hold(case: Case, run_folder: Path, text: Path, monkeypatch: pytest.MonkeyPat
     assert min(norms) > CLIP, "clipping must be at work, or it is not compared"
     for name, expected in (("train/loss", losses), ("train/grad_norm", norms)):
         found = series(run_folder, name)
-        assert sorted(found) == list(range(1, NUM_STEPS + 1))
+        assert sorted(found) == list(range(1, case.steps + 1))
         worst = max(abs(found[step] - value) / value for step, value in enumerate(expected, start=1))
         assert worst < case.tolerance, f"{name} differs by up to {worst:.1e} of it"
     measured = read_metrics(run_folder)[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from benchmarks.planner.published import read_points
+from framework.commands import own_work
 from framework.commands.own_work import find_own_optimizer, find_own_work
 from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
 from framework.plan.memory import Memory, NotEstimatedError, estimate, stage_memories
-from framework.plan.plan import make_plan
+from framework.plan.plan import Plan, make_plan
 from framework.plan.work import Part, named_work, weights_alone
 from tests.launched import ROOT, run_ranks
 
@@ -145,6 +146,7 @@ def own_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
         section = {"parallel": {"expert": experts}, "precision": half}
         yield f"own-z{stage}-experts-{experts}", of(model=mixed, zero=zero(stage), steps=steps, **section), tokens
     bert = {"kind": "bert", "hidden_size": 256, "num_layers": 2, "num_heads": 4, "max_positions": 64}
+    bert |= {"vocab_size": 8000}
     pairs = {"data": {"kind": "text_pairs", "sequence_length": 64}, "task": {"kind": "masked_lm"}}
     yield "own-tiled-bert", of(model=bert, zero=zero(1), **pairs, **tiled), [*tokens, *tokens, ["int64", [8]]]
     yield "own-z2-bert", of(model=bert, zero=zero(2), precision=half, **pairs), [*tokens, *tokens, ["int64", [8]]]
@@ -234,11 +236,20 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return request.param, dict(zip(names, found, strict=True))
 
 
+def ask_here(module: str, plan: Plan, *, longest_seconds: float, needs: object, **further: Any) -> Any:
+    """What a child process answers, which tests/commands/test_own_work.py starts."""
+    from framework.setup.trace import describe
+
+    question = {"config": plan.config.to_dict(), "cluster": asdict(plan.cluster), **further}
+    return json.loads(json.dumps(describe(question)))
+
+
 @pytest.mark.slow
 def test_estimate_is_what_ranks_hold(
     measured: tuple[int, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(own_work, "ask_child", ask_here)
     ranks, found = measured
     for values in (CASES[name][0] for name in found if name.endswith("own-optimizer")):
         plan = make_plan(config_from_values(values), Cluster(devices_per_host=ranks, device="cpu"))
