@@ -331,7 +331,8 @@ def disturbed(do: Callable[[Stage], None]) -> Callable[[Stage], None]:
 _REVERSED = ("node-1 slots=1", "node-0 slots=1")
 _NODE_1 = r"node 1 \(node-1\)"
 _NODE_0 = r"node 0 \(node-0\)"
-_FULL = {"node-0": {EXIT_STORAGE}, "node-1": {EXIT_STORAGE, EXIT_PEER_LOST}}
+# Whoever meets it first ends the other.
+_FULL = {name: {EXIT_STORAGE, EXIT_PEER_LOST} for name in ("node-0", "node-1")}
 _SMALL: dict[str, Any] = {"shared_bytes": 48 << 20}
 CASES = (
     Case(
