@@ -140,7 +140,7 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
         look=_preflight(job, topology, devices, environment) if looks else None,
         spares=found.spares,
         restarts=Restarts(job.config) if is_supervised else None,
-        fits=partial(_fits, found, topology, devices),
+        fits=partial(_fits, found, job, topology, devices),
     )
 
     return run_node(
@@ -165,13 +165,13 @@ def _topology(found: Namespace, devices: LocalDevices, hosts: Sequence[Host]) ->
     return _without_spares(topology, spares=found.spares, min_nodes=found.min_nodes)
 
 
-def _fits(found: Namespace, topology: Topology, devices: LocalDevices, count: int) -> bool:
-    """Check whether the job may go on with so many nodes, and can."""
+def _fits(found: Namespace, job: LoadedRun, topology: Topology, devices: LocalDevices, count: int) -> bool:
+    """Check whether the job may go on with so many nodes, and can, with what was chosen for all of them."""
     if count < (found.min_nodes or topology.nnodes):
         return False
     with suppress(ConfigError):
         fewer = replace(topology, nnodes=count)
-        check_node(found.config, found.words, fewer, devices, deepspeed_config=found.deepspeed_config)
+        check_node(found.config, job.overrides, fewer, devices, deepspeed_config=found.deepspeed_config)
         return True
     return False
 
@@ -255,7 +255,7 @@ def run_node(
         "facts": dict(facts or {}),
     }
     session = Session(topology, terms.control_port, hello, requests, terms.token, terms.wait_seconds, names)
-    session.problems, session.spares, session.fits = _port_problems(topology), terms.spares, terms.fits
+    session.problems, session.spares, session.fits = partial(_port_problems, topology), terms.spares, terms.fits
     session.restarts = terms.restarts
 
     def ranks(start: Start) -> Ranks:
@@ -277,6 +277,8 @@ def run_node(
 
 
 async def _run(session: Session, terms: NodeOptions, ranks: Callable[[Start], Ranks]) -> JobEnd:
+    import asyncio
+
     from framework.launch.agent import run_attempt
     from framework.launch.rendezvous.door import join
     from framework.launch.rendezvous.session import JobOver
@@ -292,7 +294,7 @@ async def _run(session: Session, terms: NodeOptions, ranks: Callable[[Start], Ra
                 except JobOver as over:
                     print_line(str(over))
                     return JobEnd(over.code, str(over))
-                stack.close()  # the marks of this node's look at itself
+                await asyncio.to_thread(stack.close)  # the marks of this node's look at itself
                 started = ranks(start)
                 code, line, cause = await run_attempt(
                     started, start.peers, session.requests, grace_seconds=terms.grace_seconds

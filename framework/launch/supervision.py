@@ -42,7 +42,7 @@ _MOST_IDLE: Final = 3
 _STATE: Final = {"number": int, "idle": int, "last": str, "words": list}
 _RESUME: Final = "checkpoint.resume=auto"
 _LONGEST_WAIT_SECONDS: Final = 300.0
-_VARIABLE: Final = re.compile(r"0x[0-9a-f]+|\d[\d,.:]*|; .* stopped.*$")
+_VARIABLE: Final = re.compile(r"0x[0-9a-f]+|(?<!step )(?<![\d,.:])\d[\d,.:]*|; .* stopped.*$")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class JobEnd:
 
     @property
     def fingerprint(self) -> str:
-        """The line without what differs between two ends of one cause: times, addresses, counts."""
+        """The line without what differs between two ends of one cause: times, addresses, counts; not the step."""
         return _VARIABLE.sub("#", self.line)
 
 
@@ -93,13 +93,32 @@ class Restarts:
         """Take the state that a node kept while node 0 was replaced; the furthest of all counts."""
         if not isinstance(state, dict) or [type(state.get(name)) for name in _STATE] != [*_STATE.values()]:
             return
-        if self._number < state["number"] <= self._most:
+        if self._number < state["number"]:
             self._number, self._idle, self._last = (state[name] for name in ("number", "idle", "last"))
             self.words = (_RESUME,) if state["words"] else ()
 
     def begin(self) -> None:
         """Note what is saved when a start begins."""
         self._step, self._begun = self._folder.newest_step(), time.time()
+
+    @property
+    def number(self) -> int:
+        """Starts after the first."""
+        return self._number
+
+    @property
+    def used_up(self) -> str:
+        """Say why there is no other start, where node 0 was lost too often; empty where there is one."""
+        if self._idle >= _MOST_IDLE or self._number > self._most:
+            return f"node 0 was lost: {_given_up(is_again=False, idle=self._idle, left=0, most=self._most)}"
+        return ""
+
+    def count_lost(self) -> None:
+        """Count a start whose node 0 was lost, on another node: the node 0 to come is told."""
+        newest = self._folder.newest_step()
+        self._idle = 0 if newest > self._step else self._idle + 1
+        self._number += 1
+        self.words = (_RESUME,) if newest >= 0 or self.words else ()
 
     def after(self, end: JobEnd, *, is_asked: bool = False) -> Again | None:
         """Decide, and log it; `is_asked`: somebody asked for the end."""

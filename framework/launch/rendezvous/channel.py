@@ -73,7 +73,7 @@ class Channel(asyncio.Protocol):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # A socket for both kinds of addresses gives an IPv4 one in the form of IPv6, which is no interface's.
         self.local_address = str(connection.getsockname()[0]).removeprefix("::ffff:")
-        self.name = str(transport.get_extra_info("peername", ("",))[0])
+        self.name = str((transport.get_extra_info("peername") or ("",))[0])  # it may be gone already
         if self._opened is not None:
             self._opened(self)
 

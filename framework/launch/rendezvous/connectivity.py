@@ -54,6 +54,8 @@ def in_background(work: Callable[..., _T], *arguments: Any) -> Future[_T]:
     future: Future[_T] = Future()
 
     def run() -> None:
+        if not future.set_running_or_notify_cancel():  # from here on nobody can cancel it
+            return
         try:
             future.set_result(work(*arguments))
         except Exception as error:

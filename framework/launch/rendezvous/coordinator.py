@@ -60,6 +60,7 @@ _FIRST_REPORT_SECONDS: Final = 2.0
 _SEE_OFF_SECONDS: Final = 2.0
 _LEAVE_SECONDS: Final = 10.0  # who has not heard by then how all have ended takes node 0 for lost
 _SWEEP_SECONDS: Final = 1.0
+_PORT_SECONDS: Final = 10.0  # for a port of the ranks to be free again
 _OCCUPIED: Final = "a node of its rank is connected"
 _LONGEST_REPORT: Final = 500
 _MOST_MISSED: Final = 8
@@ -76,7 +77,7 @@ class Coordinator:
         self._session, self._listener = session, listener
         self._address = str(listener.getsockname()[0])
         self._clients = Clients(most_unknown=session.num_nodes + SPARE_CONNECTIONS)
-        self._problems = [*session.problems]
+        self._problems: list[Problem] = []
         try:
             require(_FILES_OF_A_NODE * session.num_nodes + SPARE_CONNECTIONS + _OWN_FILES, f"{session.num_nodes} nodes")
         except ConfigError as error:  # for the others to hear of
@@ -87,7 +88,9 @@ class Coordinator:
         self._stopped: RunStopped | None = None
         self._peers: LeadPeers | None = None
         self._running: dict[int, Client] = {}
+        self._ending: set[Client] = set()  # whose ranks of the last start may run still
         self._epoch = 0
+        self._ports: Sequence[Problem] = ()
         self._is_over = False
         self._found: list[Problem] = []
         self._seen: set[str] = set()  # marks
@@ -129,10 +132,17 @@ class Coordinator:
         """
         session = self._session
         session.begin_wait()
+        if self._peers is not None:
+            self._ending = {client for node, client in self._running.items() if node not in self._peers.ended}
         self._peers, self._running, self._stopped = None, {}, None
+        words = await session.begin_start()
         self._reported_at = time.monotonic() - _REPORT_SECONDS + _FIRST_REPORT_SECONDS
         try:
-            while (chosen := self._judge()) is None:
+            while True:
+                if session.restarts is not None and (why := session.restarts.used_up):
+                    raise PeerLostError(f"{why} [no-restart]")
+                if (chosen := self._judge()) is not None:
+                    break
                 session.look(self._waiting_for)
                 self._report_missing()
                 await self._wait(LOOK_SECONDS)
@@ -145,42 +155,43 @@ class Coordinator:
         except ConfigError as error:
             await self._send_last("nogo", problems=_reported(error.problems))
             raise
-        return self._go(chosen)
+        return self._go(chosen, words if session.restarts is None else session.restarts.words)
 
     async def verdict(self, end: JobEnd) -> Verdict:
         """Decide about another start, and say so to all."""
         session, peers = self._session, self._peers
         assert peers is not None
         await peers.flush()
-        again = session.decide(end, is_asked=bool(peers.stop))
+        again = await session.decide(end, peers)
         if again is None:
             if session.restarts is not None:
                 await self._send_last("done", code=session.restarts.code)
             return session.verdict(None)
         self._send_to_all("again", why=again.why)
         try:
-            await session.pause(again.seconds)
+            await session.pause(again.seconds, peers)
         except RunStopped as stopped:
             await self._send_last("stop", why=str(stopped)[:_LONGEST_REPORT])
             raise
         return session.verdict(again)
 
-    def _go(self, chosen: Sequence[Client]) -> Start:
-        session, self._epoch = self._session, self._epoch + 1
+    def _go(self, chosen: Sequence[Client], words: tuple[str, ...]) -> Start:
+        session, is_later = self._session, self._is_later
+        self._epoch += 1
         for problem in self._found:  # no errors: they have all been refused
             print_problem(problem)
         self._found = []
         session.meet_is_over()  # ranks listen there next
         session.local_address = chosen[0].channel.local_address if chosen else session.local_address
-        topology = session.topology
-        if self._epoch > 1:
-            topology = replace(topology, nnodes=len(chosen) + 1, master_port=free_again(topology.master_port))
+        topology = replace(session.topology, nnodes=len(chosen) + 1)
+        if is_later:
+            topology = replace(topology, master_port=free_again(topology.master_port))
         hosts = {0: str(session.hello["host"])} | {client.node: client.hello["host"] for client in chosen}
         self._running = {client.node: client for client in chosen}
         self._peers = LeadPeers(
             hosts, {node: client.channel for node, client in self._running.items()}, epoch=self._epoch
         )
-        start = session.start(self._peers, topology)
+        start = Start(self._peers, topology, words)
         go: dict[str, Any] = {"epoch": self._epoch, "port": topology.master_port, "words": start.words}
         go |= {"nodes": [*hosts], "state": {} if session.restarts is None else session.restarts.state}
         body = body_of("go", **go, **_names(hosts))
@@ -193,9 +204,15 @@ class Coordinator:
             self._server.close()
         return start
 
+    @property
+    def _is_later(self) -> bool:
+        """Whatever this process knows of itself, the job has begun before."""
+        restarts = self._session.restarts
+        return self._epoch > 0 or (restarts is not None and restarts.number > 0)
+
     def _judge(self) -> Sequence[Client] | None:
         """The others of the next start, if there can be one now."""
-        present = sorted(self._clients.present, key=lambda client: client.node)
+        present = sorted({*self._clients.present} - self._ending, key=lambda client: client.node)
         if self._epoch:
             return self._enough(present)
         hellos = [self._session.hello, *(client.hello for client in present)]
@@ -206,10 +223,13 @@ class Coordinator:
         # Nobody is refused for a node that has gone since.
         if now > self._compare_at or (self._compared != self._clients.version and (is_full or self._found)):
             self._compare(hellos)
-        errors = [*self._problems, *(problem for problem in self._found if problem.severity == "error")]
+        # A rank of this job that lost its agent holds the port for a moment.
+        is_patient = bool(self._ports) and now - self._session.started_at < _PORT_SECONDS
+        ports = () if is_patient else self._ports
+        errors = [*self._problems, *ports, *(problem for problem in self._found if problem.severity == "error")]
         if not errors:
             self._differ_since = 0.0
-            chosen = self._enough(present)
+            chosen = None if is_patient else self._enough(present)
             return None if chosen is None else self._connected(chosen)
         self._differ_since = self._differ_since or now
         # A node that has just died is still among them: only those that speak again count.
@@ -223,9 +243,9 @@ class Coordinator:
         wanted, here, session = self._session.topology.nnodes, len(present) + 1, self._session
         waited = time.monotonic() - session.started_at
         if here >= wanted:
-            is_time = here >= session.num_nodes or self._epoch or waited > ENOUGH_SECONDS
+            is_time = here >= session.num_nodes or self._is_later or waited > ENOUGH_SECONDS
             return present[: wanted - 1] if is_time else None
-        if self._epoch and waited > ENOUGH_SECONDS:
+        if self._is_later and waited > ENOUGH_SECONDS:
             for count in range(here, 0, -1):
                 if session.fits(count):
                     print_line(f"going on on {count} of {wanted} nodes [fewer-hosts]")
@@ -236,6 +256,7 @@ class Coordinator:
         """It takes a while with a thousand nodes, and reads a shared folder: now and then is enough."""
         began = time.monotonic()
         self._compared, self._found = self._clients.version, disagreements(hellos, seen=self._seen)
+        self._ports = self._session.problems()
         now = time.monotonic()
         self._compare_at = now + max(_COMPARE_SECONDS, _REST * (now - began))
 
@@ -348,6 +369,8 @@ class Coordinator:
         elif self._peers is not None:
             if self._running.get(client.node) is client:
                 self._peers.hear(client.node, message)
+        elif kind == "ended":
+            self._ending.discard(client)
         elif kind == "reached" and self._round is not None:
             self._round.hear(client.node, message)
         elif kind == "stop":

@@ -36,21 +36,23 @@ class Alone:
 
     def __init__(self, session: Session) -> None:
         self._session, self._number = session, 0
+        self._peers = Peers(0, {0: str(session.hello["host"])})
 
     async def begin(self) -> Start:
         """Begin at once."""
         self._session.requests.refuse_start()
         self._number += 1
+        self._peers = Peers(0, {0: str(self._session.hello["host"])}, epoch=self._number)
         topology = self._session.topology
         if self._number > 1:
             topology = replace(topology, master_port=free_again(topology.master_port))
-        return self._session.start(Peers(0, {0: str(self._session.hello["host"])}), topology)
+        return Start(self._peers, topology, await self._session.begin_start())
 
     async def verdict(self, end: JobEnd) -> Verdict:
         """Decide about another start."""
-        again = self._session.decide(end)
+        again = await self._session.decide(end, self._peers)
         if again is not None:
-            await self._session.pause(again.seconds)
+            await self._session.pause(again.seconds, self._peers)
         return self._session.verdict(again)
 
     async def close(self) -> None:

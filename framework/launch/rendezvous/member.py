@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, NoReturn, TypeVar
 
-from framework.errors import EXIT_PEER_LOST, MISSING, ConfigError, PeerLostError, Problem, RunStopped
+from framework.errors import EXIT_OK, EXIT_PEER_LOST, MISSING, ConfigError, PeerLostError, Problem, RunStopped
 from framework.launch.job import print_line
 from framework.launch.rendezvous.channel import (
     PROTOCOL,
@@ -68,6 +68,7 @@ _WAITS: Final = "waiting for the others"
 _MOST_VISITS: Final = 64
 _LONGEST_REPORT: Final = 500
 _LONGEST_TOKEN: Final = 64
+_DECISIONS: Final = ("again", "done", "stop", "lost")
 _GO: Final = ("nodes", "words", "epoch", "port", "hosts", "state")
 _T = TypeVar("_T")
 _STATED: Final = ("kind", "reason", "fix", "key", "file")  # of a problem, as texts
@@ -86,7 +87,9 @@ class Member:
         self._where = visited or session.topology.master_addr
         self._channel: Channel | None = None
         self._peers: MemberPeers | None = None
-        self._decided: Message | None = None  # that came before this node knew of all ends
+        self._noting: asyncio.Future[None] | None = None
+        self._heard: asyncio.Queue[Start | Message | ConnectionLost] = asyncio.Queue()
+        self._is_known = False  # by a node 0 of this job, which proved what it said
         self._hearing: asyncio.Task[None] | None = None
         self._why = "no answer yet"
         self._welcomed_at: float | None = None
@@ -115,6 +118,7 @@ class Member:
             if self._channel is None:
                 self._channel = await self._call()
                 await asyncio.wait_for(self._introduce(self._channel), HANDSHAKE_SECONDS)
+                self._hearing = asyncio.ensure_future(self._hear(self._channel))
             return await self._wait_for_go(self._channel)
         except asyncio.TimeoutError:
             lost: ConnectionLost = ConnectionLost("connected, but no agent answers there")
@@ -122,54 +126,48 @@ class Member:
             lost = how
         self._why = str(lost)
         self._note_no_agent(lost)
+        if self._session.is_idle:
+            self._session.begin_wait()
         self.hang_up()
         await self._refuse_place()
         await asyncio.sleep(_DIAL_AGAIN_SECONDS)
         return None
 
     async def verdict(self, end: JobEnd) -> Verdict:
-        """Wait for what node 0 decides about another start; one that is gone may come back, and is called again."""
-        session, peers, channel = self._session, self._peers, self._channel
+        """Wait for what node 0 decides about another start; one that is gone may come back, and is called again. Who
+        was asked to stop here ends as its ranks have ended.
+        """
+        session, peers = self._session, self._peers
         if session.restarts is None:
             return Verdict(is_again=False)
         assert peers is not None
         session.begin_wait()
         self._waits = "deciding about another start"
-        if self._hearing is not None:
-            await self._watched(asyncio.shield(self._hearing))
-        if not peers.is_cut_off and channel is not None:
-            return await self._watched(self._decision(channel))
-        if is_final(end.code) or peers.stop or session.requests.asked:
-            return Verdict(is_again=False)
-        return self._rejoin("node 0 is lost")
+        try:
+            while True:
+                message = await self._watched(self._take(), takes_requests=False)
+                if not isinstance(message, Start) and message["type"] in _DECISIONS:
+                    self._waits = reason_of(message.get("why"))
+                    return Verdict(message["type"] == "again", _code(message) if message["type"] == "done" else EXIT_OK)
+        except ConnectionLost as lost:
+            self.hang_up()
+            if is_final(end.code) or peers.stop or session.requests.asked:
+                return Verdict(is_again=False)
+            print_line(f"node 0 is lost ({lost}); calling it again [rejoining]")
+            await asyncio.to_thread(session.restarts.count_lost)
+            session.state = session.restarts.state
+            return Verdict(is_again=True)
 
     async def close(self) -> None:
         """Leave."""
         self.hang_up()
         self._session.close()
 
-    async def _decision(self, channel: Channel) -> Verdict:
-        try:
-            while True:
-                message, self._decided = self._decided or await self._next(channel), None
-                if message["type"] == "done":
-                    return Verdict(is_again=False, code=_code(message))
-                if message["type"] == "again":
-                    self._waits = reason_of(message.get("why"))
-                    return Verdict(is_again=True)
-                self._raise_end(message)
-        except ConnectionLost as lost:
-            return self._rejoin(f"node 0 is lost ({lost})")
-
-    def _rejoin(self, why: str) -> Verdict:
-        print_line(f"{why}; calling it again [rejoining]")
-        self.hang_up()
-        return Verdict(is_again=True)
-
-    async def _watched(self, work: Awaitable[_T]) -> _T:
+    async def _watched(self, work: Awaitable[_T], *, takes_requests: bool = True) -> _T:
         """Await with the checks of a wait; a request here is one for all."""
+        terms: dict[str, Any] = {"deadline": self._deadline, "takes_requests": takes_requests}
         try:
-            return await self._session.watch(work, self._waiting_for, deadline=self._deadline)
+            return await self._session.watch(work, self._waiting_for, **terms)
         except RunStopped:
             if self._channel is not None and self._session.requests.asked:
                 with suppress(ConnectionLost):
@@ -210,6 +208,8 @@ class Member:
         if challenge["type"] != "challenge" or not isinstance(challenge.get("nonce"), str):
             raise foreign()
         if bool(challenge.get("token")) != bool(token):
+            if self._is_known:  # the address has another owner for a while
+                raise ConnectionLost("whoever answers there is none of this job")
             reason = "it asks for a token" if challenge.get("token") else "it has no token, and this node has one"
             channel.send("refused", why="token-refused")
             fix = "give every node the same token (--token_file), or none"
@@ -236,7 +236,7 @@ class Member:
         if answer["type"] != "welcome" or not is_proof(answer.get("proof"), signed):
             raise ConnectionLost("whoever answers there does not know the token")
         channel.sign(token, is_lead=False, nonces=nonces)
-        self._welcomed_at, self._no_agent_since = time.monotonic(), math.inf
+        self._welcomed_at, self._no_agent_since, self._is_known = time.monotonic(), math.inf, True
 
     async def _next(self, channel: Channel, *, beat_seconds: float = BEAT_SECONDS) -> Message:
         """Receive the next message; sends beats meanwhile, and finds that node 0 is silent."""
@@ -250,11 +250,36 @@ class Member:
         finally:
             receiving.cancel()
 
+    async def _hear(self, channel: Channel) -> None:
+        """Hear node 0 until it is lost; what it says of a start reaches that start, and everything else is kept."""
+        try:
+            while True:
+                beat_seconds = BEAT_SECONDS if self._peers is None else RUNNING_BEAT_SECONDS
+                message = await self._next(channel, beat_seconds=beat_seconds)
+                if message["type"] == "news":
+                    if self._peers is not None:
+                        self._peers.hear(message)
+                elif message["type"] != "beat":
+                    self._heard.put_nowait(self._go(channel, message) if message["type"] == "go" else message)
+        except ConnectionLost as lost:
+            if self._peers is not None:
+                self._peers.lose(lost)
+            self._heard.put_nowait(lost)
+
+    async def _take(self) -> Start | Message:
+        """Take the next of what was kept; ConnectionLost behind the last."""
+        heard = await self._heard.get()
+        if isinstance(heard, ConnectionLost):
+            raise heard
+        return heard
+
     async def _wait_for_go(self, channel: Channel) -> Start:
         calls: asyncio.Task[None] | None = None
         try:
             while True:
-                message = await self._next(channel)
+                message = await self._take()
+                if isinstance(message, Start):
+                    return message
                 if message["type"] == "nogo":
                     self._refused(message, is_proven=True)
                 elif message["type"] in ("waiting", "again"):
@@ -264,14 +289,13 @@ class Member:
                 elif message["type"] == "idle":
                     self._session.begin_wait(is_idle=True)
                     self._waits = "training, and this node is a spare"
-                elif message["type"] == "done":
-                    raise JobOver(_code(message))
                 elif message["type"] == "reach":
                     calls = asyncio.ensure_future(_call_others(channel, message))
-                elif message["type"] == "go":
-                    return self._go(channel, message)
-                else:
-                    self._raise_end(message)
+                elif message["type"] == "done":
+                    raise JobOver(_code(message))
+                elif message["type"] in ("stop", "lost"):
+                    error = RunStopped if message["type"] == "stop" else PeerLostError
+                    raise error(f"node 0: {str(message.get('why'))[:_LONGEST_REPORT]}")
         finally:
             if calls is not None:
                 calls.cancel()
@@ -287,32 +311,19 @@ class Member:
         names = hosts if isinstance(hosts, dict) else {str(own): session.hello["host"]}
         named = {node: str(names.get(str(node), ""))[:255] for node in nodes}
         session.state = state
+        if session.restarts is not None:
+            session.restarts.restore(state)
+            self._noting = asyncio.ensure_future(asyncio.to_thread(session.restarts.begin))
         session.meet_is_over()
         topology = replace(session.topology, nnodes=len(nodes), node_rank=nodes.index(own), master_port=port)
         self._peers = MemberPeers(own, named, channel, epoch=epoch)
-        self._hearing = asyncio.ensure_future(self._hear(channel, self._peers))
         return Start(self._peers, topology, tuple(words))
-
-    async def _hear(self, channel: Channel, peers: MemberPeers) -> None:
-        """Hear node 0 while ranks run, until all have ended or it is lost."""
-        try:
-            while not peers.all_ended and self._decided is None:
-                message = await self._next(channel, beat_seconds=RUNNING_BEAT_SECONDS)
-                self._decided = message if message["type"] in ("again", "done", "stop") else None
-                peers.hear(message)
-        except ConnectionLost as lost:
-            peers.lose(lost)
-
-    def _raise_end(self, message: Message) -> None:
-        if message["type"] in ("stop", "lost"):
-            error = RunStopped if message["type"] == "stop" else PeerLostError
-            raise error(f"node 0: {str(message.get('why'))[:_LONGEST_REPORT]}")
 
     def _refused(self, message: Message, *, is_proven: bool) -> None:
         """Without a proof it may be by anybody: believed only because it ends this node alone, and says why."""
         problems = _problems(message)
-        is_known = any(problem.kind in ("token-refused", "node-rank-swapped") for problem in problems)
-        if is_proven or is_known:
+        is_believed = any(problem.kind in ("token-refused", "node-rank-swapped") for problem in problems)
+        if is_proven or (is_believed and not self._is_known):
             raise ConfigError(problems)
 
     def hang_up(self) -> None:
@@ -322,7 +333,7 @@ class Member:
         if self._hearing is not None:
             self._hearing.cancel()
         self._channel, self._hearing, self._welcomed_at, self.is_heard = None, None, None, False
-        self._waits, self._decided = _WAITS, None
+        self._waits, self._heard = _WAITS, asyncio.Queue()
 
     # ---------------------------------------------------------------------------------------------- wrong addresses
 
@@ -343,7 +354,9 @@ class Member:
         # In a pod the name may still mean the last pod of this rank.
         doubt = _DOUBT_SECONDS if _OF_A_POD in os.environ else _ELSEWHERE_AFTER_SECONDS
         is_late = time.monotonic() - session.started_at > doubt
-        if self._visited or not session.topology.node_rank or not is_late or is_loopback(self._where):
+        if self._is_known or self._visited or not session.topology.node_rank or not is_late:
+            return
+        if is_loopback(self._where):
             return
         with suppress(PortInUse):
             listener = listen_at(self._where, session.port)

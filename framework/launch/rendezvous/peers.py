@@ -8,6 +8,7 @@ number of its start (`epoch`): a late word of the last one ends nothing.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,9 +19,10 @@ from framework.errors import EXIT_PEER_LOST
 from framework.launch.rendezvous.channel import Channel, ConnectionLost, Message, body_of, foreign
 
 _GATHER_SECONDS: Final = 0.05
-MOST_FAILURES: Final = 32  # that are passed on; of the others only their number is
+MOST_FAILURES: Final = 64  # that are passed on, on one line
 _MOST_ENDED: Final = 2000  # fit on one line
 _LONGEST_TEXT: Final = 500
+_LONGEST_JSON: Final = 700
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,12 @@ class Peers:
         elif kind == "kill" and not self.killed:
             self.killed = is_news = True
         elif kind == "failure":
-            is_news = len(self.failures) < MOST_FAILURES
+            # Of those that only lost somebody there may be a thousand; who was lost, and what failed by itself, comes
+            # late, perhaps.
+            is_cause = code != EXIT_PEER_LOST or ": lost: " in why
+            is_news = len(self.failures) < (MOST_FAILURES if is_cause else MOST_FAILURES // 2)
+            while len(json.dumps(why)) > _LONGEST_JSON:
+                why = why[: len(why) // 2]
             if is_news:
                 self.failures.append(Failure(node, why, code, str(content.get("at", ""))[:20]))
         elif kind == "ended" and node not in self.ended:

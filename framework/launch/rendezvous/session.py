@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from framework.doctor.node.links import Echo
-from framework.errors import EXIT_OK, PeerLostError, Problem
+from framework.errors import EXIT_OK, PeerLostError, Problem, RunStopped
 from framework.launch.hosts.topology import Topology
 from framework.launch.job import print_line
 from framework.launch.rendezvous.peers import Peers
@@ -65,7 +65,7 @@ class Session:
         port: of the agents.
         hello: what it says about itself; `handshake.HELLO` has the names.
         names: of the hosts, where a hostfile tells them.
-        problems: what keeps node 0 from training; the others are to hear of it.
+        problems: find what keeps node 0 from training, now; the others are to hear of it.
         restarts: decides about further starts, on node 0; None: there are none here.
         spares: nodes beyond those that train, which take the place of one that is lost.
         fits: whether the job can train on so many nodes, fewer than it began with.
@@ -81,7 +81,7 @@ class Session:
     token: str = ""
     deadline_seconds: float = 1800.0
     names: Sequence[str] = ()
-    problems: Sequence[Problem] = ()
+    problems: Callable[[], Sequence[Problem]] = tuple
     restarts: Restarts | None = None
     spares: int = 0
     fits: Callable[[int], bool] = lambda count: False
@@ -102,17 +102,21 @@ class Session:
         self.is_idle = is_idle
         self.started_at, self._reported_at = time.monotonic(), 0.0
 
-    def look(self, waiting_for: Callable[[], str], *, deadline: float | None = None) -> None:
+    def look(
+        self, waiting_for: Callable[[], str], *, deadline: float | None = None, takes_requests: bool = True
+    ) -> None:
         """Run the checks of every wait: take requests, keep the deadline, log missing nodes every 15 s.
 
         Args:
             waiting_for: in words.
             deadline: `time.monotonic()` at which the wait is over, if not after `deadline_seconds`.
+            takes_requests: end the wait on request.
 
         Raises:
             RunStopped, PeerLostError: the wait is over.
         """
-        self.requests.refuse_start()
+        if takes_requests:
+            self.requests.refuse_start()
         if self.requests.lost:
             raise PeerLostError(f"another host has ended before all nodes were there; {waiting_for()} [peer-lost]")
         now = time.monotonic()
@@ -129,38 +133,47 @@ class Session:
                 self._reported_at = now - _REPORT_SECONDS + _FIRST_REPORT_SECONDS
 
     async def watch(
-        self, work: Awaitable[_T], waiting_for: Callable[[], str], *, deadline: Callable[[], float | None]
+        self,
+        work: Awaitable[_T],
+        waiting_for: Callable[[], str],
+        *,
+        deadline: Callable[[], float | None],
+        takes_requests: bool = True,
     ) -> _T:
         """Await something while the checks of every wait go on, with their errors."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
-                self.look(waiting_for, deadline=deadline())
+                self.look(waiting_for, deadline=deadline(), takes_requests=takes_requests)
                 await asyncio.wait({task}, timeout=LOOK_SECONDS)
             return task.result()
         finally:
             task.cancel()
 
-    async def pause(self, seconds: float) -> None:
-        """Wait so long before a start; RunStopped on request."""
+    async def pause(self, seconds: float, peers: Peers) -> None:
+        """Wait so long before a start; RunStopped on request, at this node or another one."""
         until = time.monotonic() + seconds
-        self.requests.refuse_start()
-        while (left := until - time.monotonic()) > 0:
-            await asyncio.sleep(min(LOOK_SECONDS, left))
+        while True:
             self.requests.refuse_start()
+            if peers.stop:
+                raise RunStopped(f"stopped on request ({peers.stop}) between two starts [stopped-early]")
+            if (left := until - time.monotonic()) <= 0:
+                return
+            await asyncio.sleep(min(LOOK_SECONDS, left))
 
-    def start(self, peers: Peers, topology: Topology) -> Start:
-        """Begin a start, where this node decides about them."""
+    async def begin_start(self) -> tuple[str, ...]:
+        """Note that a start begins, where this node decides about them; returns further settings for it."""
         if self.restarts is None:
-            return Start(peers, topology)
-        self.restarts.begin()
-        return Start(peers, topology, self.restarts.words)
+            return ()
+        await asyncio.to_thread(self.restarts.begin)  # storage may be slow, and the others are heard meanwhile
+        return self.restarts.words
 
-    def decide(self, end: JobEnd, *, is_asked: bool = False) -> Again | None:
-        """Decide about another start; `is_asked`: some node was asked to stop."""
+    async def decide(self, end: JobEnd, peers: Peers) -> Again | None:
+        """Decide about another start."""
         if self.restarts is None:
             return None
-        return self.restarts.after(end, is_asked=is_asked or bool(self.requests.asked))
+        is_asked = bool(peers.stop or self.requests.asked)
+        return await asyncio.to_thread(self.restarts.after, end, is_asked=is_asked)
 
     def verdict(self, again: Again | None) -> Verdict:
         """Put a decision into the words of all nodes."""

@@ -83,6 +83,23 @@ def test_what_a_thousand_say_at_once_is_passed_on_once() -> None:
     run(case())
 
 
+def test_what_failed_by_itself_is_kept_among_many_that_lost_somebody() -> None:
+    """A host that loses its power is found lost after all others have missed it; and every message fits on a line."""
+
+    async def case() -> None:
+        net = Net({node: f"h{node}" for node in range(101)})
+        lead = await net.open()
+        for node in range(1, 100):
+            net.members[node].send_failure(f"node {node} rank {node}: ended with 76 (é{'é' * 490})", code=76)
+        await until(lambda: len(net.heard) == 99)
+        net.far[100].close()
+        await until(lambda: any("lost: " in each.what for each in net.members[1].failures))
+        assert len(lead.failures) < MOST_FAILURES
+        assert not net.members[1].is_cut_off
+
+    run(case())
+
+
 def test_ends_reach_all_and_ranks_that_are_left_are_named() -> None:
     async def case() -> None:
         net = Net(HOSTS)

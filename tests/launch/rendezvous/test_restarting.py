@@ -10,6 +10,7 @@ import pytest
 
 from framework.checkpoint.names import CHECKPOINTS, MANIFEST, tag_of
 from framework.config.load import config_from_values
+from framework.errors import PeerLostError, RunStopped
 from framework.launch.rendezvous import coordinator
 from framework.launch.rendezvous.channel import Channel
 from framework.launch.rendezvous.member import Member
@@ -80,6 +81,7 @@ def test_fewer_nodes_train_where_others_do_not_come_back(
         async with coordinating(3, **terms) as (lead, port, beginning):
             first, second = await enter(port, 1, nnodes=3), await enter(port, 2, nnodes=3)
             await leave(first, await beginning)
+            second.send("ended", code=76)
             assert (await lead.verdict(LOST)).is_again
             again = asyncio.ensure_future(lead.begin())
             await asyncio.wait({again}, timeout=1.5)
@@ -154,6 +156,7 @@ def test_a_new_node_0_goes_on_with_what_the_others_know(tmp_path: Path) -> None:
             assert (await lead.verdict(LOST)).is_again
             assert "start 6 of at most 10, from its checkpoint" in (await read(channel, "again"))["why"]
             again = asyncio.ensure_future(lead.begin())
+            channel.send("ended", code=76)
             assert (await read(channel, "go"))["state"]["number"] == 5
             await again
             verdict = await lead.verdict(LOST)
@@ -194,6 +197,7 @@ def test_what_is_no_state_of_restarts_changes_nothing(tmp_path: Path, state: obj
 
 
 def test_a_member_calls_a_lost_node_0_again_and_tells_what_it_knows(tmp_path: Path) -> None:
+    """The start is counted, and a new node 0, which takes all checkpoints for older ones, learns of them."""
     port = free_ports(2)
 
     async def case() -> None:
@@ -202,13 +206,128 @@ def test_a_member_calls_a_lost_node_0_again_and_tells_what_it_knows(tmp_path: Pa
         for number in range(2):
             async with coordinating(2, token=TOKEN, port=port, restarts=restarts(tmp_path)) as (lead, _, beginning):
                 start = await job.begin()
-                await beginning
+                assert (await beginning).words == (("checkpoint.resume=auto",) if number else ())
                 heard = lead._clients.present[0].hello["state"]
-                assert heard == ({} if number == 0 else own.state)
+                assert heard.get("number", 0) == number
+                if number == 0:
+                    save(tmp_path, 10)
                 lead._clients.present[0].channel.close()
                 while not start.peers.is_cut_off:
                     await start.peers.wait(1)
                 assert (await job.verdict(LOST)).is_again
+        assert own.state["number"] == 2
         await job.close()
+
+    run(case())
+
+
+def test_a_node_0_that_is_lost_again_and_again_is_given_up(tmp_path: Path) -> None:
+    async def case() -> None:
+        state = {"number": 6, "idle": 1, "last": "", "words": []}
+        async with coordinating(2, token=TOKEN, restarts=restarts(tmp_path)) as (_, port, beginning):
+            channel = await enter(port, 1, state=state)
+            assert "5 restarts used up" in (await read(channel, "lost"))["why"]
+            channel.close()
+            with pytest.raises(PeerLostError, match="no-restart"):
+                await beginning
+
+    run(case())
+
+
+def test_fewer_nodes_are_enough_for_a_new_node_0_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "ENOUGH_SECONDS", 0.5)
+
+    async def case() -> None:
+        terms = {"token": TOKEN, "restarts": restarts(tmp_path), "fits": lambda count: count == 2}
+        async with coordinating(3, **terms) as (_, port, beginning):
+            state = {"number": 2, "idle": 0, "last": "", "words": ["checkpoint.resume=auto"]}
+            channel = await enter(port, 2, nnodes=3, state=state)
+            assert (await read(channel, "go"))["nodes"] == [0, 2]
+            await beginning
+            channel.close()
+
+    run(case())
+
+
+@pytest.mark.parametrize("end", [JobEnd(0), JobEnd(137), JobEnd(75)], ids=str)
+def test_who_was_asked_to_stop_ends_as_its_ranks_have(end: JobEnd, tmp_path: Path) -> None:
+    """And not as one that never began."""
+    port = free_ports(2)
+
+    async def case() -> None:
+        own = session(1, port=port, token=TOKEN, restarts=restarts(tmp_path))
+        job = Member(own)
+        async with coordinating(2, token=TOKEN, port=port, restarts=restarts(tmp_path)) as (lead, _, beginning):
+            await job.begin()
+            peers = (await beginning).peers
+            own.requests.ask("SIGTERM")
+            peers.stop = "SIGTERM at node 1"
+            ending = asyncio.ensure_future(lead.verdict(end))
+            assert not (await job.verdict(end)).is_again
+            await job.close()
+            assert not (await ending).is_again
+
+    run(case())
+
+
+def test_a_request_between_two_starts_is_one_for_all(tmp_path: Path) -> None:
+    async def case() -> None:
+        slow = Restarts(config_from_values({"run": {"output_dir": str(tmp_path)}, "supervision": {"max_restarts": 5}}))
+        async with coordinating(2, token=TOKEN, restarts=slow) as (lead, port, beginning):
+            channel = await enter(port, 1)
+            await beginning
+            deciding = asyncio.ensure_future(lead.verdict(LOST))
+            await read(channel, "again")
+            channel.send("stop", why="SIGTERM")
+            assert "SIGTERM at node 1" in (await read(channel, "stop"))["why"]
+            channel.close()
+            with pytest.raises(RunStopped, match="between two starts"):
+                await deciding
+
+    run(case())
+
+
+def test_a_node_whose_ranks_have_not_ended_takes_no_part_in_the_next_start(tmp_path: Path) -> None:
+    """It is heard on, and has its turn when it is done."""
+    port = free_ports(2)
+
+    async def case() -> None:
+        job = Member(session(1, port=port, token=TOKEN, restarts=restarts(tmp_path)))
+        async with coordinating(2, token=TOKEN, port=port, restarts=restarts(tmp_path)) as (lead, _, beginning):
+            start = await job.begin()
+            await beginning
+            assert (await lead.verdict(LOST)).is_again
+            again = asyncio.ensure_future(lead.begin())
+            await asyncio.wait({again}, timeout=1.0)
+            assert not again.done()
+            start.peers.send_ended(76)
+            assert (await job.verdict(LOST)).is_again
+            assert (await job.begin()).peers.epoch == (await again).peers.epoch == 2
+            await job.close()
+
+    run(case())
+
+
+def test_a_spare_calls_a_lost_node_0_again_however_long_it_has_waited(tmp_path: Path) -> None:
+    port = free_ports(2)
+
+    async def case() -> None:
+        spare = Member(session(2, port=port, token=TOKEN, spares=1, deadline_seconds=3.0))
+        terms = {"token": TOKEN, "port": port, "spares": 1}
+        async with coordinating(2, **terms, restarts=restarts(tmp_path)) as (_, lead_port, beginning):
+            waiting = asyncio.ensure_future(spare.begin())
+            first = await enter(lead_port, 1, spares=1)
+            await beginning
+            await asyncio.sleep(4.0)
+            first.close()
+        assert not waiting.done()
+        async with coordinating(2, **terms, restarts=restarts(tmp_path, most=9)) as (_, lead_port, beginning):
+            state = {"number": 1, "idle": 0, "last": "", "words": []}
+            first = await enter(lead_port, 1, spares=1, state=state)
+            await read(first, "go")
+            await asyncio.wait({waiting}, timeout=2.0)
+            assert not waiting.done()
+            waiting.cancel()
+            first.close()
 
     run(case())
