@@ -8,6 +8,8 @@ from typing import Final
 from framework.errors import ConfigError, missing_package
 
 _ZOOM: Final = 2  # pixels for one of the drawing's
+# resvg takes generic families for these of Windows alone.
+_FAMILIES: Final = ("Arial", "DejaVu Sans", "Liberation Sans", "Noto Sans", "Helvetica")
 _STYLE: Final = re.compile(r"(?<=<style>).*?(?=</style>)", re.DOTALL)
 _MEDIA: Final = re.compile(r"@media[^{}]*\{(?:[^{}]*\{[^{}]*\})*[^{}]*\}")
 _USE: Final = re.compile(r"var\(--([\w-]+)\)")
@@ -20,7 +22,9 @@ def png_of(svg: str) -> bytes:
         ConfigError: resvg is not installed, or finds no font.
     """
     frame = '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20">{}</svg>'
-    if _drawn(frame.format('<text y="15">x</text>')) == _drawn(frame.format("")):
+    text, blank = frame.format('<text y="15" font-family="sans-serif">x</text>'), frame.format("")
+    family = next((each for each in _FAMILIES if _drawn(text, each) != _drawn(blank, each)), "")
+    if not family:
         fix = "install one, such as the system's package fonts-dejavu-core, or take the SVG"
         raise ConfigError.of("font-missing", "PNG: this machine has no font, and a chart would have no words", fix)
     found = _STYLE.search(svg)
@@ -29,12 +33,13 @@ def png_of(svg: str) -> bytes:
     # resvg knows no variables of CSS: they stand in the style, and as the colour of the ground.
     style = _USE.sub(lambda use: values[use[1]], style)
     svg = re.sub(f'(?<=fill="){_USE.pattern}(?=")', lambda use: values[use[1]], svg)
-    return _drawn(_STYLE.sub(lambda _: style, svg, count=1))
+    return _drawn(_STYLE.sub(lambda _: style, svg, count=1), family)
 
 
-def _drawn(svg: str) -> bytes:
+def _drawn(svg: str, family: str) -> bytes:
     try:
         from resvg_py import svg_to_bytes
     except ModuleNotFoundError:
         raise missing_package("resvg-py", what="PNG", extra="bench") from None
-    return svg_to_bytes(svg_string=svg, zoom=_ZOOM, background="#ffffff")
+    families = {name: family for name in ("font_family", "sans_serif_family")}
+    return svg_to_bytes(svg_string=svg, zoom=_ZOOM, background="#ffffff", **families)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed
 
 import framework
-from framework.engine.distributed import process_group
+from framework.engine.distributed import barrier, process_group
 
 
 def main() -> None:
@@ -26,6 +26,7 @@ def main() -> None:
                 framework.fit(job)
                 continue
             out, (command, *words) = job
+            barrier()  # rank 0 writes the report of a run after the others have done with it
             before = sorted(Path(words[0]).rglob("*"))
             name = out if torch.distributed.get_rank() == 0 else os.devnull
             with Path(name).open("w") as file, contextlib.redirect_stdout(file):

@@ -40,7 +40,7 @@ def test_styles_without_variables_and_with_queries_go_too() -> None:
 
 def test_without_the_package_or_a_font_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(png, "_drawn", lambda svg: b"the same without words")
+        patch.setattr(png, "_drawn", lambda svg, family: b"the same without words")
         with pytest.raises(ConfigError, match=r"no font.*fonts-dejavu.*\[font-missing\]"):
             png.png_of("<svg/>")
     monkeypatch.setitem(sys.modules, "resvg_py", None)
