@@ -41,5 +41,4 @@ def _drawn(svg: str, family: str) -> bytes:
         from resvg_py import svg_to_bytes
     except ModuleNotFoundError:
         raise missing_package("resvg-py", what="PNG", extra="bench") from None
-    families = dict.fromkeys(("font_family", "sans_serif_family"), family)
-    return svg_to_bytes(svg_string=svg, zoom=_ZOOM, background="#ffffff", **families)
+    return svg_to_bytes(svg_string=svg, zoom=_ZOOM, background="#ffffff", font_family=family, sans_serif_family=family)
