@@ -140,7 +140,7 @@ class Coordinator:
         try:
             while True:
                 if session.restarts is not None and (why := session.restarts.used_up):
-                    raise PeerLostError(f"{why} [no-restart]")
+                    raise PeerLostError(f"there is no other start: {why} [no-restart]")
                 if (chosen := self._judge()) is not None:
                     break
                 session.look(self._waiting_for)
