@@ -115,18 +115,23 @@ class Restarts:
 
     def count_lost(self) -> None:
         """Count a start whose node 0 was lost, on another node: the node 0 to come is told."""
+        self._note_saved()
+        self._number += 1
+
+    def _note_saved(self) -> int:
+        """Count a start that saved nothing, and note whether the next one has a checkpoint; returns the newest step."""
         newest = self._folder.newest_step()
         self._idle = 0 if newest > self._step else self._idle + 1
-        self._number += 1
+        # What was named for the first start holds until this run has saved something of its own.
         self.words = (_RESUME,) if newest >= 0 or self.words else ()
+        return newest
 
     def after(self, end: JobEnd, *, is_asked: bool = False) -> Again | None:
         """Decide, and log it; `is_asked`: somebody asked for the end."""
         self.code = end.code
         if end.code in _FINAL or is_asked or not self._most:
             return None
-        has_saved = self._folder.newest_step() > self._step
-        self._idle = 0 if has_saved else self._idle + 1
+        newest = self._note_saved()
         is_again = self._idle > 1 and end.code in _OWN_ERRORS and end.fingerprint == self._last
         self._last = end.fingerprint
         if why := _given_up(is_again=is_again, idle=self._idle, left=self._most - self._number, most=self._most):
@@ -135,10 +140,7 @@ class Restarts:
             self.code = end.code if self._number == self._most else EXIT_NO_PROGRESS
             return None
         longest = _LONGEST_WAIT_SECONDS
-        seconds = 0.0 if has_saved else min(self._wait_seconds * 2 ** (self._idle - 1), longest)
-        # What was named for the first start holds until this run has saved something of its own.
-        newest = self._folder.newest_step()
-        self.words = (_RESUME,) if newest >= 0 or self.words else ()
+        seconds = min(self._wait_seconds * 2 ** (self._idle - 1), longest) if self._idle else 0.0
         goes_on = (
             f"from step {newest}" if newest >= 0 else "from its checkpoint" if self.words else "from the beginning"
         )

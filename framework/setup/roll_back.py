@@ -8,10 +8,10 @@ import time
 
 from framework.checkpoint.manifest import SavedCheckpoint, list_checkpoints
 from framework.checkpoint.resume_point import set_aside_later
-from framework.engine.distributed import from_rank0, rank
+from framework.engine.distributed import from_rank0
 from framework.errors import TrainingError
 from framework.setup.assemble import OpenRun, build_trainer
-from framework.setup.start_point import on_rank0, shared_verification
+from framework.setup.start_point import DamageOf, decide_together, on_rank0
 from framework.system.log import warn
 from framework.train.bad_steps import RolledBack
 from framework.train.events import Events
@@ -67,19 +67,11 @@ def _choose(run: OpenRun, step: int, *, before: int) -> SavedCheckpoint | None:
     """Choose the newest sound checkpoint up to `before`, or else the oldest before `step`, or else what the run began
     with, which may be another run's. Collective.
     """
-    shared = shared_verification()
-    if rank() != 0:
-        shared.help()
-        chosen = None
-    else:
 
-        def choose() -> SavedCheckpoint | None:
-            known = [one for one in list_checkpoints(run.folder.checkpoints) if one.step < step]
-            early = [one for one in known if one.step <= before]
-            candidates = [*early[::-1], *known[len(early) :], *filter(None, [run.start])]
-            return next((one for one in candidates if not shared.ask(one)), None)
+    def choose(damage_of: DamageOf) -> SavedCheckpoint | None:
+        known = [one for one in list_checkpoints(run.folder.checkpoints) if one.step < step]
+        early = [one for one in known if one.step <= before]
+        candidates = [*early[::-1], *known[len(early) :], *filter(None, [run.start])]
+        return next((one for one in candidates if not damage_of(one)), None)
 
-        chosen = on_rank0(choose)
-        shared.end()
-    found: SavedCheckpoint | None = from_rank0(chosen)
-    return found
+    return decide_together(choose)

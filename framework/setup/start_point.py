@@ -39,6 +39,9 @@ from framework.train.bad_steps import LeftOut, noted_windows
 from framework.train.events import carry_over
 from framework.train.run_folder import RunFolder
 
+DamageOf = Callable[[SavedCheckpoint], list[str]]
+"""Finds what of a checkpoint is not as it was written, a line for each file."""
+
 
 class _HasState(Protocol):
     def state(self) -> dict[str, Any]: ...
@@ -108,7 +111,7 @@ def agreed_weights(prepared: Prepared, start: SavedCheckpoint | None, *, average
     of = prepared.weights
     if not isinstance(of, SavedCheckpoint):
         return prepared
-    damage = shared_verification().verify(of, on_every_host=True) if of.verified else of.damage()
+    damage = _verification().verify(of, on_every_host=True) if of.verified else of.damage()
     error = None
     try:
         weights = checkpoint_weights(of, average=average, damage=damage)
@@ -122,26 +125,30 @@ def agreed_weights(prepared: Prepared, start: SavedCheckpoint | None, *, average
     return replace(prepared, weights=weights)
 
 
-def shared_verification() -> SharedVerification:
-    """Build what the ranks verify checkpoints with, each a share."""
+def _verification() -> SharedVerification:
     return SharedVerification(rank=rank(), gather=gather, from_rank0=from_rank0, print_line=print_line)
 
 
 def choose_together(folder: RunFolder, config: RunConfig) -> SavedCheckpoint | None:
     """Rank 0 decides where the run starts from, and all ranks read the checkpoints that it thinks of. Collective."""
-    shared = shared_verification()
+    return decide_together(lambda damage_of: choose_start(folder, config, damage_of=damage_of))
+
+
+def decide_together(decide: Callable[[DamageOf], SavedCheckpoint | None]) -> SavedCheckpoint | None:
+    """Have rank 0 decide, while all ranks read the checkpoints whose damage it asks about. Collective."""
+    shared = _verification()
     if rank() != 0:
         shared.help()
-        start = None
+        found = None
     else:
-        start = on_rank0(lambda: choose_start(folder, config, damage_of=shared.ask))
+        found = on_rank0(lambda: decide(shared.ask))
         shared.end()
-    chosen: SavedCheckpoint | None = from_rank0(start)
+    chosen: SavedCheckpoint | None = from_rank0(found)
     return chosen
 
 
 def choose_start(
-    folder: RunFolder, config: RunConfig, *, damage_of: Callable[[SavedCheckpoint], list[str]] = SavedCheckpoint.damage
+    folder: RunFolder, config: RunConfig, *, damage_of: DamageOf = SavedCheckpoint.damage
 ) -> SavedCheckpoint | None:
     """Take the run's folder if there is one, and decide where the run starts from."""
     folder.lock_if_exists()

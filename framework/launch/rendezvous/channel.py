@@ -49,7 +49,7 @@ class Channel(asyncio.Protocol):
 
     Attributes:
         name: address of the other end, for messages.
-        opened_at, heard_at: `time.monotonic()` of its beginning, and when something came last.
+        heard_at: `time.monotonic()` when something came last, or of its beginning.
     """
 
     def __init__(self, opened: Callable[[Channel], None] | None = None) -> None:
@@ -62,7 +62,7 @@ class Channel(asyncio.Protocol):
         self._keys: tuple[bytes, bytes] | None = None
         self._num_sent = self._num_received = 0
         self.name = self.local_address = ""
-        self.opened_at = self.heard_at = time.monotonic()
+        self.heard_at = time.monotonic()
 
     # ------------------------------------------------------------------------------------------ what asyncio calls
 

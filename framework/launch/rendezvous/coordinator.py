@@ -135,7 +135,7 @@ class Coordinator:
         if self._peers is not None:
             self._ending = {client for node, client in self._running.items() if node not in self._peers.ended}
         self._peers, self._running, self._stopped = None, {}, None
-        words = await session.begin_start()
+        await session.begin_start()
         self._reported_at = time.monotonic() - _REPORT_SECONDS + _FIRST_REPORT_SECONDS
         try:
             while True:
@@ -155,7 +155,7 @@ class Coordinator:
         except ConfigError as error:
             await self._send_last("nogo", problems=_reported(error.problems))
             raise
-        return self._go(chosen, words if session.restarts is None else session.restarts.words)
+        return self._go(chosen)
 
     async def verdict(self, end: JobEnd) -> Verdict:
         """Decide about another start, and say so to all."""
@@ -175,7 +175,7 @@ class Coordinator:
             raise
         return session.verdict(again)
 
-    def _go(self, chosen: Sequence[Client], words: tuple[str, ...]) -> Start:
+    def _go(self, chosen: Sequence[Client]) -> Start:
         session, is_later = self._session, self._is_later
         self._epoch += 1
         for problem in self._found:  # no errors: they have all been refused
@@ -191,7 +191,7 @@ class Coordinator:
         self._peers = LeadPeers(
             hosts, {node: client.channel for node, client in self._running.items()}, epoch=self._epoch
         )
-        start = Start(self._peers, topology, words)
+        start = Start(self._peers, topology, session.words)
         go: dict[str, Any] = {"epoch": self._epoch, "port": topology.master_port, "words": start.words}
         go |= {"nodes": [*hosts], "state": {} if session.restarts is None else session.restarts.state}
         body = body_of("go", **go, **_names(hosts))

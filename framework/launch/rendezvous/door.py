@@ -46,7 +46,8 @@ class Alone:
         topology = self._session.topology
         if self._number > 1:
             topology = replace(topology, master_port=free_again(topology.master_port))
-        return Start(self._peers, topology, await self._session.begin_start())
+        await self._session.begin_start()
+        return Start(self._peers, topology, self._session.words)
 
     async def verdict(self, end: JobEnd) -> Verdict:
         """Decide about another start."""

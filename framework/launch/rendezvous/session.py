@@ -161,12 +161,15 @@ class Session:
                 return
             await asyncio.sleep(min(LOOK_SECONDS, left))
 
-    async def begin_start(self) -> tuple[str, ...]:
-        """Note that a start begins, where this node decides about them; returns further settings for it."""
-        if self.restarts is None:
-            return ()
-        await asyncio.to_thread(self.restarts.begin)  # storage may be slow, and the others are heard meanwhile
-        return self.restarts.words
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Further settings for the next start, where this node decides about them."""
+        return () if self.restarts is None else self.restarts.words
+
+    async def begin_start(self) -> None:
+        """Note that a start begins, where this node decides about them."""
+        if self.restarts is not None:
+            await asyncio.to_thread(self.restarts.begin)  # storage may be slow, and the others are heard meanwhile
 
     async def decide(self, end: JobEnd, peers: Peers) -> Again | None:
         """Decide about another start."""
