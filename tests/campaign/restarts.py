@@ -1,11 +1,12 @@
 """Kill what a supervised job consists of again and again: python -m tests.campaign.restarts --kills 20 [--nodes 3]
 
 With `supervision.max_restarts` nobody has to start it again. One `launch` of two ranks; or with `--nodes` as many
-`launch node`, each an agent with a rank, which meet with a token. A kill (SIGKILL) of a rank, of all ranks, of an agent
-(node 0's as well) or of an agent and its rank comes at a random instant: some time after the last checkpoint of a
-start, or, every fifth at most, while a start still imports. An agent that was killed is started again a moment later,
-as Kubernetes and systemd do, and is all that anybody does. The job must end with 0, and with the losses and the last
-checkpoint's bits of a run that nobody touched.
+`launch node`, each an agent with a rank, which meet with a token. A kill (SIGKILL) of a rank, of all ranks, of a
+process that a rank started (its data worker, its writer of checkpoints), of an agent (node 0's as well) or of an agent
+and its rank comes at a random instant: some time after the last checkpoint of a start, or, every fifth at most, while a
+start still imports. An agent that was killed is started again a moment later, as Kubernetes and systemd do, and is all
+that anybody does. The job must end with 0, and with the losses and the last checkpoint's bits of a run that nobody
+touched.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +47,16 @@ def write_config(folder: Path, name: str, *, steps: int) -> Path:
     config: dict[str, Any] = {
         "run": {"name": name, "output_dir": str(folder)},
         "model": {"kind": "mlp", "hidden_sizes": [64, 64], "dropout": 0.3},
-        "data": {"target": "tests.jobs.parts:slow_digits", "args": {"seconds": 0.001, "eval_seconds": 0.0}},
+        "data": {
+            "target": "tests.jobs.parts:slow_digits",
+            "args": {"seconds": 0.001, "eval_seconds": 0.0},
+            "num_workers": 1,
+        },
         "batch": {"global_size": GLOBAL_SIZE},
         "zero": {"stage": 2},
         "training": {"max_steps": steps, "log_every": 1},
         "evaluation": {"at_end": False},
-        "checkpoint": {"every_steps": 10, "keep_last": 2},
+        "checkpoint": {"every_steps": 10, "keep_last": 2, "mode": "async"},
         "supervision": {"max_restarts": 1000, "wait_seconds": 0.5},
         "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
     }
@@ -90,7 +96,7 @@ class Job:
     @property
     def kinds(self) -> list[str]:
         """What can be killed."""
-        return ["rank", "ranks"]
+        return ["rank", "ranks", "child"]
 
     def kill(self, kind: str, draw: random.Random) -> None:
         """Kill something, ``agent:0`` for that of node 0, and bring back an agent."""
@@ -99,6 +105,9 @@ class Job:
         ranks = self.ranks()
         victims = [draw.choice(ranks)] if kind == "rank" else ranks if kind == "ranks" else []
         victims += self.ranks([node]) if kind == "node" else []
+        if kind == "child" and ranks:
+            with suppress(psutil.Error):
+                victims += draw.sample(children := draw.choice(ranks).children(), min(1, len(children)))
         if kind in ("agent", "node"):
             self.agents[node].kill()
         for victim in victims:
@@ -125,7 +134,7 @@ class NodesJob(Job):
     @property
     def kinds(self) -> list[str]:
         """What can be killed."""
-        return ["rank", "ranks", "agent", "node"]
+        return ["rank", "ranks", "child", "agent", "node"]
 
 
 def begun(run: Path) -> list[float]:
@@ -157,6 +166,10 @@ def campaign(folder: Path, kills: int, *, seed: int, nodes: int = 0, kinds: Sequ
         config = write_config(folder, name, steps=steps)
         return NodesJob(config, nodes) if nodes else Job(config)
 
+    def is_over(pids: set[int], kind: str, saved: int) -> bool:
+        """Another start has begun; a rank without its writer makes another one, and goes on."""
+        return not pids & {each.pid for each in job.ranks()} or (kind == "child" and newest(run) > saved)
+
     job = start("killed")
     recoveries, was_early, done = [], False, Counter[str]()
     while done.total() < kills and job.codes() is None:
@@ -174,9 +187,14 @@ def campaign(folder: Path, kills: int, *, seed: int, nodes: int = 0, kinds: Sequ
             continue
         killed_at, starts = time.time(), len(begun(run))
         kind = kinds[done.total()] if kinds else draw.choice(job.kinds)
+        saved = newest(run)
         job.kill(kind, draw)
         done, was_early = done + Counter([kind]), is_early
-        until(job, lambda pids={each.pid for each in victims}: not pids & {each.pid for each in job.ranks()})
+        print(f"{done.total()}: {kind}", file=sys.stderr, flush=True)
+
+        until(job, partial(is_over, {each.pid for each in victims}, kind, saved))
+        if kind == "child" and len(begun(run)) == starts and newest(run) > saved:
+            continue
         if not is_early and until(job, lambda starts=starts: len(begun(run)) > starts):
             recoveries.append(begun(run)[-1] - killed_at)
     until(job, lambda: False)
