@@ -2,13 +2,14 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/trainer_tax.py --out
     benchmarks/results/trainer_tax.json
+    torchrun --standalone --nproc-per-node 1 benchmarks/trainer_tax.py --model small_resnet18      # on a GPU
 
-All sides are built from the same seed and train LeNet on the same images, a `TensorDataset` as a user would bring, in
-turn, A B C A B C, in blocks of steps: `trainer` through `Trainer.fit` with all monitors on, a logged point every 10
-steps and an ear for requests to stop; `ddp` and `accelerate` through the loop that a user would write, with torch's
-`DataLoader` and clipping, which logs nothing at all; `bare` through such a loop around DeepSpeed's engine, with our
-batches; `hf` through Hugging Face's Trainer, which logs every 10 steps; `deaf` is the Trainer that cannot be asked to
-stop. Printed: the ratio of the median block times to each, with the spread block by block, and how far the losses of
+All sides are built from the same seed and train one model (LeNet) on the same images, a `TensorDataset` as a user would
+bring, in turn, A B C A B C, in blocks of steps: `trainer` through `Trainer.fit` with all monitors on, a logged point
+every 10 steps and an ear for requests to stop; `ddp` and `accelerate` through the loop that a user would write, with
+torch's `DataLoader` and clipping, which logs nothing at all; `bare` through such a loop around DeepSpeed's engine, with
+our batches; `hf` through Hugging Face's Trainer, which logs every 10 steps; `deaf` is the Trainer that cannot be asked
+to stop. Printed: the ratio of the median block times to each, with the spread block by block, and how far the losses of
 `trainer` and `bare` differ, which read the same batches: one divides a sum by its count and clips with other kernels,
 so in the last bits.
 """
@@ -26,13 +27,14 @@ from typing import Any, Protocol
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from framework.config.load import config_from_values
 from framework.data.digits import build
 from framework.engine import random_state
-from framework.engine.distributed import barrier, describe_environment, process_group, rank
+from framework.engine.distributed import barrier, describe_environment, device, device_name, process_group, rank
 from framework.engine.metrics import over_ranks
 from framework.engine.plain_engine import build_engine
 from framework.engine.stop_agreement import agreed_stops
@@ -51,7 +53,7 @@ def main() -> None:
     config = {
         "run": {"name": "trainer_tax"},
         "data": {"target": "benchmarks.trainer_tax:images"},
-        "model": {"kind": "lenet"},
+        "model": {"kind": arguments.model},
         "batch": {"micro_size": arguments.micro_size},
         "zero": {"stage": arguments.stage},
         "training": {"max_steps": arguments.steps * (arguments.blocks + 1), "log_every": LOG_EVERY},
@@ -90,10 +92,10 @@ def _measure(prepared: Prepared, sides: Mapping[str, Side], *, blocks: int, step
     for block in range(blocks + 1):
         for name, side in sides.items():
             side.ready(block * steps)
-            barrier()
+            _settle()
             before = time.perf_counter()
             side.run(block * steps, (block + 1) * steps)
-            barrier()
+            _settle()
             if block:  # the first one warms up
                 times[name].append(time.perf_counter() - max(before, getattr(side, "began", 0.0)))
     medians = {name: statistics.median(values) for name, values in times.items()}
@@ -105,6 +107,7 @@ def _measure(prepared: Prepared, sides: Mapping[str, Side], *, blocks: int, step
             for name in sides
             if name != "trainer"
         },
+        "model": prepared.plan.config.model.kind,
         "ms_per_step": {name: 1000 * median / steps for name, median in medians.items()},
         "blocks": blocks,
         "steps_per_block": steps,
@@ -118,6 +121,12 @@ def _measure(prepared: Prepared, sides: Mapping[str, Side], *, blocks: int, step
         furthest = max(abs(ours - theirs) for ours, theirs in zip(found["trainer"], found["bare"], strict=True))
         report |= {"largest_difference_of_losses": furthest, "num_losses_compared": len(logged)}
     return report
+
+
+def _settle() -> None:
+    """Wait for what the device has been told, and for all ranks."""
+    get_accelerator().synchronize()
+    barrier()
 
 
 class Side(Protocol):
@@ -227,12 +236,17 @@ class PlainDDP:
 
     def __init__(self, prepared: Prepared) -> None:
         random_state.seed_everything(prepared.plan.config.run.seed)
-        self._model = DistributedDataParallel(prepared.parts.build_model())
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3)
+        self._device = device()
+        self._model = DistributedDataParallel(prepared.parts.build_model().to(self._device))
+        self._optimizer = _adamw(self._model)
         dataset: Any = prepared.parts.splits.train
         self._sampler: DistributedSampler[Any] = DistributedSampler(dataset, drop_last=True)
         self._loader: Any = DataLoader(
-            dataset, batch_size=prepared.plan.layout.micro_size, sampler=self._sampler, drop_last=True
+            dataset,
+            batch_size=prepared.plan.layout.micro_size,
+            sampler=self._sampler,
+            drop_last=True,
+            pin_memory=self._device.type != "cpu",
         )
         self._epochs = 0
 
@@ -242,7 +256,7 @@ class PlainDDP:
     def run(self, start: int, end: int) -> None:
         batches = self._batches()
         for _ in range(start, end):
-            images, labels = next(batches)
+            images, labels = (each.to(self._device, non_blocking=True) for each in next(batches))
             self._optimizer.zero_grad()
             loss: torch.Tensor = torch.nn.functional.cross_entropy(self._model(images), labels)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -262,6 +276,11 @@ class PlainDDP:
         raise NotImplementedError("it reads other batches")
 
 
+def _adamw(model: torch.nn.Module) -> torch.optim.AdamW:
+    """torch's AdamW, on a GPU in its fused form, as the Trainer takes it."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device_name() != "cpu")
+
+
 class Accelerated(PlainDDP):
     """The loop of Accelerate's quick tour."""
 
@@ -270,12 +289,16 @@ class Accelerated(PlainDDP):
 
         random_state.seed_everything(prepared.plan.config.run.seed)
         model = prepared.parts.build_model()
-        self._accelerator = Accelerator(cpu=True)
+        self._accelerator = Accelerator(cpu=device_name() == "cpu")
         dataset: Any = prepared.parts.splits.train
-        loader: Any = DataLoader(dataset, batch_size=prepared.plan.layout.micro_size, shuffle=True)
-        self._model, self._optimizer, self._loader = self._accelerator.prepare(
-            model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader
+        loader: Any = DataLoader(
+            dataset,
+            batch_size=prepared.plan.layout.micro_size,
+            shuffle=True,
+            drop_last=True,
+            pin_memory=device_name() != "cpu",
         )
+        self._model, self._optimizer, self._loader = self._accelerator.prepare(model, _adamw(model), loader)
 
     def run(self, start: int, end: int) -> None:
         batches = self._batches()
@@ -336,7 +359,8 @@ class HuggingFace:
 
         arguments = transformers.TrainingArguments(
             output_dir=self._folder,
-            use_cpu=True,
+            use_cpu=device_name() == "cpu",
+            optim="adamw_torch" if device_name() == "cpu" else "adamw_torch_fused",
             per_device_train_batch_size=self._prepared.plan.layout.micro_size,
             learning_rate=1e-3,
             max_grad_norm=1.0,
@@ -345,7 +369,8 @@ class HuggingFace:
             report_to=[],
             disable_tqdm=True,
             log_level="error",
-            dataloader_pin_memory=False,
+            dataloader_pin_memory=device_name() != "cpu",
+            dataloader_drop_last=True,
         )
         self._trainer = transformers.Trainer(
             model=self._model, args=arguments, train_dataset=_Labelled(self._prepared.parts.splits.train)
@@ -374,6 +399,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=5, help="timed blocks of each side")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps in a block")
     parser.add_argument("--micro_size", type=int, default=64, help="samples per step and rank")
+    parser.add_argument("--model", default="lenet", help="kind of model, for images of 28 x 28")
     parser.add_argument("--stage", type=int, default=0, help="ZeRO stage")
     sides = ("bare", "ddp", "accelerate", "hf", "deaf")
     parser.add_argument("--against", nargs="+", choices=sides, default=sides[:-1], help="the other sides")

@@ -40,6 +40,14 @@ LEARNING: dict[str, dict[str, Any]] = {
     "channels-last": {"training": {"channels_last": True}, "model": {"kind": "small_resnet18"}},
     "offload": {"zero": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
     "pinned-workers": {"data": {"kind": "digits", "num_workers": 2}, "evaluation": {"every_epochs": 1}},
+    "compiled": {"training": {"compile": {}}, "precision": {"dtype": "bf16"}},
+    "cuda-graphs": {"training": {"compile": {"mode": "reduce-overhead"}}, "precision": {"dtype": "bf16"}},
+    "poisoned": {
+        "data": {"target": "tests.jobs.bad_parts:poisoned_digits", "args": {"indices": [5, 700], "factor": "nan"}},
+        "batch": {"global_size": 120},
+        "optimizer": {"kind": "adamw", "implementation": "fused"},
+        "training": {"bad_steps": {"policy": "skip", "spike_sigmas": 0}},
+    },
     "long-sums": {"precision": {"dtype": "bf16"}, "zero": {"stage": 1}, "batch": {"accumulation_steps": 15}},
 }
 

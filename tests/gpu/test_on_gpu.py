@@ -81,8 +81,18 @@ def test_device_memory_is_reported(runs: Path) -> None:
     assert read_metrics(runs / "bf16-z1")[0]["memory/device_peak_bytes"] > 0
 
 
-def test_nothing_waits_between_logged_points_and_the_phases_are_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"optimizer": {"implementation": "torch"}},
+        {},
+        {"training": {"bad_steps": "skip"}},
+        {"training": {"ema": {"decay": 0.9}}, "evaluation": {"weights": "ema", "at_end": False}},
+    ],
+    ids=["plain", "fused", "skips-bad-steps", "average"],
+)
+def test_nothing_waits_between_logged_points_and_the_phases_are_there(tmp_path: Path, sections: dict[str, Any]) -> None:
     job = ROOT / "tests/jobs/no_waits.py"
-    done = torchrun(job, str(tmp_path), num_ranks=1, cwd=tmp_path, DS_ACCELERATOR="cuda")
+    done = torchrun(job, str(tmp_path), json.dumps(sections), num_ranks=1, cwd=tmp_path, DS_ACCELERATOR="cuda")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     hold_parts(tmp_path / "run", {"data", "copy", "forward", "backward", "optimizer"})

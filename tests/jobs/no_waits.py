@@ -1,10 +1,11 @@
-"""Trains on a GPU where anything that waits for it between logged points is an error: no_waits.py FOLDER.
+"""Trains on a GPU where anything that waits for it between logged points is an error: no_waits.py FOLDER SECTIONS.
 
 torch sees its own waits (`torch.cuda.set_sync_debug_mode`): reads of values, and copies from pageable memory.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -37,17 +38,19 @@ def read(step: Step) -> Any:
 
 if __name__ == "__main__":
     PlainEngine.train_step, Step.read = train_step, read  # type: ignore[method-assign]
+    sections = json.loads(sys.argv[2])
     framework.fit(
         {
             "run": {"name": "run", "output_dir": sys.argv[1]},
             "data": {"num_workers": 1},
             "batch": {"global_size": 120, "micro_size": 60},
             "precision": {"dtype": "autocast"},
-            "optimizer": {"implementation": "torch"},
-            "training": {"max_steps": 6 * LOG_EVERY, "log_every": LOG_EVERY},
+            "optimizer": {"implementation": "fused"},
             "evaluation": {"at_end": False},
             "checkpoint": {"at_end": False},
             "monitors": {"progress": "off"},
+            **sections,
+            "training": {"max_steps": 6 * LOG_EVERY, "log_every": LOG_EVERY, **sections.get("training", {})},
         }
     )
     sys.stdout.flush()

@@ -1,0 +1,102 @@
+"""What one GPU does with GPT-2, and how near the plan comes: python -m benchmarks.one_gpu [--only NAME ...]
+
+GPT-2 (124 million weights) and its larger ones, 1,024 tokens of Python's own sources, byte by byte, each case through
+`framework.fit` in its turn: ZeRO stages, precisions, optimizers, recomputation, torch.compile. A case takes 40 steps,
+with a logged point every ten; told are the median of the last two points, the highest memory that torch had allocated,
+and what the plan had estimated of both for this device. Three minutes on an H100; it takes a CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import framework
+from benchmarks.records import RESULTS, machine, read_metrics, write
+from framework.engine.distributed import process_group
+from framework.errors import FrameworkError
+
+STEPS, LOG_EVERY = 40, 10
+LARGER = {"model": {"kind": "gpt", "size": "gpt2-xl"}, "batch": {"global_size": 8, "micro_size": 8}}
+CASES: dict[str, dict[str, Any]] = {
+    **{f"ZeRO {stage}": {"zero": {"stage": stage}} for stage in range(4)},
+    "autocast": {"precision": {"dtype": "autocast"}},
+    "fp16": {"precision": {"dtype": "fp16"}},
+    "fp32": {"precision": {"dtype": "fp32"}, "zero": {"stage": 0}},
+    "DeepSpeed's fused Adam": {"optimizer": {"kind": "adamw", "lr": 6e-4, "implementation": "deepspeed"}},
+    "recomputed": {"training": {"recompute_every": 1}},
+    "compiled": {"training": {"compile": {}}},
+    "accumulated": {"batch": {"global_size": 128, "micro_size": 32}},
+    "optimizer on the host": {"zero": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+    "1.6 billion, ZeRO 1": LARGER,
+    "1.6 billion, ZeRO 3, recomputed": {**LARGER, "zero": {"stage": 3}, "training": {"recompute_every": 1}},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
+    parser.add_argument("--out", type=Path, default=RESULTS / "one_gpu.json")
+    given = parser.parse_args()
+    gpu = torch.cuda.get_device_properties(0)
+    found: dict[str, Any] = {"machine": machine() | {"gpu": gpu.name, "gpu_bytes": gpu.total_memory}, "cases": {}}
+    with process_group(None), tempfile.TemporaryDirectory() as folder:
+        for name in given.only:
+            found["cases"][name] = measure(name, Path(folder))
+            write(found, given.out)
+            print(f"{name}: {json.dumps(found['cases'][name])}", flush=True)
+
+
+def measure(name: str, folder: Path) -> dict[str, Any]:
+    """Train a case; returns its figures beside the plan's, or why it failed."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before, case = torch.cuda.memory_allocated(), CASES[name]
+    try:
+        framework.fit(
+            {
+                "run": {"name": "case", "output_dir": str(folder / name)},
+                "model": {"kind": "gpt", "size": "gpt2"},
+                "data": {"kind": "text", "sequence_length": 1024},
+                "task": {"kind": "causal_lm"},
+                "precision": {"dtype": "bf16"},
+                "zero": {"stage": 1},
+                "batch": {"global_size": 32, "micro_size": 32},
+                "optimizer": {"kind": "adamw", "lr": 6e-4},
+                "evaluation": {"at_end": False},
+                "checkpoint": {"at_end": False},
+                "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+                **case,
+                "training": {**case.get("training", {}), "max_steps": STEPS, "log_every": LOG_EVERY},
+            }
+        )
+    except (FrameworkError, RuntimeError) as error:
+        return {"failed": str(error)[:2000]}
+    rows = [row for row in read_metrics(folder / name / "case") if "time/step_ms" in row]
+    against = json.loads((folder / name / "case/plan.json").read_text(encoding="utf-8"))["measured"]
+    return {
+        "step_ms": round(statistics.median(row["time/step_ms"] for row in rows[-2:]), 2),
+        "estimated_step_ms": _rounded(against["step_seconds"].get("estimate"), 1e3),
+        "tokens_per_second": round(statistics.median(row["throughput/tokens_per_sec"] for row in rows[-2:])),
+        "mfu": round(statistics.median(row.get("throughput/mfu", 0.0) for row in rows[-2:]), 4),
+        "peak_gib": round((rows[0]["memory/device_peak_bytes"] - before) / 2**30, 3),
+        "estimated_peak_gib": _rounded(against["device_peak_bytes"].get("estimate"), 2**-30),
+        "loss": rows[-1]["train/loss"],
+        "left_by_others_bytes": before,
+    }
+
+
+def _rounded(value: float | None, factor: float) -> float | None:
+    return None if value is None else round(factor * value, 3)
+
+
+if __name__ == "__main__":
+    main()
