@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from framework.engine.workarounds.compute_capabilities import naming_them_by_numbers
 from framework.errors import ConfigError, explaining, printable
 from framework.plan.compiled_ops import extensions_folder, path_of_compilers
 from framework.system.waiting import waiting
@@ -68,7 +69,7 @@ def announcing_compilers() -> Iterator[None]:
     def announced_load(builder: Any, *arguments: Any, **named: Any) -> Any:
         folder = os.environ.get("TORCH_EXTENSIONS_DIR", "torch's cache")
         what = f"DeepSpeed's op {builder.name}, which is compiled once per machine into {folder}"
-        with waiting(what, usually="a minute or two"):
+        with waiting(what, usually="a minute or two"), naming_them_by_numbers():
             return load(builder, *arguments, **named)
 
     OpBuilder.jit_load = announced_load

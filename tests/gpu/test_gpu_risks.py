@@ -94,7 +94,7 @@ def test_deterministic_runs_are_equal_to_the_bit(runs: Path, name: str, other: s
 
 @pytest.mark.parametrize("name", LEARNING)
 def test_options_that_meet_kernels_learn(runs: Path, name: str) -> None:
-    assert read_metrics(runs / name)[-1]["eval/accuracy"] > 0.8
+    assert read_metrics(runs / name)[-1]["eval/accuracy"] > 0.7
 
 
 @pytest.mark.parametrize(("matmul", "least", "most"), [("highest", 0.0, 1e-5), ("high", 1e-5, 1e-2)])

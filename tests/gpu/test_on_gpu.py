@@ -84,7 +84,7 @@ def test_device_memory_is_reported(runs: Path) -> None:
 @pytest.mark.parametrize(
     "sections",
     [
-        {"optimizer": {"implementation": "torch"}},
+        {"optimizer": {"kind": "adamw", "implementation": "torch"}},
         {},
         {"training": {"bad_steps": "skip"}},
         {"training": {"ema": {"decay": 0.9}}, "evaluation": {"weights": "ema", "at_end": False}},

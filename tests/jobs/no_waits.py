@@ -42,10 +42,10 @@ if __name__ == "__main__":
     framework.fit(
         {
             "run": {"name": "run", "output_dir": sys.argv[1]},
-            "data": {"num_workers": 1},
+            "data": {"kind": "digits", "num_workers": 1},
             "batch": {"global_size": 120, "micro_size": 60},
             "precision": {"dtype": "autocast"},
-            "optimizer": {"implementation": "fused"},
+            "optimizer": {"kind": "adamw", "implementation": "fused"},
             "evaluation": {"at_end": False},
             "checkpoint": {"at_end": False},
             "monitors": {"progress": "off"},

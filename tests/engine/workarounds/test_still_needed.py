@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
 from deepspeed.runtime import lr_schedules, torch_autocast, utils
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -25,6 +27,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import nvtx
 
+from framework.engine.workarounds.compute_capabilities import naming_them_by_numbers
 from tests.launched import run_ranks
 from tests.places import ROOT
 
@@ -43,6 +46,18 @@ def source_of(method: str) -> str:
 def test_each_names_a_release(path: Path) -> None:
     stated = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     assert re.search(r"DeepSpeed (up to )?\d+\.\d+\.\d+", " ".join(stated.split()))
+
+
+def test_architectures_with_letters_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = FusedAdamBuilder()
+    builder.jit_mode = True
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0a 10.0f+PTX")
+    with pytest.raises(ValueError, match="invalid literal"):
+        builder.compute_capability_args()
+    with naming_them_by_numbers():
+        assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.0;9.0 10.0+PTX"
+        builder.compute_capability_args()
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.0;9.0a 10.0f+PTX"
 
 
 def test_grad_norm_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
