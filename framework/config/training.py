@@ -76,13 +76,23 @@ class Compile(Section):
 # Logits that may be whole, 1 GiB in fp32, and those of a tile.
 _WHOLE_LOGITS: Final = 2**28
 _LOGITS_OF_A_TILE: Final = 2**26
+# GPUs multiply matrices of half precision an eighth as fast where a row is no multiple of so many numbers (1,344 x 768
+# by 768 x 50,257 on an H200: 1.23 ms, and 0.15 for 50,304). Tiles are filled up, to a multiple of so many.
+_FAST_ROWS: Final = 8
+HALF_ROWS: Final = 64
+_POSITIONS_ROUNDED: Final = 64
 LossTile = Literal["auto"] | Count
 
 
-def positions_of_tile(asked: LossTile, positions: int, tokens: int) -> int:
-    """Positions whose logits of so many tokens are there at once, as `training.loss_tile` has it; 0: all of them."""
+def positions_of_tile(asked: LossTile, positions: int, tokens: int, *, is_half: bool) -> int:
+    """Positions whose logits of so many tokens are there at once, as `training.loss_tile` has it; 0: all of them, in
+    the output layer's own product.
+    """
     if asked == "auto":
-        return 0 if positions * tokens <= _WHOLE_LOGITS else max(_LOGITS_OF_A_TILE // tokens, 1)
+        if positions * tokens <= _WHOLE_LOGITS and not (is_half and tokens % _FAST_ROWS):
+            return 0
+        most = max(_LOGITS_OF_A_TILE // tokens, 1)
+        asked = most - most % _POSITIONS_ROUNDED or most
     return min(asked, positions)
 
 

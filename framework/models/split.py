@@ -211,12 +211,20 @@ class VocabularyPart:
         """Probabilities (positions, own tokens), in the memory of logits (positions, own tokens) float32, and the
         cross-entropy (positions,); `local` and `outside` are `own` of the targets. Two small all-reduces.
         """
-        shares = logits.sub_(self._largest(logits).unsqueeze(-1))
-        own_target = shares.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0.0)
-        sums, target = shares.exp_().sum(-1), own_target
+        exponentials, sums, nats = self.exponentials(logits, local, outside)
+        return exponentials.div_(sums.unsqueeze(-1)), nats
+
+    def exponentials(self, logits: Tensor, local: Tensor, outside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """exp(logits - the largest of a position) (positions, own tokens) float32, in the memory of logits that are
+        float32; their sums over all tokens (positions,), and the cross-entropy (positions,). As `shares`.
+        """
+        largest = self._largest(logits).unsqueeze(-1)
+        found = logits.sub_(largest) if logits.dtype == torch.float32 else torch.sub(logits, largest)
+        target = found.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0.0)
+        sums = found.exp_().sum(-1)
         if self.part is not None:
             sums, target = self.part.sum(torch.stack((sums, target)))
-        return shares.div_(sums.unsqueeze(-1)), sums.log() - target
+        return found, sums, sums.log() - target
 
     def own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens as rows of this rank's weight, 0 for those of others, and whether they are others'."""
@@ -225,7 +233,7 @@ class VocabularyPart:
         return local.masked_fill(outside, 0), outside
 
     def _largest(self, logits: Tensor) -> Tensor:
-        largest = logits.amax(dim=-1)
+        largest = logits.amax(dim=-1).float()
         if self.part is not None:
             torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=self.part.group)
         return largest

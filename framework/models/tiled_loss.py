@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from framework.config.training import LossTile, positions_of_tile
+from framework.config.training import HALF_ROWS, LossTile, positions_of_tile
 from framework.errors import ConfigError
 from framework.models.split import ColumnLinear, VocabularyPart
 
@@ -57,17 +58,19 @@ def tiled_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ti
     (..., size), weight (tokens, size), bias (tokens,), of a divided vocabulary this rank's.
     """
     targets, tile, vocabulary = _wanted or (None, 0, None)
-    if targets is None or not (positions := positions_of_tile(tile, targets.numel(), len(weight))):
+    if targets is None:
+        return None
+    is_cast = torch.is_autocast_enabled(hidden.device.type)
+    dtype = torch.get_autocast_dtype(hidden.device.type) if is_cast else hidden.dtype
+    if not (positions := positions_of_tile(tile, targets.numel(), len(weight), is_half=dtype.itemsize == 2)):
         return None
     if vocabulary is None:
         vocabulary = VocabularyPart(None, [len(weight)], joins=False)
     elif vocabulary.part is not None:
         hidden = vocabulary.part.copy(hidden)
-    if torch.is_autocast_enabled(device := hidden.device.type):
-        hidden, weight = (one.to(torch.get_autocast_dtype(device)) for one in (hidden, weight))
     has_guesses = not torch.is_grad_enabled()
-    given = hidden.flatten(0, -2), weight, bias, targets.flatten(), vocabulary, positions, has_guesses
-    guesses, nats = _TiledLoss.apply(*given)
+    matrices = hidden.flatten(0, -2).to(dtype), weight.to(dtype)
+    guesses, nats = _TiledLoss.apply(*matrices, bias, targets.flatten(), vocabulary, positions, has_guesses)
     return TiledLoss(guesses.view(targets.shape) if has_guesses else None, nats)
 
 
@@ -85,7 +88,10 @@ class _TiledLoss(torch.autograd.Function):
         positions: int,
         has_guesses: bool,
     ) -> tuple[Tensor, Tensor]:
-        needed = ctx.needs_input_grad[:3]
+        needed, size = ctx.needs_input_grad[:3], len(weight)
+        padding = -size % HALF_ROWS if rows.dtype.itemsize == 2 else 0
+        if padding:
+            weight, bias = pad(weight, (0, 0, 0, padding)), None if bias is None else pad(bias, (0, padding))
         zeros = partial(torch.zeros, dtype=torch.float32, device=rows.device)
         of_rows = torch.empty_like(rows) if needed[0] else None
         of_weight = zeros(weight.shape) if needed[1] else None
@@ -94,29 +100,33 @@ class _TiledLoss(torch.autograd.Function):
         for start in range(0, len(rows), positions):
             tile = slice(start, start + positions)
             part, counts = rows[tile], targets[tile] >= 0
-            logits = (part @ weight.T).float()
+            logits = part @ weight.T
             if bias is not None:
-                logits.add_(bias)
+                logits = logits.float().add_(bias)
+            if padding:
+                logits[:, size:] = -torch.inf
             if has_guesses:
                 guesses[tile] = vocabulary.guesses(logits)
             local, outside = vocabulary.own(targets[tile])
-            shares, nats = vocabulary.shares(logits, local, outside)
+            exponentials, sums, nats = vocabulary.exponentials(logits, local, outside)
             total += nats.masked_fill(~counts, 0.0).sum()
             if not any(needed):
                 continue
-            shares.scatter_add_(-1, local.unsqueeze(-1), outside.unsqueeze(-1).float() - 1)
-            shares.mul_(counts.unsqueeze(-1))
+            factors, local = counts / sums, local.unsqueeze(-1)
+            of_target = exponentials.gather(-1, local).squeeze(-1) * factors - (counts & ~outside).float()
+            shares = logits if logits.dtype == rows.dtype else torch.empty_like(logits, dtype=rows.dtype)
+            torch.mul(exponentials, factors.unsqueeze(-1), out=shares)
+            shares.scatter_(-1, local, of_target.unsqueeze(-1).to(shares.dtype))
             if of_bias is not None:
-                of_bias += shares.sum(0)
-            shares = shares.to(rows.dtype)
+                of_bias += shares.sum(0, dtype=torch.float32)
             if of_rows is not None:
                 torch.mm(shares, weight, out=of_rows[tile])
             if of_weight is not None and shares.dtype == torch.float32:
                 of_weight.addmm_(shares.T, part)
             elif of_weight is not None:
                 of_weight += shares.T @ part
-            del shares, logits  # or the next tile's logits would stand beside it
-        ctx.gradients = of_rows, of_weight, of_bias
+            del shares, exponentials, logits  # or the next tile's logits would stand beside them
+        ctx.gradients = of_rows, *(None if one is None else one[:size] for one in (of_weight, of_bias))
         ctx.dtypes = rows.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(guesses)
         ctx.set_materialize_grads(False)

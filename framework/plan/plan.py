@@ -243,7 +243,8 @@ def loss_tile(config: RunConfig, micro_size: int) -> int:
         return 0
     length = getattr(config.data, "sequence_length", None) or model.max_positions
     positions, tokens = micro_size * ceil(length / parallel.sequence), ceil(model.vocab_size / parallel.tensor)
-    return positions_of_tile(config.training.loss_tile, positions, tokens)
+    is_half = config.precision.dtype != "fp32"
+    return positions_of_tile(config.training.loss_tile, positions, tokens, is_half=is_half)
 
 
 def rows(plan: Plan) -> dict[str, str]:

@@ -14,7 +14,7 @@ from math import prod
 from typing import Final, Literal
 
 from framework.config.groups import ALL_LINEAR, is_named
-from framework.config.training import LoRA
+from framework.config.training import HALF_ROWS, LoRA
 
 Shape = tuple[int, ...]
 _FP32: Final = 4
@@ -406,21 +406,26 @@ class Tape:
         """
         weight, rows = (outputs, value.shape[-1]), prod(value.shape[:-1])
         is_trained, is_half, flows = self.own(weight), self.product_width < _FP32, value.has_gradient
+        filled = outputs + is_half * (-outputs % HALF_ROWS), weight[1]
         value, work = self.cast(value, self.product_width), rows * prod(weight)
-        of_rows, of_weight = Value((rows, weight[1]), value.width), Value(weight, _FP32)
+        of_rows, of_weight = Value((rows, weight[1]), value.width), Value(filled, _FP32)
         made = partial(self.run, has_gradient=False)
         copies = [made(value, shape=weight)] * (self.product_width < self.weight_width)
-        logits = made(value, shape=(tile, outputs), flops=work)
+        copies += [made(value, shape=filled)] * (filled != weight)
+        logits = made(value, shape=(tile, filled[0]), flops=work)
         if is_half:
-            logits = made(made(logits, shape=logits.shape, width=_FP32), shape=logits.shape, width=value.width)
-        product = [made(logits, shape=weight)] * (is_half and is_trained)
+            # Processors convert numbers of two kinds before they meet.
+            converted = [made(logits, shape=logits.shape, width=_FP32)] * (self.device == "cpu")
+            exponentials = made(logits, *converted, shape=logits.shape, width=_FP32)
+            logits = made(exponentials, logits, *converted, shape=logits.shape, width=value.width)
+        product = [made(logits, shape=filled)] * (is_half and is_trained)
         return self.run(
             *(value, logits, *product, *copies),
             shape=(),
             width=_FP32,
             saves=[of_rows] * flows + [of_weight] * is_trained,
             flops=work,
-            temporary=prod(weight) * value.width * (is_half and is_trained) - of_rows.num_bytes * flows,
+            temporary=prod(filled) * value.width * (is_half and is_trained) - of_rows.num_bytes * flows,
             has_gradient=flows or is_trained,
         )
 

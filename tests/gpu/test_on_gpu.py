@@ -5,13 +5,17 @@ points.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.launched import ROOT, hold_parts, read_metrics, torchrun
+from tests.engine.oracle import digit_batches, plain_losses
+from tests.gpu.oracles import lamb, lion
+from tests.launched import ROOT, hold_parts, read_metrics, series, torchrun
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,8 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
         for stage in (0, 1, 2, 3)
     },
     "fused-adam": {"optimizer": {"kind": "adamw", "implementation": "deepspeed"}, "precision": {"dtype": "bf16"}},
-    "lamb": {"optimizer": {"kind": "lamb"}, "precision": {"dtype": "fp16"}},
-    "lion": {"optimizer": {"kind": "lion"}, "precision": {"dtype": "bf16"}},
+    "lamb": {"optimizer": {"kind": "lamb", "lr": 0.02}, "precision": {"dtype": "fp16"}},
+    "lion": {"optimizer": {"kind": "lion", "lr": 5e-4}, "precision": {"dtype": "bf16"}},
     "average": {
         "precision": {"dtype": "fp16"},
         "zero": {"stage": 2},
@@ -36,6 +40,18 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "batch-norm": {"model": {"kind": "small_resnet18"}, "precision": {"dtype": "autocast"}, "zero": {"stage": 1}},
 }
+# Each in fp32 against plain PyTorch on a processor, and how far apart losses may be: relative, at the last step.
+OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[[Any], Any], float]] = {
+    "torch-adamw": ({"kind": "adamw", "weight_decay": 0.01}, torch.optim.AdamW, 1e-3),
+    "deepspeed-adamw": (
+        {"kind": "adamw", "weight_decay": 0.01, "implementation": "deepspeed"},
+        torch.optim.AdamW,
+        1e-3,
+    ),
+    "lamb": ({"kind": "lamb", "lr": 0.01}, partial(lamb, lr=0.01), 1e-2),
+    "lion": ({"kind": "lion", "lr": 3e-4}, partial(lion, lr=3e-4), 1e-2),
+}
+ORACLE_STEPS = 30
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +69,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             }
         }
         for name, sections in CASES.items()
+    ] + [
+        {
+            "config": {
+                "run": {"name": f"held-{name}", "output_dir": str(folder)},
+                "batch": {"global_size": 120},
+                "precision": {"dtype": "fp32", "matmul": "highest"},
+                "optimizer": optimizer,
+                "training": {"max_steps": ORACLE_STEPS, "log_every": 1},
+                "evaluation": {"at_end": False},
+                "checkpoint": {"at_end": False},
+                "monitors": {"progress": "off"},
+            }
+        }
+        for name, (optimizer, *_) in OPTIMIZERS.items()
     ]
     cases = folder / "cases.json"
     cases.write_text(json.dumps(configs), encoding="utf-8")
@@ -68,6 +98,15 @@ def test_it_learns(runs: Path, name: str) -> None:
     environment = json.loads((runs / name / "environment.json").read_text(encoding="utf-8"))
     assert environment["accelerator"] == "cuda"
     assert environment["device_memory_bytes"] > 1 << 30
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_are_those_of_plain_pytorch(runs: Path, name: str) -> None:
+    _, make_optimizer, bound = OPTIMIZERS[name]
+    expected = plain_losses(digit_batches(global_size=120, num_steps=ORACLE_STEPS), make_optimizer=make_optimizer)
+    assert expected[-1] < 0.95 * expected[0], "it has moved"
+    found = [*series(runs / f"held-{name}", "train/loss").values()]
+    assert found == pytest.approx(expected, rel=bound)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

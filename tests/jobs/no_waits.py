@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 import framework
+from framework.engine.bad_steps import StepWatch
 from framework.engine.initialize import Step
 from framework.engine.plain_engine import PlainEngine
 
 LOG_EVERY = 5
-_train_step, _read = PlainEngine.train_step, Step.read
+_train_step, _read, _read_bad = PlainEngine.train_step, Step.read, StepWatch.read
 _num_steps = 0
 
 
@@ -36,8 +37,15 @@ def read(step: Step) -> Any:
     return _read(step)
 
 
+def read_bad(watch: StepWatch) -> Any:
+    """At logged points, before the step itself is read."""
+    torch.cuda.set_sync_debug_mode("default")
+    return _read_bad(watch)
+
+
 if __name__ == "__main__":
     PlainEngine.train_step, Step.read = train_step, read  # type: ignore[method-assign]
+    StepWatch.read = read_bad  # type: ignore[method-assign]
     sections = json.loads(sys.argv[2])
     framework.fit(
         {

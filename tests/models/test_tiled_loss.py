@@ -98,12 +98,28 @@ def test_no_tensor_has_more_than_the_logits_of_a_tile() -> None:
         (64, 100, 10, 64),
         ("auto", 8192, 32768, 0),
         ("auto", 8193, 32768, 2048),
-        ("auto", 32768, 50257, 1335),
+        ("auto", 32768, 50257, 1280),
         ("auto", 10, 2**27, 1),
     ],
 )
 def test_auto_is_what_the_setting_says(asked: Any, positions: int, tokens: int, tile: int) -> None:
-    assert positions_of_tile(asked, positions, tokens) == tile
+    assert positions_of_tile(asked, positions, tokens, is_half=False) == tile
+
+
+@pytest.mark.parametrize(
+    ("asked", "positions", "tokens", "tile"),
+    [
+        (0, 10, 99, 0),
+        ("auto", 64, 99, 64),
+        ("auto", 64, 104, 0),
+        ("auto", 5000, 50257, 1280),
+        ("auto", 3, 2**25 + 1, 1),
+    ],
+)
+def test_auto_takes_tiles_where_rows_of_half_precision_are_slow(
+    asked: Any, positions: int, tokens: int, tile: int
+) -> None:
+    assert positions_of_tile(asked, positions, tokens, is_half=True) == tile
 
 
 SHAPE: dict[str, Any] = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "mlp_size": 32, "max_positions": 37}

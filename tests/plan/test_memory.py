@@ -132,7 +132,8 @@ def own_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
     yield "own-z2-llama", of(model=llama, zero=zero(2), precision=half), tokens
     tiled = {"training": {"max_steps": 9, "loss_tile": 100}}
     for stage, dtype in ((0, "fp32"), (1, "autocast"), (2, "bf16"), (3, "fp32")):
-        yield f"own-tiled-z{stage}-{dtype}", of(zero=zero(stage), precision={"dtype": dtype}, **tiled), tokens
+        sections = {"zero": zero(stage), "precision": {"dtype": dtype}, "model": gpt | {"vocab_size": 2003}}
+        yield f"own-tiled-z{stage}-{dtype}", of(**sections, **tiled), tokens
     for every in (1, 2, 3):
         training = {"max_steps": 9, "recompute_every": every}
         yield f"own-z1-recompute-{every}", of(zero=zero(1), precision=half, training=training), tokens

@@ -51,7 +51,7 @@ MICRO = 3
 
 
 def config_of(name: str, dtype: str, **training: Any) -> RunConfig:
-    values = MODELS[name] | {"precision": {"dtype": dtype}, "training": {"max_steps": 1, **training}}
+    values = MODELS[name] | {"precision": {"dtype": dtype}, "training": {"max_steps": 1, "loss_tile": 0, **training}}
     return config_from_values(values | {"batch": {"micro_size": MICRO}})
 
 

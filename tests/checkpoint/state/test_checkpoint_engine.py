@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch.utils.serialization import config as save_options
 
+from framework.checkpoint.state import checkpoint_engine
 from framework.checkpoint.state.checkpoint_engine import AtomicCheckpointEngine
 from framework.system.files import NewFile
+from framework.system.limits import Room
 
 
 class Stream(NewFile):
@@ -26,11 +28,22 @@ def saving(monkeypatch: pytest.MonkeyPatch, what: Any) -> None:
     monkeypatch.setattr(torch, "save", save)
 
 
-@pytest.mark.parametrize(("num_bytes", "is_pinned"), [(1 << 28, True), ((1 << 28) + 4, False)])
-def test_only_small_tensors_pass_through_memory_that_is_locked_for_good(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int, is_pinned: bool
+@pytest.mark.parametrize(
+    ("num_bytes", "free", "is_pinned"),
+    [
+        (1 << 28, None, True),
+        ((1 << 28) + 4, None, False),
+        ((1 << 28) + 4, 1 << 30, False),
+        (1 << 31, 1 << 36, True),
+        ((1 << 31) + 4, 1 << 36, False),
+    ],
+)
+def test_a_share_of_the_free_memory_at_most_is_locked_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int, free: int | None, is_pinned: bool
 ) -> None:
     seen: list[bool] = []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(checkpoint_engine, "room", lambda: None if free is None else Room(free, "the test's"))
     saving(monkeypatch, lambda: seen.append(save_options.save.use_pinned_memory_for_d2h))
     state = {
         "groups": [{"flat": torch.empty(num_bytes // 4, device="meta")[:3]}, {"step": torch.zeros(1 << 10)}],
