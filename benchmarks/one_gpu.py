@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32": {"precision": {"dtype": "fp32"}, "zero": {"stage": 0}},
     "DeepSpeed's fused Adam": {"optimizer": {"kind": "adamw", "lr": 6e-4, "implementation": "deepspeed"}},
     "recomputed": {"training": {"recompute_every": 1}},
-    "compiled": {"training": {"compile": {}}},
+    "compiled": {"training": {"compile": {"per": "block"}}},
     "accumulated": {"batch": {"global_size": 128, "micro_size": 32}},
     "optimizer on the host": {"zero": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
     "1.6 billion, ZeRO 1": LARGER,
