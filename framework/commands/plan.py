@@ -13,7 +13,7 @@ from typing import Any, Final
 from framework.commands.own_work import find_own_optimizer, find_own_work
 from framework.commands.paper import paper_lines, paper_section
 from framework.commands.stage_balance import StageBalance, find_stage_balance
-from framework.commands.strategies import loser_lines, strategies_section, table_lines, unusual, write_choice
+from framework.commands.strategies import is_same, loser_lines, strategies_section, table_lines, unusual, write_choice
 from framework.commands.target_search import missing_targets
 from framework.commands.torch_child import NoAnswerError
 from framework.commands.verdict import find_gpu
@@ -203,10 +203,11 @@ def _answer(question: _Question) -> _Answer:
         *_time_lines(planned.time, target),
     ]
     lines = [f"{'best':<10}{_order([*shown, planned], target)}; * as planned; batch: micro x steps x ranks"]
-    lines += [f"          {line}" for line in table_lines(shown, planned=planned)]
+    in_order = [each for each in found.ranked if each in shown or is_same(each, planned)]
+    lines += [f"          {line}" for line in table_lines(in_order, planned=planned)]
     knob = find_knob(shown[0].plan if wide and shown else plan, target, work=question.work)
     if target.memory_bytes is not None or wide:
-        lost = list(loser_lines(found, shown=shown))
+        lost = list(loser_lines(found, shown=in_order))
         more = [f"and {len(lost) - _MOST_LOSERS} more: --json has all"] if len(lost) > _MOST_LOSERS else []
         rest = [*lost[:_MOST_LOSERS], *more]
         lines += [f"{'' if number else 'others':<10}{line}" for number, line in enumerate(rest)]

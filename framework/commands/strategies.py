@@ -66,11 +66,11 @@ def table_lines(candidates: Sequence[Candidate], *, planned: Candidate | None) -
     """The candidates as an aligned table with memory and time split; the plan itself is marked, and last if it is not
     among them.
     """
-    shown = [*candidates, *([planned] if planned and not any(_is_same(planned, each) for each in candidates) else [])]
+    shown = [*candidates, *([planned] if planned and not any(is_same(planned, each) for each in candidates) else [])]
     unit = ("GiB", 2**30) if any(each.peak_bytes >= 2**30 for each in shown) else ("MiB", 2**20)
     is_longest = any(LENGTH in each.settings for each in shown)
     rows = [
-        _row(each, *unit, is_planned=planned is not None and _is_same(planned, each), has_tokens=is_longest)
+        _row(each, *unit, is_planned=planned is not None and is_same(planned, each), has_tokens=is_longest)
         for each in shown
     ]
     titles = [
@@ -84,7 +84,8 @@ def table_lines(candidates: Sequence[Candidate], *, planned: Candidate | None) -
         yield " ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
 
 
-def _is_same(one: Candidate, other: Candidate) -> bool:
+def is_same(one: Candidate, other: Candidate) -> bool:
+    """Check whether two candidates are one choice."""
     is_longer = LENGTH in {*one.settings, *other.settings}
     return one.plan.cluster == other.plan.cluster and one.choice == other.choice and not is_longer
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
+from math import ceil, prod
 from typing import Final, Literal
 
 from framework.config.groups import ALL_LINEAR, is_named
@@ -410,6 +410,7 @@ class Tape:
         value, work = self.cast(value, self.product_width), rows * prod(weight)
         of_rows, of_weight = Value((rows, weight[1]), value.width), Value(filled, _FP32)
         made = partial(self.run, has_gradient=False)
+        before = self.moved_bytes
         copies = [made(value, shape=weight)] * (self.product_width < self.weight_width)
         copies += [made(value, shape=filled)] * (filled != weight)
         logits = made(value, shape=(tile, filled[0]), flops=work)
@@ -419,6 +420,11 @@ class Tape:
             exponentials = made(logits, *converted, shape=logits.shape, width=_FP32)
             logits = made(exponentials, logits, *converted, shape=logits.shape, width=value.width)
         product = [made(logits, shape=filled)] * (is_half and is_trained)
+        # Of every logit largest, difference, exponential, sum and gradient; of each tile the sum of the weight's
+        # gradient. Half of it: a backward pass is taken to move as much again, and here there is none.
+        moved = rows * filled[0] * (26 if is_half else 32)
+        moved += ceil(rows / tile) * 10 * prod(filled) * (is_half and is_trained)
+        self.moved_bytes = before + moved // 2
         return self.run(
             *(value, logits, *product, *copies),
             shape=(),

@@ -47,6 +47,7 @@ class Parallelism:
         live: elements of weights that stay whole at stage 3 between the forward and the backward pass.
         persistent: elements up to which a weight stays whole at stage 3.
         by_weight: the host handles each weight by itself at stage 3, as DeepSpeed does; FSDP handles blocks.
+        halves_alone: half precision without ZeRO, whose step DeepSpeed takes weight by weight.
         interleaving: parts of the model on each pipeline stage.
         block_sums: all-reduces of tensor parallelism in a block, forward and backward.
         is_offloaded: the optimizer runs on the host.
@@ -73,6 +74,7 @@ class Parallelism:
     live: int = 1_000_000_000
     persistent: int = 100_000
     by_weight: bool = True
+    halves_alone: bool = False
     interleaving: int = 1
     block_sums: tuple[int, int] = (2, 4)
     is_offloaded: bool = False
@@ -123,6 +125,7 @@ class Parallelism:
             prefetches=zero.stage3_prefetch_bucket_size > 0,
             live=zero.stage3_max_live_parameters,
             persistent=zero.stage3_param_persistence_threshold,
+            halves_alone=is_half and not stage and layout.pipe_size == 1,
             is_offloaded=stage > 0 and zero.offload_optimizer.device != "none",
             weights_offloaded=stage == 3 and zero.offload_param.device != "none",
         )
@@ -204,6 +207,8 @@ class Rates:
         weight_seconds: time of the host for one weight in one pass at stage 3. Of the points of the `fit` half
             belle-402-007 to -009 show it: their steps take 0.38 to 0.42 s whatever the length and width, for 293
             weights in two passes.
+        half_weight_seconds: the same for one weight in a step of half precision without ZeRO. That of GPT-2 takes 149
+            ms on an H200, and 108 at stage 1, for 148 weights (benchmarks/results/one_gpu.json).
     """
 
     plateau: float = 0.91
@@ -217,6 +222,7 @@ class Rates:
     best: float = 0.8
     launch_seconds: float = 2e-4
     weight_seconds: float = 6.6e-4
+    half_weight_seconds: float = 2.8e-4
 
 
 RATES: Final = Rates()
@@ -231,6 +237,7 @@ OF_PROCESSORS: Final = Rates(
     overlap=0.0,
     launch_seconds=0.0,
     weight_seconds=0.0,
+    half_weight_seconds=0.0,
 )
 
 
@@ -477,12 +484,13 @@ class _Step:
 
     def optimizer(self) -> float:
         """The optimizer's step, bound by memory: it reads gradients, reads and writes its state and fp32 weights, and
-        writes weights.
+        writes weights; in half precision without ZeRO the host looks at each gradient.
         """
         by, device = self.by, self.machine.device
         moved = self.share * (2 * by.state_bytes + 4 + 2 * by.gradient_bytes + by.weight_bytes)
         if not by.is_offloaded:
-            return moved / self.bandwidth
+            looked_at = len(self.work.weights) if by.halves_alone else 0
+            return moved / self.bandwidth + self.rates.half_weight_seconds * looked_at
         host = _needed(device.host_memory_bytes_per_second, "memory bandwidth of the host", device)
         return moved * self.machine.devices_per_host / host / self.rates.memory
 

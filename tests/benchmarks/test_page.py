@@ -39,15 +39,37 @@ def test_speed_of_check() -> None:
 
 
 def test_the_trainer_over_other_loops() -> None:
-    found = results("trainer_tax")
-    steps, ratios, blocks = found["ms_per_step"], found["ratio_of_medians"], found["block_ratios"]
-    assert [row[1:] for row in rows("The Trainer over other loops")] == [
-        [f"{steps[name]:.2f} ms", f"{ratios[name]:.3f}", f"{blocks[name][0]:.3f} - {blocks[name][-1]:.3f}"]
-        for name in ("bare", "ddp", "accelerate", "hf")
-    ]
+    def shown(found: Any, digits: int) -> list[list[str]]:
+        steps, ratios, blocks = found["ms_per_step"], found["ratio_of_medians"], found["block_ratios"]
+        return [
+            [
+                f"{steps[name]:.2f} ms",
+                f"{ratios[name]:.{digits}f}",
+                " - ".join(f"{blocks[name][end]:.{digits}f}" for end in (0, -1)),
+            ]
+            for name in ("bare", "ddp", "accelerate", "hf")
+        ]
+
+    found, on_gpu = results("trainer_tax"), results("trainer_tax_h200")
+    table = [row[1:] for row in rows("The Trainer over other loops") if row[0] != "other loop"]
+    assert table == [*shown(found, 3), *shown(on_gpu, 2)]
+    steps = found["ms_per_step"]
     assert f"({steps['trainer']:.2f} ms per step)" in PAGE
     assert f"{found['num_losses_compared']} losses" in PAGE
     assert f"differ by {found['largest_difference_of_losses']:.1e} at most" in PAGE
+
+
+def test_gpt_2_on_one_gpu() -> None:
+    found = results("one_gpu")["cases"]
+    assert [[row[1], *row[3:6]] for row in rows("GPT-2 on one GPU")] == [
+        [
+            f"{case['step_ms']:.0f}",
+            f"{round(case['tokens_per_second'], -3):,}",
+            f"{case['mfu']:.0%}".replace("%", " %") + " of fp32" * (name == "fp32"),
+            f"{case['peak_gib']:.2f}",
+        ]
+        for name, case in found.items()
+    ]
 
 
 def test_cost_of_sinks() -> None:

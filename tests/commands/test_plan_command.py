@@ -344,3 +344,14 @@ def test_check_accepts_every_size_that_is_proposed(
         write_choice(str(file), [], each.settings)
         assert main(["check", str(file), "--num_gpus", "8", "--nodes", "2"]) == 0, each.settings
         assert make_plan(load_config(file), cluster).layout == each.plan.layout
+
+
+def test_the_plan_stands_among_the_best_where_it_belongs(capsys: Capture) -> None:
+    sections = ("model={kind: gpt, size: gpt2}", "precision={dtype: bf16}", "batch={global_size: 32, micro_size: 32}")
+    out = plan(*GPT, *sections, "zero.stage=1", "--gpu", "h200-141gb", "--num_gpus", "1", capsys=capsys)
+    table = out[out.index("\nbest ") : out.index("\nothers ")].splitlines()[3:]
+    speeds = [float(row.split()[-2].replace(",", "")) for row in table]
+    assert [row.split()[0] for row in table].count("*") == 1
+    assert len(speeds) > 2
+    assert speeds == sorted(speeds, reverse=True)
+    assert not re.search(r"zero\.stage: 1: ", out[out.index("\nothers ") :])

@@ -111,6 +111,13 @@ def test_at_stage_3_the_host_handles_each_weight() -> None:
     assert "host work of stage 3" not in step_time(many, by, slow, rates).seconds
 
 
+def test_in_half_precision_without_zero_the_host_looks_at_each_weight() -> None:
+    many = replace(WORK, weights={f"w{number}": (1,) for number in range(100)})
+    rates, by = replace(IDEAL, half_weight_seconds=1.0), Parallelism(halves_alone=True, accumulation=3)
+    found, plain = (step_time(many, each, MACHINE, rates).seconds for each in (by, replace(by, halves_alone=False)))
+    assert found["optimizer"] == pytest.approx(100 + plain["optimizer"])
+
+
 def test_between_hosts_the_network_decides_and_all_its_links_help() -> None:
     inside, outside = seconds(data=8)["gradient sums"], seconds(data=16)["gradient sums"]
     assert outside / inside == pytest.approx((15 / 16 / 8e10) / (7 / 8 / 1e11), rel=0.05)
