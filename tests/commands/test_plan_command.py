@@ -347,8 +347,9 @@ def test_check_accepts_every_size_that_is_proposed(
 
 
 def test_the_plan_stands_among_the_best_where_it_belongs(capsys: Capture) -> None:
-    sections = ("model={kind: gpt, size: gpt2}", "precision={dtype: bf16}", "batch={global_size: 32, micro_size: 32}")
-    out = plan(*GPT, *sections, "zero.stage=1", "--gpu", "h200-141gb", "--num_gpus", "1", capsys=capsys)
+    sections = ("model={kind: gpt, size: gpt2}", "precision.dtype=bf16", "batch={global_size: 32, micro_size: 32}")
+    words = ("ds_configs/gpt_tiny.yaml", *sections, "data.sequence_length=1024", "zero.stage=1", "--num_gpus", "1")
+    out = plan(*words, "--gpu", "h200-141gb", capsys=capsys)
     table = out[out.index("\nbest ") : out.index("\nothers ")].splitlines()[3:]
     speeds = [float(row.split()[-2].replace(",", "")) for row in table]
     assert [row.split()[0] for row in table].count("*") == 1
