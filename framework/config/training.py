@@ -78,7 +78,7 @@ _WHOLE_LOGITS: Final = 2**28
 _LOGITS_OF_A_TILE: Final = 2**26
 # GPUs multiply matrices of half precision an eighth as fast where a row is no multiple of so many numbers (1,344 x 768
 # by 768 x 50,257 on an H200: 1.23 ms, and 0.15 for 50,304). Tiles are filled up, to a multiple of so many.
-_FAST_ROWS: Final = 8
+FAST_ROWS: Final = 8
 HALF_ROWS: Final = 64
 _POSITIONS_ROUNDED: Final = 64
 LossTile = Literal["auto"] | Count
@@ -89,11 +89,18 @@ def positions_of_tile(asked: LossTile, positions: int, tokens: int, *, is_half: 
     the output layer's own product.
     """
     if asked == "auto":
-        if positions * tokens <= _WHOLE_LOGITS and not (is_half and tokens % _FAST_ROWS):
+        if positions * tokens <= _WHOLE_LOGITS and not (is_half and tokens % FAST_ROWS):
             return 0
         most = max(_LOGITS_OF_A_TILE // tokens, 1)
         asked = most - most % _POSITIONS_ROUNDED or most
     return min(asked, positions)
+
+
+def slow_rows(tokens: int) -> str:
+    """Say what so many tokens cost an output layer in half precision."""
+    return (
+        f"rows of {tokens:,} numbers, no multiple of {FAST_ROWS}, take GPUs up to eight times as long in half precision"
+    )
 
 
 def _switch(value: Any) -> Any:

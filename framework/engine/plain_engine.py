@@ -12,7 +12,8 @@ import deepspeed
 import torch
 
 from framework.checkpoint.state.optimizer_shards import names_of
-from framework.engine.distributed import device
+from framework.config.training import FAST_ROWS, slow_rows
+from framework.engine.distributed import device, device_name
 from framework.engine.gradient_sums import sum_gradients
 from framework.engine.initialize import BaseEngine, MakeOptimizer, Step, initialize
 from framework.engine.metrics import EvalSums
@@ -28,6 +29,7 @@ from framework.models.layers import LayeredModel
 from framework.models.sequence import SequenceGroup, share_attention
 from framework.models.tiled_loss import output_head, wanting_loss
 from framework.plan.plan import Plan
+from framework.system.log import warn
 from framework.tasks.causal_lm import CausalLM
 from framework.tasks.masked_lm import MaskedLM
 from framework.tasks.task import Task
@@ -156,6 +158,7 @@ def _tiles(model: torch.nn.Module, plan: Plan, task: Any) -> Callable[[Any], Abs
     tile, kind = plan.config.training.loss_tile, type(task)
     is_open = tile == "auto" and not (kind in (CausalLM, MaskedLM) and isinstance(model, LayeredModel))
     if tile == 0 or is_open:
+        _warn_of_slow_rows(model, plan)
         return lambda targets: nullcontext()
     reason, head = f"{kind.__name__} computes a loss of its own from logits", None
     if {getattr(kind, "loss", None), getattr(kind, "measure", None)} <= _LOSSES:
@@ -170,6 +173,17 @@ def _tiles(model: torch.nn.Module, plan: Plan, task: Any) -> Callable[[Any], Abs
         deepspeed.zero.register_external_parameter(head, bias)
     has_two = isinstance(task, MaskedLM)
     return lambda targets: wanting_loss(targets[0] if has_two else targets, tile, task.vocabulary)
+
+
+def _warn_of_slow_rows(model: torch.nn.Module, plan: Plan) -> None:
+    """Mention an output layer of the user's own that GPUs compute slowly; of models by name the plan has a note."""
+    find = getattr(model, "get_output_embeddings", None)
+    tokens = getattr(find() if callable(find) else None, "out_features", 0)
+    if device_name() == "cpu" or plan.config.precision.dtype == "fp32" or isinstance(model, LayeredModel):
+        return
+    if tokens % FAST_ROWS:
+        fix = "fill them up (transformers: resize_token_embeddings), or set training.loss_tile: 2048"
+        warn(f"output layer of {type(model).__name__}: {slow_rows(tokens)}; {fix} [slow-vocabulary]")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from framework.config.groups import is_adapted
 from framework.config.load import Source
 from framework.config.model import BERT, GPT
 from framework.config.run_config import AUTO, RunConfig
-from framework.config.training import CausalLM, MaskedLM, positions_of_tile
+from framework.config.training import FAST_ROWS, HALF_ROWS, CausalLM, MaskedLM, positions_of_tile, slow_rows
 from framework.errors import ConfigError, Problem, counted
 from framework.plan import rules
 from framework.plan.cluster import Cluster, Device
@@ -160,7 +160,7 @@ def make_plan(
         num_train_samples = config.data.num_train_samples()
     layout = replace(layout, expert_size=config.parallel.expert)
     length = _length(config, layout, num_train_samples)
-    notes = half_precision_without_zero(config, cluster, layout)
+    notes = *half_precision_without_zero(config, cluster, layout), *_slow_vocabulary(config, cluster, layout)
     findings = [*findings, *_length_findings(config, layout, length), *notes, *further]
     return Plan(config, cluster, layout, length, accepted(findings, source))
 
@@ -245,6 +245,21 @@ def loss_tile(config: RunConfig, micro_size: int) -> int:
     positions, tokens = micro_size * ceil(length / parallel.sequence), ceil(model.vocab_size / parallel.tensor)
     is_half = config.precision.dtype != "fp32"
     return positions_of_tile(config.training.loss_tile, positions, tokens, is_half=is_half)
+
+
+def _slow_vocabulary(config: RunConfig, cluster: Cluster, layout: Layout) -> Iterator[Problem]:
+    """Find an output layer that GPUs compute slowly in half precision: tiles would be filled up, and there are none."""
+    model, is_half = config.model, config.precision.dtype != "fp32"
+    if cluster.device != "cuda" or not is_half or not isinstance(model, GPT | BERT):
+        return
+    tokens = ceil(model.vocab_size / layout.tensor_size)
+    if isinstance(config.task, CausalLM | MaskedLM) and tokens % FAST_ROWS and not loss_tile(config, layout.micro_size):
+        filled = (model.vocab_size + -model.vocab_size % HALF_ROWS) * (layout.tensor_size == 1)
+        size = f"{filled}" if filled else f"a multiple of {HALF_ROWS * layout.tensor_size}"
+        reason = f"{slow_rows(tokens)}; no text has the tokens that fill it up"
+        yield Problem(
+            "slow-vocabulary", reason, f"set it to {size}", "model.vocab_size", model.vocab_size, severity="note"
+        )
 
 
 def rows(plan: Plan) -> dict[str, str]:

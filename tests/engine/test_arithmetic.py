@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from framework.config.load import config_from_values
+from framework.engine import plain_engine
 from framework.engine.failures import known_failure
 from framework.engine.plain_engine import arithmetic_of
 from framework.plan.cluster import Cluster
@@ -57,3 +58,32 @@ def test_the_operation_whose_gradient_is_nan_is_named() -> None:
             root.backward()
     assert not torch.is_anomaly_enabled()
     assert known_failure(caught.value).startswith("the gradient of Mul is NaN; ")
+
+
+class WithHead(torch.nn.Linear):
+    """A model that is its own output layer."""
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "tokens", "is_warned"),
+    [
+        ("cuda", "bf16", 50257, True),
+        ("cpu", "bf16", 50257, False),
+        ("cuda", "fp32", 50257, False),
+        ("cuda", "bf16", 50304, False),
+    ],
+)
+def test_an_output_layer_that_gpus_compute_slowly_is_mentioned(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    device: str,
+    dtype: str,
+    tokens: int,
+    is_warned: bool,
+) -> None:
+    monkeypatch.setattr(plain_engine, "device_name", lambda: device)
+    plain_engine._tiles(WithHead(1, tokens), plan_of(precision={"dtype": dtype}), None)
+    assert ("rows of 50,257 numbers" in capsys.readouterr().err) == is_warned

@@ -431,6 +431,28 @@ def test_further_data_types_stand_beside_the_sums() -> None:
     assert rendered(values)["communication_data_type"] == "fp32"
 
 
+@pytest.mark.parametrize(
+    ("changed", "is_noted"),
+    [
+        ({"parallel": {"pipe": 2}}, True),
+        ({"training": {"loss_tile": 0}}, True),
+        ({}, False),  # its loss is in tiles
+        ({"model": {"kind": "gpt", "vocab_size": 320}, "training": {"loss_tile": 0}}, False),
+        ({"precision": {"dtype": "fp32"}, "training": {"loss_tile": 0}}, False),
+    ],
+)
+def test_rows_that_gpus_multiply_slowly_are_noted(changed: dict[str, Any], is_noted: bool) -> None:
+    values: dict[str, Any] = {"model": {"kind": "gpt", "size": "tiny"}, "task": {"kind": "causal_lm"}}
+    values |= {"data": {"kind": "text", "sequence_length": 32}, "precision": {"dtype": "bf16"}, "zero": {"stage": 1}}
+    for device in ("cpu", "cuda"):
+        cluster = Cluster(devices_per_host=2, device=device)  # type: ignore[arg-type]
+        found = [one for one in make_plan(config_from_values(values | changed), cluster).findings if "slow" in one.kind]
+        assert [(one.kind, one.severity) for one in found] == [("slow-vocabulary", "note")] * (
+            is_noted and device == "cuda"
+        )
+        assert all("set it to 320" in str(one) for one in found)
+
+
 def test_a_long_sum_that_deepspeed_rounds_is_noted() -> None:
     values = {"precision": {"dtype": "bf16"}, "batch": {"micro_size": 1, "accumulation_steps": 9}}
     config, slow, long = config_from_values(values), "half-precision-without-zero", "long-sum-in-half-precision"
