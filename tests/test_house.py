@@ -20,7 +20,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "system": (62, 14),
     "text": (65, 6),
     "config": (137, 15),
-    "plan": (319, 32),
+    "plan": (318, 32),
     "checkpoint": (191, 19),
     "train": (104, 14),
     "launch": (248, 27),

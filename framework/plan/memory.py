@@ -213,14 +213,6 @@ class _Stage:
         return self.in_flight * (self.received + (0 if self.is_last else self.sent))
 
 
-def memory_section(plan: Plan, *, work: ModelWork | None = None, why: str = "") -> dict[str, Any]:
-    """The estimate as a section of ``plan.json``, or the reason why there is none; `why` no work is known."""
-    try:
-        return {"memory": estimate(plan, work=work).to_dict()}
-    except NotEstimatedError as error:
-        return {"memory": {"unknown": f"{error}{why and f' ({why})'}"}}
-
-
 def _refuse_unknown(plan: Plan) -> None:
     config, passed = plan.config, plan.config.deepspeed
     zero = passed.get("zero_optimization", {})
