@@ -218,6 +218,14 @@ class Facts:
         return str(self.get("gradient_allreduce_op", "mean")).lower() == "sum"
 
     @cached_property
+    def asks_for_cpu_optimizer(self) -> bool:
+        """Check whether an optimizer from code has to be one of DeepSpeed's for the host (engine.py
+        `_configure_optimizer`).
+        """
+        is_forced = self.get("zero_force_ds_cpu_optimizer", True)
+        return bool(self.offloads_optimizer and not self.given("optimizer") and self.stage and is_forced)
+
+    @cached_property
     def tensor_parallel_size(self) -> int:
         """AutoTP's ranks, 0 when the file gives no whole number."""
         return self.whole("tensor_parallel.autotp_size") or 0
