@@ -104,8 +104,10 @@ class _Question:
 
 def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | None) -> int:
     """Print the plan of a run with its memory and time, its stages, and the strategies; returns the exit code."""
-    cluster = cluster or default_cluster(run.config)
-    if arguments.gpu and (arguments.measure or arguments.trials):
+    cluster, gpu = cluster or default_cluster(run.config), find_gpu(arguments.gpu)
+    if gpu:
+        cluster = replace(cluster, device=gpu.device)
+    if gpu and (arguments.measure or arguments.trials):
         raise UsageError("plan: --measure and --trials use the devices of this machine; leave --gpu out")
     if arguments.network and not arguments.gpu:
         raise UsageError("plan: --network goes with --gpu")
@@ -138,7 +140,7 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
     balance = StageBalance() if plan.layout.pipe_size == 1 else find_stage_balance(plan, source=run.source)
     notes = map(run.source.locate, (*missing_targets(plan.config), *balance.notes, *answer.findings))
     findings = [*plan.findings, *notes]
-    if gpu := find_gpu(arguments.gpu):
+    if gpu:
         from framework.dslint.judge import judge_rendered
 
         findings += judge_rendered(plan, source=run.source, gpu=gpu)

@@ -62,7 +62,7 @@ def test_one_output_has_everything(capsys: Capture) -> None:
     out = plan(*GPT, "zero.stage=1", "--gpu", "a100-80gb", capsys=capsys)
     labels = [line[:10].strip() for line in out.splitlines() if not line.startswith(" ")]
     assert labels[:9] == ["run", "cluster", "batch", "length", "precision", "ZeRO", "memory", "time", "best"]
-    assert "cluster   8 hosts x 8 devices = 64 ranks" in out
+    assert "cluster   8 hosts x 8 cuda devices = 64 ranks" in out
     assert re.search(
         r"^memory    .* GiB on each rank between steps, .* GiB at most \(in the .*\) of 77.[0-9]+ GiB usable",
         out,

@@ -272,7 +272,7 @@ def test_512_gpus_are_searched_in_three_seconds_without_torch() -> None:
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "64 hosts x 8 devices = 512 ranks" in done.stdout
+    assert "64 hosts x 8 cuda devices = 512 ranks" in done.stdout
     assert "best      the fastest first" in done.stdout
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3
 
