@@ -90,9 +90,9 @@ def _asked(arguments: argparse.Namespace) -> DoctorOptions:
     chosen = choose_hosts(arguments.hostfile, **choice) if arguments.hostfile else ()
     if is_this_machine(chosen, ssh_args=arguments.ssh_args):
         return DoctorOptions(config, tuple(words), (), len(chosen[0].devices), "", master_port)
-    ssh_args = tuple(split_ssh_args(arguments.ssh_args, command="doctor"))
+    split_ssh_args(arguments.ssh_args, command="doctor")  # refuses what asks
     address = arguments.master_addr or ""
-    return DoctorOptions(config, tuple(words), chosen, arguments.num_gpus, address, master_port, ssh_args)
+    return DoctorOptions(config, tuple(words), chosen, arguments.num_gpus, address, master_port, arguments.ssh_args)
 
 
 def _parser() -> CommandParser:

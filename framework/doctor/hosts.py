@@ -10,7 +10,6 @@ import json
 import os
 import queue
 import secrets
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from framework.errors import Problem
 from framework.launch.environment import ROOT
 from framework.launch.hosts.devices import visible_variable
 from framework.launch.hosts.hostfile import Chosen, Host, first_few
-from framework.launch.ssh import address_of, passed_on
+from framework.launch.ssh import address_of, passed_on, ssh_command
 from framework.system.ports import free_port
 
 _ASK_SECONDS: Final = 40.0
@@ -45,6 +44,7 @@ _BENCH_SECONDS: Final = 180.0
 # percent.
 _SLOW_SHARE: Final = 0.6
 _GB: Final = 1e9
+_MEMBER: Final = (sys.executable, "-m", "framework.doctor.member")
 _Result = TypeVar("_Result")
 
 
@@ -65,7 +65,7 @@ class DoctorOptions:
     num_ranks: int | None
     master_addr: str
     master_port: int
-    ssh_args: tuple[str, ...] = ()
+    ssh_args: str = ""
 
     @property
     def hosts(self) -> tuple[Host, ...]:
@@ -75,7 +75,7 @@ class DoctorOptions:
     @property
     def addresses(self) -> list[str]:
         """Address of each host as the others call it."""
-        found = [address_of(item.host.name, ssh_args=shlex.join(self.ssh_args)) for item in self.chosen]
+        found = [address_of(item.host.name, ssh_args=self.ssh_args) for item in self.chosen]
         return [self.master_addr, *found[1:]] if self.master_addr else found
 
     @property
@@ -145,13 +145,11 @@ class Remote:
         self._answers.put(None)
 
 
-def member_command(host: Host, *, ssh_args: Sequence[str] = ()) -> list[str]:
-    """Starts the member: same Python, same folder, as DeepSpeed's launcher expects; words are quoted for the shell."""
+def member_command(host: Host, *, ssh_args: str = "") -> list[str]:
+    """The `ssh` that starts the member: same Python, same folder, as DeepSpeed's launcher expects."""
     path = [f"PYTHONPATH={ROOT}"] if (ROOT / "pyproject.toml").is_file() else []
-    words = ["env", *path, sys.executable, "-m", "framework.doctor.member"]
-    there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
-    own = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}", "-T"]
-    return ["ssh", *ssh_args, *own, "--", host.name, there]  # of two values ssh takes the first
+    words = ["cd", os.getcwd(), "&&", "exec", "env", *path, *_MEMBER]
+    return ssh_command(host, words, ssh_args=f"{ssh_args} -o ConnectTimeout={_CONNECT_SECONDS}")
 
 
 def ask_all(
@@ -291,11 +289,10 @@ def bench(asked: DoctorOptions, need: Need) -> list[Check]:
         "folder": str(need.checkpoints) if need.checkpoints else None,
         "seconds": _BENCH_SECONDS,
     }
-    here = [sys.executable, "-m", "framework.doctor.member"]
     with ExitStack() as stack:
         remotes = []
         for number, host in enumerate(asked.hosts or [Host("localhost", need.cluster.devices_per_host)]):
-            command = member_command(host, ssh_args=asked.ssh_args) if asked.hosts else here
+            command = member_command(host, ssh_args=asked.ssh_args) if asked.hosts else _MEMBER
             remotes.append(stack.enter_context(closing(Remote(host, command, number=number))))
         try:
             answers = ask_all(remotes, lambda each: order | {"node": each.number}, seconds=_BENCH_SECONDS + 30)

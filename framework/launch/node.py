@@ -33,7 +33,7 @@ from framework.launch.hosts.devices import LocalDevices, find_devices, unused_gp
 from framework.launch.hosts.hostfile import Host, read_hostfile
 from framework.launch.hosts.topology import Topology, resolve_topology, slots_here
 from framework.launch.job import print_line, refuse_too_few, show_settings, write_termination_log
-from framework.launch.options import GRACE_SECONDS, WAIT_SECONDS, parse_node, seconds
+from framework.launch.options import GRACE_SECONDS, WAIT_SECONDS, LaunchOptions, parse_node, seconds
 from framework.launch.stop_requests import StopRequests, read_order
 from framework.launch.supervision import JobEnd, Restarts, in_place
 from framework.load_run import LoadedRun, load_run
@@ -102,7 +102,7 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
     hosts = read_hostfile(found.hostfile) if found.hostfile else ()
     topology = _topology(found, devices, hosts)
     is_alone = topology.nnodes + found.spares == 1
-    job = check_node(found.config, found.words, topology, devices, deepspeed_config=found.deepspeed_config)
+    job = check_node(found, found.words, topology, devices)
     if (found.spares or found.min_nodes) and not job.config.supervision.max_restarts:
         raise UsageError("launch node: --spares and --min_nodes are for restarts: set supervision.max_restarts")
     if not found.from_stdin:  # who started it through ssh has told them, once for all hosts
@@ -140,7 +140,7 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
         look=_preflight(job, topology, devices, environment) if looks else None,
         spares=found.spares,
         restarts=Restarts(job.config) if is_supervised else None,
-        fits=partial(_fits, found, job, topology, devices),
+        fits=partial(fits, found, job.overrides, topology, devices),
     )
 
     return run_node(
@@ -165,13 +165,14 @@ def _topology(found: Namespace, devices: LocalDevices, hosts: Sequence[Host]) ->
     return _without_spares(topology, spares=found.spares, min_nodes=found.min_nodes)
 
 
-def _fits(found: Namespace, job: LoadedRun, topology: Topology, devices: LocalDevices, count: int) -> bool:
-    """Check whether the job may go on with so many nodes, and can, with what was chosen for all of them."""
-    if count < (found.min_nodes or topology.nnodes):
+def fits(
+    asked: Namespace | LaunchOptions, words: Sequence[str], topology: Topology, devices: LocalDevices, count: int
+) -> bool:
+    """Check whether the job may go on with so many nodes, and can, with these settings."""
+    if count < (asked.min_nodes or topology.nnodes):
         return False
     with suppress(ConfigError):
-        fewer = replace(topology, nnodes=count)
-        check_node(found.config, job.overrides, fewer, devices, deepspeed_config=found.deepspeed_config)
+        check_node(asked, words, replace(topology, nnodes=count), devices)
         return True
     return False
 
@@ -195,15 +196,10 @@ def _without_spares(topology: Topology, *, spares: int, min_nodes: int | None) -
 
 
 def check_node(
-    config_path: str,
-    overrides: Sequence[str],
-    topology: Topology,
-    devices: LocalDevices,
-    *,
-    deepspeed_config: str | None = None,
+    asked: Namespace | LaunchOptions, words: Sequence[str], topology: Topology, devices: LocalDevices
 ) -> LoadedRun:
     """The job, after everything that one node can know beforehand has been checked: a ConfigError has every problem."""
-    job = load_run(config_path, overrides, deepspeed_config=deepspeed_config)
+    job = load_run(asked.config, words, deepspeed_config=asked.deepspeed_config)
     # A node that alone refuses lets the others wait: what it lacks, its ranks tell all.
     cluster = Cluster(topology.nnodes, topology.slots, devices.kind)
     if devices.kind == "unknown" and job.config.auto:

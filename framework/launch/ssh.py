@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Final, TextIO
 
@@ -30,12 +31,12 @@ from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.hostfile import Chosen, Host, choose_hosts, first_few
 from framework.launch.hosts.topology import DEFAULT_PORT, Topology
 from framework.launch.job import print_line, show_settings
-from framework.launch.node import check_node, grace_seconds, read_token
+from framework.launch.node import check_node, fits, grace_seconds, read_token
 from framework.launch.options import GRACE_SECONDS, WAIT_SECONDS, LaunchOptions
 from framework.launch.returning_hosts import answering
 from framework.launch.stop_requests import StopRequests
 from framework.launch.supervision import JobEnd, in_place, supervised
-from framework.load_run import LoadedRun, deepspeed_words
+from framework.load_run import deepspeed_words
 from framework.system.limits import require
 from framework.system.output import write
 
@@ -64,6 +65,7 @@ _LARGEST_LINE_BYTES: Final = 1 << 16
 _WAIT_SECONDS: Final = 30.0
 _DRAIN_SECONDS: Final = 2.0  # what an agent has left behind there may hold the other end of its output
 _LEAVE_SECONDS: Final = 5.0
+_ELSEWHERE: Final = LocalDevices("unknown", 0)  # here only what holds on any machine is checked
 _ENDS_REPORTED: Final = 4  # hosts that are told one by one when all is over
 
 
@@ -78,7 +80,7 @@ def launch_over_ssh(options: LaunchOptions) -> int:
     topology = _topology(options, chosen)
     num_files = _OWN_FILES + _FILES_PER_HOST * len(chosen)
     require(num_files, f"{len(chosen)} hosts", fix="leave hosts out with --exclude")
-    job = _check(options, topology)
+    job = check_node(options, options.overrides, topology, _ELSEWHERE)
     job.print_notes(is_supervised=True)
     commands = _commands(options, chosen, topology)
     plain = hosts_command(options, topology, chosen, job.arguments, script=find_train_script())
@@ -101,12 +103,6 @@ def launch_over_ssh(options: LaunchOptions) -> int:
     with StopRequests().handling_signals() as requests:
         starts = _Starts(options, chosen, order, requests)
         return supervised(job.config, requests, starts.start)
-
-
-def _check(options: LaunchOptions, topology: Topology) -> LoadedRun:
-    """The devices are elsewhere: here only what holds on any machine is checked."""
-    elsewhere, deepspeed = LocalDevices("unknown", 0), options.deepspeed_config
-    return check_node(options.config, options.overrides, topology, elsewhere, deepspeed_config=deepspeed)
 
 
 class _Starts:
@@ -135,18 +131,10 @@ class _Starts:
         return agents.run(self._requests)
 
     def _wait_for_hosts(self, options: LaunchOptions) -> None:
-        def fits(count: int) -> bool:
-            if count < (options.min_nodes or len(self._chosen)):
-                return False
-            topology = replace(_topology(options, self._chosen), nnodes=count)
-            with suppress(ConfigError):
-                _check(options, topology)
-                return True
-            return False
-
+        fit = partial(fits, options, options.overrides, _topology(options, self._chosen), _ELSEWHERE)
         asks = _over_ssh(options, self._chosen, lambda node, item: ["true"])
         seconds = WAIT_SECONDS if options.wait_seconds is None else options.wait_seconds
-        self._expected = answering(asks, self._expected, self._requests, fits=fits, longest_seconds=seconds)
+        self._expected = answering(asks, self._expected, self._requests, fits=fit, longest_seconds=seconds)
 
 
 def _commands(options: LaunchOptions, chosen: Sequence[Chosen], topology: Topology) -> list[tuple[str, Sequence[str]]]:

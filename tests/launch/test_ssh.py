@@ -289,7 +289,7 @@ def test_options_of_the_user_win_over_ours() -> None:
     text = "-o ConnectTimeout=120 -oServerAliveInterval=9 -v"
     starts = (
         ssh_command(Host("h", 1), ["true"], ssh_args=text),
-        member_command(Host("h", 1), ssh_args=split_ssh_args(text)),
+        member_command(Host("h", 1), ssh_args=text),
     )
     for command in starts:
         found = re.findall(r"(ConnectTimeout|BatchMode|ServerAliveInterval)=(\w+)", " ".join(command))
