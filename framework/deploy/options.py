@@ -168,9 +168,9 @@ SERVICE_NAME: Final = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 CONFIG_KEY: Final = re.compile(r"(?!\.$|\.\.)[-._a-zA-Z0-9]{1,253}")
 
 
-def as_config_key(text: str) -> str:
-    """A file name that fits `CONFIG_KEY`, the same where it does; its end stays, which says what kind of file it is."""
-    return re.sub(r"[^-._a-zA-Z0-9]", "-", text)[-_LONGEST_NAME:].lstrip(".")
+def as_config_key(path: str) -> str:
+    """A file's name where it fits `CONFIG_KEY`, else as close to it as may be; its end, the kind of file, stays."""
+    return re.sub(r"[^-._a-zA-Z0-9]", "-", PurePosixPath(path).name)[-_LONGEST_NAME:].lstrip(".")
 
 
 def as_service_name(text: str) -> str:

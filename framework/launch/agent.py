@@ -106,7 +106,7 @@ class _Attempt:
     async def conclude(self) -> tuple[int, str, int]:
         """Tell the others, and wait for how they ended."""
         code = self._own_code()
-        self.peers.send_ended(code)
+        self.peers.send("ended", code=code)
         confirm_until = math.inf
         while not self.peers.all_ended and not self.peers.is_cut_off and time.monotonic() < confirm_until:
             await self.peers.wait(_LOOK_SECONDS)
@@ -124,7 +124,7 @@ class _Attempt:
             return
         if code == EXIT_STOPPED:
             if not self.peers.stop:
-                self.peers.send_stop(f"rank {end.rank} stopped")
+                self.peers.send("stop", why=f"rank {end.rank} stopped")
             return
         self.begun_to_end = self.begun_to_end or time.monotonic()
         how = how_ended(code, lacked_memory=code == 128 + signal.SIGKILL and self.oom_kills.have_risen())
@@ -139,7 +139,7 @@ class _Attempt:
         self.requests.look()
         if self.requests.asked and not self.stop_sent:
             self.stop_sent = True
-            self.peers.send_stop(self.requests.asked)
+            self.peers.send("stop", why=self.requests.asked)
         if self.requests.insists and not self.kill_sent:
             self.kill_sent = True
             self.peers.send("kill")

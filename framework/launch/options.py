@@ -70,11 +70,7 @@ class LaunchOptions:
 
 
 def parse(argv: Sequence[str]) -> LaunchOptions:
-    """Read the command line of `launch`.
-
-    Raises:
-        UsageError: it is wrong.
-    """
+    """Read the command line of `launch`; a UsageError where it is wrong."""
     parser, of_hosts = _launch_parser()
     found = parser.parse_intermixed_args(list(argv))
     # An option that would do nothing here is a mistake in the thought, not a detail.
@@ -106,11 +102,7 @@ def refuse_choice(command: str, asked: LaunchOptions | argparse.Namespace) -> No
 
 
 def parse_node(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line of `launch node`; `config` and `words` are set.
-
-    Raises:
-        UsageError: it is wrong.
-    """
+    """Read the command line of `launch node`, with `config` and `words`; a UsageError where it is wrong."""
     found = _node_parser().parse_intermixed_args(list(argv))
     found.config, found.words = _config_and_words(found, "launch node")
     return found
@@ -241,11 +233,7 @@ def count_or_auto(text: str) -> int | None:
 
 
 def address(text: str) -> str:
-    """A name or address of a host; IPv6 also in brackets, which it loses.
-
-    Raises:
-        argparse.ArgumentTypeError: no host can have it.
-    """
+    """A name or address of a host; IPv6 also in brackets, which it loses."""
     if not is_host(bare(text)):
         raise argparse.ArgumentTypeError(f"{text} is not a name or address of a host")
     return bare(text)

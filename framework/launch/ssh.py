@@ -70,11 +70,8 @@ _ENDS_REPORTED: Final = 4  # hosts that are told one by one when all is over
 
 
 def launch_over_ssh(options: LaunchOptions) -> int:
-    """Start an agent on every host, pass on what they say, and return the exit code of the job.
-
-    Raises:
-        UsageError, ConfigError: nothing has been started.
-    """
+    """Start an agent on every host, pass on what they say, and return the exit code of the job; after a UsageError or
+    ConfigError nothing has been started."""
     assert options.hostfile is not None
     chosen = choose_hosts(options.hostfile, **options.choice)
     topology = _topology(options, chosen)
@@ -190,11 +187,7 @@ def ssh_command(host: Host, command: Sequence[str], *, ssh_args: str) -> list[st
 
 
 def passed_on(environment: Mapping[str, str], *, exports: Sequence[str]) -> dict[str, str]:
-    """The variables that go to the hosts.
-
-    Raises:
-        UsageError: one that was named is not set.
-    """
+    """The variables that go to the hosts; a UsageError where one of `exports` is not set."""
     absent = [name for name in exports if name not in environment]
     if absent:
         raise UsageError(f"launch: --export {' '.join(absent)}: not set here")
@@ -216,11 +209,8 @@ def address_of(name: str, *, ssh_args: str = "") -> str:
 
 
 def split_ssh_args(text: str, *, command: str = "launch") -> list[str]:
-    """The words of ``--ssh_args``; they win over our own options.
-
-    Raises:
-        UsageError: they cannot be read, or would have ssh ask somebody who is not there.
-    """
+    """The words of ``--ssh_args``, which win over our own options; a UsageError where they cannot be read, or would have
+    ssh ask somebody who is not there."""
     try:
         words = shlex.split(text)
     except ValueError as error:

@@ -217,12 +217,8 @@ def choose_hosts(
     num_gpus: int | None = None,
     num_gpus_flag: str = "--num_gpus",
 ) -> tuple[Chosen, ...]:
-    """The hosts in the order of the file with what is left of each; `num_gpus_flag` is the word that gave `num_gpus`.
-
-    Raises:
-        ConfigError: the file or a choice is wrong, nothing is left, or hosts are left with different numbers of
-        devices.
-    """
+    """The hosts in the order of the file with what is left of each; `num_gpus_flag` is the word that gave `num_gpus`. A
+    ConfigError where the file or the choice is wrong, or leaves nothing or different numbers of devices."""
     hosts = read_hostfile(path)
     problems: list[Problem] = []
     chosen = {host.name: tuple(range(host.slots)) for host in hosts}

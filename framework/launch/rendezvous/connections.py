@@ -33,7 +33,7 @@ class Rejections:
         self._counts: dict[tuple[str, str], int] = {}
 
     def add(self, address: str, how: ConnectionLost) -> None:
-        """One more; whoever scans ports must not fill the log."""
+        """Count one more; whoever scans ports must not fill the log."""
         if isinstance(how, TurnedAway) and (address in self._refused or len(self._refused) < _MOST_REMEMBERED):
             self._refused[address] = how.kind
         key = (address, str(how))

@@ -231,7 +231,7 @@ class Round:
         return Problem(kind, f"{what}{at}: {reached.reason}", fix, key=first_few(called), file=node_names(callers))
 
     def _called(self, node: int) -> list[int]:
-        """The nodes that a node calls, and -1 for the place where ranks meet."""
+        """Nodes that a node calls, and -1 for the place where ranks meet."""
         count = len(self._places)
         near = count if count <= _ALL_PAIRS else _NEIGHBOURS + 1
         return [(node + step) % count for step in range(1, near)] + [-1]

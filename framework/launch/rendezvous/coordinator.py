@@ -125,11 +125,8 @@ class Coordinator:
     # ----------------------------------------------------------------------------------------------- starts and ends
 
     async def begin(self) -> Start:
-        """Wait until all are there and agree.
-
-        Raises:
-            ConfigError, PeerLostError, RunStopped: there is no start; all others have been told.
-        """
+        """Wait until all are there and agree; ConfigError, PeerLostError, RunStopped where there is no start: all others have
+        been told."""
         session = self._session
         session.begin_wait()
         if self._peers is not None:
@@ -211,7 +208,6 @@ class Coordinator:
         return self._epoch > 0 or (restarts is not None and restarts.number > 0)
 
     def _judge(self) -> Sequence[Client] | None:
-        """The others of the next start, if there can be one now."""
         present = sorted({*self._clients.present} - self._ending, key=lambda client: client.node)
         if self._epoch:
             return self._enough(present)
@@ -303,7 +299,6 @@ class Coordinator:
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, client: Client) -> None:
-        """Hear one connection until its end."""
         channel = client.channel
         try:
             try:
