@@ -36,9 +36,8 @@ def option(
 
     Args:
         text: for the help.
-        metavar: how the help calls its value.
         read: makes the value out of a word, or raises ArgumentTypeError.
-        many: it may be given as often as needed, and the field holds all values.
+        many: the field holds all values.
     """
     if choices:
         return field(default=default, metadata={"choices": choices, "help": text})
@@ -49,11 +48,7 @@ def option(
 
 
 def parse(request: type[_Request], words: Sequence[str], *, command: str, description: str) -> _Request:
-    """The request that a command line makes; options, in both spellings, and other words may stand in any order.
-
-    Raises:
-        UsageError: an option is unknown, or has a wrong value.
-    """
+    """The request that a command line makes; a UsageError where an option is unknown, or has a wrong value."""
     parser = CommandParser(
         prog=f"python -m framework {command}",
         description=description,
@@ -103,10 +98,7 @@ _IMAGE: Final = re.compile(
 
 
 def what_is_wrong_with_image(image: object) -> str:
-    """A reason to refuse the name of an image; empty: there is none.
-
-    Nodes pull at different times: with a tag that moves, two pods of one job may run different code.
-    """
+    """A reason to refuse the name of an image, if any: with a tag that moves, two pods may run different code."""
     match = _IMAGE.fullmatch(image) if isinstance(image, str) else None
     if match is None:
         return "it is not the name of an image"
@@ -131,7 +123,7 @@ _SECRET: Final = re.compile(
 
 
 def looks_like_a_secret(name: str) -> bool:
-    """Check whether the value of a variable of this name should not be read by everybody who may read the job."""
+    """Check whether the value of a variable of this name is not for all who may read the job."""
     return _SECRET.search(name.upper()) is not None
 
 
@@ -151,7 +143,7 @@ _FACTORS: Final[Mapping[str | None, Fraction]] = {
 
 
 def parse_quantity(text: object) -> Fraction | None:
-    """The number that a quantity of Kubernetes (``64Gi``, ``500m``) stands for: bytes or cores; None: it is not one."""
+    """The bytes or cores that a quantity of Kubernetes (``64Gi``, ``500m``) stands for; None: it is not one."""
     if isinstance(text, int) and not isinstance(text, bool):
         return Fraction(text)
     match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
@@ -294,12 +286,7 @@ def variable(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class JobRequest:
-    """Options of both commands.
-
-    Attributes:
-        max_restarts: `supervision.max_restarts` of the run config: agents start ranks again by themselves.
-        config_text: the run config, where it is sent along.
-    """
+    """Options of both commands; `max_restarts` and `config_text`, where it is sent along, come from the run config."""
 
     words: Sequence[str]
     nodes: int = option("machines, or pods (1)", "N", count, default=1)
@@ -339,7 +326,7 @@ class JobRequest:
         return Cluster(num_hosts=self.nodes, devices_per_host=self.ranks, device="cpu" if self.on_cpu else "cuda")
 
     def refuse_mistakes(self, command: str, more: Sequence[tuple[object, str]]) -> None:
-        """Raise a UsageError where options contradict each other, or lack one: those of both commands, or `more`."""
+        """Raise a UsageError for `more` mistakes, or those that options of both commands can make."""
         own = (
             (not self.words, "name a run config, for example ds_configs/quickstart.yaml"),
             (

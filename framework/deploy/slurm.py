@@ -99,13 +99,7 @@ class SlurmRequest(JobRequest):
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the script that the words behind ``launch slurm`` ask for; returns the exit code.
-
-    Raises:
-        UsageError: the command line is wrong.
-        ConfigError: the run cannot work on those nodes; nothing has been printed.
-        StorageError: `--out` cannot be written.
-    """
+    """Print the script that the words behind ``launch slurm`` ask for; after an error nothing has been printed."""
     request = parse(SlurmRequest, words, command="launch slurm", description="Print the batch script of a run.")
     too_many = f"--min_nodes {request.min_nodes} is more than --nodes"
     request.refuse_mistakes("launch slurm", [(request.min_nodes > request.nodes, too_many)])
@@ -189,8 +183,6 @@ def _directives(request: SlurmRequest) -> list[str]:
 
 
 def _python() -> str:
-    """Return how the shell that calls sbatch names this Python: an environment that is not active there is none of the
-    nodes'.
-    """
+    """Return the name of this Python on the nodes: a path, unless the calling shell has this environment active."""
     found = shutil.which("python", path=os.environ.get("DSF_SHELL_PATH") or os.environ.get("PATH"))
     return "python" if found and Path(found).parent == Path(sys.executable).parent else sys.executable

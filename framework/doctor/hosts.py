@@ -50,11 +50,9 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """A parsed command line.
+    """Parsed command line; `config` None: any run. Without `chosen` hosts it is about this machine.
 
     Attributes:
-        config: the run that is meant; None: any.
-        chosen: hosts, with the devices to use there, to look at through ssh; empty: this machine.
         num_ranks: on each host; None: one to a device.
         master_addr: of the first host, as the others know it; empty: as `launch -H` finds it.
     """
@@ -155,7 +153,7 @@ def member_command(host: Host, *, ssh_args: str = "") -> list[str]:
 def ask_all(
     remotes: Sequence[Remote], order: Callable[[Remote], Mapping[str, Any]], *, seconds: float = _ASK_SECONDS
 ) -> list[dict[str, Any]]:
-    """The answers of all hosts, asked at the same time; raises HostFailed of the first that has none, at the end."""
+    """Answers of all hosts, asked at the same time; raises HostFailed of the first that has none, at the end."""
     return each_of(remotes, lambda remote: remote.ask(order(remote), seconds=seconds))
 
 
@@ -280,7 +278,7 @@ def _shared_folder(remotes: Sequence[Remote], checkpoints: str, token: str) -> C
 
 
 def bench(asked: DoctorOptions, need: Need) -> list[Check]:
-    """Run the job on every rank of the run, on this machine or on all hosts; a few seconds, three minutes at most."""
+    """Run the job on every rank of the run, here or on all hosts; a few seconds, three minutes at most."""
     order = {
         "do": "bench",
         "variables": passed_on(os.environ, exports=()),

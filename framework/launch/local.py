@@ -36,8 +36,9 @@ from framework.system.output import write
 
 
 def launch(argv: Sequence[str]) -> int:
-    """Check, say what is started, start it, and return the exit code of the run; after a UsageError or ConfigError nothing
-    has been started."""
+    """Check, say what is started, start it, and return the exit code of the run; after a UsageError or ConfigError
+    nothing has been started.
+    """
     if argv[:1] == ["node"]:
         return be_a_node(argv[1:])
     options = parse(argv)

@@ -322,7 +322,8 @@ def hide_token() -> None:
 
 def read_token(path: str | None) -> str:
     """The shared secret: of the file, of what `hide_token` has put aside, or of an ssh launcher; a ConfigError where it
-    cannot be read or could be guessed."""
+    cannot be read or could be guessed.
+    """
     token, number = os.environ.pop("DSF_TOKEN", ""), os.environ.pop(_TOKEN_END, "")
     if number.isdecimal():
         with suppress(OSError), os.fdopen(int(number), "rb") as end:

@@ -29,17 +29,18 @@ def answering(
     longest_seconds: float,
     enough_seconds: float = ENOUGH_SECONDS,
 ) -> list[int]:
-    """Return the hosts of the next start: all that are expected; or, after `enough_seconds`, as many of those that answer as
-    the job fits.
+    """Return the hosts of the next start: all that are expected; after a while, as many that answer as the job fits.
 
     Args:
         commands: each host's name, and an `ssh` that does nothing there.
         expected: numbers of the hosts that took part in the last start.
         fits: whether a job of so many hosts, fewer than expected, is allowed and has a plan.
+        longest_seconds, enough_seconds: to wait for enough of them, and for all.
 
     Raises:
-        PeerLostError: too few answer within `longest_seconds`.
-        RunStopped: on request."""
+        PeerLostError: too few answer.
+        RunStopped: on request.
+    """
     begun, reported = time.monotonic(), time.monotonic() - _REPORT_SECONDS
     while True:
         here = _probe(commands, requests)

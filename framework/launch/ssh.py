@@ -71,7 +71,8 @@ _ENDS_REPORTED: Final = 4  # hosts that are told one by one when all is over
 
 def launch_over_ssh(options: LaunchOptions) -> int:
     """Start an agent on every host, pass on what they say, and return the exit code of the job; after a UsageError or
-    ConfigError nothing has been started."""
+    ConfigError nothing has been started.
+    """
     assert options.hostfile is not None
     chosen = choose_hosts(options.hostfile, **options.choice)
     topology = _topology(options, chosen)
@@ -209,8 +210,7 @@ def address_of(name: str, *, ssh_args: str = "") -> str:
 
 
 def split_ssh_args(text: str, *, command: str = "launch") -> list[str]:
-    """The words of ``--ssh_args``, which win over our own options; a UsageError where they cannot be read, or would have
-    ssh ask somebody who is not there."""
+    """The words of ``--ssh_args``, which win over our own; a UsageError where they are broken or would ask somebody."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -227,10 +227,8 @@ HostEnd = tuple[str, int]  # a host's name, and the exit code of its agent
 
 def job_code(ends: Sequence[HostEnd]) -> int:
     """The first that failed by itself; else that somebody was lost; else that it was stopped."""
-    codes = [code for _, code in ends if code != EXIT_OK]
-    causes = [code for code in codes if code not in (EXIT_STOPPED, EXIT_PEER_LOST)]
-    lost = [code for code in codes if code == EXIT_PEER_LOST]
-    return next(iter(causes or lost or codes), EXIT_OK)
+    order = {EXIT_PEER_LOST: 1, EXIT_STOPPED: 2, EXIT_OK: 3}
+    return min((code for _, code in ends), key=lambda code: order.get(code, 0), default=EXIT_OK)
 
 
 def ends_reported(ends: Sequence[HostEnd]) -> str:

@@ -94,11 +94,7 @@ class Part:
 
 
 def parse_manifests(text: str, *, name: str) -> list[Manifest]:
-    """All objects of a text, those of a List one by one; `name` is the file to name in problems.
-
-    Raises:
-        ConfigError: it is not YAML, a key stands twice, or it holds something other than objects.
-    """
+    """All objects of a file's text, those of a List one by one; a ConfigError where it holds something else."""
     found: list[Manifest] = []
     line = 0
     for part in _SEPARATOR.split(text):
@@ -134,12 +130,10 @@ class Workload:
 
     Attributes:
         head: the Job, JobSet or TrainJob itself.
-        job: the Job's spec; None for a TrainJob on a runtime that is not in the files.
-        jobset: the JobSet's spec; None for a plain Job.
+        job, jobset: their specs; None for a TrainJob on a runtime that is not in the files.
         template: the pod template.
         container: the one that trains.
         program: what holds its image, command and variables: the container, or a TrainJob's trainer.
-        resources: of the program.
         manifests: everything in the files.
     """
 

@@ -47,12 +47,8 @@ _Dumper.add_representer(list, _list)
 
 
 def write_yaml(documents: Iterable[Mapping[str, Any]], *, heading: str = "", reasons: Mapping[str, str]) -> str:
-    """The text of a file with these documents, keys in the order they have.
-
-    Args:
-        documents: what to write.
-        heading: comment at the top.
-        reasons: comments to write above a key; the first of a document has it.
+    """The text of a file with these documents, keys in the order they have, below the comment `heading`; `reasons` are
+    comments above keys, of which the first of a document has it.
     """
     top = "".join(f"# {line}".rstrip() + "\n" for line in heading.splitlines())
     return top + "---\n".join(_with_reasons(document, reasons) for document in documents)

@@ -127,19 +127,13 @@ class K8sRequest(JobRequest):
 
     @property
     def port(self) -> int:
-        """Port where ranks meet; the next one is the agents'. On the network of a node, jobs must not meet each
-        other.
-        """
+        """Port where ranks meet; the next one is the agents'. On a node's network, jobs must not meet each other."""
         if self.master_port is not None:
             return self.master_port
         return _HOST_PORTS[zlib.crc32(self.name.encode()) % len(_HOST_PORTS)] if self.host_network else DEFAULT_PORT
 
     def refuse_contradictions(self) -> None:
-        """Refuse options that contradict each other, or lack one.
-
-        Raises:
-            UsageError: they do.
-        """
+        """Raise a UsageError where options contradict each other, or lack one."""
         config = "".join(self.words[:1])
         own_only = {
             "--env_secret": self.env_secret,

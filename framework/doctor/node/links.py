@@ -28,9 +28,7 @@ _AT_ONCE: Final = 65  # one silent host must not keep the calls to others waitin
 
 @dataclass(frozen=True)
 class Reached:
-    """Result of a call: the address that the name stands for here, if any, and why it was not reached; empty where it
-    was.
-    """
+    """Result of a call: the address that the name stands for here, if any, and why it was not reached, if so."""
 
     address: str
     reason: str = ""
@@ -42,9 +40,7 @@ class Reached:
 
 
 class Echo:
-    """Answers every caller with the first 64 bytes that it sends, at one port, until it is closed. One thread serves
-    all; of many that are silent the oldest makes room.
-    """
+    """Returns to every caller the first 64 bytes that it sends, in one thread; of many silent ones the oldest ends."""
 
     def __init__(self, port: int, *, address: str = "") -> None:
         """Listen at a port (0: any that is free), on one `address` of this machine or on all."""
@@ -92,9 +88,7 @@ class Echo:
 
 
 def _answered(peer: socket.socket) -> bool:
-    """Answer what has come; false where the caller is gone: who closes first keeps the port for a minute
-    (TIME_WAIT), and that is the caller.
-    """
+    """Answer what has come; false where the caller has closed: who closes first keeps the port for a minute."""
     try:
         content = peer.recv(_LONGEST_TOKEN)
         return bool(content) and peer.send(content) == len(content)

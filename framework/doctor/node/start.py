@@ -70,9 +70,8 @@ def look_before_start(
     rank: int,
     warn: Callable[[Problem], None] = print_problem,
 ) -> Iterator[dict[str, Any]]:
-    """Run the preflight of this node and yield its facts for the handshake, while the nodes meet: its mark in the run
-    folder is there so long. What is wrong with this node is told as well: node 0 then refuses, and every node knows
-    why.
+    """Run the preflight of this node and yield its facts for the handshake; its mark in the run folder is there so
+    long. What is wrong is told as well: node 0 then refuses, and every node knows why.
 
     Args:
         environment: that of the ranks.
@@ -121,11 +120,11 @@ def is_look(reported: object) -> bool:
 
 
 def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> list[Problem]:
-    """Compare the nodes, look for the marks of the others, and return what is not as it must be, and warnings.
+    """Compare the nodes, look for the marks of the others, and return errors and warnings.
 
     Args:
         nodes: ``RANK (HOST)`` -> what it told, node 0 first.
-        seen: marks that were there the last time, and are not looked for again; those found now are added.
+        seen: marks that are not looked for again; those found now are added.
     """
     found = [problem for check in compare(nodes) for problem in check.problems]
     problems = [each for each in found if each.severity != "error" or (each.kind, each.key) not in _IN_HELLO]
@@ -179,10 +178,7 @@ def python_release(version: str) -> str:
 
 
 def compare_clocks(offsets: Mapping[str, float]) -> Check:
-    """Clocks, as seconds by which each node is ahead of whoever measured; an error of a network round trip is expected.
-
-    The middle one is right; between two, node 0, the first.
-    """
+    """Clocks, as seconds by which each is ahead of whoever measured. The middle one is right; between two, node 0."""
     middle = sorted(offsets.values())[len(offsets) // 2] if len(offsets) > 2 else next(iter(offsets.values()))
     apart = {name: offset - middle for name, offset in offsets.items()}
     problems, fix = [], "start chrony or ntpd there"
@@ -246,12 +242,7 @@ def outliers(
     severity: Severity = "error",
     shown: Callable[[Any, Any], tuple[Any, ...]] = lambda *pair: pair,
 ) -> Iterator[Problem]:
-    """A problem for each node that is not like most of them; between two nobody knows, and node 0, the first, is right.
-
-    Args:
-        values: of each node, with its name.
-        shown: makes the words for a value and the usual one.
-    """
+    """A problem for each node that is not like most of them, or like node 0; `shown`: words for a value and the usual."""
     usual = most_common(value for _, value in values)
     alike = [name for name, value in values if value == usual]
     for name, value in values:

@@ -112,9 +112,7 @@ class Host:
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """The hosts in the order of the file, which is the order of their ranks; a ConfigError has everything that is
-    wrong.
-    """
+    """The hosts in the order of the file, which is that of their ranks; a ConfigError has all that is wrong."""
     hosts: list[Host] = []
     problems: list[Problem] = []
     lines: dict[str, int] = {}  # first line of each name
@@ -218,7 +216,8 @@ def choose_hosts(
     num_gpus_flag: str = "--num_gpus",
 ) -> tuple[Chosen, ...]:
     """The hosts in the order of the file with what is left of each; `num_gpus_flag` is the word that gave `num_gpus`. A
-    ConfigError where the file or the choice is wrong, or leaves nothing or different numbers of devices."""
+    ConfigError where the file or the choice is wrong, or leaves nothing or different numbers of devices.
+    """
     hosts = read_hostfile(path)
     problems: list[Problem] = []
     chosen = {host.name: tuple(range(host.slots)) for host in hosts}

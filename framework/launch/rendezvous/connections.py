@@ -86,9 +86,7 @@ class Clients:
         self.rejections = Rejections()
 
     def add(self, client: Client) -> None:
-        """Take a connection in. Where there are too many without a handshake, one of the address that has most of them
-        goes: its oldest.
-        """
+        """Take a connection in. Of too many without a handshake, the oldest of the address that has most goes."""
         self._unknown.append(client)
         if len(self._unknown) > self._most_unknown:
             address = Counter(each.channel.name for each in self._unknown).most_common(1)[0][0]

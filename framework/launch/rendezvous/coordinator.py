@@ -122,11 +122,10 @@ class Coordinator:
         self._clients.close_unknown()
         self._session.close()
 
-    # ----------------------------------------------------------------------------------------------- starts and ends
+    # Starts and ends.
 
     async def begin(self) -> Start:
-        """Wait until all are there and agree; ConfigError, PeerLostError, RunStopped where there is no start: all others have
-        been told."""
+        """Wait until all are there and agree. After a ConfigError, PeerLostError or RunStopped the others know."""
         session = self._session
         session.begin_wait()
         if self._peers is not None:
@@ -286,7 +285,7 @@ class Coordinator:
             self._send(client, body_of("reach", **found.order(client.node)))
         return found
 
-    # -------------------------------------------------------------------------------------------------- connections
+    # Connections.
 
     def _opened(self, channel: Channel) -> None:
         client = Client(channel)

@@ -96,7 +96,7 @@ class Member:
         self._no_agent_since = math.inf
         self.is_heard = False
 
-    # ----------------------------------------------------------------------------------------------- starts and ends
+    # Starts and ends.
 
     async def begin(self) -> Start:
         """Wait until node 0 says GO.
@@ -187,7 +187,7 @@ class Member:
         node_0 = f"node 0: {self._where}:{self._session.port}"
         return f"waiting for {node_0} ({self._why})" if self._welcomed_at is None else f"{node_0} is {self._waits}"
 
-    # ------------------------------------------------------------------------------------------------- the handshake
+    # The handshake.
 
     async def _call(self) -> Channel:
         found = await asyncio.wrap_future(in_background(dial, self._where, self._session.port))
@@ -332,7 +332,7 @@ class Member:
         self._channel, self._hearing, self._welcomed_at, self.is_heard = None, None, None, False
         self._waits, self._heard = _WAITS, asyncio.Queue()
 
-    # ---------------------------------------------------------------------------------------------- wrong addresses
+    # Wrong addresses.
 
     def _note_no_agent(self, lost: ConnectionLost) -> None:
         """A while of something that is none of us is a port in use. Silence may be a node 0 that is busy."""
