@@ -1,4 +1,7 @@
-"""``launch slurm``: prints the batch script of a run."""
+"""``launch slurm``: prints the batch script of a run, which has the reasons of what is in it.
+
+One task on each node is our agent. Slurm starts it: accounting, cgroups and `scancel` hold for every process.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,6 @@ from framework.deploy.options import JobRequest, count, matching, option, parse,
 from framework.launch.job import hand_out, refuse_one_start
 from framework.launch.options import WAIT_SECONDS
 from framework.load_run import load_run
-
-# The batch script of a run. One task on each node, which is our node agent; no ssh, no hostfile. Slurm starts the
-# agents, so that accounting, cgroups and `scancel` hold for every process. A stop request before the time limit
-# reaches the batch shell alone (`--signal=B:`), which hands it to the agents; they save, and end with 75. A preemption
-# reaches the agents alone. With --requeue the job comes again after either, but not after USR2, a person's request,
-# nor once it is cancelled.
 
 # Between the end of what our agents give the ranks and the end of the job.
 _LAST_WORD_SECONDS: Final = 30

@@ -24,7 +24,7 @@ from typing import Any, Final, TypeVar
 
 from framework.doctor.member import ANSWER
 from framework.doctor.node.findings import Check, Node, warning
-from framework.doctor.node.links import Reached
+from framework.doctor.node.links import Reached, neighbours
 from framework.doctor.node.need import Need
 from framework.doctor.node.start import NOT_SHARED, WHY_SHARED, compare, compare_clocks
 from framework.errors import Problem
@@ -37,8 +37,6 @@ from framework.system.ports import free_port
 _ASK_SECONDS: Final = 40.0
 _CONNECT_SECONDS: Final = 10
 _EXAMINE_SECONDS: Final = 60.0
-# Calls between all pairs up to here, and beyond it from and to node 0 and between neighbours.
-_ALL_PAIRS: Final = 16
 _BENCH_SECONDS: Final = 180.0
 # A host whose best partner gets less than this share of what others get is slow; links of equal hosts differ by a few
 # percent.
@@ -228,7 +226,11 @@ def _network(remotes: Sequence[Remote], port: int, token: str) -> Check:
             about: dict[str, Any] = {"key": "--master_port", "value": port_of_0, "file": f"node {remotes[0].name}"}
             reason, fix = f"nobody can meet there: {found}", "choose another --master_port"
             problems.append(Problem("port-not-usable", reason, fix, **about))
-    plan = {remote: _targets(index, remotes, opened) for index, remote in enumerate(remotes)}
+    plan: dict[Remote, list[tuple[Remote, int]]] = {}
+    for index, remote in enumerate(remotes):
+        targets = [(to, opened[to][0]) for to in neighbours(index, len(remotes))]
+        targets += [(0, port) for port in opened[0][1:] if index]
+        plan[remote] = [(remotes[to], port) for to, port in targets if isinstance(port, int)]
     called = {remote: [(to.address, port) for to, port in targets] for remote, targets in plan.items()}
     answers = ask_all(remotes, lambda each: {"do": "call", "token": token, "targets": called[each]})
     for caller, answer in zip(remotes, answers, strict=True):
@@ -237,13 +239,6 @@ def _network(remotes: Sequence[Remote], port: int, token: str) -> Check:
     count = sum(map(len, plan.values()))
     stated = f"{len(problems)} of {count} connections fail" if problems else f"{count} connections, every one answered"
     return Check("network", stated, problems)
-
-
-def _targets(index: int, remotes: Sequence[Remote], opened: Sequence[Sequence[Any]]) -> list[tuple[Remote, int]]:
-    """Hosts and ports that a host calls."""
-    others = range(len(remotes)) if len(remotes) <= _ALL_PAIRS or index == 0 else {0, (index + 1) % len(remotes)}
-    pairs = [(remotes[to], opened[to][0]) for to in others if to != index and isinstance(opened[to][0], int)]
-    return pairs + ([(remotes[0], port) for port in opened[0][1:] if isinstance(port, int)] if index else [])
 
 
 def _about_call(caller: str, called: str, port: int, reached: Reached) -> Iterator[Problem]:

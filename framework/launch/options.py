@@ -134,8 +134,6 @@ def _launch_parser() -> tuple[CommandParser, argparse._ArgumentGroup]:
     add_choice(group)
     option = partial(add_option, group)
     option("--num_nodes", type=count, metavar="N", help="the first N hosts")
-    about = "start again on N hosts or more where others do not come back (supervision.max_restarts)"
-    option("--min_nodes", type=count, metavar="N", help=about)
     option("--ssh_args", default="", metavar="TEXT", help="further options of ssh, such as '-p 2222 -i key'")
     option("--remote_python", metavar="PATH", help="Python on the hosts; left out: this one's path")
     option("--remote_folder", metavar="PATH", help="folder on the hosts to start in; left out: this one's path")
@@ -165,8 +163,6 @@ def _node_parser() -> CommandParser:
     parser.option("--devices", type=numbers, metavar="0,2", help="the devices to use; left out: the first")
     terms: dict[str, Any] = {"type": whole(0, 1000, "{} is not a number of nodes"), "default": 0, "metavar": "N"}
     parser.option("--spares", **terms, help="so many of the members wait for the place of one that is lost")
-    about = "start again on N nodes or more where others do not come back (supervision.max_restarts)"
-    parser.option("--min_nodes", type=count, metavar="N", help=about)
     # What an ssh launcher sends, and its life line.
     parser.option("--from_stdin", action="store_true", help=argparse.SUPPRESS)
     _add_of_several(parser)
@@ -199,8 +195,11 @@ class _AsSpelled(argparse.Action):
 
 def add_num_gpus(parser: CommandParser, text: str) -> None:
     """The number of ranks on a host, by our name or torchrun's; `text` is its help."""
-    names, terms = ("--num_gpus", "--nproc_per_node"), {"type": count_or_auto, "action": _AsSpelled}
-    parser.option(*names, **terms, metavar="N", help=text)
+
+    def read(given: str) -> int | None:
+        return None if given in ("auto", "gpu") else count(given)  # torchrun's words for all devices
+
+    parser.option("--num_gpus", "--nproc_per_node", type=read, action=_AsSpelled, metavar="N", help=text)
     parser.set_defaults(num_gpus_flag="--num_gpus")
 
 
@@ -215,6 +214,8 @@ def _add_of_several(target: argparse.ArgumentParser | argparse._ArgumentGroup) -
     """The options of every launcher that has others to meet."""
     option = partial(add_option, target)
     option("--master_addr", type=address, metavar="A", help="address of the first host, as the others know it")
+    about = "start again on N of them or more where others do not come back (supervision.max_restarts)"
+    option("--min_nodes", type=count, metavar="N", help=about)
     option("--control_port", type=port, metavar="P", help="port where agents meet; default: master_port + 1")
     waited = f"how long nodes wait for each other; default {WAIT_SECONDS:.0f}"
     option("--wait_seconds", type=seconds, metavar="S", help=waited)
@@ -225,11 +226,6 @@ def _add_of_several(target: argparse.ArgumentParser | argparse._ArgumentGroup) -
 count = whole(1, 10_000, "{} is not a number of ranks")
 port = whole(1, 65_536, "{} is not a port")
 seconds = like(r"\d{1,7}(\.\d+)?", float, "{} is not a number of seconds")
-
-
-def count_or_auto(text: str) -> int | None:
-    """As `count`, or None for torchrun's words for all devices."""
-    return None if text in ("auto", "gpu") else count(text)
 
 
 def address(text: str) -> str:

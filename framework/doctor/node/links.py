@@ -23,7 +23,9 @@ _LONGEST_TOKEN: Final = 64
 _BACKLOG: Final = 1024
 _MOST_PEERS: Final = 256  # that an echo port holds open
 _LOOK_SECONDS: Final = 0.1
-_AT_ONCE: Final = 65  # one silent host must not keep the calls to others waiting
+_ALL_PAIRS: Final = 64
+_NEIGHBOURS: Final = 8
+AT_ONCE: Final = _ALL_PAIRS + 1  # one silent host must not keep the calls to others waiting
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,14 @@ def _asked(address: str, port: int, *, token: str, seconds: float) -> str:
 
 def call_all(targets: Sequence[tuple[str, int]], *, token: str, seconds: float = _CALL_SECONDS) -> list[Reached]:
     """Call (host, port) pairs at the same time."""
-    with ThreadPoolExecutor(max_workers=max(1, min(_AT_ONCE, len(targets)))) as pool:
+    with ThreadPoolExecutor(max_workers=max(1, min(AT_ONCE, len(targets)))) as pool:
         return list(pool.map(lambda target: call(*target, token=token, seconds=seconds), targets))
+
+
+def neighbours(node: int, count: int) -> list[int]:
+    """The nodes that one of so many calls: all others, or of very many the next ones, as NCCL's rings mix nodes."""
+    near = count if count <= _ALL_PAIRS else _NEIGHBOURS + 1
+    return [(node + step) % count for step in range(1, near)]
 
 
 def existing(folder: Path) -> Path:

@@ -89,7 +89,11 @@ def look_before_start(
     reported = {name: kind() for name, kind in _REPORTED.items()} | {
         name: node.facts[name] for name in _REPORTED if name in node.facts
     }
-    reported["refused"] = [_brief(problem) for problem in found if problem.severity == "error"][:_MOST_ERRORS]
+    reported["refused"] = [
+        [each.kind, str(replace(each, file="", fix="")).removesuffix(f" [{each.kind}]"), each.fix]
+        for each in found
+        if each.severity == "error"
+    ][:_MOST_ERRORS]
     folder, token = existing(need.checkpoints or Path.cwd()), secrets.token_hex(8)
     with ExitStack() as stack:
         if need.saves:
@@ -97,11 +101,6 @@ def look_before_start(
                 stack.enter_context(mark(folder, token, rank))
                 reported["mark"] = str(mark_path(folder, token, rank))
         yield reported
-
-
-def _brief(problem: Problem) -> list[str]:
-    stated = str(replace(problem, file="", fix="")).removesuffix(f" [{problem.kind}]")
-    return [problem.kind, stated, problem.fix]
 
 
 def is_look(reported: object) -> bool:
@@ -242,7 +241,9 @@ def outliers(
     severity: Severity = "error",
     shown: Callable[[Any, Any], tuple[Any, ...]] = lambda *pair: pair,
 ) -> Iterator[Problem]:
-    """A problem for each node that is not like most of them, or like node 0; `shown`: words for a value and the usual."""
+    """A problem for each node that is not like most of them, or node 0; `shown` makes words for a value and the usual
+    one.
+    """
     usual = most_common(value for _, value in values)
     alike = [name for name, value in values if value == usual]
     for name, value in values:

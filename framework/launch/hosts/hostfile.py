@@ -74,11 +74,11 @@ def is_loopback_name(name: str) -> bool:
     return bool(_LOOPBACK.fullmatch(name))
 
 
-def first_few(names: Sequence[str], *, most: int = _REPORTED) -> str:
+def first_few(names: Sequence[str]) -> str:
     """``a, b, c and 997 more``; one more than that is named as well."""
-    if len(names) <= most + 1:
+    if len(names) <= _REPORTED + 1:
         return ", ".join(names)
-    return f"{', '.join(names[:most])} and {len(names) - most} more"
+    return f"{', '.join(names[:_REPORTED])} and {len(names) - _REPORTED} more"
 
 
 def node_names(names: Sequence[str]) -> str:
