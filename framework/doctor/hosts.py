@@ -195,7 +195,7 @@ def _examined(remote: Remote, asked: DoctorOptions, need: Need) -> Node:
 
 
 def _between(remotes: Sequence[Remote], asked: DoctorOptions, need: Need) -> Iterator[Check]:
-    token = secrets.token_hex(16)
+    token = secrets.token_hex(8)
     try:
         yield compare_clocks(dict(zip([each.name for each in remotes], each_of(remotes, _ahead), strict=True)))
         yield _network(remotes, asked.master_port, token)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import selectors
 import socket
 import threading
@@ -23,6 +24,7 @@ _LONGEST_TOKEN: Final = 64
 _BACKLOG: Final = 1024
 _MOST_PEERS: Final = 256  # that an echo port holds open
 _LOOK_SECONDS: Final = 0.1
+_MARK: Final = re.compile(r"\.preflight-[0-9a-f]{16}-[0-9]{1,6}")
 _ALL_PAIRS: Final = 64
 _NEIGHBOURS: Final = 8
 AT_ONCE: Final = _ALL_PAIRS + 1  # one silent host must not keep the calls to others waiting
@@ -162,7 +164,7 @@ def mark_path(folder: Path, token: str, node: int) -> Path:
 def mark(folder: Path, token: str, node: int) -> Iterator[None]:
     """Leave a mark for the time of the block; an OSError where it cannot be written."""
     path = mark_path(folder, token, node)
-    path.write_text(token, encoding="ascii")
+    path.touch()
     try:
         yield
     finally:
@@ -171,15 +173,27 @@ def mark(folder: Path, token: str, node: int) -> Iterator[None]:
 
 
 def unseen(folder: Path, token: str, nodes: Iterable[int], *, seconds: float = _SEE_SECONDS) -> list[int]:
-    """Nodes whose marks cannot be read here, after waiting for them."""
-    deadline, missing = time.monotonic() + seconds, list(nodes)
-    while True:
-        for node in list(missing):
-            with suppress(OSError, ValueError):
-                if mark_path(folder, token, node).read_text(encoding="ascii") == token:
-                    missing.remove(node)
-        if not missing or time.monotonic() > deadline:
-            return missing
-        with suppress(OSError):
-            list(folder.iterdir())  # listing makes NFS look again
+    """Nodes whose marks are not seen here, after waiting for them."""
+    marks, seen = {str(mark_path(folder, token, node)): node for node in nodes}, set[str]()
+    deadline = time.monotonic() + seconds
+    while (missing := absent({*marks}, seen)) and time.monotonic() < deadline:
         time.sleep(0.1)
+    return [node for path, node in marks.items() if path in missing]
+
+
+def absent(marks: set[str], seen: set[str]) -> set[str]:
+    """Return the marks that are absent; a folder, which a thousand nodes may share, is listed once at most."""
+    # Paths come from other nodes: nothing but marks is looked at.
+    places = {path for path in marks - seen if Path(path).is_absolute() and _MARK.fullmatch(Path(path).name)}
+    for folder in {Path(path).parent for path in places if not _is_file(path)}:
+        with suppress(OSError, ValueError):
+            list(folder.iterdir())  # makes NFS look again
+    absent = marks - seen - {path for path in places if _is_file(path)}
+    seen |= marks - absent
+    return absent
+
+
+def _is_file(path: str) -> bool:
+    with suppress(OSError, ValueError):
+        return Path(path).is_file()
+    return False

@@ -5,7 +5,6 @@ another node said is not trusted to have any shape: `is_look` says whether it ca
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,7 +14,7 @@ from typing import Any, Final
 
 from framework.config.run_config import RunConfig
 from framework.doctor.node.findings import Check, warning
-from framework.doctor.node.links import existing, mark, mark_path
+from framework.doctor.node.links import absent, existing, mark, mark_path
 from framework.doctor.node.machine import examine
 from framework.doctor.node.need import need_of
 from framework.errors import Problem, Severity
@@ -51,7 +50,6 @@ _IN_HELLO: Final = (
     ("code-differs", "framework"),
     ("slots-differ", "slots"),
 )
-_MARK: Final = re.compile(r"\.preflight-[0-9a-f]{16}-[0-9]{1,6}")
 # The launcher tells gloo its interface, once it knows which way leads to node 0.
 _SETTLED_LATER: Final = "hostname-loopback"
 # A store may be there again a minute later: training ends with 74 then, which platforms try again, and not with 78.
@@ -130,32 +128,14 @@ def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> li
     for name, reported in nodes.items():
         problems += [Problem(kind, stated, fix, file=f"node {name}") for kind, stated, fix in reported["refused"]]
     here, *others = nodes.items()
-    absent = _absent({reported["mark"] for _, reported in others if reported["mark"]}, seen)
+    unseen = absent({reported["mark"] for _, reported in others if reported["mark"]}, seen)
     for name, reported in others:
-        if reported["mark"] in absent:
+        if reported["mark"] in unseen:
             reason, value = f"what it wrote there is not seen by node {here[0]}", str(Path(reported["mark"]).parent)
             fix = f"set run.output_dir to a folder that all nodes share: {WHY_SHARED}"
             about = f"node {name}"
             problems.append(Problem(NOT_SHARED, reason, fix, key="run.output_dir", value=value, file=about))
     return problems
-
-
-def _absent(marks: set[str], seen: set[str]) -> set[str]:
-    """Return the marks that are absent; a folder, which a thousand nodes may share, is listed once at most."""
-    # Paths come from other nodes: nothing but marks is looked at.
-    places = {path for path in marks - seen if Path(path).is_absolute() and _MARK.fullmatch(Path(path).name)}
-    for folder in {Path(path).parent for path in places if not _is_file(path)}:
-        with suppress(OSError, ValueError):
-            list(folder.iterdir())  # makes NFS look again
-    absent = marks - seen - {path for path in places if _is_file(path)}
-    seen |= marks - absent
-    return absent
-
-
-def _is_file(path: str) -> bool:
-    with suppress(OSError, ValueError):
-        return Path(path).is_file()
-    return False
 
 
 def compare(nodes: Mapping[str, Facts]) -> list[Check]:
