@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import PurePosixPath
 from typing import Any, Final, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from framework.config.run_config import RunConfig
 from framework.errors import UsageError
 from framework.plan.cluster import Cluster
-from framework.system.arguments import CommandParser, like
+from framework.system.arguments import CommandParser, add_options, like, option
 from framework.system.arguments import whole as number
 from framework.system.output import masked
 from framework.text.document import parse_document, parse_scalar
@@ -23,43 +23,12 @@ from framework.text.document import parse_document, parse_scalar
 _Request = TypeVar("_Request", bound="JobRequest")
 
 
-def option(
-    text: str = "",
-    metavar: str = "",
-    read: Callable[[str], Any] = str,
-    *,
-    default: Any = "",
-    many: bool = False,
-    choices: Sequence[str] = (),
-) -> Any:
-    """A field of a request that is an option: a switch unless it has a `metavar` or `choices`.
-
-    Args:
-        text: for the help.
-        read: makes the value out of a word, or raises ArgumentTypeError.
-        many: the field holds all values.
-    """
-    if choices:
-        return field(default=default, metadata={"choices": choices, "help": text})
-    if not metavar:
-        return field(default=False, metadata={"action": "store_true", "help": text})
-    how = {"metavar": metavar, "type": read, "help": text}
-    return field(default=(), metadata=how | {"action": "append"}) if many else field(default=default, metadata=how)
-
-
 def parse(request: type[_Request], words: Sequence[str], *, command: str, description: str) -> _Request:
     """The request that a command line makes; a UsageError where an option is unknown, or has a wrong value."""
-    parser = CommandParser(
-        prog=f"python -m framework {command}",
-        description=description,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
+    parser = CommandParser(prog=f"python -m framework {command}", description=description, allow_abbrev=False)
     about = "the run config, and settings that win over it"
-    parser.add_argument("words", nargs="*", default=None, metavar="CONFIG key=value", help=about)
-    for each in fields(request):
-        if each.metadata:
-            parser.option(f"--{each.name}", **each.metadata)
+    parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help=about)
+    add_options(parser, request)
     return request(**vars(parser.parse_intermixed_args(list(words))))
 
 

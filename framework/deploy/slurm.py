@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Final
 
 from framework import errors
-from framework.deploy.options import JobRequest, count, matching, option, parse, refuse, resume_setting
+from framework.deploy.options import JobRequest, count, matching, parse, refuse, resume_setting
 from framework.launch.job import hand_out, refuse_one_start
 from framework.launch.options import WAIT_SECONDS
 from framework.load_run import load_run
+from framework.system.arguments import option
 
 # Between the end of what our agents give the ranks and the end of the job.
 _LAST_WORD_SECONDS: Final = 30

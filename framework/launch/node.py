@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from argparse import ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
@@ -33,7 +33,7 @@ from framework.launch.hosts.devices import LocalDevices, find_devices, unused_gp
 from framework.launch.hosts.hostfile import Host, read_hostfile
 from framework.launch.hosts.topology import Topology, resolve_topology, slots_here
 from framework.launch.job import print_line, refuse_too_few, show_settings, write_termination_log
-from framework.launch.options import GRACE_SECONDS, LaunchOptions, parse_node, seconds
+from framework.launch.options import GRACE_SECONDS, WAIT_SECONDS, NodeOptions, SharedOptions, parse_node, seconds
 from framework.launch.stop_requests import StopRequests, read_order
 from framework.launch.supervision import JobEnd, Restarts, in_place
 from framework.load_run import LoadedRun, load_run
@@ -76,7 +76,7 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
     hosts = read_hostfile(found.hostfile) if found.hostfile else ()
     topology = _topology(found, devices, hosts)
     is_alone = topology.nnodes + found.spares == 1
-    job = check_node(found, found.words, topology, devices)
+    job = check_node(found, found.overrides, topology, devices)
     if (found.spares or found.min_nodes) and not job.config.supervision.max_restarts:
         raise UsageError("launch node: --spares and --min_nodes are for restarts: set supervision.max_restarts")
     if not found.from_stdin:  # who started it through ssh has told them, once for all hosts
@@ -116,14 +116,14 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
         names=[host.name for host in hosts],
         port=found.control_port or topology.master_port + 1,
         token=token,
-        deadline_seconds=found.wait_seconds,
+        deadline_seconds=WAIT_SECONDS if found.wait_seconds is None else found.wait_seconds,
         spares=found.spares,
         restarts=Restarts(job.config) if is_supervised else None,
         fits=partial(fits, found, job.overrides, topology, devices),
     ).code
 
 
-def _topology(found: Namespace, devices: LocalDevices, hosts: Sequence[Host]) -> Topology:
+def _topology(found: NodeOptions, devices: LocalDevices, hosts: Sequence[Host]) -> Topology:
     flags = {name: getattr(found, name) for name in ("nnodes", "node_rank", "master_addr", "master_port")}
     flags["slots"], spelled = found.num_gpus, {"nnodes": found.nnodes_flag, "slots": found.num_gpus_flag}
     topology = resolve_topology(flags, os.environ, hosts=hosts, default_slots=slots_here(devices), spelled=spelled)
@@ -134,9 +134,7 @@ def _topology(found: Namespace, devices: LocalDevices, hosts: Sequence[Host]) ->
     return _without_spares(topology, spares=found.spares, min_nodes=found.min_nodes)
 
 
-def fits(
-    asked: Namespace | LaunchOptions, words: Sequence[str], topology: Topology, devices: LocalDevices, count: int
-) -> bool:
+def fits(asked: SharedOptions, words: Sequence[str], topology: Topology, devices: LocalDevices, count: int) -> bool:
     """Check whether the job may go on with so many nodes, and can, with these settings."""
     if count < (asked.min_nodes or topology.nnodes):
         return False
@@ -164,9 +162,7 @@ def _without_spares(topology: Topology, *, spares: int, min_nodes: int | None) -
     return replace(topology, nnodes=trained, sources=sources)
 
 
-def check_node(
-    asked: Namespace | LaunchOptions, words: Sequence[str], topology: Topology, devices: LocalDevices
-) -> LoadedRun:
+def check_node(asked: SharedOptions, words: Sequence[str], topology: Topology, devices: LocalDevices) -> LoadedRun:
     """The job, after everything that one node can know beforehand has been checked: a ConfigError has every problem."""
     job = load_run(asked.config, words, deepspeed_config=asked.deepspeed_config)
     # A node that alone refuses lets the others wait: what it lacks, its ranks tell all.

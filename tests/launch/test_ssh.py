@@ -281,7 +281,7 @@ def test_a_host_reads_what_it_is_told(seconds: float) -> None:
         LaunchOptions("a.yaml", ("x=1",), wait_seconds=seconds), Chosen(Host("h", 2), (0, 1)), 1, TOPOLOGY
     )
     found = parse_node(words[words.index("node") + 1 :])
-    assert (found.config, found.words, found.wait_seconds, found.num_gpus) == ("a.yaml", ("x=1",), seconds, 2)
+    assert (found.config, found.overrides, found.wait_seconds, found.num_gpus) == ("a.yaml", ("x=1",), seconds, 2)
 
 
 def test_options_of_the_user_win_over_ours() -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from framework.deploy import options
-from framework.deploy.options import JobRequest, option
+from framework.deploy.options import JobRequest
 from framework.launch.hosts.topology import DEFAULT_PORT
+from framework.system.arguments import option
 
 # What the kubelet gives a pod beyond one step and one save: start of the signal, last words, unmounting.
 _GRACE_MARGIN_SECONDS: Final = 60
