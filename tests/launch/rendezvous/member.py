@@ -25,7 +25,8 @@ def main() -> int:
         member.RUNNING_BEAT_SECONDS = seconds / 3
     if "life_line" in terms:
         requests.hold(terms.pop("life_line"))
-    os.environ["DSF_JOB_ID"] = terms.pop("job_id", "")
+    if "job_id" in terms:
+        os.environ["DSF_JOB_ID"] = terms.pop("job_id")
     try:
         with requests.handling_signals():
             return run_node(
