@@ -37,7 +37,7 @@ def session(number: int, agents: int, port: int) -> Session:
     hello |= {"master_port": port, "host": f"node-{number}", "hosts": "", "clock": time.time()}
     hello |= {"facts": {"torch": "2", "config": "a" * 16, "code": "b" * 16}}
     topology = Topology(agents, 8, number, "127.0.0.1", port)
-    return Session(topology, port, hello, StopRequests(), TOKEN)
+    return Session(topology, hello, StopRequests(), port, TOKEN)
 
 
 async def lead(agents: int, port: int, ends: Connection, quiet_seconds: float) -> None:
@@ -51,7 +51,7 @@ async def lead(agents: int, port: int, ends: Connection, quiet_seconds: float) -
     ends.send({"meet_cpu_seconds": met, "idle_core_percent": 100 * (time.process_time() - cpu) / quiet_seconds})
     while len(start.peers.ended) < agents - 1:
         await start.peers.wait(0.5)
-    start.peers.send_ended(0)
+    start.peers.send("ended", code=0)
     await start.peers.flush()
     await job.close()
 
@@ -74,7 +74,7 @@ class Others:
         start: Start = await job.begin()
         self.note("met")
         await self.may["stop"].wait()
-        start.peers.send_stop("SIGTERM")
+        start.peers.send("stop", why="SIGTERM")
         while not start.peers.stop:
             await start.peers.wait(60)
         self.note("stop")
@@ -83,7 +83,7 @@ class Others:
         while not start.peers.failures:
             await start.peers.wait(60)
         self.note("fail")
-        start.peers.send_ended(75)
+        start.peers.send("ended", code=75)
         while not (start.peers.all_ended or start.peers.is_cut_off):
             await start.peers.wait(60)
         assert start.peers.all_ended

@@ -17,14 +17,14 @@ from tests.places import ROOT
 # kB of Python source and number of files per room; what a room no longer needs is taken away here as well.
 CAPS: dict[str, tuple[float, int]] = {
     "(doors)": (61, 10),
-    "system": (62, 14),
+    "system": (64, 14),
     "text": (65, 6),
     "config": (137, 15),
     "plan": (318, 32),
     "checkpoint": (191, 19),
     "train": (104, 14),
-    "launch": (248, 27),
-    "doctor": (99, 12),
+    "launch": (241, 27),
+    "doctor": (97, 12),
     "report": (127, 14),
     "commands": (198, 29),
     "models": (127, 15),
@@ -33,7 +33,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "engine": (311, 40),
     "setup": (145, 13),
     "dslint": (236, 22),
-    "deploy": (87, 9),
+    "deploy": (83, 9),
 }
 LONGEST_FUNCTION = 70
 # A function's docstring begins with a verb, a class's with a noun: not with the clause that leaves both out.

@@ -22,18 +22,10 @@ from framework.doctor.node.need import Need
 from framework.errors import EXIT_CONFIG, EXIT_OK, ConfigError, UsageError
 from framework.launch.hosts.hostfile import choose_hosts, cluster_of, is_this_machine
 from framework.launch.hosts.topology import DEFAULT_PORT
-from framework.launch.options import (
-    add_choice,
-    add_num_gpus,
-    address,
-    count,
-    port,
-    refuse_choice,
-    refuse_idle,
-)
+from framework.launch.options import LaunchOptions, refuse_choice, refuse_idle
 from framework.launch.ssh import split_ssh_args
 from framework.plan.cluster import RANKS_ON_CPU, Cluster
-from framework.system.arguments import CommandParser
+from framework.system.arguments import CommandParser, add_options
 from framework.system.output import write
 
 _ONLY_WITH_HOSTS: Final = ("include", "exclude", "num_nodes", "master_addr", "master_port", "ssh_args")
@@ -90,9 +82,9 @@ def _asked(arguments: argparse.Namespace) -> DoctorOptions:
     chosen = choose_hosts(arguments.hostfile, **choice) if arguments.hostfile else ()
     if is_this_machine(chosen, ssh_args=arguments.ssh_args):
         return DoctorOptions(config, tuple(words), (), len(chosen[0].devices), "", master_port)
-    ssh_args = tuple(split_ssh_args(arguments.ssh_args, command="doctor"))
+    split_ssh_args(arguments.ssh_args, command="doctor")  # refuses what asks
     address = arguments.master_addr or ""
-    return DoctorOptions(config, tuple(words), chosen, arguments.num_gpus, address, master_port, ssh_args)
+    return DoctorOptions(config, tuple(words), chosen, arguments.num_gpus, address, master_port, arguments.ssh_args)
 
 
 def _parser() -> CommandParser:
@@ -104,14 +96,9 @@ def _parser() -> CommandParser:
     run = "the run that is meant, and settings that win over it; left out: any run"
     parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help=run)
     between = "look at these hosts over ssh, and at what is between them"
-    parser.add_argument("-H", "--hostfile", metavar="FILE", help=between)
-    add_choice(parser)
-    parser.option("--num_nodes", type=count, metavar="N", help="with -H: the first N hosts")
-    add_num_gpus(parser, "ranks on each host")
-    first = "with -H: address of the first host, as the others know it"
-    parser.option("--master_addr", type=address, metavar="A", help=first)
-    parser.option("--master_port", type=port, metavar="P", help="with -H: where node 0 will listen (29500)")
-    parser.option("--ssh_args", default="", metavar="TEXT", help="further options of ssh, such as '-p 2222'")
+    add_options(parser, LaunchOptions, only=("num_gpus", "hostfile"))
+    add_options(parser, LaunchOptions, only=_ONLY_WITH_HOSTS, grouped=f"with -H, {between}")
+    parser.set_defaults(num_gpus_flag="--num_gpus")
     bench = "measure all-reduce and storage with a small job, up to three minutes"
     parser.add_argument("--bench", action="store_true", help=bench)
     parser.add_argument("--json", action="store_true", help="print it as JSON")

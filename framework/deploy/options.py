@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import PurePosixPath
 from typing import Any, Final, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from framework.config.run_config import RunConfig
 from framework.errors import UsageError
 from framework.plan.cluster import Cluster
-from framework.system.arguments import CommandParser, like
+from framework.system.arguments import CommandParser, add_options, like, option
 from framework.system.arguments import whole as number
 from framework.system.output import masked
 from framework.text.document import parse_document, parse_scalar
@@ -23,48 +23,12 @@ from framework.text.document import parse_document, parse_scalar
 _Request = TypeVar("_Request", bound="JobRequest")
 
 
-def option(
-    text: str = "",
-    metavar: str = "",
-    read: Callable[[str], Any] = str,
-    *,
-    default: Any = "",
-    many: bool = False,
-    choices: Sequence[str] = (),
-) -> Any:
-    """A field of a request that is an option: a switch unless it has a `metavar` or `choices`.
-
-    Args:
-        text: for the help.
-        metavar: how the help calls its value.
-        read: makes the value out of a word, or raises ArgumentTypeError.
-        many: it may be given as often as needed, and the field holds all values.
-    """
-    if choices:
-        return field(default=default, metadata={"choices": choices, "help": text})
-    if not metavar:
-        return field(default=False, metadata={"action": "store_true", "help": text})
-    how = {"metavar": metavar, "type": read, "help": text}
-    return field(default=(), metadata=how | {"action": "append"}) if many else field(default=default, metadata=how)
-
-
 def parse(request: type[_Request], words: Sequence[str], *, command: str, description: str) -> _Request:
-    """The request that a command line makes; options, in both spellings, and other words may stand in any order.
-
-    Raises:
-        UsageError: an option is unknown, or has a wrong value.
-    """
-    parser = CommandParser(
-        prog=f"python -m framework {command}",
-        description=description,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
+    """The request that a command line makes; a UsageError where an option is unknown, or has a wrong value."""
+    parser = CommandParser(prog=f"python -m framework {command}", description=description, allow_abbrev=False)
     about = "the run config, and settings that win over it"
-    parser.add_argument("words", nargs="*", default=None, metavar="CONFIG key=value", help=about)
-    for each in fields(request):
-        if each.metadata:
-            parser.option(f"--{each.name}", **each.metadata)
+    parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help=about)
+    add_options(parser, request)
     return request(**vars(parser.parse_intermixed_args(list(words))))
 
 
@@ -103,10 +67,7 @@ _IMAGE: Final = re.compile(
 
 
 def what_is_wrong_with_image(image: object) -> str:
-    """A reason to refuse the name of an image; empty: there is none.
-
-    Nodes pull at different times: with a tag that moves, two pods of one job may run different code.
-    """
+    """A reason to refuse the name of an image, if any: with a tag that moves, two pods may run different code."""
     match = _IMAGE.fullmatch(image) if isinstance(image, str) else None
     if match is None:
         return "it is not the name of an image"
@@ -131,7 +92,7 @@ _SECRET: Final = re.compile(
 
 
 def looks_like_a_secret(name: str) -> bool:
-    """Check whether the value of a variable of this name should not be read by everybody who may read the job."""
+    """Check whether the value of a variable of this name is not for all who may read the job."""
     return _SECRET.search(name.upper()) is not None
 
 
@@ -151,7 +112,7 @@ _FACTORS: Final[Mapping[str | None, Fraction]] = {
 
 
 def parse_quantity(text: object) -> Fraction | None:
-    """The number that a quantity of Kubernetes (``64Gi``, ``500m``) stands for: bytes or cores; None: it is not one."""
+    """The bytes or cores that a quantity of Kubernetes (``64Gi``, ``500m``) stands for; None: it is not one."""
     if isinstance(text, int) and not isinstance(text, bool):
         return Fraction(text)
     match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
@@ -168,9 +129,9 @@ SERVICE_NAME: Final = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 CONFIG_KEY: Final = re.compile(r"(?!\.$|\.\.)[-._a-zA-Z0-9]{1,253}")
 
 
-def as_config_key(text: str) -> str:
-    """A file name that fits `CONFIG_KEY`, the same where it does; its end stays, which says what kind of file it is."""
-    return re.sub(r"[^-._a-zA-Z0-9]", "-", text)[-_LONGEST_NAME:].lstrip(".")
+def as_config_key(path: str) -> str:
+    """A file's name where it fits `CONFIG_KEY`, else as close to it as may be; its end, the kind of file, stays."""
+    return re.sub(r"[^-._a-zA-Z0-9]", "-", PurePosixPath(path).name)[-_LONGEST_NAME:].lstrip(".")
 
 
 def as_service_name(text: str) -> str:
@@ -224,12 +185,7 @@ def image(text: str) -> str:
     return text
 
 
-def mount_path(text: str) -> str:
-    """An absolute path in a container."""
-    path = PurePosixPath(text)
-    if not path.is_absolute() or str(path) != text or ".." in path.parts or ":" in text or len(path.parts) < 2:
-        raise _refuse(text, "an absolute path such as /checkpoints")
-    return text
+mount_path: Final = matching(r"(/(?!\.{1,2}(/|$))[^/:]+)+", "an absolute path such as /checkpoints")
 
 
 def mount(text: str) -> tuple[str, str, bool]:
@@ -294,12 +250,7 @@ def variable(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class JobRequest:
-    """Options of both commands.
-
-    Attributes:
-        max_restarts: `supervision.max_restarts` of the run config: agents start ranks again by themselves.
-        config_text: the run config, where it is sent along.
-    """
+    """Options of both commands; `max_restarts` and `config_text`, where it is sent along, come from the run config."""
 
     words: Sequence[str]
     nodes: int = option("machines, or pods (1)", "N", count, default=1)
@@ -339,7 +290,7 @@ class JobRequest:
         return Cluster(num_hosts=self.nodes, devices_per_host=self.ranks, device="cpu" if self.on_cpu else "cuda")
 
     def refuse_mistakes(self, command: str, more: Sequence[tuple[object, str]]) -> None:
-        """Raise a UsageError where options contradict each other, or lack one: those of both commands, or `more`."""
+        """Raise a UsageError for `more` mistakes, or those that options of both commands can make."""
         own = (
             (not self.words, "name a run config, for example ds_configs/quickstart.yaml"),
             (

@@ -1,4 +1,7 @@
-"""``launch slurm``: prints the batch script of a run."""
+"""``launch slurm``: prints the batch script of a run, which has the reasons of what is in it.
+
+One task on each node is our agent. Slurm starts it: accounting, cgroups and `scancel` hold for every process.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,11 @@ from pathlib import Path
 from typing import Final
 
 from framework import errors
-from framework.deploy.options import JobRequest, count, matching, option, parse, refuse, resume_setting
+from framework.deploy.options import JobRequest, count, matching, parse, refuse, resume_setting
 from framework.launch.job import hand_out, refuse_one_start
 from framework.launch.options import WAIT_SECONDS
 from framework.load_run import load_run
-
-# The batch script of a run. One task on each node, which is our node agent; no ssh, no hostfile. Slurm starts the
-# agents, so that accounting, cgroups and `scancel` hold for every process. A stop request before the time limit
-# reaches the batch shell alone (`--signal=B:`), which hands it to the agents; they save, and end with 75. A preemption
-# reaches the agents alone. With --requeue the job comes again after either, but not after USR2, a person's request,
-# nor once it is cancelled.
+from framework.system.arguments import option
 
 # Between the end of what our agents give the ranks and the end of the job.
 _LAST_WORD_SECONDS: Final = 30
@@ -99,13 +97,7 @@ class SlurmRequest(JobRequest):
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the script that the words behind ``launch slurm`` ask for; returns the exit code.
-
-    Raises:
-        UsageError: the command line is wrong.
-        ConfigError: the run cannot work on those nodes; nothing has been printed.
-        StorageError: `--out` cannot be written.
-    """
+    """Print the script that the words behind ``launch slurm`` ask for; after an error nothing has been printed."""
     request = parse(SlurmRequest, words, command="launch slurm", description="Print the batch script of a run.")
     too_many = f"--min_nodes {request.min_nodes} is more than --nodes"
     request.refuse_mistakes("launch slurm", [(request.min_nodes > request.nodes, too_many)])
@@ -189,8 +181,6 @@ def _directives(request: SlurmRequest) -> list[str]:
 
 
 def _python() -> str:
-    """Return how the shell that calls sbatch names this Python: an environment that is not active there is none of the
-    nodes'.
-    """
+    """Return the name of this Python on the nodes: a path, unless the calling shell has this environment active."""
     found = shutil.which("python", path=os.environ.get("DSF_SHELL_PATH") or os.environ.get("PATH"))
     return "python" if found and Path(found).parent == Path(sys.executable).parent else sys.executable

@@ -10,7 +10,6 @@ import json
 import os
 import queue
 import secrets
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -25,36 +24,33 @@ from typing import Any, Final, TypeVar
 
 from framework.doctor.member import ANSWER
 from framework.doctor.node.findings import Check, Node, warning
-from framework.doctor.node.links import Reached
+from framework.doctor.node.links import Reached, neighbours
 from framework.doctor.node.need import Need
 from framework.doctor.node.start import NOT_SHARED, WHY_SHARED, compare, compare_clocks
 from framework.errors import Problem
 from framework.launch.environment import ROOT
 from framework.launch.hosts.devices import visible_variable
 from framework.launch.hosts.hostfile import Chosen, Host, first_few
-from framework.launch.ssh import address_of, passed_on
+from framework.launch.ssh import address_of, passed_on, ssh_command
 from framework.system.ports import free_port
 
 _ASK_SECONDS: Final = 40.0
 _CONNECT_SECONDS: Final = 10
 _EXAMINE_SECONDS: Final = 60.0
-# Calls between all pairs up to here, and beyond it from and to node 0 and between neighbours.
-_ALL_PAIRS: Final = 16
 _BENCH_SECONDS: Final = 180.0
 # A host whose best partner gets less than this share of what others get is slow; links of equal hosts differ by a few
 # percent.
 _SLOW_SHARE: Final = 0.6
 _GB: Final = 1e9
+_MEMBER: Final = (sys.executable, "-m", "framework.doctor.member")
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """A parsed command line.
+    """Parsed command line; `config` None: any run. Without `chosen` hosts it is about this machine.
 
     Attributes:
-        config: the run that is meant; None: any.
-        chosen: hosts, with the devices to use there, to look at through ssh; empty: this machine.
         num_ranks: on each host; None: one to a device.
         master_addr: of the first host, as the others know it; empty: as `launch -H` finds it.
     """
@@ -65,7 +61,7 @@ class DoctorOptions:
     num_ranks: int | None
     master_addr: str
     master_port: int
-    ssh_args: tuple[str, ...] = ()
+    ssh_args: str = ""
 
     @property
     def hosts(self) -> tuple[Host, ...]:
@@ -75,7 +71,7 @@ class DoctorOptions:
     @property
     def addresses(self) -> list[str]:
         """Address of each host as the others call it."""
-        found = [address_of(item.host.name, ssh_args=shlex.join(self.ssh_args)) for item in self.chosen]
+        found = [address_of(item.host.name, ssh_args=self.ssh_args) for item in self.chosen]
         return [self.master_addr, *found[1:]] if self.master_addr else found
 
     @property
@@ -145,19 +141,17 @@ class Remote:
         self._answers.put(None)
 
 
-def member_command(host: Host, *, ssh_args: Sequence[str] = ()) -> list[str]:
-    """Starts the member: same Python, same folder, as DeepSpeed's launcher expects; words are quoted for the shell."""
+def member_command(host: Host, *, ssh_args: str = "") -> list[str]:
+    """The `ssh` that starts the member: same Python, same folder, as DeepSpeed's launcher expects."""
     path = [f"PYTHONPATH={ROOT}"] if (ROOT / "pyproject.toml").is_file() else []
-    words = ["env", *path, sys.executable, "-m", "framework.doctor.member"]
-    there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
-    own = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}", "-T"]
-    return ["ssh", *ssh_args, *own, "--", host.name, there]  # of two values ssh takes the first
+    words = ["cd", os.getcwd(), "&&", "exec", "env", *path, *_MEMBER]
+    return ssh_command(host, words, ssh_args=f"{ssh_args} -o ConnectTimeout={_CONNECT_SECONDS}")
 
 
 def ask_all(
     remotes: Sequence[Remote], order: Callable[[Remote], Mapping[str, Any]], *, seconds: float = _ASK_SECONDS
 ) -> list[dict[str, Any]]:
-    """The answers of all hosts, asked at the same time; raises HostFailed of the first that has none, at the end."""
+    """Answers of all hosts, asked at the same time; raises HostFailed of the first that has none, at the end."""
     return each_of(remotes, lambda remote: remote.ask(order(remote), seconds=seconds))
 
 
@@ -201,7 +195,7 @@ def _examined(remote: Remote, asked: DoctorOptions, need: Need) -> Node:
 
 
 def _between(remotes: Sequence[Remote], asked: DoctorOptions, need: Need) -> Iterator[Check]:
-    token = secrets.token_hex(16)
+    token = secrets.token_hex(8)
     try:
         yield compare_clocks(dict(zip([each.name for each in remotes], each_of(remotes, _ahead), strict=True)))
         yield _network(remotes, asked.master_port, token)
@@ -232,7 +226,11 @@ def _network(remotes: Sequence[Remote], port: int, token: str) -> Check:
             about: dict[str, Any] = {"key": "--master_port", "value": port_of_0, "file": f"node {remotes[0].name}"}
             reason, fix = f"nobody can meet there: {found}", "choose another --master_port"
             problems.append(Problem("port-not-usable", reason, fix, **about))
-    plan = {remote: _targets(index, remotes, opened) for index, remote in enumerate(remotes)}
+    plan: dict[Remote, list[tuple[Remote, int]]] = {}
+    for index, remote in enumerate(remotes):
+        targets = [(to, opened[to][0]) for to in neighbours(index, len(remotes))]
+        targets += [(0, port) for port in opened[0][1:] if index]
+        plan[remote] = [(remotes[to], port) for to, port in targets if isinstance(port, int)]
     called = {remote: [(to.address, port) for to, port in targets] for remote, targets in plan.items()}
     answers = ask_all(remotes, lambda each: {"do": "call", "token": token, "targets": called[each]})
     for caller, answer in zip(remotes, answers, strict=True):
@@ -241,13 +239,6 @@ def _network(remotes: Sequence[Remote], port: int, token: str) -> Check:
     count = sum(map(len, plan.values()))
     stated = f"{len(problems)} of {count} connections fail" if problems else f"{count} connections, every one answered"
     return Check("network", stated, problems)
-
-
-def _targets(index: int, remotes: Sequence[Remote], opened: Sequence[Sequence[Any]]) -> list[tuple[Remote, int]]:
-    """Hosts and ports that a host calls."""
-    others = range(len(remotes)) if len(remotes) <= _ALL_PAIRS or index == 0 else {0, (index + 1) % len(remotes)}
-    pairs = [(remotes[to], opened[to][0]) for to in others if to != index and isinstance(opened[to][0], int)]
-    return pairs + ([(remotes[0], port) for port in opened[0][1:] if isinstance(port, int)] if index else [])
 
 
 def _about_call(caller: str, called: str, port: int, reached: Reached) -> Iterator[Problem]:
@@ -282,7 +273,7 @@ def _shared_folder(remotes: Sequence[Remote], checkpoints: str, token: str) -> C
 
 
 def bench(asked: DoctorOptions, need: Need) -> list[Check]:
-    """Run the job on every rank of the run, on this machine or on all hosts; a few seconds, three minutes at most."""
+    """Run the job on every rank of the run, here or on all hosts; a few seconds, three minutes at most."""
     order = {
         "do": "bench",
         "variables": passed_on(os.environ, exports=()),
@@ -291,11 +282,10 @@ def bench(asked: DoctorOptions, need: Need) -> list[Check]:
         "folder": str(need.checkpoints) if need.checkpoints else None,
         "seconds": _BENCH_SECONDS,
     }
-    here = [sys.executable, "-m", "framework.doctor.member"]
     with ExitStack() as stack:
         remotes = []
         for number, host in enumerate(asked.hosts or [Host("localhost", need.cluster.devices_per_host)]):
-            command = member_command(host, ssh_args=asked.ssh_args) if asked.hosts else here
+            command = member_command(host, ssh_args=asked.ssh_args) if asked.hosts else _MEMBER
             remotes.append(stack.enter_context(closing(Remote(host, command, number=number))))
         try:
             answers = ask_all(remotes, lambda each: order | {"node": each.number}, seconds=_BENCH_SECONDS + 30)

@@ -36,11 +36,8 @@ RESULT: Final = "@link_bench "
 def judge_config(
     path: str | None, overrides: Sequence[str], cluster: Cluster, *, is_chosen: bool = True
 ) -> tuple[list[Check], Need]:
-    """Judge a run config and return its requirements on each host; those of any run, where there is no plan.
-
-    Args:
-        path: of the run config; None: no run in particular is meant.
-        is_chosen: whether somebody named the number of ranks; otherwise that of the config wins.
+    """Judge a run config and return its requirements on each host; without a path, or a plan, those of any run. Unless
+    the number of ranks `is_chosen`, that of the config wins.
     """
     if path is None:
         return [], need_without_config(cluster)
@@ -66,11 +63,8 @@ def local_devices() -> tuple[Device, int]:
 
 
 def run_ranks(order: Mapping[str, Any], cluster: Cluster, *, reported: IO[str]) -> dict[str, Any]:
-    """Run this host's ranks of the measuring job: the result where rank 0 is here, and why it did not go well.
-
-    Args:
-        order: number of this node, master (address and port), folder of checkpoints or None, and seconds.
-        reported: where orders come from; when it closes, nobody waits for the result any more.
+    """Run this host's ranks of the measuring job: the result where rank 0 is here, and why it did not go well. When
+    `reported`, where orders come from, closes, nobody waits for the result any more.
     """
     from framework.launch.ranks import rank_environment  # psutil comes with the train extra only
 

@@ -106,7 +106,7 @@ class _Attempt:
     async def conclude(self) -> tuple[int, str, int]:
         """Tell the others, and wait for how they ended."""
         code = self._own_code()
-        self.peers.send_ended(code)
+        self.peers.send("ended", code=code)
         confirm_until = math.inf
         while not self.peers.all_ended and not self.peers.is_cut_off and time.monotonic() < confirm_until:
             await self.peers.wait(_LOOK_SECONDS)
@@ -124,7 +124,7 @@ class _Attempt:
             return
         if code == EXIT_STOPPED:
             if not self.peers.stop:
-                self.peers.send_stop(f"rank {end.rank} stopped")
+                self.peers.send("stop", why=f"rank {end.rank} stopped")
             return
         self.begun_to_end = self.begun_to_end or time.monotonic()
         how = how_ended(code, lacked_memory=code == 128 + signal.SIGKILL and self.oom_kills.have_risen())
@@ -139,7 +139,7 @@ class _Attempt:
         self.requests.look()
         if self.requests.asked and not self.stop_sent:
             self.stop_sent = True
-            self.peers.send_stop(self.requests.asked)
+            self.peers.send("stop", why=self.requests.asked)
         if self.requests.insists and not self.kill_sent:
             self.kill_sent = True
             self.peers.send("kill")
@@ -185,8 +185,8 @@ class _Attempt:
         return min(self.grace_seconds, _CUT_OFF_SECONDS) if self.requests.cut_off else self.grace_seconds
 
     def _own_code(self) -> int:
-        failed = [code for code in self.codes if code not in (EXIT_OK, EXIT_STOPPED)]
-        return failed[0] if failed else EXIT_STOPPED if EXIT_STOPPED in self.codes else EXIT_OK
+        order = {EXIT_STOPPED: 1, EXIT_OK: 2}
+        return min(self.codes, key=lambda code: order.get(code, 0), default=EXIT_OK)
 
     def _result(self, code: int) -> tuple[int, str, int]:
         nodes = counted(len(self.peers.ended), "node")
@@ -208,9 +208,7 @@ class _Attempt:
 
 def first_failure(failures: list[Failure]) -> Failure | None:
     """Return the failure that came first; one that is only the loss of another rank or node is chosen last."""
-    causes = [failure for failure in failures if failure.code != EXIT_PEER_LOST]
-    lost = [failure for failure in failures if ": lost: " in failure.what]
-    return next(iter(causes or lost or failures), None)
+    return min(failures, key=lambda each: (each.code == EXIT_PEER_LOST) * (2 - (": lost: " in each.what)), default=None)
 
 
 def how_ended(code: int, *, lacked_memory: bool = False) -> str:

@@ -48,13 +48,12 @@ def local_command(
     address: str | None = None,
     chosen: Sequence[int] | None = None,
 ) -> list[str]:
-    """The `deepspeed` command that trains the same on this machine; the ranks meet at the port and, if somebody chose
-    one, the address.
+    """The `deepspeed` command that trains the same on this machine.
 
     Args:
         arguments: of train.py, which is `script`.
-        chosen: device numbers of ``CUDA_VISIBLE_DEVICES``; without them the launcher takes the first.
-    """
+        port, address: where ranks meet.
+        chosen: device numbers of ``CUDA_VISIBLE_DEVICES``; without them the launcher takes the first."""
     # With --num_gpus the launcher drops CUDA_VISIBLE_DEVICES and takes devices 0 to N-1: somebody else's, perhaps.
     where = ["--num_gpus", str(num_ranks)]
     if chosen is not None:

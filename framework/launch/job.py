@@ -42,15 +42,11 @@ def show_settings(topology: Topology, plain: str, *further: str) -> None:
 
 
 def refuse_too_few(job: LoadedRun, devices: LocalDevices, *, num_ranks: int, stated_by: str, where: str = "") -> None:
-    """DeepSpeed would start more ranks than there are devices, and the surplus die with "invalid device ordinal".
+    """Raise a ConfigError for more ranks than devices: the surplus would die with "invalid device ordinal".
 
     Args:
         stated_by: who asks for so many: an option, a key of the run config, a variable.
-        where: for the fix, such as `` on every node``.
-
-    Raises:
-        ConfigError: that is so.
-    """
+        where: for the fix, such as `` on every node``."""
     if not devices.count or num_ranks <= devices.count:
         return
     reason = f"this machine has {devices.count} {devices.kind} devices for it"
@@ -61,16 +57,11 @@ def refuse_too_few(job: LoadedRun, devices: LocalDevices, *, num_ranks: int, sta
 
 
 def refuse_one_start(config: RunConfig, *, place: str, once: str) -> None:
-    """A job that starts again would go back to the checkpoint that `checkpoint.resume` names, and lose what it did
-    since.
+    """Raise a UsageError where `checkpoint.resume` names a checkpoint: each start of the job would go back there.
 
     Args:
         place: what was asked for, such as ``launch slurm --requeue``.
-        once: the option with which the job does not start again.
-
-    Raises:
-        UsageError: it names one.
-    """
+        once: the option with which the job does not start again."""
     if config.checkpoint.resume not in ("auto", "never"):
         raise UsageError(
             f"{place}: checkpoint.resume = {config.checkpoint.resume}: a job that starts again would go back there "

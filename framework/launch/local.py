@@ -24,7 +24,7 @@ from framework.launch.hosts.devices import LocalDevices, find_devices, unused_gp
 from framework.launch.hosts.hostfile import Chosen, choose_hosts, is_this_machine
 from framework.launch.hosts.topology import Setting, Topology, described, slots_here
 from framework.launch.job import refuse_too_few, show_settings
-from framework.launch.node import NodeOptions, grace_seconds, read_token, require_deepspeed, run_node
+from framework.launch.node import grace_seconds, read_token, require_deepspeed, run_node
 from framework.launch.node import main as be_a_node
 from framework.launch.options import LaunchOptions, parse
 from framework.launch.stop_requests import StopRequests
@@ -36,11 +36,8 @@ from framework.system.output import write
 
 
 def launch(argv: Sequence[str]) -> int:
-    """Check, say what is started, start it, and return the exit code of the run.
-
-    Raises:
-        UsageError: the command line is wrong.
-        ConfigError: the run cannot work here; nothing has been started.
+    """Check, say what is started, start it, and return the exit code of the run; after a UsageError or ConfigError
+    nothing has been started.
     """
     if argv[:1] == ["node"]:
         return be_a_node(argv[1:])
@@ -97,10 +94,15 @@ def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chose
     if not options.no_preflight:
         _look_at_ops(job, Cluster(devices_per_host=num_ranks, device=devices.kind), {**os.environ, **added})
     os.environ.pop("DSF_TOKEN", None)  # no rank has it, and one node has nobody to show it to
-    terms = NodeOptions(grace_seconds=grace_seconds(options.grace_seconds), restarts=Restarts(job.config))
-    command, environment = [str(script), *job.arguments], {**os.environ, **added}
-    end = run_node(topology, command, devices=devices, environment=environment, requests=requests, terms=terms)
-    return end.code
+    return run_node(
+        topology,
+        [str(script), *job.arguments],
+        devices=devices,
+        environment={**os.environ, **added},
+        requests=requests,
+        grace_seconds=grace_seconds(options.grace_seconds),
+        restarts=Restarts(job.config),
+    ).code
 
 
 def _look_at_ops(job: LoadedRun, cluster: Cluster, environment: Mapping[str, str]) -> None:
@@ -161,11 +163,7 @@ def _fitting(here: Setting, job: LoadedRun, devices: LocalDevices) -> Setting:
 
 
 def refuse_lone_start(environment: Mapping[str, str], options: LaunchOptions) -> None:
-    """Several pods or tasks that each train alone would all end well, and none with the run that was meant.
-
-    Raises:
-        ConfigError: the environment describes several nodes.
-    """
+    """Raise a ConfigError where the environment describes several nodes: each would train alone and end well."""
     several = [item for item in described(environment) if item.name == "nnodes" and item.value not in ("", "1")]
     if several and "LOCAL_RANK" not in environment and options.num_gpus is None:
         reason = "this is one of several nodes, and would train alone"

@@ -10,10 +10,10 @@ import os
 import socket
 import sys
 import time
-from argparse import ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -33,7 +33,7 @@ from framework.launch.hosts.devices import LocalDevices, find_devices, unused_gp
 from framework.launch.hosts.hostfile import Host, read_hostfile
 from framework.launch.hosts.topology import Topology, resolve_topology, slots_here
 from framework.launch.job import print_line, refuse_too_few, show_settings, write_termination_log
-from framework.launch.options import GRACE_SECONDS, WAIT_SECONDS, parse_node, seconds
+from framework.launch.options import GRACE_SECONDS, WAIT_SECONDS, NodeOptions, SharedOptions, parse_node, seconds
 from framework.launch.stop_requests import StopRequests, read_order
 from framework.launch.supervision import JobEnd, Restarts, in_place
 from framework.load_run import LoadedRun, load_run
@@ -55,34 +55,8 @@ _TOKEN_END: Final = "DSF_TOKEN_END"
 Look = Callable[[], AbstractContextManager[Mapping[str, Any]]]
 
 
-@dataclass(frozen=True)
-class NodeOptions:
-    """Terms on which nodes meet and end.
-
-    Attributes:
-        look: this node's look at itself, for the time that they need to meet.
-        restarts: decides about further starts, in place; None: there are none, or somebody else decides.
-        fits: whether the job can train on so many nodes, where others do not come back.
-    """
-
-    grace_seconds: float = GRACE_SECONDS
-    wait_seconds: float = WAIT_SECONDS
-    control_port: int = 0
-    token: str = ""
-    job_id: str = ""
-    hosts: tuple[Host, ...] = ()
-    look: Look | None = None
-    spares: int = 0
-    restarts: Restarts | None = None
-    fits: Callable[[int], bool] = lambda count: False
-
-
 def main(argv: Sequence[str]) -> int:
-    """Be one member of a job; returns its exit code.
-
-    Raises:
-        FrameworkError: nothing has been started.
-    """
+    """Be one member of a job; returns its exit code. With a FrameworkError nothing has been started."""
     hide_token()
     # From here on: process 1 of a container never gets a signal that it does not handle, and would train on.
     with StopRequests().handling_signals() as requests:
@@ -102,7 +76,7 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
     hosts = read_hostfile(found.hostfile) if found.hostfile else ()
     topology = _topology(found, devices, hosts)
     is_alone = topology.nnodes + found.spares == 1
-    job = check_node(found.config, found.words, topology, devices, deepspeed_config=found.deepspeed_config)
+    job = check_node(found, found.overrides, topology, devices)
     if (found.spares or found.min_nodes) and not job.config.supervision.max_restarts:
         raise UsageError("launch node: --spares and --min_nodes are for restarts: set supervision.max_restarts")
     if not found.from_stdin:  # who started it through ssh has told them, once for all hosts
@@ -130,31 +104,26 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
     # Who started it through ssh starts all again by himself.
     is_supervised = job.config.supervision.max_restarts and not found.from_stdin
     looks = not is_alone and not found.no_preflight
-    terms = NodeOptions(
-        grace_seconds=grace_seconds(found.grace_seconds),
-        wait_seconds=found.wait_seconds,
-        control_port=found.control_port or topology.master_port + 1,
-        token=token,
-        job_id=os.environ.get("DSF_JOB_ID", ""),
-        hosts=hosts,
-        look=_preflight(job, topology, devices, environment) if looks else None,
-        spares=found.spares,
-        restarts=Restarts(job.config) if is_supervised else None,
-        fits=partial(_fits, found, job, topology, devices),
-    )
-
     return run_node(
         topology,
         [str(script), *job.arguments],
         devices=devices,
         environment=environment,
-        terms=terms,
-        facts={} if is_alone else node_facts(job.config),
         requests=requests,
+        grace_seconds=grace_seconds(found.grace_seconds),
+        facts={} if is_alone else node_facts(job.config),
+        look=_preflight(job, topology, devices, environment) if looks else None,
+        names=[host.name for host in hosts],
+        port=found.control_port or topology.master_port + 1,
+        token=token,
+        deadline_seconds=WAIT_SECONDS if found.wait_seconds is None else found.wait_seconds,
+        spares=found.spares,
+        restarts=Restarts(job.config) if is_supervised else None,
+        fits=partial(fits, found, job.overrides, topology, devices),
     ).code
 
 
-def _topology(found: Namespace, devices: LocalDevices, hosts: Sequence[Host]) -> Topology:
+def _topology(found: NodeOptions, devices: LocalDevices, hosts: Sequence[Host]) -> Topology:
     flags = {name: getattr(found, name) for name in ("nnodes", "node_rank", "master_addr", "master_port")}
     flags["slots"], spelled = found.num_gpus, {"nnodes": found.nnodes_flag, "slots": found.num_gpus_flag}
     topology = resolve_topology(flags, os.environ, hosts=hosts, default_slots=slots_here(devices), spelled=spelled)
@@ -165,13 +134,12 @@ def _topology(found: Namespace, devices: LocalDevices, hosts: Sequence[Host]) ->
     return _without_spares(topology, spares=found.spares, min_nodes=found.min_nodes)
 
 
-def _fits(found: Namespace, job: LoadedRun, topology: Topology, devices: LocalDevices, count: int) -> bool:
-    """Check whether the job may go on with so many nodes, and can, with what was chosen for all of them."""
-    if count < (found.min_nodes or topology.nnodes):
+def fits(asked: SharedOptions, words: Sequence[str], topology: Topology, devices: LocalDevices, count: int) -> bool:
+    """Check whether the job may go on with so many nodes, and can, with these settings."""
+    if count < (asked.min_nodes or topology.nnodes):
         return False
     with suppress(ConfigError):
-        fewer = replace(topology, nnodes=count)
-        check_node(found.config, job.overrides, fewer, devices, deepspeed_config=found.deepspeed_config)
+        check_node(asked, words, replace(topology, nnodes=count), devices)
         return True
     return False
 
@@ -194,16 +162,9 @@ def _without_spares(topology: Topology, *, spares: int, min_nodes: int | None) -
     return replace(topology, nnodes=trained, sources=sources)
 
 
-def check_node(
-    config_path: str,
-    overrides: Sequence[str],
-    topology: Topology,
-    devices: LocalDevices,
-    *,
-    deepspeed_config: str | None = None,
-) -> LoadedRun:
+def check_node(asked: SharedOptions, words: Sequence[str], topology: Topology, devices: LocalDevices) -> LoadedRun:
     """The job, after everything that one node can know beforehand has been checked: a ConfigError has every problem."""
-    job = load_run(config_path, overrides, deepspeed_config=deepspeed_config)
+    job = load_run(asked.config, words, deepspeed_config=asked.deepspeed_config)
     # A node that alone refuses lets the others wait: what it lacks, its ranks tell all.
     cluster = Cluster(topology.nnodes, topology.slots, devices.kind)
     if devices.kind == "unknown" and job.config.auto:
@@ -221,15 +182,19 @@ def run_node(
     devices: LocalDevices,
     environment: Mapping[str, str],
     requests: StopRequests,
-    terms: NodeOptions,
+    grace_seconds: float,
     facts: Mapping[str, str] | None = None,
+    look: Look | None = None,
+    **terms: Any,
 ) -> JobEnd:
     """Meet the other nodes, run a script on every rank, and again as long as node 0 says so; say how it ended.
 
     Args:
         command: the script, and its arguments.
-        facts: what has to be the same on every node.
         requests: to stop, since this process began; its signals are heeded.
+        facts: what has to be the same on every node.
+        look: this node's look at itself, for the time that they need to meet.
+        terms: further attributes of its `Session`.
 
     Raises:
         ConfigError, PeerLostError, RunStopped: no rank was started.
@@ -240,23 +205,16 @@ def run_node(
     from framework.launch.rendezvous.handshake import hosts_text
     from framework.launch.rendezvous.session import Session
 
-    names = [host.name for host in terms.hosts]
-    hello = {
+    hello = {name: getattr(topology, name) for name in ("node_rank", "nnodes", "slots", "master_port")} | {
         "protocol": PROTOCOL,
-        "job": terms.job_id,
-        "node_rank": topology.node_rank,
-        "nnodes": topology.nnodes,
-        "spares": terms.spares,
-        "slots": topology.slots,
-        "master_port": topology.master_port,
+        "job": environment.get("DSF_JOB_ID", ""),
+        "spares": terms.get("spares", 0),
         "host": socket.gethostname(),
-        "hosts": hosts_text(names),
+        "hosts": hosts_text(terms.get("names", ())),
         "clock": time.time(),
         "facts": dict(facts or {}),
     }
-    session = Session(topology, terms.control_port, hello, requests, terms.token, terms.wait_seconds, names)
-    session.problems, session.spares, session.fits = partial(_port_problems, topology), terms.spares, terms.fits
-    session.restarts = terms.restarts
+    session = Session(topology, hello, requests, problems=partial(_port_problems, topology), **terms)
 
     def ranks(start: Start) -> Ranks:
         from framework.launch.ranks import Ranks  # psutil comes with the train extra only
@@ -273,10 +231,10 @@ def run_node(
         words = [command[0], *in_place(command[1:], start.words)]
         return Ranks(words, place, own, device=devices.kind, devices=devices.chosen)
 
-    return asyncio.run(_run(session, terms, ranks))
+    return asyncio.run(_run(session, ranks, look=look, grace_seconds=grace_seconds))
 
 
-async def _run(session: Session, terms: NodeOptions, ranks: Callable[[Start], Ranks]) -> JobEnd:
+async def _run(session: Session, ranks: Callable[[Start], Ranks], *, look: Look | None, grace_seconds: float) -> JobEnd:
     import asyncio
 
     from framework.launch.agent import run_attempt
@@ -284,8 +242,8 @@ async def _run(session: Session, terms: NodeOptions, ranks: Callable[[Start], Ra
     from framework.launch.rendezvous.session import JobOver
 
     with ExitStack() as stack:
-        if terms.look is not None:
-            session.hello = {**session.hello, "look": stack.enter_context(terms.look())}
+        if look is not None:
+            session.hello = {**session.hello, "look": stack.enter_context(look())}
         job = await join(session)
         try:
             while True:
@@ -297,7 +255,7 @@ async def _run(session: Session, terms: NodeOptions, ranks: Callable[[Start], Ra
                 await asyncio.to_thread(stack.close)  # the marks of this node's look at itself
                 started = ranks(start)
                 code, line, cause = await run_attempt(
-                    started, start.peers, session.requests, grace_seconds=terms.grace_seconds
+                    started, start.peers, session.requests, grace_seconds=grace_seconds
                 )
                 print_line(line)
                 write_termination_log(line)
@@ -359,10 +317,8 @@ def hide_token() -> None:
 
 
 def read_token(path: str | None) -> str:
-    """The shared secret: of the file; of what `hide_token` has put aside; or of an ssh launcher.
-
-    Raises:
-        ConfigError: the file cannot be read, or what it holds could be guessed.
+    """The shared secret: of the file, of what `hide_token` has put aside, or of an ssh launcher; a ConfigError where it
+    cannot be read or could be guessed.
     """
     token, number = os.environ.pop("DSF_TOKEN", ""), os.environ.pop(_TOKEN_END, "")
     if number.isdecimal():

@@ -29,16 +29,13 @@ def answering(
     longest_seconds: float,
     enough_seconds: float = ENOUGH_SECONDS,
 ) -> list[int]:
-    """Return the hosts of the next start: all that are expected; or, after a while, as many of those that answer as
-    the job fits.
+    """Return the hosts of the next start: all that are expected; after a while, as many that answer as the job fits.
 
     Args:
         commands: each host's name, and an `ssh` that does nothing there.
         expected: numbers of the hosts that took part in the last start.
-        requests: to stop, heeded meanwhile.
         fits: whether a job of so many hosts, fewer than expected, is allowed and has a plan.
-        longest_seconds: to wait for enough of them.
-        enough_seconds: to wait for all of them.
+        longest_seconds, enough_seconds: to wait for enough of them, and for all.
 
     Raises:
         PeerLostError: too few answer.

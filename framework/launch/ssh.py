@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Final, TextIO
 
@@ -30,12 +31,12 @@ from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.hostfile import Chosen, Host, choose_hosts, first_few
 from framework.launch.hosts.topology import DEFAULT_PORT, Topology
 from framework.launch.job import print_line, show_settings
-from framework.launch.node import check_node, grace_seconds, read_token
+from framework.launch.node import check_node, fits, grace_seconds, read_token
 from framework.launch.options import GRACE_SECONDS, WAIT_SECONDS, LaunchOptions
 from framework.launch.returning_hosts import answering
 from framework.launch.stop_requests import StopRequests
 from framework.launch.supervision import JobEnd, in_place, supervised
-from framework.load_run import LoadedRun, deepspeed_words
+from framework.load_run import deepspeed_words
 from framework.system.limits import require
 from framework.system.output import write
 
@@ -64,21 +65,20 @@ _LARGEST_LINE_BYTES: Final = 1 << 16
 _WAIT_SECONDS: Final = 30.0
 _DRAIN_SECONDS: Final = 2.0  # what an agent has left behind there may hold the other end of its output
 _LEAVE_SECONDS: Final = 5.0
+_ELSEWHERE: Final = LocalDevices("unknown", 0)  # here only what holds on any machine is checked
 _ENDS_REPORTED: Final = 4  # hosts that are told one by one when all is over
 
 
 def launch_over_ssh(options: LaunchOptions) -> int:
-    """Start an agent on every host, pass on what they say, and return the exit code of the job.
-
-    Raises:
-        UsageError, ConfigError: nothing has been started.
+    """Start an agent on every host, pass on what they say, and return the exit code of the job; after a UsageError or
+    ConfigError nothing has been started.
     """
     assert options.hostfile is not None
     chosen = choose_hosts(options.hostfile, **options.choice)
     topology = _topology(options, chosen)
     num_files = _OWN_FILES + _FILES_PER_HOST * len(chosen)
     require(num_files, f"{len(chosen)} hosts", fix="leave hosts out with --exclude")
-    job = _check(options, topology)
+    job = check_node(options, options.overrides, topology, _ELSEWHERE)
     job.print_notes(is_supervised=True)
     commands = _commands(options, chosen, topology)
     plain = hosts_command(options, topology, chosen, job.arguments, script=find_train_script())
@@ -101,12 +101,6 @@ def launch_over_ssh(options: LaunchOptions) -> int:
     with StopRequests().handling_signals() as requests:
         starts = _Starts(options, chosen, order, requests)
         return supervised(job.config, requests, starts.start)
-
-
-def _check(options: LaunchOptions, topology: Topology) -> LoadedRun:
-    """The devices are elsewhere: here only what holds on any machine is checked."""
-    elsewhere, deepspeed = LocalDevices("unknown", 0), options.deepspeed_config
-    return check_node(options.config, options.overrides, topology, elsewhere, deepspeed_config=deepspeed)
 
 
 class _Starts:
@@ -135,18 +129,10 @@ class _Starts:
         return agents.run(self._requests)
 
     def _wait_for_hosts(self, options: LaunchOptions) -> None:
-        def fits(count: int) -> bool:
-            if count < (options.min_nodes or len(self._chosen)):
-                return False
-            topology = replace(_topology(options, self._chosen), nnodes=count)
-            with suppress(ConfigError):
-                _check(options, topology)
-                return True
-            return False
-
+        fit = partial(fits, options, options.overrides, _topology(options, self._chosen), _ELSEWHERE)
         asks = _over_ssh(options, self._chosen, lambda node, item: ["true"])
         seconds = WAIT_SECONDS if options.wait_seconds is None else options.wait_seconds
-        self._expected = answering(asks, self._expected, self._requests, fits=fits, longest_seconds=seconds)
+        self._expected = answering(asks, self._expected, self._requests, fits=fit, longest_seconds=seconds)
 
 
 def _commands(options: LaunchOptions, chosen: Sequence[Chosen], topology: Topology) -> list[tuple[str, Sequence[str]]]:
@@ -202,11 +188,7 @@ def ssh_command(host: Host, command: Sequence[str], *, ssh_args: str) -> list[st
 
 
 def passed_on(environment: Mapping[str, str], *, exports: Sequence[str]) -> dict[str, str]:
-    """The variables that go to the hosts.
-
-    Raises:
-        UsageError: one that was named is not set.
-    """
+    """The variables that go to the hosts; a UsageError where one of `exports` is not set."""
     absent = [name for name in exports if name not in environment]
     if absent:
         raise UsageError(f"launch: --export {' '.join(absent)}: not set here")
@@ -228,11 +210,7 @@ def address_of(name: str, *, ssh_args: str = "") -> str:
 
 
 def split_ssh_args(text: str, *, command: str = "launch") -> list[str]:
-    """The words of ``--ssh_args``; they win over our own options.
-
-    Raises:
-        UsageError: they cannot be read, or would have ssh ask somebody who is not there.
-    """
+    """The words of ``--ssh_args``, which win over our own; a UsageError where they are broken or would ask somebody."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -249,10 +227,8 @@ HostEnd = tuple[str, int]  # a host's name, and the exit code of its agent
 
 def job_code(ends: Sequence[HostEnd]) -> int:
     """The first that failed by itself; else that somebody was lost; else that it was stopped."""
-    codes = [code for _, code in ends if code != EXIT_OK]
-    causes = [code for code in codes if code not in (EXIT_STOPPED, EXIT_PEER_LOST)]
-    lost = [code for code in codes if code == EXIT_PEER_LOST]
-    return next(iter(causes or lost or codes), EXIT_OK)
+    order = {EXIT_PEER_LOST: 1, EXIT_STOPPED: 2, EXIT_OK: 3}
+    return min((code for _, code in ends), key=lambda code: order.get(code, 0), default=EXIT_OK)
 
 
 def ends_reported(ends: Sequence[HostEnd]) -> str:

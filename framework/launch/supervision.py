@@ -152,13 +152,7 @@ class Restarts:
 
 
 def supervised(config: RunConfig, requests: StopRequests, start: Callable[[tuple[str, ...]], JobEnd]) -> int:
-    """Start a job, and again as long as it makes sense; returns its exit code.
-
-    Args:
-        config: of the run.
-        requests: to stop; heeded while this waits.
-        start: runs the job once, with further settings of the run.
-    """
+    """Start a job, and again as long as it makes sense, with further settings of the run; returns its exit code."""
     restarts = Restarts(config)
     while True:
         restarts.begin()

@@ -6,7 +6,8 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import Field, field, fields
 from typing import Any, Final, NoReturn, TypeVar
 
 from framework.errors import UsageError
@@ -43,6 +44,54 @@ def add_option(target: argparse.ArgumentParser | argparse._ArgumentGroup, *names
     """An option in both spellings, --a_b and --a-b, of a parser or of a group in its help."""
     both = [spelled for name in names for spelled in dict.fromkeys((name, name[:2] + name[2:].replace("_", "-")))]
     target.add_argument(*both, **kwargs)
+
+
+def option(
+    text: str,
+    metavar: str = "",
+    read: Callable[[str], Any] = str,
+    *,
+    default: Any = "",
+    many: bool = False,
+    choices: Collection[str] = (),
+    names: tuple[str, ...] = (),
+    **more: Any,
+) -> Any:
+    """A field of a dataclass that is an option, for `add_options`: a switch unless it has a `metavar` or `choices`.
+
+    Args:
+        text: for the help.
+        read: makes the value out of a word, or raises ArgumentTypeError.
+        many: the field holds all values.
+        names: of the option, if not the field's.
+    """
+    if choices:
+        more |= {"choices": choices}
+    elif metavar:
+        more |= {"metavar": metavar, "type": read} | ({"action": "append"} if many else {})
+    else:
+        more |= {"action": "store_true"}
+    value = () if many else default if metavar or choices else False
+    return field(default=value, metadata={"help": text, "names": names} | more)
+
+
+def flags_of(each: Field[Any]) -> tuple[str, ...]:
+    """The names of the option that a field is; none: it is not one."""
+    return (each.metadata["names"] or (f"--{each.name}",)) if each.metadata else ()
+
+
+def add_options(
+    parser: CommandParser, request: Any, *, only: Collection[str] = (), grouped: str = "", apart: Collection[str] = ()
+) -> None:
+    """Add the options that are fields of a dataclass, or `only` some; under a heading those that do not stand apart."""
+    group = parser.add_argument_group(grouped) if grouped else parser
+    for each in fields(request):
+        if each.metadata and (each.name in only or not only):
+            terms = {name: value for name, value in each.metadata.items() if name != "names"}
+            # argparse would read the default of a text, and append to that of many.
+            is_kept = each.default == () or (isinstance(each.default, str) and terms.get("type", str) is not str)
+            terms |= {"dest": each.name, "default": argparse.SUPPRESS if is_kept else each.default}
+            add_option(parser if each.name in apart else group, *flags_of(each), **terms)
 
 
 LOG_LEVEL: Final = "DSF_LOG_LEVEL"

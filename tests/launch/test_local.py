@@ -178,7 +178,7 @@ def test_every_option_of_hosts_is_taken_with_them_and_stands_together_in_the_hel
         "ssh_args": "-p 1",
         "remote_python": "p",
         "remote_folder": "f",
-        "exports": ("A", "B"),
+        "exports": ["A", "B"],
         "verbose": True,
         "master_addr": "b",
         "control_port": 7,

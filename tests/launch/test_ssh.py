@@ -281,7 +281,7 @@ def test_a_host_reads_what_it_is_told(seconds: float) -> None:
         LaunchOptions("a.yaml", ("x=1",), wait_seconds=seconds), Chosen(Host("h", 2), (0, 1)), 1, TOPOLOGY
     )
     found = parse_node(words[words.index("node") + 1 :])
-    assert (found.config, found.words, found.wait_seconds, found.num_gpus) == ("a.yaml", ("x=1",), seconds, 2)
+    assert (found.config, found.overrides, found.wait_seconds, found.num_gpus) == ("a.yaml", ("x=1",), seconds, 2)
 
 
 def test_options_of_the_user_win_over_ours() -> None:
@@ -289,7 +289,7 @@ def test_options_of_the_user_win_over_ours() -> None:
     text = "-o ConnectTimeout=120 -oServerAliveInterval=9 -v"
     starts = (
         ssh_command(Host("h", 1), ["true"], ssh_args=text),
-        member_command(Host("h", 1), ssh_args=split_ssh_args(text)),
+        member_command(Host("h", 1), ssh_args=text),
     )
     for command in starts:
         found = re.findall(r"(ConnectTimeout|BatchMode|ServerAliveInterval)=(\w+)", " ".join(command))

@@ -155,7 +155,7 @@ def test_launch_reads_what_the_folder_says_before_a_rank_starts(name: str) -> No
             local.check(LaunchOptions("gpt.yaml", settings, num_gpus=2), LocalDevices("cpu", 0))
         else:
             topology = Topology(1, 2, 0, "127.0.0.1", 29500, {"slots": "--num_gpus"})
-            check_node("gpt.yaml", settings, topology, LocalDevices("cpu", 0))
+            check_node(LaunchOptions("gpt.yaml"), settings, topology, LocalDevices("cpu", 0))
 
     check()
     for setting, kind in (("model.vocab_size=256", "model-data-vocab-size"), ("data.path=nowhere", "text-not-found")):

@@ -26,13 +26,7 @@ _LOGS_AT_ONCE = 5  # `kubectl logs` follows no more pods unless it is asked to
 
 
 def main(words: Sequence[str]) -> int:
-    """Do what the words behind ``launch k8s`` say; returns the exit code.
-
-    Raises:
-        UsageError: the command line is wrong.
-        ConfigError: the run cannot work on that cluster; nothing has been printed.
-        StorageError: `--out` cannot be written.
-    """
+    """Do what the words behind ``launch k8s`` say; after an error nothing has been printed."""
     about = "Print the Kubernetes objects of a run, or check manifests with --lint."
     request = parse(K8sRequest, words, command="launch k8s", description=about)
     if request.lint:

@@ -94,11 +94,7 @@ class Part:
 
 
 def parse_manifests(text: str, *, name: str) -> list[Manifest]:
-    """All objects of a text, those of a List one by one; `name` is the file to name in problems.
-
-    Raises:
-        ConfigError: it is not YAML, a key stands twice, or it holds something other than objects.
-    """
+    """All objects of a file's text, those of a List one by one; a ConfigError where it holds something else."""
     found: list[Manifest] = []
     line = 0
     for part in _SEPARATOR.split(text):
@@ -128,29 +124,41 @@ def _unlisted(manifest: Manifest) -> Iterator[Manifest]:
         yield Manifest(item.mapping(), manifest.file, lines)
 
 
-@dataclass(frozen=True)
 class Workload:
     """The parts of one training job in manifests, whichever kind of object describes it.
 
     Attributes:
         head: the Job, JobSet or TrainJob itself.
-        job: the Job's spec; None for a TrainJob on a runtime that is not in the files.
-        jobset: the JobSet's spec; None for a plain Job.
+        job, jobset: their specs; None for a TrainJob on a runtime that is not in the files.
         template: the pod template.
         container: the one that trains.
         program: what holds its image, command and variables: the container, or a TrainJob's trainer.
-        resources: of the program.
         manifests: everything in the files.
     """
 
-    head: Part
-    job: Part | None
-    jobset: Part | None
-    template: Part
-    container: Part
-    program: Part
-    resources: Part
-    manifests: Sequence[Manifest]
+    def __init__(self, manifest: Manifest, manifests: Sequence[Manifest]) -> None:
+        self.head, self.manifests = Part(manifest), manifests
+        job, jobset = None, None
+        if manifest.kind == "Job":
+            job = self.head.at("spec")
+        elif manifest.kind == "JobSet":
+            jobset = self.head.at("spec")
+        else:
+            kinds = ("TrainingRuntime", "ClusterTrainingRuntime")
+            runtimes = {found.manifest.name: found for found in self.objects(*kinds)}
+            runtime = runtimes.get(str(self.head.get("spec", "runtimeRef", "name")))
+            jobset = runtime and runtime.at("spec", "template", "spec")
+        if jobset:
+            job = jobset.at("replicatedJobs", 0, "template", "spec")
+        patch = self.head.at("spec", "runtimePatches", 0, "trainingRuntimeSpec", "template", "spec")
+        of_patch = patch.at("replicatedJobs", 0, "template", "spec", "template")
+        self.job, self.jobset, self.template = job, jobset, job.at("template") if job else of_patch
+        containers = self.pod.items("containers")
+        ours = [container for container in containers if "framework" in _command(container)]
+        self.container = (ours or containers or [self.pod.at("containers", 0)])[0]
+        is_trainjob = manifest.kind == "TrainJob"
+        self.program = self.head.at("spec", "trainer") if is_trainjob else self.container
+        self.resources = self.program.at("resourcesPerNode" if is_trainjob else "resources")
 
     @property
     def kind(self) -> str:
@@ -241,35 +249,7 @@ class Workload:
 
 def find_workloads(manifests: Sequence[Manifest]) -> list[Workload]:
     """Every job in the files."""
-    return [_workload(found, manifests) for found in manifests if found.kind in ("Job", "JobSet", "TrainJob")]
-
-
-def _workload(manifest: Manifest, manifests: Sequence[Manifest]) -> Workload:
-    head = Part(manifest)
-    job, jobset = None, None
-    if manifest.kind == "Job":
-        job = head.at("spec")
-    elif manifest.kind == "JobSet":
-        jobset = head.at("spec")
-    else:
-        runtimes = {each.name: each for each in manifests if each.kind in ("TrainingRuntime", "ClusterTrainingRuntime")}
-        runtime = runtimes.get(str(head.get("spec", "runtimeRef", "name")))
-        jobset = Part(runtime).at("spec", "template", "spec") if runtime else None
-    if jobset:
-        job = jobset.at("replicatedJobs", 0, "template", "spec")
-    if job:
-        template = job.at("template")
-    else:
-        patch = head.at("spec", "runtimePatches", 0, "trainingRuntimeSpec", "template", "spec")
-        template = patch.at("replicatedJobs", 0, "template", "spec", "template")
-    containers = template.items("spec", "containers")
-    ours = [container for container in containers if "framework" in _command(container)]
-    container = (ours or containers or [template.at("spec", "containers", 0)])[0]
-    if manifest.kind == "TrainJob":
-        program, resources = head.at("spec", "trainer"), "resourcesPerNode"
-    else:
-        program, resources = container, "resources"
-    return Workload(head, job, jobset, template, container, program, program.at(resources), manifests)
+    return [Workload(found, manifests) for found in manifests if found.kind in ("Job", "JobSet", "TrainJob")]
 
 
 def _number(text: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Final
 
 import yaml
@@ -47,12 +47,8 @@ _Dumper.add_representer(list, _list)
 
 
 def write_yaml(documents: Iterable[Mapping[str, Any]], *, heading: str = "", reasons: Mapping[str, str]) -> str:
-    """The text of a file with these documents, keys in the order they have.
-
-    Args:
-        documents: what to write.
-        heading: comment at the top.
-        reasons: comments to write above a key; the first of a document has it.
+    """The text of a file with these documents, keys in the order they have, below the comment `heading`; `reasons` are
+    comments above keys, of which the first of a document has it.
     """
     top = "".join(f"# {line}".rstrip() + "\n" for line in heading.splitlines())
     return top + "---\n".join(_with_reasons(document, reasons) for document in documents)
@@ -80,6 +76,8 @@ BUDGET_ANNOTATION: Final = "dsf-trainer/save-budget-seconds"
 JOB_NAME_LABEL: Final = "batch.kubernetes.io/job-name"
 JOBSET_NAME_LABEL: Final = "jobset.sigs.k8s.io/jobset-name"
 CACHE_VARIABLES: Final = ("HOME", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+_VOLCANO_GANG: Final = "scheduling.volcano.sh/group-min-member"
+_LAST_WORD_SECONDS: Final = 30
 _EMPTY: Final[tuple[Any, ...]] = (None, "", {}, [])
 _TEXT: Final = Path(__file__).with_name("objects.yaml").read_text(encoding="utf-8")
 _OBJECTS: Final = yaml.safe_load(_TEXT)
@@ -99,7 +97,7 @@ def manifest(request: K8sRequest, *, heading: str) -> str:
         "config_map": request.config_map,
         "secret": request.makes_token,
         "claim": request.ckpt_size,
-        "network_policy": request.has_policy,
+        "network_policy": not (request.no_network_policy or request.host_network),
         "service": request.kind == "job",
         "runtime": request.kind == "trainjob" and not request.runtime,
         request.kind: True,
@@ -120,17 +118,20 @@ class _Values(dict[str, Any]):
         within = {"kueue.x-k8s.io/podset-required-topology": topology} if queue and topology else {}
         is_exclusive = kind == "jobset" and topology and not queue
         exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": topology} if is_exclusive else {}
-        cores = parse_quantity(request.cpu_request) or 0
-        claims = list(enumerate(request.mount))
+        # Volcano reads there how many are to start together: one, unless it is told.
+        is_gang = request.scheduler == "volcano" and request.nodes > 1
+        annotations = ({_VOLCANO_GANG: str(request.nodes)} if is_gang else {}) | dict(request.annotation)
+        claims = [(f"mount-{number}", *mount) for number, mount in enumerate(request.mount)]
         read_only = {True: {"readOnly": True}, False: {}}
         self.request = request
         super().__init__(
+            **_sizes(request),
             labels=labels,
             head_labels=labels | dict(request.label) | by_queue,
-            head_annotations=exclusive | request.annotations,
+            head_annotations=exclusive | annotations,
             # One label keeps a proxy off the ports of the ranks.
             pod_labels=labels | {"sidecar.istio.io/inject": "false"} | dict(request.label),
-            pod_annotations={BUDGET_ANNOTATION: str(request.save_seconds)} | request.annotations | within,
+            pod_annotations={BUDGET_ANNOTATION: str(request.save_seconds)} | annotations | within,
             runtime_labels=labels | {"trainer.kubeflow.org/framework": "torch"},
             own_pods={JOB_NAME_LABEL if kind == "job" else JOBSET_NAME_LABEL: request.name},
             is_job=kind == "job",
@@ -146,7 +147,7 @@ class _Values(dict[str, Any]):
             may_not_pin=request.rdma and user != 0,
             agent_port=request.port + 1,
             config_map_name=_named(request, "config", request.config_text),
-            config_key=_config_key(request),
+            config_key=as_config_key(request.config),
             config_text=request.config_text or "\n",
             token_name=request.token_secret or _named(request, "token", request.token),
             runtime_name=request.runtime or f"{request.name}-runtime",
@@ -158,17 +159,13 @@ class _Values(dict[str, Any]):
             tolerations=[_toleration(text) for text in request.toleration],
             rdma_name=request.rdma and request.rdma[0],
             rdma_count=request.rdma and request.rdma[1],
-            threads=str(max(1, int(cores / request.ranks))),
             command=_command(request),
             env_from=[{"secretRef": {"name": name}} for name in request.env_secret],
             claims=[
-                {"name": f"mount-{number}", "persistentVolumeClaim": {"claimName": claim} | read_only[is_read]}
-                for number, (claim, _, is_read) in claims
+                {"name": name, "persistentVolumeClaim": {"claimName": claim} | read_only[is_read]}
+                for name, claim, _, is_read in claims
             ],
-            mounts=[
-                {"name": f"mount-{number}", "mountPath": path} | read_only[is_read]
-                for number, (_, path, is_read) in claims
-            ],
+            mounts=[{"name": name, "mountPath": path} | read_only[is_read] for name, _, path, is_read in claims],
         )
 
     def __missing__(self, name: str) -> Any:
@@ -199,6 +196,19 @@ class _Values(dict[str, Any]):
                 yield self.filled(name), value
 
 
+def _sizes(request: K8sRequest) -> dict[str, str]:
+    """Cores and memory of a pod, and /dev/shm, which counts against the memory."""
+    cpus = request.cpus or str(request.ranks * (1 if request.on_cpu else 4))
+    memory = request.memory or f"{request.ranks * (4 if request.on_cpu else 16)}Gi"
+    mebibytes = max(64, int((parse_quantity(memory) or 0) / 4) >> 20)
+    return {
+        "cpu_request": cpus,
+        "threads": str(max(1, int((parse_quantity(cpus) or 0) / request.ranks))),
+        "memory_limit": memory,
+        "shm_size": request.shm or (f"{mebibytes}Mi" if mebibytes % 1024 else f"{mebibytes >> 10}Gi"),
+    }
+
+
 def _toleration(text: str) -> dict[str, str]:
     taint, _, effect = text.partition(":")
     key, equals, value = taint.partition("=")
@@ -208,13 +218,15 @@ def _toleration(text: str) -> dict[str, str]:
 
 def _command(request: K8sRequest) -> list[str]:
     """The command of one node; its rank comes from the environment."""
-    config = f"{CONFIG_PATH}/{_config_key(request)}" if request.config_map else request.config
+    config = f"{CONFIG_PATH}/{as_config_key(request.config)}" if request.config_map else request.config
     options = {
         "--nnodes": request.nodes,
         "--num_gpus": request.ranks,
-        "--master_addr": request.master_addr,
+        # The pod with node rank 0, as DNS knows it; the domain is the Service, which is called as the job.
+        "--master_addr": f"{request.name}-{'' if request.kind == 'job' else 'node-0-'}0.{request.name}",
         "--master_port": request.port,
-        "--grace_seconds": request.agent_grace_seconds,
+        # Less than the kubelet gives the agent, so that the last word is ours.
+        "--grace_seconds": request.grace_seconds - min(_LAST_WORD_SECONDS, request.grace_seconds // 5),
     }
     if request.has_token:
         options["--token_file"] = f"{TOKEN_PATH}/token"
@@ -225,11 +237,6 @@ def _command(request: K8sRequest) -> list[str]:
 def _as_it_is(text: str) -> str:
     """Kubernetes puts variables in the place of ``$(NAME)``, and one sign in that of two."""
     return text.replace("$", "$$")
-
-
-def _config_key(request: K8sRequest) -> str:
-    """The file's name in the ConfigMap, and so in the container."""
-    return as_config_key(PurePosixPath(request.config).name)
 
 
 def _named(request: K8sRequest, what: str, content: str) -> str:

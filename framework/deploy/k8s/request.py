@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Final
 
 from framework.deploy import options
-from framework.deploy.options import JobRequest, option, parse_quantity
+from framework.deploy.options import JobRequest
 from framework.launch.hosts.topology import DEFAULT_PORT
+from framework.system.arguments import option
 
 # What the kubelet gives a pod beyond one step and one save: start of the signal, last words, unmounting.
 _GRACE_MARGIN_SECONDS: Final = 60
-_LAST_WORD_SECONDS: Final = 30
 _HOST_PORTS: Final = range(20_000, 29_000, 2)
-_VOLCANO_GANG: Final = "scheduling.volcano.sh/group-min-member"
 # Compilers and downloads write here. On the node itself: on a network volume a lock that is left behind stops every
 # rank.
 CACHE_PATH: Final = "/cache"
@@ -123,65 +122,19 @@ class K8sRequest(JobRequest):
         return self.has_token and not self.token_secret
 
     @property
-    def has_policy(self) -> bool:
-        """Check whether a NetworkPolicy is printed along; on the network of a node there is none."""
-        return not (self.no_network_policy or self.host_network)
-
-    @property
-    def memory_limit(self) -> str:
-        """Memory of a pod."""
-        return self.memory or f"{self.ranks * (4 if self.on_cpu else 16)}Gi"
-
-    @property
-    def shm_size(self) -> str:
-        """Size of /dev/shm, which counts against the memory."""
-        mebibytes = max(64, int((parse_quantity(self.memory_limit) or 0) / 4) >> 20)
-        return self.shm or (f"{mebibytes}Mi" if mebibytes % 1024 else f"{mebibytes >> 10}Gi")
-
-    @property
-    def cpu_request(self) -> str:
-        """Cores of a pod."""
-        return self.cpus or str(self.ranks * (1 if self.on_cpu else 4))
-
-    @property
     def grace_seconds(self) -> int:
         """Between a stop request and SIGKILL."""
         return self.grace or self.save_seconds + _GRACE_MARGIN_SECONDS
 
     @property
-    def agent_grace_seconds(self) -> int:
-        """Time that our agent gives the ranks: less than the kubelet gives the agent, so that the last word is ours."""
-        return self.grace_seconds - min(_LAST_WORD_SECONDS, self.grace_seconds // 5)
-
-    @property
     def port(self) -> int:
-        """Port where ranks meet; the next one is the agents'. On the network of a node, jobs must not meet each
-        other.
-        """
+        """Port where ranks meet; the next one is the agents'. On a node's network, jobs must not meet each other."""
         if self.master_port is not None:
             return self.master_port
         return _HOST_PORTS[zlib.crc32(self.name.encode()) % len(_HOST_PORTS)] if self.host_network else DEFAULT_PORT
 
-    @property
-    def master_addr(self) -> str:
-        """Name of the pod with node rank 0, as DNS knows it; the domain is the Service, which is called as the job."""
-        return f"{self.name}-{'' if self.kind == 'job' else 'node-0-'}0.{self.name}"
-
-    @property
-    def annotations(self) -> dict[str, str]:
-        """Annotations of the job and its pods. Volcano reads there how many are to start together: one, unless it is
-        told.
-        """
-        given = dict(self.annotation)
-        is_gang = self.scheduler == "volcano" and self.nodes > 1 and _VOLCANO_GANG not in given
-        return ({_VOLCANO_GANG: str(self.nodes)} if is_gang else {}) | given
-
     def refuse_contradictions(self) -> None:
-        """Refuse options that contradict each other, or lack one.
-
-        Raises:
-            UsageError: they do.
-        """
+        """Raise a UsageError where options contradict each other, or lack one."""
         config = "".join(self.words[:1])
         own_only = {
             "--env_secret": self.env_secret,

@@ -21,12 +21,7 @@ warning = partial(Problem, severity="warning")
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
-
-    Attributes:
-        stated: what was found, for a person.
-        facts: what other nodes are compared with; plain values for JSON.
-    """
+    """One thing that was looked at: `stated` for a person, `facts` in plain values to compare with other nodes'."""
 
     name: str
     stated: str
@@ -84,13 +79,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that one preflight found.
-
-    Attributes:
-        before: what was known without any machine: config, hostfile, plan. Their problems name files.
-        across: what the machines are together.
-        measured: how fast they are.
-    """
+    """Everything that one preflight found: config and hostfile; the machines; what they are together; their speed."""
 
     before: Sequence[Check] = ()
     nodes: Sequence[Node] = ()
@@ -109,7 +98,7 @@ class Report:
         return not any(each.severity == "error" for each in self.problems)
 
     def as_text(self) -> str:
-        """Tables for a person: what was looked at (on several nodes: what is not fine), problems with fixes, the
+        """Tables for a person: what was looked at (of several nodes: what is not fine), problems with fixes, the
         verdict.
         """
         lines = [check.as_row(indent="") for check in self.before]

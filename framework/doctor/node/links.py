@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import selectors
 import socket
 import threading
@@ -23,14 +24,15 @@ _LONGEST_TOKEN: Final = 64
 _BACKLOG: Final = 1024
 _MOST_PEERS: Final = 256  # that an echo port holds open
 _LOOK_SECONDS: Final = 0.1
-_AT_ONCE: Final = 65  # one silent host must not keep the calls to others waiting
+_MARK: Final = re.compile(r"\.preflight-[0-9a-f]{16}-[0-9]{1,6}")
+_ALL_PAIRS: Final = 64
+_NEIGHBOURS: Final = 8
+AT_ONCE: Final = _ALL_PAIRS + 1  # one silent host must not keep the calls to others waiting
 
 
 @dataclass(frozen=True)
 class Reached:
-    """Result of a call: the address that the name stands for here, if any, and why it was not reached; empty where it
-    was.
-    """
+    """Result of a call: the address that the name stands for here, if any, and why it was not reached, if so."""
 
     address: str
     reason: str = ""
@@ -42,9 +44,7 @@ class Reached:
 
 
 class Echo:
-    """Answers every caller with the first 64 bytes that it sends, at one port, until it is closed. One thread serves
-    all; of many that are silent the oldest makes room.
-    """
+    """Returns to every caller the first 64 bytes that it sends, in one thread; of many silent ones the oldest ends."""
 
     def __init__(self, port: int, *, address: str = "") -> None:
         """Listen at a port (0: any that is free), on one `address` of this machine or on all."""
@@ -92,9 +92,7 @@ class Echo:
 
 
 def _answered(peer: socket.socket) -> bool:
-    """Answer what has come; false where the caller is gone: who closes first keeps the port for a minute
-    (TIME_WAIT), and that is the caller.
-    """
+    """Answer what has come; false where the caller has closed: who closes first keeps the port for a minute."""
     try:
         content = peer.recv(_LONGEST_TOKEN)
         return bool(content) and peer.send(content) == len(content)
@@ -142,8 +140,14 @@ def _asked(address: str, port: int, *, token: str, seconds: float) -> str:
 
 def call_all(targets: Sequence[tuple[str, int]], *, token: str, seconds: float = _CALL_SECONDS) -> list[Reached]:
     """Call (host, port) pairs at the same time."""
-    with ThreadPoolExecutor(max_workers=max(1, min(_AT_ONCE, len(targets)))) as pool:
+    with ThreadPoolExecutor(max_workers=max(1, min(AT_ONCE, len(targets)))) as pool:
         return list(pool.map(lambda target: call(*target, token=token, seconds=seconds), targets))
+
+
+def neighbours(node: int, count: int) -> list[int]:
+    """The nodes that one of so many calls: all others, or of very many the next ones, as NCCL's rings mix nodes."""
+    near = count if count <= _ALL_PAIRS else _NEIGHBOURS + 1
+    return [(node + step) % count for step in range(1, near)]
 
 
 def existing(folder: Path) -> Path:
@@ -160,7 +164,7 @@ def mark_path(folder: Path, token: str, node: int) -> Path:
 def mark(folder: Path, token: str, node: int) -> Iterator[None]:
     """Leave a mark for the time of the block; an OSError where it cannot be written."""
     path = mark_path(folder, token, node)
-    path.write_text(token, encoding="ascii")
+    path.touch()
     try:
         yield
     finally:
@@ -169,15 +173,27 @@ def mark(folder: Path, token: str, node: int) -> Iterator[None]:
 
 
 def unseen(folder: Path, token: str, nodes: Iterable[int], *, seconds: float = _SEE_SECONDS) -> list[int]:
-    """Nodes whose marks cannot be read here, after waiting for them."""
-    deadline, missing = time.monotonic() + seconds, list(nodes)
-    while True:
-        for node in list(missing):
-            with suppress(OSError, ValueError):
-                if mark_path(folder, token, node).read_text(encoding="ascii") == token:
-                    missing.remove(node)
-        if not missing or time.monotonic() > deadline:
-            return missing
-        with suppress(OSError):
-            list(folder.iterdir())  # listing makes NFS look again
+    """Nodes whose marks are not seen here, after waiting for them."""
+    marks, seen = {str(mark_path(folder, token, node)): node for node in nodes}, set[str]()
+    deadline = time.monotonic() + seconds
+    while (missing := absent({*marks}, seen)) and time.monotonic() < deadline:
         time.sleep(0.1)
+    return [node for path, node in marks.items() if path in missing]
+
+
+def absent(marks: set[str], seen: set[str]) -> set[str]:
+    """Return the marks that are absent; a folder, which a thousand nodes may share, is listed once at most."""
+    # Paths come from other nodes: nothing but marks is looked at.
+    places = {path for path in marks - seen if Path(path).is_absolute() and _MARK.fullmatch(Path(path).name)}
+    for folder in {Path(path).parent for path in places if not _is_file(path)}:
+        with suppress(OSError, ValueError):
+            list(folder.iterdir())  # makes NFS look again
+    absent = marks - seen - {path for path in places if _is_file(path)}
+    seen |= marks - absent
+    return absent
+
+
+def _is_file(path: str) -> bool:
+    with suppress(OSError, ValueError):
+        return Path(path).is_file()
+    return False

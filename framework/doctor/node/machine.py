@@ -41,9 +41,8 @@ def examine(need: Need, environment: Mapping[str, str], *, name: str = "", count
 
     Args:
         environment: that of the launcher; what it adds for its ranks is added here as well.
-        name: what others call this node; left out: its own name for itself.
-        counts_replaced: say how much a resume has set aside, which takes a look at every file of it: for a person, not
-            for a start.
+        name: what others call this node, if not what it calls itself.
+        counts_replaced: look at every file that a resume has set aside: for a person, not for a start.
     """
     started = time.perf_counter()
     ranks = need.cluster.devices_per_host
@@ -102,9 +101,7 @@ def check_shared_memory(need: Need, folder: Path = SHARED_MEMORY) -> Check:
 
 
 def check_locked_memory(folder: Path = RDMA_DEVICES) -> Check:
-    """Locks 64 MiB for real where there are RDMA devices: a capability in the manifest says little (it may not be
-    effective).
-    """
+    """Lock 64 MiB for real where there are RDMA devices: a capability in the manifest may not be effective."""
     if not any(folder.glob("uverbs*")):
         return Check("locked memory", "no RDMA device here, not needed")
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -129,7 +126,7 @@ def _can_lock(num_bytes: int) -> bool:
 
 
 def check_open_files(need: Need) -> Check:
-    """``ulimit -n``, by a rule of thumb: libraries and logs, sockets to every rank, a few for a batch of a worker."""
+    """Check ``ulimit -n`` by a rule of thumb: libraries and logs, sockets to every rank, a few for a worker's batch."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 512 + 32 * need.cluster.world_size + 32 * need.num_workers * need.prefetch_batches
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -27,11 +27,10 @@ class Need:
     """Requirements on a host.
 
     Attributes:
-        num_workers: processes for each rank that fetch batches.
-        prefetch_batches: micro-batches that each of them keeps ready in shared memory.
+        num_workers, prefetch_batches: processes for each rank that fetch batches, and micro-batches that each keeps
+            ready.
         run_folder: where the run writes; None without a run config.
-        num_kept: checkpoints that are there at the same time, at most.
-        kept_by: the keys of the run config that keep them.
+        num_kept, kept_by: checkpoints that are there at the same time, at most, and the keys that keep them.
         inputs: what is read, as key of the run config and path.
         targets: modules of the user's own that the config names.
         compiles: whether torch.compile's inductor makes kernels.

@@ -36,9 +36,8 @@ _NO_TRAINING_WITHOUT: Final = frozenset({"torch", "deepspeed", "psutil", "filelo
 _MOST_FILES: Final = 5000
 _INSTALL: Final = "in the checkout: ./launch.sh setup train, or pip install -e '.[train]'"
 _SECONDS: Final = 20
-# As DeepSpeed asks (op_builder/async_io.py `is_compatible`): whether a program with io_submit links.
-_LIBRARY_TESTS: Final[Mapping[str, str]] = {"aio": "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"}
-_PACKAGES: Final[Mapping[str, str]] = {"aio": "libaio-dev (Debian, Ubuntu) or libaio-devel (Red Hat)"}
+# The one library that an op is linked with; as DeepSpeed asks (op_builder/async_io.py `is_compatible`).
+_LIBAIO: Final = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
 _OLD_LOCK_SECONDS: Final = 60
 
 
@@ -86,9 +85,7 @@ def hash_of_framework() -> str:
 
 
 def hash_of_files(place: Path, *endings: str) -> str:
-    """Of the names and contents of a folder's files, by default those of Python, or of one file; the same wherever it
-    lies.
-    """
+    """Of the names and contents of a folder's files, by default those of Python, or of one file; wherever it lies."""
     digest, endings = hashlib.sha256(), endings or (".py",)
     found = sorted(file for ending in endings for file in place.rglob(f"*{ending}"))
     folder, files = (place, found[:_MOST_FILES]) if place.is_dir() else (place.parent, [place])
@@ -194,10 +191,10 @@ def _libraries(missing: list[Op], compiler: str, environment: Mapping[str, str])
     for op in (op for op in missing if op.library):
         command = [*compiler.split(), *before, "-x", "c++", "-", *after, f"-l{op.library}", "-o", os.devnull]
         try:
-            run(command, input=_LIBRARY_TESTS[str(op.library)])
+            run(command, input=_LIBAIO)
         except subprocess.CalledProcessError:
-            fix = f"install {_PACKAGES[str(op.library)]}, or name its place in CFLAGS and LDFLAGS"
-            yield _lacking(f"lib{op.library}", [op], fix)
+            package = "libaio-dev (Debian, Ubuntu) or libaio-devel (Red Hat)"
+            yield _lacking(f"lib{op.library}", [op], f"install {package}, or name its place in CFLAGS and LDFLAGS")
         except (OSError, subprocess.TimeoutExpired):
             continue
 
@@ -240,9 +237,7 @@ def _about_cache(folder: Path, missing: list[Op]) -> Iterator[Problem]:
 
 
 def _about_lock(lock: Path) -> Iterator[Problem]:
-    """A lock that nobody will release. Older torch waits for as long as the file is there, newer asks the system who
-    holds it.
-    """
+    """A lock that nobody will release: older torch waits while the file is there, newer asks who holds it."""
     try:
         age = time.time() - lock.stat().st_mtime
     except OSError:

@@ -5,7 +5,6 @@ another node said is not trusted to have any shape: `is_look` says whether it ca
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,7 +14,7 @@ from typing import Any, Final
 
 from framework.config.run_config import RunConfig
 from framework.doctor.node.findings import Check, warning
-from framework.doctor.node.links import existing, mark, mark_path
+from framework.doctor.node.links import absent, existing, mark, mark_path
 from framework.doctor.node.machine import examine
 from framework.doctor.node.need import need_of
 from framework.errors import Problem, Severity
@@ -51,7 +50,6 @@ _IN_HELLO: Final = (
     ("code-differs", "framework"),
     ("slots-differ", "slots"),
 )
-_MARK: Final = re.compile(r"\.preflight-[0-9a-f]{16}-[0-9]{1,6}")
 # The launcher tells gloo its interface, once it knows which way leads to node 0.
 _SETTLED_LATER: Final = "hostname-loopback"
 # A store may be there again a minute later: training ends with 74 then, which platforms try again, and not with 78.
@@ -70,9 +68,8 @@ def look_before_start(
     rank: int,
     warn: Callable[[Problem], None] = print_problem,
 ) -> Iterator[dict[str, Any]]:
-    """Run the preflight of this node and yield its facts for the handshake, while the nodes meet: its mark in the run
-    folder is there so long. What is wrong with this node is told as well: node 0 then refuses, and every node knows
-    why.
+    """Run the preflight of this node and yield its facts for the handshake; its mark in the run folder is there so
+    long. What is wrong is told as well: node 0 then refuses, and every node knows why.
 
     Args:
         environment: that of the ranks.
@@ -90,7 +87,11 @@ def look_before_start(
     reported = {name: kind() for name, kind in _REPORTED.items()} | {
         name: node.facts[name] for name in _REPORTED if name in node.facts
     }
-    reported["refused"] = [_brief(problem) for problem in found if problem.severity == "error"][:_MOST_ERRORS]
+    reported["refused"] = [
+        [each.kind, str(replace(each, file="", fix="")).removesuffix(f" [{each.kind}]"), each.fix]
+        for each in found
+        if each.severity == "error"
+    ][:_MOST_ERRORS]
     folder, token = existing(need.checkpoints or Path.cwd()), secrets.token_hex(8)
     with ExitStack() as stack:
         if need.saves:
@@ -98,11 +99,6 @@ def look_before_start(
                 stack.enter_context(mark(folder, token, rank))
                 reported["mark"] = str(mark_path(folder, token, rank))
         yield reported
-
-
-def _brief(problem: Problem) -> list[str]:
-    stated = str(replace(problem, file="", fix="")).removesuffix(f" [{problem.kind}]")
-    return [problem.kind, stated, problem.fix]
 
 
 def is_look(reported: object) -> bool:
@@ -121,43 +117,25 @@ def is_look(reported: object) -> bool:
 
 
 def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> list[Problem]:
-    """Compare the nodes, look for the marks of the others, and return what is not as it must be, and warnings.
+    """Compare the nodes, look for the marks of the others, and return errors and warnings.
 
     Args:
         nodes: ``RANK (HOST)`` -> what it told, node 0 first.
-        seen: marks that were there the last time, and are not looked for again; those found now are added.
+        seen: marks that are not looked for again; those found now are added.
     """
     found = [problem for check in compare(nodes) for problem in check.problems]
     problems = [each for each in found if each.severity != "error" or (each.kind, each.key) not in _IN_HELLO]
     for name, reported in nodes.items():
         problems += [Problem(kind, stated, fix, file=f"node {name}") for kind, stated, fix in reported["refused"]]
     here, *others = nodes.items()
-    absent = _absent({reported["mark"] for _, reported in others if reported["mark"]}, seen)
+    unseen = absent({reported["mark"] for _, reported in others if reported["mark"]}, seen)
     for name, reported in others:
-        if reported["mark"] in absent:
+        if reported["mark"] in unseen:
             reason, value = f"what it wrote there is not seen by node {here[0]}", str(Path(reported["mark"]).parent)
             fix = f"set run.output_dir to a folder that all nodes share: {WHY_SHARED}"
             about = f"node {name}"
             problems.append(Problem(NOT_SHARED, reason, fix, key="run.output_dir", value=value, file=about))
     return problems
-
-
-def _absent(marks: set[str], seen: set[str]) -> set[str]:
-    """Return the marks that are absent; a folder, which a thousand nodes may share, is listed once at most."""
-    # Paths come from other nodes: nothing but marks is looked at.
-    places = {path for path in marks - seen if Path(path).is_absolute() and _MARK.fullmatch(Path(path).name)}
-    for folder in {Path(path).parent for path in places if not _is_file(path)}:
-        with suppress(OSError, ValueError):
-            list(folder.iterdir())  # makes NFS look again
-    absent = marks - seen - {path for path in places if _is_file(path)}
-    seen |= marks - absent
-    return absent
-
-
-def _is_file(path: str) -> bool:
-    with suppress(OSError, ValueError):
-        return Path(path).is_file()
-    return False
 
 
 def compare(nodes: Mapping[str, Facts]) -> list[Check]:
@@ -179,10 +157,7 @@ def python_release(version: str) -> str:
 
 
 def compare_clocks(offsets: Mapping[str, float]) -> Check:
-    """Clocks, as seconds by which each node is ahead of whoever measured; an error of a network round trip is expected.
-
-    The middle one is right; between two, node 0, the first.
-    """
+    """Clocks, as seconds by which each is ahead of whoever measured. The middle one is right; between two, node 0."""
     middle = sorted(offsets.values())[len(offsets) // 2] if len(offsets) > 2 else next(iter(offsets.values()))
     apart = {name: offset - middle for name, offset in offsets.items()}
     problems, fix = [], "start chrony or ntpd there"
@@ -246,11 +221,8 @@ def outliers(
     severity: Severity = "error",
     shown: Callable[[Any, Any], tuple[Any, ...]] = lambda *pair: pair,
 ) -> Iterator[Problem]:
-    """A problem for each node that is not like most of them; between two nobody knows, and node 0, the first, is right.
-
-    Args:
-        values: of each node, with its name.
-        shown: makes the words for a value and the usual one.
+    """A problem for each node that is not like most of them, or node 0; `shown` makes words for a value and the usual
+    one.
     """
     usual = most_common(value for _, value in values)
     alike = [name for name, value in values if value == usual]

@@ -20,9 +20,8 @@ _REMOTE: Final = re.compile(r"nfs\d?|cifs|smb3|9p|ceph|lustre|gpfs|beegfs|afs|fu
 
 
 def check_run_folder(need: Need, counts_replaced: bool = False) -> Check:
-    """Check whether checkpoints can be written, and fit, by the size of the run's largest one so far.
-
-    With `counts_replaced` it says what a resume has set aside: every file of it is looked at for that.
+    """Check whether checkpoints can be written, and fit, by the size of the largest so far; `counts_replaced`: and look
+    at every file that a resume has set aside.
     """
     if need.checkpoints is None:
         return Check("run folder", "no run config given")
@@ -130,7 +129,7 @@ def is_remote(folder: Path) -> bool:
 def _probed(
     folder: Path, kind: str, fix: str, *, severity: Severity = "error", num_bytes: int = _PROBE_BYTES
 ) -> tuple[Path, list[Problem]]:
-    """The folder, or the nearest one above it that is there, and what stands in the way of writing to it."""
+    """The folder, or the nearest one above it, and what stands in the way of writing to it."""
     place = next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
     try:
         with tempfile.NamedTemporaryFile(prefix=".preflight-", dir=place) as file:

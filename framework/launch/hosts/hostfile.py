@@ -74,11 +74,11 @@ def is_loopback_name(name: str) -> bool:
     return bool(_LOOPBACK.fullmatch(name))
 
 
-def first_few(names: Sequence[str], *, most: int = _REPORTED) -> str:
+def first_few(names: Sequence[str]) -> str:
     """``a, b, c and 997 more``; one more than that is named as well."""
-    if len(names) <= most + 1:
+    if len(names) <= _REPORTED + 1:
         return ", ".join(names)
-    return f"{', '.join(names[:most])} and {len(names) - most} more"
+    return f"{', '.join(names[:_REPORTED])} and {len(names) - _REPORTED} more"
 
 
 def node_names(names: Sequence[str]) -> str:
@@ -112,9 +112,7 @@ class Host:
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """The hosts in the order of the file, which is the order of their ranks; a ConfigError has everything that is
-    wrong.
-    """
+    """The hosts in the order of the file, which is that of their ranks; a ConfigError has all that is wrong."""
     hosts: list[Host] = []
     problems: list[Problem] = []
     lines: dict[str, int] = {}  # first line of each name
@@ -217,11 +215,8 @@ def choose_hosts(
     num_gpus: int | None = None,
     num_gpus_flag: str = "--num_gpus",
 ) -> tuple[Chosen, ...]:
-    """The hosts in the order of the file with what is left of each; `num_gpus_flag` is the word that gave `num_gpus`.
-
-    Raises:
-        ConfigError: the file or a choice is wrong, nothing is left, or hosts are left with different numbers of
-        devices.
+    """The hosts in the order of the file with what is left of each; `num_gpus_flag` is the word that gave `num_gpus`. A
+    ConfigError where the file or the choice is wrong, or leaves nothing or different numbers of devices.
     """
     hosts = read_hostfile(path)
     problems: list[Problem] = []

@@ -64,7 +64,7 @@ class Channel(asyncio.Protocol):
         self.name = self.local_address = ""
         self.heard_at = time.monotonic()
 
-    # ------------------------------------------------------------------------------------------ what asyncio calls
+    # What asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin."""
@@ -97,7 +97,7 @@ class Channel(asyncio.Protocol):
         reason = getattr(exc, "strerror", None) or (str(exc) if exc else "the connection was closed")
         self._end(ConnectionLost(reason))
 
-    # ---------------------------------------------------------------------------------------------- what agents call
+    # What agents call.
 
     def sign(self, token: str, *, is_lead: bool, nonces: tuple[str, str]) -> None:
         """Sign and check every line from here on, if there is a token."""
@@ -107,9 +107,7 @@ class Channel(asyncio.Protocol):
             self._keys = (lead, node) if is_lead else (node, lead)
 
     def send(self, kind: str, /, **content: Any) -> None:
-        """Queue a message; ConnectionLost where the other end reads nothing. That it is gone is for `receive` to say,
-        behind its last words.
-        """
+        """Queue a message; ConnectionLost where the other end reads nothing. Of one that is gone `receive` knows."""
         self.send_body(body_of(kind, **content))
 
     def send_body(self, body: bytes) -> None:

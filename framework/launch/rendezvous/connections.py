@@ -33,7 +33,7 @@ class Rejections:
         self._counts: dict[tuple[str, str], int] = {}
 
     def add(self, address: str, how: ConnectionLost) -> None:
-        """One more; whoever scans ports must not fill the log."""
+        """Count one more; whoever scans ports must not fill the log."""
         if isinstance(how, TurnedAway) and (address in self._refused or len(self._refused) < _MOST_REMEMBERED):
             self._refused[address] = how.kind
         key = (address, str(how))
@@ -86,9 +86,7 @@ class Clients:
         self.rejections = Rejections()
 
     def add(self, client: Client) -> None:
-        """Take a connection in. Where there are too many without a handshake, one of the address that has most of them
-        goes: its oldest.
-        """
+        """Take a connection in. Of too many without a handshake, the oldest of the address that has most goes."""
         self._unknown.append(client)
         if len(self._unknown) > self._most_unknown:
             address = Counter(each.channel.name for each in self._unknown).most_common(1)[0][0]

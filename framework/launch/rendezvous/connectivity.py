@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import psutil
 
-from framework.doctor.node.links import Reached, call_all, connect
+from framework.doctor.node.links import AT_ONCE, Reached, call_all, connect, neighbours
 from framework.errors import Problem
 from framework.launch.hosts.hostfile import first_few, node_names
 from framework.launch.rendezvous.channel import Message
@@ -28,9 +28,6 @@ from framework.launch.rendezvous.channel import Message
 _CONNECT_SECONDS: Final = 5.0
 _LOOKUP_SECONDS: Final = 0.5
 _WAITING_TO_BE_ACCEPTED: Final = 4096  # a thousand nodes may call at once; the kernel's own limit is below
-# Calls between all pairs up to here, and beyond it by each to the next ones, as rings and trees of NCCL mix nodes.
-_ALL_PAIRS: Final = 64
-_NEIGHBOURS: Final = 8
 _CALL_SECONDS: Final = 4.0
 _AGAIN_SECONDS: Final = 0.5
 _AGAIN_FOR_SECONDS: Final = 16.0  # a pod's network policy may come into force some seconds after the pod
@@ -231,10 +228,8 @@ class Round:
         return Problem(kind, f"{what}{at}: {reached.reason}", fix, key=first_few(called), file=node_names(callers))
 
     def _called(self, node: int) -> list[int]:
-        """The nodes that a node calls, and -1 for the place where ranks meet."""
-        count = len(self._places)
-        near = count if count <= _ALL_PAIRS else _NEIGHBOURS + 1
-        return [(node + step) % count for step in range(1, near)] + [-1]
+        """Nodes that a node calls, and -1 for the place where ranks meet."""
+        return [*neighbours(node, len(self._places)), -1]
 
     def _targets(self, node: int) -> list[Target]:
         return [self._master if called < 0 else self._places[called][1:] for called in self._called(node)]
@@ -250,7 +245,7 @@ def is_place(reported: object) -> bool:
 def targets_of(message: Message) -> list[Target]:
     """Return the targets in a request to call; none where it has another shape."""
     reported = message.get("targets")
-    if not isinstance(reported, list) or len(reported) > _ALL_PAIRS + 1 or not all(map(is_place, reported)):
+    if not isinstance(reported, list) or len(reported) > AT_ONCE or not all(map(is_place, reported)):
         return []
     return [(host, port) for host, port in reported]
 

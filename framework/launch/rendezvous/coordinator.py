@@ -122,14 +122,10 @@ class Coordinator:
         self._clients.close_unknown()
         self._session.close()
 
-    # ----------------------------------------------------------------------------------------------- starts and ends
+    # Starts and ends.
 
     async def begin(self) -> Start:
-        """Wait until all are there and agree.
-
-        Raises:
-            ConfigError, PeerLostError, RunStopped: there is no start; all others have been told.
-        """
+        """Wait until all are there and agree. After a ConfigError, PeerLostError or RunStopped the others know."""
         session = self._session
         session.begin_wait()
         if self._peers is not None:
@@ -211,7 +207,6 @@ class Coordinator:
         return self._epoch > 0 or (restarts is not None and restarts.number > 0)
 
     def _judge(self) -> Sequence[Client] | None:
-        """The others of the next start, if there can be one now."""
         present = sorted({*self._clients.present} - self._ending, key=lambda client: client.node)
         if self._epoch:
             return self._enough(present)
@@ -290,7 +285,7 @@ class Coordinator:
             self._send(client, body_of("reach", **found.order(client.node)))
         return found
 
-    # -------------------------------------------------------------------------------------------------- connections
+    # Connections.
 
     def _opened(self, channel: Channel) -> None:
         client = Client(channel)
@@ -303,7 +298,6 @@ class Coordinator:
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, client: Client) -> None:
-        """Hear one connection until its end."""
         channel = client.channel
         try:
             try:

@@ -6,29 +6,13 @@ and each ends with 78.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
+from typing import TypeAlias
 
 from framework.launch.rendezvous.coordinator import Coordinator, free_again
 from framework.launch.rendezvous.member import Member, find_listener
 from framework.launch.rendezvous.peers import Peers
 from framework.launch.rendezvous.session import Session, Start, Verdict
 from framework.launch.supervision import JobEnd
-
-
-class Job(Protocol):
-    """A node's side of a job, for its whole life."""
-
-    async def begin(self) -> Start:
-        """Wait for the next start; ConfigError, PeerLostError, RunStopped where there is none."""
-        ...
-
-    async def verdict(self, end: JobEnd) -> Verdict:
-        """Return whether there is another start, after this one has ended so."""
-        ...
-
-    async def close(self) -> None:
-        """Leave."""
-        ...
 
 
 class Alone:
@@ -58,6 +42,10 @@ class Alone:
 
     async def close(self) -> None:
         """Nothing is open."""
+
+
+Job: TypeAlias = Alone | Coordinator | Member
+"""A node's side of a job, for its whole life."""
 
 
 async def join(session: Session) -> Job:

@@ -69,7 +69,6 @@ _MOST_VISITS: Final = 64
 _LONGEST_REPORT: Final = 500
 _LONGEST_TOKEN: Final = 64
 _DECISIONS: Final = ("again", "done", "stop", "lost")
-_GO: Final = ("nodes", "words", "epoch", "port", "hosts", "state")
 _T = TypeVar("_T")
 _STATED: Final = ("kind", "reason", "fix", "key", "file")  # of a problem, as texts
 
@@ -97,7 +96,7 @@ class Member:
         self._no_agent_since = math.inf
         self.is_heard = False
 
-    # ----------------------------------------------------------------------------------------------- starts and ends
+    # Starts and ends.
 
     async def begin(self) -> Start:
         """Wait until node 0 says GO.
@@ -113,7 +112,7 @@ class Member:
                 return start
 
     async def attempt(self) -> Start | None:
-        """Call once, and wait for GO; None where the connection is lost before it, a moment later."""
+        """Call once, and wait for GO; None where the connection is lost before it."""
         try:
             if self._channel is None:
                 self._channel = await self._call()
@@ -188,7 +187,7 @@ class Member:
         node_0 = f"node 0: {self._where}:{self._session.port}"
         return f"waiting for {node_0} ({self._why})" if self._welcomed_at is None else f"{node_0} is {self._waits}"
 
-    # ------------------------------------------------------------------------------------------------- the handshake
+    # The handshake.
 
     async def _call(self) -> Channel:
         found = await asyncio.wrap_future(in_background(dial, self._where, self._session.port))
@@ -201,7 +200,6 @@ class Member:
         return channel
 
     async def _introduce(self, channel: Channel) -> None:
-        """Say who this is, once node 0 has asked; the clock is compared with that of node 0."""
         session, token, own_nonce = self._session, self._session.token, new_nonce()
         session.local_address = channel.local_address
         challenge = await channel.receive()
@@ -239,7 +237,6 @@ class Member:
         self._welcomed_at, self._no_agent_since, self._is_known = time.monotonic(), math.inf, True
 
     async def _next(self, channel: Channel, *, beat_seconds: float = BEAT_SECONDS) -> Message:
-        """Receive the next message; sends beats meanwhile, and finds that node 0 is silent."""
         receiving = asyncio.ensure_future(channel.receive())
         try:
             while not (await asyncio.wait({receiving}, timeout=beat_seconds))[0]:
@@ -267,7 +264,6 @@ class Member:
             self._heard.put_nowait(lost)
 
     async def _take(self) -> Start | Message:
-        """Take the next of what was kept; ConnectionLost behind the last."""
         heard = await self._heard.get()
         if isinstance(heard, ConnectionLost):
             raise heard
@@ -302,12 +298,13 @@ class Member:
 
     def _go(self, channel: Channel, message: Message) -> Start:
         session, own = self._session, self._session.topology.node_rank
-        given: list[Any] = [message.get(name) for name in _GO]
-        nodes, words, epoch, port, hosts, state = given
-        if [*map(type, given[:4]), type(state)] != [list, list, int, int, dict]:
-            raise foreign()
-        if {*map(type, nodes)} != {int} or own not in nodes or not {*map(type, words)} <= {str}:
-            raise foreign()
+        match message:
+            case {"nodes": [*nodes], "words": [*words], "epoch": int(epoch), "port": int(port), "state": dict(state)}:
+                if {*map(type, nodes)} != {int} or own not in nodes or not {*map(type, words)} <= {str}:
+                    raise foreign()
+            case _:
+                raise foreign()
+        hosts = message.get("hosts")
         names = hosts if isinstance(hosts, dict) else {str(own): session.hello["host"]}
         named = {node: str(names.get(str(node), ""))[:255] for node in nodes}
         session.state = state
@@ -335,7 +332,7 @@ class Member:
         self._channel, self._hearing, self._welcomed_at, self.is_heard = None, None, None, False
         self._waits, self._heard = _WAITS, asyncio.Queue()
 
-    # ---------------------------------------------------------------------------------------------- wrong addresses
+    # Wrong addresses.
 
     def _note_no_agent(self, lost: ConnectionLost) -> None:
         """A while of something that is none of us is a port in use. Silence may be a node 0 that is busy."""
@@ -394,7 +391,6 @@ async def refuse_callers(session: Session, listener: socket.socket, problem: Pro
 
 
 async def _visit(session: Session, name: str) -> list[Problem]:
-    """Return what a node 0 that waits at another host finds to differ, if one is there."""
     visitor = Member(session, visited=name)
     try:
         await asyncio.wait_for(visitor.attempt(), _ELSEWHERE_SECONDS)
@@ -445,9 +441,6 @@ def elsewhere_problem(session: Session) -> Problem:
 
 async def find_listener(session: Session) -> socket.socket:
     """Listen, on node 0, as soon as master_addr is an address of this machine; until then ask who listens there.
-
-    Returns:
-        The listener.
 
     Raises:
         ConfigError: somebody else has the port or the address, and says so, or does not answer.

@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from framework.errors import EXIT_PEER_LOST
@@ -83,22 +83,16 @@ class Peers:
         """This node, as people know it."""
         return self.name(self._node)
 
-    def send_stop(self, why: str) -> None:
-        """Ask all ranks of all nodes to stop."""
-        self.send("stop", why=why)
-
     def send_failure(self, what: str, *, code: int) -> None:
         """Report that this node has failed; the others end."""
         failure = Failure(self._node, what, code, time.strftime("%H:%M:%S"))
         self.own_failure = self.own_failure or failure
         self.send("failure", what=what, code=code, at=failure.at)
 
-    def send_ended(self, code: int) -> None:
-        """Report that no rank runs here any more."""
-        self.send("ended", code=code)
-
     def send(self, kind: str, **content: Any) -> None:
-        """Report to all nodes; ``kill``: there is no time for a checkpoint."""
+        """Report to all nodes: ``stop`` with `why`; ``kill``: there is no time for a checkpoint; ``ended`` with `code`:
+        no rank runs here any more.
+        """
         self._apply(self._node, kind, content)
 
     async def wait(self, seconds: float) -> None:
@@ -148,7 +142,7 @@ class LeadPeers(Peers):
     def __init__(self, hosts: Mapping[int, str], channels: Mapping[int, Channel], *, epoch: int) -> None:
         super().__init__(0, hosts, epoch=epoch)
         self._channels = dict(channels)
-        self._passed_on = {"failures": 0, "stop": False, "kill": False}
+        self._num_passed_on = 0  # failures
         self._ends: list[int] = []  # that have not been passed on
         self._gathering: asyncio.Task[None] | None = None
 
@@ -179,26 +173,24 @@ class LeadPeers(Peers):
         self._pass_on()
 
     def _pass_on(self) -> None:
-        content: dict[str, Any] = {"epoch": self.epoch}
-        first, before = int(self._passed_on["failures"]), self._passed_on
-        content |= {"stop": self.stop} if self.stop and not before["stop"] else {}
-        content |= {"kill": True} if self.killed and not before["kill"] else {}
-        content |= {"failures": list(map(asdict, self.failures[first:]))} if self.failures[first:] else {}
-        self._passed_on = {"failures": len(self.failures), "stop": bool(self.stop), "kill": self.killed}
-        while len(content) > 1 or self._ends:
+        failures, self._num_passed_on = self.failures[self._num_passed_on :], len(self.failures)
+        content: dict[str, Any] = {"stop": self.stop, "kill": self.killed, "failures": [*map(asdict, failures)]}
+        is_more = True
+        while is_more:
             nodes, self._ends = self._ends[:_MOST_ENDED], self._ends[_MOST_ENDED:]
-            body = body_of("news", **content, ended={str(node): self.ended[node] for node in nodes})
+            ended = {str(node): self.ended[node] for node in nodes}
+            body = body_of("news", epoch=self.epoch, **content, ended=ended)
             for channel in list(self._channels.values()):
                 with suppress(ConnectionLost):  # it is found lost where it is heard
                     channel.send_body(body)
-            content = {"epoch": self.epoch}
+            content, is_more = {}, bool(self._ends)
 
     async def flush(self) -> None:
         """Pass on what was gathered."""
         if self._gathering is not None:
             self._gathering.cancel()
             self._gathering = None
-        self._pass_on()
+            self._pass_on()
 
 
 class MemberPeers(Peers):
@@ -242,13 +234,7 @@ class MemberPeers(Peers):
             self._changed.set()
 
     def _failure(self, reported: object) -> Failure:
-        names = [each.name for each in fields(Failure)]
-        if not isinstance(reported, dict) or sorted(reported) != sorted(names):
-            raise foreign()
-        if (
-            type(reported["node"]) is not int
-            or reported["node"] not in self._hosts
-            or type(reported["code"]) is not int
-        ):
-            raise foreign()
-        return Failure(reported["node"], str(reported["what"])[:_LONGEST_TEXT], reported["code"], str(reported["at"]))
+        match reported:
+            case {"node": int(node), "what": str(what), "code": int(code), "at": str(at)} if node in self._hosts:
+                return Failure(node, what[:_LONGEST_TEXT], code, at)
+        raise foreign()

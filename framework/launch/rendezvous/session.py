@@ -75,9 +75,9 @@ class Session:
     """
 
     topology: Topology
-    port: int
     hello: Mapping[str, Any]
     requests: StopRequests
+    port: int = 0
     token: str = ""
     deadline_seconds: float = 1800.0
     names: Sequence[str] = ()
@@ -108,13 +108,10 @@ class Session:
         """Run the checks of every wait: take requests, keep the deadline, log missing nodes every 15 s.
 
         Args:
-            waiting_for: in words.
             deadline: `time.monotonic()` at which the wait is over, if not after `deadline_seconds`.
-            takes_requests: end the wait on request.
 
         Raises:
-            RunStopped, PeerLostError: the wait is over.
-        """
+            RunStopped, PeerLostError: the wait is over."""
         if takes_requests:
             self.requests.refuse_start()
         if self.requests.lost:

@@ -108,17 +108,20 @@ def test_names_that_lead_nowhere_or_back() -> None:
     assert call("localhost", 1, token="t").is_loopback
 
 
+TOKEN = "0123456789abcdef"
+
+
 def test_marks_are_seen_and_go_with_their_block(tmp_path: Path) -> None:
-    with mark(tmp_path, "t", 0), mark(tmp_path, "t", 1):
-        assert unseen(tmp_path, "t", [0, 1], seconds=5) == []
-        assert unseen(tmp_path, "t", [0, 1, 2], seconds=0.1) == [2]
-        assert unseen(tmp_path, "other", [0], seconds=0.1) == [0]
+    with mark(tmp_path, TOKEN, 0), mark(tmp_path, TOKEN, 1):
+        assert unseen(tmp_path, TOKEN, [0, 1], seconds=5) == []
+        assert unseen(tmp_path, TOKEN, [0, 1, 2], seconds=0.1) == [2]
+        assert unseen(tmp_path, "f" * 16, [0], seconds=0.1) == [0]
     assert not list(tmp_path.iterdir())
 
 
 def test_a_mark_that_comes_late_is_waited_for(tmp_path: Path) -> None:
-    threading.Timer(0.3, mark_path(tmp_path, "t", 1).write_text, ["t"]).start()
-    assert unseen(tmp_path, "t", [1], seconds=30) == []
+    threading.Timer(0.3, mark_path(tmp_path, TOKEN, 1).touch).start()
+    assert unseen(tmp_path, TOKEN, [1], seconds=30) == []
 
 
 def test_the_nearest_folder_that_is_there(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def session(node_rank: int, *, nnodes: int = 2, port: int = 0, address: str = "1
     spares, restarts = terms.pop("spares", 0), terms.pop("restarts", None)
     given = terms.pop("stated", None) or hello(node_rank, nnodes=nnodes, spares=spares)
     topology = Topology(nnodes, 8, node_rank, address, port or 29500)
-    made = Session(topology, (port or 29500) + 1, given, StopRequests(), **terms)
+    made = Session(topology, given, StopRequests(), (port or 29500) + 1, **terms)
     made.spares, made.restarts = spares, restarts
     return made
 

@@ -9,7 +9,7 @@ import sys
 from framework.errors import FrameworkError
 from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.topology import Topology
-from framework.launch.node import NodeOptions, run_node
+from framework.launch.node import run_node
 from framework.launch.rendezvous import coordinator, member
 from framework.launch.stop_requests import StopRequests
 
@@ -25,6 +25,8 @@ def main() -> int:
         member.RUNNING_BEAT_SECONDS = seconds / 3
     if "life_line" in terms:
         requests.hold(terms.pop("life_line"))
+    if "job_id" in terms:
+        os.environ["DSF_JOB_ID"] = terms.pop("job_id")
     try:
         with requests.handling_signals():
             return run_node(
@@ -32,9 +34,9 @@ def main() -> int:
                 [given["script"], *given["arguments"]],
                 devices=LocalDevices("cpu", 0),
                 environment=os.environ,
-                terms=NodeOptions(**terms),
                 facts=given["facts"],
                 requests=requests,
+                **terms,
             ).code
     except FrameworkError as error:
         print(error, file=sys.stderr)

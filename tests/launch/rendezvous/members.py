@@ -54,7 +54,7 @@ class Members:
             "facts": facts or {},
             "script": str(ROOT / "tests/launch/rank.py"),
             "arguments": [str(self.folder), *actions],
-            "terms": {"control_port": self.port + 1, "grace_seconds": 30, "wait_seconds": 60} | (terms or {}),
+            "terms": {"port": self.port + 1, "grace_seconds": 30, "deadline_seconds": 60} | (terms or {}),
         }
         process = subprocess.Popen(
             [sys.executable, str(HERE / "member.py"), json.dumps(given)],

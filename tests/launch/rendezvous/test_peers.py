@@ -64,7 +64,7 @@ def test_what_a_thousand_say_at_once_is_passed_on_once() -> None:
         lead = await net.open()
         received = dict.fromkeys(net.members, 0)
         for node, member in net.members.items():
-            member.send_stop("SIGTERM")
+            member.send("stop", why="SIGTERM")
             member.send_failure(f"node {node}: storage failed", code=74)
 
             def count(message: Message, *, node: int = node, hear: Any = member.hear) -> None:
@@ -104,11 +104,11 @@ def test_ends_reach_all_and_ranks_that_are_left_are_named() -> None:
     async def case() -> None:
         net = Net(HOSTS)
         lead = await net.open()
-        net.members[1].send_ended(75)
-        lead.send_ended(0)
+        net.members[1].send("ended", code=75)
+        lead.send("ended", code=0)
         await until(lambda: net.members[2].ended == {0: 0, 1: 75})
         assert net.members[2].missing == ["node 2 (c)"]
-        net.members[2].send_ended(0)
+        net.members[2].send("ended", code=0)
         await until(lambda: all(peers.all_ended for peers in (lead, *net.members.values())))
         net.far[1].close()  # who has said its last word may leave
         await asyncio.sleep(0.1)
@@ -138,7 +138,7 @@ def test_messages_of_another_start_are_none_of_this_one() -> None:
         lead = await net.open()
         net.members[1].epoch = 0
         net.members[1].send_failure("late", code=70)
-        net.members[2].send_stop("SIGTERM")
+        net.members[2].send("stop", why="SIGTERM")
         await until(lambda: net.members[2].stop)
         assert (lead.failures, net.members[1].stop) == ([], "")
         net.far[1].send("stop", why="SIGINT")  # who was asked to stop before it heard GO knows of no start
@@ -190,8 +190,8 @@ def test_a_member_that_lost_node_0_decides_alone() -> None:
         peers.lose(ConnectionLost("silent for 15 s"))
         peers.lose(ConnectionLost("again"))
         assert [failure.what for failure in peers.failures] == ["node 0 (a): lost: silent for 15 s"]
-        peers.send_stop("SIGTERM")
-        peers.send_ended(0)
+        peers.send("stop", why="SIGTERM")
+        peers.send("ended", code=0)
         assert (peers.stop, peers.ended) == ("SIGTERM at node 1 (b)", {0: 76, 1: 0})
 
     run(case())

@@ -80,7 +80,7 @@ def own_address() -> str:
 
 @pytest.mark.slow
 def test_who_is_missing_is_told_and_the_wait_ends(members: Members) -> None:
-    code, stated = ended(members.start(0, terms={"wait_seconds": 6}))
+    code, stated = ended(members.start(0, terms={"deadline_seconds": 6}))
     assert code == 76
     assert stated.count("waiting for 1/2 nodes: node 1") == 2  # after some seconds, and at the end
     assert "[rendezvous-timeout]" in stated
@@ -88,7 +88,7 @@ def test_who_is_missing_is_told_and_the_wait_ends(members: Members) -> None:
 
 @pytest.mark.slow
 def test_a_wait_for_node_0_says_why(members: Members) -> None:
-    code, stated = ended(members.start(1, master_addr="no-such-host.invalid", terms={"wait_seconds": 4}))
+    code, stated = ended(members.start(1, master_addr="no-such-host.invalid", terms={"deadline_seconds": 4}))
     assert code == 76
     # A name server may be silent for longer than this.
     assert re.search(

@@ -126,7 +126,7 @@ def test_a_spare_that_was_not_needed_ends_as_the_job(
             spare = Member(session(2, port=port - 1, token=TOKEN, spares=1, deadline_seconds=0.1))
             waiting = asyncio.ensure_future(spare.begin())
             await read(first, "go")
-            (await beginning).peers.send_ended(0)
+            (await beginning).peers.send("ended", code=0)
             await asyncio.wait({waiting}, timeout=5.0)
             assert not waiting.done()
             ending = asyncio.ensure_future(lead.verdict(JobEnd(0)))
@@ -300,7 +300,7 @@ def test_a_node_whose_ranks_have_not_ended_takes_no_part_in_the_next_start(tmp_p
             again = asyncio.ensure_future(lead.begin())
             await asyncio.wait({again}, timeout=1.0)
             assert not again.done()
-            start.peers.send_ended(76)
+            start.peers.send("ended", code=76)
             assert (await job.verdict(LOST)).is_again
             assert (await job.begin()).peers.epoch == (await again).peers.epoch == 2
             await job.close()
