@@ -20,7 +20,7 @@ from framework.launch.rendezvous.channel import Channel, ConnectionLost, Message
 
 _GATHER_SECONDS: Final = 0.05
 MOST_FAILURES: Final = 64  # that are passed on, on one line
-_MOST_ENDED: Final = 2000  # fit on one line
+_MOST_ENDED: Final = 500  # fit on one line, beside as many failures of the longest texts
 _LONGEST_TEXT: Final = 500
 _LONGEST_JSON: Final = 700
 

@@ -199,3 +199,21 @@ def test_a_member_that_lost_node_0_decides_alone() -> None:
 
 def test_a_node_without_a_name_has_its_number() -> None:
     assert Peers(1, {0: "", 1: "b"}).name(0) == "node 0"
+
+
+def test_news_of_the_longest_texts_and_thousands_of_ends_fit_on_lines() -> None:
+    hosts = {node: f"host-{node}" for node in range(4000)}
+
+    async def check() -> None:
+        near, far = await pair()
+        lead, member = LeadPeers(hosts, {1: near}, epoch=1), MemberPeers(1, hosts, far, epoch=1)
+        for node in range(2, 2 + MOST_FAILURES):
+            lead.hear(node, {"type": "failure", "what": "é" * 5000, "code": 137, "at": "12:00:00"})
+        lead.hear(2, {"type": "stop", "why": "é" * 500})
+        for node in range(2, 4000):
+            lead.hear(node, {"type": "ended", "code": 137})
+        while len(member.ended) < 3998:
+            member.hear(await far.receive())
+        assert len(member.failures) == MOST_FAILURES
+
+    run(check())
