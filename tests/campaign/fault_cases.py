@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from framework.errors import EXIT_CONFIG, EXIT_PEER_LOST, EXIT_STOPPED, EXIT_STORAGE
-from tests.campaign.fault_stage import SHARED, Stage
+from tests.campaign.fault_stage import DEAD, SHARED, Stage
+from tests.dead_disk import is_waiting, revive
 
 KILLED = 128 + signal.SIGKILL
 LISTEN = """
@@ -89,6 +90,7 @@ def training_over_ssh(do: Callable[[Stage], None]) -> Callable[[Stage], None]:
 
 SUPERVISED = ("supervision.max_restarts=5", "supervision.wait_seconds=1")
 _BACK_SECONDS = 1.0
+_LOOKS = f"{SHARED}/look"
 
 
 def going_on(
@@ -98,7 +100,7 @@ def going_on(
 
     def act(stage: Stage) -> None:
         for node in range(stage.num_nodes):
-            stage.node(node, words=[*words, *SUPERVISED], DSF_STEP_SECONDS="0.1")
+            stage.node(node, words=[*words, *SUPERVISED], DSF_STEP_SECONDS="0.1", DSF_STEP_LOOKS=_LOOKS)
         stage.until_step(_AT_STEP)
         stage.fault()
         do(stage)
@@ -137,6 +139,35 @@ def fill_until_it_fails(stage: Stage) -> None:
 
 def kill_rank(stage: Stage) -> None:
     os.kill(stage.rank(1), signal.SIGKILL)
+
+
+def stuck_rank(stage: Stage) -> None:
+    """Rank 1 looks at a file system that does not answer, and the other is killed."""
+    (stage.shared / "look").symlink_to(DEAD)
+    pid = stage.rank(1)
+    stage.until(lambda: is_waiting(pid), "rank that cannot be killed")
+    (stage.shared / "look").unlink()
+    os.kill(stage.rank(0), signal.SIGKILL)
+    stage.until_said("[rank-not-killed]")
+
+
+def going_on_over_ssh(do: Callable[[Stage], None]) -> Callable[[Stage], None]:
+    """In the middle of training that `launch -H` starts again."""
+
+    def act(stage: Stage) -> None:
+        stage.over_ssh(words=SUPERVISED, DSF_STEP_SECONDS="0.1", DSF_STEP_LOOKS=_LOOKS)
+        stage.until_step(_AT_STEP)
+        stage.fault()
+        do(stage)
+
+    return act
+
+
+def host_comes_back(stage: Stage) -> None:
+    """The host of the rank that cannot be killed is waited for, and the file system is there again."""
+    stuck_rank(stage)
+    stage.until_said("waiting for node-1")
+    revive(stage.dead)
 
 
 def power_off(name: str) -> Callable[[Stage], None]:
@@ -650,6 +681,24 @@ CASES = (
         r"start 2 of at most 6, from step \d+",
         going_on(power_off("node-1"), words=["--spares", "1"]),
         stage={"num_nodes": 3},
+        stops=False,
+    ),
+    Case(
+        "again-rank-stuck",
+        "a rank sleeps in the kernel for a dead mount when another is killed, with `max_restarts` and a spare",
+        {"node-0": {0}, "node-1": {EXIT_PEER_LOST}, "node-2": {0}},
+        r"node 1 \(node-1\) rank 1 \(process \d+, state D in \w+\): not ended 60 s after SIGKILL",
+        going_on(stuck_rank, lambda stage: revive(stage.dead), words=["--spares", "1"]),
+        stage={"num_nodes": 3, "has_dead_disk": True},
+        stops=False,
+    ),
+    Case(
+        "ssh-again-rank-stuck",
+        "ssh: the same without a spare, and the mount comes back",
+        {"login": {0}},
+        r"node 1 \(node-1\) rank 1 \(process \d+, state D in \w+\): not ended 60 s after SIGKILL",
+        going_on_over_ssh(host_comes_back),
+        stage={"has_dead_disk": True},
         stops=False,
     ),
     Case(

@@ -48,7 +48,8 @@ Written by `python -m tests.campaign.launch_faults --out docs/launch-faults.md`,
 within 20 s of the fault (60 s where it is there from the start), and a start afterwards with `checkpoint.resume=auto` ends with
 the checkpoint of the undisturbed run, bit for bit. Cases named `again-` have `supervision.max_restarts` and must end by themselves as the
 undisturbed run does; where an agent was lost, another one is started a second later, as a platform does. Where a node waits for others, seconds include
-the waiting; where the run must go on, they are those of the rest of the run. Measured on {machine}; {minutes} minutes.
+the waiting; where the run must go on, they are those of the rest of the run. Measured on {machine}; {minutes} minutes. The
+rows come from runs on several commits: a case is run again when what it shows is changed.
 
 | case | fault | expected exit codes | seen | seconds | what it says | left running | resumed bit-equal |
 |---|---|---|---|---|---|---|---|"""  # noqa: E501
