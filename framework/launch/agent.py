@@ -2,6 +2,7 @@
 
 rank fails / launcher or peer lost  -> every node: SIGTERM to all its ranks, 2 s, SIGKILL
 stop requested anywhere             -> every node: SIGTERM to all its ranks at once; they save, and end with 75
+stop requested of a rank alone      -> the ranks agree on it; the agents know, and nothing is started again
 a rank that SIGKILL does not end    -> its node says so after a minute, and is lost to the job
 every rank of every node ended      -> the agents tell each other, then leave; 0 only if all ended with 0
 """
@@ -31,6 +32,7 @@ from framework.launch.options import KILL_SECONDS, NOT_KILLED
 from framework.launch.ranks import OomKills, RankEnd, Ranks
 from framework.launch.rendezvous.peers import Failure, Peers
 from framework.launch.stop_requests import StopRequests
+from framework.launch.supervision import ASKED
 
 _LOOK_SECONDS: Final = 0.1
 # With a silent peer (15 s) before it everything is over within 20 s.
@@ -85,6 +87,7 @@ class _Attempt:
     grace_seconds: float
     codes: list[int] = field(default_factory=list)
     stop_sent: bool = False
+    asked_sent: bool = False
     kill_sent: bool = False
     stopping: bool = False
     kill_at: float = math.inf
@@ -106,7 +109,9 @@ class _Attempt:
         while self.ranks.num_running and not self.ranks.are_given_up:
             await self.peers.wait(_LOOK_SECONDS)
             # Who only lost somebody comes last: that somebody is what happened.
-            for end in sorted(self.ranks.poll(), key=lambda end: end.code == EXIT_PEER_LOST):
+            ended = sorted(self.ranks.poll(), key=lambda end: end.code == EXIT_PEER_LOST)
+            self._note_asked()
+            for end in ended:
                 self._ended(end)
             self._ask()
             self._take_request()
@@ -143,6 +148,12 @@ class _Attempt:
         how += f": {end.reason}" if end.reason else ""
         self._fail(f" rank {end.rank}: {how}", code)
         self._end_ranks()
+
+    def _note_asked(self) -> None:
+        if self.ranks.asked and not self.asked_sent:
+            self.asked_sent = True
+            if not self.stopping and self.ending_since == math.inf:  # else by us
+                self.peers.send("asked", why=self.ranks.asked)
 
     def _fail(self, what: str, code: int) -> None:
         self.peers.send_failure(f"{self.peers.own_name}{what}", code=code)
@@ -206,7 +217,9 @@ class _Attempt:
         if failure is not None:
             # Two nodes may meet the same error by themselves: each ends with its own code.
             mine = self.peers.own_failure
-            return mine.code if mine else EXIT_PEER_LOST, f"{failure.what} at {failure.at}; {stopped}", failure.code
+            asked = f"; a stop was asked for ({self.peers.any_stop}) {ASKED}" if self.peers.any_stop else ""
+            line = f"{failure.what} at {failure.at}; {stopped}{asked}"
+            return mine.code if mine else EXIT_PEER_LOST, line, failure.code
         if {*self.peers.ended.values(), code} == {EXIT_OK}:
             return EXIT_OK, f"finished: {counted(len(self.peers.ended), 'node')}, every rank ended with 0", EXIT_OK
         saved = "what was saved, if anything, the ranks said above"

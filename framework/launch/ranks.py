@@ -42,7 +42,11 @@ class RankEnd:
 
 
 class Ranks:
-    """One process per slot. Nothing runs before `start`."""
+    """One process per slot. Nothing runs before `start`.
+
+    Attributes:
+        asked: the first of them to say that it was asked to stop, and how.
+    """
 
     def __init__(
         self,
@@ -60,6 +64,7 @@ class Ranks:
         visible = {visible_variable(device): ",".join(map(str, numbers))}
         # A line fits into a pipe whole: every rank writes its own there, and none waits for the agent to read.
         self._reasons: dict[int, str] = {}
+        self.asked = ""
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._read_end, False)
         own = {AGENT_VARIABLE: identity(os.getpid()), REPORT_VARIABLE: str(self._write_end)}
@@ -90,8 +95,7 @@ class Ranks:
         if os.getpid() == 1:
             _reap_orphans({process.pid for process in self._running.values()})
         codes = {rank: process.poll() for rank, process in self._running.items()}
-        if any(code is not None for code in codes.values()):
-            self._read_reasons()
+        self._read_reports()
         ended = [
             RankEnd(rank, 128 - code if code < 0 else code, self._reasons.get(rank, ""))
             for rank, code in codes.items()
@@ -101,12 +105,14 @@ class Ranks:
             del self._running[end.rank]
         return ended
 
-    def _read_reasons(self) -> None:
+    def _read_reports(self) -> None:
         with suppress(BlockingIOError):
             while text := os.read(self._read_end, 1 << 16):
                 for line in text.decode(errors="replace").splitlines():
                     rank, _, reason = line.partition("\t")
-                    if rank.isdecimal():
+                    if reason.startswith("\t"):
+                        self.asked = self.asked or visible(f"{reason[1:]} to rank {rank}")
+                    elif rank.isdecimal():
                         self._reasons.setdefault(int(rank), visible(reason))
 
     def signal(self, number: signal.Signals) -> None:

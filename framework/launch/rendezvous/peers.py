@@ -48,6 +48,7 @@ class Peers:
         failures: in the order in which node 0 heard of them, as many as are passed on.
         own_failure: the first of this node.
         stop: who asked for a stop, and how; empty before.
+        asked: the same of a stop that only a rank was asked for, and which the ranks agree on by themselves.
         killed: no time for a checkpoint any more.
         ended: exit code of every node whose ranks have ended.
         is_cut_off: nobody is left to hear from.
@@ -59,7 +60,7 @@ class Peers:
         self._changed = asyncio.Event()
         self.failures: list[Failure] = []
         self.own_failure: Failure | None = None
-        self.stop = ""
+        self.stop = self.asked = ""
         self.killed = self.is_cut_off = False
         self.ended: dict[int, int] = {}
 
@@ -83,6 +84,11 @@ class Peers:
         """This node, as people know it."""
         return self.name(self._node)
 
+    @property
+    def any_stop(self) -> str:
+        """Who asked for a stop, wherever that was."""
+        return self.stop or self.asked
+
     def send_stop(self, why: str) -> None:
         """Ask all ranks of all nodes to stop."""
         self.send("stop", why=why)
@@ -98,7 +104,7 @@ class Peers:
         self.send("ended", code=code)
 
     def send(self, kind: str, **content: Any) -> None:
-        """Report to all nodes; ``kill``: there is no time for a checkpoint."""
+        """Report to all nodes; ``kill``: there is no time for a checkpoint; ``asked``: a rank was, alone."""
         self._apply(self._node, kind, content)
 
     async def wait(self, seconds: float) -> None:
@@ -118,6 +124,8 @@ class Peers:
         why, is_news = why[:_LONGEST_TEXT], False
         if kind == "stop" and not self.stop:
             self.stop, is_news = f"{why} at {self.name(node)}", True
+        elif kind == "asked" and not self.asked:
+            self.asked, is_news = f"{why} at {self.name(node)}", True
         elif kind == "kill" and not self.killed:
             self.killed = is_news = True
         elif kind == "failure":
@@ -148,7 +156,7 @@ class LeadPeers(Peers):
     def __init__(self, hosts: Mapping[int, str], channels: Mapping[int, Channel], *, epoch: int) -> None:
         super().__init__(0, hosts, epoch=epoch)
         self._channels = dict(channels)
-        self._passed_on = {"failures": 0, "stop": False, "kill": False}
+        self._passed_on = {"failures": 0, "stop": False, "asked": False, "kill": False}
         self._ends: list[int] = []  # that have not been passed on
         self._gathering: asyncio.Task[None] | None = None
 
@@ -182,9 +190,11 @@ class LeadPeers(Peers):
         content: dict[str, Any] = {"epoch": self.epoch}
         first, before = int(self._passed_on["failures"]), self._passed_on
         content |= {"stop": self.stop} if self.stop and not before["stop"] else {}
+        content |= {"asked": self.asked} if self.asked and not before["asked"] else {}
         content |= {"kill": True} if self.killed and not before["kill"] else {}
         content |= {"failures": list(map(asdict, self.failures[first:]))} if self.failures[first:] else {}
-        self._passed_on = {"failures": len(self.failures), "stop": bool(self.stop), "kill": self.killed}
+        passed_on = {"stop": bool(self.stop), "asked": bool(self.asked), "kill": self.killed}
+        self._passed_on = {"failures": len(self.failures), **passed_on}
         while len(content) > 1 or self._ends:
             nodes, self._ends = self._ends[:_MOST_ENDED], self._ends[_MOST_ENDED:]
             body = body_of("news", **content, ended={str(node): self.ended[node] for node in nodes})
@@ -225,6 +235,8 @@ class MemberPeers(Peers):
             raise foreign()
         if message.get("stop"):
             self.stop = self.stop or str(message["stop"])[:_LONGEST_TEXT]
+        if message.get("asked"):
+            self.asked = self.asked or str(message["asked"])[:_LONGEST_TEXT]
         self.killed = self.killed or bool(message.get("kill"))
         self.failures += [self._failure(each) for each in failures[:MOST_FAILURES]]
         nodes = {str(node): node for node in self._hosts}
