@@ -23,7 +23,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "plan": (316, 32),
     "checkpoint": (191, 19),
     "train": (104, 14),
-    "launch": (252, 27),
+    "launch": (253, 27),
     "doctor": (99, 12),
     "report": (127, 14),
     "commands": (198, 29),

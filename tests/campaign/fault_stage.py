@@ -70,10 +70,12 @@ class Stage:
         shared_bytes: int | None = None,
         read_only: bool = False,
         has_dead_disk: bool = False,
+        is_apart: bool = False,
     ) -> None:
         self.folder, self.num_nodes = folder, num_nodes
         self.shared = folder / "shared"
         self._shared_bytes, self._read_only, self._has_dead_disk = shared_bytes, read_only, has_dead_disk
+        self._is_apart = is_apart  # node 1 has a folder of its own where the others have the shared one
         self._stack = ExitStack()
         self.commands: dict[str, Command] = {}
         self.hosts: dict[str, Host] = {}
@@ -111,7 +113,11 @@ class Stage:
 
     def add_host(self, name: str, *, read_only: bool = False) -> Host:
         """A host with the shared folder; one of the same name that was killed is replaced."""
-        mounts = {SHARED: Mount(bind=self.shared, read_only=read_only)}
+        shared = self.shared
+        if self._is_apart and name == "node-1":
+            shared = Path(shutil.copytree(self.shared, self.folder / "apart"))
+            self._is_apart = False  # its next host is as it should be
+        mounts = {SHARED: Mount(bind=shared, read_only=read_only)}
         if self._has_dead_disk and name == "node-1":
             mounts[DEAD] = Mount(bind=self.dead)
         self.hosts[name] = self.network.host(name, mounts=mounts)

@@ -53,6 +53,7 @@ rows come from runs on several commits: a case is run again when what it shows i
 
 | case | fault | expected exit codes | seen | seconds | what it says | left running | resumed bit-equal |
 |---|---|---|---|---|---|---|---|"""  # noqa: E501
+_SECTION = "\n## "
 
 
 def run_case(case: Case, folder: Path, *, unbroken: Path | None) -> Row:
@@ -125,6 +126,12 @@ def table(rows: Sequence[Row], *, seconds: float) -> str:
     return "\n".join(lines) + "\n"
 
 
+def by_hand(page: Path) -> str:
+    """What stands behind the table of a page: from its first section on."""
+    _, begins, text = page.read_text(encoding="utf-8").partition(_SECTION) if page.exists() else ("", "", "")
+    return begins + text
+
+
 def _cell(text: str) -> str:
     short = text if len(text) <= 180 else text[:177] + "..."
     return "`" + short.replace("|", "/").replace("`", "'") + "`" if text else "-"
@@ -167,9 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     order = list(BY_NAME)
     rows.sort(key=lambda row: order.index(row.name))
     if options.out:
-        options.out.write_text(
-            table(rows, seconds=known.get("seconds", 0.0) + time.monotonic() - began), encoding="utf-8"
-        )
+        text = table(rows, seconds=known.get("seconds", 0.0) + time.monotonic() - began)
+        options.out.write_text(text + by_hand(options.out), encoding="utf-8")
     return 1 if any(row.wrong for row in rows) else 0
 
 

@@ -1,5 +1,5 @@
 """A model whose steps take as long as a test wants: DSF_STEP_SECONDS, which is no part of the run's config; and which
-looks at a path in every step, that of DSF_STEP_LOOKS.
+looks at a path in every step, that of DSF_STEP_LOOKS: a rank that finds something there enters a collective alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SlowNet(nn.Module):
         """Class scores; in training it takes its time."""
         if self.training:
             time.sleep(self._seconds)
-            if self._looks:
-                Path(self._looks).exists()
+            if self._looks and Path(self._looks).exists():
+                torch.distributed.all_reduce(torch.ones(3))
         scores: torch.Tensor = self.layers(images)
         return scores
