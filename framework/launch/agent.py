@@ -28,11 +28,10 @@ from framework.errors import (
 )
 from framework.launch.hosts.hostfile import first_few
 from framework.launch.job import print_line
-from framework.launch.options import KILL_SECONDS, NOT_KILLED
+from framework.launch.options import KILL_SECONDS
 from framework.launch.ranks import OomKills, RankEnd, Ranks
 from framework.launch.rendezvous.peers import Failure, Peers
 from framework.launch.stop_requests import StopRequests
-from framework.launch.supervision import ASKED
 
 _LOOK_SECONDS: Final = 0.1
 # With a silent peer (15 s) before it everything is over within 20 s.
@@ -75,7 +74,7 @@ async def run_attempt(
         where = f"{peers.own_name} {first_few(left)}"
         how = f"{where}: not ended {KILL_SECONDS:.0f} s after SIGKILL: it waits in the kernel"
         fix = "bring back the mount or device that it waits for, or restart this host: it may hold its GPU until then"
-        return attempt.result(EXIT_PEER_LOST, f"{how}; {fix} {NOT_KILLED}")
+        return attempt.result(EXIT_PEER_LOST, f"{how}; {fix} [rank-not-killed]")
     return await attempt.conclude()
 
 
@@ -217,7 +216,7 @@ class _Attempt:
         if failure is not None:
             # Two nodes may meet the same error by themselves: each ends with its own code.
             mine = self.peers.own_failure
-            asked = f"; a stop was asked for ({self.peers.any_stop}) {ASKED}" if self.peers.any_stop else ""
+            asked = f"; a stop was asked for ({self.peers.any_stop}) [stop-asked]" if self.peers.any_stop else ""
             line = f"{failure.what} at {failure.at}; {stopped}{asked}"
             return mine.code if mine else EXIT_PEER_LOST, line, failure.code
         if {*self.peers.ended.values(), code} == {EXIT_OK}:

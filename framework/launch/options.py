@@ -19,7 +19,6 @@ KILL_SECONDS: Final = 60.0
 """Wait for a rank after SIGKILL: some take this long to give back hundreds of GB of locked memory. One that sleeps in
 the kernel, for a dead mount or a GPU driver, ends only when that answers.
 """
-NOT_KILLED: Final = "[rank-not-killed]"
 WAIT_SECONDS: Final = 1800.0
 
 

@@ -31,7 +31,7 @@ from framework.launch.hosts.hostfile import Chosen, Host, choose_hosts, first_fe
 from framework.launch.hosts.topology import DEFAULT_PORT, Topology
 from framework.launch.job import print_line, show_settings
 from framework.launch.node import check_node, grace_seconds, read_token
-from framework.launch.options import GRACE_SECONDS, KILL_SECONDS, NOT_KILLED, WAIT_SECONDS, LaunchOptions
+from framework.launch.options import GRACE_SECONDS, KILL_SECONDS, WAIT_SECONDS, LaunchOptions
 from framework.launch.returning_hosts import answering
 from framework.launch.stop_requests import StopRequests
 from framework.launch.supervision import JobEnd, in_place, supervised
@@ -60,7 +60,7 @@ _FILES_PER_HOST: Final = 3
 _OWN_FILES: Final = 32
 _LOOK_SECONDS: Final = 0.2
 _LARGEST_LINE_BYTES: Final = 1 << 16
-_STUCK: Final = re.compile(rf"launch: .*\(process (\d+), state .*{re.escape(NOT_KILLED)}")
+_STUCK: Final = re.compile(r"launch: .*\(process (\d+), state .*\[rank-not-killed\]")
 # After the first host has ended for bad, the agents have ended the others within 20 s by themselves; a rank that cannot
 # be killed takes its agent longer to find.
 _WAIT_SECONDS: Final = 30.0 + KILL_SECONDS
