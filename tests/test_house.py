@@ -23,7 +23,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "plan": (318, 32),
     "checkpoint": (191, 19),
     "train": (104, 14),
-    "launch": (241, 27),
+    "launch": (246, 27),
     "doctor": (97, 12),
     "report": (127, 14),
     "commands": (198, 29),

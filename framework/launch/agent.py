@@ -2,6 +2,8 @@
 
 rank fails / launcher or peer lost  -> every node: SIGTERM to all its ranks, 2 s, SIGKILL
 stop requested anywhere             -> every node: SIGTERM to all its ranks at once; they save, and end with 75
+stop requested of a rank alone      -> the ranks agree on it; the agents know, and nothing is started again
+a rank that SIGKILL does not end    -> its node says so after a minute, and is lost to the job
 every rank of every node ended      -> the agents tell each other, then leave; 0 only if all ended with 0
 """
 
@@ -26,6 +28,7 @@ from framework.errors import (
 )
 from framework.launch.hosts.hostfile import first_few
 from framework.launch.job import print_line
+from framework.launch.options import KILL_SECONDS
 from framework.launch.ranks import OomKills, RankEnd, Ranks
 from framework.launch.rendezvous.peers import Failure, Peers
 from framework.launch.stop_requests import StopRequests
@@ -52,7 +55,8 @@ _LESS_MEMORY: Final = (
 async def run_attempt(
     ranks: Ranks, peers: Peers, requests: StopRequests, *, grace_seconds: float
 ) -> tuple[int, str, int]:
-    """Start the ranks and see them end; no process of theirs is left afterwards.
+    """Start the ranks and see them end; no process of theirs is left afterwards but what `Ranks.not_killed` names: the
+    others are not told that this node has ended, because it has not.
 
     Args:
         grace_seconds: to save in after a request to stop.
@@ -66,6 +70,11 @@ async def run_attempt(
         await attempt.watch()
     finally:
         await asyncio.to_thread(ranks.clear)  # for seconds, perhaps, in which the other nodes are still heard
+    if left := ranks.not_killed:
+        where = f"{peers.own_name} {first_few(left)}"
+        how = f"{where}: not ended {KILL_SECONDS:.0f} s after SIGKILL: it waits in the kernel"
+        fix = "bring back the mount or device that it waits for, or restart this host: it may hold its GPU until then"
+        return attempt.result(EXIT_PEER_LOST, f"{how}; {fix} [rank-not-killed]")
     return await attempt.conclude()
 
 
@@ -77,6 +86,7 @@ class _Attempt:
     grace_seconds: float
     codes: list[int] = field(default_factory=list)
     stop_sent: bool = False
+    asked_sent: bool = False
     kill_sent: bool = False
     stopping: bool = False
     kill_at: float = math.inf
@@ -95,10 +105,12 @@ class _Attempt:
 
     async def watch(self) -> None:
         """Until no rank runs here."""
-        while self.ranks.num_running:
+        while self.ranks.num_running and not self.ranks.are_given_up:
             await self.peers.wait(_LOOK_SECONDS)
             # Who only lost somebody comes last: that somebody is what happened.
-            for end in sorted(self.ranks.poll(), key=lambda end: end.code == EXIT_PEER_LOST):
+            ended = sorted(self.ranks.poll(), key=lambda end: end.code == EXIT_PEER_LOST)
+            self._note_asked()
+            for end in ended:
                 self._ended(end)
             self._ask()
             self._take_request()
@@ -114,7 +126,11 @@ class _Attempt:
             if self.peers.failures or self.peers.killed:
                 confirm_until = min(confirm_until, time.monotonic() + _CONFIRM_SECONDS)
         await self.peers.flush()
-        return self._result(code)
+        stopped = f"{counted(len(self.peers.ended), 'node')} stopped"
+        stopped += f" in {time.monotonic() - self.begun_to_end:.1f} s" if self.begun_to_end else ""
+        if self.peers.missing and self.peers.failures:
+            stopped += f", {first_few(self.peers.missing)} did not answer"
+        return self.result(code, stopped)
 
     def _ended(self, end: RankEnd) -> None:
         # Asked before it listened, a rank had nothing to save.
@@ -131,6 +147,12 @@ class _Attempt:
         how += f": {end.reason}" if end.reason else ""
         self._fail(f" rank {end.rank}: {how}", code)
         self._end_ranks()
+
+    def _note_asked(self) -> None:
+        if self.ranks.asked and not self.asked_sent:
+            self.asked_sent = True
+            if not self.stopping and self.ending_since == math.inf:  # else by us
+                self.peers.send("asked", why=self.ranks.asked)
 
     def _fail(self, what: str, code: int) -> None:
         self.peers.send_failure(f"{self.peers.own_name}{what}", code=code)
@@ -188,19 +210,17 @@ class _Attempt:
         order = {EXIT_STOPPED: 1, EXIT_OK: 2}
         return min(self.codes, key=lambda code: order.get(code, 0), default=EXIT_OK)
 
-    def _result(self, code: int) -> tuple[int, str, int]:
-        nodes = counted(len(self.peers.ended), "node")
-        stopped = f"{nodes} stopped"
-        stopped += f" in {time.monotonic() - self.begun_to_end:.1f} s" if self.begun_to_end else ""
-        if self.peers.missing and self.peers.failures:
-            stopped += f", {first_few(self.peers.missing)} did not answer"
+    def result(self, code: int, stopped: str) -> tuple[int, str, int]:
+        """Say how the job ended, as far as it is known here; `stopped`: whether everything has, in words."""
         failure = first_failure(self.peers.failures)
         if failure is not None:
             # Two nodes may meet the same error by themselves: each ends with its own code.
             mine = self.peers.own_failure
-            return mine.code if mine else EXIT_PEER_LOST, f"{failure.what} at {failure.at}; {stopped}", failure.code
+            asked = f"; a stop was asked for ({self.peers.any_stop}) [stop-asked]" if self.peers.any_stop else ""
+            line = f"{failure.what} at {failure.at}; {stopped}{asked}"
+            return mine.code if mine else EXIT_PEER_LOST, line, failure.code
         if {*self.peers.ended.values(), code} == {EXIT_OK}:
-            return EXIT_OK, f"finished: {nodes}, every rank ended with 0", EXIT_OK
+            return EXIT_OK, f"finished: {counted(len(self.peers.ended), 'node')}, every rank ended with 0", EXIT_OK
         saved = "what was saved, if anything, the ranks said above"
         line = f"stopped on request ({self.peers.stop or 'a rank'}): {stopped}; {saved}"
         return EXIT_STOPPED, line, EXIT_STOPPED

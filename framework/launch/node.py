@@ -259,6 +259,8 @@ async def _run(session: Session, ranks: Callable[[Start], Ranks], *, look: Look 
                 )
                 print_line(line)
                 write_termination_log(line)
+                if started.not_killed:  # nothing may start beside it; the others find this node lost
+                    return JobEnd(code, line)
                 verdict = await job.verdict(JobEnd(cause, line))
                 if not verdict.is_again:
                     gave_up = verdict.code == EXIT_NO_PROGRESS

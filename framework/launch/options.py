@@ -14,6 +14,10 @@ from framework.system.arguments import CommandParser, add_log_level, add_options
 
 # A pod or a scheduler may give less; what starts us can say so with --grace_seconds or DSF_GRACE_SECONDS.
 GRACE_SECONDS: Final = 600.0
+KILL_SECONDS: Final = 60.0
+"""Wait for a rank after SIGKILL: some take this long to give back hundreds of GB of locked memory. One that sleeps in
+the kernel, for a dead mount or a GPU driver, ends only when that answers.
+"""
 WAIT_SECONDS: Final = 1800.0
 _Options = TypeVar("_Options", bound="SharedOptions")
 

@@ -7,6 +7,7 @@ command gives it.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -22,12 +23,13 @@ import psutil
 
 from framework.launch.hosts.devices import visible_variable
 from framework.launch.hosts.topology import Topology
+from framework.launch.options import KILL_SECONDS
 from framework.system.limits import memory_groups
 from framework.system.output import visible
 from framework.system.parent_watch import AGENT_VARIABLE, REPORT_VARIABLE, identity
 
 _LEFTOVER_GRACE_SECONDS: Final = 2.0
-_CLEAR_SECONDS: Final = 10.0  # a process that waits for a dead disk cannot even be killed
+_CLEAR_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,11 @@ class RankEnd:
 
 
 class Ranks:
-    """One process per slot. Nothing runs before `start`."""
+    """One process per slot. Nothing runs before `start`.
+
+    Attributes:
+        asked: the first of them to say that it was asked to stop, and how.
+    """
 
     def __init__(
         self,
@@ -53,10 +59,12 @@ class Ranks:
     ) -> None:
         self._command, self._topology = command, topology
         self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._give_up_at = math.inf
         numbers = range(topology.slots) if devices is None else sorted(devices)[: topology.slots]
         visible = {visible_variable(device): ",".join(map(str, numbers))}
         # A line fits into a pipe whole: every rank writes its own there, and none waits for the agent to read.
         self._reasons: dict[int, str] = {}
+        self.asked = ""
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._read_end, False)
         own = {AGENT_VARIABLE: identity(os.getpid()), REPORT_VARIABLE: str(self._write_end)}
@@ -87,8 +95,7 @@ class Ranks:
         if os.getpid() == 1:
             _reap_orphans({process.pid for process in self._running.values()})
         codes = {rank: process.poll() for rank, process in self._running.items()}
-        if any(code is not None for code in codes.values()):
-            self._read_reasons()
+        self._read_reports()
         ended = [
             RankEnd(rank, 128 - code if code < 0 else code, self._reasons.get(rank, ""))
             for rank, code in codes.items()
@@ -98,31 +105,47 @@ class Ranks:
             del self._running[end.rank]
         return ended
 
-    def _read_reasons(self) -> None:
+    def _read_reports(self) -> None:
         with suppress(BlockingIOError):
             while text := os.read(self._read_end, 1 << 16):
                 for line in text.decode(errors="replace").splitlines():
                     rank, _, reason = line.partition("\t")
-                    if rank.isdecimal():
+                    if reason.startswith("\t"):
+                        self.asked = self.asked or visible(f"{reason[1:]} to rank {rank}")
+                    elif rank.isdecimal():
                         self._reasons.setdefault(int(rank), visible(reason))
 
     def signal(self, number: signal.Signals) -> None:
         """To every rank that runs."""
+        if number == signal.SIGKILL:
+            self._give_up_at = min(self._give_up_at, time.monotonic() + KILL_SECONDS)
         for process in self._running.values():
             with suppress(ProcessLookupError):
                 process.send_signal(number)
+
+    @property
+    def are_given_up(self) -> bool:
+        """SIGKILL has not ended all of them for so long that it will not."""
+        return time.monotonic() > self._give_up_at
+
+    @property
+    def not_killed(self) -> list[str]:
+        """Ranks that SIGKILL did not end, with their process and its state, for people; after `clear`."""
+        left = {rank: process.pid for rank, process in self._running.items() if process.poll() is None}
+        return [f"rank {rank} (process {pid}, {_state(pid)})" for rank, pid in left.items()]
 
     def clear(self) -> None:
         """End whatever the ranks started and left: it carries this agent's id in its environment, wherever it is."""
         self.signal(signal.SIGKILL)
         for process in self._running.values():
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, self._give_up_at - time.monotonic()))
         os.close(self._read_end)
         os.close(self._write_end)
         give_up_at = time.monotonic() + _CLEAR_SECONDS
         # What is asked to end may start another process meanwhile, so we look until there is none.
-        ours = self._environment[AGENT_VARIABLE]
-        while left := [process for process in psutil.process_iter() if _has_agent(process, ours)]:
+        ours, stuck = self._environment[AGENT_VARIABLE], {process.pid for process in self._running.values()}
+        while left := [each for each in psutil.process_iter() if each.pid not in stuck and _has_agent(each, ours)]:
             if time.monotonic() > give_up_at:
                 return
             _end_all(left)
@@ -140,6 +163,19 @@ def rank_environment(topology: Topology, local_rank: int) -> dict[str, str]:
         "CROSS_RANK": str(topology.node_rank),
         "CROSS_SIZE": str(topology.nnodes),
     }
+
+
+def _state(pid: int) -> str:
+    """The state of a process as the kernel has it, and in which of its functions the process sleeps, if that may be
+    read.
+    """
+    with suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        function = ""
+        with suppress(OSError):
+            function = Path(f"/proc/{pid}/wchan").read_text().strip("0\n")
+        return f"state {state}" + (f" in {function}" if function else "")
+    return "state unknown"
 
 
 def _has_agent(process: psutil.Process, agent: str) -> bool:

@@ -32,7 +32,7 @@ from framework.launch.hosts.hostfile import Chosen, Host, choose_hosts, first_fe
 from framework.launch.hosts.topology import DEFAULT_PORT, Topology
 from framework.launch.job import print_line, show_settings
 from framework.launch.node import check_node, fits, grace_seconds, read_token
-from framework.launch.options import GRACE_SECONDS, WAIT_SECONDS, LaunchOptions
+from framework.launch.options import GRACE_SECONDS, KILL_SECONDS, WAIT_SECONDS, LaunchOptions
 from framework.launch.returning_hosts import answering
 from framework.launch.stop_requests import StopRequests
 from framework.launch.supervision import JobEnd, in_place, supervised
@@ -61,8 +61,10 @@ _FILES_PER_HOST: Final = 3
 _OWN_FILES: Final = 32
 _LOOK_SECONDS: Final = 0.2
 _LARGEST_LINE_BYTES: Final = 1 << 16
-# After the first host has ended for bad, the agents have ended the others within 20 s by themselves.
-_WAIT_SECONDS: Final = 30.0
+_STUCK: Final = re.compile(r"launch: .*\(process (\d+), state .*\[rank-not-killed\]")
+# After the first host has ended for bad, the agents have ended the others within 20 s by themselves; a rank that cannot
+# be killed takes its agent longer to find.
+_WAIT_SECONDS: Final = 30.0 + KILL_SECONDS
 _DRAIN_SECONDS: Final = 2.0  # what an agent has left behind there may hold the other end of its output
 _LEAVE_SECONDS: Final = 5.0
 _ELSEWHERE: Final = LocalDevices("unknown", 0)  # here only what holds on any machine is checked
@@ -111,6 +113,7 @@ class _Starts:
     ) -> None:
         self._options, self._chosen, self._order, self._requests = options, chosen, order, requests
         self._expected = list(range(len(chosen)))
+        self._stuck: dict[str, str] = {}
         self._number = 0
 
     def start(self, words: tuple[str, ...]) -> JobEnd:
@@ -126,11 +129,17 @@ class _Starts:
         commands = _commands(options, chosen, topology)
         environment = {**self._order, "DSF_JOB_ID": secrets.token_hex(8)}
         agents = Agents(commands, {"environment": environment}, grace_seconds=float(environment["DSF_GRACE_SECONDS"]))
-        return agents.run(self._requests)
+        end = agents.run(self._requests)
+        self._stuck |= agents.stuck
+        return end
 
     def _wait_for_hosts(self, options: LaunchOptions) -> None:
+        def ask(_: int, item: Chosen) -> list[str]:
+            process = self._stuck.get(item.host.name.rpartition("@")[2])
+            return ["test", "!", "-e", f"/proc/{process}"] if process else ["true"]
+
         fit = partial(fits, options, options.overrides, _topology(options, self._chosen), _ELSEWHERE)
-        asks = _over_ssh(options, self._chosen, lambda node, item: ["true"])
+        asks = _over_ssh(options, self._chosen, ask)
         seconds = WAIT_SECONDS if options.wait_seconds is None else options.wait_seconds
         self._expected = answering(asks, self._expected, self._requests, fits=fit, longest_seconds=seconds)
 
@@ -242,7 +251,11 @@ def ends_reported(ends: Sequence[HostEnd]) -> str:
 
 
 class Agents:
-    """The `ssh` processes of all hosts: passes on what they say, and requests; their ends make one exit code."""
+    """The `ssh` processes of all hosts: passes on what they say, and requests; their ends make one exit code.
+
+    Attributes:
+        stuck: process id of a rank that cannot be killed, by host.
+    """
 
     def __init__(
         self,
@@ -259,6 +272,7 @@ class Agents:
         self._streams: dict[IO[bytes], tuple[str, TextIO, bytearray]] = {}
         self._ends: list[HostEnd] = []
         self._last_words: dict[str, str] = {}  # of each host's agent
+        self.stuck: dict[str, str] = {}
         self._reported = ""
         self._give_up_at = self._drained_at = math.inf
         self._grace_seconds = grace_seconds
@@ -279,10 +293,12 @@ class Agents:
         return JobEnd(code, self._last_words.get(first) or ends_reported(self._ends))
 
     def _is_over(self) -> bool:
-        """All have ended, or were given the time: neither an ssh that hangs nor an output that stays open holds us."""
+        """All have ended, or were given the time: neither an ssh that hangs nor an output that stays open holds us, as
+        that of an agent whose rank cannot be killed does.
+        """
         now = time.monotonic()
         if self._running:
-            return now > self._give_up_at
+            return now > self._give_up_at or self.stuck.keys() >= {self._commands[node][0] for node in self._running}
         self._drained_at = min(self._drained_at, now + _DRAIN_SECONDS)
         return not self._streams or now > self._drained_at
 
@@ -317,6 +333,8 @@ class Agents:
                 for line in lines:
                     if line.startswith("launch: "):
                         self._last_words[name] = line.removeprefix("launch: ")
+                    if found := _STUCK.match(line):
+                        self.stuck[name] = found[1]
                 write(out, "".join(f"{name}: {line}\n" for line in lines if line))
             kept[:] = rest
             if not content:

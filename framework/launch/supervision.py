@@ -36,6 +36,7 @@ from framework.errors import (
 from framework.launch.job import print_line, write_termination_log
 from framework.launch.stop_requests import StopRequests
 
+_ASKED: Final = "[stop-asked]"  # ends the line of a job that failed after it was asked to stop, wherever that was
 _FINAL: Final = (EXIT_OK, EXIT_STOPPED, EXIT_CONFIG, EXIT_USAGE, EXIT_NO_PROGRESS)
 _OWN_ERRORS: Final = (EXIT_TRAINING, EXIT_STORAGE)
 _MOST_IDLE: Final = 3
@@ -129,7 +130,7 @@ class Restarts:
     def after(self, end: JobEnd, *, is_asked: bool = False) -> Again | None:
         """Decide, and log it; `is_asked`: somebody asked for the end."""
         self.code = end.code
-        if end.code in _FINAL or is_asked or not self._most:
+        if end.code in _FINAL or is_asked or end.line.endswith(_ASKED) or not self._most:
             return None
         newest = self._note_saved()
         is_again = self._idle > 1 and end.code in _OWN_ERRORS and end.fingerprint == self._last

@@ -122,8 +122,19 @@ def report_end(line: str) -> None:
     """Send the line that explains this rank's end to the agent that started it, which shows it in its last one; not
     from a process that a rank has started itself: it has the variable, and not the pipe.
     """
+    _report(" ".join(line.split())[:_LONGEST_REPORT])
+
+
+def report_asked(name: str) -> None:
+    """Send the name of the signal that asks this rank to stop: nobody else may have it, and who fails before that stop
+    is not to be started again.
+    """
+    _report(f"\t{name}")
+
+
+def _report(text: str) -> None:
     number, agent = os.environ.get(REPORT_VARIABLE, ""), os.environ.get(AGENT_VARIABLE)
     with suppress(OSError):
         if number.isdecimal() and identity(os.getppid()) == agent and stat.S_ISFIFO(os.fstat(int(number)).st_mode):
-            text = f"{os.environ.get('RANK', '0')}\t{' '.join(line.split())[:_LONGEST_REPORT]}\n"
-            os.write(int(number), text.encode(errors="backslashreplace"))
+            line = f"{os.environ.get('RANK', '0')}\t{text}\n"
+            os.write(int(number), line.encode(errors="backslashreplace"))

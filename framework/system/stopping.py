@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any, Final, Literal, NoReturn
 
 from framework.errors import EXIT_STOPPED
+from framework.system.parent_watch import report_asked
 
 # Signals that ask to stop: which, when one is heeded, and when asking again means "now". Ranks and launchers have one
 # rule.
@@ -114,6 +115,7 @@ class StopRequest:
             again = self._insistence.again(now, is_notice=number in NOTICES)
             if self._number is None:
                 self._number = number
+                report_asked(self.signal)
                 if self._when_asked is not None:
                     self._when_asked()
                 return "nothing to save" if self._phase == "before" else "noted"

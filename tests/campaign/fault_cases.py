@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from framework.checkpoint.names import MANIFEST
 from framework.errors import EXIT_CONFIG, EXIT_PEER_LOST, EXIT_STOPPED, EXIT_STORAGE
-from tests.campaign.fault_stage import SHARED, Stage
+from tests.campaign.fault_stage import DEAD, SAVE_EVERY, SHARED, Stage
+from tests.dead_disk import is_waiting, revive
 
 KILLED = 128 + signal.SIGKILL
 LISTEN = """
@@ -89,6 +91,8 @@ def training_over_ssh(do: Callable[[Stage], None]) -> Callable[[Stage], None]:
 
 SUPERVISED = ("supervision.max_restarts=5", "supervision.wait_seconds=1")
 _BACK_SECONDS = 1.0
+_LOOKS = f"{SHARED}/look"
+_HANGS = ("supervision.hang_seconds=8",)
 
 
 def going_on(
@@ -98,7 +102,7 @@ def going_on(
 
     def act(stage: Stage) -> None:
         for node in range(stage.num_nodes):
-            stage.node(node, words=[*words, *SUPERVISED], DSF_STEP_SECONDS="0.1")
+            stage.node(node, words=[*words, *SUPERVISED], DSF_STEP_SECONDS="0.1", DSF_STEP_LOOKS=_LOOKS)
         stage.until_step(_AT_STEP)
         stage.fault()
         do(stage)
@@ -128,6 +132,46 @@ def cut_for_a_while(stage: Stage) -> None:
     stage.network.heal(stage.hosts["node-1"])
 
 
+def cut_for_a_moment(stage: Stage) -> None:
+    """Sooner over than a node is given up."""
+    stage.nodes()
+    stage.until_step(_AT_STEP)
+    cut(stage)
+    time.sleep(8)
+    stage.network.heal(stage.hosts["node-1"])
+
+
+def damaged(damage: Callable[[Path], None]) -> Callable[[Stage], None]:
+    """The newest checkpoint is damaged, and a rank is killed."""
+
+    def do(stage: Stage) -> None:
+        newest = stage.run / "checkpoints" / f"global_step{_AT_STEP // SAVE_EVERY * SAVE_EVERY}"
+        stage.until((newest / MANIFEST).exists, "checkpoint")
+        damage(max((path for path in newest.iterdir() if path.name != MANIFEST), key=lambda path: path.stat().st_size))
+        kill_rank(stage)
+
+    return do
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def hang(stage: Stage) -> None:
+    """Rank 1 takes no further step, and answers nobody."""
+    os.kill(stage.rank(1), signal.SIGSTOP)
+
+
+def desync(stage: Stage) -> None:
+    """Rank 1 enters one collective more than the others, in one start."""
+    assert stage.hosts["node-1"].run(["touch", "/tmp/here"]).returncode == 0
+    (stage.shared / "look").symlink_to("/tmp/here")
+    stage.until_said("start 2 of at most 6")
+    (stage.shared / "look").unlink()
+
+
 def fill_until_it_fails(stage: Stage) -> None:
     """Until the run has ended for it, and was started again."""
     fill(stage)
@@ -137,6 +181,48 @@ def fill_until_it_fails(stage: Stage) -> None:
 
 def kill_rank(stage: Stage) -> None:
     os.kill(stage.rank(1), signal.SIGKILL)
+
+
+def kill_rank_0(stage: Stage) -> None:
+    os.kill(stage.rank(0), signal.SIGKILL)
+
+
+def stuck_rank(stage: Stage) -> None:
+    """Rank 1 looks at a file system that does not answer, and the other is killed."""
+    (stage.shared / "look").symlink_to(DEAD)
+    pid = stage.rank(1)
+    stage.until(lambda: is_waiting(pid), "rank that cannot be killed")
+    (stage.shared / "look").unlink()
+    kill_rank_0(stage)
+    stage.until_said("[rank-not-killed]")
+
+
+def stop_at_a_rank(stage: Stage) -> None:
+    """Nobody else is asked, and the other one is killed before both have stopped."""
+    os.kill(stage.rank(1), signal.SIGTERM)
+    time.sleep(1)
+    kill_rank_0(stage)
+
+
+def going_on_over_ssh(
+    do: Callable[[Stage], None], *, step: int = _AT_STEP, step_seconds: float = 0.1
+) -> Callable[[Stage], None]:
+    """In the middle of training that `launch -H` starts again."""
+
+    def act(stage: Stage) -> None:
+        stage.over_ssh(words=SUPERVISED, DSF_STEP_SECONDS=str(step_seconds), DSF_STEP_LOOKS=_LOOKS)
+        stage.until_step(step)
+        stage.fault()
+        do(stage)
+
+    return act
+
+
+def host_comes_back(stage: Stage) -> None:
+    """The host of the rank that cannot be killed is waited for, and the file system is there again."""
+    stuck_rank(stage)
+    stage.until_said("waiting for node-1")
+    revive(stage.dead)
 
 
 def power_off(name: str) -> Callable[[Stage], None]:
@@ -313,6 +399,11 @@ def store_is_read_only(stage: Stage) -> None:
     stage.fault()
 
 
+def stays_apart(stage: Stage) -> None:
+    stage.nodes()
+    stage.fault()
+
+
 def empty(stage: Stage) -> None:
     (stage.shared / "fill").unlink()
 
@@ -347,7 +438,7 @@ CASES = (
         "SIGKILL of rank 0",
         split(KILLED, EXIT_PEER_LOST),
         _NODE_0 + r" rank 0: killed by SIGKILL",
-        training(lambda stage: os.kill(stage.rank(0), signal.SIGKILL)),
+        training(kill_rank_0),
     ),
     Case(
         "launcher-killed",
@@ -386,6 +477,14 @@ CASES = (
         both(EXIT_PEER_LOST),
         _NODE_1 + ": lost: silent",
         training(cut),
+    ),
+    Case(
+        "link-cut-for-a-moment",
+        "the same for 8 s, and no node is given up",
+        both(0),
+        "finished: 2 nodes",
+        cut_for_a_moment,
+        stops=False,
     ),
     Case(
         "link-slow",
@@ -525,6 +624,15 @@ CASES = (
         limit=60.0,
     ),
     Case(
+        "store-not-shared",
+        "a node has a folder of its own where the others have the shared one",
+        both(EXIT_CONFIG),
+        r"node-1.*\[run-folder-not-shared\]",
+        stays_apart,
+        stage={"is_apart": True},
+        limit=60.0,
+    ),
+    Case(
         "stop-in-step",
         "SIGTERM to one agent during a step",
         both(EXIT_STOPPED),
@@ -650,6 +758,71 @@ CASES = (
         r"start 2 of at most 6, from step \d+",
         going_on(power_off("node-1"), words=["--spares", "1"]),
         stage={"num_nodes": 3},
+        stops=False,
+    ),
+    Case(
+        "again-rank-stuck",
+        "a rank sleeps in the kernel for a dead mount when another is killed, with `max_restarts` and a spare",
+        {"node-0": {0}, "node-1": {EXIT_PEER_LOST}, "node-2": {0}},
+        r"node 1 \(node-1\) rank 1 \(process \d+, state D in \w+\): not ended 60 s after SIGKILL",
+        going_on(stuck_rank, lambda stage: revive(stage.dead), words=["--spares", "1"]),
+        stage={"num_nodes": 3, "has_dead_disk": True},
+        stops=False,
+    ),
+    Case(
+        "ssh-again-rank-stuck",
+        "ssh: the same without a spare, and the mount comes back",
+        {"login": {0}},
+        r"node 1 \(node-1\) rank 1 \(process \d+, state D in \w+\): not ended 60 s after SIGKILL",
+        going_on_over_ssh(host_comes_back),
+        stage={"has_dead_disk": True},
+        stops=False,
+    ),
+    Case(
+        "ssh-again-stop-at-rank",
+        "ssh: SIGTERM to a rank alone, with `max_restarts`, and SIGKILL of the other before both have stopped",
+        {"login": {KILLED}},
+        r"rank 0: killed by SIGKILL .* a stop was asked for \(SIGTERM to rank 1 at node 1 \(node-1\)\) \[stop-asked\]",
+        going_on_over_ssh(stop_at_a_rank, step=1, step_seconds=3.0),
+    ),
+    Case(
+        "again-checkpoint-flipped",
+        "a bit of the newest checkpoint flips, and a rank is killed, with `max_restarts`",
+        both(0),
+        r"global_step10/.*\[checkpoint-damaged\]",
+        going_on(damaged(flip_a_bit)),
+        stops=False,
+    ),
+    Case(
+        "again-checkpoint-truncated",
+        "the same with half of its largest file",
+        both(0),
+        r"global_step10/.*\[checkpoint-damaged\]",
+        going_on(damaged(lambda path: os.truncate(path, path.stat().st_size // 2))),
+        stops=False,
+    ),
+    Case(
+        "again-checkpoint-missing",
+        "the same without that file",
+        both(0),
+        r"global_step10/.*\[checkpoint-damaged\]",
+        going_on(damaged(Path.unlink)),
+        stops=False,
+    ),
+    Case(
+        "again-rank-hangs",
+        "SIGSTOP of a rank, with `max_restarts` and `supervision.hang_seconds=8`",
+        both(0),
+        r"no step for .*: rank 1 .*",
+        going_on(hang, words=_HANGS),
+        stops=False,
+    ),
+    Case(
+        "again-ranks-desync",
+        "a rank enters a collective alone, with the same",
+        both(0),
+        r"no step for .* after step .*",
+        going_on(desync, words=_HANGS),
         stops=False,
     ),
     Case(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -14,16 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from tests.campaign.traces import differences
+from tests.dead_disk import dead_disk
 from tests.hosts.host import Command, Host, Mount
 from tests.hosts.network import Network
 from tests.launched import ROOT
 
 TOTAL_STEPS, SAVE_EVERY = 30, 5
 RUN = "run"
-SHARED = "/shared"
+SHARED, DEAD = "/shared", "/dead"
 START_SECONDS, END_SECONDS = 180.0, 90.0
 CONFIG: dict[str, Any] = {
     "run": {"name": RUN, "output_dir": SHARED},
@@ -60,11 +63,19 @@ class Stage:
     """A network, a folder that all hosts share, and a run."""
 
     def __init__(
-        self, folder: Path, *, num_nodes: int = 2, shared_bytes: int | None = None, read_only: bool = False
+        self,
+        folder: Path,
+        *,
+        num_nodes: int = 2,
+        shared_bytes: int | None = None,
+        read_only: bool = False,
+        has_dead_disk: bool = False,
+        is_apart: bool = False,
     ) -> None:
         self.folder, self.num_nodes = folder, num_nodes
         self.shared = folder / "shared"
-        self._shared_bytes, self._read_only = shared_bytes, read_only
+        self._shared_bytes, self._read_only, self._has_dead_disk = shared_bytes, read_only, has_dead_disk
+        self._is_apart = is_apart  # node 1 has a folder of its own where the others have the shared one
         self._stack = ExitStack()
         self.commands: dict[str, Command] = {}
         self.hosts: dict[str, Host] = {}
@@ -77,6 +88,8 @@ class Stage:
             options = ["-t", "tmpfs", "-o", f"size={self._shared_bytes}"]
             subprocess.run(["mount", *options, "none", str(self.shared)], check=True)
             self._stack.callback(lambda: subprocess.run(["umount", "-l", str(self.shared)], check=True))
+        if self._has_dead_disk:
+            self._stack.enter_context(dead_disk(self.dead))
         (self.shared / "run.yaml").write_text(yaml.safe_dump(CONFIG))
         lines = [f"node-{node} slots=1\n" for node in range(self.num_nodes)]
         (self.shared / "hostfile").write_text("".join(lines))
@@ -89,14 +102,25 @@ class Stage:
         self._stack.close()
 
     @property
+    def dead(self) -> Path:
+        """A file system that does not answer, where the stage has one: on node 1 it is at DEAD."""
+        return self.folder / "dead"
+
+    @property
     def run(self) -> Path:
         """The run folder."""
         return self.shared / RUN
 
     def add_host(self, name: str, *, read_only: bool = False) -> Host:
         """A host with the shared folder; one of the same name that was killed is replaced."""
-        mount = Mount(bind=self.shared, read_only=read_only)
-        self.hosts[name] = self.network.host(name, mounts={SHARED: mount})
+        shared = self.shared
+        if self._is_apart and name == "node-1":
+            shared = Path(shutil.copytree(self.shared, self.folder / "apart"))
+            self._is_apart = False  # its next host is as it should be
+        mounts = {SHARED: Mount(bind=shared, read_only=read_only)}
+        if self._has_dead_disk and name == "node-1":
+            mounts[DEAD] = Mount(bind=self.dead)
+        self.hosts[name] = self.network.host(name, mounts=mounts)
         return self.hosts[name]
 
     def node(self, node: int, *, rank: int | None = None, words: Sequence[str] = (), **environment: str) -> Command:
@@ -216,7 +240,7 @@ class Stage:
             if all(word in " ".join(command) for word in words)
         ]
         assert found, f"{host}: no process {words} among {self.hosts[host].processes()}"
-        return min(found)
+        return min(found, key=started_at)  # a fork of it has its words, and where numbers begin again a lower number
 
     def rank(self, node: int) -> int:
         """Process id of the rank of a node."""
@@ -271,6 +295,13 @@ class Stage:
         if set(seen.codes.values()) != {0}:
             return [f"the resumed run ended with {seen.codes}: {seen.stated[-1500:]}"]
         return differences(unbroken, self.run, num_steps=TOTAL_STEPS)
+
+
+def started_at(pid: int) -> float:
+    """When a process was started; one that has ended meanwhile: never."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).create_time()
+    return math.inf
 
 
 def last_logged(run: Path) -> int:

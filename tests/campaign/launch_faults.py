@@ -48,10 +48,12 @@ Written by `python -m tests.campaign.launch_faults --out docs/launch-faults.md`,
 within 20 s of the fault (60 s where it is there from the start), and a start afterwards with `checkpoint.resume=auto` ends with
 the checkpoint of the undisturbed run, bit for bit. Cases named `again-` have `supervision.max_restarts` and must end by themselves as the
 undisturbed run does; where an agent was lost, another one is started a second later, as a platform does. Where a node waits for others, seconds include
-the waiting; where the run must go on, they are those of the rest of the run. Measured on {machine}; {minutes} minutes.
+the waiting; where the run must go on, they are those of the rest of the run. Measured on {machine}; {minutes} minutes. The
+rows come from runs on several commits: a case is run again when what it shows is changed.
 
 | case | fault | expected exit codes | seen | seconds | what it says | left running | resumed bit-equal |
 |---|---|---|---|---|---|---|---|"""  # noqa: E501
+_SECTION = "\n## "
 
 
 def run_case(case: Case, folder: Path, *, unbroken: Path | None) -> Row:
@@ -124,6 +126,12 @@ def table(rows: Sequence[Row], *, seconds: float) -> str:
     return "\n".join(lines) + "\n"
 
 
+def by_hand(page: Path) -> str:
+    """What stands behind the table of a page: from its first section on."""
+    _, begins, text = page.read_text(encoding="utf-8").partition(_SECTION) if page.exists() else ("", "", "")
+    return begins + text
+
+
 def _cell(text: str) -> str:
     short = text if len(text) <= 180 else text[:177] + "..."
     return "`" + short.replace("|", "/").replace("`", "'") + "`" if text else "-"
@@ -166,9 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     order = list(BY_NAME)
     rows.sort(key=lambda row: order.index(row.name))
     if options.out:
-        options.out.write_text(
-            table(rows, seconds=known.get("seconds", 0.0) + time.monotonic() - began), encoding="utf-8"
-        )
+        text = table(rows, seconds=known.get("seconds", 0.0) + time.monotonic() - began)
+        options.out.write_text(text + by_hand(options.out), encoding="utf-8")
     return 1 if any(row.wrong for row in rows) else 0
 
 

@@ -2,8 +2,8 @@
 waits.
 
 wait | ignore (requests to stop) | deaf (as before it listens) | exit=CODE | explain (itself, and end with 70) | kill
-(itself). It writes its process id and environment to FOLDER/<RANK>.json once it is ready, and the name of each signal
-to FOLDER/<RANK>.signals.
+(itself) | look=PATH. It writes its process id and environment to FOLDER/<RANK>.json once it is ready, and the name of
+each signal to FOLDER/<RANK>.signals.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ def main() -> None:
         time.sleep(0.02)
     if action.startswith("exit="):
         sys.exit(int(action.partition("=")[2]))
+    if action.startswith("look="):
+        Path(action.partition("=")[2]).exists()
     if action == "explain":
         report_end("net.py:7: a line\n of two [training-failed]")
         sys.exit(70)

@@ -17,15 +17,20 @@ from pathlib import Path
 import psutil
 import pytest
 
+from framework.config.load import config_from_values
 from framework.errors import EXIT_STOPPED, EXIT_TRAINING, RunStopped
 from framework.launch import agent, local, node
+from framework.launch import ranks as ranks_module
 from framework.launch.agent import run_attempt
 from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.topology import Topology
+from framework.launch.node import NodeOptions, run_node
 from framework.launch.ranks import Ranks
 from framework.launch.rendezvous.peers import Peers
 from framework.launch.stop_requests import StopRequests
-from tests.launch.rendezvous.members import ROOT, Members, ended, gone, heed_signals, kill_what_is_left
+from framework.launch.supervision import Restarts
+from tests.dead_disk import dead_disk, why_no_dead_disk
+from tests.launch.rendezvous.members import ROOT, Members, ended, gone, heed_signals, kill_what_is_left, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timing]
 
@@ -263,3 +268,28 @@ def test_what_the_leftovers_start_ends_as_well(tmp_path: Path) -> None:
             assert gone([pid], folder=tmp_path, timeout=1)
         finally:
             kill_what_is_left(pid, folder=tmp_path)
+
+
+@pytest.mark.skipif(bool(why_no_dead_disk()), reason=why_no_dead_disk() or "a dead file system can be made")
+def test_a_rank_that_cannot_be_killed_is_named_and_nothing_starts_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in (agent, ranks_module):
+        monkeypatch.setattr(module, "KILL_SECONDS", 1.0)
+    config = config_from_values({"run": {"output_dir": str(tmp_path)}, "supervision": {"max_restarts": 5}})
+    with dead_disk(tmp_path / "dead") as dead:
+        end = run_node(
+            Topology(1, 2, 0, "127.0.0.1", 29500),
+            [str(ROOT / "tests/launch/rank.py"), str(tmp_path), "0:exit=70", f"1:look={dead}"],
+            devices=LocalDevices("cpu", 0),
+            environment={**os.environ, "PYTHONPATH": str(ROOT)},
+            requests=StopRequests(),
+            terms=NodeOptions(restarts=Restarts(config)),
+        )
+        pid = json.loads((tmp_path / "1.json").read_text())["pid"]
+        assert running(pid, folder=tmp_path)
+    assert gone([pid], folder=tmp_path), "it ends as soon as the disk is back, or gone"
+    assert end.code == EXIT_TRAINING
+    assert " rank 0: ended with 70 (training failed)" in end.line
+    assert f" rank 1 (process {pid}, state D in request_wait_answer): not ended 1 s after SIGKILL" in end.line
+    assert capsys.readouterr().err == f"launch: {end.line}\n"

@@ -128,6 +128,27 @@ def test_a_request_is_passed_on(path: str) -> None:
     assert sorted(out.splitlines()) == ["a: told stop", "b: told stop"]
 
 
+STUCK = """
+import sys, time
+sys.stdin.readline()
+end = "launch: rank 0 failed; node 1 (b) rank 1 (process 4194305, state D in x): not ended 60 s after SIGKILL: {}"
+print(end.format("it waits; bring it back [rank-not-killed]"), flush=True)
+sys.stdin.read()  # as sshd does while the rank has the agent's output
+sys.exit(70)
+"""
+NAMES_STUCK = PROGRAM.replace("sys.exit(A", "agents = A").replace(".run(requests).code)", "")
+NAMES_STUCK += "    agents.run(requests)\nprint(agents.stuck)"
+
+
+def test_a_rank_that_cannot_be_killed_does_not_hold_the_launcher(path: str) -> None:
+    begun = time.monotonic()
+    process = start(path, "a", SAYS.format(76), "b", STUCK, program=NAMES_STUCK)
+    out, err = process.communicate(timeout=60)
+    assert out.splitlines()[-1] == "{'b': '4194305'}"
+    assert "the job ends with 76" in err
+    assert time.monotonic() - begun < 25, "without the time that agents get"
+
+
 @pytest.mark.slow
 def test_what_holds_an_output_open_does_not_hold_the_launcher(path: str) -> None:
     begun = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -198,6 +199,16 @@ def test_a_killed_rank_and_the_unbroken_run(tmp_path: Path) -> None:
     assert found.parts.keys() >= {"training", "saving", "start-up", "between restarts", "steps taken again"}
     assert f"goodput              {found.share:.1%} of " in killed
     assert "rank 1: killed by SIGKILL" in event["cause"]
+
+
+@pytest.mark.slow
+@pytest.mark.timing
+def test_a_stop_that_a_rank_alone_heard_is_one_for_all(tmp_path: Path) -> None:
+    code, stated = launched(tmp_path, "asked", {"step": 8, "asks": True})
+    assert code == 137, stated
+    assert "[restart]" not in stated
+    assert "rank 1: killed by SIGKILL" in (last := stated.splitlines()[-1])
+    assert re.search(r"; a stop was asked for \(SIGTERM to rank 0 at node 0 \(.*\)\) \[stop-asked\]$", last)
 
 
 @pytest.mark.slow

@@ -150,7 +150,7 @@ class Member:
                     return Verdict(message["type"] == "again", _code(message) if message["type"] == "done" else EXIT_OK)
         except ConnectionLost as lost:
             self.hang_up()
-            if is_final(end.code) or peers.stop or session.requests.asked:
+            if is_final(end.code) or peers.any_stop or session.requests.asked:
                 return Verdict(is_again=False)
             print_line(f"node 0 is lost ({lost}); calling it again [rejoining]")
             await asyncio.to_thread(session.restarts.count_lost)

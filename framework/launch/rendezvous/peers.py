@@ -48,6 +48,7 @@ class Peers:
         failures: in the order in which node 0 heard of them, as many as are passed on.
         own_failure: the first of this node.
         stop: who asked for a stop, and how; empty before.
+        asked: the same of a stop that only a rank was asked for, and which the ranks agree on by themselves.
         killed: no time for a checkpoint any more.
         ended: exit code of every node whose ranks have ended.
         is_cut_off: nobody is left to hear from.
@@ -59,7 +60,7 @@ class Peers:
         self._changed = asyncio.Event()
         self.failures: list[Failure] = []
         self.own_failure: Failure | None = None
-        self.stop = ""
+        self.stop = self.asked = ""
         self.killed = self.is_cut_off = False
         self.ended: dict[int, int] = {}
 
@@ -83,6 +84,11 @@ class Peers:
         """This node, as people know it."""
         return self.name(self._node)
 
+    @property
+    def any_stop(self) -> str:
+        """Who asked for a stop, wherever that was."""
+        return self.stop or self.asked
+
     def send_failure(self, what: str, *, code: int) -> None:
         """Report that this node has failed; the others end."""
         failure = Failure(self._node, what, code, time.strftime("%H:%M:%S"))
@@ -90,8 +96,8 @@ class Peers:
         self.send("failure", what=what, code=code, at=failure.at)
 
     def send(self, kind: str, **content: Any) -> None:
-        """Report to all nodes: ``stop`` with `why`; ``kill``: there is no time for a checkpoint; ``ended`` with `code`:
-        no rank runs here any more.
+        """Report to all nodes: ``stop`` with `why`; ``asked``: a rank was, alone; ``kill``: there is no time for a
+        checkpoint; ``ended`` with `code`: no rank runs here any more.
         """
         self._apply(self._node, kind, content)
 
@@ -112,6 +118,8 @@ class Peers:
         why, is_news = why[:_LONGEST_TEXT], False
         if kind == "stop" and not self.stop:
             self.stop, is_news = f"{why} at {self.name(node)}", True
+        elif kind == "asked" and not self.asked:
+            self.asked, is_news = f"{why} at {self.name(node)}", True
         elif kind == "kill" and not self.killed:
             self.killed = is_news = True
         elif kind == "failure":
@@ -174,7 +182,8 @@ class LeadPeers(Peers):
 
     def _pass_on(self) -> None:
         failures, self._num_passed_on = self.failures[self._num_passed_on :], len(self.failures)
-        content: dict[str, Any] = {"stop": self.stop, "kill": self.killed, "failures": [*map(asdict, failures)]}
+        content: dict[str, Any] = {"stop": self.stop, "asked": self.asked, "kill": self.killed}
+        content |= {"failures": [*map(asdict, failures)]}
         is_more = True
         while is_more:
             nodes, self._ends = self._ends[:_MOST_ENDED], self._ends[_MOST_ENDED:]
@@ -217,6 +226,8 @@ class MemberPeers(Peers):
             raise foreign()
         if message.get("stop"):
             self.stop = self.stop or str(message["stop"])[:_LONGEST_TEXT]
+        if message.get("asked"):
+            self.asked = self.asked or str(message["asked"])[:_LONGEST_TEXT]
         self.killed = self.killed or bool(message.get("kill"))
         self.failures += [self._failure(each) for each in failures[:MOST_FAILURES]]
         nodes = {str(node): node for node in self._hosts}

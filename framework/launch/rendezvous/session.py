@@ -172,7 +172,7 @@ class Session:
         """Decide about another start."""
         if self.restarts is None:
             return None
-        is_asked = bool(peers.stop or self.requests.asked)
+        is_asked = bool(peers.any_stop or self.requests.asked)
         return await asyncio.to_thread(self.restarts.after, end, is_asked=is_asked)
 
     def verdict(self, again: Again | None) -> Verdict:

@@ -117,6 +117,19 @@ def test_ends_reach_all_and_ranks_that_are_left_are_named() -> None:
     run(case())
 
 
+def test_that_a_rank_was_asked_is_known_to_all_and_asks_nobody_else() -> None:
+    async def case() -> None:
+        net = Net(HOSTS)
+        lead = await net.open()
+        net.members[1].send("asked", why="SIGTERM to rank 3")
+        await until(lambda: net.members[1].asked and net.members[2].asked)
+        everybody = (lead, *net.members.values())
+        assert {peers.any_stop for peers in everybody} == {"SIGTERM to rank 3 at node 1 (b)"}
+        assert {peers.stop for peers in everybody} == {""}
+
+    run(case())
+
+
 def test_a_lost_node_is_a_failure_and_its_last_word_comes_first() -> None:
     async def case() -> None:
         net = Net(HOSTS)
