@@ -28,6 +28,9 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
+# In what tests start through commands as well.
+os.environ[launched.NO_COMPILE] = "1"
+
 # Set for good by importing deepspeed and torch.
 _SET_BY_IMPORTS = {
     "KMP_DUPLICATE_LIB_OK",

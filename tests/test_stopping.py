@@ -38,7 +38,7 @@ def write_config(folder: Path, *, num_workers: int = 0) -> Path:
         "run": {"name": "stops", "output_dir": str(folder)},
         "model": {"kind": "mlp", "hidden_sizes": [64, 64], "dropout": 0.3},
         "data": {
-            "target": "tests.jobs.parts:slow_digits",
+            "target": "tests.jobs.parts:slow_images",
             "args": {"seconds": 0.001, "eval_seconds": 0.002},
             "num_workers": num_workers,
         },

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timing]
 CONFIG = """
 run: {name: start}
 model: {kind: lenet}
-data: {kind: digits}
+data: {kind: synthetic_images, image_size: 28, channels: 1, num_classes: 10, num_samples: 1437, num_eval_samples: 360}
 batch: {global_size: 60}
 zero: {stage: 1}
 training: {max_steps: 8, log_every: 2}

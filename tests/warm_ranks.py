@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import framework
-from tests.launched import ROOT, job_environment
+from tests.launched import NO_COMPILE, ROOT, job_environment
 from tests.ports import free_ports
 
 _READY_SECONDS = 300.0  # imports, on a machine that has other things to do
@@ -66,7 +66,7 @@ class WarmRanks:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.warm_ranks"],
             cwd=ROOT,
-            env=job_environment(),
+            env=job_environment(**{NO_COMPILE: "0"}),  # what it has imported all ranks have
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -57,11 +57,11 @@ def test_a_measured_machine_ranks_what_trials_measure(
     assert 0 < rates["all_reduce_latency_seconds"] < 1
     assert rates["step_overhead_by_stage"]["0"]["seconds"] < rates["step_overhead_by_stage"]["3"]["seconds"]
     plain, _, _, spread = plans(range(4), [4])
-    half = config_from_values(plain.config.to_dict() | {"precision": {"dtype": "fp16"}})
+    odd = config_from_values(plain.config.to_dict() | {"batch": {"global_size": 7}})
     assert estimate(spread, machine) > estimate(plain, machine)
     tried = (spread, plain) if exhaustive else (plain,)
     trials = [Trial(name_of(plan), plan, estimate(plan, machine)) for plan in tried]
-    trials.append(Trial("refused", replace(plain, config=half)))
+    trials.append(Trial("refused", replace(plain, config=odd)))
     notes: list[str] = []
     measure_trials(trials, note=notes.append, rounds=1)
     assert len(notes) == len(trials)

@@ -31,7 +31,7 @@ START_SECONDS, END_SECONDS = 180.0, 90.0
 CONFIG: dict[str, Any] = {
     "run": {"name": RUN, "output_dir": SHARED},
     "model": {"target": "tests.campaign.slow_net:SlowNet"},
-    "data": {"kind": "digits", "image_size": 8},
+    "data": {"kind": "synthetic_images", "image_size": 8, "channels": 1, "num_classes": 10, "num_samples": 1437},
     "batch": {"global_size": 120},
     "zero": {"stage": 1},
     "scheduler": {"kind": "warmup_cosine", "warmup_steps": 5},

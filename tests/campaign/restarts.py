@@ -38,8 +38,10 @@ from tests.campaign.traces import differences
 from tests.launched import job_environment
 from tests.places import ROOT
 from tests.ports import free_ports
+from tests.warm_ranks import WarmRanks
 
 STEPS_PER_KILL, GLOBAL_SIZE = 30, 120
+WHOLE_SECONDS = 600.0
 BACK_SECONDS = 0.5  # until who watches over an agent starts it again
 
 
@@ -48,7 +50,7 @@ def write_config(folder: Path, name: str, *, steps: int) -> Path:
         "run": {"name": name, "output_dir": str(folder)},
         "model": {"kind": "mlp", "hidden_sizes": [64, 64], "dropout": 0.3},
         "data": {
-            "target": "tests.jobs.parts:slow_digits",
+            "target": "tests.jobs.parts:slow_images",
             "args": {"seconds": 0.001, "eval_seconds": 0.0},
             "num_workers": 1,
         },
@@ -158,19 +160,20 @@ def until(job: Job, holds: Callable[[], bool]) -> bool:
     return False
 
 
-def campaign(folder: Path, kills: int, *, seed: int, nodes: int = 0, kinds: Sequence[str] = ()) -> dict[str, Any]:
-    """Run it; returns what was counted and measured. `kinds`: in this order, instead of at random."""
+def campaign(
+    folder: Path, kills: int, *, seed: int, nodes: int = 0, kinds: Sequence[str] = (), others_from: WarmRanks
+) -> dict[str, Any]:
+    """Run it; returns what was counted and measured. `kinds`: in this order, instead of at random. `others_from`
+    starts the run that nobody touches.
+    """
     draw, run, steps = random.Random(seed), folder / "killed", STEPS_PER_KILL * (kills + 1)
-
-    def start(name: str) -> Job:
-        config = write_config(folder, name, steps=steps)
-        return NodesJob(config, nodes) if nodes else Job(config)
 
     def is_over(pids: set[int], kind: str, saved: int) -> bool:
         """Another start has begun; a rank without its writer makes another one, and goes on."""
         return not pids & {each.pid for each in job.ranks()} or (kind == "child" and newest(run) > saved)
 
-    job = start("killed")
+    config = write_config(folder, "killed", steps=steps)
+    job = NodesJob(config, nodes) if nodes else Job(config)
     recoveries, was_early, done = [], False, Counter[str]()
     while done.total() < kills and job.codes() is None:
         starts, saved = len(begun(run)), newest(run)
@@ -198,9 +201,9 @@ def campaign(folder: Path, kills: int, *, seed: int, nodes: int = 0, kinds: Sequ
         if not is_early and until(job, lambda starts=starts: len(begun(run)) > starts):
             recoveries.append(begun(run)[-1] - killed_at)
     until(job, lambda: False)
-    whole = start("whole")
-    until(whole, lambda: False)
-    assert set(whole.codes() or [1]) == {0}
+    config = write_config(folder, "whole", steps=steps)
+    whole = others_from.start(["--config", str(config)], num_ranks=job.num_ranks, folder=folder / "said")
+    assert set(whole.wait(WHOLE_SECONDS)) == {0}, whole.stated()
     found = differences(folder / "whole", run, num_steps=steps)
     # A start from the beginning ends with the same bits, and moves what there was aside.
     found += [f"{path}: set aside by a start from the beginning" for path in folder.glob("killed?*/") if path.is_dir()]
@@ -226,8 +229,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--nodes", type=int, default=0, help="agents of `launch node`; 0: one `launch`")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        found = campaign(Path(folder), given.kills, seed=given.seed, nodes=given.nodes)
+    with tempfile.TemporaryDirectory() as folder, WarmRanks() as warm:
+        found = campaign(Path(folder), given.kills, seed=given.seed, nodes=given.nodes, others_from=warm)
         for log in Path(folder).glob("*.log"):
             Path(tempfile.gettempdir(), f"restarts-{log.name}").write_text(log.read_text())
     print(json.dumps(found))

@@ -1,4 +1,4 @@
-"""Fourteen kills of real runs: a slice of `python -m tests.campaign.kills`, which kills as often as it is told to."""
+"""Eight kills of real runs: a slice of `python -m tests.campaign.kills`, which kills as often as it is told to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.warm_ranks import WarmRanks
 
 pytestmark = pytest.mark.slow
 
-SLICE = {"zero2": 2, "stream": 2, "pipe2": 3, "zero2-async": 3, "tensor2": 2, "sequence2": 2}
+SLICE = {"zero2": 1, "stream": 1, "pipe2": 2, "zero2-async": 2, "tensor2": 1, "sequence2": 1}
 
 
 def test_killed_runs_end_as_the_unbroken_one(warm: WarmRanks, tmp_path: Path) -> None:
@@ -23,6 +23,6 @@ def test_killed_runs_end_as_the_unbroken_one(warm: WarmRanks, tmp_path: Path) ->
     assert counts["wrong"] == []
     assert counts["by_case"] == SLICE
     assert set(counts["runs_ended_and_compared"]) == set(SLICE)
-    # A third is promised of the long campaign; fourteen may have less luck, but a campaign that never hits a save
+    # A third is promised of the long campaign; eight may have less luck, but a campaign that never hits a save
     # proves nothing.
     assert counts["kills_inside_a_save"] >= 2, counts

@@ -186,7 +186,8 @@ def test_variants_are_trained_for_real(tmp_path: Path, monkeypatch: pytest.Monke
     variants = ["--variant", "one", "run.world_size=1", "--variant", "pipelined", "run.world_size=2"]
     variants += ["parallel.pipe=2", "batch.micro_size=30"]
     words = ["--steps", "3", "--warmup", "2", "--repeats", "2", "--starts", "1", "--out", str(tmp_path / "out")]
-    assert main(["bench", QUICKSTART, *variants, *words]) == 0
+    images = "{kind: synthetic_images, image_size: 28, channels: 1, num_classes: 10}"
+    assert main(["bench", QUICKSTART, f"data={images}", *variants, *words]) == 0
     found = json.loads((tmp_path / "out/bench.json").read_text())
     for each in found["variants"]:
         ((first, second),) = each["rounds"]

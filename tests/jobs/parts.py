@@ -12,10 +12,17 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from framework.data.digits import build
+from framework.data.splits import Splits
 from framework.tasks.causal_lm import CausalLM
 from framework.tasks.classification import Classification
 from framework.tasks.task import Ratio
+
+
+def build(image_size: int) -> Splits:
+    """Digits. What reads them imports scikit-learn, a second of every process that needs another part."""
+    from framework.data import digits
+
+    return digits.build(image_size)
 
 
 class NoisyDigits(Dataset[tuple[torch.Tensor, int]]):
@@ -38,20 +45,24 @@ def noisy_digits(strength: float = 0.5) -> tuple[NoisyDigits, NoisyDigits]:
     return NoisyDigits(strength, train=True), NoisyDigits(strength, train=False)
 
 
-class SlowDigits(NoisyDigits):
-    """Each sample takes its time to read."""
+class SlowImages(Dataset[tuple[torch.Tensor, int]]):
+    """As many as there are digits, in ten classes, with random noise; each takes its time to read."""
 
-    def __init__(self, seconds: float, *, train: bool) -> None:
-        super().__init__(0.5, train=train)
-        self._seconds = seconds
+    def __init__(self, seconds: float, *, count: int) -> None:
+        self._seconds, self._count = seconds, count
+        self._images = torch.randn(10, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return self._count
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         time.sleep(self._seconds)
-        return super().__getitem__(index)
+        image = self._images[index % 10]
+        return image + 0.5 * torch.randn_like(image), index % 10
 
 
-def slow_digits(seconds: float, eval_seconds: float = 0.0) -> tuple[NoisyDigits, NoisyDigits]:
-    return SlowDigits(seconds, train=True), SlowDigits(eval_seconds, train=False)
+def slow_images(seconds: float, eval_seconds: float = 0.0) -> tuple[SlowImages, SlowImages]:
+    return SlowImages(seconds, count=1437), SlowImages(eval_seconds, count=360)
 
 
 def digits_that_differ_between_ranks() -> Dataset[tuple[torch.Tensor, int]]:

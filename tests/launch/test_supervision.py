@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from framework.report.goodput import goodput
 from framework.report.records import read_run
 from tests.launched import TIMEOUT_SECONDS, job_environment, series
 from tests.places import ROOT
+from tests.warm_ranks import WarmRanks
 
 LOST, ERROR = JobEnd(137, "rank 1: killed by SIGKILL at 12:00:01; 1 node stopped in 0.1 s"), "rank 0: ended with 70: "
 
@@ -153,13 +153,11 @@ def test_where_nobody_starts_again_it_is_said(tmp_path: Path, capsys: pytest.Cap
     assert "supervision.max_restarts = 3: nobody starts the run again here" in said
 
 
-def launched(
-    folder: Path, name: str, dies: dict[str, Any] | None, *, words: Sequence[str] = (), **sections: Any
-) -> tuple[int, str]:
-    """A run of two ranks through `launch`."""
+def write_config(folder: Path, name: str, dies: dict[str, Any] | None, **sections: Any) -> Path:
     config: dict[str, Any] = {
         "run": {"name": name, "output_dir": str(folder)},
         "model": {"kind": "mlp", "hidden_sizes": [32], "dropout": 0.3},
+        "data": {"target": "tests.jobs.parts:slow_images", "args": {"seconds": 0.0}},
         "zero": {"stage": 2},
         "training": {"max_steps": 16, "log_every": 1},
         "checkpoint": {"every_steps": 5},
@@ -168,8 +166,14 @@ def launched(
         "monitors": {"tensorboard": False, "progress": "off"},
         **sections,
     }
-    (folder / f"{name}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    program = [sys.executable, "-m", "framework", "launch", str(folder / f"{name}.yaml"), "--num_gpus", "2", *words]
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path
+
+
+def launched(config: Path, *words: str) -> tuple[int, str]:
+    """A run of two ranks through `launch`."""
+    program = [sys.executable, "-m", "framework", "launch", str(config), "--num_gpus", "2", *words]
     environment = job_environment() | {"DS_ACCELERATOR": "cpu"}
     ended = subprocess.run(
         program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
@@ -179,13 +183,14 @@ def launched(
 
 @pytest.mark.slow
 @pytest.mark.timing
-def test_a_killed_rank_and_the_unbroken_run(tmp_path: Path) -> None:
+def test_a_killed_rank_and_the_unbroken_run(warm: WarmRanks, tmp_path: Path) -> None:
     dies = {"step": 8, "once": str(tmp_path / "once")}
-    code, stated = launched(tmp_path, "killed", dies, words=["checkpoint.resume=never"])
+    code, stated = launched(write_config(tmp_path, "killed", dies), "checkpoint.resume=never")
     assert code == 0, stated
     assert "start 2 of at most 5, from step 5" in (killed := stated)
-    code, stated = launched(tmp_path, "whole", None, supervision={})
-    assert code == 0, stated
+    config = write_config(tmp_path, "whole", None, supervision={})
+    whole = warm.start(["--config", str(config)], num_ranks=2, folder=tmp_path / "said")
+    assert whole.wait(TIMEOUT_SECONDS) == [0, 0], whole.stated()
     assert series(tmp_path / "killed", "train/loss") == series(tmp_path / "whole", "train/loss")
     events = [json.loads(line) for line in (tmp_path / "killed/events.jsonl").read_text().splitlines()]
     (event,) = [event for event in events if event["kind"] == "restart"]
@@ -215,7 +220,7 @@ def test_a_stop_that_a_rank_alone_heard_is_one_for_all(tmp_path: Path) -> None:
 @pytest.mark.timing
 @pytest.mark.exhaustive  # what is decided is tried above
 def test_an_error_that_comes_again_is_not_tried_for_ever(tmp_path: Path) -> None:
-    code, stated = launched(tmp_path, "again", {"step": 8, "error": "no such sample"})
+    code, stated = launched(write_config(tmp_path, "again", {"step": 8, "error": "no such sample"}))
     assert code == 77, stated
     assert stated.count("[restart]") == 2, "from step 5, and once more"
     assert "the same error at the same step again" in stated

@@ -36,7 +36,7 @@ from tests.dslint.rules.cases import (
     zero,
 )
 from tests.dslint.rules.fixes import alternatives, mended
-from tests.launched import TIMEOUT_SECONDS, job_environment
+from tests.launched import NO_COMPILE, TIMEOUT_SECONDS, job_environment
 
 pytestmark = [
     pytest.mark.slow,
@@ -245,7 +245,7 @@ def ask(questions: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     done = subprocess.run(
         command,
         cwd=folder,
-        env=job_environment(**alone),
+        env=job_environment(**alone, **{NO_COMPILE: "0"}),  # some compile
         capture_output=True,
         text=True,
         timeout=TIMEOUT_SECONDS,
