@@ -24,7 +24,7 @@ from framework.launch import ranks as ranks_module
 from framework.launch.agent import run_attempt
 from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.topology import Topology
-from framework.launch.node import NodeOptions, run_node
+from framework.launch.node import run_node
 from framework.launch.ranks import Ranks
 from framework.launch.rendezvous.peers import Peers
 from framework.launch.stop_requests import StopRequests
@@ -284,7 +284,8 @@ def test_a_rank_that_cannot_be_killed_is_named_and_nothing_starts_beside_it(
             devices=LocalDevices("cpu", 0),
             environment={**os.environ, "PYTHONPATH": str(ROOT)},
             requests=StopRequests(),
-            terms=NodeOptions(restarts=Restarts(config)),
+            grace_seconds=600.0,
+            restarts=Restarts(config),
         )
         pid = json.loads((tmp_path / "1.json").read_text())["pid"]
         assert running(pid, folder=tmp_path)
