@@ -17,6 +17,7 @@ from framework.errors import ConfigError
 from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.topology import Topology
 from framework.launch.node import check_node
+from framework.launch.options import LaunchOptions
 from framework.load_run import load_run
 from framework.plan.auto import listed_target, peaks_at_hand, resolve, target_at_hand
 from framework.plan.cluster import Cluster
@@ -166,8 +167,8 @@ def test_who_starts_others_leaves_the_choice_to_them(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("zero: {stage: auto}\n")
     topology = Topology(2, 2, 0, "127.0.0.1", 1, {"slots": "--num_gpus"})
-    assert check_node(str(file), [], topology, LocalDevices("unknown", 0)).config.auto == {"zero.stage"}
-    here = check_node(str(file), [], topology, LocalDevices("cpu", 0))
+    assert check_node(LaunchOptions(str(file)), [], topology, LocalDevices("unknown", 0)).config.auto == {"zero.stage"}
+    here = check_node(LaunchOptions(str(file)), [], topology, LocalDevices("cpu", 0))
     assert (here.config.zero.stage, here.overrides) == (0, ("zero.stage=0",))
 
 
