@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import deepspeed
 import torch
@@ -177,10 +177,11 @@ def _tiles(model: torch.nn.Module, plan: Plan, task: Any) -> Callable[[Any], Abs
 
 def _warn_of_slow_rows(model: torch.nn.Module, plan: Plan) -> None:
     """Mention an output layer of the user's own that GPUs compute slowly; of models by name the plan has a note."""
-    find = getattr(model, "get_output_embeddings", None)
-    tokens = getattr(find() if callable(find) else None, "out_features", 0)
     if device_name() == "cpu" or plan.config.precision.dtype == "fp32" or isinstance(model, LayeredModel):
         return
+    tokens = 0
+    with suppress(AttributeError, NotImplementedError):  # few models have one
+        tokens = getattr(cast(Any, model).get_output_embeddings(), "out_features", 0)
     if tokens % FAST_ROWS:
         fix = "fill them up (transformers: resize_token_embeddings), or set training.loss_tile: 2048"
         warn(f"output layer of {type(model).__name__}: {slow_rows(tokens)}; {fix} [slow-vocabulary]")

@@ -209,7 +209,7 @@ def test_a_killed_rank_and_the_unbroken_run(warm: WarmRanks, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.timing
 def test_a_stop_that_a_rank_alone_heard_is_one_for_all(tmp_path: Path) -> None:
-    code, stated = launched(tmp_path, "asked", {"step": 8, "asks": True})
+    code, stated = launched(write_config(tmp_path, "asked", {"step": 8, "asks": True}))
     assert code == 137, stated
     assert "[restart]" not in stated
     assert "rank 1: killed by SIGKILL" in (last := stated.splitlines()[-1])
