@@ -46,7 +46,8 @@ def refuse_too_few(job: LoadedRun, devices: LocalDevices, *, num_ranks: int, sta
 
     Args:
         stated_by: who asks for so many: an option, a key of the run config, a variable.
-        where: for the fix, such as `` on every node``."""
+        where: for the fix, such as `` on every node``.
+    """
     if not devices.count or num_ranks <= devices.count:
         return
     reason = f"this machine has {devices.count} {devices.kind} devices for it"
@@ -61,7 +62,8 @@ def refuse_one_start(config: RunConfig, *, place: str, once: str) -> None:
 
     Args:
         place: what was asked for, such as ``launch slurm --requeue``.
-        once: the option with which the job does not start again."""
+        once: the option with which the job does not start again.
+    """
     if config.checkpoint.resume not in ("auto", "never"):
         raise UsageError(
             f"{place}: checkpoint.resume = {config.checkpoint.resume}: a job that starts again would go back there "

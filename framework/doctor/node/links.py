@@ -188,9 +188,9 @@ def absent(marks: set[str], seen: set[str]) -> set[str]:
     for folder in {Path(path).parent for path in places if not _is_file(path)}:
         with suppress(OSError, ValueError):
             list(folder.iterdir())  # makes NFS look again
-    absent = marks - seen - {path for path in places if _is_file(path)}
-    seen |= marks - absent
-    return absent
+    missing = marks - seen - {path for path in places if _is_file(path)}
+    seen |= marks - missing
+    return missing
 
 
 def _is_file(path: str) -> bool:

@@ -300,7 +300,8 @@ class Member:
         session, own = self._session, self._session.topology.node_rank
         match message:
             case {"nodes": [*nodes], "words": [*words], "epoch": int(epoch), "port": int(port), "state": dict(state)}:
-                if {*map(type, nodes)} != {int} or own not in nodes or not {*map(type, words)} <= {str}:
+                numbers = {type(epoch), type(port), *map(type, nodes)}  # True is an int as well
+                if numbers != {int} or own not in nodes or not {*map(type, words)} <= {str}:
                     raise foreign()
             case _:
                 raise foreign()

@@ -246,6 +246,7 @@ class MemberPeers(Peers):
 
     def _failure(self, reported: object) -> Failure:
         match reported:
-            case {"node": int(node), "what": str(what), "code": int(code), "at": str(at)} if node in self._hosts:
-                return Failure(node, what[:_LONGEST_TEXT], code, at)
+            case {"node": int(node), "what": str(what), "code": int(code), "at": str(at), **more}:
+                if {type(node), type(code)} == {int} and node in self._hosts and not more:  # True is an int as well
+                    return Failure(node, what[:_LONGEST_TEXT], code, at)
         raise foreign()

@@ -111,7 +111,8 @@ class Session:
             deadline: `time.monotonic()` at which the wait is over, if not after `deadline_seconds`.
 
         Raises:
-            RunStopped, PeerLostError: the wait is over."""
+            RunStopped, PeerLostError: the wait is over.
+        """
         if takes_requests:
             self.requests.refuse_start()
         if self.requests.lost:
