@@ -36,9 +36,9 @@ from framework.system.limits import room
 ZeroStageEnum.__reduce_ex__ = lambda self, protocol: (ZeroStageEnum, (self.value,))
 # What DeepSpeed 0.19.8 puts into its files beside tensors and plain values.
 _KNOWN: Final = [ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler]
-# torch locks host memory for a whole storage at once, rounds it up to a power of two and keeps it for ever: all ranks
-# of a host together lock no more than a quarter of what is free. What is larger is copied into memory that is touched
-# for the first time, at 1.4 GB/s instead of 50 on an H200's host.
+# torch locks host memory for a whole storage, rounds it up to a power of two and keeps it for ever: all ranks of a host
+# lock no more than a quarter of what is free. What is larger goes to memory that is touched for the first time, on an
+# H200's host at 1.4 GB/s instead of 50.
 _ALWAYS_PINNED: Final = 1 << 28
 _PINNED_SHARE: Final = 1 / 8
 _NO_MEMORY: Final = re.compile(
@@ -114,7 +114,7 @@ class AtomicCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 def _write(state: Any, path: Path, open_file: OpenFile) -> FileRecord | None:
     stream = open_file(path)
     try:
-        is_pinned = open_file is not NewFile and _largest_on_device(state) <= _most_pinned()
+        is_pinned = open_file is not NewFile and _may_pin(_largest_on_device(state))
         with _saving_as_we_do(through_pinned_memory=is_pinned):
             torch.save(state, stream)  # type: ignore[arg-type]  # it needs no more than write and flush
     except BaseException as error:
@@ -129,10 +129,12 @@ def _write(state: Any, path: Path, open_file: OpenFile) -> FileRecord | None:
     return stream.close()
 
 
-def _most_pinned() -> int:
-    """Bytes of the largest storage that a rank of this host copies through locked memory."""
+def _may_pin(num_bytes: int) -> bool:
+    """Check whether a storage may pass through locked memory; what is free is asked for large ones alone."""
+    if num_bytes <= _ALWAYS_PINNED:
+        return True
     found, num_ranks = room(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(_ALWAYS_PINNED, int(found.num_bytes * _PINNED_SHARE / num_ranks) if found else 0)
+    return found is not None and num_bytes <= found.num_bytes * _PINNED_SHARE / num_ranks
 
 
 def _largest_on_device(value: Any) -> int:
