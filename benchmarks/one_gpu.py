@@ -3,7 +3,8 @@
 GPT-2 (124 million weights) and its larger ones, 1,024 tokens of Python's own sources, byte by byte, each case through
 `framework.fit` in its turn: ZeRO stages, precisions, optimizers, recomputation, torch.compile. A case takes 40 steps,
 with a logged point every ten; told are the median of the last two points, the highest memory that torch had allocated,
-and what the plan had estimated of both for this device. Three minutes on an H100; it takes a CUDA device.
+and what the plan had estimated of both for this device. The first eight of `benchmarks/results` took 100 s on an H200;
+it takes a CUDA device.
 """
 
 from __future__ import annotations
