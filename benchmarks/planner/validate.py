@@ -21,8 +21,8 @@ from benchmarks.planner.published import read_points, tokens_per_second_per_gpu
 from benchmarks.records import RESULTS, ROOT
 from framework.config.load import config_from_values
 from framework.config.model import GPT
-from framework.plan.beside import beside_tensors
 from framework.plan.cluster import Cluster
+from framework.plan.device_overhead import beside_tensors
 from framework.plan.devices import Machine, find_network
 from framework.plan.memory import NotEstimatedError, estimate
 from framework.plan.plan import Plan, make_plan

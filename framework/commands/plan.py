@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from framework.commands.own_work import find_own_optimizer, find_own_work
 from framework.commands.paper import paper_lines, paper_section
 from framework.commands.stage_balance import StageBalance, find_stage_balance
 from framework.commands.strategies import is_same, loser_lines, strategies_section, table_lines, unusual, write_choice
 from framework.commands.target_search import missing_targets
 from framework.commands.torch_child import NoAnswerError
+from framework.commands.traced_work import find_own_optimizer, find_own_work
 from framework.commands.verdict import find_gpu
 from framework.config.base import ModelKind
 from framework.config.base import Target as TargetSection

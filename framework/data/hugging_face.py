@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from framework.data.batches import collate
-from framework.data.handed import TakenSet, TakenStream, as_tensors
+from framework.data.from_dataloader import TakenSet, TakenStream, as_tensors
 from framework.data.splits import Splits
 from framework.errors import ConfigError, missing_package
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor
 
-from framework.data.handed import taken_over
+from framework.data.from_dataloader import taken_over
 from framework.data.loaders import is_stream, num_samples_of
 from framework.data.token_files import read_meta
 from framework.data.tokens import Tokens

@@ -15,7 +15,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
-from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
@@ -43,9 +42,6 @@ _OTHERS_KNOW_SECONDS: Final = 2.0
 _LOOK_SECONDS: Final = 0.05
 # torch warns that a barrier takes the current device, where no group was bound to one: it is the right one.
 _OF_BARRIERS: Final = r"barrier\(\): using the device under current context"
-# Ranks wait for each other ten minutes (DEEPSPEED_TIMEOUT), and what takes longer hangs; not so while a checkpoint is
-# written: the others wait in DeepSpeed's last barrier while rank 0 writes what it writes for all.
-_OF_A_SAVE: Final = timedelta(hours=2)
 _PACKAGES: Final = ("dsf-trainer", "torch", "torchvision", "deepspeed", "pydantic", "numpy", "tensorboard")
 
 
@@ -352,33 +348,3 @@ class _LogFile(logging.FileHandler):
 def _use_own_device() -> None:
     if "LOCAL_RANK" in os.environ:
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
-
-
-@contextmanager
-def collective_timeout() -> Iterator[None]:
-    """Lengthen the timeout of collectives that begin in this block; a group with a longer timeout is left alone."""
-    before = [(backend, backend.options._timeout) for backend in _backends() if backend.options._timeout < _OF_A_SAVE]
-    for backend, _ in before:
-        backend._set_default_timeout(_OF_A_SAVE)
-    try:
-        yield
-    finally:
-        for backend, limit in before:
-            backend._set_default_timeout(limit)
-
-
-def gather_from_disks(value: Any) -> list[Any]:
-    """Every rank's value, in the order of ranks, where one of them may be busy with files. Collective."""
-    with collective_timeout():
-        return gather(value)
-
-
-def _backends() -> list[Any]:
-    """Of all groups of this process: DeepSpeed waits in groups of its own as well."""
-    found: list[Any] = []
-    for group in torch.distributed.distributed_c10d._world.pg_map:
-        for kind in group._device_types:
-            with suppress(RuntimeError):  # a kind of device that this machine does not have
-                found.append(group._get_backend(kind))
-    known = {id(backend): backend for backend in found if hasattr(backend, "_set_default_timeout")}
-    return [backend for backend in known.values() if hasattr(getattr(backend, "options", None), "_timeout")]

@@ -1,4 +1,4 @@
-"""Failures of data, batches and torch that can be explained, and code that exits in mid-run: one line of our own.
+"""Failures of batches and torch that can be explained, and code that exits in mid-run: one line of our own.
 
 The traceback goes to the rank's log. Where many ranks meet the same failure, one of them reports it.
 """
@@ -9,7 +9,7 @@ import errno
 import os
 import re
 import sysconfig
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -20,10 +20,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from framework.data.failures import death_of_worker
 from framework.engine.distributed import claims_error_report
 from framework.engine.extensions import failure_of_compiler
 from framework.engine.rendezvous import is_lost_peer, lost_peer
-from framework.errors import FrameworkError, TrainingError, explaining, in_one_line, printable
+from framework.errors import TrainingError, explaining, in_one_line, printable
 from framework.plan.out_of_memory import in_one_sentence, kind_of, shortage_of
 from framework.plan.plan import Plan
 from framework.system.exits import refusing_exits
@@ -39,20 +40,6 @@ _SMALLER_ON_HOST: Final = (
     "zero.offload_*, or raise the memory limit of the job (ulimit -v, Slurm --mem, resources of the pod)"
 )
 _SMALLER_EVALUATION: Final = "set a smaller evaluation.batch_size"
-
-_DEAD_WORKER: Final = re.compile(
-    r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (is killed by signal: ([\w ]+)|exited unexpectedly)"
-)
-# The kernel's name of the signal -> what that mostly means.
-_WAYS_OUT: Final = {
-    "Killed": "the host, or the memory limit of this job, has no room for it: set data.num_workers or "
-    "data.prefetch_batches lower",
-    "Bus error": "/dev/shm is full: give the container a larger one (docker --shm-size, an emptyDir of medium "
-    "Memory), or set data.num_workers or data.prefetch_batches lower",
-}
-_NO_WAY_OUT_KNOWN: Final = "the code that reads the data has ended its process: data.num_workers=0 shows where"
-# How torch hands over a worker's error: one of the same class, whose text is the worker's whole traceback.
-_FROM_WORKER: Final = re.compile(r"Caught \w+ in ")
 
 _ENGINES: Final = ("framework.engine.plain_engine", "framework.engine.pipeline_engine", "framework.engine.step_batches")
 _CALLS: Final = {"forward": "the model", "loss": "the loss", "count": "count()", "measure": "the metrics"}
@@ -107,10 +94,7 @@ def known_failure(error: BaseException, plan: Plan | None = None) -> str:
     ):
         where = _explained("host", error, plan)
         return f"the host has no memory left for this process{where}; {_SMALLER_ON_HOST} [out-of-host-memory]"
-    if is_torchs and (dead := _death_of_worker(error)):
-        way_out = _WAYS_OUT.get((dead[2] or "").strip(), _NO_WAY_OUT_KNOWN)
-        return f"a worker that reads the data {printable(dead[1].strip())}: {way_out} [data-worker-ended]"
-    return ""
+    return death_of_worker(error) if is_torchs else ""
 
 
 def _explained(lacks: str, error: BaseException, plan: Plan | None) -> str:
@@ -121,44 +105,6 @@ def _explained(lacks: str, error: BaseException, plan: Plan | None) -> str:
 def _is_from_evaluation(error: BaseException) -> bool:
     calls = ((frame.f_code.co_name, frame.f_globals.get("__name__", "")) for frame, _ in walk_tb(error.__traceback__))
     return any(name == "evaluate" and module.startswith("framework.") for name, module in calls)
-
-
-def _death_of_worker(error: BaseException) -> re.Match[str] | None:
-    """The signal, where one error of torch's names it and the one that it became does not any more."""
-    dead = _DEAD_WORKER.search(str(error))
-    before = error.__cause__ or error.__context__
-    return (dead and not dead[2] and before and _DEAD_WORKER.search(str(before))) or dead
-
-
-class ExplainedData:
-    """A loader, for training or for evaluation, whose errors are explained."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        """As the evaluation loader's."""
-        with explaining(_of_data):
-            yield from self._loader
-
-    def stream(self, start_step: int) -> Generator[Any, None, None]:
-        """As the training loader's."""
-        with explaining(_of_data):
-            yield from self._loader.stream(start_step)
-
-
-def _of_data(error: Exception) -> FrameworkError | None:
-    """Without a worker's traceback, which stands before its message. The ranks read different samples: what one of them
-    meets, it has to report; what all meet, rank 0 reports.
-    """
-    if not isinstance(error, FrameworkError):
-        return None
-    reported, stated = error, str(error)
-    if _FROM_WORKER.match(stated):
-        of_error = re.compile(rf"^(?:[\w.]+\.)?{type(error).__name__}: ", re.MULTILINE)
-        reported = type(error)(of_error.split(stated)[-1].strip())
-    reported.is_of_one_rank = claims_error_report(str(reported))
-    return None if reported is error else reported
 
 
 def _of_batch(error: Exception, *, logs: Path) -> TrainingError | None:

@@ -20,7 +20,8 @@ from framework.checkpoint.state.tensor_split import splits_of
 from framework.config.deepspeed_words import SCHEDULES
 from framework.engine.bad_steps import StepWatch
 from framework.engine.checkpoint_bytes import load_bytes, move_in, save_bytes
-from framework.engine.distributed import collective_timeout, device, gather
+from framework.engine.collective_timeout import collective_timeout
+from framework.engine.distributed import device, gather
 from framework.engine.ema import WeightAverage
 from framework.engine.expert_parallel import declaring_experts, with_expert_groups
 from framework.engine.metrics import engine_metrics, memory_metrics, over_ranks

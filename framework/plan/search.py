@@ -18,8 +18,8 @@ from typing import Any, Final, Literal
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, UsageError, counted
 from framework.plan.alternatives import alternatives, knobs, settings_text, size_text, with_settings
-from framework.plan.beside import beside_tensors
 from framework.plan.cluster import Cluster
+from framework.plan.device_overhead import beside_tensors
 from framework.plan.devices import Machine
 from framework.plan.forwards import num_layers
 from framework.plan.layout import DEFAULT_MICRO_SIZE

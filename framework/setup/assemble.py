@@ -22,13 +22,14 @@ from framework.config.model import GPT
 from framework.config.precision import FP16, Autocast
 from framework.config.run_config import RunConfig
 from framework.config.training import Checkpoint, Evaluation
+from framework.data.failures import ExplainedData
 from framework.data.loaders import EvalLoader, is_stream
 from framework.data.splits import Splits
 from framework.data.streams import StreamEvalLoader, StreamPlaces
 from framework.engine import random_state
-from framework.engine.distributed import device, from_rank0, gather, gather_from_disks, rank
+from framework.engine.collective_timeout import gather_from_disks
+from framework.engine.distributed import claims_error_report, device, from_rank0, gather, rank
 from framework.engine.expert_parallel import building_experts
-from framework.engine.failures import ExplainedData
 from framework.engine.hang_watch import Watched
 from framework.engine.initialize import BaseEngine
 from framework.engine.model_build import build_model, partition
@@ -47,15 +48,15 @@ from framework.models.experts import Mixture
 from framework.models.sync_batch_norm import with_sync_batch_norm
 from framework.plan.auto import peaks_at_hand
 from framework.plan.balance import StageTable
-from framework.plan.honesty import PlanAgainstRun
 from framework.plan.plan import Plan
+from framework.plan.plan_against_run import PlanAgainstRun
 from framework.plan.time import flops_per_step
 from framework.plan.work import work_of
 from framework.setup.objects import load_target
 from framework.setup.parts import make_train_loader
 from framework.setup.prepared import Prepared, order_of
-from framework.setup.shown import SampleWatch, weight_histograms
 from framework.setup.start_point import on_rank0
+from framework.setup.tensorboard import SampleWatch, weight_histograms
 from framework.system.waiting import waiting
 from framework.tasks.causal_lm import logits_of
 from framework.tasks.task import Task
@@ -259,7 +260,8 @@ class OpenRun:
         # A loss of sums: the step counts all of its micro-batches before the first forward pass.
         at_once = plan.layout.accumulation_steps if type(parts.task).count is not Task.count else 1
         return ExplainedData(
-            make_train_loader(plan, parts.splits, rank=rank(), order=order, places=self.places, read_at_once=at_once)
+            make_train_loader(plan, parts.splits, rank=rank(), order=order, places=self.places, read_at_once=at_once),
+            claims=claims_error_report,
         )
 
     def save(self, step: int, metrics: Mapping[str, float]) -> object:
@@ -441,7 +443,9 @@ def make_eval_loaders(plan: Plan, splits: Splits, *, rank: int) -> dict[str, Exp
         num_workers=plan.config.data.num_workers,
         pin_memory=plan.cluster.device != "cpu",
     )
-    return {name: ExplainedData(make(dataset)) for name, dataset in splits.evaluations.items()}
+    return {
+        name: ExplainedData(make(dataset), claims=claims_error_report) for name, dataset in splits.evaluations.items()
+    }
 
 
 def _eval_loader(dataset: Any, **options: Any) -> EvalLoader | StreamEvalLoader:

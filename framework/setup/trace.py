@@ -1,7 +1,7 @@
 """Work of a model of the user's own: one pass forward and backward on fake tensors, which have shapes and no numbers.
 
 No weights are allocated. Started by itself (``python -m framework.setup.trace``) by the command `plan`, which does not
-import torch: see `framework.commands.own_work`.
+import torch: see `framework.commands.traced_work`.
 """
 
 from __future__ import annotations

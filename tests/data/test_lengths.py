@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from framework.data.handed import taken_over
+from framework.data.from_dataloader import taken_over
 from framework.data.lengths import lengths_of
 from framework.data.loaders import TrainLoader
 from framework.errors import ConfigError

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from framework.config.load import config_from_values
-from framework.data.handed import TakenSet
+from framework.data.from_dataloader import TakenSet
 from framework.data.mixtures import Mixture, pattern
 from framework.data.order import Share
 from framework.data.streams import Place, StreamLoader, StreamPlaces

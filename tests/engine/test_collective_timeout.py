@@ -14,7 +14,7 @@ import torch.distributed
 
 from framework.config.load import config_from_values
 from framework.engine import initialize
-from framework.engine.distributed import collective_timeout, gather_from_disks
+from framework.engine.collective_timeout import collective_timeout, gather_from_disks
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 from framework.setup.assemble import make_checkpointer

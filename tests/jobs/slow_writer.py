@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed
 
-from framework.engine.distributed import collective_timeout, gather_from_disks
+from framework.engine.collective_timeout import collective_timeout, gather_from_disks
 
 LIMIT, LONGER = timedelta(seconds=1), 2.5
 

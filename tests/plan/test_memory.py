@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks.planner.published import read_points
-from framework.commands import own_work
-from framework.commands.own_work import find_own_optimizer, find_own_work
+from framework.commands import traced_work
+from framework.commands.traced_work import find_own_optimizer, find_own_work
 from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
 from framework.plan.memory import Memory, NotEstimatedError, estimate, stage_memories
@@ -238,7 +238,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def ask_here(module: str, plan: Plan, *, longest_seconds: float, needs: object, **further: Any) -> Any:
-    """What a child process answers, which tests/commands/test_own_work.py starts."""
+    """What a child process answers, which tests/commands/test_traced_work.py starts."""
     from framework.setup.trace import describe
 
     question = {"config": plan.config.to_dict(), "cluster": asdict(plan.cluster), **further}
@@ -250,7 +250,7 @@ def test_estimate_is_what_ranks_hold(
     measured: tuple[int, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(own_work, "ask_child", ask_here)
+    monkeypatch.setattr(traced_work, "ask_child", ask_here)
     ranks, found = measured
     for values in (CASES[name][0] for name in found if name.endswith("own-optimizer")):
         plan = make_plan(config_from_values(values), Cluster(devices_per_host=ranks, device="cpu"))

@@ -11,8 +11,8 @@ import pytest
 from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Device, Machine
-from framework.plan.honesty import PlanAgainstRun, estimates_here
 from framework.plan.plan import make_plan
+from framework.plan.plan_against_run import PlanAgainstRun, estimates_here
 from framework.plan.search import Candidate, Target, judge
 from framework.train.monitors.base import Point
 

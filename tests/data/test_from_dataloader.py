@@ -21,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from framework.data.handed import TakenSet, as_tensors, taken_over
+from framework.data.from_dataloader import TakenSet, as_tensors, taken_over
 from framework.data.loaders import EvalLoader, TrainLoader, is_stream
 from framework.data.splits import given_splits
 from framework.data.streams import StreamEvalLoader

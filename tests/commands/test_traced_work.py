@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from framework.cli import main
-from framework.commands import own_work
+from framework.commands import traced_work
 from tests.places import ROOT
 
 OWN = """
@@ -68,7 +68,7 @@ def test_it_is_found_once(folder: Path, capsys: pytest.CaptureFixture[str], monk
         asked.append(True)
         return {"unknown": "it was asked"}
 
-    monkeypatch.setattr(own_work, "ask_child", ask)
+    monkeypatch.setattr(traced_work, "ask_child", ask)
     assert planned(capsys) == first
     assert asked == []
     assert planned(capsys, "zero.stage=2") != first  # the same work at another stage
@@ -96,7 +96,7 @@ def test_memory_of_an_optimizer_is_measured_once(
     assert memory["bytes"]["between"]["optimizer state"] == 8 * 2702  # type: ignore[index]
     (kept,) = (folder / "cache/dsf-trainer/optimizers").iterdir()
     assert json.loads(kept.read_text())["bytes_per_element"] == 8
-    monkeypatch.setattr(own_work, "ask_child", lambda *_, **__: {"unknown": "it was asked"})
+    monkeypatch.setattr(traced_work, "ask_child", lambda *_, **__: {"unknown": "it was asked"})
     assert planned(capsys, "zero.stage=1", setting) == memory
     lost = planned(capsys, "zero.stage=1", "optimizer={target: 'torch.optim:RAdam', args: {lr: 0.001}}")
     assert "optimizer: its state is not measured (it was asked)" in str(lost["unknown"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from framework.setup.shown import SampleWatch, _count, png, samples
+from framework.setup.tensorboard import SampleWatch, _count, png, samples
 from framework.train.monitors.tensorboard_events import Histogram, Image, Shown, Text
 
 
