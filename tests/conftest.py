@@ -57,7 +57,7 @@ def exhaustive(pytestconfig: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """A run of everything goes in two lanes."""
+    """A run of everything goes in lanes."""
     lanes.choose(config)
 
 
@@ -71,7 +71,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return nodeid.partition("::")[0]
 
         def _assign_work_unit(self, node: Any) -> None:
-            file = lanes.next_file(self.workqueue, first_lane=node.gateway.id == "gw0")
+            file = lanes.next_file(self.workqueue, lane=int(node.gateway.id.removeprefix("gw")))
             self.workqueue.move_to_end(file, last=False)
             super()._assign_work_unit(node)
 

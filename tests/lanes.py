@@ -1,9 +1,9 @@
-"""Two lanes for the whole suite: half of its time is spent waiting, for hosts that fall silent or launchers that grant
-a grace.
+"""Lanes for the whole suite, on two processors: a third of its time is spent waiting, for hosts that fall silent or
+launchers that grant a grace.
 
-One lane trains: files whose tests keep both processors busy, one after the other. The other takes the fast files and
-then those that wait. Whoever is through first takes a file of what is left: of what trains the last, where the other
-lane is not yet.
+One lane trains: files whose tests keep both processors busy, one after the other. One takes the fast files. One takes
+those that wait, and leaves the processors to the others. A lane that is through with its own takes a file of what is
+left: of what trains the last, where the first lane is not yet.
 
 Only a run of everything is split, with or without a choice by marker; `pytest tests/plan` is one process as ever, and
 so is all of it with ``-n 0``.
@@ -21,8 +21,7 @@ import pytest
 
 from tests.places import ROOT
 
-NUM_LANES: Final = 2
-# Slow files that wait more than they work, or work on one processor.
+# Files of slow tests that wait more than they work, or work on one processor.
 WAITING: Final = (
     "tests/launch/",
     "tests/doctor/",
@@ -47,43 +46,57 @@ _DISTRIBUTION: Final = "loadscope"  # a file goes to one lane as a whole
 
 
 def choose(config: pytest.Config) -> None:
-    """Two lanes for this call of pytest, where it is one for everything and xdist is there; called before xdist
-    looks.
+    """Lanes for this call of pytest, where it is one for everything and xdist is there; called before xdist looks. Two
+    where a marker chooses: what is fast waits for nothing.
     """
     options = config.option
     is_whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
     has_its_own_way = options.usepdb or options.collectonly or options.capture == "no" or options.keyword
-    if _is_a_lane() or not is_whole or has_its_own_way:
+    if number() is not None or not is_whole or has_its_own_way:
         return
     if getattr(options, "numprocesses", 0) is None and options.dist == "no":
-        options.numprocesses, options.dist, options.loadscopereorder = NUM_LANES, _DISTRIBUTION, False
+        options.numprocesses, options.dist, options.loadscopereorder = (
+            2 if options.markexpr else 3,
+            _DISTRIBUTION,
+            False,
+        )
 
 
-def next_file(left: Collection[str], *, first_lane: bool) -> str:
+def number() -> int | None:
+    """Which lane this process is, the one that trains 0; None for one that runs everything."""
+    name = os.environ.get("PYTEST_XDIST_WORKER")
+    return None if name is None else int(name.removeprefix("gw"))
+
+
+def next_file(left: Collection[str], *, lane: int) -> str:
     """What a lane takes of the files that are left, those that train before others."""
-    if first_lane:
-        return next(iter(left))
-    return next(itertools.filterfalse(_trains, left), [*left][-1])
+    own = {0: _trains, 1: _is_fast}.get(lane, _waits)
+    chosen = itertools.chain(filter(own, left), itertools.filterfalse(_trains, left), reversed([*left]))
+    return next(chosen)
 
 
 def sort(items: list[pytest.Item]) -> None:
     """Fast tests first; in lanes, which take whole files, those that train before others."""
-    in_lanes = _is_a_lane()
+    in_lanes = number() is not None
     items.sort(key=lambda item: (in_lanes and not _trains(item.nodeid.partition("::")[0]), _is_slow(item)))
 
 
 def is_first() -> bool:
     """Whether what is to happen once, happens in this process."""
-    return os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
-
-
-def _is_a_lane() -> bool:
-    return "PYTEST_XDIST_WORKER" in os.environ
+    return not number()
 
 
 @cache
 def _trains(file: str) -> bool:
-    return not file.startswith(WAITING) and "mark.slow" in (ROOT / file).read_text(encoding="utf-8")
+    return not _waits(file) and "mark.slow" in (ROOT / file).read_text(encoding="utf-8")
+
+
+def _waits(file: str) -> bool:
+    return file.startswith(WAITING)
+
+
+def _is_fast(file: str) -> bool:
+    return not _waits(file) and not _trains(file)
 
 
 def _is_slow(item: pytest.Item) -> bool:

@@ -1,6 +1,6 @@
 """Ports for tests that need a number before somebody listens there.
 
-A port that the kernel gave and got back is soon given to another: two lanes of tests ask for hundreds in a minute. So
+A port that the kernel gave and got back is soon given to another: lanes of tests ask for hundreds in a minute. So
 these are below the range that Linux gives from where nobody has changed it, each lane has its own, and no number comes
 twice soon.
 """
@@ -13,16 +13,16 @@ import socket
 from contextlib import ExitStack
 from typing import Final
 
-from tests.lanes import is_first
+from tests import lanes
 
-_NUM_PORTS: Final = 6000
+_NUM_PORTS: Final = 4000
 _FIRST: Final = 17_000  # and so below 29500, where launchers meet
 _turns = itertools.count(os.getpid() % _NUM_PORTS)  # so that two runs of the tests on one machine begin apart
 
 
 def free_ports(count: int) -> int:
     """The first of so many ports in a row at which nobody listens."""
-    lane = _FIRST if is_first() else _FIRST + _NUM_PORTS
+    lane = _FIRST + _NUM_PORTS * ((lanes.number() or 0) % 3)
     for _ in range(_NUM_PORTS):
         ports = [lane + next(_turns) % _NUM_PORTS for _ in range(count)]
         if ports[-1] - ports[0] == count - 1 and all(map(_is_free, ports)):

@@ -28,7 +28,7 @@ _SHARE_OF_STEP: Final = 0.1
 _SHARE_OF_BACKWARD: Final = 0.1  # of what the rank is late by, to be named beside the forward pass
 _FEWEST_POINTS: Final = 3
 _FEWEST_SECONDS: Final = 2.0
-_CHANGE: Final = 1.5  # of the factor, to be said again
+_CHANGE: Final = 1.5  # of what each step would be shorter by, to be said again: a factor may be of next to nothing
 _GONE_POINTS: Final = 10  # without it, for one to be forgotten
 
 
@@ -127,8 +127,8 @@ class Stragglers:
         if self._points < _FEWEST_POINTS or self._seconds < _FEWEST_SECONDS:
             return
         before = self._stated.get(now, 0.0)
-        if not before / _CHANGE < found.factor < before * _CHANGE:
-            self._stated[now] = found.factor
+        if not before / _CHANGE < found.excess_ms < before * _CHANGE:
+            self._stated[now] = found.excess_ms
             self._report(found)
 
     def _report(self, found: Straggler) -> None:
