@@ -5,7 +5,7 @@ what else is there, so all moments that may be the fullest are listed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 from framework.plan.work import Part
@@ -77,19 +77,21 @@ def passes_over(layers: Sequence[Part], loss: Part | None, *, recompute_every: i
                 backward.append(_moment(here, beside_held + group[-1].output_bytes, reduced, is_last))
             else:
                 forward.append(_moment(here, layer.peak_bytes, 0, is_last))
-            now = _moment(here, layer.backward_bytes, behind, is_last)
             beside = own if layer.is_product else 0
             reduced_now = layer.num_params if layer.shares in names else own  # a tied weight's gradient waits
-            backward.append(replace(now, own=reduced_now, waiting=sum(ties.values()), beside=beside))
+            waiting = sum(ties.values())
+            backward.append(_moment(here, layer.backward_bytes, behind, is_last, reduced_now, waiting, beside))
             if layer.shares in names:
                 ties[layer.shares] = layer.shared_params
             ties.pop(layer.name, None)
             behind += own
-            rest = _moment(saved[place], before, behind, is_logits=False)
-            backward.append(replace(rest, waiting=sum(ties.values())))
+            backward.append(_moment(saved[place], before, behind, is_logits=False, waiting=sum(ties.values())))
     return Passes(tuple(forward), tuple(backward), kept)
 
 
-def _moment(saved: int, passing: int, gradients: int, is_logits: bool) -> Moment:
+def _moment(
+    saved: int, passing: int, gradients: int, is_logits: bool, own: int = 0, waiting: int = 0, beside: int = 0
+) -> Moment:
     """Count the last layer's output as logits."""
-    return Moment(saved, passing, gradients) if is_logits else Moment(saved + passing, 0, gradients)
+    activations, loss = (saved, passing) if is_logits else (saved + passing, 0)
+    return Moment(activations, loss, gradients, own, waiting, beside)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from math import ceil, prod
 from typing import Any, Final, Literal
 
@@ -227,6 +227,33 @@ def model_work(
     Returns:
         The work; None for a model of the user's own, and for images of unknown size.
     """
+    asked = _Asked(f"{model!r} {lora!r}", model, lora)
+    is_stage3 = zero_stage == 3
+    return _work(asked, micro_size, sequence_length, image_size, arithmetic, device, tuple(freeze), is_stage3, share)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Sections of a config, equal where they are written alike."""
+
+    text: str
+    model: ModelSection = field(compare=False)
+    lora: LoRA | None = field(compare=False)
+
+
+@lru_cache(maxsize=256)  # a search asks for few works, thousands of times
+def _work(
+    asked: _Asked,
+    micro_size: int,
+    sequence_length: int | None,
+    image_size: int | None,
+    arithmetic: Arithmetic,
+    device: Device,
+    freeze: tuple[str, ...],
+    is_stage3: bool,
+    share: RankShare,
+) -> ModelWork | None:
+    model, lora = asked.model, asked.lora
     layers = forward_of(model, share)
     if layers is None:
         return None
@@ -246,7 +273,7 @@ def model_work(
             return not any(re.fullmatch(pattern, name) for pattern in freeze)
         return LORA in name or is_inside_saved(name, lora)
 
-    tape = Tape(half, half if arithmetic != "autocast" else 2, device, is_trained, zero_stage == 3, lora)
+    tape = Tape(half, half if arithmetic != "autocast" else 2, device, is_trained, is_stage3, lora)
     parts = tuple(_parts(tape, layers, inputs))
     trained, frozen = (
         {name: shape for name, shape in tape.weights.items() if is_trained(name) is kind} for kind in (True, False)

@@ -100,6 +100,7 @@ def resumes(folder: Path) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_inspect_and_resume_judge_any_type_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (checkpoint,) = write(tmp_path, 10)
     whole = {name: value for name, value in (dict(checkpoint.manifest) | FULL).items() if name != "sha256"}

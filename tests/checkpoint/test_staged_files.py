@@ -44,6 +44,7 @@ def test_a_save_that_finds_no_memory_fails_alone(num_bytes: int) -> None:
     assert done.stdout.splitlines() == ["Cannot allocate memory True", "True"], done.stderr
 
 
+@pytest.mark.slow
 def test_a_large_copy_lets_other_threads_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's lock is free between two pieces of a copy: a request to stop is heard in the middle of 50 GB."""
     monkeypatch.setattr(save_stream, "_PIECE", 1 << 20)

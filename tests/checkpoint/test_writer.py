@@ -150,6 +150,7 @@ class TestRanks:
         assert "was killed by signal 9" in stated
         assert steps(tmp_path) == [2]
 
+    @pytest.mark.slow
     def test_what_a_slow_disk_has_taken_after_all_stays_written(
         self, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:

@@ -93,6 +93,7 @@ def test_a_small_models_plan_has_no_larger_alternative(capsys: Capture) -> None:
     assert max(sizes) == sizes[-1]  # the plan itself
 
 
+@pytest.mark.slow
 def test_search_chooses_the_batch_as_well(capsys: Capture) -> None:
     words = [*MODEL, "batch={global_size: 512}", "--num_gpus", "8", "--gpu", "h100-80gb"]
     found = json.loads(plan(*words, "--search", "--top", "3", "--json", capsys=capsys))

@@ -26,6 +26,7 @@ class Undecided(nn.Module):
         return self.last(images.mean((1, 2))) if float(images.detach().sum()) > 0 else self.last(images[:, 0, 0])
 
 
+@pytest.mark.slow
 def test_images_are_the_example_of_a_model_of_images(tmp_path: Path) -> None:
     model = LeNet().eval()
     written = write_program(tmp_path, model, RunConfig())

@@ -47,6 +47,7 @@ class TestHuggingFace:
         self.datasets.DatasetDict({"train": self.rows, "test": self.rows.select(range(3))}).save_to_disk("both")
         self.rows.save_to_disk("one")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("streaming", [False, True])
     @pytest.mark.parametrize("path", ["part{0..1}.jsonl", "part*.jsonl", "rows.parquet", "both", "one"])
     def test_columns_become_tuples_or_dicts(self, path: str, streaming: bool) -> None:

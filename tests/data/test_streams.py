@@ -125,6 +125,7 @@ class TestSamples:
             return  # the same code as with two
         assert steps(Numbers(), 8, ranks=ranks, micro=micro, num_workers=workers) == alone
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("stateful", [False, True])
     @pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (3, 0), (2, 2)])
     def test_a_resume_at_any_step_goes_on(self, ranks: int, workers: int, stateful: bool) -> None:
@@ -235,6 +236,7 @@ class TestStates:
                 others.append(places.loader.places)
         return found[0].state(step)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("before", "after", "workers"), [(1, 1, 0), (2, 3, 0), (3, 1, 2)])
     def test_a_resume_reads_a_few_samples_only(self, before: int, after: int, workers: int, tmp_path: Path) -> None:
         ends = (300,) * 6
@@ -281,6 +283,7 @@ class TestEvaluation:
                 most = max(most, len(reading(rank, 0)))
         return [reading(rank, most) for rank in range(ranks)]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 2), (3, 0), (8, 0)])
     def test_every_sample_counts_once_and_ranks_make_as_many_passes(self, ranks: int, workers: int) -> None:
         found = self.batches(Numbers(), ranks, num_workers=workers)
@@ -336,6 +339,7 @@ class TestHuggingFace:
             stream.close()
         return found
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("buffer", [0, 16])
     def test_ranks_workers_and_resumes_see_the_same(self, buffer: int) -> None:
         whole = self.rows(60, buffer=buffer)

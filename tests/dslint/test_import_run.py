@@ -163,6 +163,7 @@ RUNS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(RUNS)
 def test_what_renders_comes_back(values: dict[str, Any]) -> None:

@@ -89,6 +89,7 @@ def test_storage_that_stalls_holds_up_no_rank_and_loses_no_line(
     assert lines(stalled.text(handler.close)) == logged
 
 
+@pytest.mark.slow
 def test_a_full_queue_waits_for_the_storage(handler: logging.FileHandler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_writer, "_LONGEST_QUEUE", 10)
     stalled, logged = StalledFile(handler.stream), list[int]()

@@ -96,6 +96,7 @@ def test_who_does_not_stop_in_time_is_killed(alone: Members) -> None:
     assert "did not stop within 1 s, and was killed" in stated.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_by_itself_stops_the_others(alone: Members) -> None:
     process = alone.start(0, "1:exit=75", "wait")
     code, stated = ended(process)
@@ -104,6 +105,7 @@ def test_a_rank_that_stops_by_itself_stops_the_others(alone: Members) -> None:
     assert alone.signals(0) == ["SIGTERM"]
 
 
+@pytest.mark.slow
 def test_the_last_line_is_in_the_termination_log(alone: Members, tmp_path: Path) -> None:
     log = tmp_path / "termination"
     code, stated = ended(alone.start(0, "1:exit=70", "wait", environment={"DSF_TERMINATION_LOG": str(log)}))

@@ -213,6 +213,7 @@ def test_a_killed_launcher_cuts_the_life_lines(path: str, tmp_path: Path) -> Non
     process.communicate()
 
 
+@pytest.mark.slow
 def test_an_agent_without_its_launcher_stops_its_ranks(members: Members) -> None:
     """The agent's end of the life line."""
     members.nnodes = 1

@@ -135,6 +135,7 @@ def test_hosts_that_come_back_and_hosts_that_do_not(tmp_path: Path, monkeypatch:
         answers(tmp_path, are_here=(True, False), fewest=2)
 
 
+@pytest.mark.slow
 def test_a_host_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     signal.signal(signal.SIGALRM, lambda *_: (tmp_path / "host-1").touch())
     signal.setitimer(signal.ITIMER_REAL, 0.5)

@@ -258,6 +258,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_512_gpus_are_searched_in_three_seconds_without_torch() -> None:
     """0.7 s of processor time were measured, two thirds of it imports: the limit is the promise."""
     model = "model={kind: gpt, size: llama-3-8b}"
@@ -309,6 +310,7 @@ def test_no_estimate_is_below_the_bound_by_which_a_search_for_more_devices_drops
         assert 0 < least_bytes(each.plan, work) <= each.peak_bytes
 
 
+@pytest.mark.slow
 def test_nothing_fits_is_found_fast_however_many_devices() -> None:
     """9 to 36 s were measured before strategies that cannot fit were dropped by a bound: the processor's time now is
     2.5 s, half of it for sizes of tensor and sequence parallelism.

@@ -252,6 +252,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_texts_take_bounded_time(case: str) -> None:
     begin = time.process_time()

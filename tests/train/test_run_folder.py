@@ -112,6 +112,7 @@ def test_a_fresh_start_renames_the_earlier_run(tmp_path: Path) -> None:
     RunFolder(moved).open(fresh=False)
 
 
+@pytest.mark.slow
 def test_another_host_waits_until_it_sees_the_new_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

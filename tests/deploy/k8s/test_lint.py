@@ -368,6 +368,7 @@ def test_files_without_a_job_say_so(text: str) -> None:
 VALUES: tuple[Any, ...] = (None, 7, "x", [None, {}], {"x": [1]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["job.yaml", "trainjob.yaml", "trainjob-on-runtime.yaml"])
 def test_whatever_stands_anywhere_is_no_crash(name: str) -> None:
     """Every value of a job is replaced by every kind of value: findings, never an exception."""

@@ -80,6 +80,7 @@ def test_the_schemas_see_an_unknown_key_and_a_wrong_type() -> None:
             validator.validate(job | {"spec": job["spec"] | change}, RELEASES[0], strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _OF_KUBEFLOW)
 def test_the_models_of_kubeflow_take_it_whole(name: str) -> None:
     """The models let unknown keys pass: what they write again must be all that they read."""

@@ -76,6 +76,7 @@ def test_fp32_sums_at_stage_1_are_another_optimizer_s() -> None:
     assert "ZeRO Stage 1 with" in source_of("_do_optimizer_sanity_check")
 
 
+@pytest.mark.slow
 def test_grad_scaler_of_autocast_is_not_saved() -> None:
     methods = ("_save_checkpoint", "_save_zero_checkpoint", "_load_checkpoint", "_load_zero_checkpoint")
     assert [method for method in methods if "gradscaler" in source_of(method)] == []

@@ -61,6 +61,7 @@ def test_all_call_each_other_or_their_neighbours(count: int) -> None:
         assert sorted(ports) == sorted(expected)
 
 
+@pytest.mark.slow
 def test_calls_that_are_answered_later_are_no_failures() -> None:
     with socket.socket() as later:
         later.bind(("127.0.0.1", 0))

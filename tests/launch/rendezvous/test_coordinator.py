@@ -153,6 +153,7 @@ def test_a_node_that_dies_at_go_is_lost_to_all() -> None:
             (failure,) = news["failures"]
             assert failure["what"].startswith("node 1 (llama-train-1): lost: ")
             assert (await beginning).peers.ended == {1: 76}
+            living.close()
 
     run(case())
 
@@ -317,6 +318,7 @@ def test_a_node_that_goes_while_all_call_each_other(how: str) -> None:
     run(case())
 
 
+@pytest.mark.slow
 def test_nobody_is_refused_for_a_node_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator, "_SETTLE_SECONDS", 1.0)
 

@@ -39,6 +39,7 @@ def refused(members: Members, *, kinds: tuple[str, ...]) -> list[str]:
     return [stated for _, stated in ends]
 
 
+@pytest.mark.slow
 def test_everything_that_differs_is_told_at_once_on_every_node(members: Members) -> None:
     members.start(0, facts={"torch": "2.15", "config": "aa"})
     members.start(1, facts={"torch": "2.14", "config": "bb"}, slots=2)

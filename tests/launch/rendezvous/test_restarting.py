@@ -70,6 +70,7 @@ def test_a_spare_takes_the_place_of_a_node_that_is_lost(tmp_path: Path) -> None:
     run(case())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fits", [True, False])
 def test_fewer_nodes_train_where_others_do_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
@@ -109,12 +110,15 @@ def test_a_node_that_comes_back_otherwise_is_refused_alone(tmp_path: Path) -> No
             with pytest.raises(Exception, match=r"code = z: node 0 .* has a"):
                 await other.begin()
             assert not again.done()
-            await read(await enter(port, 1), "go")
+            second = await enter(port, 1)
+            await read(second, "go")
             await again
+            second.close()
 
     run(case())
 
 
+@pytest.mark.slow
 def test_a_spare_that_was_not_needed_ends_as_the_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +146,7 @@ def test_a_spare_that_was_not_needed_ends_as_the_job(
     assert capsys.readouterr().err.count("is training, and this node is a spare") == 1
 
 
+@pytest.mark.slow
 def test_a_new_node_0_goes_on_with_what_the_others_know(tmp_path: Path) -> None:
     """It has seen neither the first start nor what was saved before it came."""
     save(tmp_path, 10)
@@ -167,6 +172,7 @@ def test_a_new_node_0_goes_on_with_what_the_others_know(tmp_path: Path) -> None:
     run(case())
 
 
+@pytest.mark.slow
 def test_a_node_that_comes_back_before_it_is_missed_waits_for_its_place(tmp_path: Path) -> None:
     """Its host lost the power, and the old connection is silent, not closed."""
 
@@ -287,6 +293,7 @@ def test_a_request_between_two_starts_is_one_for_all(tmp_path: Path) -> None:
     run(case())
 
 
+@pytest.mark.slow
 def test_a_node_whose_ranks_have_not_ended_takes_no_part_in_the_next_start(tmp_path: Path) -> None:
     """It is heard on, and has its turn when it is done."""
     port = free_ports(2)
@@ -308,6 +315,7 @@ def test_a_node_whose_ranks_have_not_ended_takes_no_part_in_the_next_start(tmp_p
     run(case())
 
 
+@pytest.mark.slow
 def test_a_spare_calls_a_lost_node_0_again_however_long_it_has_waited(tmp_path: Path) -> None:
     port = free_ports(2)
 
