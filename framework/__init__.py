@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from framework.plan.cluster import Cluster
     from framework.plan.plan import make_plan
     from framework.plan.render import render
-    from framework.run import fit
     from framework.setup.trained import load
     from framework.tasks.task import Ratio, Task
     from framework.train.callbacks import State
     from framework.train.monitors.base import Monitor, Point
+    from framework.training import fit
 
 __version__ = "0.1.0"
 __all__ = [
@@ -53,7 +53,7 @@ _HOME = {
     "RunConfig": "framework.config.run_config",
     "State": "framework.train.callbacks",
     "Task": "framework.tasks.task",
-    "fit": "framework.run",
+    "fit": "framework.training",
     "import_deepspeed": "framework.dslint.import_run",
     "load": "framework.setup.trained",
     "load_config": "framework.config.load",

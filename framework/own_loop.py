@@ -18,8 +18,9 @@ from framework.engine.protocol import EVALUATING, SAVING, StepResult, evaluate_s
 from framework.engine.workarounds.grad_scaler import explaining_overflow
 from framework.errors import ConfigError, RunStopped, TrainingError, UsageError, explaining
 from framework.run import opened
-from framework.setup.assemble import OpenRun, make_eval_loaders
+from framework.setup.assemble import make_eval_loaders
 from framework.setup.objects import Objects, config_with_objects
+from framework.setup.open_run import OpenRun
 from framework.setup.prepared import prepare
 from framework.system.exits import end_in_one_line, refusing_exits
 from framework.system.stopping import EVALUATE, SAVE, StopRequest

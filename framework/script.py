@@ -50,7 +50,7 @@ def _train(request: StopRequest, arguments: argparse.Namespace) -> None:
 
         job = job.started(replace(cluster, device=find_devices(os.environ).kind))
     plan = job.plan(cluster)  # before the seconds that torch takes to import
-    from framework.run import fit_loaded
+    from framework.training import fit_loaded
 
     fit_loaded(plan, job.source, request, words=job.words)
 

@@ -16,11 +16,11 @@ from tests.places import ROOT
 
 # kB of Python source and number of files per room; what a room no longer needs is taken away here as well.
 CAPS: dict[str, tuple[float, int]] = {
-    "(doors)": (61, 10),
+    "(doors)": (60, 11),
     "system": (64, 14),
     "text": (65, 6),
     "config": (137, 15),
-    "plan": (318, 32),
+    "plan": (319, 32),
     "checkpoint": (191, 19),
     "train": (104, 14),
     "launch": (246, 27),
@@ -31,7 +31,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "tasks": (30, 6),
     "data": (203, 28),
     "engine": (308, 41),
-    "setup": (145, 13),
+    "setup": (148, 14),
     "dslint": (236, 22),
     "deploy": (83, 9),
 }

@@ -129,6 +129,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 HALVES = {
     "errors": "system",
     "own_loop": "run",
+    "training": "run",
     "data.token_files": "token files",
     "engine.protocol": "engine protocol",
     "checkpoint.state": "checkpoint state",

@@ -10,7 +10,7 @@ from framework.checkpoint.manifest import SavedCheckpoint, list_checkpoints
 from framework.checkpoint.resume_point import set_aside_later
 from framework.engine.distributed import from_rank0
 from framework.errors import TrainingError
-from framework.setup.assemble import OpenRun, build_trainer
+from framework.setup.open_run import OpenRun, build_trainer
 from framework.setup.start_point import DamageOf, decide_together, on_rank0
 from framework.system.log import warn
 from framework.train.bad_steps import RolledBack

@@ -119,7 +119,8 @@ def _group_is_up() -> bool:
 
 
 def _came_through_fit(trace: TracebackType | None) -> bool:
-    return any(frame.f_globals.get("__name__") == "framework.run" for frame, _ in walk_tb(trace))
+    doors = ("framework.training", "framework.run")
+    return any(frame.f_globals.get("__name__") in doors for frame, _ in walk_tb(trace))
 
 
 @contextmanager

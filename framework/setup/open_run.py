@@ -1,0 +1,187 @@
+"""A run between its start and its end, and the Trainer that is built of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from framework.checkpoint.async_checkpointer import AsyncCheckpointer
+from framework.checkpoint.checkpointer import Checkpointer
+from framework.checkpoint.manifest import SavedCheckpoint
+from framework.checkpoint.state.tensor_split import whole_shape
+from framework.data.failures import ExplainedData
+from framework.data.streams import StreamPlaces
+from framework.engine.distributed import claims_error_report, from_rank0, rank
+from framework.engine.hang_watch import Watched
+from framework.engine.pipeline_engine import PipelineEngine
+from framework.engine.plain_engine import PlainEngine
+from framework.engine.protocol import Engine
+from framework.models.experts import Mixture
+from framework.plan.auto import peaks_at_hand
+from framework.plan.balance import StageTable
+from framework.plan.plan_against_run import PlanAgainstRun
+from framework.plan.time import flops_per_step
+from framework.plan.work import work_of
+from framework.report.summary import RunResult, describe_goodput, print_end, print_start, write_report
+from framework.setup.assemble import make_eval_loaders, make_monitors, make_profiler, make_schedule, watch_samples
+from framework.setup.parts import make_train_loader
+from framework.setup.prepared import Prepared, order_of
+from framework.setup.start_point import on_rank0
+from framework.system.log import print_line
+from framework.system.waiting import waiting
+from framework.tasks.task import Task
+from framework.train.bad_steps import BadStepPolicy, LeftOut
+from framework.train.best import BestSoFar
+from framework.train.callbacks import Callbacks
+from framework.train.events import Events, note_closed
+from framework.train.monitors.base import Behind, HeldFolder, Monitor
+from framework.train.monitors.console import LogLines
+from framework.train.run_folder import RunFolder
+from framework.train.trainer import Minutes, Outcome, Trainer
+
+
+@dataclass
+class OpenRun:
+    """A run between its start and its end: what a loop works with, as `start` has it, and the `outcome` to fill.
+    `began` is when this process did, by the monotonic clock.
+    """
+
+    prepared: Prepared
+    engine: PlainEngine | PipelineEngine
+    folder: RunFolder
+    checkpointer: Checkpointer | AsyncCheckpointer
+    best: BestSoFar
+    callbacks: Callbacks
+    start: SavedCheckpoint | None
+    places: StreamPlaces
+    stop: Watched
+    minutes: Minutes
+    left_out: LeftOut
+    load: Callable[[SavedCheckpoint], int]  # into the engine and all that goes with it
+    outcome: Outcome
+    began: float
+
+    @property
+    def start_step(self) -> int:
+        """Optimizer steps that were taken before."""
+        return self.start.step if self.start is not None else 0
+
+    @property
+    def result(self) -> RunResult:
+        """What its loop has left in `outcome`."""
+        return RunResult.of(self.outcome, folder=self.folder.path, start_step=self.start_step, best=self.best.found)
+
+    def print_start(self) -> None:
+        """Print what is about to happen; on rank 0."""
+        prepared, stages = self.prepared, self.prepared.cut.table if self.prepared.cut else None
+        num_params, num_trained = count_parameters(self.engine, stages)
+        print_start(
+            prepared.plan,
+            self.folder.path,
+            start_step=self.start_step,
+            stages=stages,
+            evaluates=bool(prepared.parts.splits.evaluations),
+            num_params=num_params,
+            num_trained=num_trained,
+        )
+
+    def print_end(self) -> None:
+        """Write the report, and print what was reached; on rank 0, when the engine is closed."""
+        plan, folder = self.prepared.plan, self.folder.path
+        note_closed(folder / "events.jsonl", step=self.outcome.step)
+        report = write_report(folder) if plan.config.monitors.report else None
+        goodput = describe_goodput(folder)
+        if not self.outcome.stopped:
+            print_end(self.result, plan, environment=os.environ, report=report, goodput=goodput)
+        elif goodput:
+            print_line(f"goodput {goodput}")
+
+    def open_monitors(self) -> tuple[list[Monitor], Events | None, tuple[int, Mapping[str, float]]]:
+        """Open monitors, on rank 0 events, and count earlier starts and peaks of the devices. Collective."""
+        plan, folder, start_step = self.prepared.plan, self.folder, self.start_step
+        total_steps, held = plan.length.total_steps or 0, Behind(HeldFolder(folder))
+        monitors: list[Monitor] = [held, self.best, LogLines(total_steps)]
+        events: list[Events] = []  # on rank 0
+        self._settle = held.settle
+
+        def add_monitors() -> tuple[int, Mapping[str, float]]:
+            since = time.monotonic() - self.began
+            events.append(Events(folder.events, from_step=start_step, seconds=since))
+            monitors.extend(
+                make_monitors(plan.config, folder.path, total_steps=total_steps, from_step=start_step, held=held)
+            )
+            monitors.append(Behind(PlanAgainstRun(plan, folder.path), after=held))
+            monitors.append(events[0])
+            return events[0].restarts, peaks_at_hand(plan.cluster)
+
+        facts = from_rank0(on_rank0(add_monitors))
+        return monitors, events[0] if events else None, facts
+
+    def train_data(self) -> ExplainedData:
+        """This rank's loader of the training data, in the order that the run began with."""
+        plan, parts, order = self.prepared.plan, self.prepared.parts, order_of(self.start)
+        # A loss of sums: the step counts all of its micro-batches before the first forward pass.
+        at_once = plan.layout.accumulation_steps if type(parts.task).count is not Task.count else 1
+        return ExplainedData(
+            make_train_loader(plan, parts.splits, rank=rank(), order=order, places=self.places, read_at_once=at_once),
+            claims=claims_error_report,
+        )
+
+    def save(self, step: int, metrics: Mapping[str, float]) -> object:
+        """Write a checkpoint into the folder, if it is held. Collective."""
+        with waiting(f"the save of step {step}"):
+            self._settle()
+            return self.checkpointer.save(step, metrics)
+
+
+def build_trainer(run: OpenRun) -> Trainer:
+    """Build the Trainer of a run with its data and its monitors. Collective."""
+    prepared, engine, start = run.prepared, run.engine, run.start
+    plan, splits, start_step = prepared.plan, prepared.parts.splits, run.start_step
+    monitors, events, (restarts, peaks) = run.open_monitors()
+    look = watch_samples(engine, plan, monitors, run.folder)
+    per_step = flops_per_step(plan, work_of(plan), peaks)
+    asked, watch = plan.config.training.bad_steps, engine.bad_steps
+    policy = None
+    if asked is not None and watch is not None:
+        policy = BadStepPolicy(asked.policy, asked.max_roll_backs, watch, run.left_out, engine.pass_over)
+    tokens_per_sample = getattr(splits.train, "tokens_per_sample", None)
+    return Trainer(
+        engine,
+        agenda=make_schedule(plan, tokens_per_sample=tokens_per_sample, per_step=per_step),
+        train_data=run.train_data(),
+        eval_data=make_eval_loaders(plan, splits, rank=rank()),
+        monitors=monitors,
+        save=run.save,
+        start_step=start_step,
+        evaluates_first=start is None or (start.verified and not _was_evaluated(start)),
+        stop=run.stop,
+        enter=run.stop.enter,
+        minutes=run.minutes,
+        look=look,
+        constants={"run/restarts": float(restarts)},
+        profile=make_profiler(engine, plan, run.folder, start_step=start_step),
+        record=events,
+        callbacks=run.callbacks or None,
+        bad_steps=policy,
+    )
+
+
+def _was_evaluated(checkpoint: SavedCheckpoint) -> bool:
+    return any(name.startswith("eval/") for name in checkpoint.manifest.get("metrics", {}))
+
+
+def count_parameters(engine: Engine, stages: StageTable | None) -> tuple[int, int]:
+    """Count the parameters of the whole model, and those that are trained: of all stages, and of all shares that ranks
+    have of weights.
+    """
+    if stages is not None:
+        count = sum(stage.num_params for stage in stages.stages())
+        return count, count
+    module = engine.engine.module  # type: ignore[attr-defined]
+    sizes = {weight: whole_shape(weight).numel() for weight in module.parameters()}
+    mixtures = (one for one in module.modules() if isinstance(one, Mixture))
+    sizes |= {weight: one.size * sizes[weight] for one in mixtures for weight in one.experts.parameters()}
+    return sum(sizes.values()), sum(size for weight, size in sizes.items() if weight.requires_grad)
