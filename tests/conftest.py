@@ -4,6 +4,8 @@ layouts.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import random
 import signal
@@ -45,8 +47,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """How long runs are is known when their cases are listed."""
+    """How long runs are is known when their cases are listed. Of ten thousand cases and all that they import nothing is
+    garbage: whoever looks for some looks in vain.
+    """
     launched.exhaustive = bool(config.getoption("--exhaustive"))
+    gc.disable()
+    if lanes.number() is not None:
+        atexit.register(os._exit, 0)  # after all other handlers: tearing down ten thousand cases takes seconds
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage again, among what tests make."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """What is frozen is not torn down, of which nanobind complains behind the last line."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
