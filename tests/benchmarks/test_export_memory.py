@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.export_memory import measure, write_checkpoint
 
-NUM_BYTES = 192 << 20
+NUM_BYTES = 384 << 20
 
 
 @pytest.mark.slow
