@@ -71,7 +71,7 @@ class WarmRanks:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._changed = threading.Condition()
+        self._changed, self._sending = threading.Condition(), threading.Lock()
         self._pids: list[list[int]] = []
         self._codes: dict[int, int] = {}
         self._is_ready = self._is_over = False
@@ -117,8 +117,9 @@ class WarmRanks:
 
     def _send(self, order: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
+        with self._sending:
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
 
     def _until(self, holds: Any, *, seconds: float) -> None:
         with self._changed:
