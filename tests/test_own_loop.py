@@ -128,7 +128,7 @@ class TestOnTwoRanks:
         events = [json.loads(line) for line in (folder / "runs/stopped/events.jsonl").read_text().splitlines()]
         kinds = [(event["kind"], event["step"]) for event in events]
         assert kinds[:4] == [("start", 0), ("save", int(step)), ("stop", int(step)), ("end", int(step))]
-        assert found["rest"] == 10 - int(step)
+        assert found["rest"] == 40 - int(step)
         assert found["slow"].keys() == {"eval/loss", "eval/accuracy"}, "no hang"
         assert found["batches"] == "train_step: 1 batches, and batch.accumulation_steps is 2"
 

@@ -100,7 +100,7 @@ def main() -> None:
             loop(digits(2, 500, run={"name": "stopped"}), asks_at=3)
         except RunStopped as error:
             found["stopped"] = str(error)
-        found["rest"] = len(loop(digits(2, 10, run={"name": "stopped"}, checkpoint={"resume": "auto"})))
+        found["rest"] = len(loop(digits(2, 40, run={"name": "stopped"}, checkpoint={"resume": "auto"})))
         try:
             with framework.open_engine(digits(0, run={"name": "broken"})) as engine:
                 engine.train_step(1)
