@@ -205,7 +205,7 @@ def shipped(name: str, *settings: str) -> dict[str, Any]:
     small = [
         "model.size=tiny",
         "training.max_steps=2",
-        "batch.global_size=8",
+        "batch.global_size=4",
         "batch.micro_size=2",
         "evaluation.max_samples=4",
         "monitors.tensorboard=false",
