@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from framework.commands import measure, timed_runs
 from framework.commands.trials import Trial, fastest, measure_trials, table
 from framework.config.load import config_from_values
 from framework.plan.devices import Machine
+from tests.commands.children import fork_launched
 from tests.launched import ROOT
 from tests.warm_ranks import WarmRanks
 
@@ -56,21 +58,17 @@ def test_a_measured_machine_ranks_what_trials_measure(
     job, whole = "-m torch.distributed.run --standalone --nproc-per-node 2 -m", "framework.commands.machine_rates"
     run = measure.run_child
 
-    def fork(words: Sequence[str], *_: object, **limits: float) -> subprocess.CompletedProcess[str]:
-        if words[1].startswith("torch"):
-            assert [*words[:-1]] == [*job.split(), whole]
-            started = warm.start([words[-1]], num_ranks=2, folder=stated, script=ROOT / "tests/jobs/short_rates.py")
-        else:
-            assert [*words[:3], *words[4:]] == ["-m", "framework", "launch", "--num_gpus", "2"]
-            started = warm.start(["--config", words[3]], num_ranks=2, folder=stated)
-        return subprocess.CompletedProcess([*words], max(started.wait(limits["longest_seconds"])), "", started.stated())
+    def fork(words: Sequence[str], *_: object, longest_seconds: float) -> subprocess.CompletedProcess[str]:
+        assert [*words[:-1]] == [*job.split(), whole]
+        started = warm.start([words[-1]], num_ranks=2, folder=stated, script=ROOT / "tests/jobs/short_rates.py")
+        return subprocess.CompletedProcess([*words], max(started.wait(longest_seconds)), "", started.stated())
 
     def short(words: Sequence[str], *rest: Any, **limits: Any) -> subprocess.CompletedProcess[str]:
         return run(["tests.jobs.short_rates" if word == whole else word for word in words], *rest, **limits)
 
     monkeypatch.setattr(measure, "run_child", short if exhaustive else fork)
     if not exhaustive:
-        monkeypatch.setattr(timed_runs, "run_child", fork)
+        monkeypatch.setattr(timed_runs, "run_child", partial(fork_launched, folder=stated))
     rates = measure.measure_machine(2)
     machine = Machine.from_measured(rates, devices_per_host=2)
     assert machine.origin("flops_per_second.fp32") == machine.origin("collective_bytes_per_second") == "measured"

@@ -18,7 +18,7 @@ from framework.config.load import load_config
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 from framework.plan.search import ACCUMULATION, MICRO, OFFLOAD, SEQUENCE, TENSOR, Request, search
-from tests.commands.answers import answer_here
+from tests.commands.children import answer_here
 
 MODEL = ["ds_configs/gpt_zero3.yaml", "model={kind: gpt, size: llama-3-8b}"]
 GPT = [*MODEL, "batch={micro_size: 1}", "--num_gpus", "8", "--nodes", "8"]

@@ -20,7 +20,7 @@ from framework.commands.stage_balance import find_stage_balance
 from framework.config.load import Source, config_from_values
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan
-from tests.commands.answers import answering_here
+from tests.commands.children import answering_here
 from tests.places import ROOT
 
 OWN = """

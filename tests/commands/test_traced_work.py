@@ -12,7 +12,7 @@ import pytest
 
 from framework.cli import main
 from framework.commands import traced_work
-from tests.commands.answers import answering_here
+from tests.commands.children import answering_here
 from tests.places import ROOT
 
 OWN = """

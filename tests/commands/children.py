@@ -1,4 +1,4 @@
-"""Answers of the child that `plan` asks about a model, given in this process: nothing starts."""
+"""Children of commands without a cold start: answers about a model, given in this process, and runs on forked ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import contextlib
 import importlib
 import io
 import json
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 
 from framework.plan.plan import Plan
+from tests.launched import TIMEOUT_SECONDS
+from tests.warm_ranks import session_ranks
 
 
 def answer_here(module: str, plan: Plan, *, longest_seconds: float, needs: object, **further: Any) -> Any:
@@ -34,3 +37,12 @@ def answering_here(asker: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         yield
     finally:
         sys.modules.pop("own", None)  # the next test has another
+
+
+def fork_launched(
+    words: Sequence[str], *_: object, longest_seconds: float | None, folder: Path, num_ranks: int = 2
+) -> subprocess.CompletedProcess[str]:
+    """As `run_child` of ``-m framework launch CONFIG --num_gpus N``; what the ranks print goes to the folder."""
+    assert [*words[:3], *words[4:]] == ["-m", "framework", "launch", "--num_gpus", str(num_ranks)]
+    job = session_ranks().start(["--config", words[3]], num_ranks=num_ranks, folder=folder)
+    return subprocess.CompletedProcess([*words], max(job.wait(longest_seconds or TIMEOUT_SECONDS)), "", job.stated())
