@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from tests.launched import ROOT, job_environment
 
 # What tests/dslint/rules asks of DeepSpeed on a processor; every start of it needs the first, and many the second.
-BUILDERS = ("ShareMemCommBuilder", "FusedAdamBuilder", "CPUAdamBuilder", "CPUAdagradBuilder", "PinMemoryBuilder")
+BUILDERS = ("ShareMemCommBuilder", "FusedAdamBuilder", "CPUAdamBuilder")
 
 
 def start() -> subprocess.Popen[bytes] | None:

@@ -71,7 +71,7 @@ class WarmRanks:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._changed = threading.Condition()
+        self._changed, self._sending = threading.Condition(), threading.Lock()
         self._pids: list[list[int]] = []
         self._codes: dict[int, int] = {}
         self._is_ready = self._is_over = False
@@ -117,8 +117,9 @@ class WarmRanks:
 
     def _send(self, order: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
+        with self._sending:
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
 
     def _until(self, holds: Any, *, seconds: float) -> None:
         with self._changed:
@@ -192,11 +193,12 @@ class Job:
         kind, patience = (signal.SIGKILL, 0.0) if is_late else (signal.SIGTERM, _GRACE_SECONDS)
         first = time.monotonic()
         while None in (codes := self.codes()):
+            # A rank that has lost its peer may say so for a moment, before it is told to end.
+            is_told = kind == signal.SIGKILL or time.monotonic() > first + 1.0
             for pid, code in zip(self._pids, codes, strict=True):
-                # A rank that has lost its peer may say so for a moment, before it is told to end.
-                if code is None and time.monotonic() > first + (1.0 if kind == signal.SIGTERM else 0.0):
+                if code is None and is_told:
                     self._warm.signal(pid, kind)
-            time.sleep(0.05 if kind == signal.SIGKILL else 0.2)
+            time.sleep(0.2 if is_told and kind == signal.SIGTERM else 0.02)
             kind = signal.SIGKILL if time.monotonic() > first + patience else kind
         for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{self._port}_*"):
             buffer.unlink(missing_ok=True)  # 66 MiB for each rank that was killed

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import export_memory
 from benchmarks.export_memory import measure, write_checkpoint
+from tests.warm_ranks import WarmRanks
 
-NUM_BYTES = 384 << 20
+NUM_BYTES = 192 << 20
+
+
+@pytest.fixture
+def forks(warm: WarmRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that exports is forked from one that has imported all that an export does."""
+
+    def fork(words: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
+        program = tmp_path / "program.py"
+        program.write_text(words[2], encoding="utf-8")
+        job = warm.start(words[3:], num_ranks=1, folder=tmp_path / "said", script=program)
+        (code,) = job.wait(120)
+        return subprocess.CompletedProcess([*words], code, job.stated(), "")
+
+    monkeypatch.setattr(export_memory, "subprocess", SimpleNamespace(run=fork))
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_peak_is_a_small_part_of_the_model(stage: int, tmp_path: Path) -> None:
     """Measured beside it: with mapped files counted it is about once the model, which is what is read of them."""

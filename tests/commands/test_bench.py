@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 
 from framework.cli import main
-from framework.commands import bench
+from framework.commands import bench, timed_runs
 from framework.commands.timed_runs import INTERRUPTED, config_alone
 from framework.config.load import config_from_values
 from framework.plan.plan import Plan
 from framework.report.records import Run, Series
+from tests.commands.children import fork_launched
 from tests.places import ROOT
 
 Capture = pytest.CaptureFixture[str]
@@ -181,8 +183,17 @@ def test_nothing_runs_beside_the_steps() -> None:
 
 
 @pytest.mark.slow
-def test_variants_are_trained_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_variants_are_trained_for_real(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them as `bench` starts it, the one of two ranks on forked ones."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    run, stated = timed_runs.run_child, tmp_path_factory.mktemp("said")
+
+    def fork_pairs(words: list[str], *rest: Any, **limits: Any) -> subprocess.CompletedProcess[str]:
+        return run(words, *rest, **limits) if words[-1] == "1" else fork_launched(words, folder=stated, **limits)
+
+    monkeypatch.setattr(timed_runs, "run_child", fork_pairs)
     variants = ["--variant", "one", "run.world_size=1", "--variant", "pipelined", "run.world_size=2"]
     variants += ["parallel.pipe=2", "batch.micro_size=30"]
     words = ["--steps", "3", "--warmup", "2", "--repeats", "2", "--starts", "1", "--out", str(tmp_path / "out")]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from framework.cli import main
-from tests.launched import TIMEOUT_SECONDS
+from tests.launched import TIMEOUT_SECONDS, run_ranks
 from tests.places import ROOT
 
 
@@ -47,8 +47,8 @@ def test_the_project_has_no_place_holders_and_clean_code(project: Path) -> None:
 def test_the_project_trains_and_its_tests_pass(project: Path) -> None:
     checked = run(project, "framework", "check", "run.yaml", "--num_gpus", "8")
     assert "run.yaml: fine on 8 devices" in checked.stdout
-    tested = run(project, "pytest", "-q", "-p", "no:cacheprovider")
-    assert (tested.returncode, "2 passed" in tested.stdout) == (0, True), tested.stdout
+    words = ("-q", "-p", "no:cacheprovider", "--override-ini=pythonpath=.")
+    assert "2 passed" in run_ranks(Path(pytest.__file__).with_name("__main__.py"), *words, num_ranks=1, cwd=project)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ from typing import NoReturn
 import pytest
 
 from framework.cli import main
+from framework.commands import traced_work
 from framework.commands.strategies import write_choice
 from framework.commands.torch_child import NoAnswerError
 from framework.config.load import load_config
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 from framework.plan.search import ACCUMULATION, MICRO, OFFLOAD, SEQUENCE, TENSOR, Request, search
+from tests.commands.children import answer_here
 
 MODEL = ["ds_configs/gpt_zero3.yaml", "model={kind: gpt, size: llama-3-8b}"]
 GPT = [*MODEL, "batch={micro_size: 1}", "--num_gpus", "8", "--nodes", "8"]
@@ -202,8 +204,9 @@ def test_a_model_of_ones_own_is_not_guessed(capsys: Capture, monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_a_model_of_ones_own_is_looked_at(tmp_path: Path, capsys: Capture) -> None:
+def test_a_model_of_ones_own_is_looked_at(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same net by name and by path, once with and once without keys that are `auto`."""
+    monkeypatch.setattr(traced_work, "ask_child", answer_here)
     by_name = json.loads(plan("ds_configs/quickstart.yaml", "--num_gpus", "2", "--json", capsys=capsys))["memory"]
     target = "model={target: 'framework.models.small_nets:LeNet'}"
     found = json.loads(plan("ds_configs/quickstart.yaml", target, "--num_gpus", "2", "--json", capsys=capsys))

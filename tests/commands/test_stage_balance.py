@@ -1,10 +1,13 @@
-"""`plan` tells where a pipeline's model would be cut, by a child that imports torch in its place."""
+"""`plan` tells where a pipeline's model would be cut, by a child that imports torch in its place. Here it is started
+once, and answers otherwise in this process.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,12 @@ import pytest
 
 from framework.cli import main
 from framework.commands import plan as plan_command
+from framework.commands import stage_balance
 from framework.commands.stage_balance import find_stage_balance
 from framework.config.load import Source, config_from_values
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan
+from tests.commands.children import answering_here
 from tests.places import ROOT
 
 OWN = """
@@ -28,14 +33,6 @@ def build(width=4, size=6):
 
 def data():
     return torch.utils.data.TensorDataset(torch.randn(64, 6), torch.zeros(64).long())
-
-def dies():
-    import os
-    os._exit(3)
-
-def lasts():
-    import time
-    time.sleep(60)
 """
 CONFIG = """
 run: {name: own}
@@ -59,6 +56,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # The working folder of these tests is not the checkout.
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return tmp_path
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with answering_here(stage_balance, folder, monkeypatch):
+        yield
 
 
 def plan(**sections: Any) -> Plan:
@@ -86,6 +89,7 @@ def test_every_stage_is_a_line(capsys: pytest.CaptureFixture[str], folder: Path)
     assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == before
 
 
+@pytest.mark.usefixtures("here")
 def test_tools_get_what_the_run_will_write(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "own.yaml", "--num_gpus", "2", "--json", "parallel.partition=measured"]) == 0
     reported = json.loads(capsys.readouterr().out)
@@ -98,6 +102,7 @@ def test_tools_get_what_the_run_will_write(capsys: pytest.CaptureFixture[str]) -
     assert (found["severity"], found["file"]) == ("note", "command line")
 
 
+@pytest.mark.usefixtures("here")
 def test_what_cannot_be_cut_is_refused_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "own.yaml", "--num_gpus", "4", "parallel.pipe=4"]) == 78
     stated = capsys.readouterr()
@@ -112,22 +117,38 @@ def test_what_cannot_be_cut_is_refused_with_its_place(capsys: pytest.CaptureFixt
     assert line.endswith("[layer-failed]\n")
 
 
-@pytest.mark.parametrize(
-    ("sections", "words", "seconds"),
-    [
-        ({"data": {"kind": "fashion_mnist", "root": "nowhere"}}, "[dataset-not-found]", 120),
-        ({"model": {"target": "nowhere:build"}}, "[target-not-found]", 120),
-        ({"data": {"target": "own:dies"}}, "ended with code 3", 120),
-        ({"data": {"target": "own:lasts"}}, "took more than 3 s", 3),
-    ],
-)
-def test_what_this_machine_cannot_know_is_a_note(sections: dict[str, Any], words: str, seconds: float) -> None:
-    balance = find_stage_balance(plan(**sections), source=Source(), longest_seconds=seconds)
+def unknown(plan: Plan, **limits: float) -> str:
+    """The note that nothing is known."""
+    balance = find_stage_balance(plan, source=Source(), **limits)
     assert (balance.lines, balance.pipeline) == ((), None)
     (note,) = balance.notes
     assert (note.kind, note.severity) == ("stages-unknown", "note")
-    assert words in note.reason
     assert "\n" not in str(note)
+    return note.reason
+
+
+@pytest.mark.usefixtures("here")
+def test_what_this_machine_cannot_know_is_a_note() -> None:
+    assert "[dataset-not-found]" in unknown(plan(data={"kind": "fashion_mnist", "root": "nowhere"}))
+    assert "[target-not-found]" in unknown(plan(model={"target": "nowhere:build"}))
+
+
+@pytest.mark.parametrize(
+    ("does", "seconds", "words"),
+    [
+        ("echo first >&2; echo last words >&2; exit 3", 120.0, "looking at the model ended with code 3: last words"),
+        ("exec sleep 60", 0.3, "it took more than 0.3 s"),
+    ],
+    ids=["dies", "lasts"],
+)
+def test_a_child_that_gives_no_answer_is_a_note(
+    does: str, seconds: float, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = tmp_path / "python"
+    child.write_text(f"#!/bin/sh\n{does}\n", encoding="utf-8")
+    child.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(child))
+    assert words in unknown(plan(), longest_seconds=seconds)
 
 
 def test_without_torch_the_start_of_the_run_tells(monkeypatch: pytest.MonkeyPatch) -> None:

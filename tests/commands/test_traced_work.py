@@ -1,14 +1,18 @@
-"""`plan` estimates a model of the user's own: a child process finds its work, which is kept until something changes."""
+"""`plan` estimates a model of the user's own: a child process finds its work, which is kept until something changes. It
+is started once here, and answers otherwise in this process.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from framework.cli import main
 from framework.commands import traced_work
+from tests.commands.children import answering_here
 from tests.places import ROOT
 
 OWN = """
@@ -50,6 +54,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with answering_here(traced_work, folder, monkeypatch):
+        yield
+
+
 def planned(capsys: pytest.CaptureFixture[str], *settings: str) -> dict[str, object]:
     assert main(["plan", "own.yaml", *settings, "--json"]) == 0
     memory: dict[str, object] = json.loads(capsys.readouterr().out)["memory"]
@@ -82,12 +92,14 @@ def test_it_is_found_once(folder: Path, capsys: pytest.CaptureFixture[str], monk
     assert "it was asked" in str(planned(capsys)["unknown"])
 
 
+@pytest.mark.usefixtures("here")
 def test_what_has_no_work_is_not_estimated_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     reason = str(planned(capsys, "model.target=own:Asks")["unknown"])
     assert "it does not run without numbers: DataDependentOutputException" in reason
     assert "own:Missing" in str(planned(capsys, "model.target=own:Missing")["unknown"])
 
 
+@pytest.mark.usefixtures("here")
 def test_memory_of_an_optimizer_is_measured_once(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

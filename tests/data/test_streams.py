@@ -114,15 +114,15 @@ class TestSamples:
         assert found[2] == [4, 5, 104, 105, 10200, 10201, 304, 305, 404, 405, 504, 505]
         assert found[3][:2] == [6, 10000]
 
-    @pytest.mark.parametrize("workers", [0, 2, 5])
-    @pytest.mark.parametrize(("ranks", "micro"), [(1, 3), (1, 12), (2, 2), (3, 4), (4, 1)])
+    @pytest.mark.parametrize(
+        ("ranks", "micro", "workers"),
+        [(1, 3, 0), (1, 12, 0), (2, 2, 0), (3, 4, 0), (4, 1, 0), (1, 3, 2), (2, 2, 2), (1, 12, 5)],
+    )
     def test_neither_ranks_nor_workers_nor_micro_batches_change_them(
         self, ranks: int, micro: int, workers: int
     ) -> None:
         alone = steps(Numbers(), 8)
         assert len({value for step in alone for _, value in step}) == 8 * GLOBAL
-        if workers == 5 and ranks != 1:
-            return  # the same code as with two
         assert steps(Numbers(), 8, ranks=ranks, micro=micro, num_workers=workers) == alone
 
     @pytest.mark.slow
@@ -131,7 +131,7 @@ class TestSamples:
     def test_a_resume_at_any_step_goes_on(self, ranks: int, workers: int, stateful: bool) -> None:
         dataset = Stateful() if stateful else Numbers()
         whole = steps(dataset, 12)
-        for start in (1, 5, 9):
+        for start in (5,) if workers else (1, 5, 9):
             assert steps(dataset, 2, start=start, ranks=ranks, micro=1, num_workers=workers) == whole[start : start + 2]
 
     def test_without_random_samples_nothing_is_seeded(self) -> None:
@@ -342,17 +342,17 @@ class TestHuggingFace:
     @pytest.mark.slow
     @pytest.mark.parametrize("buffer", [0, 16])
     def test_ranks_workers_and_resumes_see_the_same(self, buffer: int) -> None:
-        whole = self.rows(60, buffer=buffer)
-        assert len({tuple(row) for step in whole for row in step}) == 720
-        assert self.rows(60, ranks=3, buffer=buffer, num_workers=2) == whole
-        assert self.rows(2, start=55, ranks=2, buffer=buffer) == whole[55:57]
+        whole = self.rows(38, buffer=buffer)
+        assert len({tuple(row) for step in whole for row in step}) == 456
+        assert self.rows(38, ranks=3, buffer=buffer, num_workers=2) == whole
+        assert self.rows(2, start=36, ranks=2, buffer=buffer) == whole[36:]
         places = StreamPlaces(lambda own: [own])
         places.loader = loader(self.dataset(buffer=buffer))
         stream = places.loader.stream()
-        for _ in range(45 * 6):
+        for _ in range(34 * 6):
             next(stream)
         stream.close()
-        places.restore(places.state(45))
+        places.restore(places.state(34))
         states = [place.state is not None for place in places.found.values()]
         assert states == [not buffer] * 6, "a shuffle buffer is in no state: what it holds is counted"
-        assert self.rows(2, start=45, ranks=2, buffer=buffer, places=places.found) == whole[45:47]
+        assert self.rows(2, start=34, ranks=2, buffer=buffer, places=places.found) == whole[34:36]

@@ -6,9 +6,7 @@ import ast
 import importlib.metadata
 import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from framework.dslint.keys import Key, history, known_releases, load_table
 from framework.errors import MISSING, UsageError
 from framework.plan.rules.passthrough import REMOVED
 from tests.places import ROOT
+from tests.warm_ranks import WarmRanks
 
 TABLE = load_table()
 # Modules of constants: NAME = "key" beside NAME_DEFAULT = value.
@@ -198,14 +197,12 @@ def test_every_constant_with_a_default_is_a_key(file: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_table_is_what_the_installed_deepspeed_reads() -> None:
+def test_the_table_is_what_the_installed_deepspeed_reads(warm: WarmRanks, tmp_path: Path) -> None:
     """Drift of DeepSpeed or of a hand-made change of the table shows here; tools/build_key_table.py says how to
     rebuild.
     """
-    command = [sys.executable, "-m", "tools.build_key_table", "--check"]
-    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    job = warm.start(["--check"], num_ranks=1, folder=tmp_path, script=ROOT / "tools/build_key_table.py")
+    assert job.wait(300) == [0], job.stated()
 
 
 def test_what_a_key_knows() -> None:

@@ -5,8 +5,6 @@ code.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from framework.commands.verdict import CheckContext, Verdict, check_document
 from framework.dslint.readers import FILLED, Reader
 from framework.text.hjson import parse_hjson
 from tests.dslint.rules.cases import merged
-from tests.launched import TIMEOUT_SECONDS, job_environment
+from tests.launched import run_ranks
 
 ASK = Path(__file__).with_name("ask_hugging_face.py")
 PLAIN: dict[str, Any] = {
@@ -125,16 +123,7 @@ def test_what_is_left_out_and_what_json_does_not_read() -> None:
 def test_the_installed_trainer_and_accelerate_refuse_the_same(tmp_path: Path) -> None:
     """Their own code reads every file; it is stopped where it would call deepspeed.initialize."""
     (tmp_path / "files.json").write_text(json.dumps(FILES), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, str(ASK), "files.json"],
-        cwd=tmp_path,
-        env=job_environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(ASK, "files.json", num_ranks=1, cwd=tmp_path)
     answers = json.loads((tmp_path / "answers.json").read_text(encoding="utf-8"))
     wrong = []
     for text, answer in zip(FILES, answers, strict=True):

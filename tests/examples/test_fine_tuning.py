@@ -1,15 +1,13 @@
-"""Examples of fine-tuning run as they are, and leave what they promise."""
+"""Examples of fine-tuning run as they are, on a rank that is forked, and leave what they promise."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.launched import job_environment, series
+from tests.launched import run_ranks, series
 from tests.places import ROOT
 
 pytestmark = pytest.mark.slow
@@ -19,17 +17,7 @@ transformers = pytest.importorskip("transformers", reason="transformers comes wi
 def run(name: str, folder: Path) -> str:
     file = ROOT / "examples" / name
     assert len(file.read_text(encoding="utf-8").splitlines()) <= 60
-    done = subprocess.run(
-        [sys.executable, str(file)],
-        cwd=folder,
-        env=job_environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_ranks(file, num_ranks=1, cwd=folder)
 
 
 def test_conversations_become_a_folder_for_the_hub(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def slow_evaluation() -> dict[str, float]:
     """An evaluation that takes longer than a run may be without a sign of life, by its batches, of which none does."""
 
     def batches() -> Iterator[Any]:
-        for _ in range(7):
+        for _ in range(5):
             time.sleep(0.5)
             yield torch.rand(4, 1, 28, 28), torch.zeros(4, dtype=torch.long)
 
@@ -85,8 +85,9 @@ def main() -> None:
 
     found: dict[str, Any] = {}
     with process_group(None):
-        for stage in (0, 1, 2):
+        for stage in (0, 1):
             found[f"gan{stage}"] = gan.main(**settings(f"gan{stage}", 4, stage))
+        for stage in (1, 2):
             found[f"penalty{stage}"] = gradient_penalty.main(**settings(f"penalty{stage}", 4, stage))
         gan.main(**settings("halves", 2, 1))
         found["halves"] = gan.main(**settings("halves", 4, 1, checkpoint={"resume": "auto"}))

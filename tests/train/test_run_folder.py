@@ -7,6 +7,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from framework.errors import ConfigError, StorageError
 from framework.system.files import open_own
 from framework.text.document import read_document
 from framework.train.run_folder import RunFolder
+from tests.warm_ranks import WarmRanks
 
 HOLD = """
 import sys
@@ -417,31 +419,18 @@ def test_a_folder_that_is_lost_in_mid_run_ends_the_run(loss: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_run_whose_folder_is_removed_ends_with_74_and_makes_none(tmp_path: Path) -> None:
+def test_a_run_whose_folder_is_removed_ends_with_74_and_makes_none(warm: WarmRanks, tmp_path: Path) -> None:
     """Two ranks; nothing is saved before the end, and nothing of a folder is there afterwards."""
-    from tests.launched import job_environment
-    from tests.places import ROOT
-
     config = tmp_path / "run.yaml"
     config.write_text(
         f"run: {{name: lost, output_dir: {tmp_path}/runs}}\n"
         "model: {kind: mlp, hidden_sizes: [8]}\ntraining: {max_steps: 200000, log_every: 5}\n"
         "data: {kind: digits}\nbatch: {global_size: 16}\nmonitors: {tensorboard: false}\n"
     )
-    words = [sys.executable, "-m", "framework", "launch", str(config), "--num_gpus", "2"]
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=job_environment()
-    ) as job:
-        assert job.stdout is not None
-        stated = []
-        for line in job.stdout:
-            stated.append(line)
-            if "step" in line and "loss" in line:
-                break
-        else:
-            pytest.fail("".join(stated))
-        shutil.rmtree(tmp_path / "runs" / "lost")
-        stated.append(job.stdout.read())
-    assert job.wait() == 74, stated
-    assert "[run-folder-lost]" in stated[-1]
+    job = warm.start(["--config", str(config)], num_ranks=2, folder=tmp_path / "said")
+    while not job.is_over() and not re.search("step.*loss", job.stated(0)):
+        time.sleep(0.02)
+    shutil.rmtree(tmp_path / "runs" / "lost")
+    assert 74 in job.wait(120), job.stated()
+    assert "[run-folder-lost]" in job.stated()
     assert not (tmp_path / "runs" / "lost").exists()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,9 +13,9 @@ from framework.dslint.facts import Facts
 from framework.errors import Problem
 from tests.dslint.differential.generate import RELEASE, Question
 from tests.dslint.differential.harms import BY_RULES, HARMS, NOT_ON_ONE_CPU_RANK, by_machine
-from tests.launched import TIMEOUT_SECONDS, job_environment
+from tests.launched import run_ranks
 
-ASK = "tests.dslint.differential.ask"
+ASK = Path(__file__).with_name("ask.py")
 
 
 @dataclass
@@ -51,32 +49,12 @@ class Comparison:
 def ask_deepspeed(
     questions: Sequence[dict[str, Any]], folder: Path, *, start_most: int = 10_000
 ) -> list[dict[str, Any]]:
-    """DeepSpeed's answers, from one process on CPU."""
+    """DeepSpeed's answers, from one process on CPU, forked from one that has imported it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "questions.json").write_text(
         json.dumps({"questions": questions, "start_most": start_most}), encoding="utf-8"
     )
-    alone = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-        "CROSS_SIZE": "1",
-        "CROSS_RANK": "0",
-        "LOCAL_SIZE": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", ASK, str(folder / "questions.json"), str(folder / "answers.json")],
-        cwd=folder,
-        env=job_environment(**alone),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"DeepSpeed's side ended with {done.returncode}: {done.stderr[-3000:]}")
+    run_ranks(ASK, "questions.json", "answers.json", num_ranks=1, cwd=folder)
     answers: list[dict[str, Any]] = json.loads((folder / "answers.json").read_text(encoding="utf-8"))
     return answers
 

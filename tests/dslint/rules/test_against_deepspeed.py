@@ -1,16 +1,14 @@
 """DeepSpeed itself is asked: it refuses every broken config where the case says, takes every near miss, and shows the
 effect.
 
-Two processes on CPU answer everything; the first run on a machine compiles DeepSpeed's Adam for CPU.
+Two processes on CPU, forked from one that has imported it, answer everything; the first run on a machine compiles
+DeepSpeed's Adam for CPU.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +34,8 @@ from tests.dslint.rules.cases import (
     zero,
 )
 from tests.dslint.rules.fixes import alternatives, mended
-from tests.launched import NO_COMPILE, TIMEOUT_SECONDS, job_environment
+from tests.launched import TIMEOUT_SECONDS
+from tests.warm_ranks import Job, session_ranks
 
 pytestmark = [
     pytest.mark.slow,
@@ -226,35 +225,19 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         {"config": Case(change).config, "asked": "step" if steps else "init", "world": 1, "steps": steps}
         for change, steps, _ in EFFECTS.values()
     ]
-    with ThreadPoolExecutor(NUM_PROCESSES) as processes:
-        shares = list(
-            processes.map(lambda number: ask(asked[number::NUM_PROCESSES], folder / str(number)), range(NUM_PROCESSES))
-        )
+    jobs = [ask(asked[number::NUM_PROCESSES], folder / str(number)) for number in range(NUM_PROCESSES)]
     found: list[dict[str, Any]] = [{}] * len(asked)
-    for number, share in enumerate(shares):
-        found[number::NUM_PROCESSES] = share
+    for number, job in enumerate(jobs):
+        assert job.wait(TIMEOUT_SECONDS) == [0], job.stated()[-4000:]
+        found[number::NUM_PROCESSES] = json.loads((folder / str(number) / "answers.json").read_text(encoding="utf-8"))
     return found
 
 
-def ask(questions: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """What one process of DeepSpeed answers."""
+def ask(questions: list[dict[str, Any]], folder: Path) -> Job:
+    """One process of DeepSpeed, which writes its answers into the folder."""
     folder.mkdir()
     (folder / "questions.json").write_text(json.dumps(questions), encoding="utf-8")
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    command = [sys.executable, str(ASK), str(folder / "questions.json"), str(folder / "answers.json")]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=job_environment(**alone, **{NO_COMPILE: "0"}),  # some compile
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    answers: list[dict[str, Any]] = json.loads((folder / "answers.json").read_text(encoding="utf-8"))
-    assert len(answers) == len(questions)
-    return answers
+    return session_ranks().start(["questions.json", "answers.json"], num_ranks=1, folder=folder, script=ASK)
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is not None and version("deepspeed") != RELEASE, reason=f"asks {RELEASE}")
