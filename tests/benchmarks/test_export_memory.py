@@ -13,7 +13,8 @@ from benchmarks import export_memory
 from benchmarks.export_memory import measure, write_checkpoint
 from tests.warm_ranks import WarmRanks
 
-NUM_BYTES = 192 << 20
+# Stage 3 holds some tensors of 16 MiB more, however large the model is.
+SIZES = {2: 192 << 20, 3: 384 << 20}
 
 
 @pytest.fixture
@@ -32,10 +33,11 @@ def forks(warm: WarmRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forks")
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", SIZES)
 def test_the_peak_is_a_small_part_of_the_model(stage: int, tmp_path: Path) -> None:
     """Measured beside it: with mapped files counted it is about once the model, which is what is read of them."""
-    found = measure(write_checkpoint(tmp_path, stage=stage, num_bytes=NUM_BYTES), tmp_path / "out")
-    assert found["exported_bytes"] > NUM_BYTES
-    assert found["peak_bytes_without_mapped_files"] < 0.5 * NUM_BYTES, found
-    assert found["peak_bytes"] < 1.5 * NUM_BYTES, found
+    num_bytes = SIZES[stage]
+    found = measure(write_checkpoint(tmp_path, stage=stage, num_bytes=num_bytes), tmp_path / "out")
+    assert found["exported_bytes"] > num_bytes
+    assert found["peak_bytes_without_mapped_files"] < 0.5 * num_bytes, found
+    assert found["peak_bytes"] < 1.5 * num_bytes, found
