@@ -83,16 +83,18 @@ def layouts(*, exhaustive: bool) -> list[Layout]:
 
 
 def meet(source: Layout, target: Layout, *, exhaustive: bool) -> bool:
-    """Whether a checkpoint of the one is moved into the other: three, of a plain one with ``--exhaustive`` all."""
+    """Whether a checkpoint of the one is moved into the other: two, so that plain runs, pipelines and tensor groups go
+    into each other; with ``--exhaustive`` of a plain one all, else three.
+    """
     if {source, target}.isdisjoint(HALF):
         whole = [layout for layout in layouts(exhaustive=exhaustive) if layout not in HALF]
         if source == target or not {source, target} <= {*whole}:
             return False
-        return exhaustive or (whole.index(target) - whole.index(source)) % len(whole) in (4, 7, 15)
+        return exhaustive or (whole.index(target) - whole.index(source)) % len(whole) in (4, 15)
     if source not in MEETS_HALF or target not in MEETS_HALF:
         return False
     distance = MEETS_HALF.index(target) - MEETS_HALF.index(source)
-    return distance % len(MEETS_HALF) in (1, 5, 9)
+    return distance % len(MEETS_HALF) in ((1, 5, 9) if exhaustive else (1, 5))
 
 
 def config(layout: Layout, folder: Path, text: Path, **sections: Any) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def config(layout: Layout, folder: Path, text: Path, **sections: Any) -> dict[st
         **GPT,
         "model": {
             **GPT["model"],
-            "num_layers": 2,
+            "num_layers": 1,
             "num_heads": 4,
         },  # few weights: reading each of them back is a collective
         "data": {**GPT["data"], "path": str(text)},
@@ -187,7 +189,7 @@ def test_weights_and_moments_are_equal_after_every_move(
     truth = torch.load(trained / f"{source.name}.pt", weights_only=True)
     assert truth["step"] == NUM_STEPS
     targets = [target for target in LAYOUTS if meet(source, target, exhaustive=exhaustive)]
-    assert len(targets) >= 3
+    assert len(targets) >= 2
     for target in targets:
         found = torch.load(moved / f"{source.name}-{target.name}.pt", weights_only=True)
         assert found["step"] == NUM_STEPS

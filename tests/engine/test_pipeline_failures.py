@@ -49,7 +49,7 @@ def failing(how: str, call: int) -> str:
 
 # The fifth call of the last stage's layer is in the third step.
 HARMS = {
-    "layer-raises": Harm((failing("raise", 5),), "ValueError: the layer has had enough", launchers=("torchrun",)),
+    "layer-raises": Harm((failing("raise", 5),), "ValueError: the layer has had enough"),
     "killed": Harm((failing("kill", 5),), "[peer-lost]", {76, 137, 1, 247}, launchers=("deepspeed",)),
     "evaluation-raises": Harm((failing("eval", 1),), "ValueError: the layer has had enough"),
     "data-raises": Harm((f"data={{target: '{PARTS}:breaking', args: {{how: raise}}}}",), "OSError: sample 25 is gone"),
