@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import framework
 from framework.checkpoint.published import published_problems
+from framework.cli import main
 from framework.commands.export import export
 from framework.commands.generate import main as generate
 from framework.config.load import config_from_values
