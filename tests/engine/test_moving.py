@@ -103,7 +103,7 @@ def config(layout: Layout, folder: Path, text: Path, **sections: Any) -> dict[st
         **GPT,
         "model": {
             **GPT["model"],
-            "num_layers": 1,
+            "num_layers": 2,
             "num_heads": 4,
         },  # few weights: reading each of them back is a collective
         "data": {**GPT["data"], "path": str(text)},

@@ -13,7 +13,7 @@ from tests.launched import series, train_cases
 
 pytestmark = pytest.mark.slow
 
-MICRO_BATCHES = 384
+MICRO_BATCHES = 512
 
 
 def config(name: str, folder: Path, *, stage: int, **precision: Any) -> dict[str, Any]:
