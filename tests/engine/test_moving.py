@@ -68,7 +68,7 @@ HALF = [
 MEETS_HALF = [Layout(1, 2), Layout(2, 0), Layout(2, 3), Layout(2, 1, 2), *HALF]
 LAYOUTS = [*PLAIN, *PIPED, *DIVIDED, *HALF]
 # With --exhaustive: four processes are dear, and each of these divides its state as another one does.
-RARE_LAYOUTS = [Layout(4, 0), Layout(4, 1), Layout(4, 0, 2)]
+RARE_LAYOUTS = [Layout(4, 0), Layout(4, 1), Layout(4, 2), Layout(4, 0, 2)]
 MORE = {
     "": {},
     "fused": {"optimizer": {"kind": "adamw", "implementation": "deepspeed"}},
@@ -90,7 +90,7 @@ def meet(source: Layout, target: Layout, *, exhaustive: bool) -> bool:
         whole = [layout for layout in layouts(exhaustive=exhaustive) if layout not in HALF]
         if source == target or not {source, target} <= {*whole}:
             return False
-        return exhaustive or (whole.index(target) - whole.index(source)) % len(whole) in (4, 15)
+        return exhaustive or (whole.index(target) - whole.index(source)) % len(whole) in (3, 14)
     if source not in MEETS_HALF or target not in MEETS_HALF:
         return False
     distance = MEETS_HALF.index(target) - MEETS_HALF.index(source)
