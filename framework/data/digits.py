@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -26,18 +27,22 @@ def build(image_size: int = 28) -> Splits:
         Grey images (1, image_size, image_size), normalised with the mean and standard deviation of the training images,
         and labels 0 to 9. Source: Alpaydin and Kaynak 1998, "Optical Recognition of Handwritten Digits", its test part.
     """
+    images, targets, parts, mean, std = _read(image_size)
+    train, evaluation = (ImageTensors(images[part], targets[part], mean=[mean], std=[std]) for part in parts)
+    return Splits(train, evaluation)
+
+
+@lru_cache(maxsize=2)  # a process may train many runs on them
+def _read(image_size: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], float, float]:
+    """All images and labels, the indices of both parts, and mean and standard deviation of the first one."""
     originals, labels = load_digits(return_X_y=True)
     images = _enlarged(torch.from_numpy(originals).float().view(-1, 1, 8, 8), image_size)
     train, evaluation = train_test_split(
         np.arange(len(labels)), test_size=NUM_EVALUATION, stratify=labels, random_state=_SPLIT_SEED
     )
-    targets = torch.from_numpy(labels).long()
     std, mean = torch.std_mean(images[train].double() / 255.0)
-    sets = [
-        ImageTensors(images[part], targets[part], mean=[mean.item()], std=[std.item()])
-        for part in (torch.from_numpy(train), torch.from_numpy(evaluation))
-    ]
-    return Splits(sets[0], sets[1])
+    parts = torch.from_numpy(train), torch.from_numpy(evaluation)
+    return images, torch.from_numpy(labels).long(), parts, mean.item(), std.item()
 
 
 def _enlarged(images: Tensor, image_size: int) -> Tensor:

@@ -62,7 +62,7 @@ _CLUSTER: Final = Cluster(devices_per_host=8, device="cuda")
 
 
 class Run(NamedTuple):
-    """A run that a test holds against plain PyTorch in one process."""
+    """A run that a test holds against plain PyTorch in one process, some with `--exhaustive` alone."""
 
     ranks: int
     values: Values
@@ -82,16 +82,17 @@ def proven() -> Iterator[Run]:
     yield from (Run(2, test_ema.config(name, nowhere, **case)) for name, case in test_ema.CASES.items())
     for ranks, pipes in ((2, test_pipeline.TWO_RANKS), (4, test_pipeline.FOUR_RANKS)):
         yield from (Run(ranks, test_pipeline.values(one, nowhere, nowhere, global_size=16)) for one in pipes)
-    for ranks, groups in ((2, test_tensor.TWO_RANKS), (4, test_tensor.FOUR_RANKS)):
+    for ranks, groups in ((2, test_tensor.TWO_RANKS), (4, [*test_tensor.FOUR_RANKS, *test_tensor.RARE_FOUR])):
         yield from (Run(ranks, test_tensor.values(one, nowhere, nowhere, micro_size=16 // ranks)) for one in groups)
     for stage, sections in test_tensor.PAIRS.values():
         case = test_tensor.Case("gpt", stage)
         yield Run(2, test_tensor.values(case, nowhere, nowhere, micro_size=8, **sections))
-    for ranks, cases in ((2, test_sequence.TWO_RANKS), (4, test_sequence.FOUR_RANKS | test_sequence.DIVIDED)):
+    of_four = test_sequence.FOUR_RANKS | test_sequence.RARE_FOUR | test_sequence.DIVIDED | test_sequence.RARE_DIVIDED
+    for ranks, cases in ((2, test_sequence.TWO_RANKS | test_sequence.RARE), (4, of_four)):
         yield from (Run(ranks, test_sequence.values(name, one, nowhere, nowhere)) for name, one in cases.items())
     for name, (case_name, sections, _) in test_sequence.VARIANTS.items():
         yield Run(2, test_sequence.values(name, test_sequence.TWO_RANKS[case_name], nowhere, nowhere, **sections))
-    for mixed in (*test_experts.TWO, *test_experts.FOUR):
+    for mixed in (*test_experts.TWO, *test_experts.RARE, *test_experts.FOUR):
         yield Run(mixed.ranks, mixed.config(nowhere))
     yield from (Run(2, test_experts.varied(name, nowhere)) for name in test_experts.VARIANTS)
     yield from (Run(2, one) for one in test_lora.held_cases(nowhere))
@@ -203,7 +204,8 @@ def shown() -> str:
     ways = [[one, *(str(found.by_ways.get((one, two), "")) for two in names[1:])] for one in names[:-1]]
     return (
         "Numbers of ranks on which fp32 steps are those of plain PyTorch, by ZeRO stage (4 to 20 steps, with\n"
-        "`pytest --exhaustive` always 20); or the kind of the problem with which `check` refuses it:\n\n"
+        "`pytest --exhaustive`, which alone tries some of them, always 20); or the kind of the problem with which\n"
+        "`check` refuses it:\n\n"
         + _rows(["", *(f"ZeRO {stage}" for stage in STAGES)], stages)
         + "\nZeRO stages at which each way was held against plain PyTorch together with something else (half\n"
         "precision within its rounding), or the kinds of the problems where it is refused at every stage:\n\n"

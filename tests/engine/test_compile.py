@@ -18,7 +18,7 @@ from tests.launched import fewer, rarely, series, train_cases
 pytestmark = pytest.mark.slow
 
 NUM_STEPS, HALF_WAY, TOLERANCE = fewer(6, of=20), fewer(3, of=10), 1e-5
-LONG_STEPS, LONG_RUNS = fewer(18, of=20), ("gpt", "gpt-z2")  # which show a drift
+LONG_STEPS, LONG_RUNS = fewer(12, of=20), ("gpt", "gpt-z2")  # which show a drift
 EAGER: dict[str, Any] = {"backend": "aot_eager"}
 BLOCKS = EAGER | {"per": "block"}
 RAGGED = GPT | {"model": GPT["model"] | {"vocab_size": 50}, "data": {"target": "tests.jobs.parts:ragged_prompts"}}
@@ -28,16 +28,16 @@ MODELS = {"gpt": GPT, "lenet": LENET, "own": TIED, "ragged": RAGGED}
 Cases = dict[str, tuple[str, Any, dict[str, Any], int]]
 CASES: Cases = {
     "gpt-z0": ("gpt", EAGER | {"fullgraph": True}, {"zero": {"stage": 0}}, 2),
-    "gpt-z1-accumulated": ("gpt", BLOCKS, {"zero": {"stage": 1}, "batch": {"accumulation_steps": 2}}, 2),
-    "gpt-z2": ("gpt", BLOCKS, {"zero": {"stage": 2}}, 2),
+    "gpt-z2": ("gpt", BLOCKS, {"zero": {"stage": 2}, "batch": {"accumulation_steps": 2}}, 2),
     "gpt-z2-recomputed": ("gpt", EAGER, {"zero": {"stage": 2}, "training": {"recompute_every": 2}}, 0),
     # Batches of 16 positions, then of any number from 3 to 16: one graph for them all.
     "ragged-z1": ("ragged", EAGER, {"zero": {"stage": 1}}, 2),
-    "lenet-z1": ("lenet", EAGER, {"zero": {"stage": 1}}, 2),
     "own-z2-inductor": ("own", True, {"zero": {"stage": 2}}, 1),
     "own-z3": ("own", {"backend": "eager"}, {"zero": {"stage": 3}}, 0),
 }
 RARE: Cases = {
+    "gpt-z1-accumulated": ("gpt", BLOCKS, {"zero": {"stage": 1}, "batch": {"accumulation_steps": 2}}, 2),
+    "lenet-z1": ("lenet", EAGER, {"zero": {"stage": 1}}, 2),
     "gpt-z1": ("gpt", EAGER, {"zero": {"stage": 1}}, 2),
     "gpt-z1-inductor": ("gpt", True, {"zero": {"stage": 1}}, 2),
     "gpt-z2-inductor": ("gpt", {"per": "block"}, {"zero": {"stage": 2}}, 2),
@@ -92,7 +92,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Confi
     folder = tmp_path_factory.mktemp("compiled")
     write_tokens(folder)
     cases = CASES | (RARE if pytestconfig.getoption("--exhaustive") else {})
-    made = [config(folder, model, model, False, {"zero": {"stage": 2}}) for model in MODELS]
+    models = {case[0] for case in cases.values()}
+    made = [config(folder, model, model, False, {"zero": {"stage": 2}}) for model in MODELS if model in models]
     made += [config(folder, name, *case[:3]) for name, case in cases.items()]
     made += [resumed(folder, "gpt", BLOCKS, "to-compiled"), resumed(folder, "gpt-z2", False, "to-plain")]
     train_cases(made, num_ranks=2, folder=folder)

@@ -11,7 +11,8 @@ import pytest
 
 from framework.engine.hang_watch import Gaps, HangWatch, Watched, place_of, sentence
 from framework.engine.protocol import EVALUATING, SAVING, STEPS
-from tests.launched import ROOT, torchrun
+from tests.launched import ROOT
+from tests.warm_ranks import WarmRanks
 
 
 def state(
@@ -110,11 +111,13 @@ WAYS = ("lock_held", "in_a_save", "dead_mount", "asleep", "endless_loop", "stopp
 
 @pytest.mark.slow
 @pytest.mark.timing
-def test_ways_to_hang(tmp_path: Path, exhaustive: bool) -> None:
+def test_ways_to_hang(tmp_path: Path, warm: WarmRanks, exhaustive: bool) -> None:
     """The last one is no seed: two ranks are in collectives of different groups, until they are ended."""
     ways = WAYS if exhaustive else WAYS[:2]
-    job = torchrun(ROOT / "tests/jobs/hang_seeds.py", str(tmp_path), *ways, num_ranks=2, cwd=ROOT)
-    stated = job.stdout + job.stderr
+    script = ROOT / "tests/jobs/hang_seeds.py"
+    job = warm.start([str(tmp_path), *ways], num_ranks=2, folder=tmp_path / "said", script=script)
+    codes = job.wait(300)
+    stated = job.stated()
     found = dict(re.findall(r"seed: (\w*)\n(?:(?!seed: ).*\n)*?.*warning: (no .*)\n", stated))
     assert set(found) == {"", *ways}, stated[-6000:]
     assert stated.count("warning: no ") == len(found), "each is named once, and no save is taken for one"
@@ -127,4 +130,4 @@ def test_ways_to_hang(tmp_path: Path, exhaustive: bool) -> None:
         assert re.search(expected, found[name])
     assert re.search(r"rank 0 waits in all_reduce #\d+ of 300 elements.*rank 1 waits in all_reduce #1 of 7", found[""])
     assert "in lock_held" in (tmp_path / "logs/hang-rank1.txt").read_text(encoding="utf-8"), "written from C"
-    assert job.returncode != 0
+    assert all(codes)

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.launched import run_ranks
+from tests.launched import rarely, run_ranks
 from tests.places import ROOT
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[2, *rarely([1])])
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the job of many models found, on one rank and on two."""
+    """What the job of many models found, on two ranks; with ``--exhaustive`` on one as well."""
     folder = tmp_path_factory.mktemp("built")
     run_ranks(ROOT / "tests/jobs/built_models.py", "out.json", num_ranks=request.param, cwd=folder)
     found: dict[str, Any] = json.loads((folder / "out.json").read_text(encoding="utf-8"))

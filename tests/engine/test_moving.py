@@ -68,7 +68,7 @@ HALF = [
 MEETS_HALF = [Layout(1, 2), Layout(2, 0), Layout(2, 3), Layout(2, 1, 2), *HALF]
 LAYOUTS = [*PLAIN, *PIPED, *DIVIDED, *HALF]
 # With --exhaustive: four processes are dear, and each of these divides its state as another one does.
-RARE_LAYOUTS = [Layout(4, 0), Layout(4, 1), Layout(4, 0, 2)]
+RARE_LAYOUTS = [Layout(4, 0), Layout(4, 1), Layout(4, 2), Layout(4, 0, 2)]
 MORE = {
     "": {},
     "fused": {"optimizer": {"kind": "adamw", "implementation": "deepspeed"}},
@@ -83,16 +83,18 @@ def layouts(*, exhaustive: bool) -> list[Layout]:
 
 
 def meet(source: Layout, target: Layout, *, exhaustive: bool) -> bool:
-    """Whether a checkpoint of the one is moved into the other: three, of a plain one with ``--exhaustive`` all."""
+    """Whether a checkpoint of the one is moved into the other: two, so that plain runs, pipelines and tensor groups go
+    into each other; with ``--exhaustive`` of a plain one all, else three.
+    """
     if {source, target}.isdisjoint(HALF):
         whole = [layout for layout in layouts(exhaustive=exhaustive) if layout not in HALF]
         if source == target or not {source, target} <= {*whole}:
             return False
-        return exhaustive or (whole.index(target) - whole.index(source)) % len(whole) in (4, 7, 15)
+        return exhaustive or (whole.index(target) - whole.index(source)) % len(whole) in (3, 14)
     if source not in MEETS_HALF or target not in MEETS_HALF:
         return False
     distance = MEETS_HALF.index(target) - MEETS_HALF.index(source)
-    return distance % len(MEETS_HALF) in (1, 5, 9)
+    return distance % len(MEETS_HALF) in ((1, 5, 9) if exhaustive else (1, 5))
 
 
 def config(layout: Layout, folder: Path, text: Path, **sections: Any) -> dict[str, Any]:
@@ -187,7 +189,7 @@ def test_weights_and_moments_are_equal_after_every_move(
     truth = torch.load(trained / f"{source.name}.pt", weights_only=True)
     assert truth["step"] == NUM_STEPS
     targets = [target for target in LAYOUTS if meet(source, target, exhaustive=exhaustive)]
-    assert len(targets) >= 3
+    assert len(targets) >= 2
     for target in targets:
         found = torch.load(moved / f"{source.name}-{target.name}.pt", weights_only=True)
         assert found["step"] == NUM_STEPS

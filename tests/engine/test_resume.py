@@ -52,10 +52,9 @@ CASES: dict[str, dict[str, Any]] = {
         "zero": {"stage": 3},
         "batch": ACCUMULATING,
     },
-    "bf16-z1": {"zero": {"stage": 1}, "precision": BF16, "scheduler": OWN},
-    "bf16-z2": {
+    "bf16-z1": {
         "scheduler": {"kind": "warmup_decay", "warmup_steps": 5, "total_steps": TOTAL},
-        "zero": {"stage": 2},
+        "zero": {"stage": 1},
         "precision": BF16,
         "batch": ACCUMULATING,
     },
@@ -64,9 +63,14 @@ CASES: dict[str, dict[str, Any]] = {
         "precision": BF16,
         "scheduler": {"kind": "wsd", "decay_steps": 15, "total_steps": TOTAL},
     },
-    "autocast-z2": {"zero": {"stage": 2}, "precision": {"dtype": "autocast"}},
-    "cosine": {"scheduler": {"kind": "cosine", "warmup_steps": 5, "total_steps": TOTAL}, "batch": ACCUMULATING},
+    "autocast-z2": {
+        "scheduler": {"kind": "cosine", "warmup_steps": 5, "total_steps": TOTAL},
+        "zero": {"stage": 2},
+        "precision": {"dtype": "autocast"},
+        "batch": ACCUMULATING,
+    },
     "random-samples": {
+        "scheduler": OWN,
         "data": {"target": "tests.jobs.parts:noisy_digits", "args": {"strength": 0.7}, "num_workers": 2},
         "zero": {"stage": 1},
     },

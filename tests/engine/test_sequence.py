@@ -19,10 +19,10 @@ from tests.launched import fewer, rarely, read_metrics, series, train_cases
 pytestmark = pytest.mark.slow
 
 # Drift is held by one run of each way to share, to hold its state and to round.
-NUM_STEPS, FEW_STEPS = 20, fewer(4, of=20)
+NUM_STEPS, FEW_STEPS = fewer(12, of=20), fewer(4, of=20)
 LONG_RUNS = ("gpt-z0", "gqa-z2", "gqa-z3", "bert-adamw", "gpt-ema", "gpt-tiled-z3", "bf16", "fp16", "gqa-2x2")
 LONG_RUNS += ("gpt-split-z2", "gpt-muon")
-STOP, RESUMED = 3, 8
+STOP, RESUMED = 2, 5
 CLIP = 0.5
 _SMALL = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_positions": 32, "dropout": 0.0}
 TEXT = {"data": {"kind": "text", "sequence_length": 32}, "task": {"kind": "causal_lm"}}
@@ -45,37 +45,42 @@ ADAMW = {"kind": "adamw", "lr": 1e-3}
 # Name -> model, ZeRO stage, optimizer.
 Cases = dict[str, tuple[str, int, dict[str, Any]]]
 TWO_RANKS: Cases = {
-    **{f"gpt-z{stage}": ("gpt", stage, SGD) for stage in range(4)},
     **{
-        f"{model}-z{stage}": (model, stage, SGD) for model, stage in (("gqa", 2), ("gqa", 3), ("bert", 2), ("llama", 3))
+        f"{model}-z{stage}": (model, stage, SGD)
+        for model, stage in (("gpt", 0), ("gqa", 2), ("gqa", 3), ("bert", 2), ("llama", 3))
     },
-    **{f"{model}-adamw": (model, stage, ADAMW) for stage, model in enumerate(("gpt", "bert", "llama", "gqa"))},
+    **{f"{model}-adamw": (model, stage, ADAMW) for stage, model in ((0, "gpt"), (1, "bert"), (3, "gqa"))},
     "gpt-muon": ("gpt", 0, {"kind": "muon"}),
     "gpt-adafactor": ("gpt", 0, {"kind": "adafactor"}),
     "gpt-ema": ("gpt", 1, SGD),
     "window": ("window", 2, SGD),
     **{
         f"{model}-tiled-z{stage}": (model, stage, SGD)
-        for model, stage in (("gpt", 0), ("gpt", 3), ("gqa", 1), ("gqa", 3), ("bert", 2), ("bert", 3), ("llama", 3))
+        for model, stage in (("gpt", 0), ("gpt", 3), ("gqa", 3), ("bert", 2), ("llama", 3))
     },
 }
 # With --exhaustive: the other stages of these models.
 RARE: Cases = {
-    name: (model, stage, SGD)
-    for model in ("gqa", "bert", "llama")
-    for stage in range(4)
-    if (name := f"{model}-z{stage}") not in TWO_RANKS
+    **{
+        name: (model, stage, SGD)
+        for model in ("gpt", "gqa", "bert", "llama")
+        for stage in range(4)
+        if (name := f"{model}-z{stage}") not in TWO_RANKS
+    },
+    "llama-adamw": ("llama", 2, ADAMW),
+    "gqa-tiled-z1": ("gqa", 1, SGD),
+    "bert-tiled-z3": ("bert", 3, SGD),
 }
-FOUR_RANKS: Cases = {f"{model}-2x2": (model, stage, SGD) for stage, model in enumerate(("gpt", "llama", "bert", "gqa"))}
+FOUR_RANKS: Cases = {f"{model}-2x2": (model, stage, SGD) for stage, model in ((1, "llama"), (3, "gqa"))}
 # Two ranks of a tensor group by two that share sequences.
 DIVIDED: Cases = {
-    **{
-        f"{model}-split-z{stage}": (model, stage, SGD)
-        for model, stage in (("gpt", 0), ("bert", 1), ("gpt", 2), ("bert", 3))
-    },
+    **{f"{model}-split-z{stage}": (model, stage, SGD) for model, stage in (("bert", 1), ("gpt", 2))},
     "gpt-split-adamw": ("gpt", 3, ADAMW),
-    "gpt-split-tiled": ("gpt", 1, SGD),
+    "gpt-split-tiled": ("gpt", 0, SGD),
 }
+# With --exhaustive: four processes are dear, and of each of these another one above holds the model and the stage.
+RARE_FOUR: Cases = {f"{model}-2x2": (model, stage, SGD) for stage, model in ((0, "gpt"), (2, "bert"))}
+RARE_DIVIDED: Cases = {f"{model}-split-z{stage}": (model, stage, SGD) for model, stage in (("gpt", 0), ("bert", 3))}
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +136,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], float]] = {
     "fp16-muon": ("gpt-muon", {"precision": {"dtype": "fp16", "initial_scale_power": 8}}, 5e-4),
     "tiled-recompute": ("gqa-z3", {"training": {"loss_tile": 7, "recompute_every": 1}}, 1e-5),
     "tiled-autocast": ("gqa-z3", {"precision": {"dtype": "autocast"}}, 0.02),
-    "tiled-bf16": ("gqa-z3", {"precision": {"dtype": "bf16"}}, 0.05),
     "tiled-fp16": ("gqa-z2", {"precision": {"dtype": "fp16"}}, 0.02),
     "offload": ("gqa-z2", {"zero": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}}, 1e-5),
 }
@@ -171,9 +175,10 @@ def moved(name: str, folder: Path, text: Path, **sections: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+def four_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path, exhaustive: bool) -> Path:
     folder = tmp_path_factory.mktemp("sequence-2x2")
-    cases = [values(name, case, folder, text) for name, case in (FOUR_RANKS | DIVIDED).items()]
+    listed = FOUR_RANKS | DIVIDED | (RARE_FOUR | RARE_DIVIDED if exhaustive else {})
+    cases = [values(name, case, folder, text) for name, case in listed.items()]
     for sections in ({}, {"training": {"max_steps": STOP}}, {"checkpoint": {"at_end": True, "resume": "auto"}}):
         end = "broken" if sections else "whole"
         cases.append(values(f"split-{end}", DIVIDED["gpt-split-z2"], folder, text, **DROPPED | sections))
@@ -212,14 +217,14 @@ def test_two_ranks_equal_plain_pytorch(two_ranks: Path, text: Path, name: str) -
     hold(two_ranks, name, (TWO_RANKS | RARE)[name], text, global_size=8)
 
 
-@pytest.mark.parametrize("name", FOUR_RANKS)
+@pytest.mark.parametrize("name", [*FOUR_RANKS, *rarely(RARE_FOUR)])
 def test_four_ranks_equal_plain_pytorch(four_ranks: Path, text: Path, name: str) -> None:
-    hold(four_ranks, name, FOUR_RANKS[name], text, global_size=16)
+    hold(four_ranks, name, (FOUR_RANKS | RARE_FOUR)[name], text, global_size=16)
 
 
-@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize("name", [*DIVIDED, *rarely(RARE_DIVIDED)])
 def test_tensor_groups_that_share_sequences_equal_plain_pytorch(four_ranks: Path, text: Path, name: str) -> None:
-    hold(four_ranks, name, DIVIDED[name], text, global_size=8)
+    hold(four_ranks, name, (DIVIDED | RARE_DIVIDED)[name], text, global_size=8)
 
 
 def test_a_resumed_run_of_both_is_the_unbroken_one(four_ranks: Path) -> None:
@@ -267,7 +272,7 @@ def test_what_nobody_can_share_is_refused(two_ranks: Path, name: str, kind: str)
     assert f"[{kind}]" in (two_ranks / f"{name}.error").read_text(encoding="utf-8")
 
 
-LONG, SHORT = 16_384, 64
+LONG, SHORT = 8_192, 64
 PEAK = "memory/host_peak_bytes"
 
 
@@ -306,5 +311,5 @@ def test_two_ranks_keep_half_of_a_long_sequence_each(long_sequences: Path) -> No
         for size in (1, 2)
     ]
     print("bytes for one sequence:", taken)
-    assert taken[0] > 2.5e8
+    assert taken[0] > 1.2e8
     assert 0.4 < taken[1] / taken[0] < 0.6

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import framework
 from framework.checkpoint.published import published_problems
+from framework.cli import main
 from framework.commands.export import export
 from framework.commands.generate import main as generate
 from framework.config.load import config_from_values
@@ -25,7 +25,7 @@ from framework.engine.weights import find_weights, put_weights
 from framework.setup.objects import call_factory
 from tests.data.chats import CHATS, MARKED, write_chats, write_tokenizer
 from tests.engine.pipe_oracle import plain_run
-from tests.launched import fewer, job_environment, series, train_cases
+from tests.launched import fewer, series, train_cases
 
 pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers", reason="transformers comes with the dev extra")
@@ -38,7 +38,7 @@ _OURS |= {"num_kv_heads": 2, "norm_eps": 1e-6, "dropout": 0.0}
 _LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
 # Run -> whether rows are packed, whether the model is ours, sections.
 RUNS: dict[str, tuple[bool, bool, dict[str, Any]]] = {
-    **{f"z{stage}": (False, False, {"zero": {"stage": stage}}) for stage in range(4)},
+    **{f"z{stage}": (False, False, {"zero": {"stage": stage}}) for stage in (0, 1, 3)},
     "packed-z1": (True, False, {"zero": {"stage": 1}}),
     "packed-z3": (True, False, {"zero": {"stage": 3}, "training": {"recompute_every": 0}}),
     "accumulated": (False, False, {"zero": {"stage": 2}, "batch": {"micro_size": 1}}),
@@ -265,11 +265,20 @@ def test_a_folder_for_the_hub_is_whole(name: str, runs: Path, tmp_path: Path, mo
     assert ("adapters" in card.text) == name.startswith("lora")
 
 
-def test_predict_names_the_classes_of_lines(runs: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_predict_names_the_classes_of_lines(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, texts, out = "bert-z1", ["Return the sine of x.", "Remove a file."], tmp_path / "out.jsonl"
     (tmp_path / "lines.txt").write_text("\n".join(texts), encoding="utf-8")
-    command = [sys.executable, "-m", "framework", "predict", str(runs / name), "lines.txt", "--out", str(out)]
-    subprocess.run(command, cwd=tmp_path, env=job_environment(), check=True, capture_output=True, timeout=300)
+    monkeypatch.chdir(tmp_path)
+    assert main(["predict", str(runs / name), "lines.txt", "--out", str(out)]) == 0
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     model = framework.load(runs / name, trust=True)
     for row, text in zip(rows, texts, strict=True):

@@ -108,7 +108,7 @@ def test_three_ranks_of_which_one_sleeps(tmp_path: Path) -> None:
     common = {
         "data": {"kind": "digits", "image_size": 28},
         "batch": {"micro_size": 2},
-        "training": {"max_steps": 30, "log_every": 5},
+        "training": {"max_steps": 24, "log_every": 4},
         "evaluation": {"at_end": False},
         "checkpoint": {"at_end": False},
     }

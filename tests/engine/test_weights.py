@@ -34,7 +34,7 @@ from tests.engine.test_pipeline import BERT, GPT, LENET, RESNET
 from tests.launched import series, train_cases
 from tests.tasks.value import value_of_step
 
-NUM_STEPS = 6
+NUM_STEPS = 4
 _ADAMW = {"kind": "adamw", "lr": 1e-3}
 MODELS = {"lenet": LENET, "resnet": RESNET, "gpt": GPT, "bert": BERT}
 # What a pipeline's layers are called, written down by hand: file number -> prefix of the weights' names.
@@ -43,9 +43,10 @@ FILES = {
     "gpt": {0: "embed", 1: "positions", 2: "blocks.0", 3: "blocks.1", 4: "blocks.2", 5: "norm"},
     "bert": {0: "embed", 1: "embeddings", 2: "blocks.0", 3: "blocks.1", 4: "blocks.2", 5: "heads", 7: "outputs"},
 }
-PIPED = [(model, stage) for model in FILES for stage in (0, 1)]
+PIPED = [("gpt", 0), *((model, 1) for model in FILES)]
 PLAIN = [("gpt", 0), ("gpt", 1), ("gpt", 2), ("gpt", 3), ("bert", 3), ("resnet", 0), ("resnet", 2)]
-INTO_PLAIN = [("gpt", 0), ("gpt", 3), ("bert", 2), ("bert", 3), ("lenet", 3)]
+FROM_PLAIN = [("gpt", 0), ("gpt", 2), ("gpt", 3), ("bert", 3), ("resnet", 2)]
+INTO_PLAIN = [("gpt", 0), ("bert", 2), ("lenet", 3)]
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +106,7 @@ def piped_again(plain: Path, piped: Path, text: Path, tmp_path_factory: pytest.T
     folder = tmp_path_factory.mktemp("piped-again")
     cases = [
         values(f"from-plain-{m}-z{z}", m, folder, text, pipe=2, zero=z % 2, **starting_from(plain / f"{m}-z{z}"))
-        for m, z in PLAIN
+        for m, z in FROM_PLAIN
     ]
     file = folder / "weights.pt"
     torch.save(dict(read_weights(str(piped / "gpt-z0"))), file)
@@ -212,7 +213,7 @@ def test_a_plain_run_starts_from_a_pipelines_weights(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "stage"), PLAIN)
+@pytest.mark.parametrize(("model", "stage"), FROM_PLAIN)
 def test_a_pipeline_starts_from_plain_weights(
     model: str, stage: int, plain: Path, piped_again: Path, text: Path
 ) -> None:

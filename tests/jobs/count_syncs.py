@@ -1,7 +1,7 @@
 """Counts reads of device values (``aten::_local_scalar_dense``: .item(), float(), bool()) per step, ours and a bare
 loop's.
 
-    count_syncs.py OUT.json
+    count_syncs.py OUT.json [--all]
 
 On CPU such a read costs nothing, on a GPU it waits for everything queued before it; the operator is the same on both.
 """
@@ -25,6 +25,8 @@ from framework.engine.plain_engine import PlainEngine
 from framework.setup.prepared import prepare
 
 STEPS = 6
+# Type and limit of gradients; without --all the first two.
+CASES = (("fp32", 0.0), ("bf16", 1.0), ("fp32", 1.0), ("bf16", 0.0))
 
 
 class Reads(TorchDispatchMode):
@@ -103,10 +105,9 @@ def main() -> None:
     found = {}
     with process_group(None), tempfile.TemporaryDirectory() as folder:
         for stage in (0, 1, 2, 3):
-            for dtype in ("fp32", "bf16"):
-                for clip in (0.0, 1.0):
-                    config = case(stage, dtype, clip, folder)
-                    found[config["run"]["name"]] = {"ours": ours(config), "bare": bare(config)}
+            for dtype, clip in CASES[: None if "--all" in sys.argv else 2]:
+                config = case(stage, dtype, clip, folder)
+                found[config["run"]["name"]] = {"ours": ours(config), "bare": bare(config)}
             config = case(stage, "fp32", 1.0, folder)
             config["training"]["bad_steps"] = "skip"
             found[f"skip-z{stage}"] = {"ours": ours(config), "bare": bare(config)}

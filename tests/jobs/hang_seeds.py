@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
+from framework.engine import hang_watch
 from framework.engine.hang_watch import Watched, watching
 from framework.engine.protocol import SAVING, STEPS
 
-SECONDS = 6.0
+SECONDS, SAVE_SECONDS, END_SECONDS = 4.0, 5.0, 6.0
 
 
 class SlowSample(Dataset[int]):
@@ -45,7 +46,7 @@ def endless_loop(_: Path) -> None:
 
 
 def lock_held(_: Path) -> None:
-    ctypes.PyDLL(None).sleep(int(SECONDS + 1))
+    ctypes.PyDLL(None).sleep(int(SECONDS))
 
 
 def stopped(_: Path) -> None:
@@ -69,17 +70,18 @@ def dead_mount(folder: Path) -> None:
 
 
 def in_a_save(_: Path) -> None:
-    time.sleep(SECONDS)
+    time.sleep(SAVE_SECONDS)
 
 
 SEEDS = {seed.__name__: seed for seed in (asleep, endless_loop, lock_held, stopped, data_worker, dead_mount, in_a_save)}
 
 
 def main() -> None:
+    hang_watch._LOOK_SECONDS, hang_watch._SETTLE_SECONDS = 0.2, 1.0  # type: ignore[misc]
     dist.init_process_group("gloo")
     folder, rank, step = Path(sys.argv[1]), dist.get_rank(), 0
     gradient, extra, group = torch.ones(300), torch.ones(7), dist.new_group([0, 1])
-    with watching(logs=folder / "logs", end_seconds=8.0, least_seconds=0.5) as watch:
+    with watching(logs=folder / "logs", end_seconds=END_SECONDS, least_seconds=0.5) as watch:
         ask = Watched(watch, lambda _: "")
         watch.enter(STEPS)
         with watch.during(SAVING):  # so long that a later one of as long is none to speak of

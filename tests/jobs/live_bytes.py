@@ -132,6 +132,7 @@ def measure(case: Mapping[str, Any]) -> list[int]:
     quiet = between - sum(tensor.nbytes for tensor in batch)  # the micro-batch is of the passes
     most = {"forward": 0, "backward": 0, "step": 0}
     ledger, deepspeed_engine = Ledger(), engine.engine
+    gc.freeze()  # what is there stays to the end of the step, and every rest would look through all of it
     if prepared.cut is not None:  # a stage is told by a schedule when to run: one figure for the whole step
         with ledger:
             engine.train_step(iter([batch] * steps))
@@ -195,7 +196,13 @@ def main() -> None:
         measure(cases[0])  # what a process makes once and keeps is not a run's
         gc.collect()
         gc.freeze()  # nor looked through again, ten times for each case
-        measured = [[max(each) for each in zip(*gather(measure(case)), strict=True)] for case in cases]
+        measured = []
+        for number, case in enumerate(cases, start=1):
+            measured.append([max(each) for each in zip(*gather(measure(case)), strict=True)])
+            if number % 20 == 0:  # what earlier cases froze is let go of
+                gc.unfreeze()
+                gc.collect()
+                gc.freeze()
         is_first = rank() == 0
     if is_first:
         Path(sys.argv[2]).write_text(json.dumps(measured), encoding="utf-8")

@@ -35,6 +35,7 @@ CONFIG_HERE = {
 
 def main() -> None:
     folder, stage, kinds = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    folder.mkdir()
     torch.set_num_threads(1)
     with process_group(None), pytest.MonkeyPatch.context() as patch:
         prepared = prepare(config_from_values({**CONFIG_HERE, "zero": {"stage": stage}}))

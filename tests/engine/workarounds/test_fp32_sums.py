@@ -44,7 +44,7 @@ def exact_norm(num_samples: int) -> float:
 def norms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     folder = tmp_path_factory.mktemp("sums")
     plain = [config(f"z{stage}", folder, stage=stage) for stage in (1, 2, 3)]
-    plain += [config(f"z{stage}-bf16", folder, stage=stage, grad_accumulation="bf16") for stage in (0, 1, 2, 3)]
+    plain += [config(f"z{stage}-bf16", folder, stage=stage, grad_accumulation="bf16") for stage in (0, 2, 3)]
     plain += [config("z2-fp32-reduced", folder, stage=2, grad_reduction="fp32")]
     plain += [config("fp16", folder, stage=1) | {"precision": {"dtype": "fp16", "loss_scale": 1.0}}]
     for case in plain:
@@ -64,7 +64,7 @@ def test_a_long_sum_is_fp32_by_default(norms: dict[str, float], name: str) -> No
     assert norms[name] == pytest.approx(exact_norm(MICRO_BATCHES * (1 if name == "pipe" else 2)), rel=rounded_once)
 
 
-@pytest.mark.parametrize("name", ["z0-bf16", "z1-bf16", "z2-bf16", "z3-bf16"])
+@pytest.mark.parametrize("name", ["z0-bf16", "z2-bf16", "z3-bf16"])
 def test_a_sum_in_bf16_is_short(norms: dict[str, float], name: str) -> None:
     """What the default avoids: where DeepSpeed sums otherwise one day, the note on stage 0 goes."""
     assert norms[name] < 0.985 * exact_norm(2 * MICRO_BATCHES)
