@@ -9,6 +9,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
+from framework.config.precision import FP16
 from framework.config.run_config import RunConfig
 from framework.config.training import Parallel
 from framework.errors import Problem, counted
@@ -132,9 +133,10 @@ def cut(layers: Sequence[LayerFacts], parallel: Parallel, *, same_groups: bool =
     Args:
         layers: what is known of them.
         parallel: how many stages, and how they are chosen.
-        same_groups: every stage must have weights of every parameter group. ZeRO reduces the gradient norm once per
-            group, over all stages (runtime/zero/stage_1_and_2.py `scaled_global_norm`): stages with one group and
-            stages with two would wait for each other for ever.
+        same_groups: every stage must have weights of every parameter group. ZeRO and fp16 without it reduce the
+            gradient norm once per group, over all stages (runtime/zero/stage_1_and_2.py `scaled_global_norm`,
+            runtime/fp16/unfused_optimizer.py `step`): stages with one group and stages with two would wait for each
+            other for ever.
     """
     if problem := next(stage_problems(parallel, len(layers), [layer.name for layer in layers]), None):
         return problem
@@ -156,15 +158,18 @@ def cut(layers: Sequence[LayerFacts], parallel: Parallel, *, same_groups: bool =
         if same_groups and not all_groups(stage.start, stage.stop):
             only = " and ".join(sorted(frozenset().union(*(layer.groups for layer in own))))
             span, key = f"stage {number} ({own[0].name} .. {own[-1].name})", "optimizer.weight_decay_on"
-            reason = f"{span} has only {only}, and with ZeRO every stage must have both"
+            reason = f"{span} has only {only}, and with ZeRO or in fp16 every stage must have both"
             return Problem("stage-with-one-group", reason, f"set {key}: all, or fewer stages", key, "matrices")
     return table
 
 
-def has_two_groups(config: RunConfig) -> bool:
-    """Check whether the optimizer treats matrices otherwise than biases and norms, as `parameter_groups` does."""
+def needs_same_groups(config: RunConfig) -> bool:
+    """Check whether every stage must have weights of both groups, matrices and others, as `parameter_groups` has them:
+    with ZeRO and in fp16 DeepSpeed reduces the gradient norm once per group over all stages.
+    """
     optimizer = config.optimizer
-    return bool(getattr(optimizer, "weight_decay", 0.0)) and getattr(optimizer, "weight_decay_on", "all") == "matrices"
+    has_two = getattr(optimizer, "weight_decay", 0.0) and getattr(optimizer, "weight_decay_on", "all") == "matrices"
+    return bool(has_two) and (config.zero.stage > 0 or isinstance(config.precision, FP16))
 
 
 def stage_problems(parallel: Parallel, num_layers: int | None, names: Sequence[str] = ()) -> Iterator[Problem]:

@@ -22,7 +22,7 @@ from framework.config.run_config import RunConfig
 from framework.config.training import Parallel
 from framework.errors import Problem
 from framework.plan.activations import Moment, Passes, passes_over
-from framework.plan.balance import Bounds, LayerFacts, cut, has_two_groups
+from framework.plan.balance import Bounds, LayerFacts, cut, needs_same_groups
 from framework.plan.measured import OptimizerState, kept_state
 from framework.plan.offload import Shares
 from framework.plan.plan import Plan
@@ -152,7 +152,7 @@ def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
         raise NotEstimatedError("the layers of the stages are not known")
     *layers, loss = work.layers()
     stages = None if parallel.stages is None else tuple(parallel.stages)
-    same_groups = has_two_groups(config) and config.zero.stage > 0
+    same_groups = needs_same_groups(config)
     bounds = _bounds(work.facts, parallel.pipe, parallel.partition, stages, same_groups)
     if isinstance(bounds, Problem):
         raise NotEstimatedError(bounds.reason)

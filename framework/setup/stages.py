@@ -26,7 +26,7 @@ from framework.errors import ConfigError, FrameworkError, Problem
 from framework.models.adapt import frozen_names
 from framework.models.layers import Layer, as_layers, lists_layers, recipes_only, refuse_bad_ties
 from framework.models.survey import Surveyed, refuse_untrue_layers, survey
-from framework.plan.balance import LayerFacts, StageTable, cut, has_two_groups, with_seconds
+from framework.plan.balance import LayerFacts, StageTable, cut, needs_same_groups, with_seconds
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan
 from framework.setup.objects import Objects, summary
@@ -152,7 +152,7 @@ def cut_as_saved(model: CutModel, plan: Plan, manifest: Mapping[str, Any]) -> Cu
 
 def _cut(facts: Sequence[LayerFacts], surveyed: Sequence[Surveyed], plan: Plan) -> StageTable:
     config = plan.config
-    table = cut(facts, config.parallel, same_groups=has_two_groups(config) and config.zero.stage > 0)
+    table = cut(facts, config.parallel, same_groups=needs_same_groups(config))
     if isinstance(table, Problem):
         raise ConfigError(table)
     problems = [

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from framework.config.load import config_from_values
 from framework.config.training import Parallel
 from framework.errors import Problem
-from framework.plan.balance import LayerFacts, StageTable, balanced, cut, with_seconds
+from framework.plan.balance import LayerFacts, StageTable, balanced, cut, needs_same_groups, with_seconds
 
 
 def facts(*params: int, kinds: str = "") -> list[LayerFacts]:
@@ -70,6 +71,23 @@ def test_with_zero_every_stage_gets_weights_of_both_groups() -> None:
         assert isinstance(refused, Problem)
         assert refused.kind == "stage-with-one-group"
         assert "stage 0 (l0 .. l0) has only m" in refused.reason
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stage", "decays_on", "expected"),
+    [
+        ("fp32", 0, "matrices", False),
+        ("fp16", 0, "matrices", True),
+        ("fp32", 1, "matrices", True),
+        ("fp16", 1, "all", False),
+    ],
+)
+def test_the_norm_is_reduced_once_per_group_with_zero_and_in_fp16(
+    dtype: str, stage: int, decays_on: str, expected: bool
+) -> None:
+    optimizer = {"kind": "adamw", "weight_decay": 0.1, "weight_decay_on": decays_on}
+    values = {"precision": {"dtype": dtype}, "zero": {"stage": stage}, "optimizer": optimizer}
+    assert needs_same_groups(config_from_values(values)) is expected
 
 
 def test_long_lists_do_not_recurse_deeply() -> None:
