@@ -52,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     launched.exhaustive = bool(config.getoption("--exhaustive"))
     gc.disable()
+    # A lane finds modules in the working folder, and a test's run named z3 is taken for the solver that torch asks for.
+    sys.path[:] = [folder for folder in sys.path if folder]
     if lanes.number() is not None:
         atexit.register(os._exit, 0)  # after all other handlers: tearing down ten thousand cases takes seconds
 

@@ -212,7 +212,7 @@ def hold(case: Case, folder: Path) -> None:
     """Compare a run with plain PyTorch; most of its steps are clipped."""
     rows, (expected, average) = read_metrics(folder / case.name), plain_steps(case)
     # Muon computes in bf16, where a last bit of a gradient may move a number by 2**-8 of it.
-    within = 1e-3 if case.optimizer["kind"] == "muon" else 1e-5
+    within = 2e-3 if case.optimizer["kind"] == "muon" else 1e-5
     for name in expected[0]:
         assert [row[name] for row in rows] == pytest.approx([step[name] for step in expected], abs=within), name
     if case.average:
