@@ -197,6 +197,7 @@ def fresh_start(folder: Path) -> int:
     return found.step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "step"),
     [("at once", 30), ("at once", 20), ("in the background", 30)],

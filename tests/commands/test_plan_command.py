@@ -229,6 +229,7 @@ def test_json_has_the_bytes_of_each_moment(capsys: Capture) -> None:
     assert time["step_seconds"] == pytest.approx(sum(time["seconds"].values()))
 
 
+@pytest.mark.slow
 def test_apply_writes_the_choice_and_keeps_the_text(tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(FILE)

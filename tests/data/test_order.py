@@ -135,6 +135,7 @@ def test_a_computed_order_mixes_like_a_random_one() -> None:
     assert all((orders[a] == orders[b]).sum() < 10 for a, b in pairs), "another seed or epoch is another order"
 
 
+@pytest.mark.slow
 def test_every_order_of_four_comes_equally_often() -> None:
     found = Counter(tuple(ComputedOrder(4, seed=seed, epoch=0)[np.arange(4)].tolist()) for seed in range(4800))
     assert len(found) == 24

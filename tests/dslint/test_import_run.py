@@ -277,6 +277,7 @@ PATHS = sorted(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(PATHS).flatmap(value_of), max_size=4), st.integers(0, 3))
 def test_no_key_is_dropped_in_silence(keys: list[tuple[str, Any]], stage: int) -> None:

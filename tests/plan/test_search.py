@@ -72,6 +72,7 @@ def strategies(candidates: tuple[Candidate, ...]) -> set[tuple[Any, ...]]:
     return {tuple(each.choice[key] for key in (STAGE, OFFLOAD, RECOMPUTE, PIPE)) for each in candidates}
 
 
+@pytest.mark.slow
 def test_every_candidate_is_a_config_and_plan_of_the_house() -> None:
     (cluster, target), found = a100(), searched()
     assert len(found.ranked) > 4
@@ -84,6 +85,7 @@ def test_every_candidate_is_a_config_and_plan_of_the_house() -> None:
         assert {key: each.choice[key] for key in each.settings} == each.settings
 
 
+@pytest.mark.slow
 def test_the_fastest_comes_first_and_ties_go_to_the_plainest() -> None:
     ranked = searched(hosts=8).ranked
     speeds = [each.samples_per_second or 0.0 for each in ranked]
@@ -105,6 +107,7 @@ def test_what_deepspeed_refuses_is_not_proposed_and_says_why() -> None:
     assert sum(lost.count for lost in found.losers) + len(found.ranked) == 4 * 2 * 2 * (4 + 3 + 3)
 
 
+@pytest.mark.slow
 def test_the_global_size_stays_where_it_is_given() -> None:
     cluster, target = a100()
     found = search(Request(config(batch={"global_size": 96, "micro_size": 4}), cluster, target))
@@ -181,6 +184,7 @@ def test_a_host_that_is_too_small_blocks_offload() -> None:
     assert any(lost.settings.get(OFFLOAD) == "cpu" and lost.kind == "too-large" for lost in found.losers)
 
 
+@pytest.mark.slow
 def test_fewest_devices_is_the_smallest_cluster_that_holds_it() -> None:
     target = Target("device", 12 * GIB, host_bytes=64 * GIB)
     found = search_fewest_devices(Request(config(), Cluster(8, 8), target))

@@ -77,12 +77,14 @@ def check_refusal(text: str, problems: Sequence[Problem], theirs: Any) -> None:
         assert any(known in reason for known in REFUSED_ON_PURPOSE for reason in reasons), (text, reasons)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(hjson_texts())
 def test_reads_what_hjson_reads(text: str) -> None:
     check_agreement(text)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(hjson_texts(), st.data())
 def test_broken_texts_are_refused_as_hjson_refuses_them(text: str, data: st.DataObject) -> None:
@@ -145,6 +147,7 @@ def test_corner_cases(text: str, value: Any) -> None:
     assert repr(parse_hjson(text, name="x").value) == repr(value) == repr(by_hjson(text))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(hjson_texts())
 def test_every_span_holds_its_key_and_its_value(text: str) -> None:

@@ -82,6 +82,7 @@ def test_the_page_of_harms_tells_them_all() -> None:
         assert f"| `{kind}` | {where} |" in page
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_configs_again() -> None:
     first, second = ([(q.config, q.world, q.mutation) for q in questions(seed=1, count=20)] for _ in range(2))
     assert first == second
