@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib.util
 import os
 import random
 import signal
@@ -52,8 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     launched.exhaustive = bool(config.getoption("--exhaustive"))
     gc.disable()
-    # A lane finds modules in the working folder, and a test's run named z3 is taken for the solver that torch asks for.
-    sys.path[:] = [folder for folder in sys.path if folder]
+    # Late, torch asks for a solver of this name; the folder of a test's run is none.
+    if importlib.util.find_spec("z3") is None:
+        sys.modules["z3"] = None  # type: ignore[assignment]
     if lanes.number() is not None:
         atexit.register(os._exit, 0)  # after all other handlers: tearing down ten thousand cases takes seconds
 
