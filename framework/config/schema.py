@@ -49,18 +49,18 @@ def run_schema() -> dict[str, Any]:
             members[:] = [member for member in members if member["$ref"].rpartition("/")[2] not in from_python]
     homes = [(key.partition(".")[2], schema["$defs"][key.partition(".")[0].title()]) for key in AUTO_KEYS]
     for name, section in (*homes, ("parallel", schema)):
-        _accept_word(section["properties"][name], AUTO)
+        _accept_auto(section["properties"][name], AUTO)
     schema["properties"] |= {"$schema": {"type": "string", "description": "Where editors find this schema."}}
     schema["properties"]["deepspeed"] |= {"properties": _further_keys(), "additionalProperties": False}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "dsf-trainer run config"}
 
 
-def _accept_word(field: dict[str, Any], word: str) -> None:
-    """Let a field also be a word; what describes the field stays where editors look for it."""
+def _accept_auto(field: dict[str, Any], auto: str) -> None:
+    """Let a field also be ``auto``; what describes the field stays where editors look for it."""
     about = {key: field.pop(key) for key in ("default", "description") if key in field}
     members = field.pop("anyOf", None) or [dict(field)]
     field.clear()
-    field.update({"anyOf": [*members, {"const": word}]} | about)
+    field.update({"anyOf": [*members, {"const": auto}]} | about)
 
 
 def _further_keys() -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Splits:
             return dict(self.evaluation)
         return {} if self.evaluation is None else {"": self.evaluation}
 
-    def by_word(self) -> dict[str, Any]:
+    def by_name(self) -> dict[str, Any]:
         """All datasets: ``training``, ``evaluation`` or ``evaluation noisy``."""
         evaluations = self.evaluations.items()
         return {"training": self.train} | {f"evaluation {name}".rstrip(): each for name, each in evaluations}

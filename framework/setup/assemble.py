@@ -68,7 +68,7 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
     weights = prepared.weights
     assert not isinstance(weights, SavedCheckpoint), "they are read when the ranks have met"
     # A dataset's own `collate_fn` pads as it likes.
-    varying_shapes = any(callable(getattr(split, "collate_fn", None)) for split in parts.splits.by_word().values())
+    varying_shapes = any(callable(getattr(split, "collate_fn", None)) for split in parts.splits.by_name().values())
     if cut is not None:
         frozen, synced = cut.frozen, plan.config.training.sync_batch_norm
 

@@ -59,7 +59,7 @@ class Prepared:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the values that must be equal on every rank, or collectives would hang or mix different runs."""
-        splits = self.parts.splits.by_word()
+        splits = self.parts.splits.by_name()
         sizes: dict[str, Any] = {f"{name} samples": num_samples_of(split) for name, split in splits.items()}
         sums = {name: tokens_sha256(split) for name, split in splits.items()}
         sizes |= {f"checksum of the {name} text": found for name, found in sums.items() if found}
