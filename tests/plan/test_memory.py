@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from framework.commands.traced_work import find_own_optimizer, find_own_work
 from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
 from framework.plan.memory import Memory, NotEstimatedError, estimate, stage_memories
-from framework.plan.plan import Plan, make_plan
+from framework.plan.plan import make_plan
 from framework.plan.work import Part, named_work, weights_alone
+from tests.commands.children import answer_here
 from tests.launched import ROOT, run_ranks
 
 MOMENTS = ("start", "between", "forward", "backward", "step")
@@ -237,20 +238,12 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return request.param, dict(zip(names, found, strict=True))
 
 
-def ask_here(module: str, plan: Plan, *, longest_seconds: float, needs: object, **further: Any) -> Any:
-    """What a child process answers, which tests/commands/test_traced_work.py starts."""
-    from framework.setup.trace import describe
-
-    question = {"config": plan.config.to_dict(), "cluster": asdict(plan.cluster), **further}
-    return json.loads(json.dumps(describe(question)))
-
-
 @pytest.mark.slow
 def test_estimate_is_what_ranks_hold(
     measured: tuple[int, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(traced_work, "ask_child", ask_here)
+    monkeypatch.setattr(traced_work, "ask_child", answer_here)
     ranks, found = measured
     for values in (CASES[name][0] for name in found if name.endswith("own-optimizer")):
         plan = make_plan(config_from_values(values), Cluster(devices_per_host=ranks, device="cpu"))
