@@ -36,7 +36,7 @@ from framework.data.digits import build
 from framework.engine import random_state
 from framework.engine.distributed import barrier, describe_environment, device, device_name, process_group, rank
 from framework.engine.metrics import over_ranks
-from framework.engine.plain_engine import build_engine
+from framework.engine.plain_engine import arithmetic_of, build_engine
 from framework.engine.stop_agreement import agreed_stops
 from framework.setup.assemble import make_monitors, make_schedule
 from framework.setup.parts import make_train_loader
@@ -56,11 +56,15 @@ def main() -> None:
         "model": {"kind": arguments.model},
         "batch": {"micro_size": arguments.micro_size},
         "zero": {"stage": arguments.stage},
-        "training": {"max_steps": arguments.steps * (arguments.blocks + 1), "log_every": LOG_EVERY},
+        "training": {
+            "max_steps": arguments.steps * (arguments.blocks + 1),
+            "log_every": LOG_EVERY,
+            "deterministic": arguments.deterministic,
+        },
         "monitors": {"progress": "off"},
     }
     prepared = prepare(config_from_values(config))
-    with process_group(None), tempfile.TemporaryDirectory() as folder:
+    with process_group(None), arithmetic_of(prepared.plan), tempfile.TemporaryDirectory() as folder:
         with agreed_stops(StopRequest(), start_step=0) as stop:
             makers: dict[str, Callable[[], Side]] = {
                 "bare": lambda: Bare(prepared),
@@ -402,6 +406,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="lenet", help="kind of model, for images of 28 x 28")
     parser.add_argument("--stage", type=int, default=0, help="ZeRO stage")
     sides = ("bare", "ddp", "accelerate", "hf", "deaf")
+    parser.add_argument("--deterministic", action="store_true", help="the same bits in every run, on all sides")
     parser.add_argument("--against", nargs="+", choices=sides, default=sides[:-1], help="the other sides")
     parser.add_argument("--out", help="also write the report to this file")
     return parser.parse_args()

@@ -112,3 +112,32 @@ def test_a_convolution_in_fp32_is_one(matmul: str, least: float, most: float) ->
         found = torch.nn.functional.conv2d(images.cuda(), kernel.cuda()).cpu().double()
     error = float((found - exact).norm() / exact.norm())
     assert least <= error < most
+
+
+def test_a_full_device_is_explained_and_the_way_out_that_is_named_is_one(tmp_path: Path) -> None:
+    """GPT-2 holds a third of a GiB for each sequence between forward and backward, and 2 GiB whatever the batch."""
+    sequences = int(1.4 * torch.cuda.get_device_properties(0).total_memory / (0.33 * 2**30))
+    sections: dict[str, Any] = {
+        "model": {"kind": "gpt", "size": "gpt2"},
+        "data": {"kind": "text", "sequence_length": 1024},
+        "task": {"kind": "causal_lm"},
+        "precision": {"dtype": "bf16"},
+        "batch": {"global_size": sequences, "micro_size": sequences},
+        "evaluation": {"at_end": False},
+        "checkpoint": {"at_end": False},
+    }
+    configs = [
+        config("full", tmp_path, sections, stage=1, max_steps=2),
+        config("recomputed", tmp_path, sections, stage=1, max_steps=2, recompute_every=1),
+    ]
+    cases = tmp_path / "cases.json"
+    cases.write_text(json.dumps([{"config": values} for values in configs]), encoding="utf-8")
+    done = torchrun(ROOT / "tests/jobs/run_cases.py", str(cases), num_ranks=1, cwd=tmp_path, DS_ACCELERATOR="cuda")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    stated = (tmp_path / "full.error").read_text(encoding="utf-8")
+    assert stated.endswith("[out-of-memory]")
+    assert "the device has no memory left (" in stated
+    assert "in the forward pass; by estimate" in stated
+    assert "training.recompute_every" in stated
+    assert not (tmp_path / "recomputed.error").exists(), "the memory of the step before is free again, and this fits"
+    assert list(series(tmp_path / "recomputed", "train/loss")) == [1, 2]
