@@ -56,37 +56,51 @@ ORACLE_STEPS = 30
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gpu")
-    configs = [
+    return train(
+        tmp_path_factory.mktemp("gpu"),
         {
-            "config": {
-                "run": {"name": name, "output_dir": str(folder)},
-                "batch": {"global_size": 120},
+            name: {
                 "training": {"max_epochs": 6, "log_every": 11},
                 "checkpoint": {"at_end": name.endswith(("z0", "z3"))},
-                "monitors": {"progress": "off"},
                 **sections,
             }
-        }
-        for name, sections in CASES.items()
-    ] + [
+            for name, sections in CASES.items()
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(
+        tmp_path_factory.mktemp("held"),
         {
-            "config": {
-                "run": {"name": f"held-{name}", "output_dir": str(folder)},
-                "batch": {"global_size": 120},
+            name: {
                 "precision": {"dtype": "fp32", "matmul": "highest"},
                 "optimizer": optimizer,
                 "training": {"max_steps": ORACLE_STEPS, "log_every": 1},
                 "evaluation": {"at_end": False},
                 "checkpoint": {"at_end": False},
+            }
+            for name, (optimizer, *_) in OPTIMIZERS.items()
+        },
+    )
+
+
+def train(folder: Path, cases: dict[str, dict[str, Any]]) -> Path:
+    configs = [
+        {
+            "config": {
+                "run": {"name": name, "output_dir": str(folder)},
+                "batch": {"global_size": 120},
                 "monitors": {"progress": "off"},
+                **sections,
             }
         }
-        for name, (optimizer, *_) in OPTIMIZERS.items()
+        for name, sections in cases.items()
     ]
-    cases = folder / "cases.json"
-    cases.write_text(json.dumps(configs), encoding="utf-8")
-    done = torchrun(ROOT / "tests/jobs/run_cases.py", str(cases), num_ranks=1, cwd=folder, DS_ACCELERATOR="cuda")
+    path = folder / "cases.json"
+    path.write_text(json.dumps(configs), encoding="utf-8")
+    done = torchrun(ROOT / "tests/jobs/run_cases.py", str(path), num_ranks=1, cwd=folder, DS_ACCELERATOR="cuda")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return folder
 
@@ -101,11 +115,11 @@ def test_it_learns(runs: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_are_those_of_plain_pytorch(runs: Path, name: str) -> None:
+def test_optimizers_are_those_of_plain_pytorch(held: Path, name: str) -> None:
     _, make_optimizer, bound = OPTIMIZERS[name]
     expected = plain_losses(digit_batches(global_size=120, num_steps=ORACLE_STEPS), make_optimizer=make_optimizer)
     assert expected[-1] < 0.95 * expected[0], "it has moved"
-    found = [*series(runs / f"held-{name}", "train/loss").values()]
+    found = [*series(held / name, "train/loss").values()]
     assert found == pytest.approx(expected, rel=bound)
 
 
