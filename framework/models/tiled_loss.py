@@ -109,7 +109,8 @@ class _TiledLoss(torch.autograd.Function):
                 guesses[tile] = vocabulary.guesses(logits)
             local, outside = vocabulary.own(targets[tile])
             exponentials, sums, nats = vocabulary.exponentials(logits, local, outside)
-            total += nats.masked_fill(~counts, 0.0).sum()
+            # Not in place: compiled by torch 2.11, an output that was written in place has no gradient.
+            total = total + nats.masked_fill(~counts, 0.0).sum()
             if not any(needed):
                 continue
             factors, local = counts / sums, local.unsqueeze(-1)
