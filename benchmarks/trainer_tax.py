@@ -281,7 +281,7 @@ class PlainDDP:
 
 
 def _adamw(model: torch.nn.Module) -> torch.optim.AdamW:
-    """torch's AdamW, on a GPU in its fused form, as the Trainer takes it."""
+    """torch's AdamW, on a GPU in its fused form, as Hugging Face's Trainer takes it."""
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device_name() != "cpu")
 
 

@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from torch import Tensor
 
 
-def mend_linear_layers(stage: int) -> None:
+def restore_linear_layers(stage: int) -> None:
     """Give an engine of a ZeRO stage its linear layers, before it is built."""
     LinearFunctionForZeroStage3.forward = staticmethod(_forward)
     if stage < 3:

@@ -10,14 +10,14 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor, nn
 
-from framework.engine.workarounds.linear_layers import mend_linear_layers
+from framework.engine.workarounds.linear_layers import restore_linear_layers
 
 
 @pytest.fixture(autouse=True)
 def torchs_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(partition_parameters, "print_rank_0", lambda *_, **__: None)  # which asks for the rank
     yield
-    mend_linear_layers(0)
+    restore_linear_layers(0)
 
 
 def replace_as_stage_3_does() -> None:
@@ -28,9 +28,9 @@ def replace_as_stage_3_does() -> None:
 def test_a_run_without_stage_3_has_torchs_own_after_one_with_it() -> None:
     before = torch.nn.functional.linear
     replace_as_stage_3_does()
-    mend_linear_layers(3)
+    restore_linear_layers(3)
     assert torch.nn.functional.linear is zero3_linear_wrap
-    mend_linear_layers(2)
+    restore_linear_layers(2)
     assert torch.nn.functional.linear is before
 
 
@@ -38,7 +38,7 @@ def test_a_run_without_stage_3_has_torchs_own_after_one_with_it() -> None:
 def test_it_is_torchs_to_the_bit_with_all_gradients(shape: tuple[int, ...]) -> None:
     expected = outputs_and_gradients(shape)
     replace_as_stage_3_does()
-    mend_linear_layers(3)
+    restore_linear_layers(3)
     found = outputs_and_gradients(shape)
     assert torch.equal(found[0], expected[0])
     torch.testing.assert_close(found[1:], expected[1:])
@@ -48,7 +48,7 @@ def test_it_is_torchs_to_the_bit_with_all_gradients(shape: tuple[int, ...]) -> N
 def test_compiled_it_has_its_gradients() -> None:
     expected = outputs_and_gradients((2, 7, 5))
     replace_as_stage_3_does()
-    mend_linear_layers(3)
+    restore_linear_layers(3)
     torch.testing.assert_close(outputs_and_gradients((2, 7, 5), backend="aot_eager"), expected)
 
 
