@@ -51,20 +51,14 @@ _DISTRIBUTION: Final = "loadscope"  # a file goes to one lane as a whole
 
 
 def choose(config: pytest.Config) -> None:
-    """Lanes for this call of pytest, where it is one for everything and xdist is there; called before xdist looks. Two
-    where a marker chooses: what is fast waits for nothing.
-    """
+    """Lanes for this call of pytest, where it is one for everything and xdist is there; called before xdist looks."""
     options = config.option
     is_whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
     has_its_own_way = options.usepdb or options.collectonly or options.capture == "no" or options.keyword
     if number() is not None or not is_whole or has_its_own_way:
         return
     if getattr(options, "numprocesses", 0) is None and options.dist == "no":
-        options.numprocesses, options.dist, options.loadscopereorder = (
-            2 if options.markexpr else 3,
-            _DISTRIBUTION,
-            False,
-        )
+        options.numprocesses, options.dist, options.loadscopereorder = 3, _DISTRIBUTION, False
 
 
 def number() -> int | None:
