@@ -36,7 +36,7 @@ from framework.engine.workarounds.grad_scaler import forget_autocast, may_have_b
 from framework.engine.workarounds.gradient_order import keep_gradient_order
 from framework.engine.workarounds.half_without_zero import taking_no_empty_step
 from framework.engine.workarounds.idle_measurements import leave_out_measurements
-from framework.engine.workarounds.linear_layers import restore_linear_layers
+from framework.engine.workarounds.left_by_stage_3 import forget_modules, restore_linear_layers
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import ConfigError, explaining
 from framework.models.adapt import LR_RATIO, parameter_groups
@@ -278,6 +278,7 @@ class BaseEngine:
 
     def close(self) -> None:
         self.engine.destroy()
+        forget_modules()
 
     def name_module(self, name: str) -> str:
         """Name in the plain model of a module that DeepSpeed's model has under this name."""

@@ -10,7 +10,7 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor, nn
 
-from framework.engine.workarounds.linear_layers import restore_linear_layers
+from framework.engine.workarounds.left_by_stage_3 import restore_linear_layers
 
 
 @pytest.fixture(autouse=True)
