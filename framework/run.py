@@ -24,6 +24,7 @@ from framework.engine.plain_engine import arithmetic_of
 from framework.engine.protocol import LOADING, SAVING
 from framework.engine.random_state import seed_ranks
 from framework.engine.stop_agreement import agreed_stops
+from framework.engine.workarounds.left_by_stage_3 import leaving_nothing
 from framework.errors import RunStopped
 from framework.report.summary import RunResult, describe_stop
 from framework.setup import start_point
@@ -67,6 +68,7 @@ def opened(prepared: Prepared, request: StopRequest) -> Iterator[OpenRun]:
                 quiet_deepspeed(folder.logs / f"rank{rank()}.log")
                 with (
                     arithmetic_of(prepared.plan),
+                    leaving_nothing(config.zero.stage),
                     watching(logs=folder.logs, end_seconds=config.supervision.hang_seconds) as watch,
                     _at_work(prepared, folder, start, request, watch) as run,
                 ):

@@ -16,11 +16,11 @@ from tests.places import ROOT
 
 # kB of Python source and number of files per room; what a room no longer needs is taken away here as well.
 CAPS: dict[str, tuple[float, int]] = {
-    "(doors)": (60, 11),
+    "(doors)": (61, 11),
     "system": (64, 14),
     "text": (65, 6),
     "config": (137, 15),
-    "plan": (319, 32),
+    "plan": (320, 32),
     "checkpoint": (191, 19),
     "train": (104, 14),
     "launch": (246, 27),
@@ -30,7 +30,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "models": (127, 15),
     "tasks": (30, 6),
     "data": (203, 28),
-    "engine": (310, 42),
+    "engine": (311, 42),
     "setup": (148, 14),
     "dslint": (236, 22),
     "deploy": (83, 9),

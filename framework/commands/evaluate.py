@@ -26,6 +26,7 @@ from framework.engine.distributed import process_group, rank, refuse_different_r
 from framework.engine.failures import explaining_failures
 from framework.engine.plain_engine import arithmetic_of
 from framework.engine.protocol import evaluate_sets
+from framework.engine.workarounds.left_by_stage_3 import leaving_nothing
 from framework.errors import EXIT_OK, ConfigError
 from framework.setup.assemble import assemble_engine, make_eval_loaders
 from framework.setup.prepared import prepare
@@ -60,6 +61,7 @@ def main(words: Sequence[str]) -> int:
             reason, fix = "the data has no evaluation set", "name data that has one, such as data.path=..."
             raise ConfigError.of("evaluation-without-data", reason, fix, "data")
         stack.enter_context(arithmetic_of(prepared.plan))
+        stack.enter_context(leaving_nothing(prepared.plan.config.zero.stage))
         engine = assemble_engine(prepared)
         metrics = evaluate_sets(engine, sets)
         if rank() == 0:

@@ -23,6 +23,7 @@ from framework.engine.distributed import barrier, describe_environment, device, 
 from framework.engine.link_bench import all_reduces, timed
 from framework.engine.plain_engine import arithmetic_of, build_engine
 from framework.engine.random_state import seed_everything
+from framework.engine.workarounds.left_by_stage_3 import leaving_nothing
 from framework.setup.parts import make_train_loader
 from framework.setup.prepared import prepare
 
@@ -152,7 +153,7 @@ def _step_seconds(stage: int, *, layers: int, micro_batches: int = 1, **zero: in
     }
     prepared = prepare(config_from_values(config))
     seed_everything(0)
-    with arithmetic_of(prepared.plan):
+    with arithmetic_of(prepared.plan), leaving_nothing(stage):
         model = prepared.parts.build_model()
         built = build_engine(prepared.plan, ds_config=prepared.ds_config, model=model, task=prepared.parts.task)
         with closing(built) as engine:

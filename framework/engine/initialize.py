@@ -36,7 +36,6 @@ from framework.engine.workarounds.grad_scaler import forget_autocast, may_have_b
 from framework.engine.workarounds.gradient_order import keep_gradient_order
 from framework.engine.workarounds.half_without_zero import taking_no_empty_step
 from framework.engine.workarounds.idle_measurements import leave_out_measurements
-from framework.engine.workarounds.left_by_stage_3 import forget_modules, restore_linear_layers
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import ConfigError, explaining
 from framework.models.adapt import LR_RATIO, parameter_groups
@@ -68,7 +67,6 @@ def initialize(
     """
     _refuse_number_types(plan, model)
     forget_autocast()
-    restore_linear_layers(plan.config.zero.stage)
     deepspeed.utils.groups.mpu = None  # DeepSpeed keeps that of an earlier engine of the process
     named = {names[parameter]: parameter for parameter in model.parameters()}
     stepped = with_expert_groups(model, parameter_groups(named, plan.config.optimizer, layers=layers))
@@ -278,7 +276,6 @@ class BaseEngine:
 
     def close(self) -> None:
         self.engine.destroy()
-        forget_modules()
 
     def name_module(self, name: str) -> str:
         """Name in the plain model of a module that DeepSpeed's model has under this name."""

@@ -119,15 +119,8 @@ def compile_model(model: nn.Module, asked: Compile) -> None:
     """Let torch compile a model or its blocks in place; of one that recomputes, the layers: no graph holds that.
 
     Raises:
-        ConfigError: kind ``no-blocks`` or ``compile-loses-gradients``.
+        ConfigError: kind ``no-blocks``.
     """
-    if torch.__version__.startswith("2.11."):
-        reason = (
-            "torch 2.11 compiles every autograd.Function that writes its output in place into one without gradients, "
-            "and says nothing; sums over ranks are such, and a model may have others"
-        )
-        fix = "install torch 2.12 or newer, or leave training.compile out"
-        raise ConfigError.of("compile-loses-gradients", reason, fix, "training.compile")
     torch.compiler.reset()  # graphs of earlier runs count as well
     parts = [model] if asked.per == "model" else list(_blocks(model))
     if isinstance(model, LayeredModel) and model.recompute_every:

@@ -72,6 +72,20 @@ def _op_of_optimizer(optimizer: Mapping[str, Any], *, on_host: bool) -> dict[str
     return {}
 
 
+def lost_gradients(torch_version: str) -> Problem | None:
+    """What no torch.compile is run for: a release whose dynamo drops, without an error, the gradients of each
+    autograd.Function that writes its output in place.
+    """
+    if not torch_version.startswith("2.11."):
+        return None
+    reason = (
+        "torch 2.11 compiles an autograd.Function that writes its output in place into one without gradients, and "
+        "reports no error; sums over ranks are such, and a model may have others"
+    )
+    fix = "install torch 2.12 or newer, or set training.compile: false"
+    return Problem("compile-loses-gradients", reason, fix, "training.compile", True)
+
+
 def missing_compiler(device: Device, environment: Mapping[str, str]) -> Problem | None:
     """The compiler of torch.compile's inductor, where it is not here: for processors C++ (torch/_inductor/config.py
     `cpp.cxx`), elsewhere C for what starts Triton's kernels (triton/runtime/build.py `_find_compiler`).

@@ -28,7 +28,7 @@ from framework.engine.weights import find_weights, refuse_other_layers
 from framework.errors import ConfigError, Problem, StorageError, counted
 from framework.plan.auto import chosen_here
 from framework.plan.cluster import Cluster, Device
-from framework.plan.compiled_ops import missing_compiler
+from framework.plan.compiled_ops import lost_gradients, missing_compiler
 from framework.plan.plan import Plan, accepted, make_plan
 from framework.plan.render import render
 from framework.setup.objects import Objects, check_arguments, describe_objects, load_target
@@ -209,6 +209,8 @@ def _compile_problems(asked: Compile | None, device: Device) -> Iterator[Problem
     if asked.backend not in (known := torch.compiler.list_backends(exclude_tags=())):
         reason, fix = "torch knows no such backend here", f"write one of {', '.join(known)}"
         yield Problem("unknown-backend", reason, fix, "training.compile.backend", asked.backend)
+    elif lost := lost_gradients(torch.__version__):
+        yield lost
     elif asked.backend == "inductor" and (missing := missing_compiler(device, os.environ)):
         yield missing
 

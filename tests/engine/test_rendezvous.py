@@ -110,11 +110,11 @@ def test_an_environment_in_which_ranks_cannot_meet_is_refused(changed: dict[str,
     assert len(refused.value.problems) == 1
 
 
-def test_three_runs_of_one_script_meet_anew_each_time_and_leave_nothing(tmp_path: Path) -> None:
+def test_runs_of_one_script_meet_anew_each_time_and_leave_nothing(tmp_path: Path) -> None:
     """In torchrun's store, which outlives a group, the second or third run found the addresses of the first."""
-    done = torchrun(ROOT / "tests/jobs/many_fits.py", "3", "0", "1", num_ranks=2, cwd=tmp_path, timeout=240)
+    done = torchrun(ROOT / "tests/jobs/many_fits.py", "3", "0", "1", "2", num_ranks=2, cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
     losses = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss ")]
-    assert len(losses) == 3, done.stdout
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
-    assert [line for line in done.stdout.splitlines() if line.startswith("left ")] == ["left 0"] * 3
+    assert len(losses) == 4, done.stdout
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
+    assert [line for line in done.stdout.splitlines() if line.startswith("left ")] == ["left 0"] * 4

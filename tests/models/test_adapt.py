@@ -271,12 +271,6 @@ def test_weights_of_a_group_have_its_rate_and_its_decay() -> None:
     ]
 
 
-def test_a_torch_that_loses_gradients_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
-    with pytest.raises(ConfigError, match=r"install torch 2\.12 or newer.*\[compile-loses-gradients\]"):
-        compile_model(with_dropout(), Compile())
-
-
 def test_what_is_compiled() -> None:
     def compiled(model: nn.Module, **asked: Any) -> list[str]:
         compile_model(model, Compile(backend="eager", **asked))

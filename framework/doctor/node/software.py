@@ -29,7 +29,7 @@ from framework.doctor.node.storage import file_system, is_remote
 from framework.errors import Problem
 from framework.launch.environment import ROOT, missing, requirements
 from framework.launch.hosts.devices import package_folder, torch_text
-from framework.plan.compiled_ops import Op, extensions_folder, missing_compiler, path_of_compilers
+from framework.plan.compiled_ops import Op, extensions_folder, lost_gradients, missing_compiler, path_of_compilers
 
 _NO_TRAINING_WITHOUT: Final = frozenset({"torch", "deepspeed", "psutil", "filelock", "setuptools", "numpy"})
 # A package with more Python than this is no project of somebody's own; its version says what it is.
@@ -137,8 +137,10 @@ def _place_of(module: str) -> Path | None:
 def check_ops(need: Need, environment: Mapping[str, str]) -> Check:
     """The ops of this run. `environment` is that of the ranks: PATH finds the compiler there."""
     environment = {**environment, "PATH": path_of_compilers(environment)}
-    missing = missing_compiler(need.cluster.device, environment) if need.compiles else None
-    problems = [missing] if missing else []
+    problems = []
+    if need.compiles:
+        of_compiler = missing_compiler(need.cluster.device, environment), lost_gradients(version_of("torch") or "")
+        problems += [problem for problem in of_compiler if problem]
     if not need.ops:
         return Check("compiled ops", "none is loaded", problems)
     folder, ready = _cached(need, environment)

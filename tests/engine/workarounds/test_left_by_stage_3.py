@@ -1,61 +1,76 @@
-"""Linear layers of stage 3 and after it: torch's, to the bit and for every gradient, compiled as well."""
+"""Linear layers of stage 3 are torch's to the bit, keep no copy of a weight, and are gone afterwards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor, nn
+from torch.nn import functional
 
-from framework.engine.workarounds.left_by_stage_3 import restore_linear_layers
+from framework.engine.workarounds.left_by_stage_3 import leaving_nothing
 
 
-@pytest.fixture(autouse=True)
-def torchs_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture
+def stage_3(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(partition_parameters, "print_rank_0", lambda *_, **__: None)  # which asks for the rank
-    yield
-    restore_linear_layers(0)
+    with leaving_nothing(3):
+        partition_parameters.InsertPostInitMethodToModuleSubClasses()._enable_mem_efficient_linear()
+        assert functional.linear is zero3_linear_wrap
+        yield
 
 
-def replace_as_stage_3_does() -> None:
-    partition_parameters.InsertPostInitMethodToModuleSubClasses()._enable_mem_efficient_linear()
-    assert torch.nn.functional.linear is zero3_linear_wrap, "DeepSpeed leaves it as it is: the workaround can go"
+def test_afterwards_everything_is_as_it_was(stage_3: None) -> None:
+    with suppress(ZeroDivisionError), leaving_nothing(3):
+        raise ZeroDivisionError
+    assert functional.linear is zero3_linear_wrap, "another run of stage 3 is open"
+    with leaving_nothing(2):
+        assert functional.linear is zero3_linear_wrap
 
 
-def test_a_run_without_stage_3_has_torchs_own_after_one_with_it() -> None:
-    before = torch.nn.functional.linear
-    replace_as_stage_3_does()
-    restore_linear_layers(3)
-    assert torch.nn.functional.linear is zero3_linear_wrap
-    restore_linear_layers(2)
-    assert torch.nn.functional.linear is before
+def test_a_function_of_the_users_own_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = partial(functional.linear)
+    monkeypatch.setattr(functional, "linear", own)
+    with suppress(ZeroDivisionError), leaving_nothing(3):
+        functional.linear = zero3_linear_wrap
+        raise ZeroDivisionError
+    assert functional.linear is own
 
 
-@pytest.mark.parametrize("shape", [(5,), (7, 5), (2, 7, 5)])
-def test_it_is_torchs_to_the_bit_with_all_gradients(shape: tuple[int, ...]) -> None:
-    expected = outputs_and_gradients(shape)
-    replace_as_stage_3_does()
-    restore_linear_layers(3)
-    found = outputs_and_gradients(shape)
-    assert torch.equal(found[0], expected[0])
-    torch.testing.assert_close(found[1:], expected[1:])
-
-
-@pytest.mark.slow
-def test_compiled_it_has_its_gradients() -> None:
-    expected = outputs_and_gradients((2, 7, 5))
-    replace_as_stage_3_does()
-    restore_linear_layers(3)
-    torch.testing.assert_close(outputs_and_gradients((2, 7, 5), backend="aot_eager"), expected)
-
-
-def outputs_and_gradients(shape: tuple[int, ...], *, backend: str = "") -> list[Tensor]:
-    torch.manual_seed(0)
-    layer, rows = nn.Linear(5, 3), torch.randn(shape, requires_grad=True)
-    output = (torch.compile(layer, backend=backend) if backend else layer)(rows)
+@pytest.mark.parametrize("shape", [(64,), (32, 64), (2, 32, 64)])
+def test_it_is_torchs_to_the_bit_with_all_gradients(shape: tuple[int, ...], stage_3: None) -> None:
+    layer, rows = layer_and_rows(shape)
+    output = layer(rows)
     output.sin().sum().backward()
-    gradients = [tensor.grad for tensor in (rows, *layer.parameters())]
-    return [output.detach(), *(gradient for gradient in gradients if gradient is not None)]
+    found = [output.detach(), *(tensor.grad for tensor in (rows, *layer.parameters()))]
+    layer, rows = layer_and_rows(shape)
+    expected = torch._C._nn.linear(rows, layer.weight, layer.bias)
+    expected.sin().sum().backward()
+    assert torch.equal(found[0], expected)
+    torch.testing.assert_close(found[1:], [tensor.grad for tensor in (rows, *layer.parameters())])
+
+
+def test_autocast_keeps_no_copy_of_a_weight(stage_3: None) -> None:
+    layer, rows = nn.Linear(64, 64), torch.randn(2, 64)
+    copies: list[torch.dtype] = []
+
+    class Watched(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            made = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default and args[0].shape == layer.weight.shape:
+                copies.append(made.dtype)
+            return made
+
+    with torch.autocast("cpu", torch.bfloat16), Watched():
+        layer(rows), layer(rows)
+    assert copies == [torch.bfloat16] * 2, "one that is kept is made once"
+
+
+def layer_and_rows(shape: tuple[int, ...]) -> tuple[nn.Linear, Tensor]:
+    torch.manual_seed(0)
+    return nn.Linear(64, 48, dtype=torch.bfloat16), torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)

@@ -24,7 +24,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero import parameter_offload, partition_parameters, partitioned_param_coordinator
 from deepspeed.utils import nvtx
 
 from framework.engine.workarounds.compute_capabilities import naming_them_by_numbers
@@ -158,3 +158,11 @@ def test_a_loaded_schedule_does_not_set_its_rate() -> None:
     before = optimizer.param_groups[0]["lr"]
     schedule.load_state_dict({"last_batch_iteration": 9})
     assert optimizer.param_groups[0]["lr"] == before
+
+
+def test_stage_3_leaves_linear_layers_and_engines_behind() -> None:
+    replaces = partition_parameters.InsertPostInitMethodToModuleSubClasses._enable_mem_efficient_linear
+    assert "torch.nn.functional.linear = zero3_linear_wrap" in inspect.getsource(replaces)
+    assert "FWD_MODULE_STACK.append(self.module)" in inspect.getsource(parameter_offload)
+    cached = "@functools.lru_cache(maxsize=None)\n    def __params_to_release("
+    assert cached in inspect.getsource(partitioned_param_coordinator)
