@@ -20,7 +20,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "system": (64, 14),
     "text": (65, 6),
     "config": (137, 15),
-    "plan": (320, 32),
+    "plan": (321, 32),
     "checkpoint": (191, 19),
     "train": (104, 14),
     "launch": (246, 27),

@@ -48,6 +48,7 @@ class Parallelism:
         persistent: elements up to which a weight stays whole at stage 3.
         by_weight: the host handles each weight by itself at stage 3, as DeepSpeed does; FSDP handles blocks.
         halves_alone: half precision without ZeRO, whose step DeepSpeed takes weight by weight.
+        joins_gradients: stages 1 and 2, whose step DeepSpeed takes on a joined, unscaled and clipped fp32 copy.
         interleaving: parts of the model on each pipeline stage.
         block_sums: all-reduces of tensor parallelism in a block, forward and backward.
         is_offloaded: the optimizer runs on the host.
@@ -75,6 +76,7 @@ class Parallelism:
     persistent: int = 100_000
     by_weight: bool = True
     halves_alone: bool = False
+    joins_gradients: bool = False
     interleaving: int = 1
     block_sums: tuple[int, int] = (2, 4)
     is_offloaded: bool = False
@@ -126,6 +128,7 @@ class Parallelism:
             live=zero.stage3_max_live_parameters,
             persistent=zero.stage3_param_persistence_threshold,
             halves_alone=is_half and not stage and layout.pipe_size == 1,
+            joins_gradients=stage in (1, 2),
             is_offloaded=stage > 0 and zero.offload_optimizer.device != "none",
             weights_offloaded=stage == 3 and zero.offload_param.device != "none",
         )
@@ -207,8 +210,10 @@ class Rates:
         weight_seconds: time of the host for one weight in one pass at stage 3. Of the points of the `fit` half
             belle-402-007 to -009 show it: their steps take 0.38 to 0.42 s whatever the length and width, for 293
             weights in two passes.
-        half_weight_seconds: the same for one weight in a step of half precision without ZeRO. That of GPT-2 takes 149
-            ms on an H200, and 108 at stage 1, for 148 weights (benchmarks/results/one_gpu.json).
+        half_weight_seconds: the same for one weight in a step of half precision without ZeRO. That of GPT-2, which has
+            196 weights, takes 143 ms on an H200, and 104 at stage 1 (benchmarks/results/one_gpu.json).
+        joined_bytes: moved for an element by DeepSpeed's step at stages 1 and 2 beyond what the optimizer itself needs.
+            With them the steps of GPT-2 and GPT-2 XL on an H200 take 8 and 101 ms, as measured there.
     """
 
     plateau: float = 0.91
@@ -222,7 +227,8 @@ class Rates:
     best: float = 0.8
     launch_seconds: float = 2e-4
     weight_seconds: float = 6.6e-4
-    half_weight_seconds: float = 2.8e-4
+    half_weight_seconds: float = 2.1e-4
+    joined_bytes: float = 158.0
 
 
 RATES: Final = Rates()
@@ -238,6 +244,7 @@ OF_PROCESSORS: Final = Rates(
     launch_seconds=0.0,
     weight_seconds=0.0,
     half_weight_seconds=0.0,
+    joined_bytes=0.0,
 )
 
 
@@ -489,6 +496,7 @@ class _Step:
         by, device = self.by, self.machine.device
         moved = self.share * (2 * by.state_bytes + 4 + 2 * by.gradient_bytes + by.weight_bytes)
         if not by.is_offloaded:
+            moved += self.share * self.rates.joined_bytes * by.joins_gradients
             looked_at = len(self.work.weights) if by.halves_alone else 0
             return moved / self.bandwidth + self.rates.half_weight_seconds * looked_at
         host = _needed(device.host_memory_bytes_per_second, "memory bandwidth of the host", device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from framework.plan.memory import NotEstimatedError
 from framework.plan.plan import Plan, make_plan
 from framework.plan.time import Parallelism, Rates, StepTime, estimate_time, flops_per_step, step_time
 from framework.plan.work import ModelWork, Part, named_work
+from tests.places import ROOT
 
 # Nothing saturates, nothing hides, nothing is lost.
 IDEAL = Rates(plateau=1.0, attention=1.0, width=0.0, memory=1.0, overlap=0.0, network=1.0, best=1.0, launch_seconds=0.0)
@@ -305,11 +307,25 @@ def test_a_plan_names_its_distribution() -> None:
         state_bytes=8,
         recomputed=1.0,
         bucket=10**7,
+        joins_gradients=True,
         block_sums=(2, 2),
         is_offloaded=True,
     )
     assert found.num_tokens == 8 * 2 * 4 * 1024
     assert {"offload transfers", "gradient sums", "weight gathers"} <= found.seconds.keys()
+
+
+@pytest.mark.parametrize(("size", "case"), [("gpt2", "ZeRO 1"), ("gpt2-xl", "1.6 billion, ZeRO 1")])
+def test_the_step_of_stages_1_and_2_takes_what_was_measured(size: str, case: str) -> None:
+    """A constant for two sizes, one twelve times the other; stage 0 joins nothing."""
+    step_ms, share = json.loads((ROOT / "benchmarks/results/one_gpu.json").read_text())["optimizer_share"][case]
+    model, machine = {"kind": "gpt", "size": size}, Machine.listed("h200-141gb")
+    found = planned(1, machine, model=model, zero={"stage": 1})[0].seconds["optimizer"]
+    assert found == pytest.approx(share * step_ms / 1000, rel=0.1)
+    assert (
+        planned(1, machine, model=model, zero={"stage": 0}, precision={"dtype": "fp32"})[0].seconds["optimizer"]
+        < found / 4
+    )
 
 
 def test_precisions_of_a_plan() -> None:
