@@ -73,8 +73,8 @@ def _op_of_optimizer(optimizer: Mapping[str, Any], *, on_host: bool) -> dict[str
 
 
 def lost_gradients(torch_version: str) -> Problem | None:
-    """What no torch.compile is run for: a release whose dynamo drops, without an error, the gradients of each
-    autograd.Function that writes its output in place.
+    """Refuse torch.compile of a release that drops, without an error, the gradients of every autograd.Function that
+    writes its output in place; None for all others.
     """
     if not torch_version.startswith("2.11."):
         return None
