@@ -70,10 +70,23 @@ def train_cases(
 
     `allow_fp16`: also where DeepSpeed's accelerator says that it cannot (`tests.jobs.half_on_cpu`).
     """
+    cases = _write_cases(configs, num_ranks=num_ranks, folder=folder)
+    words = ["--allow-fp16"] if allow_fp16 else []
+    run_ranks(ROOT / "tests/jobs/run_cases.py", cases, *words, num_ranks=num_ranks, cwd=folder)
+
+
+def train_cases_on_gpu(configs: Sequence[Mapping[str, Any]], *, num_ranks: int = 1, folder: Path) -> None:
+    """The same on CUDA devices, by torchrun: no rank is forked from a process that may have begun to use one."""
+    cases = _write_cases(configs, num_ranks=num_ranks, folder=folder)
+    script = ROOT / "tests/jobs/run_cases.py"
+    done = torchrun(script, cases, num_ranks=num_ranks, cwd=folder, DS_ACCELERATOR="cuda")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+def _write_cases(configs: Sequence[Mapping[str, Any]], *, num_ranks: int, folder: Path) -> str:
     cases = folder / f"cases-{num_ranks}-{len(list(folder.iterdir()))}.json"
     cases.write_text(json.dumps([{"config": config} for config in configs]), encoding="utf-8")
-    words = ["--allow-fp16"] if allow_fp16 else []
-    run_ranks(ROOT / "tests/jobs/run_cases.py", str(cases), *words, num_ranks=num_ranks, cwd=folder)
+    return str(cases)
 
 
 def fewer(steps: int, *, of: int) -> int:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from framework.engine.plain_engine import arithmetic_of
 from framework.plan.cluster import Cluster
 from framework.plan.compiled_ops import lost_gradients
 from framework.plan.plan import make_plan
-from tests.launched import ROOT, read_metrics, series, torchrun
+from tests.launched import read_metrics, series, train_cases_on_gpu
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,6 +40,8 @@ LEARNING: dict[str, dict[str, Any]] = {
     "channels-last": {"training": {"channels_last": True}, "model": {"kind": "small_resnet18"}},
     "offload": {"zero": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
     "pinned-workers": {"data": {"kind": "digits", "num_workers": 2}, "evaluation": {"every_epochs": 1}},
+    "compiled": {"training": {"compile": {}}, "precision": {"dtype": "bf16"}},
+    "cuda-graphs": {"training": {"compile": {"mode": "reduce-overhead"}}, "precision": {"dtype": "bf16"}},
     "poisoned": {
         "data": {"target": "tests.jobs.bad_parts:poisoned_digits", "args": {"indices": [5, 700], "factor": "nan"}},
         "batch": {"global_size": 120},
@@ -49,10 +50,6 @@ LEARNING: dict[str, dict[str, Any]] = {
     },
     "long-sums": {"precision": {"dtype": "bf16"}, "zero": {"stage": 1}, "batch": {"accumulation_steps": 15}},
 }
-COMPILED = {"compiled": "default", "cuda-graphs": "reduce-overhead"}
-if not lost_gradients(torch.__version__):
-    for name, mode in COMPILED.items():
-        LEARNING[name] = {"training": {"compile": {"mode": mode}}, "precision": {"dtype": "bf16"}}
 
 
 def config(name: str, folder: Path, sections: dict[str, Any], *, stage: int = 0, **training: Any) -> dict[str, Any]:
@@ -76,11 +73,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             resume = "auto" if (run, steps) == ("resumed", STEPS) else "never"
             configs.append({**values, "checkpoint": {"at_end": True, "resume": resume}})
     for name, sections in LEARNING.items():
-        configs.append(config(name, folder, sections, max_epochs=6, log_every=11))
-    cases = folder / "cases.json"
-    cases.write_text(json.dumps([{"config": values} for values in configs]), encoding="utf-8")
-    done = torchrun(ROOT / "tests/jobs/run_cases.py", str(cases), num_ranks=1, cwd=folder, DS_ACCELERATOR="cuda")
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        if not is_refused(name):
+            configs.append(config(name, folder, sections, max_epochs=6, log_every=11))
+    train_cases_on_gpu(configs, folder=folder)
     assert not list(folder.glob("*.error")), [path.read_text(encoding="utf-8") for path in folder.glob("*.error")]
     return folder
 
@@ -95,9 +90,13 @@ def test_deterministic_runs_are_equal_to_the_bit(runs: Path, name: str, other: s
     assert [checkpoint.step for checkpoint in last] == [STEPS, STEPS]
 
 
-@pytest.mark.parametrize("name", [*LEARNING, *(COMPILED.keys() - LEARNING.keys())])
+def is_refused(name: str) -> bool:
+    return "compile" in LEARNING[name].get("training", {}) and lost_gradients(torch.__version__) is not None
+
+
+@pytest.mark.parametrize("name", LEARNING)
 def test_options_that_meet_kernels_learn(runs: Path, name: str) -> None:
-    if name not in LEARNING:
+    if is_refused(name):
         pytest.skip(f"torch {torch.__version__} loses gradients: nothing is compiled")
     assert read_metrics(runs / name)[-1]["eval/accuracy"] > 0.7
 
@@ -135,10 +134,7 @@ def test_a_full_device_is_explained_and_the_way_out_that_is_named_is_one(tmp_pat
         config("full", tmp_path, sections, stage=1, max_steps=2),
         config("recomputed", tmp_path, sections, stage=1, max_steps=2, recompute_every=1),
     ]
-    cases = tmp_path / "cases.json"
-    cases.write_text(json.dumps([{"config": values} for values in configs]), encoding="utf-8")
-    done = torchrun(ROOT / "tests/jobs/run_cases.py", str(cases), num_ranks=1, cwd=tmp_path, DS_ACCELERATOR="cuda")
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    train_cases_on_gpu(configs, folder=tmp_path)
     stated = (tmp_path / "full.error").read_text(encoding="utf-8")
     assert stated.endswith("[out-of-memory]")
     assert "the device has no memory left (" in stated

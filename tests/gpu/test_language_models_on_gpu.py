@@ -4,7 +4,6 @@ stages.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launched import ROOT, read_metrics, torchrun
+from tests.launched import read_metrics, train_cases_on_gpu
 
 NUM_DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [
@@ -52,23 +51,18 @@ CUT = {
 def train(cases: Mapping[str, dict[str, Any]], folder: Path, *, num_ranks: int) -> Path:
     configs = [
         {
-            "config": {
-                "run": {"name": name, "output_dir": str(folder)},
-                "batch": {"global_size": 32, "micro_size": 8},
-                "optimizer": {"kind": "adamw", "lr": 1e-3},
-                "training": {"max_steps": 150, "log_every": 10},
-                "evaluation": {"max_samples": 256, "batch_size": 32},
-                "checkpoint": {"at_end": False},
-                "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
-                **sections,
-            }
+            "run": {"name": name, "output_dir": str(folder)},
+            "batch": {"global_size": 32, "micro_size": 8},
+            "optimizer": {"kind": "adamw", "lr": 1e-3},
+            "training": {"max_steps": 150, "log_every": 10},
+            "evaluation": {"max_samples": 256, "batch_size": 32},
+            "checkpoint": {"at_end": False},
+            "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+            **sections,
         }
         for name, sections in cases.items()
     ]
-    path = folder / "cases.json"
-    path.write_text(json.dumps(configs), encoding="utf-8")
-    done = torchrun(ROOT / "tests/jobs/run_cases.py", str(path), num_ranks=num_ranks, cwd=folder, DS_ACCELERATOR="cuda")
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    train_cases_on_gpu(configs, num_ranks=num_ranks, folder=folder)
     return folder
 
 

@@ -15,7 +15,7 @@ import torch
 
 from tests.engine.oracle import digit_batches, plain_losses
 from tests.gpu.oracles import lamb, lion
-from tests.launched import ROOT, hold_parts, read_metrics, series, torchrun
+from tests.launched import ROOT, hold_parts, read_metrics, series, torchrun, train_cases_on_gpu
 
 pytestmark = [
     pytest.mark.slow,
@@ -89,19 +89,14 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(folder: Path, cases: dict[str, dict[str, Any]]) -> Path:
     configs = [
         {
-            "config": {
-                "run": {"name": name, "output_dir": str(folder)},
-                "batch": {"global_size": 120},
-                "monitors": {"progress": "off"},
-                **sections,
-            }
+            "run": {"name": name, "output_dir": str(folder)},
+            "batch": {"global_size": 120},
+            "monitors": {"progress": "off"},
+            **sections,
         }
         for name, sections in cases.items()
     ]
-    path = folder / "cases.json"
-    path.write_text(json.dumps(configs), encoding="utf-8")
-    done = torchrun(ROOT / "tests/jobs/run_cases.py", str(path), num_ranks=1, cwd=folder, DS_ACCELERATOR="cuda")
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    train_cases_on_gpu(configs, folder=folder)
     return folder
 
 

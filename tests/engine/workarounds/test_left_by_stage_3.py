@@ -25,7 +25,7 @@ def stage_3(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_afterwards_everything_is_as_it_was(stage_3: None) -> None:
+def test_another_run_that_is_open_keeps_its_layers(stage_3: None) -> None:
     with suppress(ZeroDivisionError), leaving_nothing(3):
         raise ZeroDivisionError
     assert functional.linear is zero3_linear_wrap, "another run of stage 3 is open"
