@@ -1,4 +1,4 @@
-"""The house keeps its promises: size per room, the formatter decides, docstrings and names in the field's words."""
+"""The house keeps its promises: the formatter decides, docstrings and names in the field's words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,27 +13,6 @@ import pytest
 
 from tests.places import ROOT
 
-# kB of Python source and number of files per room; what a room no longer needs is taken away here as well.
-CAPS: dict[str, tuple[float, int]] = {
-    "(doors)": (61, 11),
-    "system": (64, 14),
-    "text": (65, 6),
-    "config": (137, 15),
-    "plan": (321, 32),
-    "checkpoint": (191, 19),
-    "train": (104, 14),
-    "launch": (246, 27),
-    "doctor": (97, 12),
-    "report": (127, 14),
-    "commands": (198, 29),
-    "models": (127, 15),
-    "tasks": (30, 6),
-    "data": (203, 28),
-    "engine": (311, 42),
-    "setup": (148, 14),
-    "dslint": (236, 22),
-    "deploy": (83, 9),
-}
 LONGEST_FUNCTION = 70
 # A function's docstring begins with a verb, a class's with a noun: not with the clause that leaves both out.
 RELATIVE = re.compile(r"(What|Who|Whom|Whose|Whether|Where|Wherever|Which|Whichever|How|That|Those|Whoever|Whatever)\b")
@@ -70,23 +48,6 @@ def identifiers(tree: ast.AST) -> Iterator[str]:
             yield node.arg
         elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
             yield node.id if isinstance(node, ast.Name) else node.attr
-
-
-def test_no_room_outgrows_its_cap() -> None:
-    size: Counter[str] = Counter()
-    files: Counter[str] = Counter()
-    for path in sources("framework"):
-        parts = path.relative_to(ROOT / "framework").parts
-        room = parts[0] if len(parts) > 1 and parts[0] != "entry" else "(doors)"
-        size[room] += path.stat().st_size
-        files[room] += 1
-    assert set(size) == set(CAPS)
-    over = {
-        room: (size[room] / 1000, files[room])
-        for room, (kb, most) in CAPS.items()
-        if size[room] > kb * 1000 or files[room] > most
-    }
-    assert over == {}, "shorten, or move a cap between rooms with a decision note"
 
 
 def test_the_formatter_decides_every_line() -> None:
