@@ -29,11 +29,12 @@ from framework.engine.extensions import announcing_compilers, refusing_what_does
 from framework.engine.rendezvous import INIT_METHOD, check_environment, explaining_rendezvous
 from framework.engine.workarounds.group_limits import limiting_groups
 from framework.engine.workarounds.shared_buffers import remove_dead_buffers, remove_own_buffers
-from framework.errors import ConfigError, StorageError, counted
+from framework.errors import ConfigError, StorageError, counted, in_one_line
 from framework.system import file_writer
 from framework.system.arguments import LOG_LEVEL
-from framework.system.files import make_own_folder, open_own
-from framework.system.log import warn, write_to
+from framework.system.files import make_own_folder
+from framework.system.kept_file import KeptFile
+from framework.system.log import write_to
 from framework.system.ports import free_port
 from framework.system.waiting import waiting
 
@@ -42,6 +43,7 @@ _OTHERS_KNOW_SECONDS: Final = 2.0
 _LOOK_SECONDS: Final = 0.05
 # torch warns that a barrier takes the current device, where no group was bound to one: it is the right one.
 _OF_BARRIERS: Final = r"barrier\(\): using the device under current context"
+_MOST_LOG_BYTES: Final = 1 << 20  # of a rank's log, while storage does not take it
 _PACKAGES: Final = ("dsf-trainer", "torch", "torchvision", "deepspeed", "pydantic", "numpy", "tensorboard")
 
 
@@ -283,7 +285,7 @@ def quiet_deepspeed(log_file: Path) -> None:
     log_file.parent.parent.mkdir(parents=True, exist_ok=True)  # on hosts that do not share the run folder with rank 0
     try:
         make_own_folder(log_file.parent)
-        handler = _LogFile(log_file, encoding="utf-8")
+        handler = _LogFile(log_file)
     except OSError as error:
         refused = f"{log_file}: this log cannot be written: {error.strerror or error} [log-not-opened]"
         raise StorageError(refused, is_of_one_rank=True) from error
@@ -304,15 +306,17 @@ def quiet_deepspeed(log_file: Path) -> None:
 
 
 class _LogFile(logging.FileHandler):
-    """On a full disk lines are lost, and once it is said; `logging` itself would print a traceback for each of them.
+    """On a full disk lines wait for it, and one warning names it; `logging` itself would print a traceback for each.
 
     Lines are made here and written by the thread that writes, past buffers, whose locks a forked process would share.
     """
 
-    _has_failed = False
+    def __init__(self, path: Path) -> None:
+        self._kept = KeptFile(path, name=str(path), kind="log-not-written", most_bytes=_MOST_LOG_BYTES)
+        super().__init__(path, encoding="utf-8")
 
     def _open(self) -> Any:
-        return open_own(Path(self.baseFilename), "a")
+        return self._kept.file
 
     def handle(self, record: logging.LogRecord) -> bool:
         """Without the handler's lock, for which the thread that writes would wait when it warns."""
@@ -320,29 +324,25 @@ class _LogFile(logging.FileHandler):
             return False
         try:
             line = f"{self.format(record)}\n".encode(errors="replace")
-        except Exception:
-            self.handleError(record)
-        else:
-            file_writer.hand_over(partial(self._write, line, record))
+        except Exception as error:
+            reason = in_one_line(error, longest=300)
+            line = f"a message that cannot be formatted: {reason}\n".encode()
+        file_writer.hand_over(partial(self._write, line))
         return True
+
+    def flush(self) -> None:
+        """Try again what is not written."""
+        self._kept.flush()
 
     def close(self) -> None:
         """When the lines that were handed over are written."""
         file_writer.settle()
+        self._kept.close()
+        self.stream = None
         super().close()
 
-    def _write(self, line: bytes, record: logging.LogRecord) -> None:
-        try:
-            while line and self.stream is not None:
-                line = line[os.write(self.stream.fileno(), line) :]
-        except Exception:
-            self.handleError(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name is logging's
-        if not self._has_failed:
-            self._has_failed = True
-            lost = "training goes on, and lines of this log are lost [log-not-written]"
-            warn(f"{self.baseFilename}: {sys.exc_info()[1]}; {lost}")
+    def _write(self, line: bytes) -> None:
+        self._kept.append(line)
 
 
 def _use_own_device() -> None:

@@ -61,9 +61,11 @@ class PlanAgainstRun:
         self._time: dict[str, float | bool | None] = {}
         self._step = 0
         self._is_done = False
+        self._unwritten: dict[str, Any] = {}
 
     def write(self, point: Point) -> None:
         """Take a logged point."""
+        self._try()
         seconds = point.metrics.get("time/step_ms")
         if self._is_done or seconds is None:
             return
@@ -79,6 +81,7 @@ class PlanAgainstRun:
         if self._step and not self._is_done:
             self._is_done = True
             self._compare()
+        self._try(is_last=True)
 
     def _compare(self) -> None:
         found = self._estimated(self._plan)
@@ -89,9 +92,26 @@ class PlanAgainstRun:
                 ratio = values["estimate"] / values["measured"] - 1
                 estimated, measured = text(values["estimate"]), text(values["measured"])
                 self._print_line(f"plan against run: {name}: estimate {estimated}, measured {measured} ({ratio:+.1%})")
-        written: dict[str, Any] = json.loads(self._file.read_text(encoding="utf-8"))
-        written["measured"] = {"step": self._step, "device_peak_bytes": self._memory, "step_seconds": self._time}
-        replace_text(self._file, json.dumps(written, indent=2) + "\n")
+        self._unwritten = {
+            "step": self._step,
+            "device_peak_bytes": self._memory,
+            "step_seconds": self._time,
+        }
+        self._try()
+
+    def _try(self, *, is_last: bool = False) -> None:
+        """Write what was measured; storage that fails is tried again at the next point."""
+        if not self._unwritten:
+            return
+        try:
+            plan: dict[str, Any] = json.loads(self._file.read_text(encoding="utf-8"))
+            plan["measured"] = self._unwritten
+            replace_text(self._file, json.dumps(plan, indent=2) + "\n")
+        except OSError:
+            if is_last:
+                raise
+        else:
+            self._unwritten = {}
 
 
 def _milliseconds(seconds: float) -> str:

@@ -92,9 +92,23 @@ class Run:
         return self.folder.resolve().name or str(self.folder)
 
     @property
-    def last_step(self) -> int:
-        """The last logged step; 0 where none is."""
+    def last_logged_step(self) -> int:
+        """The step of the last point; 0 where none is."""
         return self.clock.steps[-1] if self.clock.steps else 0
+
+    @cached_property
+    def last_step(self) -> int:
+        """How far the run has come, by its points, the events of its last start, and its checkpoints: a disk that was
+        full may have cost some of them.
+        """
+        steps = [self.last_logged_step, *self.saved_steps]
+        for event in self.events:
+            if event["kind"] in ("start", "resume"):
+                steps = [self.last_logged_step, *self.saved_steps]
+            step = event.get("step", 0)
+            if 0 <= step < _LARGEST_STEP:
+                steps.append(int(step))
+        return max(steps)
 
     def section(self, name: str) -> Mapping[str, Any]:
         """A section of the plan; empty where it has none."""
@@ -133,6 +147,7 @@ def read_run(folder: Path, *, most_points: int | None = None) -> Run:
     run.environment = _mapping(run, "environment.json", json.loads)
     run.saved_steps = sorted(_saved_steps(folder / CHECKPOINTS))
     _read_logs(run)
+    _note_lost_points(run)
     if "profile" in found:
         run.profile = list(_profile(folder / "profile"))
     return run
@@ -159,6 +174,20 @@ def _read_metrics(run: Run, most_points: int | None) -> None:
         run.metrics = dict(list(run.metrics.items())[:_MOST_METRICS])
     for series in (run.clock, run.epochs, *run.metrics.values()):
         series.sort()
+
+
+def _note_lost_points(run: Run) -> None:
+    """Note where the run has gone on without metrics for longer than from any point to the next."""
+    steps = run.clock.steps
+    if not steps:
+        return
+    gaps = map(int.__sub__, steps[1:], steps)
+    longest = max(gaps, default=steps[0])
+    if run.last_step - steps[-1] > longest:
+        run.notes.append(
+            f"metrics.jsonl ends with step {steps[-1]:,}; by its events and checkpoints the run came to step "
+            f"{run.last_step:,}"
+        )
 
 
 def _stride(path: Path, most_points: int | None) -> int:

@@ -58,6 +58,7 @@ def let_go() -> None:
     settle()
     for handler in list(_LOGGER.handlers):
         if isinstance(handler, logging.FileHandler):
+            handler.flush()
             _LOGGER.removeHandler(handler)
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from framework.system.file_writer import hand_over, settle
 from framework.system.files import open_own
+from framework.system.kept_file import KeptFile
 from framework.system.log import listen_to_events
 from framework.train.monitors.base import Point
 
@@ -50,20 +51,22 @@ class Events:
                 lines = stream.read().split("\n")
         kinds = [_kind(line) for line in lines]
         self.restarts = sum(kind in _STARTS for kind in kinds) - kinds.count("roll_back")
-        self._file = open_own(path, "a")
+        self._file = KeptFile(path, name=self.name)
         if lines and lines[-1]:
-            self._file.write("\n")
+            self._file.append(b"\n")
         listen_to_events(self._hear)
         if from_step and (reached := _last_point(path.with_name("metrics.jsonl"))) and reached["step"] > from_step:
-            self._append(json.dumps(reached | {"kind": "reached"}) + "\n")
+            self._append(from_step, json.dumps(reached | {"kind": "reached"}))
         self("resume" if from_step else "start", from_step, seconds=seconds)
 
     def __call__(self, kind: str, step: int, *, seconds: float | None = None, **details: Any) -> None:
-        """Note an event after so many steps; `seconds` is how long it took. Storage that fails loses it."""
+        """Note an event after so many steps; `seconds` is how long it took. It is kept while storage does not
+        take it.
+        """
         self._step = step
         event = {"time_seconds": round(self._clock(), 3), "step": step, "kind": kind}
         duration = {} if seconds is None else {"seconds": round(seconds, 6)}
-        hand_over(partial(self._append, json.dumps(event | duration | details) + "\n"))
+        hand_over(partial(self._append, step, json.dumps(event | duration | details)))
 
     @staticmethod
     def append(path: Path, kind: str, step: int, **details: Any) -> None:
@@ -97,10 +100,8 @@ class Events:
     def _hear(self, kind: str, step: int | None = None, **details: Any) -> None:
         self(kind, self._step if step is None else step, **details)
 
-    def _append(self, line: str) -> None:
-        with suppress(OSError):
-            self._file.write(line)
-            self._file.flush()
+    def _append(self, step: int, line: str) -> None:
+        self._file.append(f"{line}\n".encode(), step=step)
 
     def _close(self) -> None:
         with suppress(OSError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import signal
 import threading
@@ -109,19 +110,27 @@ def test_a_full_queue_waits_for_the_storage(handler: logging.FileHandler, monkey
     assert len(lines(stalled.text(handler.close))) == 30
 
 
-def test_a_disk_that_is_full_is_told_of_once_and_nothing_waits(
+def test_a_disk_that_is_full_costs_one_warning_and_no_line(
     handler: logging.FileHandler, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Path("/dev/full").open("w", encoding="utf-8") as full:
-        handler.setStream(full)
-        for _ in range(3):
-            rank_log.note("lost")
-        file_writer.settle()
-        handler.setStream(None)
+    descriptor = handler.stream.fileno()
+    disk = os.dup(descriptor)
+    with Path("/dev/full").open("wb") as full:
+        os.dup2(full.fileno(), descriptor)
+    for number in range(3):
+        rank_log.note("kept %s", number)
+    file_writer.settle()
+    os.dup2(disk, descriptor)
+    os.close(disk)
+    rank_log.let_go()
     assert capsys.readouterr().err == (
-        f"warning: {handler.baseFilename}: [Errno 28] No space left on device; training goes on, and lines of this "
-        "log are lost [log-not-written]\n"
+        f"warning: {handler.baseFilename}: No space left on device; what it is to hold is kept, and tried again "
+        "[log-not-written]\n"
     )
+    written = Path(handler.baseFilename).read_text(encoding="utf-8")
+    assert [line for line in lines(written) if "WARNING" not in line][:3] == [
+        f"INFO dsf-trainer: kept {number}" for number in range(3)
+    ]
 
 
 @pytest.mark.slow

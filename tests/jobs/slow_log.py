@@ -38,9 +38,9 @@ def main() -> None:
     file_writer._MOMENT_SECONDS = 0.0  # type: ignore[misc]
     write = distributed._LogFile._write
 
-    def slow(self: Any, line: bytes, record: Any) -> None:
+    def slow(self: Any, line: bytes) -> None:
         time.sleep(0.02)
-        write(self, line, record)
+        write(self, line)
 
     distributed._LogFile._write = slow  # type: ignore[method-assign]
     config = {

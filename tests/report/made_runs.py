@@ -85,9 +85,11 @@ def write_run(
 ) -> Path:
     """Write a run folder; returns it."""
     (folder / "logs").mkdir(parents=True)
-    for step in (50, 100):
-        (folder / "checkpoints" / f"global_step{step}").mkdir(parents=True)
     lines = points(range(5, 101, 5)) if lines is None else lines
+    (folder / "checkpoints").mkdir()
+    for step in (50, 100):
+        if lines and lines[-1]["step"] >= step:
+            (folder / "checkpoints" / f"global_step{step}").mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if events is not None:
         (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))

@@ -6,12 +6,14 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from framework.errors import ConfigError
+from framework.report.figures import headline, state
 from framework.report.records import Run, flat, read_run
-from tests.report.made_runs import point, points, write_run
+from tests.report.made_runs import START, point, points, write_run
 
 
 def read(folder: Path, text: str) -> Run:
@@ -108,3 +110,24 @@ def test_what_is_no_run_is_refused(kind: str, tmp_path: Path) -> None:
     assert str(caught.value).startswith(f"{place}: ")
     assert caught.value.problems[0].kind == ("not-a-run" if kind == "empty" else "run-not-found")
     assert caught.value.problems[0].fix
+
+
+def test_how_far_a_run_came_is_not_read_from_its_metrics_alone(tmp_path: Path) -> None:
+    """The disk was full from step 11 on: the events know better, and where they end as well the checkpoints."""
+    events: list[dict[str, Any]] = [
+        {"time_seconds": START, "step": 0, "kind": "start"},
+        {"time_seconds": START + 50, "step": 90, "kind": "save"},
+        {"time_seconds": START + 60, "step": 20, "kind": "resume"},  # what came after it was taken again
+        {"time_seconds": START + 70, "step": 60, "kind": "evaluate", "seconds": 1.0},
+    ]
+    run = read_run(folder := write_run(tmp_path / "run", lines=points(range(1, 12)), events=events))
+    assert (run.last_logged_step, run.last_step) == (11, 60)
+    assert state(run) == "reached 60 of 100 steps; it trains, or was ended from outside"
+    assert dict(headline(run))["steps"] == "60 of 100"
+    assert "metrics.jsonl ends with step 11; by its events and checkpoints the run came to step 60" in run.notes
+    (folder / "checkpoints/global_step70").mkdir(parents=True)
+    assert read_run(folder).last_step == 70
+    events.append({"time_seconds": START + 80, "step": 100, "kind": "end", "is_finished": True})
+    run = read_run(write_run(tmp_path / "ended", lines=points(range(1, 12)), events=events))
+    assert state(run) == "finished after 100 steps"
+    assert not [note for note in read_run(write_run(tmp_path / "whole")).notes if "ends with" in note]

@@ -87,15 +87,6 @@ def test_events_that_others_report(tmp_path: Path) -> None:
     ]
 
 
-def test_a_full_disk_costs_the_event(tmp_path: Path) -> None:
-    events = make(path := tmp_path / "events.jsonl")
-    events._file.close()
-    events._file = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115
-    events("save", 4)
-    events.close()
-    assert len(read(path)) == 1
-
-
 def test_going_back_is_no_restart(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     make(path).close()

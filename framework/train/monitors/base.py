@@ -39,8 +39,9 @@ class Point:
 
 
 class Monitor(Protocol):
-    """Told about every logged point, in order of steps. One that raises is closed and told nothing more; the run goes
-    on, but for a StorageError, which says that there is no folder to go on in."""
+    """Gets every logged point, in order of steps. One that raises is closed and gets nothing more; the run goes on,
+    but for a StorageError: there is no folder to go on in. The files of a run do not raise where storage fails: they
+    keep what they are to hold (`framework.system.kept_file`)."""
 
     name: str
     """What a warning calls it."""

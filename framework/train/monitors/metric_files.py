@@ -10,14 +10,18 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from framework.system.files import open_own, replace_text
+from framework.system.kept_file import KeptFile, Troubles, write_all
 from framework.train.monitors.base import Point
 
 _FIRST_COLUMNS = ("step", "epoch")
+_MOST_UNWRITTEN = 10_000
 _Row = dict[str, str]
 
 
@@ -25,52 +29,104 @@ class CsvFile:
     """Keeps one row per step: what else is logged at the same step completes the row.
 
     A metric seen for the first time adds a column, for which the file is written anew. Only the last row is kept in
-    memory. The file stays open: closing it would wait for a network's disk at every point.
+    memory, and those that storage did not take. The file stays open: closing it would wait for a network's disk at
+    every point.
     """
 
     name = "metrics.csv"
 
-    def __init__(self, path: Path, *, from_step: int) -> None:
+    def __init__(self, path: Path, *, from_step: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
         self._file: IO[bytes] = io.BytesIO()
         self._last: _Row = {}
-        self._columns, rows = _read(path) if os.path.lexists(path) else (list(_FIRST_COLUMNS), [])
+        self._unwritten: dict[str, _Row] = {}  # by step, in order
+        self._troubles = Troubles(self.name, kind="monitor-failed", clock=clock)
+        self._columns, rows = _read(path)
         self._write_all([row for row in rows if int(row["step"]) <= from_step])
 
     def write(self, point: Point) -> None:
         row = {"step": str(point.step), "epoch": f"{point.epoch:.6g}"}
         row |= {name: repr(float(value)) for name, value in point.metrics.items()}
-        same_step = self._last.get("step") == row["step"]
-        row = self._last | row if same_step else row
-        new_columns = [name for name in row if name not in self._columns]
-        found = self._path.stat()
-        if new_columns or (found.st_ino, found.st_size) != (self._number, self._size):  # changed by others
-            columns, rows = _read(self._path)
-            self._columns = columns + [name for name in row if name not in columns]
-            self._write_all([*(other for other in rows if other["step"] != row["step"]), row])
-        else:
-            self._append(row, at=self._last_starts_at if same_step else self._size)
+        before = self._unwritten.get(row["step"], {})
+        if self._last.get("step") == row["step"]:
+            before = self._last
+        self._unwritten[row["step"]] = before | row
+        if not self._troubles.is_waiting:
+            self._try()
+        while len(self._unwritten) > _MOST_UNWRITTEN:
+            self._lose_oldest()
 
     def close(self) -> None:
+        """Try for the last time, and warn of what is missing."""
+        if self._troubles.is_open:
+            self._try()
+        while self._unwritten:
+            self._lose_oldest()
+        self._troubles.close()
         self._file.close()
 
+    def _lose_oldest(self) -> None:
+        step = next(iter(self._unwritten))
+        del self._unwritten[step]
+        self._troubles.lose(int(step))
+
+    def _try(self) -> None:
+        try:
+            self._write_unwritten()
+        except OSError as error:
+            self._number = None  # what the file has is looked at before it is written again
+            self._troubles.failed(error)
+        else:
+            self._unwritten.clear()
+            self._troubles.worked()
+
+    def _write_unwritten(self) -> None:
+        rows = list(self._unwritten.values())
+        has_new = any(name not in self._columns for name in rows[-1])
+        if len(rows) > 1 or has_new or self._is_changed():
+            self._columns, written = _read(self._path)
+            named = dict.fromkeys(name for row in rows for name in row)
+            self._columns += [name for name in named if name not in self._columns]
+            others = [row for row in written if row["step"] not in self._unwritten]
+            self._write_all([*others, *rows])
+        else:
+            is_same_step = self._last.get("step") == rows[0]["step"]
+            self._append(rows[0], at=self._last_starts_at if is_same_step else self._size)
+
+    def _is_changed(self) -> bool:
+        """Check whether an attempt has failed, or others have written to the file or removed it."""
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            return True
+        return (found.st_ino, found.st_size) != (self._number, self._size)
+
     def _append(self, row: _Row, *, at: int) -> None:
-        self._file.seek(at)
-        self._file.write(_lines(self._columns, [row]))
-        self._file.truncate()
-        self._file.flush()
-        self._last, self._last_starts_at, self._size = row, at, self._file.tell()
+        descriptor = self._file.fileno()
+        line = _lines(self._columns, [row])
+        try:
+            os.lseek(descriptor, at, os.SEEK_SET)
+            write_all(descriptor, line)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(descriptor, at)
+            raise
+        os.ftruncate(descriptor, at + len(line))
+        self._last = row
+        self._last_starts_at = at
+        self._size = at + len(line)
 
     def _write_all(self, rows: Sequence[_Row]) -> None:
         header = _lines(self._columns, [dict(zip(self._columns, self._columns, strict=True))])
         before = header + _lines(self._columns, rows[:-1])
         after = _lines(self._columns, rows[-1:])
-        self._file.close()
         replace_text(self._path, (before + after).decode())
+        self._file.close()
         self._file = open_own(self._path, "r+b")
-        self._number = os.fstat(self._file.fileno()).st_ino
+        self._number: int | None = os.fstat(self._file.fileno()).st_ino
         self._last = rows[-1] if rows else {}
-        self._last_starts_at, self._size = len(before), len(before) + len(after)
+        self._last_starts_at = len(before)
+        self._size = len(before) + len(after)
 
 
 def _lines(columns: Sequence[str], rows: Iterable[_Row]) -> bytes:
@@ -83,6 +139,8 @@ def _read(path: Path) -> tuple[list[str], list[_Row]]:
     """Columns, and the rows that were written to the end: a kill may leave half a row behind, even one that reads
     well.
     """
+    if not os.path.lexists(path):
+        return list(_FIRST_COLUMNS), []
     with open_own(path, "r", newline="") as stream:
         text = stream.read()
     lines = csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
@@ -107,13 +165,13 @@ class JsonlFile:
     def __init__(self, path: Path, *, from_step: int) -> None:
         if os.path.lexists(path):
             replace_text(path, "".join(line for line, step in _whole_lines(path) if step <= from_step))
-        self._file = open_own(path, "a")
+        self._file = KeptFile(path, name=self.name)
 
     def write(self, point: Point) -> None:
         record = {"step": point.step, "epoch": round(point.epoch, 6), "time": round(point.time_seconds, 3)}
         metrics = {name: value if math.isfinite(value) else None for name, value in point.metrics.items()}
-        self._file.write(json.dumps(record | metrics, allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps(record | metrics, allow_nan=False) + "\n"
+        self._file.append(line.encode(), step=point.step)
 
     def close(self) -> None:
         self._file.close()

@@ -1,22 +1,25 @@
-"""TensorBoard event files, written with the tensorboard package alone (torch's SummaryWriter is a wrapper around
-it).
+"""TensorBoard event files: records by the tensorboard package alone (torch's SummaryWriter is a wrapper around it),
+in a file of our own.
 """
 
 from __future__ import annotations
 
-import threading
+import io
+import itertools
+import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
 from framework.system.files import make_own_folder
+from framework.system.kept_file import KeptFile
 from framework.train.monitors.base import Point, flat
 
-# The package's own 120 would lose two minutes of a run that is killed.
-_FLUSH_SECONDS: Final = 10
+_numbers = itertools.count()
 
 
 class Histogram(NamedTuple):
@@ -70,15 +73,18 @@ class TensorBoardEvents:
 
     def __init__(self, folder: Path, *, from_step: int, config: Mapping[str, Any] | None = None) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         make_own_folder(folder)
-        self._writer = EventFileWriter(str(folder), flush_secs=_FLUSH_SECONDS)
-        self._before, threading.excepthook = threading.excepthook, self._pass_on
+        # As the package's EventFileWriter names and begins a file. Its own thread ends at the first failure of the
+        # disk, and keeps what is written for up to two minutes.
+        host = socket.gethostname()
+        name = f"events.out.tfevents.{time.time():010.0f}.{host}.{os.getpid()}.{next(_numbers)}"
+        self._file = KeptFile(folder / name, name=self.name)
+        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if from_step:
             # Tells TensorBoard to forget what the run before the resume logged after this step.
             restart = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=time.time(), step=from_step + 1, session_log=restart))
+            self._add(Event(wall_time=time.time(), step=from_step + 1, session_log=restart))
         elif config is not None:
             self._describe(config)
 
@@ -105,14 +111,14 @@ class TensorBoardEvents:
             Summary.Value(tag=metadata.SESSION_START_INFO_TAG, metadata=session, tensor=metadata.NULL_TENSOR),
             Summary.Value(tag="config/text_summary", metadata=text, tensor=_text_tensor(fenced)),
         ]
-        self._writer.add_event(Event(wall_time=time.time(), step=0, summary=Summary(value=values)))
+        self._add(Event(wall_time=time.time(), step=0, summary=Summary(value=values)))
 
     def write(self, point: Point) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in point.metrics.items()]
-        self._writer.add_event(Event(wall_time=point.time_seconds, step=point.step, summary=Summary(value=values)))
+        self._add(Event(wall_time=point.time_seconds, step=point.step, summary=Summary(value=values)))
 
     def show(self, step: int, shown: Sequence[Shown]) -> None:
         """Write what is no number, each under its tag."""
@@ -140,19 +146,17 @@ class TensorBoardEvents:
                 )
                 value = Summary.Value(tag=one.tag, histo=counts)
             values.append(value)
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._add(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
-    def _pass_on(self, arguments: threading.ExceptHookArgs) -> None:
-        """Show no traceback of the writer's own thread: what it raises is raised where the next event is added."""
-        if arguments.thread is not self._writer._async_writer._worker:
-            self._before(arguments)
+    def _add(self, event: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        self._file.append(record.getvalue(), step=event.step)
 
     def close(self) -> None:
-        try:
-            self._writer.close()
-        finally:
-            if threading.excepthook == self._pass_on:
-                threading.excepthook = self._before
+        self._file.close()
 
 
 def _text_tensor(text: str) -> Any:

@@ -12,6 +12,8 @@ import pytest
 
 from framework.config.load import config_from_values
 from framework.errors import ConfigError
+from framework.report.figures import headline, state
+from framework.report.records import read_run
 from framework.setup.assemble import make_monitors
 from framework.setup.prepared import prepare
 from framework.train.monitors.base import Point
@@ -88,13 +90,18 @@ def test_broken_sinks_cost_a_warning_each_and_nothing_else(runs: tuple[Path, lis
 
 
 @pytest.mark.slow
-def test_files_that_may_grow_no_more_cost_their_sinks(runs: tuple[Path, list[str]]) -> None:
-    """As a quota and a full disk do."""
-    _, printed = runs
+def test_files_that_may_grow_no_more_cost_their_lines(runs: tuple[Path, list[str]]) -> None:
+    """As a quota and a full disk do: what is missing is named at the end, and the run has come as far as it has."""
+    folder, printed = runs
     failed = warned(printed[1])
-    assert "metrics.jsonl" in failed
-    assert len(failed) == len(set(failed))
+    assert failed.count("metrics.jsonl") == 1
+    text = (folder / "disk/metrics.jsonl").read_text(encoding="utf-8")
+    there = [json.loads(line)["step"] for line in text.splitlines()]
+    assert there == [*range(1, len(there) + 1)]
+    assert f"metrics.jsonl lacks steps {len(there) + 1} to 60: File too large [monitor-failed]" in printed[1]
     assert "disk: finished after 60 steps" in printed[1]
+    run = read_run(folder / "disk")
+    assert (state(run), dict(headline(run))["steps"]) == ("finished after 60 steps", "60")
 
 
 @pytest.mark.slow

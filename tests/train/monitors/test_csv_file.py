@@ -126,12 +126,13 @@ def test_it_is_not_opened_for_every_point(path: Path, monkeypatch: pytest.Monkey
     assert column(path, "step") == [str(step) for step in range(1, 9)]
 
 
-def test_a_file_that_is_gone_is_an_error(path: Path) -> None:
+def test_a_file_that_is_gone_is_begun_again(path: Path) -> None:
     monitor = CsvFile(path, from_step=0)
     monitor.write(point(1, train_loss=1.0))
     path.unlink()
-    with pytest.raises(OSError, match="No such file"):
-        monitor.write(point(2, train_loss=2.0))
+    monitor.write(point(2, train_loss=2.0))
+    monitor.close()
+    assert column(path, "step") == ["2"]
 
 
 POINTS = st.lists(

@@ -44,27 +44,6 @@ def test_a_resumed_run_hides_what_came_after_its_checkpoint(tmp_path: Path) -> N
     assert scalars(tmp_path, "eval/loss") == [(2, 2.0), (4, 4.0)]
 
 
-def test_writing_after_the_file_failed_raises_and_closing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package writes in a thread: an error arrives with a later point, and must neither be lost nor block."""
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    monitor = TensorBoardEvents(tmp_path, from_step=0)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("threading.excepthook", lambda _: None)
-    monkeypatch.setattr(RecordWriter, "write", full)
-
-    def write_many() -> None:
-        for step in range(100):
-            monitor.write(point(step, train_loss=1.0))
-
-    with pytest.raises(OSError, match="No space left"):
-        write_many()
-    monitor.close()
-
-
 def test_the_config_is_text_and_hyper_parameters_of_a_fresh_run(tmp_path: Path) -> None:
     metadata = pytest.importorskip("tensorboard.plugins.hparams.metadata")
     config = {"optimizer": {"lr": 0.1, "betas": [0.9, 0.95]}, "monitors": {"csv": True}, "run": {"name": "night"}}
