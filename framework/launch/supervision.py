@@ -6,6 +6,7 @@ failed and on whether anything was saved since (nvidia-resiliency-ext's restart 
 
 asked to stop, configuration refused   no: its code
 a new checkpoint since the last start  yes, at once
+the checkpoints are gone               no: 74, it would train again what was trained
 the same error at the same step again  no: 77, it would come a third time
 three starts without a new checkpoint  no: 77
 """
@@ -13,7 +14,9 @@ three starts without a new checkpoint  no: 77
 from __future__ import annotations
 
 import json
+import os
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -35,7 +38,10 @@ from framework.errors import (
 )
 from framework.launch.job import print_line, write_termination_log
 from framework.launch.stop_requests import StopRequests
+from framework.system.files import open_own
 
+_LOST: Final = "[run-folder-lost]"
+_LOOK_SECONDS: Final = 5.0
 _ASKED: Final = "[stop-asked]"  # ends the line of a job that failed after it was asked to stop, wherever that was
 _FINAL: Final = (EXIT_OK, EXIT_STOPPED, EXIT_CONFIG, EXIT_USAGE, EXIT_NO_PROGRESS)
 _OWN_ERRORS: Final = (EXIT_TRAINING, EXIT_STORAGE)
@@ -78,7 +84,7 @@ class Restarts:
     def __init__(self, config: RunConfig) -> None:
         """Look at the folder of the run, where this machine sees it; the first start begins now."""
         self._most, self._wait_seconds = config.supervision.max_restarts, config.supervision.wait_seconds
-        self._folder = _Folder(config.run.folder)
+        self._folder = _Folder(config.run.folder, goes_on=config.checkpoint.resume == "auto")
         self._number = self._idle = 0
         self._last = ""
         self.words: tuple[str, ...] = ()
@@ -99,8 +105,9 @@ class Restarts:
             self.words = (_RESUME,) if state["words"] else ()
 
     def begin(self) -> None:
-        """Note what is saved when a start begins."""
+        """Note what is saved when a start begins, and look at what it saves."""
         self._step, self._begun = self._folder.newest_step(), time.time()
+        self._folder.look()
 
     @property
     def number(self) -> int:
@@ -109,7 +116,9 @@ class Restarts:
 
     @property
     def used_up(self) -> str:
-        """Say why there is no other start, where node 0 was lost too often; empty where there is one."""
+        """Say why there is no other start, where node 0 was lost; empty where there is one."""
+        if gone := self._folder.gone:
+            return gone
         if self._idle >= _MOST_IDLE or self._number > self._most:
             return f"node 0 was lost: {_given_up(is_again=False, idle=self._idle, left=0, most=self._most)}"
         return ""
@@ -132,7 +141,15 @@ class Restarts:
         self.code = end.code
         if end.code in _FINAL or is_asked or end.line.endswith(_ASKED) or not self._most:
             return None
+        self._folder.look_no_more()
         newest = self._note_saved()
+        if _LOST in end.line:
+            self._folder.note_lost()
+        if gone := self._folder.gone:
+            print_line(f"{gone}; the job ends [no-restart]")
+            write_termination_log(f"{end.line}; {gone}")
+            self.code = EXIT_STORAGE
+            return None
         is_again = self._idle > 1 and end.code in _OWN_ERRORS and end.fingerprint == self._last
         self._last = end.fingerprint
         if why := _given_up(is_again=is_again, idle=self._idle, left=self._most - self._number, most=self._most):
@@ -185,13 +202,65 @@ def _given_up(*, is_again: bool, idle: int, left: int, most: int) -> str:
 class _Folder:
     """Run folder, as the supervisor sees it: what was saved since it began to look."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, goes_on: bool) -> None:
+        """Look at the folder; `goes_on`: the job continues with a checkpoint that is there already."""
         self._path = path
-        self._before = self._saved()
+        self._before = self._saved() or {}
+        self._seen = max(self._before, default=-1) if goes_on else -1
+        self._is_lost = False
+        self._looks = threading.Event()
+        self._events_before = (0, 0)  # number and size of the file
+        with suppress(OSError):
+            found = (path / "events.jsonl").stat()
+            self._events_before = (found.st_ino, found.st_size)
 
     def newest_step(self) -> int:
         """The step of the newest checkpoint that was not there before; -1 where there is none."""
-        return max((step for step, when in self._saved().items() if self._before.get(step) != when), default=-1)
+        saved = self._saved() or {}
+        new = [step for step, when in saved.items() if self._before.get(step) != when]
+        newest = max(new, default=-1)
+        self._seen = max(self._seen, newest)
+        return newest
+
+    def look(self) -> None:
+        """Look every few seconds from now on: a folder that is moved away takes with it that something was saved."""
+        self._looks.set()
+        self._looks = threading.Event()
+        threading.Thread(target=self._keep_looking, args=(self._looks,), daemon=True).start()
+
+    def look_no_more(self) -> None:
+        """End what `look` began."""
+        self._looks.set()
+
+    def _keep_looking(self, is_over: threading.Event) -> None:
+        while not is_over.wait(_LOOK_SECONDS):
+            self.newest_step()
+
+    def note_lost(self) -> None:
+        """Note that the run has lost its folder."""
+        self._is_lost = True
+
+    @property
+    def gone(self) -> str:
+        """Describe that what was saved is no longer there; empty where it is, or where nothing was saved."""
+        saved = self._saved()
+        if saved or saved is None:
+            return ""
+        fix = "put them back under its name, and start with checkpoint.resume=auto"
+        if self._seen >= 0:
+            return f"{self._path}: its checkpoints, up to step {self._seen}, are gone; {fix}"
+        if self._is_lost or self._has_saved():
+            return f"{self._path}: the checkpoints that it held are gone; {fix}"
+        return ""
+
+    def _has_saved(self) -> bool:
+        """Check whether the events of this job tell of a checkpoint."""
+        with suppress(OSError), open_own(self._path / "events.jsonl", "rb") as file:
+            number, size = self._events_before
+            if os.fstat(file.fileno()).st_ino == number:
+                file.seek(size)
+            return any(b'"kind": "save"' in line for line in file)
+        return False
 
     def note(self, number: int, end: JobEnd, *, begun: float) -> None:
         """Write the restart among the events of the run, which nobody else writes now."""
@@ -207,11 +276,13 @@ class _Folder:
             broken = file.read(1) not in (b"\n", b"")
             file.write(b"\n" * broken + json.dumps(event).encode() + b"\n")
 
-    def _saved(self) -> dict[int, int]:
-        """Step -> when its manifest was written, in nanoseconds."""
+    def _saved(self) -> dict[int, int] | None:
+        """Step -> when its manifest was written, in nanoseconds; None where storage does not answer."""
         found = {}
-        with suppress(OSError):
+        try:
             for step, path in named_folders(self._path / CHECKPOINTS):
-                with suppress(OSError):
+                with suppress(FileNotFoundError):
                     found[step] = (path / MANIFEST).stat().st_mtime_ns
+        except OSError:
+            return None
         return found

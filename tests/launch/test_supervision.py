@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import yaml
 from framework.checkpoint.names import CHECKPOINTS, MANIFEST, tag_of
 from framework.config.load import config_from_values
 from framework.errors import PeerLostError, RunStopped
-from framework.launch import returning_hosts
+from framework.launch import returning_hosts, supervision
 from framework.launch.returning_hosts import answering
 from framework.launch.stop_requests import StopRequests
 from framework.launch.supervision import JobEnd, supervised
@@ -47,9 +50,11 @@ class Starts:
         return end
 
 
-def run(folder: Path, starts: Starts, most: int = 5, requests: StopRequests | None = None) -> int:
-    supervision = {"max_restarts": most, "wait_seconds": 0}
-    config = config_from_values({"run": {"output_dir": str(folder)}, "supervision": supervision})
+def run(
+    folder: Path, starts: Callable[[tuple[str, ...]], JobEnd], most: int = 5, requests: StopRequests | None = None
+) -> int:
+    section = {"max_restarts": most, "wait_seconds": 0}
+    config = config_from_values({"run": {"output_dir": str(folder)}, "supervision": section})
     return supervised(config, requests or StopRequests(), starts)
 
 
@@ -97,6 +102,75 @@ def test_progress_gives_new_starts_until_the_budget_is_used_up(tmp_path: Path) -
     assert run(tmp_path, starts, most=4) == 137
     assert len(starts.words) == 5
     assert run(tmp_path, Starts(tmp_path, (LOST, 5)), most=0) == 137
+
+
+def _rename(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+
+
+def _replace(folder: Path) -> None:
+    _rename(folder)
+    folder.mkdir()
+
+
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder / CHECKPOINTS)
+    (folder / CHECKPOINTS).mkdir()
+
+
+@pytest.mark.parametrize("happens", [_rename, _replace, _empty, shutil.rmtree])
+@pytest.mark.parametrize("is_seen", ["after a start", "while it runs", "by its line"])
+def test_checkpoints_that_are_gone_are_the_end(
+    tmp_path: Path,
+    happens: Callable[[Path], object],
+    is_seen: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervision, "_LOOK_SECONDS", 0.05)
+    is_first = is_seen == "after a start"
+    end = LOST
+    if is_seen == "by its line":
+        monkeypatch.setattr(supervision, "_LOOK_SECONDS", 60.0)
+        end = JobEnd(74, "rank 0: ended with 74: the run folder was lost [run-folder-lost]")
+    starts = Starts(tmp_path, (LOST, 10 if is_first else 0), (end, 0 if is_first else 10), (JobEnd(0), 0))
+
+    def start(words: tuple[str, ...]) -> JobEnd:
+        found = starts(words)
+        if len(starts.words) == 2:
+            if is_seen == "while it runs":
+                time.sleep(0.5)
+            happens(tmp_path / "run")
+        return found
+
+    assert run(tmp_path, start) == 74
+    assert len(starts.words) == 2
+    printed = capsys.readouterr().err
+    assert "gone; put them back under its name, and start with checkpoint.resume=auto" in printed
+    assert ("up to step 10" in printed) == (is_seen != "by its line")
+
+
+def test_checkpoints_that_only_the_events_know_of_are_the_end(tmp_path: Path) -> None:
+    """Emptied between two looks; a run of before, of which none is left, is no reason."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    event = json.dumps({"kind": "save", "step": 5}) + "\n"
+    (folder / "events.jsonl").write_text(event)
+    assert run(tmp_path, Starts(tmp_path, (LOST, 0), (JobEnd(0), 0))) == 0
+
+    def start(words: tuple[str, ...]) -> JobEnd:
+        with (folder / "events.jsonl").open("a") as file:
+            file.write(event)
+        return LOST
+
+    assert run(tmp_path, start) == 74
+
+
+def test_a_folder_that_is_back_is_gone_on_with(tmp_path: Path) -> None:
+    end = JobEnd(74, "rank 0: ended with 74: the run folder was lost [run-folder-lost]")
+    starts = Starts(tmp_path, (end, 10), (JobEnd(0), 0))
+    assert run(tmp_path, starts) == 0
+    assert starts.words == [(), AUTO]
 
 
 def test_a_request_ends_the_wait(tmp_path: Path) -> None:
