@@ -74,7 +74,7 @@ class CsvFile:
         try:
             self._write_unwritten()
         except OSError as error:
-            self._number = None  # what the file has is looked at before it is written again
+            self._number = -1  # what the file has is looked at before it is written again
             self._troubles.failed(error)
         else:
             self._unwritten.clear()
@@ -123,7 +123,7 @@ class CsvFile:
         replace_text(self._path, (before + after).decode())
         self._file.close()
         self._file = open_own(self._path, "r+b")
-        self._number: int | None = os.fstat(self._file.fileno()).st_ino
+        self._number = os.fstat(self._file.fileno()).st_ino
         self._last = rows[-1] if rows else {}
         self._last_starts_at = len(before)
         self._size = len(before) + len(after)
