@@ -35,7 +35,7 @@ from framework.launch.hosts.topology import Topology, resolve_topology, slots_he
 from framework.launch.job import print_line, refuse_too_few, show_settings, write_termination_log
 from framework.launch.options import GRACE_SECONDS, WAIT_SECONDS, NodeOptions, SharedOptions, parse_node, seconds
 from framework.launch.stop_requests import StopRequests, read_order
-from framework.launch.supervision import JobEnd, Restarts, in_place
+from framework.launch.supervision import JobEnd, Restarts, further_settings, in_place
 from framework.load_run import LoadedRun, load_run
 from framework.plan.cluster import Cluster
 from framework.system.log import print_problem
@@ -92,12 +92,14 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
         print_line(f"ranks meet at port {topology.master_port}")  # which this host has found
     if found.dry_run or not found.from_stdin:
         show_settings(topology, command.as_line(added))
+    if not is_alone:
+        require_token(found)
     if found.dry_run:
         return EXIT_OK
     require_deepspeed()
     token = read_token(found.token_file)
     if not (token or is_alone):
-        print_line("no token: whoever reaches this port can end the job; give all nodes --token_file [no-token]")
+        print_line("no token: whoever reaches this port can end the job or take a place in it [no-token]")
     environment = {**os.environ, **added}
     from framework.launch.rendezvous.handshake import node_facts
 
@@ -228,7 +230,8 @@ def run_node(
             # alone.
             if not own.get("GLOO_SOCKET_IFNAME") and (name := interface_of(session.local_address)):
                 own = {**own, "GLOO_SOCKET_IFNAME": name}
-        words = [command[0], *in_place(command[1:], start.words)]
+        # Nothing that another node sends is a setting: it says whether to go on, and the setting is ours.
+        words = [command[0], *in_place(command[1:], further_settings(resumes=start.resumes))]
         return Ranks(words, place, own, device=devices.kind, devices=devices.chosen)
 
     return asyncio.run(_run(session, ranks, look=look, grace_seconds=grace_seconds))
@@ -316,6 +319,22 @@ def hide_token() -> None:
         os.close(write_end)
         os.set_inheritable(read_end, True)
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, _TOKEN_END: str(read_end)})
+
+
+def require_token(options: NodeOptions) -> None:
+    """Refuse a job of several nodes that shares no secret, unless that is asked for; a ConfigError."""
+    has_token = bool(options.token_file or os.environ.get("DSF_TOKEN") or os.environ.get(_TOKEN_END))
+    if has_token and options.no_token:
+        raise UsageError("launch node: --no_token, and a token is given; leave one of them out")
+    if not has_token and not options.no_token:
+        raise ConfigError.of(
+            "no-token",
+            "several nodes need a secret in common: whoever answers at node 0's port would be taken for node 0",
+            "give every node --token_file FILE with the same secret (head -c 32 /dev/urandom | base64 > FILE), or "
+            "--no_token where all who reach this port may take part",
+            key="--token_file",
+            file="command line",
+        )
 
 
 def read_token(path: str | None) -> str:

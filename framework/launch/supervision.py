@@ -18,7 +18,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,9 @@ _ASKED: Final = "[stop-asked]"  # ends the line of a job that failed after it wa
 _FINAL: Final = (EXIT_OK, EXIT_STOPPED, EXIT_CONFIG, EXIT_USAGE, EXIT_NO_PROGRESS)
 _OWN_ERRORS: Final = (EXIT_TRAINING, EXIT_STORAGE)
 _MOST_IDLE: Final = 3
-_STATE: Final = {"number": int, "idle": int, "last": str, "words": list}
+_STATE: Final[Mapping[str, type]] = {"number": int, "idle": int, "last": str, "resumes": bool}
+_MOST_COUNTED: Final = 1 << 20  # of starts that another node may report
+_LONGEST_LAST: Final = 1000  # of a fingerprint: it travels on the line of GO
 _RESUME: Final = "checkpoint.resume=auto"
 _LONGEST_WAIT_SECONDS: Final = 300.0
 _VARIABLE: Final = re.compile(r"0x[0-9a-f]+|(?<!step )(?<![\d,.:])\d[\d,.:]*|; .* stopped.*$")
@@ -62,7 +64,7 @@ class JobEnd:
     @property
     def fingerprint(self) -> str:
         """The line without what differs between two ends of one cause: times, addresses, counts; not the step."""
-        return _VARIABLE.sub("#", self.line)
+        return _VARIABLE.sub("#", self.line)[:_LONGEST_LAST]
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Restarts:
     """Decision after every start of a job whether there is another one.
 
     Attributes:
-        words: further settings of the run for the next start.
+        resumes: the next start goes on from what this job has saved.
         code: exit code of the job, once there is no other start.
     """
 
@@ -87,22 +89,25 @@ class Restarts:
         self._folder = _Folder(config.run.folder, goes_on=config.checkpoint.resume == "auto")
         self._number = self._idle = 0
         self._last = ""
-        self.words: tuple[str, ...] = ()
+        self.resumes = False
         self.code = EXIT_OK
         self.begin()
 
     @property
     def state(self) -> dict[str, Any]:
         """State that another machine needs to go on deciding."""
-        return {"number": self._number, "idle": self._idle, "last": self._last, "words": [*self.words]}
+        return {"number": self._number, "idle": self._idle, "last": self._last, "resumes": self.resumes}
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Further settings of the run for the next start."""
+        return further_settings(resumes=self.resumes)
 
     def restore(self, state: object) -> None:
         """Take the state that a node kept while node 0 was replaced; the furthest of all counts."""
-        if not isinstance(state, dict) or [type(state.get(name)) for name in _STATE] != [*_STATE.values()]:
-            return
-        if self._number < state["number"]:
+        if isinstance(state, dict) and state and is_state(state) and self._number < state["number"]:
             self._number, self._idle, self._last = (state[name] for name in ("number", "idle", "last"))
-            self.words = (_RESUME,) if state["words"] else ()
+            self.resumes = state["resumes"]
 
     def begin(self) -> None:
         """Note what is saved when a start begins, and look at what it saves."""
@@ -133,7 +138,7 @@ class Restarts:
         newest = self._folder.newest_step()
         self._idle = 0 if newest > self._step else self._idle + 1
         # What was named for the first start holds until this run has saved something of its own.
-        self.words = (_RESUME,) if newest >= 0 or self.words else ()
+        self.resumes = self.resumes or newest >= 0
         return newest
 
     def after(self, end: JobEnd, *, is_asked: bool = False) -> Again | None:
@@ -160,7 +165,7 @@ class Restarts:
         longest = _LONGEST_WAIT_SECONDS
         seconds = min(self._wait_seconds * 2 ** (self._idle - 1), longest) if self._idle else 0.0
         goes_on = (
-            f"from step {newest}" if newest >= 0 else "from its checkpoint" if self.words else "from the beginning"
+            f"from step {newest}" if newest >= 0 else "from its checkpoint" if self.resumes else "from the beginning"
         )
         self._number += 1
         why = f"start {self._number + 1} of at most {self._most + 1}, {goes_on}, in {seconds:.0f} s [restart]"
@@ -178,6 +183,21 @@ def supervised(config: RunConfig, requests: StopRequests, start: Callable[[tuple
         if again is None:
             return restarts.code
         requests.wait(again.seconds)
+
+
+def further_settings(*, resumes: bool) -> tuple[str, ...]:
+    """Return the settings that a later start of a job adds: these alone, whatever another node sends."""
+    return (_RESUME,) if resumes else ()
+
+
+def is_state(state: Mapping[str, Any]) -> bool:
+    """Check whether this is what `Restarts.state` returns, or the empty one of a job without restarts."""
+    if not state:
+        return True
+    if state.keys() != _STATE.keys() or any(type(state[name]) is not kind for name, kind in _STATE.items()):
+        return False
+    is_counted = all(0 <= state[name] <= _MOST_COUNTED for name in ("number", "idle"))
+    return is_counted and len(state["last"]) <= _LONGEST_LAST
 
 
 def is_final(code: int) -> bool:

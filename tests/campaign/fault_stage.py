@@ -165,6 +165,7 @@ class Stage:
     ) -> Command:
         """Start a command; its end is part of what is seen."""
         where = self.hosts[host]
+        environment = {"DSF_TOKEN": "a token of sixteen bytes or more"} | environment
         self.commands[host] = where.start([*program, *words], cwd=ROOT, environment=where.environment(**environment))
         return self.commands[host]
 

@@ -105,7 +105,7 @@ def test_the_plain_deepspeed_command_without_ssh(
 
 @pytest.mark.exhaustive  # in pods, and under every fault of the campaign, hosts are started so as well
 def test_launch_node_on_each_host(network: Network, shared: Path, alone: dict[int, dict[int, float]]) -> None:
-    place = ["--nnodes", "2", "--num_gpus", "1", "--master_addr", "node-0", "--master_port", "29600"]
+    place = ["--nnodes", "2", "--num_gpus", "1", "--master_addr", "node-0", "--master_port", "29600", "--no_token"]
     command = [sys.executable, "-m", "framework", "launch", "node", CONFIG, *settings("node"), *place]
     commands = [
         host.start([*command, "--node_rank", str(node)], cwd=ROOT) for node, host in enumerate(network.hosts[:2])

@@ -68,6 +68,7 @@ def nodes(folder: Path, *words: str) -> list[subprocess.Popen[str]]:
     """Two of them, with a rank each."""
     port = str(free_ports(2))
     place = ["--nnodes", "2", "--num-gpus", "1", "--master-addr", "127.0.0.1", "--master-port", port]
+    place += ["--no-token"]
     return [start(folder, "node", *words, *place, "--node-rank", str(rank)) for rank in (0, 1)]
 
 
@@ -146,7 +147,7 @@ def test_a_dry_run_tells_everything_and_starts_nothing(
         "MASTER_ADDR": "a-0.a",
     }.items():
         monkeypatch.setenv(name, value)
-    assert main([config, "run.name=ab", "--nproc-per-node", "2", "--dry-run"]) == 0
+    assert main([config, "run.name=ab", "--nproc-per-node", "2", "--dry-run", "--no-token"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:6] == [
         "launch: nnodes      3 (NNODES)",
@@ -165,13 +166,13 @@ def test_a_dry_run_tells_everything_and_starts_nothing(
     [
         (["--nnodes", "1", "--num_gpus", "2"], None, ["node-0 slots=2"], ""),
         (
-            ["--nnodes", "3", "--num_gpus", "2", "--node_rank", "1", "--master_addr", "a"],
+            ["--nnodes", "3", "--num_gpus", "2", "--node_rank", "1", "--master_addr", "a", "--no_token"],
             "5,3,0",
             ["node-0 slots=4", "node-1 slots=4", "node-2 slots=4"],
             "node-0:0,3@node-1:0,3@node-2:0,3",
         ),
         (
-            ["--nnodes", "1000", "--num_gpus", "2", "--node_rank", "1", "--master_addr", "a"],
+            ["--nnodes", "1000", "--num_gpus", "2", "--node_rank", "1", "--master_addr", "a", "--no_token"],
             "1,0",
             [f"node-{node} slots=2" for node in range(1000)],
             "@".join(f"node-{node}:0,1" for node in range(1000)),
@@ -290,10 +291,30 @@ def test_a_spare_takes_the_number_behind_those_that_train(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     place = ["--nnodes", "3", "--node_rank", "2", "--master_addr", "127.0.0.1", "--num_gpus", "1", "--dry_run"]
+    place += ["--token_file", "token"]
     assert launch(["node", config, *place, "--spares", "1", "supervision.max_restarts=3"]) == 0
     stated = capsys.readouterr()
     assert "launch: node 2 is a spare" in stated.err
     assert "world size  2 = 2 nodes x 1 rank" in stated.out
+
+
+@pytest.mark.parametrize("dry_run", [[], ["--dry_run"]])
+def test_several_nodes_without_a_secret_are_refused_unless_that_is_asked_for(
+    dry_run: list[str], config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(node, "run_node", None)
+    place = [config, "--nnodes", "2", "--node_rank", "1", "--master_addr", "127.0.0.1", "--num_gpus", "1", *dry_run]
+    with pytest.raises(ConfigError, match=r"several nodes need a secret in common.*--no_token.*\[no-token\]"):
+        main(place)
+    with pytest.raises(UsageError, match="--no_token, and a token is given"):
+        main([*place, "--no_token", "--token_file", "token"])
+    if dry_run:
+        for way in (["--no_token"], ["--token_file", "token"]):
+            assert main([*place, *way]) == 0
+        monkeypatch.setenv("DSF_TOKEN_END", "99")  # as `hide_token` leaves it
+        assert main(place) == 0
 
 
 @pytest.mark.parametrize(

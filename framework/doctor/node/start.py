@@ -128,7 +128,10 @@ def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> li
     for name, reported in nodes.items():
         problems += [Problem(kind, stated, fix, file=f"node {name}") for kind, stated, fix in reported["refused"]]
     here, *others = nodes.items()
-    unseen = absent({reported["mark"] for _, reported in others if reported["mark"]}, seen)
+    own_folder = Path(here[1]["mark"]).parent
+    marks = {reported["mark"] for _, reported in others if reported["mark"] and here[1]["mark"]}
+    near = {path for path in marks if _is_near(Path(path).parent, own_folder)}
+    unseen = (marks - near) | absent(near, seen)
     for name, reported in others:
         if reported["mark"] in unseen:
             reason, value = f"what it wrote there is not seen by node {here[0]}", str(Path(reported["mark"]).parent)
@@ -136,6 +139,13 @@ def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> li
             about = f"node {name}"
             problems.append(Problem(NOT_SHARED, reason, fix, key="run.output_dir", value=value, file=about))
     return problems
+
+
+def _is_near(folder: Path, own: Path) -> bool:
+    """Check whether a node may be shown this folder: its own run folder, or one above or below, which may be missing
+    elsewhere. What another node names is listed nowhere else.
+    """
+    return folder == own or folder in own.parents or own in folder.parents
 
 
 def compare(nodes: Mapping[str, Facts]) -> list[Check]:

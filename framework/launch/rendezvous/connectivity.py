@@ -23,7 +23,7 @@ import psutil
 from framework.doctor.node.links import AT_ONCE, Reached, call_all, connect, neighbours
 from framework.errors import Problem
 from framework.launch.hosts.hostfile import first_few, node_names
-from framework.launch.rendezvous.channel import Message
+from framework.launch.rendezvous.channel import Message, foreign
 
 _CONNECT_SECONDS: Final = 5.0
 _LOOKUP_SECONDS: Final = 0.5
@@ -33,6 +33,7 @@ _AGAIN_SECONDS: Final = 0.5
 _AGAIN_FOR_SECONDS: Final = 16.0  # a pod's network policy may come into force some seconds after the pod
 _ROUND_SECONDS: Final = 40.0
 _LONGEST_TEXT: Final = 200
+_LEAST_PORT: Final = 1024
 _LET_THEM: Final = (
     "let the nodes connect to each other at every port (firewall, security group, network policy, service mesh), or "
     "start with --no_preflight where ranks use another network"
@@ -181,8 +182,8 @@ class Round:
         self._own = in_background(call_others, self._targets(0), self._token)
 
     def order(self, node: int) -> dict[str, Any]:
-        """Build the request to a node: the addresses to call."""
-        return {"token": self._token, "targets": self._targets(node)}
+        """Build the request to a node: the addresses to call, without the place where ranks meet, which it knows."""
+        return {"token": self._token, "targets": self._targets(node)[:-1]}
 
     def hear(self, node: int, message: Message) -> None:
         """The answer of a node; one of another round, or of another shape, is none."""
@@ -236,17 +237,22 @@ class Round:
 
 
 def is_place(reported: object) -> bool:
-    """Check whether this is an address and a port."""
+    """Check whether this is an address at which a node may answer, and a port that it may have: others will connect to
+    it, so no name, and no port of a system's own services.
+    """
     if not isinstance(reported, list) or list(map(type, reported)) != [str, int]:
         return False
-    return 0 < len(reported[0]) <= _LONGEST_TEXT and 0 < reported[1] < 1 << 16
+    if not is_address(reported[0]) or not _LEAST_PORT <= reported[1] < 1 << 16:
+        return False
+    address = ipaddress.ip_address(reported[0])
+    return not (address.is_multicast or address.is_unspecified)
 
 
-def targets_of(message: Message) -> list[Target]:
-    """Return the targets in a request to call; none where it has another shape."""
+def targets_of(message: Message, *, most: int) -> list[Target]:
+    """Return the targets in a request to call; NoAgent where one is no place of a node, or there are too many."""
     reported = message.get("targets")
-    if not isinstance(reported, list) or len(reported) > AT_ONCE or not all(map(is_place, reported)):
-        return []
+    if not isinstance(reported, list) or len(reported) >= min(AT_ONCE, most) or not all(map(is_place, reported)):
+        raise foreign()
     return [(host, port) for host, port in reported]
 
 

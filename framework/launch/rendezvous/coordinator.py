@@ -187,8 +187,8 @@ class Coordinator:
         self._peers = LeadPeers(
             hosts, {node: client.channel for node, client in self._running.items()}, epoch=self._epoch
         )
-        start = Start(self._peers, topology, session.words)
-        go: dict[str, Any] = {"epoch": self._epoch, "port": topology.master_port, "words": start.words}
+        start = Start(self._peers, topology, session.resumes)
+        go: dict[str, Any] = {"epoch": self._epoch, "port": topology.master_port, "resumes": start.resumes}
         go |= {"nodes": [*hosts], "state": {} if session.restarts is None else session.restarts.state}
         body = body_of("go", **go, **_names(hosts))
         for client in chosen:

@@ -31,7 +31,7 @@ class Alone:
         if self._number > 1:
             topology = replace(topology, master_port=free_again(topology.master_port))
         await self._session.begin_start()
-        return Start(self._peers, topology, self._session.words)
+        return Start(self._peers, topology, self._session.resumes)
 
     async def verdict(self, end: JobEnd) -> Verdict:
         """Decide about another start."""

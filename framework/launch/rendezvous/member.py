@@ -7,14 +7,16 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import socket
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, NoReturn, TypeVar
 
 from framework.errors import EXIT_OK, EXIT_PEER_LOST, MISSING, ConfigError, PeerLostError, Problem, RunStopped
+from framework.launch.hosts.hostfile import is_host
 from framework.launch.job import print_line
 from framework.launch.rendezvous.channel import (
     PROTOCOL,
@@ -30,6 +32,7 @@ from framework.launch.rendezvous.channel import (
 )
 from framework.launch.rendezvous.connectivity import (
     PortInUse,
+    Target,
     call_others,
     dial,
     in_background,
@@ -50,7 +53,7 @@ from framework.launch.rendezvous.session import (
     Start,
     Verdict,
 )
-from framework.launch.supervision import JobEnd, is_final
+from framework.launch.supervision import JobEnd, is_final, is_state
 
 _DIAL_AGAIN_SECONDS: Final = 1.0
 _NO_AGENT_SECONDS: Final = 20.0
@@ -67,7 +70,9 @@ _AFTER_DEADLINE_SECONDS: Final = 30.0
 _WAITS: Final = "waiting for the others"
 _MOST_VISITS: Final = 64
 _LONGEST_REPORT: Final = 500
-_LONGEST_TOKEN: Final = 64
+_ROUND: Final = re.compile(r"[0-9a-f]{32}")
+_GO: Final = frozenset({"type", "nodes", "resumes", "epoch", "port", "state", "hosts"})
+_MOST_STARTS: Final = 1 << 31
 _DECISIONS: Final = ("again", "done", "stop", "lost")
 _T = TypeVar("_T")
 _STATED: Final = ("kind", "reason", "fix", "key", "file")  # of a problem, as texts
@@ -286,7 +291,9 @@ class Member:
                     self._session.begin_wait(is_idle=True)
                     self._waits = "training, and this node is a spare"
                 elif message["type"] == "reach":
-                    calls = asyncio.ensure_future(_call_others(channel, message))
+                    targets, token = self._round_of(message)
+                    if calls is None or calls.done():
+                        calls = asyncio.ensure_future(_call_others(channel, targets, token))
                 elif message["type"] == "done":
                     raise JobOver(_code(message))
                 elif message["type"] in ("stop", "lost"):
@@ -296,18 +303,43 @@ class Member:
             if calls is not None:
                 calls.cancel()
 
+    def _round_of(self, message: Message) -> tuple[list[Target], str]:
+        """Return the places to call and what is sent to them; NoAgent where no node of this job would be there, or
+        nothing was to be called: whoever answers may want us to speak to others.
+        """
+        topology, token = self._session.topology, message.get("token")
+        if "look" not in self._session.hello or not isinstance(token, str) or not _ROUND.fullmatch(token):
+            raise foreign()
+        nodes = targets_of(message, most=self._session.num_nodes)
+        return [*nodes, (topology.master_addr, topology.master_port)], token
+
     def _go(self, channel: Channel, message: Message) -> Start:
+        """Return the start that node 0 describes: who takes part, at which port, and whether it goes on. Nothing in it
+        is a setting, a path or an address.
+        """
         session, own = self._session, self._session.topology.node_rank
+        if not message.keys() <= _GO:
+            raise foreign()
         match message:
-            case {"nodes": [*nodes], "words": [*words], "epoch": int(epoch), "port": int(port), "state": dict(state)}:
+            case {
+                "nodes": [*nodes],
+                "resumes": bool(resumes),
+                "epoch": int(epoch),
+                "port": int(port),
+                "state": dict(state),
+            }:
                 numbers = {type(epoch), type(port), *map(type, nodes)}  # True is an int as well
-                if numbers != {int} or own not in nodes or not {*map(type, words)} <= {str}:
+                if numbers != {int} or own not in nodes or not is_state(state):
                     raise foreign()
             case _:
                 raise foreign()
-        hosts = message.get("hosts")
-        names = hosts if isinstance(hosts, dict) else {str(own): session.hello["host"]}
-        named = {node: str(names.get(str(node), ""))[:255] for node in nodes}
+        if not (self._is_place(port, resumes=resumes) and self._are_nodes(nodes) and 0 < epoch < _MOST_STARTS):
+            raise foreign()
+        hosts = message.get("hosts", {})
+        if not isinstance(hosts, dict):
+            raise foreign()
+        named = {node: _host_name(hosts.get(str(node))) for node in nodes}
+        named[own] = session.hello["host"]
         session.state = state
         if session.restarts is not None:
             session.restarts.restore(state)
@@ -315,7 +347,20 @@ class Member:
         session.meet_is_over()
         topology = replace(session.topology, nnodes=len(nodes), node_rank=nodes.index(own), master_port=port)
         self._peers = MemberPeers(own, named, channel, epoch=epoch)
-        return Start(self._peers, topology, tuple(words))
+        return Start(self._peers, topology, resumes)
+
+    def _is_place(self, port: int, *, resumes: bool) -> bool:
+        """Check whether ranks may meet at this port of node 0: another one than was given is for later starts."""
+        if self._session.restarts is None:
+            return port == self._session.topology.master_port and not resumes
+        return 0 < port < 1 << 16
+
+    def _are_nodes(self, nodes: Sequence[int]) -> bool:
+        """Check whether these can be the nodes of a start: node 0 first, fewer than all only in jobs that restart."""
+        wanted = self._session.topology.nnodes
+        is_ordered = list(nodes) == sorted(set(nodes)) and nodes[0] == 0 and nodes[-1] < self._session.num_nodes
+        is_enough = len(nodes) == wanted or (self._session.restarts is not None and len(nodes) < wanted)
+        return is_ordered and is_enough
 
     def _refused(self, message: Message, *, is_proven: bool) -> None:
         """Without a proof it may be by anybody: believed only because it ends this node alone, and says why."""
@@ -405,14 +450,18 @@ async def _visit(session: Session, name: str) -> list[Problem]:
     return []
 
 
+def _host_name(reported: object) -> str:
+    """The name of a host, where one can have it; else the node is known by its number."""
+    return reported if isinstance(reported, str) and is_host(reported) else ""
+
+
 def _code(message: Message) -> int:
     code = message.get("code")
     return code if type(code) is int and 0 <= code < 256 else EXIT_PEER_LOST
 
 
-async def _call_others(channel: Channel, request: Message) -> None:
-    token = str(request.get("token"))[:_LONGEST_TOKEN]
-    found = await asyncio.wrap_future(in_background(call_others, targets_of(request), token))
+async def _call_others(channel: Channel, targets: Sequence[Target], token: str) -> None:
+    found = await asyncio.wrap_future(in_background(call_others, targets, token))
     with suppress(ConnectionLost):
         failed = [[number, each.address, each.reason] for number, each in found.items()]
         channel.send("reached", token=token, failed=failed)

@@ -33,12 +33,12 @@ class Start:
 
     Attributes:
         topology: with the rank that node 0 gave this node.
-        words: further settings of the run.
+        resumes: it goes on from what the job has saved, whatever the run config names.
     """
 
     peers: Peers
     topology: Topology
-    words: tuple[str, ...] = ()
+    resumes: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,9 @@ class Session:
             await asyncio.sleep(min(LOOK_SECONDS, left))
 
     @property
-    def words(self) -> tuple[str, ...]:
-        """Further settings for the next start, where this node decides about them."""
-        return () if self.restarts is None else self.restarts.words
+    def resumes(self) -> bool:
+        """Check whether the next start goes on from what the job has saved, where this node decides about it."""
+        return self.restarts is not None and self.restarts.resumes
 
     async def begin_start(self) -> None:
         """Note that a start begins, where this node decides about them."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from framework.doctor.node.links import Echo, Reached
+from framework.launch.rendezvous.channel import NoAgent
 from framework.launch.rendezvous.connectivity import Place, Round, call_others, in_background, is_place, targets_of
 
 UNKNOWN = "no-such-host.invalid"
@@ -51,8 +52,7 @@ def test_all_call_each_other_or_their_neighbours(count: int) -> None:
     job = round_of(count, master=("node-0", 29500))
     for node in (0, 1, count - 1):
         targets = job.order(node)["targets"]
-        ports = [port - 5000 for _, port in targets[:-1]]
-        assert targets[-1] == ("node-0", 29500)
+        ports = [port - 5000 for _, port in targets]
         expected = (
             [other for other in range(count) if other != node]
             if count <= 64
@@ -89,7 +89,7 @@ def test_a_node_behind_a_firewall_is_one_line() -> None:
     job = round_of(9)
     token = job.order(1)["token"]
     for node in range(1, 9):
-        place = [port - 5000 for _, port in job.order(node)["targets"][:-1]]
+        place = [port - 5000 for _, port in job.order(node)["targets"]]
         job.hear(node, {"token": token, "failed": [[place.index(5), "10.0.0.5", "no answer"]] if node != 5 else []})
     until(lambda: job.is_over)
     (problem,) = job.problems()
@@ -143,10 +143,23 @@ def test_an_answer_of_another_shape_is_none(answer: dict[str, Any], monkeypatch:
 
 
 @pytest.mark.parametrize(
-    "place", [None, [], ["a"], ["a", 0], ["a", 65536], ["a", True], ["", 1], [1, 1], ["a" * 300, 1]]
+    "place",
+    [
+        *(None, [], ["10.0.0.2"], ["10.0.0.2", 0], ["10.0.0.2", 65536], ["10.0.0.2", True], ["", 5000], [1, 5000]),
+        *(["node-1", 5000], ["10.0.0.2", 22], ["0.0.0.0", 5000], ["::", 5000], ["224.0.0.1", 5000]),
+        *(["10.0.0.2\r\n", 5000], ["10.0.0.2", 5000, "more"]),
+    ],
+    ids=str,
 )
 def test_what_is_no_place(place: object) -> None:
     assert not is_place(place)
-    assert targets_of({"targets": [place]}) == []
-    assert targets_of({"targets": [["a", 1]] * 100}) == []
-    assert targets_of({"targets": [["a", 1]]}) == [("a", 1)]
+    with pytest.raises(NoAgent):
+        targets_of({"targets": [place]}, most=4)
+
+
+def test_no_more_places_are_called_than_there_are_nodes() -> None:
+    place = ["10.0.0.2", 5000]
+    assert targets_of({"targets": [place, ["fd00::2", 5001]]}, most=3) == [("10.0.0.2", 5000), ("fd00::2", 5001)]
+    for places, most in (([place] * 100, 1000), ([place] * 3, 3), (None, 3), ({"a": place}, 3)):
+        with pytest.raises(NoAgent):
+            targets_of({"targets": places}, most=most)

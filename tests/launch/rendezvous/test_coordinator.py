@@ -48,7 +48,7 @@ def test_what_differs_is_told_on_one_line_however_many_nodes(count: int) -> None
 @pytest.mark.parametrize(("nnodes", "length"), [(512, 20), (512, 255), (513, 20), (9999, 20)])
 def test_go_is_one_line_however_many_nodes(nnodes: int, length: int) -> None:
     names = _names(dict.fromkeys(range(nnodes), "h" * length))
-    go = {"epoch": 1, "port": 29500, "words": [], "nodes": [*range(nnodes)], "state": {"last": "x" * 500}}
+    go = {"epoch": 1, "port": 29500, "resumes": True, "nodes": [*range(nnodes)], "state": {"last": "é" * 1000}}
     assert len(body_of("go", **go, **names)) < LARGEST_LINE_BYTES - 100
     assert bool(names) == (nnodes <= 512)
 
@@ -234,7 +234,7 @@ def test_a_clock_that_is_wrong_refuses_the_start() -> None:
     async def case() -> None:
         async with coordinating(2, stated=looked(0)) as (_, port, beginning):
             channel = await call(port)
-            await introduce(channel, looked(1, port=1) | {"clock": time.time() - 3600})
+            await introduce(channel, looked(1, port=5000) | {"clock": time.time() - 3600})
             channel.send("beat")
             (problem,) = (await read(channel, "nogo"))["problems"]
             assert (problem["kind"], problem["file"]) == ("clock-differs", "node 1 (llama-train-1)")
@@ -273,7 +273,7 @@ def test_nodes_that_do_not_reach_each_other_are_refused(monkeypatch: pytest.Monk
                 channel = await call(port)
                 await introduce(channel, looked(1, port=taken.getsockname()[1]))
                 order = await read(channel, "reach")
-                assert [port for _, port in order["targets"]][1:] == [port - 1]
+                assert len(order["targets"]) == 1  # the place where ranks meet is known there
                 channel.send("reached", token=order["token"], failed=[[1, "127.0.0.1", "no answer within 4 s"]])
                 channel.send("reached", token="of another round", failed=[])
                 problems = {

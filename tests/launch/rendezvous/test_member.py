@@ -5,19 +5,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from framework.config.load import config_from_values
 from framework.errors import ConfigError, FrameworkError, PeerLostError, RunStopped
 from framework.launch.rendezvous import member
 from framework.launch.rendezvous.channel import Channel, ConnectionLost, proof
 from framework.launch.rendezvous.member import Member
 from framework.launch.rendezvous.session import Session, Start
+from framework.launch.supervision import Restarts
 from tests.launch.rendezvous.ends import TOKEN, hello, read, reset, run, session
 
 pytestmark = pytest.mark.timing
 
-GO = {"epoch": 1, "port": 29500, "words": ["a=1"], "nodes": [0, 1], "hosts": {"0": "a", "1": "b"}, "state": {}}
+GO = {"epoch": 1, "resumes": False, "nodes": [0, 1], "hosts": {"0": "a", "1": "b"}, "state": {}}
+
+
+def go_of(caller: Member) -> dict[str, object]:
+    """The GO of an honest node 0, for the first start."""
+    return GO | {"port": caller._session.topology.master_port}
+
+
+def restarts_in(folder: Path) -> Restarts:
+    values = {"run": {"output_dir": str(folder)}, "supervision": {"max_restarts": 5}}
+    return Restarts(config_from_values(values))
 
 
 def end_of(
@@ -61,41 +74,120 @@ def test_go_names_ranks_port_and_settings_and_what_comes_behind_it_is_heard(toke
 
     async def node_0(channel: Channel, caller: Member) -> None:
         failure = {"node": 0, "what": "node 0 rank 0: killed", "code": 137, "at": "x"}
-        channel.send("go", **GO)
+        channel.send("go", **go_of(caller))
         channel.send("news", epoch=1, stop="SIGTERM at node 0 (a)", failures=[failure])
 
-    start, _ = end_of(node_0, token=token)
+    start, own = end_of(node_0, token=token)
     assert isinstance(start, Start)
-    assert (start.topology.node_rank, start.topology.nnodes, start.topology.master_port) == (1, 2, 29500)
-    assert start.words == ("a=1",)
+    assert (start.topology.node_rank, start.topology.nnodes) == (1, 2)
+    assert (start.topology.master_port, start.resumes) == (own.topology.master_port, False)
     assert (start.peers.name(0), start.peers.own_name) == ("node 0 (a)", "node 1 (b)")
 
 
-def test_ranks_follow_the_nodes_that_are_left() -> None:
+def test_ranks_follow_the_nodes_that_are_left(tmp_path: Path) -> None:
     async def node_0(channel: Channel, caller: Member) -> None:
-        channel.send("go", **GO | {"nodes": [0, 3, 7], "port": 29600, "hosts": None})
+        channel.send("go", **GO | {"nodes": [0, 3, 7], "port": 29600, "hosts": {}, "resumes": True})
 
-    start, _ = end_of(node_0, node_rank=7, nnodes=5)
+    start, _ = end_of(node_0, node_rank=7, nnodes=8, restarts=restarts_in(tmp_path))
     assert isinstance(start, Start)
     assert (start.topology.node_rank, start.topology.nnodes, start.topology.master_port) == (2, 3, 29600)
     assert [start.peers.name(node) for node in (0, 7)] == ["node 0", "node 7 (b)"]  # others are known by number
 
 
-def test_go_of_another_shape_is_not_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    changes: list[dict[str, object]] = [
-        *({"nodes": [0]}, {"nodes": ["0", "1"]}, {"words": [1]}, {"port": "1"}, {"epoch": None}, {"state": []})
-    ]
+STATE = {"number": 1, "idle": 0, "last": "", "resumes": True}
+# What a stranger may send in the place of node 0. In a job without restarts the last ones are not for it either.
+FOREIGN_GO: list[dict[str, object]] = [
+    {"words": []},
+    {"words": ["model={target: 'os:system', args: {command: 'touch x'}}"]},
+    {"words": ["checkpoint.resume=auto"]},
+    {"environment": {"LD_PRELOAD": "/tmp/x.so"}},
+    {"master_addr": "10.0.0.9"},
+    {"config": "/tmp/other.yaml"},
+    {"resumes": "auto"},
+    {"resumes": 1},
+    {"resumes": ["checkpoint.resume=auto"]},
+    {"resumes": None},
+    {"nodes": [0]},
+    {"nodes": [1]},
+    {"nodes": [1, 0]},
+    {"nodes": [0, 1, 1]},
+    {"nodes": [0, 1, 2]},
+    {"nodes": [0, True]},
+    {"nodes": ["0", "1"]},
+    {"port": "1"},
+    {"port": 0},
+    {"port": -1},
+    {"port": 65536},
+    {"port": 22.0},
+    {"epoch": None},
+    {"epoch": 0},
+    {"epoch": 1 << 40},
+    {"state": []},
+    {"state": {"words": ["model={}"]}},
+    {"state": STATE | {"resumes": "model={}"}},
+    {"state": STATE | {"words": ["model={}"]}},
+    {"hosts": ["a", "b"]},
+]
+WITHOUT_RESTARTS: list[dict[str, object]] = [{"port": 22}, {"resumes": True}]
+
+
+def test_a_name_in_go_that_no_host_can_have_is_not_shown() -> None:
+    async def node_0(channel: Channel, caller: Member) -> None:
+        channel.send("go", **go_of(caller) | {"hosts": {"0": "a\x1b[2J", "1": "another"}})
+
+    start, _ = end_of(node_0)
+    assert isinstance(start, Start)
+    assert (start.peers.name(0), start.peers.own_name) == ("node 0", "node 1 (b)")
+
+
+@pytest.mark.parametrize("token", ["", TOKEN])
+@pytest.mark.parametrize("may_restart", [False, True])
+def test_go_of_another_shape_is_not_node_0(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, token: str, may_restart: bool
+) -> None:
+    """Nothing that comes over the network is a setting, a variable, a path or an address."""
+    changes = [*FOREIGN_GO, *([] if may_restart else WITHOUT_RESTARTS)]
     sent = []
 
     async def node_0(channel: Channel, caller: Member) -> None:
-        sent.append(changes[len(sent) % len(changes)])  # it calls again, until its deadline
-        channel.send("go", **GO | sent[-1])
+        if len(sent) == len(changes):
+            channel.send("stop", why="all were sent")
+            return
+        sent.append(changes[len(sent)])  # it calls again, until its deadline
+        channel.send("go", **go_of(caller) | sent[-1])
 
+    monkeypatch.setattr(member, "_DIAL_AGAIN_SECONDS", 0.01)
+    restarts = restarts_in(tmp_path) if may_restart else None
+    end, _ = end_of(node_0, token=token, restarts=restarts)
+    assert str(end) == "node 0: all were sent"  # until then it called again, and began nothing
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"targets": [["127.0.0.1", 22]], "token": "a" * 32},
+        {"targets": [["metadata.internal", 8080]], "token": "a" * 32},
+        {"targets": [["127.0.0.1", 6379]], "token": "FLUSHALL\r\n"},
+        {"targets": [["127.0.0.1", 6379], ["127.0.0.1", 6380]], "token": "a" * 32},
+    ],
+    ids=str,
+)
+def test_a_stranger_has_nobody_called(monkeypatch: pytest.MonkeyPatch, request_: dict[str, object]) -> None:
+    """A node calls others where node 0 asks for it: places of nodes alone, as many as there are, and no text of its
+    own choice is sent.
+    """
+    called: list[object] = []
+    monkeypatch.setattr(member, "call_others", lambda targets, token: called.append(targets) or {})
     monkeypatch.setattr(member, "_DIAL_AGAIN_SECONDS", 0.05)
-    end, _ = end_of(node_0, deadline_seconds=1.0)
+
+    async def node_0(channel: Channel, caller: Member) -> None:
+        caller._session.hello = {**caller._session.hello, "look": {}}
+        channel.send("reach", **request_)
+
+    end, _ = end_of(node_0, deadline_seconds=0.5)
     assert isinstance(end, PeerLostError)
     assert "it does not speak this protocol" in str(end)
-    assert len(sent) >= len(changes)
+    assert called == []
 
 
 def test_a_refusal_is_heard_although_the_connection_behind_it_is_gone() -> None:

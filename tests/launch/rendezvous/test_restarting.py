@@ -54,7 +54,7 @@ def test_a_spare_takes_the_place_of_a_node_that_is_lost(tmp_path: Path) -> None:
             assert not beginning.done()  # the spare is waited for as well, for a while
             spare = await enter(port, 2, spares=1)
             go = await read(first, "go")
-            assert (go["epoch"], go["nodes"], go["words"]) == (1, [0, 1], [])
+            assert (go["epoch"], go["nodes"], go["resumes"]) == (1, [0, 1], False)
             await read(spare, "idle")
             start = await beginning
             save(tmp_path, 10)
@@ -63,8 +63,8 @@ def test_a_spare_takes_the_place_of_a_node_that_is_lost(tmp_path: Path) -> None:
             assert "start 2 of at most 6, from step 10" in (await read(spare, "again"))["why"]
             start = await lead.begin()
             go = await read(spare, "go")
-            assert (go["epoch"], go["nodes"], go["words"]) == (2, [0, 2], ["checkpoint.resume=auto"])
-            assert (start.topology.nnodes, start.words) == (2, ("checkpoint.resume=auto",))
+            assert (go["epoch"], go["nodes"], go["resumes"]) == (2, [0, 2], True)
+            assert (start.topology.nnodes, start.resumes) == (2, True)
             spare.close()
 
     run(case())
@@ -150,13 +150,13 @@ def test_a_spare_that_was_not_needed_ends_as_the_job(
 def test_a_new_node_0_goes_on_with_what_the_others_know(tmp_path: Path) -> None:
     """It has seen neither the first start nor what was saved before it came."""
     save(tmp_path, 10)
-    state = {"number": 4, "idle": 1, "last": "why", "words": ["checkpoint.resume=auto"]}
+    state = {"number": 4, "idle": 1, "last": "why", "resumes": True}
 
     async def case() -> None:
         async with coordinating(2, token=TOKEN, restarts=restarts(tmp_path, most=9)) as (lead, port, beginning):
             channel = await enter(port, 1, state=state)
             go = await read(channel, "go")
-            assert (go["words"], go["state"]) == (["checkpoint.resume=auto"], state)
+            assert (go["resumes"], go["state"]) == (True, state)
             await beginning
             assert (await lead.verdict(LOST)).is_again
             assert "start 6 of at most 10, from its checkpoint" in (await read(channel, "again"))["why"]
@@ -194,7 +194,19 @@ def test_a_node_that_comes_back_before_it_is_missed_waits_for_its_place(tmp_path
     run(case())
 
 
-@pytest.mark.parametrize("state", [{"number": 99}, {"number": "4", "idle": 1, "last": "", "words": []}, [], None])
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"number": 99},
+        {"number": "4", "idle": 1, "last": "", "resumes": False},
+        {"number": 4, "idle": 1, "last": "", "resumes": ["model={}"]},
+        {"number": 4, "idle": 1, "last": "", "resumes": True, "words": ["model={}"]},
+        {"number": -1, "idle": 1, "last": "", "resumes": True},
+        {"number": 4, "idle": 1, "last": "x" * 10_000, "resumes": True},
+        [],
+        None,
+    ],
+)
 def test_what_is_no_state_of_restarts_changes_nothing(tmp_path: Path, state: object) -> None:
     kept = restarts(tmp_path)
     before = kept.state
@@ -212,7 +224,7 @@ def test_a_member_calls_a_lost_node_0_again_and_tells_what_it_knows(tmp_path: Pa
         for number in range(2):
             async with coordinating(2, token=TOKEN, port=port, restarts=restarts(tmp_path)) as (lead, _, beginning):
                 start = await job.begin()
-                assert (await beginning).words == (("checkpoint.resume=auto",) if number else ())
+                assert (await beginning).resumes == (number > 0)
                 heard = lead._clients.present[0].hello["state"]
                 assert heard.get("number", 0) == number
                 if number == 0:
@@ -229,7 +241,7 @@ def test_a_member_calls_a_lost_node_0_again_and_tells_what_it_knows(tmp_path: Pa
 
 def test_a_node_0_that_is_lost_again_and_again_is_given_up(tmp_path: Path) -> None:
     async def case() -> None:
-        state = {"number": 6, "idle": 1, "last": "", "words": []}
+        state = {"number": 6, "idle": 1, "last": "", "resumes": False}
         async with coordinating(2, token=TOKEN, restarts=restarts(tmp_path)) as (_, port, beginning):
             channel = await enter(port, 1, state=state)
             assert "5 restarts used up" in (await read(channel, "lost"))["why"]
@@ -246,7 +258,7 @@ def test_fewer_nodes_are_enough_for_a_new_node_0_too(tmp_path: Path, monkeypatch
     async def case() -> None:
         terms = {"token": TOKEN, "restarts": restarts(tmp_path), "fits": lambda count: count == 2}
         async with coordinating(3, **terms) as (_, port, beginning):
-            state = {"number": 2, "idle": 0, "last": "", "words": ["checkpoint.resume=auto"]}
+            state = {"number": 2, "idle": 0, "last": "", "resumes": True}
             channel = await enter(port, 2, nnodes=3, state=state)
             assert (await read(channel, "go"))["nodes"] == [0, 2]
             await beginning
@@ -330,7 +342,7 @@ def test_a_spare_calls_a_lost_node_0_again_however_long_it_has_waited(tmp_path: 
             first.close()
         assert not waiting.done()
         async with coordinating(2, **terms, restarts=restarts(tmp_path, most=9)) as (_, lead_port, beginning):
-            state = {"number": 1, "idle": 0, "last": "", "words": []}
+            state = {"number": 1, "idle": 0, "last": "", "resumes": False}
             first = await enter(lead_port, 1, spares=1, state=state)
             await read(first, "go")
             await asyncio.wait({waiting}, timeout=2.0)

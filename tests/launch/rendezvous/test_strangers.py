@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from framework.launch.rendezvous.channel import Channel, ConnectionLost, proof
 from framework.launch.rendezvous.coordinator import SPARE_CONNECTIONS
 from framework.launch.supervision import Restarts
 from tests.launch.rendezvous.ends import TOKEN, call, coordinating, hello, introduce, read, run
+from tests.launch.rendezvous.members import Members, ended
 from tests.places import ROOT
 from tests.ports import free_ports
 
@@ -156,6 +158,46 @@ def test_silent_callers_take_no_threads_of_an_echo_and_keep_nobody_out() -> None
         for caller in callers:
             caller.close()
         echo.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timing
+@pytest.mark.parametrize("token", ["", TOKEN])
+def test_what_answers_in_the_place_of_node_0_starts_nothing(members: Members, token: str) -> None:
+    """An agent whose node 0 is a stranger: every GO that holds a setting, a variable or another address is refused."""
+    words = ["model={target: 'os:system', args: {command: 'touch x'}}"]
+    forged = [{"words": words}, {"resumes": words}, {"environment": {"A": "b"}}, {"port": 22}, {"nodes": [1]}]
+    sent: list[dict[str, Any]] = []
+
+    async def answer(channel: Channel) -> None:
+        with suppress(ConnectionLost):
+            channel.send("challenge", nonce="x", token=bool(token))
+            nonces = ("x", (await read(channel, "hello"))["nonce"])
+            channel.send("welcome", proof=proof(token, role="lead", nonces=nonces, content={}))
+            channel.sign(token, is_lead=True, nonces=nonces)
+            if len(sent) == len(forged):
+                channel.send("stop", why="enough")
+                return
+            sent.append(forged[len(sent)])
+            go = {"epoch": 1, "port": members.port, "resumes": False, "nodes": [0, 1], "state": {}}
+            channel.send("go", **go | sent[-1])
+            await channel.receive()
+
+    async def case() -> tuple[int, str]:
+        tasks = set()
+        loop = asyncio.get_running_loop()
+        await loop.create_server(
+            lambda: Channel(lambda channel: tasks.add(asyncio.ensure_future(answer(channel)))),
+            "127.0.0.1",
+            members.port + 1,
+        )
+        agent = members.start(1, terms={"token": token})
+        return await asyncio.to_thread(ended, agent)
+
+    code, stated = run(case())
+    assert (code, len(sent)) == (75, len(forged)), stated
+    assert "node 0: enough" in stated
+    assert not [*members.folder.iterdir()]  # no rank has run
 
 
 # ------------------------------------------------------------------------------------------------------------ tokens
