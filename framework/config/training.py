@@ -188,8 +188,8 @@ class Training(Section):
     """Store images with the channels last; convolutions follow, and tensor cores read that order faster."""
     freeze: list[str] = []
     """Regular expressions; parameters whose whole name matches one are not trained, for example ``embed\\..*``.
-    A frozen batch norm's running statistics follow the batches all the same, unless the model keeps it in evaluation
-    mode."""
+    A frozen batch norm's running statistics follow the batches all the same, unless the model's `train()` keeps it in
+    evaluation mode."""
     lora: LoRA | None = None
     """Train adapters and freeze everything else, which then is in no checkpoint: `checkpoint.init_weights` or
     `run.seed` gives it again. Left out: all weights are trained."""

@@ -25,6 +25,7 @@ from framework.engine.distributed import device, gather
 from framework.engine.ema import WeightAverage
 from framework.engine.expert_parallel import declaring_experts, with_expert_groups
 from framework.engine.metrics import engine_metrics, memory_metrics, over_ranks
+from framework.engine.modes import Modes
 from framework.engine.phases import phases_of
 from framework.engine.rank_groups import RankGroups
 from framework.engine.schedules import MakeSchedule, client_schedule
@@ -206,6 +207,7 @@ class BaseEngine:
         """`names` tells the plain names of what the engine holds, `stages` is a pipeline's process group."""
         place(task, device())
         self.engine, self._task, self._names, self._layout = engine, task, names, plan.layout
+        self.modes = Modes(engine, plain_name=self.name_module, stages=stages)
         self._batches = DeviceBatches(
             device(), HALF.get(plan.config.precision.dtype), plan.config.training.channels_last, positions_of(plan)
         )

@@ -37,6 +37,8 @@ from framework.tasks.task import Task
 # Batches per stage that are evaluated in one go: enough to fill the pipeline, few enough to hold in memory.
 _EVAL_CHUNK = 4
 
+SetMode = Callable[[bool], object]
+"""The `train()` of a model whose layers are run one by one."""
 Adapt = Callable[[torch.nn.Module, str, Any], torch.nn.Module]
 """Changes a layer's module after it was built: (module, name of the layer, process group of the ranks that run the same
 stage).
@@ -46,9 +48,19 @@ stage).
 class StagesModule(PipelineModule):  # type: ignore[misc]
     """A PipelineModule that is cut where it is told, each layer built under its own seed."""
 
-    def __init__(self, layers: Sequence[Layer], *, bounds: Bounds, seed: int, adapt: Adapt, **options: Any) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        *,
+        bounds: Bounds,
+        seed: int,
+        adapt: Adapt,
+        set_mode: SetMode | None = None,
+        **options: Any,
+    ) -> None:
         self._given_bounds, self._seed, self._adapt, self._layers = list(bounds), seed, adapt, tuple(layers)
-        self._kept_in_evaluation: list[torch.nn.Module] | None = None
+        self._set_mode = set_mode
+        self.holds_modes = False
         super().__init__(
             layers=self._specs(layers),
             num_stages=len(bounds) - 1,
@@ -75,12 +87,15 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         return self._adapt(layer.make(number, seed=self._seed), layer.name, self._grid.get_data_parallel_group())
 
     def train(self, mode: bool = True) -> StagesModule:
-        """Set the mode; DeepSpeed does before every step. Modules that were built in evaluation mode stay in it."""
-        if self._kept_in_evaluation is None:
-            self._kept_in_evaluation = [module for module in self.modules() if not module.training]
+        """Set the mode, by the `train()` of each layer and of the model that was taken apart.
+
+        DeepSpeed does so before every step (pipe/engine.py, `train_batch`), where modes are the run's own to set.
+        """
+        if self.holds_modes:
+            return self
         super().train(mode)
-        for module in self._kept_in_evaluation:
-            module.training = False
+        if self._set_mode is not None:
+            self._set_mode(mode)
         return self
 
     def forward(self, forward_input: Any) -> Any:
@@ -118,9 +133,12 @@ def build_pipeline(
     make_optimizer: MakeOptimizer | None = None,
     make_schedule: MakeSchedule | None = None,
     adapt: Adapt = lambda module, name, data_parallel_group: module,
+    set_mode: SetMode | None = None,
     varying_shapes: bool = False,
 ) -> PipelineEngine:
     """Build this rank's stage and wrap it with `deepspeed.initialize`. Collective.
+
+    `set_mode` is called with every change between training and evaluation, behind the layers' own `train()`.
 
     Where `varying_shapes` says that batches may differ in more than their number of samples, the stages tell each other
     the shape of everything they send.
@@ -128,7 +146,13 @@ def build_pipeline(
     loss = _LastStageLoss(task)
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its layers; the plan's table says more
         module = StagesModule(
-            layers, bounds=bounds, seed=plan.config.run.seed, adapt=adapt, loss_fn=loss, dynamic_shape=varying_shapes
+            layers,
+            bounds=bounds,
+            seed=plan.config.run.seed,
+            adapt=adapt,
+            set_mode=set_mode,
+            loss_fn=loss,
+            dynamic_shape=varying_shapes,
         )
     engine = initialize(
         plan,
@@ -201,7 +225,11 @@ class PipelineEngine(BaseEngine):
         with explaining_overflow(self.engine), self._explaining():
             halves = self._halves(micro_batches)
             of_step = self._loss.of_step
-            loss = self.engine.train_batch(_holding(of_step.weighted(halves) if of_step is not None else halves))
+            self.engine.module.holds_modes = True
+            try:
+                loss = self.engine.train_batch(_holding(of_step.weighted(halves) if of_step is not None else halves))
+            finally:
+                self.engine.module.holds_modes = False
         # DeepSpeed has averaged it over micro-batches and pipelines, and sent it to every stage.
         loss = loss.detach().clone()
         self.phases.end()
@@ -220,7 +248,7 @@ class PipelineEngine(BaseEngine):
         if isinstance(batches, Sized) and not (self.engine.is_first_stage() or self.engine.is_last_stage()):
             batches = [(None, True)] * len(batches)  # a stage between others needs their number only
         try:
-            with self._explaining(), self._average.in_evaluation():
+            with self.modes.evaluating(), self._explaining(), self._average.in_evaluation():
                 for chunk in _with_last_alone(batches, size=_EVAL_CHUNK * self.engine.num_stages):
                     if is_stopping():
                         return {}
@@ -228,7 +256,6 @@ class PipelineEngine(BaseEngine):
         finally:
             self._loss.sums = None
             self._forget_shapes()  # training batches have a size of their own
-            self.engine.train()
         return sums.metrics(self._task)
 
     def _evaluate_alike(self, pairs: list[tuple[Any, bool]]) -> None:

@@ -130,24 +130,17 @@ class PlainEngine(BaseEngine):
     ) -> Mapping[str, float]:
         task, sums, show = self._task, EvalSums(device()), self.show_batch
         share_buffers(self.engine)
-        modes = [(module, module.training) for module in self.engine.module.modules()]
-        self.engine.eval()
-        try:
-            with torch.no_grad(), self._average.in_evaluation(), self._sharing():
-                for batch, counts in batches:
-                    if is_stopping():
-                        return {}
-                    inputs, targets = self._batches.split(task, batch)
-                    with self._tiles(targets):
-                        outputs = task.forward(self.engine, inputs)
-                    sums.add(task.measure(outputs, targets), counts=counts)
-                    if counts and show is not None:
-                        show(inputs, targets, outputs)
-                        show = None
-        finally:
-            self.engine.train()
-            for module, training in modes:  # a user may keep some in evaluation mode
-                module.training = training
+        with self.modes.evaluating(), torch.no_grad(), self._average.in_evaluation(), self._sharing():
+            for batch, counts in batches:
+                if is_stopping():
+                    return {}
+                inputs, targets = self._batches.split(task, batch)
+                with self._tiles(targets):
+                    outputs = task.forward(self.engine, inputs)
+                sums.add(task.measure(outputs, targets), counts=counts)
+                if counts and show is not None:
+                    show(inputs, targets, outputs)
+                    show = None
         return sums.metrics(task)
 
 

@@ -101,7 +101,7 @@ def with_recompute(model: nn.Module, *, every: int) -> nn.Module:
         return model
     if not isinstance(model, LayeredModel):
         try:
-            model = LayeredModel(as_layers(model))
+            model = LayeredModel(as_layers(model), taken_from=model)
         except ConfigError as error:
             (problem,) = error.problems
             raise ConfigError.of(

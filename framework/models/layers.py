@@ -131,8 +131,12 @@ class LayeredModel(nn.Module):
     layers goes a tensor or a tuple of tensors.
     """
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    def __init__(self, layers: Sequence[Layer], *, taken_from: Any = None) -> None:
         """Build the layers, under the seed that `torch.manual_seed` set last.
+
+        Args:
+            layers: in the order in which they are run.
+            taken_from: the model that they are the layers of; its own `train()`, if it has one, sets modes as well.
 
         Raises:
             ValueError: two layers have one name, or tied layers do not fit together.
@@ -141,12 +145,20 @@ class LayeredModel(nn.Module):
         refuse_bad_ties(layers)
         self.recipes = tuple(layers)
         self.recompute_every = 0
+        self.taken_from_train = own_train(taken_from)
         if not _building.get():
             return
         seed = torch.initial_seed()
         for number, layer in enumerate(self.recipes):
             if self.place_of(layer) == layer.name:
                 _register(self, layer.name, layer.make(number, seed=seed))
+
+    def train(self, mode: bool = True) -> LayeredModel:
+        """Set the mode of all layers."""
+        super().train(mode)
+        if self.taken_from_train is not None:
+            self.taken_from_train(mode)
+        return self
 
     def layers(self) -> list[Layer]:
         """The layers with the weights they have now; the bare recipes where nothing was built."""
@@ -200,6 +212,13 @@ def as_layers(model: Any) -> list[Layer]:
             return [layer for name, module in pairs for layer in _flat(name, module)]
     reason, fix = _why_not_layered(model)
     raise ConfigError.of("model-not-layered", reason, fix, "model", type(model).__name__)
+
+
+def own_train(model: Any) -> Callable[[bool], object] | None:
+    """Return the `train()` of a model whose class overrides it, to keep parts in evaluation mode; None for others."""
+    if not isinstance(model, nn.Module) or type(model).train in (nn.Module.train, LayeredModel.train):
+        return None
+    return model.train
 
 
 def lists_layers(model: Any) -> bool:

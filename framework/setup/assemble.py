@@ -90,6 +90,7 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
             make_optimizer=parts.make_optimizer,
             make_schedule=parts.make_schedule,
             adapt=adapt,
+            set_mode=cut.set_mode,
             varying_shapes=varying_shapes,
         )
         if weights is not None:
@@ -106,8 +107,6 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
         model = build() if divides else make()
     if plan.config.precision.dtype not in HALF:  # below stage 3 DeepSpeed would train what it gets
         as_fp32(model)
-    if not model.training:  # as transformers' from_pretrained gives it: nothing would be dropped
-        model.train()
     model = prepare_model(model, plan.config.training)
     if weights is not None:
         source, group = str(plan.config.checkpoint.init_weights), None if groups is None else groups.tensor
@@ -137,19 +136,16 @@ def _refuse_mixing(engine: PlainEngine, task: Task) -> None:
     module, places = engine.engine.module, torch.arange(4, device=device()).repeat(1, 2)
     if hasattr(own := getattr(module, "config", task), "use_cache"):
         own.use_cache = False  # with one transformers' masks follow no places
-    modes, found = [(part, part.training) for part in module.modules()], list[torch.Tensor]()
+    found = list[torch.Tensor]()
     reason = "in this model a conversation sees those before it in a row, whatever its places are"
-    engine.engine.eval()
     try:
-        for first in (0, 8):
-            ids = torch.cat([torch.arange(first, first + 4), torch.arange(4, 8)])[None].to(places.device)
-            outputs = task.forward(engine.engine, {"input_ids": ids, "position_ids": places})
-            found.append(logits_of(outputs)[:, 4:].float())
+        with engine.modes.evaluating():
+            for first in (0, 8):
+                ids = torch.cat([torch.arange(first, first + 4), torch.arange(4, 8)])[None].to(places.device)
+                outputs = task.forward(engine.engine, {"input_ids": ids, "position_ids": places})
+                found.append(logits_of(outputs)[:, 4:].float())
     except TypeError as error:
         reason = f"the model does not take the places of tokens ({in_one_line(error)})"
-    engine.engine.train()
-    for part, training in modes:
-        part.training = training
     # Experts compute the same tokens in other groups, and round otherwise.
     if len(found) < 2 or (found[0] - found[1]).abs().max() > 0.01 * found[0].abs().max():
         raise ConfigError.of("packing-not-separated", reason, "set data.packing: false", "data.packing", True)

@@ -247,7 +247,7 @@ def as_module(model: Any) -> torch.nn.Module:
             return LayeredModel(layers)
         except ValueError as error:
             raise ConfigError.of("layers-do-not-fit", str(error), "mend the list", "model") from error
-    return LayeredModel(as_layers(model))
+    return LayeredModel(as_layers(model), taken_from=model)
 
 
 def optimizer_maker(config: RunConfig) -> MakeOptimizer | None:

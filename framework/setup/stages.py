@@ -24,7 +24,15 @@ from framework.config.groups import is_matrix, refuse_unmatched_groups
 from framework.config.load import config_from_values
 from framework.errors import ConfigError, FrameworkError, Problem
 from framework.models.adapt import frozen_names
-from framework.models.layers import Layer, as_layers, lists_layers, recipes_only, refuse_bad_ties
+from framework.models.layers import (
+    Layer,
+    LayeredModel,
+    as_layers,
+    lists_layers,
+    own_train,
+    recipes_only,
+    refuse_bad_ties,
+)
 from framework.models.survey import Surveyed, refuse_untrue_layers, survey
 from framework.plan.balance import LayerFacts, StageTable, cut, needs_same_groups, with_seconds
 from framework.plan.cluster import Cluster
@@ -56,6 +64,7 @@ class CutModel:
         inputs: the model's inputs of one micro-batch, on the CPU.
         surveyed: what each layer passes on.
         frozen: names of the weights that are not trained.
+        set_mode: the model's own `train()`, which sets modes of its layers; None where its class overrides none.
     """
 
     layers: tuple[Layer, ...]
@@ -63,6 +72,7 @@ class CutModel:
     inputs: Any
     surveyed: tuple[Surveyed, ...]
     frozen: frozenset[str]
+    set_mode: Callable[[bool], object] | None = None
 
 
 def cut_model(plan: Plan, parts: Parts) -> CutModel:
@@ -101,7 +111,23 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
         surveyed = tuple(look(frozen=frozen))
     if lists_layers(model) and not isinstance(config.model, ModelKind):  # those of our own are tested
         refuse_untrue_layers(model, inputs, seed=seed)
-    return CutModel(layers, _cut(_facts(surveyed), surveyed, plan), inputs, surveyed, frozen)
+    return CutModel(layers, _cut(_facts(surveyed), surveyed, plan), inputs, surveyed, frozen, _mode_setter(model))
+
+
+def _mode_setter(model: torch.nn.Module) -> Callable[[bool], object] | None:
+    """Return the `train()` of the model that was taken apart.
+
+    Raises:
+        ConfigError: kind ``layers-do-not-fit``: it has one, and is no more than recipes of its layers here.
+    """
+    if isinstance(model, LayeredModel) and type(model).train is LayeredModel.train:
+        return model.taken_from_train
+    own = own_train(model)
+    if own is not None and not any(True for _ in model.children()):
+        reason = "its own train() would not be called in a pipeline, whose stages build their layers themselves"
+        fix = "override train() in the modules of its layers, or set parallel.pipe: 1"
+        raise ConfigError.of("layers-do-not-fit", reason, fix, "model", type(model).__name__)
+    return own
 
 
 def check_recomputed(plan: Plan, parts: Parts) -> None:
