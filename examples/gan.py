@@ -46,9 +46,8 @@ def main(**settings: dict[str, object]) -> list[tuple[float, float]]:
             d_loss = bce(d(real), ones) + bce(d(fake.detach()), zeros)
             d.backward(d_loss)
             d.step()
-            d.module.requires_grad_(False)  # the generator's loss goes through it: by its module, not its engine
-            g.backward(g_loss := bce(d.module(fake), ones))
-            d.module.requires_grad_(True)
+            g_loss = bce(d(fake), ones)  # through the discriminator, which gets no gradient of it
+            g.backward(g_loss)
             g.step()
             losses.append((d_loss.item(), g_loss.item()))
             if g.steps_taken % 20 == 0:

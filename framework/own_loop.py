@@ -12,17 +12,19 @@ import torch
 
 from framework.config.run_config import RunConfig
 from framework.engine import workarounds  # noqa: F401  # before all that imports DeepSpeed
+from framework.engine.backward_passes import BackwardPasses
 from framework.engine.distributed import rank
 from framework.engine.plain_engine import PlainEngine
 from framework.engine.protocol import EVALUATING, SAVING, StepResult, evaluate_sets
 from framework.engine.workarounds.grad_scaler import explaining_overflow
-from framework.errors import ConfigError, RunStopped, TrainingError, UsageError, explaining
+from framework.errors import ConfigError, Problem, RunStopped, TrainingError, UsageError, explaining
 from framework.run import opened
-from framework.setup.assemble import make_eval_loaders
+from framework.setup.assemble import make_eval_loaders, make_schedule
 from framework.setup.objects import Objects, config_with_objects
 from framework.setup.open_run import OpenRun
 from framework.setup.prepared import prepare
 from framework.system.exits import end_in_one_line, refusing_exits
+from framework.system.log import warn
 from framework.system.stopping import EVALUATE, SAVE, StopRequest
 from framework.train.monitors.base import Point, Sinks
 
@@ -54,7 +56,8 @@ def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator
             the config, the loop has its own.
 
     Raises:
-        ConfigError: as `fit`; or nothing says how long the run is; or ranks share samples.
+        ConfigError: as `fit`; or nothing says how long the run is; or ranks share samples; or the config sets what the
+            loop of `fit` does.
     """
     end_in_one_line()
     request = _OPEN[0].request if _OPEN else StopRequest()
@@ -68,19 +71,14 @@ def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator
         if "hang_seconds" not in asked.supervision.model_fields_set:  # a loop may do for long what nobody sees
             waits = asked.supervision.model_copy(update={"hang_seconds": 0})
             asked = asked.model_copy(update={"supervision": waits})
-        sizes = {f"parallel.{name}": getattr(asked.parallel, name) for name in ("pipe", "tensor", "sequence")}
-        sizes["model.moe"] = 2 if getattr(asked.model, "moe", None) else 1
-        sizes["training.bad_steps"] = 2 if asked.training.bad_steps else 1
-        for key in (key for key, size in sizes.items() if size > 1):
-            reason = "its steps are more than the passes of each rank's own batch"
-            raise ConfigError.of("own-loop-divided", reason, "use fit()", key)
-        if own and not asked.training.max_steps:
-            reason = "without train_data nothing says how long the run is"
-            raise ConfigError.of("max-steps-not-given", reason, "set it", "training.max_steps")
+        _refuse_work_of_fit(asked, has_own_data=own, has_callbacks=bool(objects.callbacks))
         prepared = prepare(asked, objects=objects)
     with request.handling() if not _OPEN else nullcontext(), opened(prepared, request) as run:
         engine = OpenEngine(run, request)
+        engine._refuse_shared_weights()
         _OPEN.append(engine)
+        if not run.start_step:
+            engine._evaluate_if(prepared.plan.config.evaluation.at_start)
         error = "interrupted"
         try:
             with suppress(RunStopped):  # of an engine that was opened later: this one ends as that did
@@ -94,6 +92,47 @@ def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator
             engine._close(error)
 
 
+def _refuse_work_of_fit(config: RunConfig, *, has_own_data: bool, has_callbacks: bool) -> None:
+    """Refuse what a config sets and no call of an open engine does."""
+    sizes = {f"parallel.{name}": getattr(config.parallel, name) for name in ("pipe", "tensor", "sequence")}
+    sizes["model.moe"] = 2 if getattr(config.model, "moe", None) else 1
+    sizes["training.bad_steps"] = 2 if config.training.bad_steps else 1
+    for key in (key for key, size in sizes.items() if size > 1):
+        reason = "its steps are more than the passes of each rank's own batch"
+        raise ConfigError.of("own-loop-divided", reason, "use fit()", key)
+    if has_own_data and not config.training.max_steps:
+        reason = "without train_data nothing says how long the run is"
+        raise ConfigError.of("max-steps-not-given", reason, "set it", "training.max_steps")
+    problems: list[Problem] = []
+
+    def refuse(key: str, reason: str, fix: str) -> None:
+        problems.append(Problem("not-in-own-loop", reason, fix, key))
+
+    if config.callbacks or has_callbacks:
+        refuse(
+            "callbacks", "the loop of fit() calls them, at events that a loop of one's own has not", "call them there"
+        )
+    if config.profile is not None:
+        refuse("profile", "the loop of fit() profiles its steps", "use torch.profiler in the loop, or fit()")
+    board = config.monitors.tensorboard
+    for name in ("samples", "histograms_every_steps"):
+        if board is not None and getattr(board, name):
+            key = f"monitors.tensorboard.{name}"
+            refuse(key, "the loop of fit() looks at them", "leave it out, or use fit()")
+    if has_own_data:
+        for section in (config.checkpoint, config.evaluation):
+            name = "checkpoint" if section is config.checkpoint else "evaluation"
+            if section.every_epochs:
+                reason = "without train_data nothing says how long an epoch is"
+                refuse(f"{name}.every_epochs", reason, "set every_steps")
+        for name in ("every_steps", "every_minutes", "at_start"):
+            if getattr(config.evaluation, name):
+                reason = "there is no evaluation data: the loop has its own"
+                refuse(f"evaluation.{name}", reason, "hand over train_data and eval_data, or evaluate in the loop")
+    if problems:
+        raise ConfigError(problems)
+
+
 class OpenEngine:
     """One model with its optimizer, run folder and sinks, on this `rank` of `world_size`, for `max_steps`. What meets
     weights is collective.
@@ -103,6 +142,7 @@ class OpenEngine:
         assert isinstance(run.engine, PlainEngine)
         self.request, self._run, self._engine, self._of = request, run, run.engine, run.engine.engine
         self._plan = run.prepared.plan
+        self._passes = BackwardPasses(self._of)
         self.rank, self.world_size = rank(), self._plan.layout.world_size
         self.max_steps = self._plan.length.total_steps or 0
         monitors, self._events, _ = run.open_monitors()
@@ -110,7 +150,9 @@ class OpenEngine:
         self._sinks = Sinks(monitors)
         self._eval_sets = make_eval_loaders(self._plan, run.prepared.parts.splits, rank=self.rank)
         self._measured: dict[str, float] = {}  # at step `_measured_at`
-        self._measured_at = self._saved_at = run.start_step
+        self._measured_at = self._saved_at = self._done_at = run.start_step
+        self._asked_at = -1  # the step before which the loop has called `should_stop`
+        self._agenda = make_schedule(self._plan)
 
     @property
     def steps_taken(self) -> int:
@@ -137,27 +179,75 @@ class OpenEngine:
         """
         if len(batches) != (wanted := self._plan.layout.accumulation_steps):
             raise UsageError(f"train_step: {len(batches)} batches, and batch.accumulation_steps is {wanted}")
-        return self._engine.train_step(iter(batches))
+        if self._passes.num_passes:
+            raise UsageError("train_step: a backward before it was not stepped with; call step() behind it")
+        self._passes.refuse_broken("train_step")
+        with self._passes.running(self._others()):
+            result = self._engine.train_step(iter(batches))
+        self._follow_step()
+        return result
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Outputs of the model, for a loss that goes to `backward`."""
         return self._of(*inputs, **named)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Backward pass of a micro-batch's mean loss, 0-d; gradients are averaged over ranks and micro-batches."""
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+        """Backward pass of a micro-batch's mean loss, 0-d; gradients are averaged over ranks and micro-batches.
+        Those of several passes before one `step` are added. Weights of other open engines get none.
+        """
         with explaining_overflow(self._of), explaining(self._double_backward):
-            self._of.backward(loss)
+            self._passes.run(loss, self._others(), retain_graph=retain_graph)
+
+    def _refuse_shared_weights(self) -> None:
+        own = {weight: name for name, weight in self.module.named_parameters()}
+        for engine in _OPEN:
+            for weight in engine._passes.parameters:
+                if weight in own:
+                    reason = f"{own[weight]} is a weight of {engine._plan.config.run.name}'s model as well"
+                    fix = "give one engine a model that holds both, with a loss for each part"
+                    raise ConfigError.of("weights-of-two-engines", reason, fix, "model")
+
+    def _others(self) -> list[BackwardPasses]:
+        return [engine._passes for engine in _OPEN if engine is not self]
 
     def _double_backward(self, error: Exception) -> TrainingError | None:
         if self._plan.config.zero.stage < 3 or not _SPREAD.search(str(error)):
             return None
-        reason = "gradients of gradients (create_graph=True) need weights that are spread again; set zero.stage: 2"
+        reason = (
+            "gradients of gradients (create_graph=True), and a second pass through one graph (retain_graph=True), need "
+            "weights that are spread again; set zero.stage: 2"
+        )
         return TrainingError(f"backward: zero.stage = 3: {reason} [double-backward]")
 
     def step(self) -> None:
-        """Clip and step, behind the last of `batch.accumulation_steps` backward passes; nothing behind the others."""
+        """Clip and step, behind the last of `batch.accumulation_steps` micro-batches; nothing behind the others."""
+        self._passes.end()
         with explaining_overflow(self._of):
             self._of.step()
+        self._follow_step()
+
+    def _follow_step(self) -> None:
+        """Do what is due, unless the loop asks `should_stop` before every step: there all engines are between steps,
+        and what the loop has logged at this one is known.
+        """
+        if self._asked_at < self.steps_taken - 1:
+            self._do_what_is_due()
+
+    def _do_what_is_due(self) -> None:
+        step = self.steps_taken
+        if step == self._done_at:
+            return
+        self._done_at = step
+        self._evaluate_if(self._agenda.evaluate.is_due(step, total_steps=-1))
+        if self._agenda.save.is_due(step, total_steps=-1) and self._saved_at != step:
+            self.save()
+            self._run.minutes.restart(SAVE)
+
+    def _evaluate_if(self, is_due: bool) -> None:
+        is_measured = self._measured_at == self.steps_taken and any(name.startswith("eval/") for name in self._measured)
+        if is_due and self._eval_sets and not is_measured:
+            self.evaluate()
+            self._run.minutes.restart(EVALUATE)
 
     def evaluate(self, batches: Iterable[Any] | None = None) -> dict[str, float]:
         """Measure the evaluation data, or other batches, as many on every rank; ``eval/...``, logged."""
@@ -168,7 +258,7 @@ class OpenEngine:
         return metrics
 
     def _lives(self) -> bool:
-        for engine in _OPEN:  # any may be the one that is asked
+        for engine in [*_OPEN, self]:  # any may be the one that is asked; one that ends is not open
             engine._run.stop.live()
         return False
 
@@ -189,8 +279,11 @@ class OpenEngine:
 
     def should_stop(self) -> bool:
         """Check, before every step and of one engine alone, whether all ranks end here, by a signal or
-        `training.max_minutes`; evaluates and saves all where `every_minutes` says so.
+        `training.max_minutes`; evaluates and saves all that is due, by steps, epochs or minutes.
         """
+        for engine in _OPEN:
+            engine._do_what_is_due()
+            engine._asked_at = engine.steps_taken
         asked = self._run.stop(self.steps_taken)
         for engine in _OPEN if asked else ():
             if asked in (EVALUATE, SAVE):
@@ -203,6 +296,13 @@ class OpenEngine:
     def _close(self, error: str) -> None:
         outcome, asked = self._run.outcome, self._plan.config.checkpoint
         outcome.step = self.steps_taken
+        if not error:
+            self._do_what_is_due()
+            ends = "at_end" in self._plan.config.evaluation.model_fields_set and self._agenda.evaluate.at_end
+            self._evaluate_if(ends and not outcome.stopped)
+        if self._passes.num_passes and not error:
+            name = self._plan.config.run.name
+            warn(f"{name}: the loop ends with a backward that no step() followed: it changed nothing")
         if not error and outcome.step > self._saved_at and (outcome.stopped or asked.at_end):
             self.save()
         if outcome.stopped:

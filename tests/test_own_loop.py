@@ -23,6 +23,7 @@ from framework.commands.export import main as export
 from framework.errors import ConfigError
 from tests.launched import read_metrics, run_ranks, series
 from tests.places import ROOT
+from tests.warm_ranks import session_ranks
 
 BATCH, RANKS, STEPS = 32, 2, 4
 
@@ -130,10 +131,58 @@ class TestOnTwoRanks:
         assert kinds[:4] == [("start", 0), ("save", int(step)), ("stop", int(step)), ("end", int(step))]
         assert found["rest"] == 40 - int(step)
         assert found["slow"].keys() == {"eval/loss", "eval/accuracy"}, "no hang"
+        often = series(folder / "runs/often", "eval/loss")
+        assert list(often) == [0, 4, 6], "as the config has it, without a call"
         assert found["batches"] == "train_step: 1 batches, and batch.accumulation_steps is 2"
 
 
+@pytest.mark.slow
+class TestKeysOfTheConfig:
+    def test_a_killed_loop_goes_on_from_the_step_that_every_steps_saved(self, tmp_path: Path) -> None:
+        script, warm = ROOT / "tests/jobs/own_loop_saves.py", session_ranks()
+
+        def run(*arguments: str) -> tuple[list[int], str]:
+            folder = tmp_path / f"said-{len(list(tmp_path.iterdir()))}"
+            job = warm.start(arguments, num_ranks=1, folder=folder, script=script, cwd=tmp_path)
+            return job.wait(120), job.stated()
+
+        for asks in ("0", "1"):
+            assert run(f"whole{asks}", "10", "-1", asks)[0] == [0]
+            codes, stated = run(f"killed{asks}", "10", "7", asks)
+            assert codes == [-9]
+            assert "checkpoints  every 4 steps, at the end" in stated
+            assert run(f"killed{asks}", "10", "-1", asks)[0] == [0]
+            losses = [series(tmp_path / f"runs/{name}{asks}", "train/loss") for name in ("whole", "killed")]
+            assert losses[0] == losses[1]
+            saved = {folder.name for folder in (tmp_path / f"runs/whole{asks}/checkpoints").glob("global_step*")}
+            assert saved == {"global_step4", "global_step8", "global_step10"}
+
+
 class TestRefusals:
+    def test_what_the_loop_of_fit_does(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.chdir(tmp_path)
+        steps = {"training": {"max_steps": 2}}
+        for key, config in {
+            "callbacks": {"callbacks": [{"kind": "early_stopping", "metric": "eval/loss"}]},
+            "profile": {"profile": {"steps": 2}},
+            "monitors.tensorboard.samples": {"monitors": {"tensorboard": {"samples": 2}}},
+            "checkpoint.every_epochs": {"checkpoint": {"every_epochs": 1}},
+            "evaluation.every_epochs": {"evaluation": {"every_epochs": 1}},
+            "evaluation.every_steps": {"evaluation": {"every_steps": 1}},
+            "evaluation.at_start": {"evaluation": {"at_start": True}},
+        }.items():
+            with (
+                pytest.raises(ConfigError, match=rf"^{re.escape(key)}: .*\[not-in-own-loop\]$"),
+                framework.open_engine({**steps, **config}, model=partial(torch.nn.Linear, 2, 2)),
+            ):
+                pass
+        with (
+            pytest.raises(ConfigError, match=r"^callbacks: .*\[not-in-own-loop\]$"),
+            framework.open_engine(steps, model=partial(torch.nn.Linear, 2, 2), callbacks=[object()]),
+        ):
+            pass
+        assert list(tmp_path.iterdir()) == []
+
     def test_without_a_length_or_where_ranks_share_samples(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:

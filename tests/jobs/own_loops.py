@@ -41,7 +41,7 @@ def digits(stage: int, steps: int = 6, **sections: Any) -> dict[str, Any]:
     }
 
 
-def loop(config: dict[str, Any], *, apart: bool = False, asks_at: int = -1) -> list[float]:
+def loop(config: dict[str, Any], *, apart: bool = False, asks_at: int = -1, evaluates: bool = True) -> list[float]:
     """A loop over the run's own batches, whole steps or their parts; asks itself to stop where it is to."""
     losses, loss_of = [], torch.nn.functional.cross_entropy
     with framework.open_engine(config) as engine:
@@ -60,7 +60,8 @@ def loop(config: dict[str, Any], *, apart: bool = False, asks_at: int = -1) -> l
                 engine.log({"train/loss": losses[-1]})
             if asks_at >= 0:
                 torch.distributed.barrier()
-        engine.evaluate()
+        if evaluates:
+            engine.evaluate()
     return losses
 
 
@@ -111,6 +112,8 @@ def main() -> None:
         except FrameworkError as error:
             found["penalty3"] = str(error)
         found["slow"] = slow_evaluation()
+        often = {"every_steps": 2, "start_step": 3, "at_start": True, "at_end": True}
+        loop(digits(0, run={"name": "often"}, evaluation=often, checkpoint={"every_epochs": 1}), evaluates=False)
         if torch.distributed.get_rank() == 0:
             Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
 

@@ -1,0 +1,191 @@
+"""Backward passes of a loop of one's own between two steps: their gradients add up, as in plain PyTorch.
+
+DeepSpeed (0.19.8) expects one `engine.backward` for each `engine.step`. Of more, ZeRO 1 and 2 step with the last one's
+gradient alone (`DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue` writes `averaged_gradients` anew), and
+which of them count at stage 3 depends on where the forward passes were (`micro_step_id` moves on in `forward`). A pass
+through the outputs of another engine runs that engine's hooks as well, and leaves gradients on its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from framework.errors import TrainingError, UsageError
+
+_OFFLOAD = (
+    "DeepSpeed keeps the last pass's gradient alone with offload_optimizer at ZeRO stages 1 and 2; add the losses and "
+    "call backward once, or count the passes as batch.accumulation_steps, with step() behind each"
+)
+
+
+# The engine that a backward pass belongs to, while it runs.
+_RUNNING: Final[list[BackwardPasses]] = []
+
+
+class BackwardPasses:
+    """What an engine's gradients are made of since its last step.
+
+    Attributes:
+        num_passes: backward passes since the last `step`, of this micro-batch.
+    """
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
+        self.num_passes = 0
+        self.parameters = list(engine.module.parameters())
+        self._engine, self._optimizer = engine, engine.optimizer
+        self._is_broken = self._has_begun = False
+        # Hooks on the outputs of `engine(...)` look these up when a pass reaches them.
+        self._prologue, self._per_tensor = engine._backward_prologue, engine._backward_prologue_per_tensor
+        engine._backward_prologue = self._begin
+        engine._backward_prologue_per_tensor = self._scale
+
+    def run(self, loss: torch.Tensor, others: Sequence[BackwardPasses], *, retain_graph: bool = False) -> None:
+        """Add the gradients of a loss to those since the last step. Weights of `others` get none.
+
+        Raises:
+            UsageError: the loss has no graph, or is no single number.
+            TrainingError: a second pass cannot be added here; or an earlier one has failed.
+        """
+        self.refuse_broken("backward")
+        _refuse_no_loss(loss)
+        earlier = self._earlier_gradients()
+        with self.running(others):
+            self._has_begun = True
+            self._engine.backward(loss, retain_graph=retain_graph)
+            self._add(earlier)
+        self.num_passes += 1
+
+    @contextmanager
+    def running(self, others: Sequence[BackwardPasses]) -> Iterator[None]:
+        """Let the engine's hooks do their work, for its own backward pass; those of `others` do none meanwhile."""
+        self._has_begun = False
+        _RUNNING.append(self)
+        try:
+            with _without_gradients(self.parameters, others):
+                yield
+        except BaseException:
+            self._is_broken = self._has_begun
+            raise
+        finally:
+            _RUNNING.pop()
+
+    def end(self) -> None:
+        """Begin to count again: the engine's step takes what there is.
+
+        Raises:
+            TrainingError: there is nothing, or not all of it.
+        """
+        self.refuse_broken("step")
+        if not self.num_passes:
+            reason = "no backward since the last step, so there is no gradient to step with; call backward(loss) before"
+            raise TrainingError(f"step: {reason} [step-without-backward]")
+        self.num_passes = 0
+
+    def refuse_broken(self, call: str) -> None:
+        """Refuse to go on with a part of a gradient.
+
+        Raises:
+            TrainingError: a backward pass has failed.
+        """
+        if self._is_broken:
+            reason = "an earlier backward pass has failed, and left a part of its gradients; end the loop with it"
+            raise TrainingError(f"{call}: {reason} [backward-failed]")
+
+    def _begin(self) -> None:
+        if self in _RUNNING:
+            self._has_begun = True
+            self._prologue()
+        elif not _RUNNING:
+            self._watch_pass()
+
+    def _scale(self, gradient: Any) -> Any:
+        return self._per_tensor(gradient) if self in _RUNNING else gradient
+
+    def _watch_pass(self) -> None:
+        """Refuse the pass that has begun if it gives weights a gradient; `torch.autograd.grad` gives them none."""
+        hooks = [
+            weight.register_post_accumulate_grad_hook(_refuse_gradient)
+            for weight in self.parameters
+            if weight.requires_grad
+        ]
+
+        def remove() -> None:
+            for hook in hooks:
+                hook.remove()
+
+        torch.autograd.Variable._execution_engine.queue_callback(remove)
+
+    def _earlier_gradients(self) -> dict[int, Any]:
+        """Return what the pass that comes would write over."""
+        if not self.num_passes:
+            return {}
+        optimizer = self._optimizer
+        if isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.cpu_offload:
+            raise TrainingError(f"backward: a second one before step(): {_OFFLOAD} [several-backwards]")
+        if isinstance(optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
+            # As `forward` does, which may have been before the pass that was last.
+            optimizer.clear_backward_seen_flag()
+        if isinstance(optimizer, DeepSpeedZeroOptimizer) and self._engine.is_gradient_accumulation_boundary():
+            return dict(optimizer.averaged_gradients)
+        return {}
+
+    def _add(self, earlier: dict[int, Any]) -> None:
+        for group, gradients in earlier.items():
+            latest = self._optimizer.averaged_gradients[group]
+            if gradients is None or latest is gradients:  # one buffer, which passes add to
+                continue
+            for gradient, former in zip(latest, gradients, strict=True):
+                gradient.add_(former)
+
+
+def _refuse_gradient(weight: torch.nn.Parameter) -> None:
+    if not _RUNNING:  # else it was left by a pass that failed
+        reason = "a backward pass through outputs of the engine that is not the engine's own"
+        raise UsageError(
+            f"backward: {reason}; call engine.backward(loss), not loss.backward() [backward-not-of-engine]"
+        )
+
+
+def _refuse_no_loss(loss: Any) -> None:
+    reason = ""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = tuple(getattr(loss, "shape", ()))
+        reason = f"{type(loss).__name__} of shape {shape} is no loss; take its mean"
+    elif not loss.requires_grad:
+        reason = "the loss has no graph: it was computed under no_grad, detached, or all weights in it are frozen"
+    if reason:
+        raise UsageError(f"backward: {reason} [no-gradient]")
+
+
+@contextmanager
+def _without_gradients(parameters: Sequence[torch.nn.Parameter], others: Sequence[BackwardPasses]) -> Iterator[None]:
+    """Keep gradients away from weights of other engines, which a loss may go through: in plain PyTorch their
+    optimizer's `zero_grad` forgets them.
+    """
+    if not others:
+        yield
+        return
+    own = set(parameters)
+    weights = (weight for one in others for weight in one.parameters if weight not in own)
+    foreign = [weight for weight in weights if weight.requires_grad]
+    kept: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for weight in foreign:
+        # torch's AccumulateGrad asks for the flag when it runs; the hooks of DeepSpeed it calls all the same.
+        weight.requires_grad_(False)
+        if hooks := weight._post_accumulate_grad_hooks:
+            kept.append((hooks, dict(hooks)))
+            hooks.clear()
+    try:
+        yield
+    finally:
+        for weight in foreign:
+            weight.requires_grad_(True)
+        for hooks, former in kept:
+            hooks.update(former)
