@@ -164,7 +164,8 @@ class Training(Section):
     """Largest global L2 norm of the gradients; 0 turns clipping off."""
     recompute_every: Count = 0
     """Groups of this many layers keep only their input for the backward pass and run again in it: less memory for about
-    a third more computation. 0 keeps everything."""
+    a third more computation. 0 keeps everything. 1 also turns on what transformers' models bring along
+    (`gradient_checkpointing_enable`)."""
     loss_tile: LossTile = "auto"
     """Positions of a micro-batch whose logits are there at once: the output layer, the cross-entropy and both their
     gradients are computed tile by tile. 0: all. auto: all up to 2^28 logits on a device (1 GiB in fp32), else as many

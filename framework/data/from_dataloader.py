@@ -21,6 +21,7 @@ from framework.data.batches import fetched, random_state_kept, seed_generators
 from framework.data.loaders import is_stream
 from framework.data.order import Order, mix_int
 from framework.errors import ConfigError
+from framework.system.log import warn
 
 _SAMPLER_SALT: Final = 0x5A91
 
@@ -96,6 +97,7 @@ def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, An
     collate_fn = None if given.collate_fn is default_collate else given.collate_fn
     size = given.batch_size or batches.batch_size  # type: ignore[union-attr]
     taken: dict[str, Any] = {"num_workers": given.num_workers, "micro_size": size}
+    _look_at_worker_init(given, key=key)
     if is_stream(dataset):
         return (dataset if collate_fn is None else TakenStream(dataset, collate_fn)), taken
     sampler: Any = batches.sampler  # type: ignore[union-attr]
@@ -114,6 +116,21 @@ def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, An
         order = TakenSet(dataset, None, sampler).epoch_order(0, seed=0)
         dataset, sampler = Subset(dataset, order(np.arange(len(sampler))).tolist()), None
     return (dataset if collate_fn is sampler is None else TakenSet(dataset, collate_fn, sampler)), taken
+
+
+def _look_at_worker_init(given: DataLoader[Any], *, key: str) -> None:
+    """Refuse a `worker_init_fn` that may divide a stream over workers; warn of one over samples by number."""
+    if given.worker_init_fn is None or not given.num_workers:
+        return
+    if is_stream(given.dataset):
+        reason = "its worker_init_fn is not called, and may be what divides the stream over the workers"
+        fix = "let the dataset's __iter__ ask torch.utils.data.get_worker_info(), and leave worker_init_fn out"
+        raise ConfigError.of("loader-not-taken", reason, fix, key, "DataLoader")
+    warn(
+        f"{key}: the DataLoader's worker_init_fn is not called: the run seeds Python, numpy and torch for every "
+        "sample [worker-init-not-called]",
+        is_of_all_ranks=True,
+    )
 
 
 def as_tensors(dataset: Any) -> Any:

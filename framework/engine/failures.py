@@ -9,7 +9,7 @@ import errno
 import os
 import re
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -31,6 +31,7 @@ from framework.system.exits import refusing_exits
 
 _NOT_DETERMINISTIC: Final = re.compile(r"([\w.:]+) does not have a deterministic implementation")
 _ANOMALY: Final = re.compile(r"Function '(\w+?)(?:Backward\d*)?' returned nan values")
+_SPARSE: Final = re.compile(r"\bSparse(CPU|CUDA)\b|between dense and sparse Tensors")
 _SMALLER_STEPS: Final = (
     "set a smaller batch.micro_size (batch.global_size may stay), training.recompute_every, a higher zero.stage or "
     "zero.offload_optimizer"
@@ -47,6 +48,12 @@ _EXPLAINED: Final = (RuntimeError, TypeError, ValueError, IndexError, AttributeE
 _FOREIGN: Final = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib"))
 _OWN: Final = str(Path(__file__).parents[1])
 _LONGEST: Final = 300
+# Names of types in torch's messages: of ATen (Float), of C++ (float, c10::Half), of Python (torch.float32).
+_HALF_TYPE: Final = re.compile(r"\b(BFloat16|Half|bfloat16|float16)\b")
+_SINGLE_TYPE: Final = re.compile(r"\b([Ff]loat|float32)\b")
+_WHOLE_TYPE: Final = re.compile(
+    r"\b(Long|Int|Short|Char|Byte|Bool|long int|int|short|signed char|unsigned char|bool|u?int(8|16|32|64))\b"
+)
 _MOST_SHOWN: Final = 8
 
 
@@ -87,6 +94,11 @@ def known_failure(error: BaseException, plan: Plan | None = None) -> str:
     if is_torchs and (operation := _ANOMALY.search(stated)):
         place = "the warning above has the line of the forward pass, the last one that is yours"
         return f"the gradient of {operation[1]} is NaN; {place} [gradient-not-finite]"
+    if is_torchs and _SPARSE.search(stated):
+        return (
+            "a gradient is sparse, which DeepSpeed takes at zero.stage 0 alone; build the embedding, or call "
+            "embedding(), with sparse=False (the numbers are the same) [sparse-gradient]"
+        )
     if (
         isinstance(error, MemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
@@ -169,11 +181,24 @@ def _hint_of_model(error: BaseException, inputs: Any) -> str:
         low, high = min(int(part.min()) for part in numbers), max(int(part.max()) for part in numbers)
         needs = "an embedding needs more rows than the largest, and none is negative"
         return f"its whole numbers go from {low} to {high}: {needs}"
-    if isinstance(error, RuntimeError) and "type" in str(error):
-        if any(_is_whole(part) for part in tensors):
-            return "return floating-point inputs from the dataset: x.float(), for images x.float() / 255"
-        if any(part.dtype == torch.float64 for part in tensors):
-            return "return float32 inputs from the dataset: x.float()"
+    if isinstance(error, (RuntimeError, ValueError)) and "type" in str(error).lower():
+        return _hint_of_types(str(error), tensors)
+    return ""
+
+
+def _hint_of_types(text: str, inputs: Sequence[Tensor]) -> str:
+    """Return the way out where a product met two types of numbers; torch names them in many ways."""
+    is_half = _HALF_TYPE.search(text) is not None
+    is_single = _SINGLE_TYPE.search(text) is not None
+    if (is_half and is_single) or "mixed dtype" in text:
+        return (
+            "this line computes with fp32 and with weights in half precision: cast the one to the type of the other "
+            "(h.to(weight.dtype)), or set precision.dtype: autocast, which casts by itself"
+        )
+    if _WHOLE_TYPE.search(text) and any(_is_whole(part) for part in inputs):
+        return "return floating-point inputs from the dataset: x.float(), for images x.float() / 255"
+    if any(part.dtype == torch.float64 for part in inputs):
+        return "return float32 inputs from the dataset: x.float()"
     return ""
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from framework.config.groups import group_values, has_groups, in_order, refuse_unmatched_groups
 from framework.config.optimizer import Muon
 from framework.config.training import Compile, Training
-from framework.errors import ConfigError, Problem
+from framework.errors import ConfigError, Problem, in_one_line
 from framework.models.layers import LayeredModel, as_layers
 from framework.models.sync_batch_norm import with_sync_batch_norm
 from framework.text.typos import unmatched_pattern
@@ -94,6 +94,9 @@ def frozen_names(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
 def with_recompute(model: nn.Module, *, every: int) -> nn.Module:
     """Keep only the input of every group of so many layers for the backward pass; 0: keep everything.
 
+    A model that cannot be cut into layers, and has a method of its own for it as transformers' models have, is set to
+    recompute each of its layers.
+
     Raises:
         ConfigError: kind ``recompute-needs-layers``.
     """
@@ -103,16 +106,42 @@ def with_recompute(model: nn.Module, *, every: int) -> nn.Module:
         try:
             model = LayeredModel(as_layers(model), taken_from=model)
         except ConfigError as error:
-            (problem,) = error.problems
-            raise ConfigError.of(
-                "recompute-needs-layers",
-                f"the model ({problem.value}) cannot be cut into layers: {problem.reason}",
-                f"{problem.fix}; or set training.recompute_every: 0",
-                "training.recompute_every",
-                every,
-            ) from error
+            return _with_own_checkpointing(model, every=every, refusal=error)
     model.recompute_every = every
     return model
+
+
+def _with_own_checkpointing(model: nn.Module, *, every: int, refusal: ConfigError) -> nn.Module:
+    """Turn on the recomputation that the model brings along, in itself or in parts of it."""
+    (problem,) = refusal.problems
+    reason = f"the model ({problem.value}) cannot be cut into layers: {problem.reason}"
+    fix = f"{problem.fix}; or set training.recompute_every: 0"
+    enablers = list(_checkpointing_methods(model))
+    try:
+        if every == 1:
+            for enable in enablers:
+                enable()
+    except Exception as error:  # a ValueError of transformers, or what other code raises
+        reason += f"; and its own recomputation cannot be turned on: {in_one_line(error)}"
+        enablers = []
+    if enablers and every == 1:
+        return model
+    if enablers:
+        reason += "; its own recomputation (gradient_checkpointing_enable) is of each layer"
+        fix = "set training.recompute_every: 1, or 0"
+    raise ConfigError.of("recompute-needs-layers", reason, fix, "training.recompute_every", every) from refusal
+
+
+def _checkpointing_methods(model: nn.Module) -> Iterator[Callable[[], Any]]:
+    """Yield the methods that turn on recomputation, of the outermost modules that have one."""
+    # transformers has renamed it; both names are there until its version 6.
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+        method = getattr(model, name, None)
+        if callable(method):
+            yield method
+            return
+    for child in model.children():
+        yield from _checkpointing_methods(child)
 
 
 def compile_model(model: nn.Module, asked: Compile) -> None:

@@ -41,6 +41,12 @@ from framework.errors import ConfigError, in_one_line
 from framework.models.adapt import as_fp32, prepare_model
 from framework.models.adapters import add_adapters
 from framework.models.sync_batch_norm import with_sync_batch_norm
+from framework.models.unsupported import (
+    in_rows,
+    refuse_sparse_gradients,
+    refuse_unsupported,
+    store_in_rows,
+)
 from framework.plan.plan import Plan
 from framework.setup.objects import load_target
 from framework.setup.prepared import Prepared
@@ -79,6 +85,9 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
             for name, parameter in module.named_parameters():
                 if f"{layer}.{name}" in frozen:
                     parameter.requires_grad_(False)
+            refuse_unsupported(module, plan.config, prefix=f"{layer}.")
+            refuse_sparse_gradients(module, plan.config, prefix=f"{layer}.")
+            store_in_rows(module)
             return with_sync_batch_norm(module, process_group=data_parallel_group) if synced else module
 
         stage = build_pipeline(
@@ -97,7 +106,7 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
             weights.let_go()  # `Prepared` would hold them to the end of the run
         return stage
     is_ours = not isinstance(plan.config.model, (Target, Object))  # whose modules draw in their own constructors
-    build, groups = parts.build_model, None
+    build, groups = in_rows(parts.build_model, plan.config), None
     if plan.layout.tensor_size > 1:
         groups = make_groups(plan.layout)
         build = TensorCut(groups.tensor, plan.config.parallel.tensor_plan, parts.task).after(build)
@@ -108,6 +117,7 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
     if plan.config.precision.dtype not in HALF:  # below stage 3 DeepSpeed would train what it gets
         as_fp32(model)
     model = prepare_model(model, plan.config.training)
+    refuse_sparse_gradients(model, plan.config)
     if weights is not None:
         source, group = str(plan.config.checkpoint.init_weights), None if groups is None else groups.tensor
         put_weights(model, weights, source=source, tensor_group=group)

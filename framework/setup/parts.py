@@ -30,6 +30,7 @@ from framework.engine.schedules import MakeSchedule
 from framework.errors import ConfigError, Problem
 from framework.models.adapt import MuonWithAdamW
 from framework.models.layers import Layer, LayeredModel, as_layers
+from framework.models.unsupported import refuse_unsupported
 from framework.plan.plan import Plan
 from framework.plan.rules.model import vocabulary_problem
 from framework.setup.objects import (
@@ -84,7 +85,9 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
         size = config.parallel.tensor
         check_optimizer(make_optimizer, stage=config.zero.stage, key=key, value=value, tensor=size)
     schedule = _schedule_maker(config, objects.scheduler, make_optimizer)
-    build_model = model_builder(config, objects.model)
+    if isinstance(objects.model, torch.nn.Module):
+        refuse_unsupported(objects.model, config)  # before any rank waits for another
+    build_model = _refusing_unsupported(model_builder(config, objects.model), config)
     return Parts(build_model, splits, task, make_optimizer, _callbacks(config, objects), schedule)
 
 
@@ -232,6 +235,15 @@ def model_builder(config: RunConfig, model: ModelSource | None) -> Callable[[], 
     fix = "hand over functools.partial(...) with its arguments, or the built model"
     check_handed_over(model, key="model", call="()", fix=fix)
     return lambda: as_module(model())
+
+
+def _refusing_unsupported(build: Callable[[], torch.nn.Module], config: RunConfig) -> Callable[[], torch.nn.Module]:
+    def build_supported() -> torch.nn.Module:
+        model = build()
+        refuse_unsupported(model, config)
+        return model
+
+    return build_supported
 
 
 def as_module(model: Any) -> torch.nn.Module:

@@ -209,3 +209,18 @@ class TestSamplers:
             taken_over(DataLoader(NUMBERS, 4, sampler=Weighted(NUMBERS, 2, 1)), key="data", trains=trains)
         dataset, _ = taken_over(DataLoader(NUMBERS, 4, sampler=Weighted(NUMBERS, 1, 0)), key="data", trains=True)
         assert steps(dataset, 1) == [[0] * 8], "of one rank it is an order like any"
+
+
+def test_a_function_that_begins_workers_is_named_and_of_a_stream_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(4))
+
+    taken_over(DataLoader(NUMBERS, batch_size=4, num_workers=1, worker_init_fn=print), key="train_data", trains=True)
+    assert "train_data: the DataLoader's worker_init_fn is not called" in capsys.readouterr().err
+    for given in (DataLoader(NUMBERS, batch_size=4, worker_init_fn=print), DataLoader(Stream(), worker_init_fn=print)):
+        taken_over(given, key="train_data", trains=True)  # without workers nothing would call it
+    assert capsys.readouterr().err == ""
+    dividing = DataLoader(Stream(), num_workers=2, worker_init_fn=print)
+    with pytest.raises(ConfigError, match=r"may be what divides the stream.*\[loader-not-taken\]"):
+        taken_over(dividing, key="train_data", trains=True)

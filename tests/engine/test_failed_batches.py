@@ -32,6 +32,18 @@ class Named(nn.Linear):
         return {"logits": super().forward(a)}
 
 
+class Routed(nn.Module):
+    """Tokens in half precision, with one part in fp32 as routers have it."""
+
+    def __init__(self, dtype: torch.dtype, part: nn.Module) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(3, 4, dtype=dtype)
+        self.part = part.to(dtype)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return self.part(self.embed(tokens).float())
+
+
 class Wrong(nn.Linear):
     def forward(self, a: torch.Tensor) -> torch.Tensor:
         return super().forward(a) @ torch.ones(9, 9)
@@ -51,6 +63,11 @@ class Wrong(nn.Linear):
         (nn.Linear(7, 2), X, Y, "it was given float32 [4, 3] (traceback"),
         (Wrong(3, 2), X, Y, f"the model fails on a batch at {__file__}:"),
         (nn.Embedding(3, 2), Y + 2, Y, "its whole numbers go from 2 to 3"),
+        *(
+            (Routed(dtype, part), Y, Y, "given int64 [4]; this line computes with fp32 and with weights in half")
+            for dtype in (torch.bfloat16, torch.float16)
+            for part in (nn.Linear(4, 2), nn.Linear(4, 2, bias=False), nn.LayerNorm(4), nn.LSTM(4, 2))
+        ),
     ],
 )
 @pytest.mark.parametrize("task", [Classification(), as_task(nn.CrossEntropyLoss())], ids=["kind", "callable"])

@@ -45,6 +45,12 @@ SHARED = (
             ),
             "[out-of-host-memory]",
         ),
+        # torch 2.15, as DeepSpeed meets it at stages 1 and 2, and at stage 3
+        (
+            NotImplementedError("Could not run 'aten::view' with arguments from the 'SparseCPU' backend. This could"),
+            "with sparse=False (the numbers are the same) [sparse-gradient]",
+        ),
+        (RuntimeError("copy_() between dense and sparse Tensors is not implemented! Found self"), "[sparse-gradient]"),
         (OSError(12, "Cannot allocate memory"), "[out-of-host-memory]"),
         (RuntimeError(SHARED), "is killed by signal: Bus error: /dev/shm is full: "),
         (RuntimeError(f"{DEAD}Killed. "), "is killed by signal: Killed: the host, or the memory limit of this job"),

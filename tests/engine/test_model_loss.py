@@ -21,6 +21,8 @@ STEPS, SIZE = 8, 8
 CASES: dict[str, tuple[str, bool, dict[str, Any], int]] = {
     "own-next": ("qwen3", False, {"kind": "model_loss", "mean_over": "next_labels"}, 2),
     "own-next-z3": ("gpt-neox", False, {"kind": "model_loss", "mean_over": "next_labels"}, 3),
+    "recomputed": ("qwen3", False, {"kind": "causal_lm"}, 0),
+    "recomputed-z3": ("qwen3", False, {"kind": "model_loss", "mean_over": "next_labels"}, 3),
     "named-next": ("qwen3", False, {"kind": "causal_lm"}, 1),
     "own-classes": ("roberta", True, {"kind": "model_loss"}, 0),
     "named-classes": ("roberta", True, {"kind": "classification"}, 1),
@@ -40,7 +42,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "batch": {"global_size": SIZE, "accumulation_steps": 2},
             "zero": {"stage": stage},
             "optimizer": {"kind": "sgd", "lr": 0.1},
-            "training": {"max_steps": STEPS, "log_every": 1, "clip_grad_norm": 0},
+            "training": {
+                "max_steps": STEPS,
+                "log_every": 1,
+                "clip_grad_norm": 0,
+                "recompute_every": int(name.startswith("recomputed")),
+            },
             "checkpoint": {"at_end": False},
             "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
         }

@@ -136,6 +136,35 @@ def test_a_model_that_cannot_be_cut_is_refused_with_the_way_out(model: nn.Module
     assert "layers()" in problem.fix
 
 
+class Recomputing(Whole):
+    """One with a switch of its own, under the name that transformers' models gave it."""
+
+    is_on = False
+    refusal = ""
+
+    def gradient_checkpointing_enable(self) -> None:
+        if self.refusal:
+            raise ValueError(self.refusal)
+        self.is_on = True
+
+
+def test_a_model_with_recomputation_of_its_own_turns_it_on() -> None:
+    model, inside = Recomputing(), nn.ModuleDict({"body": Recomputing(), "head": nn.Linear(2, 2)})
+    assert prepare_model(model, Training(recompute_every=1)) is model
+    assert model.is_on
+    assert prepare_model(inside, Training(recompute_every=1)) is inside
+    assert inside["body"].is_on
+    untouched = Recomputing()
+    prepare_model(untouched, Training())
+    assert not untouched.is_on
+    with pytest.raises(ConfigError, match=r"is of each layer; set training.recompute_every: 1, or 0"):
+        prepare_model(untouched, Training(recompute_every=2))
+    refusing = Recomputing()
+    refusing.refusal = "Recomputing does not support gradient checkpointing."
+    with pytest.raises(ConfigError, match=r"cannot be turned on: ValueError: Recomputing does not support"):
+        prepare_model(refusing, Training(recompute_every=1))
+
+
 def test_batch_norms_keep_their_weights_and_names() -> None:
     model = SmallResNet18()
     before, objects = list(model.state_dict()), list(model.parameters())
