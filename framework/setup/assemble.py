@@ -33,7 +33,7 @@ from framework.engine.pipeline_engine import PipelineEngine, build_pipeline
 from framework.engine.plain_engine import PlainEngine, build_engine
 from framework.engine.profile import Profiler
 from framework.engine.protocol import Engine
-from framework.engine.rank_groups import make_groups
+from framework.engine.rank_groups import RankGroups, make_groups
 from framework.engine.step_batches import HALF
 from framework.engine.tensor_cut import TensorCut
 from framework.engine.weights import put_layer_weights, put_weights
@@ -50,6 +50,7 @@ from framework.models.unsupported import (
 from framework.plan.plan import Plan
 from framework.setup.objects import load_target
 from framework.setup.prepared import Prepared
+from framework.setup.stages import CutModel
 from framework.setup.tensorboard import SampleWatch, weight_histograms
 from framework.tasks.causal_lm import logits_of
 from framework.tasks.task import Task
@@ -68,68 +69,19 @@ _IN_FP16: Final = 4
 
 
 def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
-    """The model with its optimizer, plain or as this rank's stage of a pipeline. Collective."""
-    plan, parts, cut, ds_config = prepared.plan, prepared.parts, prepared.cut, prepared.ds_config
+    """Build the model with its optimizer, whole or as this rank's stage of a pipeline. Collective."""
+    plan, parts = prepared.plan, prepared.parts
     random_state.seed_everything(plan.config.run.seed)  # the same weights on every rank
-    weights = prepared.weights
-    assert not isinstance(weights, SavedCheckpoint), "they are read when the ranks have met"
     # A dataset's own `collate_fn` pads as it likes.
-    varying_shapes = any(callable(getattr(split, "collate_fn", None)) for split in parts.splits.by_name().values())
-    if cut is not None:
-        frozen, synced = cut.frozen, plan.config.training.sync_batch_norm
-
-        def adapt(module: torch.nn.Module, layer: str, data_parallel_group: Any) -> torch.nn.Module:
-            """What `prepare_model` does to a whole model."""
-            if weights is not None:
-                put_layer_weights(module, weights, layer=layer)
-            for name, parameter in module.named_parameters():
-                if f"{layer}.{name}" in frozen:
-                    parameter.requires_grad_(False)
-            refuse_unsupported(module, plan.config, prefix=f"{layer}.")
-            refuse_sparse_gradients(module, plan.config, prefix=f"{layer}.")
-            store_in_rows(module)
-            return with_sync_batch_norm(module, process_group=data_parallel_group) if synced else module
-
-        stage = build_pipeline(
-            plan,
-            ds_config=ds_config,
-            layers=cut.layers,
-            bounds=cut.table.bounds,
-            task=parts.task,
-            make_optimizer=parts.make_optimizer,
-            make_schedule=parts.make_schedule,
-            adapt=adapt,
-            set_mode=cut.set_mode,
-            varying_shapes=varying_shapes,
-        )
-        if weights is not None:
-            weights.let_go()  # `Prepared` would hold them to the end of the run
-        return stage
-    is_ours = not isinstance(plan.config.model, (Target, Object))  # whose modules draw in their own constructors
-    build, groups = in_rows(parts.build_model, plan.config), None
-    if plan.layout.tensor_size > 1:
-        groups = make_groups(plan.layout)
-        build = TensorCut(groups.tensor, plan.config.parallel.tensor_plan, parts.task).after(build)
-    # Of which no other rank could take the place.
-    with building_experts(plan, varies=varying_shapes or plan.layout.micro_size == 1) as divides:
-        make = partial(build_model, build, ds_config=ds_config, draws_in_pieces=is_ours, groups=groups)
-        model = build() if divides else make()
-    if plan.config.precision.dtype not in HALF:  # below stage 3 DeepSpeed would train what it gets
-        as_fp32(model)
-    model = prepare_model(model, plan.config.training)
-    refuse_sparse_gradients(model, plan.config)
-    if weights is not None:
-        source, group = str(plan.config.checkpoint.init_weights), None if groups is None else groups.tensor
-        put_weights(model, weights, source=source, tensor_group=group)
-        weights.let_go()
-    if (lora := plan.config.training.lora) is not None:
-        model = add_adapters(model, lora, seed=plan.config.run.seed)
-        if plan.config.zero.stage == 3:
-            model = partition(model, ds_config)
+    splits = parts.splits.by_name().values()
+    varying_shapes = any(callable(getattr(split, "collate_fn", None)) for split in splits)
+    if prepared.cut is not None:
+        return _assemble_stage(prepared, prepared.cut, varying_shapes=varying_shapes)
+    groups = make_groups(plan.layout) if plan.layout.tensor_size > 1 else None
     engine = build_engine(
         plan,
-        ds_config=ds_config,
-        model=model,
+        ds_config=prepared.ds_config,
+        model=_whole_model(prepared, groups, varying_shapes=varying_shapes),
         task=parts.task,
         make_optimizer=parts.make_optimizer,
         make_schedule=parts.make_schedule,
@@ -138,6 +90,73 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
     if getattr(plan.config.data, "packing", False) and not isinstance(plan.config.model, GPT):
         _refuse_mixing(engine, parts.task)
     return engine
+
+
+def _assemble_stage(prepared: Prepared, cut: CutModel, *, varying_shapes: bool) -> PipelineEngine:
+    plan, parts, weights = prepared.plan, prepared.parts, prepared.weights
+    assert not isinstance(weights, SavedCheckpoint), "they are read when the ranks have met"
+
+    def adapt(module: torch.nn.Module, layer: str, data_parallel_group: Any) -> torch.nn.Module:
+        """Change a layer as `prepare_model` changes a whole model."""
+        if weights is not None:
+            put_layer_weights(module, weights, layer=layer)
+        for name, parameter in module.named_parameters():
+            if f"{layer}.{name}" in cut.frozen:
+                parameter.requires_grad_(False)
+        refuse_unsupported(module, plan.config, prefix=f"{layer}.")
+        refuse_sparse_gradients(module, plan.config, prefix=f"{layer}.")
+        store_in_rows(module)
+        if not plan.config.training.sync_batch_norm:
+            return module
+        return with_sync_batch_norm(module, process_group=data_parallel_group)
+
+    stage = build_pipeline(
+        plan,
+        ds_config=prepared.ds_config,
+        layers=cut.layers,
+        bounds=cut.table.bounds,
+        task=parts.task,
+        make_optimizer=parts.make_optimizer,
+        make_schedule=parts.make_schedule,
+        adapt=adapt,
+        set_mode=cut.set_mode,
+        varying_shapes=varying_shapes,
+    )
+    if weights is not None:
+        weights.let_go()  # `Prepared` would hold them to the end of the run
+    return stage
+
+
+def _whole_model(prepared: Prepared, groups: RankGroups | None, *, varying_shapes: bool) -> torch.nn.Module:
+    """Build this rank's model, its share of one in a tensor group, partitioned at stage 3. Collective."""
+    plan, parts, weights = prepared.plan, prepared.parts, prepared.weights
+    config = plan.config
+    assert not isinstance(weights, SavedCheckpoint), "they are read when the ranks have met"
+    # Modules of our own draw in their own constructors.
+    is_ours = not isinstance(config.model, (Target, Object))
+    build = in_rows(parts.build_model, config)
+    if groups is not None:
+        build = TensorCut(groups.tensor, config.parallel.tensor_plan, parts.task).after(build)
+    # Of experts no other rank could take the place.
+    with building_experts(plan, varies=varying_shapes or plan.layout.micro_size == 1) as divides:
+        if divides:
+            model = build()
+        else:
+            model = build_model(build, ds_config=prepared.ds_config, draws_in_pieces=is_ours, groups=groups)
+    if config.precision.dtype not in HALF:  # below stage 3 DeepSpeed would train what it gets
+        as_fp32(model)
+    model = prepare_model(model, config.training)
+    refuse_sparse_gradients(model, config)
+    if weights is not None:
+        source = str(config.checkpoint.init_weights)
+        tensor_group = None if groups is None else groups.tensor
+        put_weights(model, weights, source=source, tensor_group=tensor_group)
+        weights.let_go()
+    if config.training.lora is not None:
+        model = add_adapters(model, config.training.lora, seed=config.run.seed)
+        if config.zero.stage == 3:
+            model = partition(model, prepared.ds_config)
+    return model
 
 
 @torch.no_grad()
