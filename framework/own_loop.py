@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Final
@@ -23,6 +22,7 @@ from framework.setup.assemble import make_eval_loaders, make_schedule
 from framework.setup.objects import Objects, config_with_objects
 from framework.setup.open_run import OpenRun
 from framework.setup.prepared import prepare
+from framework.system.clock import now
 from framework.system.exits import end_in_one_line, refusing_exits
 from framework.system.log import warn
 from framework.system.stopping import EVALUATE, SAVE, StopRequest
@@ -268,7 +268,7 @@ class OpenEngine:
         self._measured = (self._measured if self._measured_at == step else {}) | found
         self._measured_at = step
         self._run.outcome.metrics.update(found)
-        self._sinks.write(Point(step, step / (self._plan.length.steps_per_epoch or 1), time.time(), found))
+        self._sinks.write(Point(step, step / (self._plan.length.steps_per_epoch or 1), now(), found))
 
     def save(self) -> None:
         """Write a checkpoint of this step, with what was logged at it."""

@@ -9,19 +9,19 @@ of life, is one class, whatever was done in it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final
 
-from framework.engine.protocol import EVALUATING, SAVING
 from framework.report.records import Run, Series
 
 # Of these events `seconds` is time beside the steps, at their end.
 _BESIDE: Final = {"evaluate": "evaluation", "save": "saving", "profile": "profiling", "callbacks": "callbacks"}
-# What the seconds of a hang are a part of, by its phase; of all others it is the steps.
-_HANGS_IN: Final = {EVALUATING: "evaluation", SAVING: "saving"}
-# Said by threads that know the last logged step alone, or by who comes later: not how far a start had come.
-_NOT_REACHED: Final = ("warning", "hang", "straggler", "restart")
+_ROUNDING: Final = 0.002  # of the stamps of events
+_LOOK_SECONDS: Final = 1.0  # in which a thread sees that a run goes on
+# Of threads that know the last logged step alone, or of a later process: not how far a start had come.
+_NOT_REACHED: Final = ("warning", "hang", "slow", "straggler", "restart")
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,21 @@ class _Attempt:
     """One start of a run: its events, and its logged points as (step, Unix time)."""
 
     begin: float
+    from_step: float = 0.0
     events: list[dict[str, Any]] = field(default_factory=list)
     points: list[tuple[int, float]] = field(default_factory=list)
 
     def happened(self, *kinds: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["kind"] in kinds]
 
+    def first_step(self) -> dict[str, Any] | None:
+        return next(iter(self.happened("first_step")), None)
+
     def loop_begin(self) -> float:
         """When the first step began."""
-        if first := self.happened("first_step"):
-            return max(self.begin, _stamp(first[0]) - _seconds(first[0]))
+        first = self.first_step()
+        if first is not None:
+            return max(self.begin, _stamp(first) - _seconds(first))
         return max(self.begin, _stamp(self.events[0])) if self.events else self.begin
 
     def last(self) -> float:
@@ -74,77 +79,227 @@ class _Attempt:
                 stamps.append(_stamp(event))
         return max([self.loop_begin(), *stamps])
 
+    def shift(self, seconds: float) -> None:
+        """Move it in time."""
+        self.begin += seconds
+        self.points = [(step, stamp + seconds) for step, stamp in self.points]
+        self.events = [event | {"time_seconds": _stamp(event) + seconds} for event in self.events]
+
+    def hang(self) -> dict[str, Any] | None:
+        """The hang in which it ended; one after which it went on was slow, and is part of what was slow."""
+        hangs = self.happened("hang")
+        if not hangs:
+            return None
+        stamps = [stamp for _, stamp in self.points]
+        for event in self.events:
+            if event["kind"] not in _NOT_REACHED:
+                stamps.append(_stamp(event))
+        has_gone_on = _stamp(hangs[-1]) - _LOOK_SECONDS <= max(stamps, default=-math.inf)
+        return None if has_gone_on else hangs[-1]
+
 
 def goodput(run: Run) -> Goodput | None:
-    """Attribute the time between the first and the last record; None where no step was timed."""
-    timed = run.metrics.get("time/step_ms", Series())
-    spent = {step: 0.001 * weight * value for step, weight, value in _weighted(timed)}
-    training, steps = sum(spent.values()), sum(weight for _, weight, _ in _weighted(timed))
-    if not run.clock.finite or not training:
+    """Attribute the time between the first and the last record, all of it; None where no step was taken."""
+    attempts = _attempts(run)
+    times = _Times(run, attempts)
+    if not attempts or not (times.seconds or run.happened("first_step")):
         return None
-    attempts = _attempts(run, spent)
-    waits = sum(0.001 * weight * value for _, weight, value in _weighted(run.metrics.get("time/data_ms", Series())))
-    parts = {"training": training - waits, "waiting for data": waits}
+    parts: dict[str, float] = {}
+
+    def add(category: str, seconds: float) -> None:
+        parts[category] = parts.get(category, 0.0) + seconds
 
     restarts = 0
-
-    def move(category: str, seconds: float, *, source: str = "") -> None:
-        parts[category] = parts.get(category, 0.0) + max(0.0, seconds)
-        if source:
-            parts[source] = max(0.0, parts.get(source, 0.0) - max(0.0, seconds))
-
     for attempt, later in zip(attempts, [*attempts[1:], None], strict=True):
         loop_begin, last = attempt.loop_begin(), attempt.last()
-        kept = last if later is None else min(last, attempt.kept_until(later.events[0].get("step", 0)))
-        move("start-up", loop_begin - attempt.begin)
-        for event in attempt.happened(*_BESIDE):
-            if _stamp(event) <= kept:
-                source = "start-up" if _stamp(event) <= loop_begin else ""
-                move(_BESIDE[event["kind"]], _seconds(event), source=source)
-        for event in attempt.happened("first_step"):
-            if _stamp(event) <= kept:
-                move("compiling", _seconds(event) - training / max(1.0, steps), source="training")
-        move("steps taken again", last - kept)
-        for event in attempt.happened("hang"):
-            phase = str(event.get("phase"))
-            source = "callbacks" if "callback" in phase else _HANGS_IN.get(phase, "training")
-            move("hanging", _seconds(event), source=source if _stamp(event) <= kept else "steps taken again")
-        for event in attempt.happened("end"):
-            if _stamp(event) <= kept:
-                move("ending", kept - _stamp(event))
-        down = (later.begin if later is not None else max([last, *map(_stamp, attempt.events)])) - last
+        kept = last
+        if later is not None:
+            kept = min(last, attempt.kept_until(later.events[0].get("step", 0)))
+        for category, seconds in _of_start(attempt, loop_begin).items():
+            add(category, seconds)
+        for category, seconds in _of_loop(attempt, loop_begin, kept, times).items():
+            add(category, seconds)
+        hang = attempt.hang()
+        hanging = 0.0
+        if hang is not None and _stamp(hang) > kept:
+            hanging = min(_seconds(hang), last - kept)
+        add("hanging", hanging)
+        add("steps taken again", last - kept - hanging)
+        end = later.begin if later is not None else max([last, *map(_stamp, attempt.events)])
         was_asked = any("error" not in event for event in attempt.happened("end"))
         went_back = bool(attempt.happened("roll_back"))
-        move("rolling back" if went_back else "stopped" if was_asked else "between restarts", down)
+        category = "between restarts"
+        if went_back:
+            category = "rolling back"
+        elif was_asked:
+            category = "stopped"
+        add(category, end - last)
         restarts += later is not None and not (was_asked or went_back)
-    first, stamps = attempts[0], [_stamp(event) for event in run.events]
-    wall = max([*stamps, *(stamp for _, stamp in run.clock.finite)]) - first.begin
-    parts["other"] = max(0.0, wall - sum(parts.values()))
     return Goodput({name: value for name, value in parts.items() if value > 0}, restarts)
 
 
-def _attempts(run: Run, spent: Mapping[int, float]) -> list[_Attempt]:
+class _Times:
+    """Time of the steps by the metrics: of each logged point, and of a usual step."""
+
+    def __init__(self, run: Run, attempts: Sequence[_Attempt]) -> None:
+        timed = run.metrics.get("time/step_ms", Series())
+        waits = run.metrics.get("time/data_ms", Series())
+        self.seconds = {step: 0.001 * weight * value for step, weight, value in _weighted(timed)}
+        self.waits = {step: 0.001 * weight * value for step, weight, value in _weighted(waits)}
+        num_steps = sum(weight for _, weight, _ in _weighted(timed))
+        spent = sum(self.seconds.values())
+        firsts = [_seconds(first) for attempt in attempts if (first := attempt.first_step())]
+        firsts = [seconds for seconds in firsts if seconds]
+        self.usual = spent / max(1.0, num_steps)
+        if num_steps > len(firsts) and spent > sum(firsts):
+            self.usual = (spent - sum(firsts)) / (num_steps - len(firsts))
+
+
+def _of_start(attempt: _Attempt, loop_begin: float) -> dict[str, float]:
+    """Time before the first step, with what was done beside steps there."""
+    left = loop_begin - attempt.begin
+    parts: dict[str, float] = {}
+    for event in attempt.happened(*_BESIDE):
+        if _stamp(event) <= loop_begin + _ROUNDING:
+            seconds = min(_seconds(event), left)
+            category = _BESIDE[event["kind"]]
+            parts[category] = parts.get(category, 0.0) + seconds
+            left -= seconds
+    return parts | {"start-up": left}
+
+
+def _of_loop(attempt: _Attempt, loop_begin: float, kept: float, times: _Times) -> dict[str, float]:
+    """Time from the first step to the last one that was kept: steps, what was done beside them, and the rest."""
+    beside: dict[str, float] = {}
+    for event in attempt.happened(*_BESIDE):
+        if loop_begin + _ROUNDING < _stamp(event) <= kept:
+            category = _BESIDE[event["kind"]]
+            beside[category] = beside.get(category, 0.0) + _seconds(event)
+    for event in attempt.happened("end"):
+        if _stamp(event) <= kept:
+            beside["ending"] = kept - _stamp(event)
+    hang = attempt.hang()
+    if hang is not None and _stamp(hang) <= kept:
+        beside["hanging"] = _seconds(hang)
+
+    points = [step for step, stamp in attempt.points if stamp <= kept and step in times.seconds]
+    points = list(dict.fromkeys(points))
+    waits = sum(times.waits.get(step, 0.0) for step in points)
+    training = sum(times.seconds[step] for step in points) - waits
+    training += _not_timed(attempt, loop_begin, kept, times)
+    compiling = 0.0
+    first = attempt.first_step()
+    if first is not None and points and _stamp(first) <= kept + _ROUNDING:
+        wait = min(_seconds(first), times.waits.get(points[0], 0.0))
+        wait = min(wait, float(first.get("data_seconds", wait)))
+        compiling = min(training, max(0.0, _seconds(first) - wait - times.usual))
+    steps = {
+        "training": max(0.0, training - compiling),
+        "waiting for data": waits,
+        "compiling": compiling,
+    }
+    # Clocks are read apart, and a mean is no sum: what is too much is taken from the steps.
+    total = kept - loop_begin
+    steps = _scaled(steps, most=max(0.0, total - sum(beside.values())))
+    parts = steps | _scaled(beside, most=total)
+    return parts | {"other": max(0.0, total - sum(parts.values()))}
+
+
+def _not_timed(attempt: _Attempt, loop_begin: float, kept: float, times: _Times) -> float:
+    """Time of steps after the last point, of which events know: a full disk may have cost the points."""
+    points = [(step, stamp) for step, stamp in attempt.points if stamp <= kept]
+    step, since = points[-1] if points else (attempt.from_step, loop_begin)
+    reached = [
+        event
+        for event in attempt.events
+        if event["kind"] not in (*_NOT_REACHED, "closed") and since < _stamp(event) <= kept
+    ]
+    later = [event for event in reached if float(event.get("step", 0)) > step]
+    if not later:
+        return 0.0
+    num_steps = max(float(event["step"]) for event in later) - step
+    end = max(map(_stamp, later))
+    beside = [event for event in reached if event["kind"] in _BESIDE and _stamp(event) <= end]
+    seconds = max(0.0, end - since - sum(map(_seconds, beside)))
+    if not times.seconds:
+        return seconds
+    return min(seconds, 2 * times.usual * num_steps)
+
+
+def _scaled(parts: Mapping[str, float], *, most: float) -> dict[str, float]:
+    total = sum(parts.values())
+    if total <= most:
+        return dict(parts)
+    return {name: value * most / total for name, value in parts.items()}
+
+
+def _attempts(run: Run) -> list[_Attempt]:
     """The starts of a run, in order; one without events where nothing is known of any."""
-    found: list[_Attempt] = []
+    attempts: list[_Attempt] = []
     for event in run.events:
         if "time_seconds" not in event:
             continue
         if event["kind"] in ("start", "resume"):
-            found.append(_Attempt(_stamp(event) - _seconds(event)))
-        if not found:  # the line of the start was lost
-            found.append(_Attempt(_stamp(event)))
-        found[-1].events.append(event)
-    step, stamp = run.clock.finite[0]
+            begin = _stamp(event) - _seconds(event)
+            attempts.append(_Attempt(begin, from_step=float(event.get("step", 0))))
+        if not attempts:  # the line of the start was lost
+            attempts.append(_Attempt(_stamp(event)))
+        attempts[-1].events.append(event)
+    points = run.clock.finite
+    if points:
+        _add_begin(run, attempts, points[0])
+        for step, stamp in points:
+            _owner(attempts, step, stamp).points.append((step, stamp))
+    for attempt, later in pairwise(attempts):
+        later.shift(_shift(attempt, later))
+    return attempts
+
+
+def _add_begin(run: Run, attempts: list[_Attempt], point: tuple[int, float]) -> None:
+    """Begin with the first point where no event knows of the first step, as in runs of older releases."""
+    step, stamp = point
+    timed = run.metrics.get("time/step_ms", Series())
+    spent = {at: 0.001 * weight * value for at, weight, value in _weighted(timed)}
     begin = stamp - spent.get(step, 0.0)
-    if not found:
-        found.append(_Attempt(begin))
-    elif not run.happened("first_step"):  # of an older release: the first logged interval begins where steps do
-        found[0].begin = min(found[0].begin, begin)
-        found[0].events.append({"kind": "first_step", "time_seconds": begin, "step": 0})
-    for step, stamp in run.clock.finite:
-        owner = next((attempt for attempt in reversed(found) if attempt.begin <= stamp), found[0])
-        owner.points.append((step, stamp))
-    return found
+    if not attempts:
+        attempts.append(_Attempt(begin))
+    elif not run.happened("first_step"):
+        attempts[0].begin = min(attempts[0].begin, begin)
+        attempts[0].events.append({"kind": "first_step", "time_seconds": begin, "step": 0})
+
+
+def _owner(attempts: Sequence[_Attempt], step: int, stamp: float) -> _Attempt:
+    """Find the start that has logged a point: the last one from an earlier step, for each drops the points after the
+    step that it begins from; or one from that step that has evaluated there at that time.
+    """
+    for attempt in reversed(attempts):
+        if attempt.from_step < step:
+            return attempt
+        if attempt.from_step == step:
+            for event in attempt.happened("evaluate"):
+                is_there = event.get("step") == step
+                if is_there and abs(_stamp(event) - stamp) <= _seconds(event) + _LOOK_SECONDS:
+                    return attempt
+    return attempts[0]
+
+
+def _shift(attempt: _Attempt, later: _Attempt) -> float:
+    """Seconds by which the clock of a start differs from that of the one before, where both are known to a machine's
+    clock that nothing sets; otherwise none that lets it begin before the last sign of life.
+    """
+    start, resume = attempt.events[0], later.events[0]
+    boot = start.get("boot")
+    if boot and boot == resume.get("boot"):
+        since = _boot_seconds(resume) - _seconds(resume) - _boot_seconds(start) + _seconds(start)
+        begin = attempt.begin + since
+        if math.isfinite(begin):
+            return max(begin, attempt.last()) - later.begin
+    return max(0.0, attempt.last() - later.begin)
+
+
+def _boot_seconds(event: Mapping[str, Any]) -> float:
+    value = event.get("boot_seconds")
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _weighted(series: Series) -> Iterator[tuple[int, float, float]]:

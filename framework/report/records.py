@@ -209,9 +209,12 @@ def _add_point(run: Run, line: bytes) -> bool:
         step = _whole(point["step"])
     except (ValueError, TypeError, KeyError, RecursionError):
         return False
-    for series, value in ((run.clock, point.get("time", point.get("time_seconds"))), (run.epochs, point.get("epoch"))):
+    stamp = _number(point.get("time", point.get("time_seconds")))
+    if not abs(stamp) < _LARGEST_STEP:
+        stamp = math.nan
+    for series, value in ((run.clock, stamp), (run.epochs, _number(point.get("epoch")))):
         series.steps.append(step)
-        series.values.append(_number(value))
+        series.values.append(value)
     nested = point.get("metrics")
     for name, value in (nested if isinstance(nested, dict) else point).items():
         if name not in _NOT_METRICS and (value is None or isinstance(value, int | float)):
@@ -232,7 +235,8 @@ def _read_events(run: Run) -> None:
             broken += 1
             continue
         for name in ("time_seconds", "seconds", "step"):
-            if name in event and not math.isfinite(_number(event[name])):
+            # Of a number beyond all times sums are none.
+            if name in event and not abs(_number(event[name])) < _LARGEST_STEP:
                 del event[name]
         run.events.append(event)
         if len(run.events) == _MOST_EVENTS:

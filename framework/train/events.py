@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from framework.system.clock import boot, now, seconds_since_boot
 from framework.system.file_writer import hand_over, settle
 from framework.system.files import open_own
 from framework.system.kept_file import KeptFile
@@ -36,7 +36,7 @@ class Events:
     name = "events.jsonl"
 
     def __init__(
-        self, path: Path, *, from_step: int, seconds: float | None = None, clock: Callable[[], float] = time.time
+        self, path: Path, *, from_step: int, seconds: float | None = None, clock: Callable[[], float] = now
     ) -> None:
         """Open the file and note the start, and the `seconds` since this process began. A line that was not written to
         its end stays alone.
@@ -57,7 +57,11 @@ class Events:
         listen_to_events(self._hear)
         if from_step and (reached := _last_point(path.with_name("metrics.jsonl"))) and reached["step"] > from_step:
             self._append(from_step, json.dumps(reached | {"kind": "reached"}))
-        self("resume" if from_step else "start", from_step, seconds=seconds)
+        kind = "resume" if from_step else "start"
+        here: dict[str, Any] = {}
+        if clock is now:
+            here = {"boot": boot(), "boot_seconds": round(seconds_since_boot(), 3)}
+        self(kind, from_step, seconds=seconds, **here)
 
     def __call__(self, kind: str, step: int, *, seconds: float | None = None, **details: Any) -> None:
         """Note an event after so many steps; `seconds` is how long it took. It is kept while storage does not
@@ -76,7 +80,7 @@ class Events:
             OSError: it cannot be written.
         """
         settle()
-        event = {"time_seconds": round(time.time(), 3), "step": step, "kind": kind}
+        event = {"time_seconds": round(now(), 3), "step": step, "kind": kind}
         with open_own(path, "a") as stream:
             stream.write(json.dumps(event | details) + "\n")
             stream.flush()
@@ -110,7 +114,7 @@ class Events:
 
 def note_closed(path: Path, *, step: int) -> None:
     """Note that a run which has ended has nothing left to write, in the file that nobody has open any more."""
-    event = {"time_seconds": round(time.time(), 3), "step": step, "kind": "closed"}
+    event = {"time_seconds": round(now(), 3), "step": step, "kind": "closed"}
     with suppress(OSError), open_own(path, "a") as file:
         file.write(json.dumps(event) + "\n")
 

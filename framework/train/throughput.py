@@ -57,6 +57,11 @@ class Stopwatch:
             self._waits.append(clock() - before)
             yield batch
 
+    @property
+    def waited_seconds(self) -> float:
+        """Time that batches were waited for since the last call of `read`."""
+        return sum(self._waits)
+
     def step(self) -> None:
         """One optimizer step was issued."""
         self._steps += 1

@@ -25,6 +25,7 @@ from framework.engine.protocol import (
     evaluate_sets,
 )
 from framework.errors import StorageError, TrainingError
+from framework.system.clock import now
 from framework.system.log import warn
 from framework.system.stopping import EVALUATE, SAVE, TIME_IS_UP
 from framework.system.waiting import waiting
@@ -279,9 +280,23 @@ class Trainer:
 
     def _first_step(self, take: Callable[[Iterator[Any]], StepResult], micro_batches: Iterator[Any]) -> StepResult:
         begun, self._train_step = self._clock(), take
-        with waiting("the first step, in which kernels are compiled"):
-            result = take(micro_batches)
-        self._record("first_step", self._outcome.step + 1, seconds=self._clock() - begun)
+        with ExitStack() as computing:
+
+            def announced() -> Iterator[Any]:
+                """Yield the batches; what is waited for is one of them, or what the step makes of them."""
+                while True:
+                    computing.close()
+                    with waiting("the first batch of the training data"):
+                        batch = next(micro_batches, None)
+                    computing.enter_context(waiting("the first step, in which kernels are compiled"))
+                    if batch is None:
+                        return
+                    yield batch
+
+            result = take(announced())
+        seconds = self._clock() - begun
+        waited = round(self._stopwatch.waited_seconds, 6)
+        self._record("first_step", self._outcome.step + 1, seconds=seconds, data_seconds=waited)
         return result
 
     def _next_step(self, micro_batches: Iterator[Any]) -> StepResult:
@@ -511,7 +526,7 @@ class Trainer:
         self._outcome.metrics.update(metrics)
         self._measured.update(metrics)
         epoch = self._outcome.step / self._agenda.steps_per_epoch
-        self._sinks.write(Point(self._outcome.step, epoch, time.time(), metrics))
+        self._sinks.write(Point(self._outcome.step, epoch, now(), metrics))
 
     def _close_monitors(self) -> None:
         self._sinks.close(hurries=self._outcome.step < self._agenda.total_steps)

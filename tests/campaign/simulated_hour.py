@@ -109,7 +109,7 @@ def simulate(folder: Path, *, every_seconds: float, save_seconds: float, between
                 record=events,
                 clock=lambda: job.now,
             )
-            with patch("framework.train.trainer.time.time", lambda: job.now):
+            with patch("framework.train.trainer.now", lambda: job.now):
                 trainer.fit()
         except KilledError:
             kinds = [json.loads(line) for line in (folder / "events.jsonl").read_text("utf-8").splitlines()]

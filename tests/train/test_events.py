@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +98,23 @@ def test_going_back_is_no_restart(tmp_path: Path) -> None:
     again.close()
     assert (going_on.restarts, again.restarts) == (0, 1)
     assert [event["kind"] for event in read(path)] == ["start", "roll_back", "resume", "resume"]
+
+
+def test_a_clock_that_is_set_moves_no_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A year forward or back in the middle; the start names the machine's own clock, which the next start has, too."""
+    events = Events(path := tmp_path / "events.jsonl", from_step=0)
+    events("save", 1)
+    for jump in (365 * 86_400.0, -365 * 86_400.0):
+        really = time.time
+        monkeypatch.setattr(time, "time", lambda really=really, jump=jump: really() + jump)
+        events("save", 2)
+        monkeypatch.undo()
+    events.close()
+    note_closed(path, step=2)
+    start, *others = read(path)
+    assert start["boot"]
+    assert start["boot_seconds"] > 0
+    stamps = [start["time_seconds"], *(event["time_seconds"] for event in others)]
+    assert stamps == sorted(stamps)
+    assert stamps[-1] - stamps[0] < 60
+    assert abs(stamps[0] - time.time()) < 60

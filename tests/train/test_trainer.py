@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from framework.errors import StorageError, TrainingError
+from framework.system import waiting
 from framework.train.monitors.base import Monitor, Point
 from framework.train.trainer import Every, Outcome, Schedule, Trainer
 
@@ -571,7 +573,7 @@ def test_events_are_recorded_in_order_with_how_long_they_took() -> None:
     ).fit
     fit()
     assert seen == [
-        ("first_step", 1, {"seconds": 0.0}),
+        ("first_step", 1, {"seconds": 0.0, "data_seconds": 0.0}),
         ("evaluate", 3, {"seconds": 30.0}),
         ("evaluate", 6, {"seconds": 30.0}),
         ("save", 6, {"seconds": 50.0, "folder": "checkpoints/global_step6"}),
@@ -596,3 +598,39 @@ def test_a_run_that_fails_ends_with_its_error() -> None:
         trainer.fit()
     assert [kind for kind, _, _ in seen] == ["first_step", "end"]
     assert seen[1] == ("end", 1, {"error": "CUDA out of memory"})
+
+
+def test_a_slow_first_batch_is_waited_for_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the event of the first step knows which part of it was the wait."""
+    announced: list[str] = []
+    monkeypatch.setattr(waiting, "_FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(waiting, "announce", announced.append)
+    events: list[dict[str, Any]] = []
+
+    class SlowNumbers(Numbers):
+        def stream(self, start_step: int) -> Iterator[int]:
+            time.sleep(0.3)
+            yield 0
+            time.sleep(0.2)
+            yield from range(1, 100)
+
+    class SlowEngine(RecordingEngine):
+        def train_step(self, micro_batches: Iterator[Any]) -> Result:
+            result = super().train_step(micro_batches)
+            if self.step == 1:
+                time.sleep(0.3)
+            return result
+
+    def record(kind: str, step: int, **details: Any) -> None:
+        events.append({"kind": kind, "step": step} | details)
+
+    trainer = Trainer(SlowEngine(), agenda=agenda(), train_data=SlowNumbers(), record=record)
+    trainer.fit()
+    assert [line.split(" since ")[0] for line in announced] == [
+        "waiting for the first batch of the training data",
+        "waiting for the first batch of the training data",
+        "waiting for the first step, in which kernels are compiled",
+    ]
+    (first,) = [event for event in events if event["kind"] == "first_step"]
+    assert first["seconds"] >= 0.8
+    assert 0.5 <= first["data_seconds"] <= first["seconds"] - 0.3
