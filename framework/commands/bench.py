@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from framework.commands.check_fix import write_file
 from framework.commands.timed_runs import INTERRUPTED, config_alone, run_alone
-from framework.errors import EXIT_OK, EXIT_TRAINING, ConfigError, UsageError, counted
+from framework.errors import EXIT_OK, EXIT_TRAINING, ConfigError, StorageError, UsageError, counted
 from framework.launch.hosts.devices import find_devices
 from framework.launch.hosts.hostfile import cluster_of, read_hostfile
 from framework.launch.local import check
@@ -27,14 +27,22 @@ from framework.launch.options import LaunchOptions
 from framework.load_run import load_run
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
+from framework.report import page, png
 from framework.report.bench_page import COLUMNS, bench_page, rows_of, speed_chart
 from framework.report.draw import Chart
 from framework.report.png import png_of
 from framework.report.repeats import Variant, compare, windows_of
 from framework.system.arguments import CommandParser, like, whole
+from framework.system.files import refuse_foreign, replace_bytes
 from framework.system.output import visible, write
 from framework.text.document import is_setting
 
+_MARKS: Final = {
+    "bench.json": b'"variants": [',
+    "bench.html": page.MARK,
+    "bench.svg": Chart.MARK,
+    "bench.png": png.MARK,
+}
 _MOST_BUSY: Final = 0.1  # of the cores, with other work
 
 
@@ -158,7 +166,14 @@ def _folder(asked: argparse.Namespace, variants: Sequence[Variant]) -> Path | No
     out = out if asked.out else out / time.strftime("bench-%Y%m%d-%H%M%S")
     with suppress(OSError):
         out.mkdir(parents=True, exist_ok=True)
-    write_file(out / "bench.json", "{}\n", name=f"{out}/bench.json")
+    for name, mark in _MARKS.items():
+        try:
+            refuse_foreign(out / name, marks=[mark])
+        except OSError as error:
+            reason = f"{out / name}: cannot be written ({error.strerror})"
+            raise StorageError(f"{reason}; name another folder with --out [file-not-written]") from error
+    empty = json.dumps({"variants": []})
+    write_file(out / "bench.json", f"{empty}\n", name=f"{out}/bench.json")
     return out
 
 
@@ -168,7 +183,7 @@ def _write(out: Path, text: str, page: str, chart: Chart | None) -> None:
             write_file(out / name, content, name=f"{out}/{name}")
     if chart:
         try:
-            (out / "bench.png").write_bytes(png_of(chart.file()))
+            replace_bytes(out / "bench.png", png_of(chart.file()))
         except (ConfigError, OSError) as error:
             write(sys.stderr, f"note: bench.png is left out: {error}\n")
 

@@ -17,7 +17,7 @@ from framework.errors import EXIT_OK, EXIT_PROBLEMS, ConfigError, Problem, Stora
 from framework.plan.cluster import Cluster
 from framework.system.arguments import add_option
 from framework.system.output import visible, write
-from framework.text.document import COMMAND_LINE, is_setting, parse_scalar
+from framework.text.document import COMMAND_LINE, Document, is_setting, parse_scalar
 
 FindCluster = Callable[[argparse.Namespace], Cluster | None]
 
@@ -133,6 +133,25 @@ def _fix(file: str, against: CheckContext, format_: str) -> StorageError | None:
     return None
 
 
+def _refuse_other_config(path: Path, document: Document) -> None:
+    """Raise a StorageError where a file is there that is no DeepSpeed JSON: of another one no key would be the same."""
+    from framework.text.hjson import parse_hjson
+
+    if not path.is_file():
+        return
+    keys: set[object] = set()
+    try:
+        text = path.read_text(encoding="utf-8")
+        there = parse_hjson(text, name=str(path)).value if text.strip() else document.value
+        keys = set(there) if isinstance(there, dict) else set()
+    except (OSError, ValueError, ConfigError):
+        keys = set()
+    written = document.value if isinstance(document.value, dict) else {}
+    if keys.isdisjoint(written):
+        reason = "a file of another origin is there, and is left alone"
+        raise StorageError(f"{path}: cannot be written ({reason}); name another file [file-not-written]")
+
+
 def _resolve(file: str, settings: Iterable[str], against: CheckContext, arguments: argparse.Namespace) -> int:
     from framework.commands.check_fix import write_file
     from framework.dslint.auto_values import resolve
@@ -159,6 +178,7 @@ def _resolve(file: str, settings: Iterable[str], against: CheckContext, argument
     if arguments.output is None:
         print(found.text, end="" if found.text.endswith("\n") else "\n")
     else:
+        _refuse_other_config(Path(arguments.output), document)
         write_file(Path(arguments.output), found.text, name=arguments.output)
     verdict = replace(verdict, problems=(*found.notes, *verdict.problems))
     return _report([verdict], arguments.format, on_stdout=arguments.output is not None)

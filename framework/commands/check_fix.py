@@ -5,6 +5,7 @@ A symbolic link is written through: the file that it leads to changes, and the l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -14,7 +15,7 @@ from framework.config.fixes import fixed_run_config
 from framework.dslint.fixes import fixed_text, safe_edits
 from framework.dslint.readers import parse_deepspeed_json
 from framework.errors import StorageError
-from framework.system.files import replace_text
+from framework.system.files import refuse_foreign, replace_text
 from framework.text.document import Document, document_of, read_text
 from framework.text.edits import Edit, RenameKey, ReplaceValue, edited, unified_diff
 
@@ -69,9 +70,13 @@ def _in_run_config(edit: Edit) -> Edit | None:
     return replace(edit, path=(_SECTION, *edit.path))
 
 
-def write_file(path: Path, text: str, *, name: str) -> None:
-    """Replace a file, or make it; after a StorageError it is as it was."""
+def write_file(path: Path, text: str, *, name: str, marks: Sequence[bytes] = ()) -> None:
+    """Replace a file, or make it; after a StorageError it is as it was. `marks`: one that is there has one of them, or
+    is left alone.
+    """
     try:
+        if marks:
+            refuse_foreign(path, marks=marks)
         real = path.resolve()
         if real.exists() and not real.is_file():
             raise StorageError(f"{name}: it is no file to write to; name one [file-not-written]")

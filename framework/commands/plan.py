@@ -345,7 +345,9 @@ def _act(question: _Question, answer: _Answer) -> None:
     if arguments.chart:
         from framework.commands.check_fix import write_file
         from framework.commands.memory_chart import draw_chart
+        from framework.report.draw import Chart
 
         limit = question.target.usable_bytes(answer.candidates[0].memory)
         chart = draw_chart(answer.candidates, limit_bytes=limit, title=question.plan.config.run.name)
-        write_file(Path(arguments.chart), chart, name=arguments.chart)
+        place = Path(arguments.chart)
+        write_file(place, chart, name=arguments.chart, marks=[Chart.MARK])

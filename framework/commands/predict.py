@@ -7,14 +7,16 @@ several ranks each takes every n-th batch, and rank 0 writes.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from mimetypes import guess_type
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -35,7 +37,11 @@ from framework.errors import EXIT_OK, ConfigError, FrameworkError, StorageError,
 from framework.setup.parts import load_task
 from framework.setup.trained import find_source, module_to_ask, saved_config
 from framework.system.arguments import CommandParser, whole
+from framework.system.files import open_own
 from framework.tasks.task import as_task
+
+_LONGEST_ROW: Final = 64 << 20
+_SHORTEST_BEGIN: Final = len('{"input": "')
 
 
 def main(words: Sequence[str]) -> int:
@@ -46,7 +52,9 @@ def main(words: Sequence[str]) -> int:
     inputs = find_inputs(arguments.inputs, config)
     names, label = list(inputs), f"{config.run.name}/{checkpoint.tag} {arguments.weights}"
     with process_group(config.run.backend):
-        start = from_rank0(_attempt(str(out), count_rows, out, names, label) if rank() == 0 else None)
+        found = _attempt(str(out), find_rows, out, names, label) if rank() == 0 else None
+        rows = from_rank0(found)
+        start = rows.count
         model = module_to_ask(checkpoint, config, average=arguments.weights == "ema")
         kept = checkpoint.folder.absolute().parent / KEPT_TOKENIZER
         reads = open_tokenizer(str(kept)) if isinstance(config.data, LabelledText) else None
@@ -58,7 +66,10 @@ def main(words: Sequence[str]) -> int:
             place = first + rank() * size
             own = {name: inputs[name] for name in names[place : place + size]}
             parts = gather(_attempt(f"{next(iter(own))} and its batch", ask, place, own) if own else [])
-            from_rank0(_attempt(str(out), _append, out, names[first:], label, parts) if rank() == 0 else None)
+            written = None
+            if rank() == 0:
+                written = _attempt(str(out), rows.append, names[first:], parts)
+            from_rank0(written)
         if rank() == 0:
             print(f"{out}: {len(names)} rows, {len(names) - start} of them new")
     return EXIT_OK
@@ -120,28 +131,94 @@ def read_sample(sample: Any, config: RunConfig) -> Any:
     return transform(config.data.image_size, augment=False)(read_image(str(sample)))  # type: ignore[union-attr]
 
 
-def count_rows(out: Path, names: Sequence[str], label: str) -> int:
-    """Count the rows that `out` has, and remove one that was cut off; a ConfigError where they are of others."""
-    text = out.read_bytes() if out.exists() else b""
-    whole = text[: text.rfind(b"\n") + 1]
-    with suppress(ValueError, LookupError, TypeError):
-        found = [(row["input"], row["checkpoint"]) for row in map(json.loads, whole.splitlines())]
-        if found == [(name, label) for name in names[: len(found)]]:
-            if whole != text:
-                os.truncate(out, len(whole))
-            return len(found)
-    reason = f"it holds something else than these inputs by {label}"
-    raise ConfigError.of("predictions-of-others", reason, "name another file", "--out", str(out))
+@dataclass
+class Rows:
+    """A file of predictions: the rows that it has, and their bytes; what is behind them was cut off."""
 
+    file: Path
+    label: str
+    count: int = 0
+    num_bytes: int = 0
 
-def _append(out: Path, names: Sequence[str], label: str, parts: Sequence[Any]) -> None:
-    """Write the rows of all ranks, up to the first error, and raise that."""
-    left = iter(names)
-    with out.open("a", encoding="utf-8") as file:
+    def append(self, names: Sequence[str], parts: Sequence[Any]) -> None:
+        """Write the rows of all ranks, up to the first error, and raise that; a disk that takes only a part of them
+        leaves whole rows.
+        """
+        left = iter(names)
+        lines = []
+        failure = None
         for part in parts:
             if isinstance(part, FrameworkError):
-                raise part
-            file.writelines(json.dumps({"input": next(left), "checkpoint": label, **row}) + "\n" for row in part)
+                failure = part
+                break
+            for row in part:
+                lines.append(json.dumps({"input": next(left), "checkpoint": self.label, **row}))
+        if lines:
+            self._write("".join(f"{line}\n" for line in lines).encode())
+        if failure is not None:
+            raise failure
+
+    def _write(self, text: bytes) -> None:
+        is_new = not os.path.lexists(self.file)
+        with open_own(self.file, "ab" if is_new else "r+b") as file:
+            try:
+                file.truncate(self.num_bytes)
+                file.seek(self.num_bytes)
+                file.write(text)
+                file.flush()
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(file.fileno(), self.num_bytes)
+                raise
+        self.num_bytes += len(text)
+
+
+def find_rows(out: Path, names: Sequence[str], label: str) -> Rows:
+    """Read the rows that `out` has, and leave it as it is.
+
+    Raises:
+        ConfigError: it is no file, or has something else than rows of these inputs by this checkpoint.
+    """
+    rows = Rows(out, label)
+    if not os.path.lexists(out):
+        if not os.access(out.parent, os.W_OK):
+            raise OSError(errno.EACCES, f"{out.parent} is no folder that can be written to")
+        return rows
+    try:
+        with open_own(out, "r+b") as file:
+            while line := file.readline(_LONGEST_ROW):
+                name = names[rows.count] if rows.count < len(names) else None
+                if not _is_row(line, name, label, is_first=not rows.count):
+                    raise _of_others(out, f"it holds something else than these inputs by {label}")
+                if line.endswith(b"\n"):
+                    rows.count += 1
+                    rows.num_bytes += len(line)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            reason = "it is a link or no regular file, through which nothing is written"
+            raise _of_others(out, reason) from None
+        raise
+    return rows
+
+
+def _is_row(line: bytes, name: str | None, label: str, *, is_first: bool) -> bool:
+    """Check whether a line is the row of an input, or how such a row begins where the line was cut off."""
+    if name is None:
+        return False
+    if line.endswith(b"\n"):
+        with suppress(ValueError, LookupError, TypeError, RecursionError):
+            row = json.loads(line)
+            return bool((row["input"], row["checkpoint"]) == (name, label))
+        return False
+    begin = json.dumps({"input": name, "checkpoint": label})[:-1].encode()
+    if line.startswith(begin):
+        return True
+    # A file that has nothing but a brace may be anybody's.
+    return begin.startswith(line) and not (is_first and len(line) < _SHORTEST_BEGIN)
+
+
+def _of_others(out: Path, reason: str) -> ConfigError:
+    return ConfigError.of("predictions-of-others", reason, "name another file", "--out", str(out))
 
 
 @torch.inference_mode()

@@ -43,10 +43,10 @@ def run_report(arguments: argparse.Namespace) -> int:
         UsageError: options that do not go together.
     """
     from framework.report.figures import summary
-    from framework.report.page import REPORT, page
+    from framework.report.page import MARK, REPORT, page
     from framework.report.records import read_run
     from framework.report.serve import serve
-    from framework.system.files import replace_text
+    from framework.system.files import refuse_foreign, replace_text
 
     if arguments.port and not arguments.serve:
         raise UsageError("report: --port goes with --serve")
@@ -60,6 +60,8 @@ def run_report(arguments: argparse.Namespace) -> int:
         return EXIT_OK
     out = Path(arguments.out) if arguments.out else folders[0] / REPORT
     try:
+        if arguments.out:
+            refuse_foreign(out, marks=[MARK])
         _write_charts(runs, svg=arguments.svg, png=arguments.png)
         if arguments.out or not arguments.json:
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -84,13 +86,21 @@ def _lines(runs: list[Run], out: Path) -> list[str]:
 
 def _write_charts(runs: list[Run], *, svg: str | None, png: str | None) -> None:
     from framework.report.charts import charts_of
-    from framework.report.png import png_of
-    from framework.system.files import replace_text
+    from framework.report.draw import Chart
+    from framework.report.png import MARK, png_of
+    from framework.system.files import refuse_foreign, replace_bytes
 
-    for folder in filter(None, (svg, png)):
-        Path(folder).mkdir(parents=True, exist_ok=True)
+    files: list[tuple[Path, bytes]] = []
     for chart in chain(*charts_of(runs).values()) if svg or png else ():
         if svg:
-            replace_text(Path(svg, f"{chart.slug}.svg"), chart.file())
+            place = Path(svg, f"{chart.slug}.svg")
+            refuse_foreign(place, marks=[Chart.MARK])
+            files.append((place, chart.file().encode()))
         if png:
-            Path(png, f"{chart.slug}.png").write_bytes(png_of(chart.file()))
+            place = Path(png, f"{chart.slug}.png")
+            refuse_foreign(place, marks=[MARK])
+            files.append((place, png_of(chart.file())))
+    for folder in filter(None, (svg, png)):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    for place, content in files:
+        replace_bytes(place, content)

@@ -23,6 +23,7 @@ from framework.load_run import load_run
 from framework.system.arguments import option
 
 # Between the end of what our agents give the ranks and the end of the job.
+_MARK: Final = b"framework launch slurm"  # in the head of a script of ours
 _LAST_WORD_SECONDS: Final = 30
 # GPUs of one node that is taken to be the job's own.
 _WHOLE_NODE_GPUS: Final = 8
@@ -114,7 +115,7 @@ def main(words: Sequence[str]) -> int:
     request = replace(request, words=[path, *overrides], name=name, max_restarts=max_restarts)
     load_run(path, overrides).checked_plan(request.cluster)
     text = script(request, made_by=f"python -m framework launch slurm {shlex.join(words)}")
-    hand_out(text, to=None if request.dry_run else request.out)
+    hand_out(text, to=None if request.dry_run else request.out, mark=_MARK)
     return errors.EXIT_OK
 
 

@@ -12,6 +12,7 @@ from framework.errors import ConfigError, Problem, StorageError, UsageError, cou
 from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.topology import Topology
 from framework.load_run import LoadedRun
+from framework.system.files import refuse_foreign, replace_text
 from framework.system.output import write
 
 
@@ -71,12 +72,21 @@ def refuse_one_start(config: RunConfig, *, place: str, once: str) -> None:
         )
 
 
-def hand_out(text: str, *, to: str | None) -> None:
-    """Print a manifest or a script, or write it to a file; a StorageError where it cannot be written."""
+def hand_out(text: str, *, to: str | None, mark: bytes) -> None:
+    """Print a manifest or a script, or write it to a file, which if it is there has the mark of another one.
+
+    Raises:
+        StorageError: it cannot be written, or is a file of another origin.
+    """
     if to is None:
         print(text, end="")
         return
     try:
-        Path(to).write_text(text, encoding="utf-8")
+        place = Path(to)
+        if place.is_char_device() or place.is_fifo():  # /dev/stdout
+            place.write_text(text, encoding="utf-8")
+        else:
+            refuse_foreign(place, marks=[mark])
+            replace_text(place, text)
     except OSError as error:
         raise StorageError(f"{to}: cannot be written ({error.strerror}) [not-written]") from None

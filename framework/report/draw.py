@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
-from typing import Final
+from typing import ClassVar, Final
 
 from framework.report.figures import number
 from framework.report.records import Series
@@ -125,6 +125,9 @@ class Chart:
     rows: Sequence[Sequence[str]]
     wide: str = ""
     note: str = ""
+
+    MARK: ClassVar = b'fill="var(--paper)"'
+    """In every file of a chart."""
 
     def file(self) -> str:
         """The chart as an SVG file that stands alone, in light and dark."""

@@ -73,6 +73,10 @@ pre {font: 12px/1.45 ui-monospace, monospace; margin: 0}
 """
 
 
+MARK: Final = b"Written by dsf-trainer"
+"""In the last line of every page."""
+
+
 def page(runs: Sequence[Run], *, refresh_seconds: int = 0) -> str:
     """Make the page of one run, or of several over each other.
 

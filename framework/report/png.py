@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import re
+import struct
+import zlib
 from typing import Final
 
 from framework.errors import ConfigError, missing_package
 
+MARK: Final = b"tEXtSoftware\0dsf-trainer"
+"""In the head of every picture."""
+
+_HEAD_BYTES: Final = 33  # signature, and the chunk of sizes
 _ZOOM: Final = 2  # pixels for one of the drawing's
 # resvg takes generic families for these of Windows alone.
 _FAMILIES: Final = ("Arial", "DejaVu Sans", "Liberation Sans", "Noto Sans", "Helvetica")
@@ -33,7 +39,9 @@ def png_of(svg: str) -> bytes:
     # resvg knows no variables of CSS: they stand in the style, and as the colour of the ground.
     style = _USE.sub(lambda use: values[use[1]], style)
     svg = re.sub(f'(?<=fill="){_USE.pattern}(?=")', lambda use: values[use[1]], svg)
-    return _drawn(_STYLE.sub(lambda _: style, svg, count=1), family)
+    picture = _drawn(_STYLE.sub(lambda _: style, svg, count=1), family)
+    chunk = struct.pack(">I", len(MARK) - 4) + MARK + struct.pack(">I", zlib.crc32(MARK))
+    return picture[:_HEAD_BYTES] + chunk + picture[_HEAD_BYTES:]
 
 
 def _drawn(svg: str, family: str) -> bytes:

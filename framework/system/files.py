@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ _MANY_FILES: Final = 32
 _REMOVING_THREADS: Final = 16
 _HASH_BLOCK: Final = 1 << 22
 _WRITE_BLOCK: Final = 1 << 23
+_MARKED_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -172,10 +173,15 @@ def _irregular(path: Path) -> OSError:
 
 def replace_text(path: Path, text: str, *, mode: int | None = None) -> None:
     """Write beside, flush to disk, rename over, and flush the folder entry; `mode`: permissions to set."""
+    replace_bytes(path, text.encode("utf-8"), mode=mode)
+
+
+def replace_bytes(path: Path, content: bytes, *, mode: int | None = None) -> None:
+    """Replace a file as `replace_text` does."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         aside.unlink(missing_ok=True)  # of an earlier process with this number
-        write_new(aside, memoryview(text.encode("utf-8")))
+        write_new(aside, memoryview(content))
         if mode is not None:
             aside.chmod(mode)
         os.replace(aside, path)
@@ -184,6 +190,34 @@ def replace_text(path: Path, text: str, *, mode: int | None = None) -> None:
             aside.unlink()
         raise
     sync_folder(path.parent)
+
+
+def refuse_foreign(path: Path, *, marks: Sequence[bytes]) -> None:
+    """See that nothing is lost where a file is about to be replaced.
+
+    Args:
+        path: of the file.
+        marks: what a file of the same origin has one of, in its first or last 64 KiB.
+
+    Raises:
+        OSError: it is a link or no regular file, or has none of the marks.
+    """
+    if not os.path.lexists(path):
+        return
+    try:
+        with open_own(path, "rb") as stream:
+            content = stream.read(_MARKED_BYTES)
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - _MARKED_BYTES))
+            content += stream.read()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            reason = "a link or no regular file is there, and is left alone"
+            raise OSError(errno.EEXIST, reason, str(path)) from None
+        raise
+    if content and not any(mark in content for mark in marks):
+        reason = "a file of another origin is there, and is left alone"
+        raise OSError(errno.EEXIST, reason, str(path))
 
 
 def sync_folder(folder: Path) -> None:

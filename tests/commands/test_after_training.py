@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from PIL import Image
 import framework
 from framework.cli import main
 from framework.commands.evaluate import config_to_evaluate
-from framework.commands.predict import count_rows, find_inputs, read_sample
+from framework.commands.predict import find_inputs, find_rows, read_sample
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
-from framework.errors import ConfigError, FrameworkError
+from framework.errors import ConfigError, FrameworkError, TrainingError
 from framework.setup.objects import call_factory
 from framework.setup.trained import find_source
 from tests.commands.test_trust import forged
+from tests.full_disks import longest_file
 from tests.launched import ROOT, read_metrics, run_ranks
 
 Capture = pytest.CaptureFixture[str]
@@ -251,16 +253,65 @@ class TestInputs:
 
 def test_predictions_of_others_are_left_alone(tmp_path: Path) -> None:
     file = tmp_path / "out.jsonl"
-    rows = [json.dumps({"input": name, "checkpoint": "run/global_step1"}) for name in "ab"]
-    whole = "".join(f"{row}\n" for row in rows)
-    for end in ("", rows[0][:9]):  # cut off anywhere
+    rows = [json.dumps({"input": name, "checkpoint": "run/global_step1", "class": 1}) for name in "abc"]
+    whole = "".join(f"{row}\n" for row in rows[:2])
+    for end in ("", rows[2][:1], rows[2][:9], rows[2][:-3], rows[2]):  # cut off anywhere
         file.write_text(whole + end)
-        assert count_rows(file, "abcd", "run/global_step1") == 2
-        assert file.read_text() == whole
+        found = find_rows(file, "abcd", "run/global_step1")
+        assert (found.count, found.num_bytes) == (2, len(whole))
+        assert file.read_text() == whole + end, "nothing is cut before there is something to write"
+        found.append("cd", [[{"class": 2}], [{"class": 3}]])
+        written = [json.loads(line) for line in file.read_text().splitlines()]
+        assert [(row["input"], row["class"]) for row in written] == [("a", 1), ("b", 1), ("c", 2), ("d", 3)]
+    file.write_text(whole)
     for inputs, checkpoint in (("ac", "run/global_step1"), ("a", "run/global_step1"), ("abc", "run/global_step2")):
         with pytest.raises(ConfigError, match=r"\[predictions-of-others\]"):
-            count_rows(file, inputs, checkpoint)
+            find_rows(file, inputs, checkpoint)
     assert file.read_text() == whole
-    file.write_text("[1]\n")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"a":1}',
+        b"{",
+        b'{"input"',
+        b'{"input": "z',
+        b'{"input": "a", "checkpoint": "other/global_step1"',
+        b"global_step10",
+        b"[1]\n",
+        b"1" * 5000 + b"\n",
+        b"[" * 100_000 + b"\n",
+        b"\x89PNG\r\n\x1a\n\0\0",
+        b"\n",
+        b" ",
+    ],
+)
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_file_that_is_not_its_own_is_as_it_was(content: bytes, is_link: bool, tmp_path: Path) -> None:
+    file = out = tmp_path / "tokenizer.json"
+    file.write_bytes(content)
+    if is_link:
+        out = tmp_path / "out.jsonl"
+        out.symlink_to(file)
     with pytest.raises(ConfigError, match=r"\[predictions-of-others\]"):
-        count_rows(file, "a", "x")
+        find_rows(out, "abcd", "run/global_step1")
+    assert file.read_bytes() == content
+
+
+def test_a_prediction_that_fails_leaves_no_half_row(tmp_path: Path) -> None:
+    file = tmp_path / "out.jsonl"
+    rows = find_rows(file, "abcd", "run/global_step1")
+    with pytest.raises(TrainingError, match="no"):
+        rows.append("abcd", [TrainingError("no"), [{"class": 1}]])
+    assert not file.exists()
+    rows.append("abcd", [[{"class": 1}]])
+    before = file.read_bytes()
+    with longest_file(len(before) + 20), pytest.raises(OSError, match="too large"):
+        rows.append("bcd", [[{"class": 1}], [{"class": 2}]])
+    assert file.read_bytes() == before
+    with pytest.raises(OSError, match="no folder"):
+        find_rows(tmp_path / "none" / "out.jsonl", "a", "x")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="no regular file"):
+        find_rows(tmp_path / "pipe", "a", "x")

@@ -21,6 +21,7 @@ from framework.launch.job import hand_out, refuse_one_start
 from framework.load_run import load_run
 from framework.text.document import read_text
 
+_MARK = b"app.kubernetes.io/name: dsf-trainer"  # of our objects
 _RESTARTS = 3
 _LOGS_AT_ONCE = 5  # `kubectl logs` follows no more pods unless it is asked to
 
@@ -35,7 +36,7 @@ def main(words: Sequence[str]) -> int:
     text = _render(request, words)
     before = os.umask(0o077)  # there may be a secret in it
     try:
-        hand_out(text, to=None if request.dry_run else request.out)
+        hand_out(text, to=None if request.dry_run else request.out, mark=_MARK)
     finally:
         os.umask(before)
     return EXIT_OK
