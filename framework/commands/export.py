@@ -119,6 +119,8 @@ def export(
         reason = "it lies in the checkpoint, where every further file counts as damage"
         raise _taken(out, reason, "name a folder elsewhere")
     merged = MergedWeights(checkpoint, average=weights == "ema")
+    if file_format != "torch_export":  # the model itself knows which of its weights are one
+        merged.refuse_lacking()
     if adapter:
         return _write(_adapter, out, merged, dtype=_DTYPES[dtype])
     if file_format == "torch_export":

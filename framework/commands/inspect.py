@@ -1,14 +1,19 @@
-"""``inspect CHECKPOINT|RUN``: what a checkpoint is, and whether its files are as written. Nothing is deserialised."""
+"""``inspect CHECKPOINT|RUN``: what a checkpoint is, whether its files are as written, and hold all weights.
+
+Nothing is deserialised here. Manifests of earlier releases do not count the weights: of their
+checkpoints a process with torch reads the names.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from framework.checkpoint.manifest import SavedCheckpoint, diagnose, read_checkpoint
 from framework.checkpoint.names import (
@@ -30,24 +35,40 @@ from framework.checkpoint.names import (
     size_of,
 )
 from framework.checkpoint.resume_point import refused_unverified
+from framework.commands.torch_child import NoAnswerError, run_child
 from framework.errors import EXIT_OK, EXIT_STORAGE, ConfigError, StorageError, counted, printable, show_value
 from framework.train.best import best_in
 
 _PACKAGES: Final = ("dsf-trainer", "deepspeed", "torch", "python")  # their versions decide who can read a checkpoint
+_LONGEST_SECONDS: Final = 300.0  # the names of one checkpoint take a second, and the imports some more
 _SIZES: Final = {"pipe_size": "pipeline stages", "tensor_size": "tensor-parallel", "sequence_size": "sequence-parallel"}
 
 
-class Inspected(NamedTuple):
+@dataclass(frozen=True)
+class Inspected:
     """One folder that bears the name of a checkpoint.
 
     Attributes:
         checkpoint: None where its manifest cannot be trusted.
         damage: what is not as it was written, a line for each file; None where nobody has looked.
+        lacking: weights that it has no numbers of.
+        unknown: why it is not known whether there are such.
     """
 
     path: Path
     checkpoint: SavedCheckpoint | None
     damage: tuple[str, ...] | None
+    lacking: tuple[str, ...] = ()
+    unknown: str = ""
+
+    @property
+    def faults(self) -> list[str]:
+        """A line for each file that is not as it was written, and one for all weights that are nowhere."""
+        found = list(self.damage or ())
+        if self.lacking:
+            more = f" and {len(self.lacking) - 1} more" if self.lacking[1:] else ""
+            found.append(f"weights: no file has the numbers of {self.lacking[0]}{more}")
+        return found
 
 
 def run_inspect(source: str, *, as_json: bool, verify: bool, allow_unverified: bool = False) -> int:
@@ -64,9 +85,9 @@ def run_inspect(source: str, *, as_json: bool, verify: bool, allow_unverified: b
         if not paths:
             lines, stated, is_sound = _raw(Path(source), allowed=allow_unverified)
         else:
-            found = [_inspect(path, verify=verify) for path in paths]
+            found = _with_lacking([_inspect(path, verify=verify) for path in paths])
             lines, stated = _lines(found[0]) if len(found) == 1 else _table(found), map(_as_json, found)
-            is_sound = not any(one.damage for one in found)
+            is_sound = not any(one.faults for one in found)
         if as_json:  # JSON escapes all control characters by itself, but for one
             text = json.dumps(list(stated), indent=2).replace("\x7f", "\\u007f")
         else:
@@ -129,6 +150,43 @@ def _inspect(path: Path, *, verify: bool) -> Inspected:
     return Inspected(path, checkpoint, tuple(checkpoint.damage()) if verify else None)
 
 
+def _with_lacking(found: list[Inspected]) -> list[Inspected]:
+    """Look for weights that are nowhere, in checkpoints whose manifest does not count what they hold.
+
+    Only ZeRO stage 3 writes a weight's numbers apart from its name, and may write none.
+    """
+    asked = [
+        number
+        for number, one in enumerate(found)
+        if one.checkpoint is not None
+        and one.damage == ()
+        and one.checkpoint.manifest["config"]["zero"]["stage"] == 3
+        and "weights" not in one.checkpoint.manifest
+    ]
+    answers = _ask_for_lacking([found[number].path for number in asked]) if asked else []
+    result = list(found)
+    for number, answer in zip(asked, answers, strict=True):
+        if isinstance(answer, str):
+            result[number] = replace(found[number], unknown=answer)
+        else:
+            result[number] = replace(found[number], lacking=tuple(answer))
+    return result
+
+
+def _ask_for_lacking(paths: list[Path]) -> list[list[str] | str]:
+    """Ask a process with torch; a text for each where it has no answer."""
+    words = ["-m", "framework.checkpoint.state.lacking"]
+    environment = {"DS_ACCELERATOR": "cpu", **os.environ}
+    try:
+        question = json.dumps([str(path.absolute()) for path in paths])
+        done = run_child(words, environment, longest_seconds=_LONGEST_SECONDS, text=question)
+        answers: list[list[str] | str] = json.loads(done.stdout.rpartition("\n")[2])
+    except (NoAnswerError, ValueError) as error:
+        reason = str(error) if isinstance(error, NoAnswerError) else "it takes torch and deepspeed, which do not answer"
+        return [reason] * len(paths)
+    return answers
+
+
 def _lines(one: Inspected) -> Iterator[str]:
     rows = {"checkpoint": str(one.path)}
     if replaced := REPLACED.match(one.path.name):
@@ -141,7 +199,11 @@ def _lines(one: Inspected) -> Iterator[str]:
         rows["verified"] = "no (--no-verify)"
     elif count := len(one.damage):
         rows["verified"] = f"{count} file{'s are' if count > 1 else ' is'} not as written"
-    return _lined(rows, one.damage or ())
+    if one.unknown:
+        rows["weights"] = f"not looked at: {one.unknown}"
+    elif one.lacking:
+        rows["weights"] = "not all of them are in its files"
+    return _lined(rows, one.faults)
 
 
 def _rows(checkpoint: SavedCheckpoint) -> dict[str, str]:
@@ -160,8 +222,16 @@ def _rows(checkpoint: SavedCheckpoint) -> dict[str, str]:
         "average": f"of the weights, decay {ema['decay']:g}" if ema else "",
         "versions": ", ".join(f"{name} {versions[name]}" for name in _PACKAGES if versions.get(name)),
         "written": _written(checkpoint),
+        "weights": _weights(manifest.get("weights")),
         "files": f"{len(manifest['files']):,}, {_size(sum(sizes.values()))}: {parts}",
     }
+
+
+def _weights(weights: Mapping[str, int] | None) -> str:
+    """What every save of the run was held against; a checkpoint that lacked some of it was not written."""
+    if weights is None:
+        return ""
+    return f"{counted(weights['names'], 'tensor')} of {weights['elements']:,} numbers, all in its files"
 
 
 def _name_of(section: Mapping[str, Any]) -> str:
@@ -255,16 +325,17 @@ def _table(found: list[Inspected]) -> Iterator[str]:
             size = _size(sum(_sizes(one.checkpoint).values()))
             stated += [f"{size:>10}", _written(one.checkpoint), _metrics(one.checkpoint.manifest)]
         stated.append("latest" if one.path.name == latest else "")
-        stated.append("" if one.damage is None else "damaged" if one.damage else "sound")
+        if one.damage is not None:
+            stated.append("damaged" if one.faults else "sound")
         yield "  ".join(filter(None, stated))
-        yield from (f"  damaged: {one.path.name}/{line}" for line in one.damage or ())
+        yield from (f"  damaged: {one.path.name}/{line}" for line in one.faults)
     for path in replaced_folders(found[0].path.parent):
         yield f"{path.name:<20}  {_size(size_of(path)):>10}  set aside by a resume from an earlier step"
 
 
 def _as_json(one: Inspected) -> dict[str, Any]:
     """The manifest without its list of files, whose sizes are summed up, and the verdict."""
-    stated = {"path": str(one.path), "verified": one.damage is not None, "damage": list(one.damage or ())}
+    stated = {"path": str(one.path), "verified": one.damage is not None, "damage": one.faults}
     if one.checkpoint is None:
         return stated
     manifest = dict(one.checkpoint.manifest)

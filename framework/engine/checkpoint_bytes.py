@@ -15,21 +15,23 @@ import torch.distributed
 from deepspeed.pipe import PipelineModule
 
 from framework.checkpoint.manifest import SavedCheckpoint
+from framework.checkpoint.names import EXPERT
 from framework.checkpoint.save_stream import OpenFile
-from framework.checkpoint.state.checkpoint_engine import AtomicCheckpointEngine, keeping_copies
+from framework.checkpoint.state.checkpoint_engine import AtomicCheckpointEngine, keeping_copies, read_or_explain
 from framework.checkpoint.state.optimizer_shards import Names, OptimizerViews, opened, stepped_groups
-from framework.checkpoint.state.reader import StoredState
+from framework.checkpoint.state.reader import StoredState, describe_lacking
 from framework.checkpoint.state.shard_map import STATE_KEY
 from framework.checkpoint.state.tensor_split import Division, splits_of, whole_shape
 from framework.engine import random_state
 from framework.engine.distributed import claims_error_report, device, gather, rank
 from framework.engine.failures import known_failure
+from framework.engine.held_weights import held_elements, lacking_names
 from framework.engine.rendezvous import lost_peer
 from framework.engine.schedules import OwnSchedule
 from framework.engine.weights import gives
 from framework.engine.workarounds.grad_scaler import restore_scaler, scaler_state
 from framework.engine.workarounds.nvme_state import complete_nvme_state
-from framework.errors import StorageError, explaining, in_one_line, show_value
+from framework.errors import StorageError, TrainingError, explaining, in_one_line, show_value
 from framework.models.adapters import put_trained
 from framework.models.experts import is_elsewhere
 from framework.plan.layout import Layout
@@ -58,6 +60,7 @@ def save_bytes(
 
     Raises:
         OSError: the file system refused, on this rank.
+        TrainingError: kind ``checkpoint-not-written``: its files would not hold all of the model.
     """
     # At stage 3 every rank writes a file of its own. Elsewhere one serves many ranks, and holds the states of all; each
     # pipeline stage and tensor rank has one.
@@ -72,7 +75,13 @@ def save_bytes(
     numbered = [[names[parameter] for parameter in group] for group in own]
     own_state = {"state": dict(state), "random_states": random_states, "grad_scalers": scalers, "names": numbered}
     client_state = {STATE_KEY: own_state}
-    files.begin(folder / tag, open_file=open_file)
+    lacking: list[str] = []
+
+    def look(content: Any) -> None:
+        if isinstance(content, Mapping) and isinstance(content.get("module"), Mapping):
+            lacking.extend(_lacking(engine, content, partly=leaves_out_frozen))
+
+    files.begin(folder / tag, open_file=open_file, look=look)
     with keeping_copies(files):
         engine.save_checkpoint(
             str(folder),
@@ -80,6 +89,14 @@ def save_bytes(
             client_state=client_state,
             save_latest=False,
             exclude_frozen_parameters=leaves_out_frozen,
+        )
+    if lacking:
+        more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
+        raise TrainingError(
+            f"{folder.parent / tag}: the checkpoint is not written: no file would have the numbers "
+            f"of {lacking[0]}{more}, which DeepSpeed neither steps nor knows as frozen; name what is "
+            "not trained in training.freeze, and leave requires_grad as it is when training begins "
+            "[checkpoint-not-written]"
         )
     return files.end()
 
@@ -105,6 +122,7 @@ def load_bytes(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str, *, par
         StorageError: the files are missing or damaged.
     """
     with explaining(partial(_failed_load, folder / tag)), _reporting_restored_options(engine):
+        _refuse_lacking(engine, folder, tag, partly=partly)
         own_way = _put_partly if partly else None
         path, client_state = engine.load_checkpoint(str(folder), tag=tag, custom_load_fn=own_way)
         if path is None:
@@ -115,6 +133,25 @@ def load_bytes(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str, *, par
     random_state.restore(saved["random_states"][rank()])
     restore_scaler(engine, saved.get("grad_scalers", ()))
     return dict(saved["state"])
+
+
+def _refuse_lacking(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str, *, partly: bool) -> None:
+    """Refuse files without the numbers of some weight, which would stay as it was drawn. Below stage 3 the module's
+    state has all names, or torch refuses it.
+    """
+    if engine.zero_optimization_stage() < 3:
+        return
+    content = read_or_explain(Path(engine._get_ckpt_name(str(folder), tag)), mmap=True)
+    if lacking := _lacking(engine, content, partly=partly):
+        raise StorageError(describe_lacking(lacking))
+
+
+def _lacking(engine: deepspeed.DeepSpeedEngine, content: Mapping[str, Any], *, partly: bool) -> list[str]:
+    """List the names that neither a file of model states nor the optimizer's files have all numbers of."""
+    names = lacking_names(engine.module, held_elements(content), partly=partly)
+    if not engine.has_moe_layers:
+        return names
+    return [name for name in names if not EXPERT.search(name)]  # experts have files of their own
 
 
 def _put_partly(src: Mapping[str, torch.Tensor], dst: torch.nn.Module) -> None:

@@ -16,7 +16,7 @@ from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.save_stream import OpenFile
 from framework.checkpoint.state.checkpoint_engine import use_atomic_files
 from framework.checkpoint.state.optimizer_shards import Names
-from framework.checkpoint.state.tensor_split import splits_of
+from framework.checkpoint.state.tensor_split import splits_of, whole_shape
 from framework.config.deepspeed_words import SCHEDULES
 from framework.engine.bad_steps import StepWatch
 from framework.engine.checkpoint_bytes import load_bytes, move_in, save_bytes
@@ -24,8 +24,10 @@ from framework.engine.collective_timeout import collective_timeout
 from framework.engine.distributed import device, gather
 from framework.engine.ema import WeightAverage
 from framework.engine.expert_parallel import declaring_experts, with_expert_groups
+from framework.engine.held_weights import further_names, state_of
 from framework.engine.metrics import engine_metrics, memory_metrics, over_ranks
 from framework.engine.modes import Modes
+from framework.engine.optimizer_weights import make_over_all
 from framework.engine.phases import phases_of
 from framework.engine.rank_groups import RankGroups
 from framework.engine.schedules import MakeSchedule, client_schedule
@@ -71,6 +73,10 @@ def initialize(
     deepspeed.utils.groups.mpu = None  # DeepSpeed keeps that of an earlier engine of the process
     named = {names[parameter]: parameter for parameter in model.parameters()}
     stepped = with_expert_groups(model, parameter_groups(named, plan.config.optimizer, layers=layers))
+    make = make_optimizer
+    if make is not None:
+        section, is_stage = plan.config.optimizer, layers is not None
+        make = partial(make_over_all, make, names=names, section=section, is_stage=is_stage)
     with (
         refusing_scalars(),
         _sending_scalars(),
@@ -81,7 +87,7 @@ def initialize(
         engine, _, _, _ = deepspeed.initialize(
             model=model,
             model_parameters=stepped,
-            optimizer=make_optimizer,
+            optimizer=make,
             lr_scheduler=client_schedule(plan, make_schedule),
             dist_init_required=False,
             config=_with_group_rates(ds_config, stepped),
@@ -265,11 +271,23 @@ class BaseEngine:
         return state
 
     def description(self) -> dict[str, Any]:
-        """Describe for the manifest of its checkpoints how tensor ranks share weights. Collective."""
+        """Describe for the manifest of its checkpoints what they hold of the model, and how tensor ranks
+        share weights. Collective.
+        """
         layout, own = self._layout, splits_of(self._names())
         everyone = gather(own) if layout.tensor_size > 1 and layout.pipe_size > 1 else [own]  # stages have others
         found = {name: [one.dim, list(one.sections)] for splits in everyone for name, one in splits.items()}
-        return {"tensor": found} if found else {}
+        return self._described_weights() | ({"tensor": found} if found else {})
+
+    def _described_weights(self) -> dict[str, Any]:
+        """Describe the weights that every save is held against; at stage 3 the files alone do not tell them."""
+        if self._layout.pipe_size > 1 or self.engine.zero_optimization_stage() < 3:
+            return {}
+        module, partly = self.engine.module, self._leaves_out_frozen
+        each = {id(one): whole_shape(one).numel() for one in state_of(module, partly=partly).values()}
+        ties = further_names(module, partly=partly)
+        weights = {"weights": {"names": len(each), "elements": sum(each.values())}}
+        return weights | ({"ties": ties} if ties else {})
 
     def lr(self) -> float:
         """`optimizer.lr` as the schedule has it now: where the first group has a share of it, what it is a share of."""

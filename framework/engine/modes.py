@@ -1,4 +1,4 @@
-"""Training and evaluation mode of the modules that are trained, as every plain loop sets them: by `model.train()`."""
+"""Training and evaluation mode of what is trained, set as every plain loop sets it: by `model.train()`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from framework.system.log import print_line
 class Modes:
     """Modes of one engine's modules: `train()` of the model, and of each module that overrides it, decides.
 
-    What the user's code sets itself after that, in a callback or in a loop of its own, holds through evaluations.
+    What the user's code sets after that, in a callback or in a loop of its own, holds through evaluations.
     """
 
     def __init__(
         self, engine: deepspeed.DeepSpeedEngine, *, plain_name: Callable[[str], str], stages: Any = None
     ) -> None:
-        """Put the model into training mode, and log what was built in evaluation mode beneath a root in training mode.
-        Collective over `stages`, the process group of a pipeline's stages.
+        """Put the model into training mode, and log what was built in evaluation mode beneath a root in
+        training mode. Collective over `stages`, the process group of a pipeline's stages.
 
         `plain_name` gives a module of the engine the name that it has in the plain model.
         """
@@ -51,8 +51,8 @@ class Modes:
             own = {part: part.training for part, given in self._given.items() if part.training != given}
         elif rank() == 0:
             print_line(
-                "note: a callback left the whole model in evaluation mode; behind this evaluation it is in training "
-                "mode again"
+                "note: a callback left the whole model in evaluation mode; behind this evaluation it is in "
+                "training mode again"
             )
         self._engine.eval()
         try:
@@ -68,9 +68,10 @@ class Modes:
 
 
 def _report(names: list[str]) -> None:
-    built = f"the model was built with {counted(len(names), 'module')} in evaluation mode ({names[0]} is the first)"
+    count = counted(len(names), "module")
     print_line(
-        f"note: {built}; training begins with model.train(), as plain loops do, and dropout and batch norms in them "
-        "are at work. To keep a module in evaluation mode override train() in its class or the model's, or call its "
+        f"note: the model was built with {count} in evaluation mode ({names[0]} is the first); training "
+        "begins with model.train(), as in plain loops, and dropout and batch norms in them are at work. "
+        "To keep a module in evaluation mode override train() in its class or the model's, or call its "
         "eval() in a callback's on_start"
     )

@@ -46,6 +46,13 @@ _NO_MEMORY: Final = re.compile(
 )
 
 
+Look = Callable[[Any], object]
+
+
+def _ignore(content: Any) -> None:
+    pass
+
+
 class AtomicCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """The files of one save after the other."""
 
@@ -56,10 +63,14 @@ class AtomicCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._records: dict[str, FileRecord] = {}
         self._failure: OSError | None = None
         self._open: OpenFile = NewFile
+        self._look: Look = _ignore
 
-    def begin(self, root: Path, *, open_file: OpenFile = NewFile) -> None:
-        """Forget the last save; the files of the next one lie in `root`, and are opened with `open_file`."""
+    def begin(self, root: Path, *, open_file: OpenFile = NewFile, look: Look | None = None) -> None:
+        """Forget the last save; the files of the next one lie in `root`, and are opened with `open_file`; `look` is
+        called with the content of each that this rank writes.
+        """
         self._root, self._records, self._failure, self._open = root, {}, None, open_file
+        self._look = look or _ignore
 
     def end(self) -> dict[str, FileRecord]:
         """Records of the files that this rank wrote, by name within the root, where `open_file` gives any.
@@ -84,6 +95,8 @@ class AtomicCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file, or keep the failure."""
+
+        self._look(state_dict)
 
         def write() -> None:
             record = _write(state_dict, Path(path), self._open)

@@ -176,8 +176,8 @@ class StoredState:
 class MergedWeights(Mapping[str, torch.Tensor]):
     """Plain name -> tensor on the CPU, put together when it is asked for; the fp32 copy where the checkpoint has one.
 
-    `ties` maps further names of a weight to the name under which it is found here; `checkpoint` has a manifest, also
-    where DeepSpeed wrote none.
+    `ties` maps further names of a weight to the name under which it is found here; `lacking` are names that nothing in
+    the files has numbers for; `checkpoint` has a manifest, also where DeepSpeed wrote none.
     """
 
     def __init__(
@@ -213,6 +213,7 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         self._files: CheckpointFiles = found.files
         self.stored: Mapping[str, Stored] = found.stored
         self.ties: Mapping[str, str] = found.ties
+        self.lacking: Sequence[str] = found.lacking
         if average and all(self._averaged(stored) is stored for stored in self.stored.values()):
             raise self._not_read("nothing in its files is a moving average")
 
@@ -238,6 +239,15 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         files = (stored.state_file,) if stored.state_file else stored.files
         return replace(stored, files=files, keys=(*stored.state, EMA_KEY))
 
+    def refuse_lacking(self) -> None:
+        """Refuse a checkpoint without the numbers of some weight: what is made of it would be another model.
+
+        Raises:
+            StorageError: kind ``weights-not-read``.
+        """
+        if self.lacking:
+            raise self._not_read(describe_lacking(self.lacking))
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)
 
@@ -248,3 +258,12 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         return StorageError(
             f"{self._place}: its weights cannot be read: {reason}; name another checkpoint [weights-not-read]"
         )
+
+
+def describe_lacking(names: Sequence[str]) -> str:
+    """Describe names that nothing in a checkpoint has numbers for."""
+    more = f" and {len(names) - 1} more" if names[1:] else ""
+    return (
+        f"no file has the numbers of {names[0]}{more}: its optimizer did not hold them, or they "
+        "are further names of other weights, which an earlier release did not note"
+    )

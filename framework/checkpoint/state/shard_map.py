@@ -20,7 +20,7 @@ memory, which costs their headers only.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -33,6 +33,7 @@ from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.names import EXPERT, MODEL_FILE, OPTIMIZER_FILE, SWAPPED, layer_file, shift_expert
 from framework.checkpoint.state.checkpoint_engine import read_file
 from framework.checkpoint.state.tensor_split import Split
+from framework.models.adapters import is_adapter
 
 # The project's former name: a part of the file format, which releases before and after the change of name share.
 STATE_KEY: Final = "dsframework"
@@ -43,7 +44,7 @@ _INNER: Final = "optimizer_state_dict"
 _COPIES: Final = "fp32_groups"
 _FLAT: Final = "fp32_groups_flat"
 _Whole = tuple[str, torch.Tensor, "Place"]
-_Found = Iterator[tuple[str, "Stored"]]
+_Found = Iterable[tuple[str, "Stored"]]
 
 
 @dataclass(frozen=True)
@@ -180,11 +181,13 @@ class ShardMap:
     Attributes:
         stored: each once.
         ties: further names of a weight -> the name under which it is stored.
+        lacking: names of the module that nothing in the checkpoint has numbers for.
     """
 
     files: CheckpointFiles
     stored: Mapping[str, Stored]
     ties: Mapping[str, str]
+    lacking: Sequence[str] = ()
 
 
 def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
@@ -195,13 +198,15 @@ def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
     if (checkpoint.path / SWAPPED).is_dir():
         raise ValueError("its state lies in the files of DeepSpeed's NVMe swapper, which nobody else reads")
     size = checkpoint.tensor_size
-    stored, ties = _map_of_rank(files, manifest, 0, size)
+    stored, ties, lacking = _map_of_rank(files, manifest, 0, size)
+    if checkpoint.has_adapters:  # frozen weights are left out, and may have further names
+        lacking = [name for name in lacking if is_adapter(name)]
     if splits := manifest.get("tensor"):
         ranks = [stored, *(_map_of_rank(files, manifest, rank, size)[0] for rank in range(1, size))]
         for name, (dim, sections) in splits.items():
             own = ties.get(name, name)
             stored[own] = _joined(name, Split(dim, tuple(sections)), [of_rank[own] for of_rank in ranks])
-    return ShardMap(files, stored, ties)
+    return ShardMap(files, stored, ties, lacking)
 
 
 def _joined(name: str, split: Split, parts: Sequence[Stored]) -> Stored:
@@ -214,8 +219,10 @@ def _joined(name: str, split: Split, parts: Sequence[Stored]) -> Stored:
 
 def _map_of_rank(
     files: CheckpointFiles, manifest: Mapping[str, Any], rank: int, size: int
-) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Find what one of so many tensor ranks has, and further names. Model-parallel ranks are (stage, tensor rank)."""
+) -> tuple[dict[str, Stored], dict[str, str], list[str]]:
+    """Find what one of so many tensor ranks has, further names, and names that nothing has numbers for. Model-parallel
+    ranks are (stage, tensor rank).
+    """
     models, optimizers = (
         {(data, of // size): name for (data, of), name in files.named(pattern).items() if of % size == rank}
         for pattern in (MODEL_FILE, OPTIMIZER_FILE)
@@ -224,24 +231,43 @@ def _map_of_rank(
     of_layers = _of_layers(files, pipeline, None if size == 1 else rank) if pipeline else None
     wholes = of_layers or _of_dict(files, models[0, 0], "module")
     stored, ties = _each_once(wholes)
+    empty: set[str] = set()
     if not optimizers:
         seen: set[str] = set()  # a tied weight has the same state on every stage that has it
         found: _Found = chain.from_iterable(_numbered(files, file, stored, seen) for file in models.values())
     elif manifest["config"]["zero"]["stage"] == 3:
-        ties |= {name: first for name, first in (files[models[0, 0]]["shared_params"] or {}).items() if name in stored}
-        found = _rows(files, models, optimizers)
+        empty = _spread_names(files[models[0, 0]], stored)
+        found = list(_rows(files, models, optimizers))
+        ties |= _spread_ties(files[models[0, 0]], manifest, empty, held={name for name, _ in found})
+        empty -= {name for name, _ in found} | ties.keys()
     else:
         moe = manifest["config"].get("model", {}).get("moe") or {}
         experts = moe.get("num_experts", 1), manifest["layout"].get("expert_size", 1)
         found = _slices(files, models, optimizers, pipeline, experts)
     for name, one in found:
         stored[ties.get(name, name)] = one
-    for name in ties:
+    for name in (*ties, *empty):
         del stored[name]
     for name, one in stored.items():
         if one.offset + one.shape.numel() > len(one.files) * one.size:
             raise ValueError(f"the files do not hold all of {name}")
-    return stored, ties
+    return stored, ties, sorted(empty)
+
+
+def _spread_names(model: Mapping[str, Any], stored: Mapping[str, Stored]) -> set[str]:
+    """Names of weights that stage 3 leaves empty in the module: their numbers are in other places of the files."""
+    buffers = set(model.get("buffer_names") or ())
+    return {name for name, one in stored.items() if not one.shape.numel() and name not in buffers}
+
+
+def _spread_ties(
+    model: Mapping[str, Any], manifest: Mapping[str, Any], empty: Collection[str], *, held: Collection[str]
+) -> dict[str, str]:
+    """Further names of spread weights. DeepSpeed's own list lacks those of a module that has several
+    (0.19.8, engine.py `_get_shared_params` meets a child once); the manifest has all.
+    """
+    ties = {**(model["shared_params"] or {}), **manifest.get("ties", {})}
+    return {name: first for name, first in ties.items() if name in empty and name not in held and first in held}
 
 
 def _of_dict(files: CheckpointFiles, file: str, *keys: str, prefix: str = "") -> Iterator[_Whole]:
