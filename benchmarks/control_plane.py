@@ -34,7 +34,7 @@ QUIET_SECONDS = 20.0
 
 def session(number: int, agents: int, port: int) -> Session:
     hello = {"protocol": PROTOCOL, "job": "", "node_rank": number, "nnodes": agents, "spares": 0, "slots": 8}
-    hello |= {"master_port": port, "host": f"node-{number}", "hosts": "", "clock": time.time()}
+    hello |= {"master_port": port, "host": f"node-{number}", "machine": "", "hosts": "", "clock": time.time()}
     hello |= {"facts": {"torch": "2", "config": "a" * 16, "code": "b" * 16}}
     topology = Topology(agents, 8, number, "127.0.0.1", port)
     return Session(topology, hello, StopRequests(), port, TOKEN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -24,6 +25,7 @@ from framework.setup.open_run import OpenRun
 from framework.setup.prepared import prepare
 from framework.system.clock import now
 from framework.system.exits import end_in_one_line, refusing_exits
+from framework.system.launcher_rank import take_rank
 from framework.system.log import warn
 from framework.system.stopping import EVALUATE, SAVE, StopRequest
 from framework.train.monitors.base import Point, Sinks
@@ -62,6 +64,7 @@ def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator
     end_in_one_line()
     request = _OPEN[0].request if _OPEN else StopRequest()
     with refusing_exits():
+        take_rank(os.environ)
         given = config.model_fields_set if isinstance(config, RunConfig) else config
         own = "train_data" not in parts and "data" not in given
         if own:

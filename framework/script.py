@@ -17,6 +17,7 @@ from typing import Final, NoReturn
 from framework.errors import EXIT_OK, EXIT_TRAINING, FrameworkError, in_one_line, missing_package
 from framework.system.arguments import CommandParser, add_log_level
 from framework.system.exits import SILENT_RANKS_WAIT_SECONDS, refusing_exits, report
+from framework.system.launcher_rank import take_rank
 from framework.system.output import write
 from framework.system.parent_watch import AGENT_VARIABLE, report_end, watch_parent
 from framework.system.stopping import StopRequest
@@ -60,6 +61,7 @@ def exit_code() -> int:
     request = StopRequest()
     request.listen()
     try:
+        take_rank(os.environ)
         watch_parent(os.environ, is_stopping=lambda: bool(request.signal), is_over=lambda: request.is_over)
         arguments = _parser().parse_args()
         with refusing_exits():

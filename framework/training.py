@@ -16,6 +16,7 @@ from framework.run import run_prepared
 from framework.setup.objects import MakeOptimizer, ModelSource, Objects, config_with_objects, refuse_unknown_arguments
 from framework.setup.prepared import prepare
 from framework.system.exits import end_in_one_line, refusing_exits
+from framework.system.launcher_rank import take_rank
 from framework.system.stopping import StopRequest
 
 
@@ -59,6 +60,7 @@ def fit(
     objects, request = Objects(model, train_data, eval_data, task, optimizer, callbacks, scheduler), StopRequest()
     with request.handling():
         with refusing_exits():
+            take_rank(os.environ)
             prepared = prepare(config_with_objects(config, objects), objects=objects)
         return run_prepared(prepared, request)
 

@@ -33,6 +33,7 @@ from framework.setup.prepared import prepare
 from framework.setup.start_point import agreed_weights, measure_cut
 from framework.setup.trained import find_source, module_of, saved_config
 from framework.system.arguments import CommandParser
+from framework.system.launcher_rank import take_rank
 from framework.text.document import COMMAND_LINE
 
 
@@ -40,6 +41,7 @@ def main(words: Sequence[str]) -> int:
     """Run the command on this rank, print JSON on rank 0; returns the exit code."""
     arguments = _parse(words)
     checkpoint = find_source(arguments.checkpoint)
+    take_rank(os.environ)
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     config, source = config_to_evaluate(checkpoint, arguments.settings, num_ranks=num_ranks)
     sections = [name for name in ("model", "data", "task") if source.place((name, "target"))[0] != COMMAND_LINE]

@@ -31,6 +31,7 @@ from framework.launch.stop_requests import StopRequests
 from framework.launch.supervision import Restarts
 from framework.load_run import LoadedRun, load_run
 from framework.plan.cluster import Cluster
+from framework.system.launcher_rank import launched_rank
 from framework.system.log import print_problem
 from framework.system.output import write
 
@@ -163,10 +164,18 @@ def _fitting(here: Setting, job: LoadedRun, devices: LocalDevices) -> Setting:
 
 
 def refuse_lone_start(environment: Mapping[str, str], options: LaunchOptions) -> None:
-    """Raise a ConfigError where the environment describes several nodes: each would train alone and end well."""
+    """Raise a ConfigError where the environment describes several nodes, or several tasks of this one: each would train
+    alone and end well.
+    """
     several = [item for item in described(environment) if item.name == "nnodes" and item.value not in ("", "1")]
     if several and "LOCAL_RANK" not in environment and options.num_gpus is None:
         reason = "this is one of several nodes, and would train alone"
         fix = "start `launch node CONFIG`, or say --num_gpus N for this machine alone"
         key, value = several[0].source, several[0].value
         raise ConfigError.of("several-nodes", reason, fix, key=key, value=value, file="environment")
+    task = None if "LOCAL_RANK" in environment else launched_rank(environment)
+    if task is not None and task.values.get("LOCAL_WORLD_SIZE", task.size) > 1:
+        reason = f"this is one of {task.size} processes that {task.launcher} started, and each would start all ranks"
+        fix = f"let {task.launcher} start `train.py --config CONFIG`, or one process"
+        variable = task.sources["WORLD_SIZE"]
+        raise ConfigError.of("several-nodes", reason, fix, key=variable, value=task.size, file="environment")

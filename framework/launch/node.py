@@ -30,7 +30,7 @@ from framework.errors import (
 )
 from framework.launch.deepspeed_command import added_environment, find_train_script, node_command, usable_port
 from framework.launch.hosts.devices import LocalDevices, find_devices, unused_gpus, visible_variable
-from framework.launch.hosts.hostfile import Host, read_hostfile
+from framework.launch.hosts.hostfile import Host, is_loopback_name, read_hostfile
 from framework.launch.hosts.topology import Topology, resolve_topology, slots_here
 from framework.launch.job import print_line, refuse_too_few, show_settings, write_termination_log
 from framework.launch.options import GRACE_SECONDS, WAIT_SECONDS, NodeOptions, SharedOptions, parse_node, seconds
@@ -204,7 +204,7 @@ def run_node(
     import asyncio  # with what stands on it, for starts alone: a check and a dry run need none of it
 
     from framework.launch.rendezvous.channel import PROTOCOL
-    from framework.launch.rendezvous.handshake import hosts_text
+    from framework.launch.rendezvous.handshake import hosts_text, machine_mark
     from framework.launch.rendezvous.session import Session
 
     hello = {name: getattr(topology, name) for name in ("node_rank", "nnodes", "slots", "master_port")} | {
@@ -212,6 +212,7 @@ def run_node(
         "job": environment.get("DSF_JOB_ID", ""),
         "spares": terms.get("spares", 0),
         "host": socket.gethostname(),
+        "machine": "" if is_loopback_name(topology.master_addr) else machine_mark(),
         "hosts": hosts_text(terms.get("names", ())),
         "clock": time.time(),
         "facts": dict(facts or {}),

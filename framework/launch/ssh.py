@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,10 +26,18 @@ from pathlib import Path
 from typing import IO, Final, TextIO
 
 import framework
-from framework.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, ConfigError, UsageError
+from framework.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, ConfigError, Problem, UsageError
 from framework.launch.deepspeed_command import find_train_script, hosts_command
 from framework.launch.hosts.devices import LocalDevices
-from framework.launch.hosts.hostfile import Chosen, Host, choose_hosts, first_few
+from framework.launch.hosts.hostfile import (
+    Chosen,
+    Host,
+    choose_hosts,
+    first_few,
+    is_host,
+    is_loopback_name,
+    one_spelling,
+)
 from framework.launch.hosts.topology import DEFAULT_PORT, Topology
 from framework.launch.job import print_line, show_settings
 from framework.launch.node import check_node, fits, grace_seconds, read_token
@@ -68,6 +77,8 @@ _WAIT_SECONDS: Final = 30.0 + KILL_SECONDS
 _DRAIN_SECONDS: Final = 2.0  # what an agent has left behind there may hold the other end of its output
 _LEAVE_SECONDS: Final = 5.0
 _ELSEWHERE: Final = LocalDevices("unknown", 0)  # here only what holds on any machine is checked
+_MOST_ASKED: Final = 128  # hosts of which ssh is asked where they are: each takes it some milliseconds
+_ASKED_AT_ONCE: Final = 8
 _ENDS_REPORTED: Final = 4  # hosts that are told one by one when all is over
 
 
@@ -80,6 +91,7 @@ def launch_over_ssh(options: LaunchOptions) -> int:
     topology = _topology(options, chosen)
     num_files = _OWN_FILES + _FILES_PER_HOST * len(chosen)
     require(num_files, f"{len(chosen)} hosts", fix="leave hosts out with --exclude")
+    refuse_one_host_twice(chosen, ssh_args=options.ssh_args, path=options.hostfile)
     job = check_node(options, options.overrides, topology, _ELSEWHERE)
     job.print_notes(is_supervised=True)
     commands = _commands(options, chosen, topology)
@@ -210,12 +222,55 @@ def passed_on(environment: Mapping[str, str], *, exports: Sequence[str]) -> dict
 
 def address_of(name: str, *, ssh_args: str = "") -> str:
     """Return the address that the other hosts use: its name, or the HostName that ~/.ssh/config gives it."""
+    return _ssh_place(name, ssh_args=ssh_args)[0]
+
+
+def _ssh_place(name: str, *, ssh_args: str) -> tuple[str, str]:
+    """Return the address and the port at which `ssh` finds a host; without one of ~/.ssh/config its name."""
+    found: dict[str, str] = {}
     with suppress(OSError, subprocess.SubprocessError):
         command = ["ssh", *split_ssh_args(ssh_args), "-G", "--", name]
         text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-        if found := re.search("^hostname (.*)$", text, re.MULTILINE):
-            return found[1]
-    return name.rpartition("@")[2]
+        found = dict(re.findall("^(hostname|port) (.*)$", text, re.MULTILINE))
+    return found.get("hostname", name.rpartition("@")[2]), found.get("port", "")
+
+
+def refuse_one_host_twice(chosen: Sequence[Chosen], *, ssh_args: str, path: str) -> None:
+    """Raise a ConfigError where two names of a hostfile lead `ssh` to one host, by ~/.ssh/config or /etc/hosts: its
+    devices would be taken twice. Of very many hosts the agents find that out when they meet.
+    """
+    if not 1 < len(chosen) <= _MOST_ASKED:
+        return
+    names = [item.host.name for item in chosen]
+    with ThreadPoolExecutor(max_workers=_ASKED_AT_ONCE) as pool:
+        places = list(pool.map(partial(_ssh_place, ssh_args=ssh_args), names))
+    addresses = known_addresses()
+    first: dict[tuple[str, str], str] = {}
+    problems = []
+    for name, (host, port) in zip(names, places, strict=True):
+        spelled = one_spelling(host)
+        place = (addresses.get(spelled, spelled), port)
+        other = first.setdefault(place, name)
+        if other != name:
+            reason = f"it is the same host as {other}: {place[0]}"
+            fix = "keep one line with all its slots"
+            problems.append(Problem("hostfile-duplicate-host", reason, fix, file=path, key="host", value=name))
+    if problems:
+        raise ConfigError(problems)
+
+
+def known_addresses(file: Path = Path("/etc/hosts")) -> dict[str, str]:
+    """Return the addresses of names that this machine knows without asking a server; none of loopback, which is another
+    machine to each.
+    """
+    found: dict[str, str] = {}
+    with suppress(OSError):
+        for line in file.read_text(errors="replace").splitlines():
+            address, *names = line.partition("#")[0].split() or [""]
+            if is_host(address) and not is_loopback_name(address):
+                for name in names:
+                    found.setdefault(one_spelling(name), one_spelling(address))
+    return found
 
 
 def split_ssh_args(text: str, *, command: str = "launch") -> list[str]:
@@ -267,7 +322,6 @@ class Agents:
         """From each host's name, with the `ssh` that starts its agent, and what every agent is sent first."""
         self._commands = commands
         self._order = json.dumps(order).encode() + b"\n"
-        # By node: two users of one host are two nodes.
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._streams: dict[IO[bytes], tuple[str, TextIO, bytearray]] = {}
         self._ends: list[HostEnd] = []

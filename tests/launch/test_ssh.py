@@ -3,10 +3,12 @@ the command on this machine; tests on hosts of their own use the real one."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,8 +28,10 @@ from framework.launch.ssh import (
     agent_command,
     ends_reported,
     job_code,
+    known_addresses,
     launch_over_ssh,
     passed_on,
+    refuse_one_host_twice,
     split_ssh_args,
     ssh_command,
 )
@@ -276,6 +280,32 @@ def test_only_listed_variables_travel() -> None:
     }
     with pytest.raises(UsageError, match="--export NOT_SET: not set here"):
         passed_on(here, exports=["NOT_SET"])
+
+
+@pytest.mark.parametrize(
+    ("ssh_config", "is_one"),
+    [
+        ("Host n1 alias\n  HostName 10.0.0.7\n", True),
+        ("Host alias\n  HostName n1\n", True),
+        ("Host n1\n  HostName 10.0.0.7\nHost alias\n  HostName 10.0.0.8\n", False),
+        ("Host n1 alias\n  HostName gate\nHost alias\n  Port 2202\n", False),  # two containers behind one address
+    ],
+)
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh here, whose config says where hosts are")
+def test_two_names_of_one_host_are_refused(ssh_config: str, is_one: bool, tmp_path: Path) -> None:
+    (tmp_path / "config").write_text(ssh_config)
+    chosen = [Chosen(Host(name, 2), (0, 1)) for name in ("n1", "root@alias")]
+    expectation = contextlib.nullcontext()
+    if is_one:
+        expectation = pytest.raises(ConfigError, match=r"host = root@alias: .* same host as n1: .*duplicate-host\]")
+    with expectation:
+        refuse_one_host_twice(chosen, ssh_args=f"-F {tmp_path}/config", path="hosts")
+
+
+def test_names_of_this_machine_s_table_are_known_without_a_server(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("127.0.1.1 me\n# 10.0.0.9 no\n10.0.0.7 N1.lan n1 # first\nfd00:0::2 n2\nbroken\n")
+    expected = {"n1.lan": "10.0.0.7", "n1": "10.0.0.7", "n2": "fd00::2"}
+    assert known_addresses(tmp_path / "hosts") == expected
 
 
 def test_nothing_of_a_command_is_read_by_a_shell() -> None:

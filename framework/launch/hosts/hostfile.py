@@ -69,6 +69,26 @@ def is_host(name: str) -> bool:
         return False
 
 
+def one_spelling(host: str) -> str:
+    """Return a name or address as all its spellings have it in common: ``N1.`` and ``n1``, ``fd00:0::1`` and
+    ``fd00::1``.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host.lower().removesuffix(".")
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)
+
+
+def _shortened(names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Names of a file that stand there with a domain and without one, the short one first."""
+    for host, name in names.items():
+        label, dot, _ = host.partition(".")
+        if dot and ":" not in host and not host.replace(".", "").isdigit() and label in names:
+            yield names[label], name
+
+
 def is_loopback_name(name: str) -> bool:
     """Every machine takes it for itself."""
     return bool(_LOOPBACK.fullmatch(name))
@@ -116,6 +136,7 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     hosts: list[Host] = []
     problems: list[Problem] = []
     lines: dict[str, int] = {}  # first line of each name
+    names: dict[str, str] = {}  # first spelling of each host
 
     def refuse(kind: str, key: str, value: object, reason: str, fix: str, line: int) -> None:
         problems.append(Problem(f"hostfile-{kind}", reason, fix, file=str(path), line=line, key=key, value=value))
@@ -141,11 +162,19 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
                 reason = "it is not an IPv6 address" if ":" in host else "no host can have this name"
                 fix = "letters, digits, - _ . and user@, or an address such as 10.0.0.2 or [fd00::2]"
                 refuse("bad-name", "host", name, reason, fix, number)
+            first = names.setdefault(one_spelling(host), name)
             if name in lines:
                 reason = f"the host is already in line {lines[name]}"
                 refuse("duplicate-host", "host", name, reason, "keep one line with all its slots", number)
+            elif first != name:
+                reason = f"it is the host of line {lines[first]}, which is {first} there"
+                refuse("duplicate-host", "host", name, reason, "keep one line with all its slots", number)
             lines.setdefault(name, number)
             hosts.append(Host(name, slots))
+    for short, name in _shortened(names):
+        reason = f"{short} in line {lines[short]} may be the same host, and its devices would be taken twice"
+        fix = "keep one line with all its slots; if they are two hosts, write both names with their domain"
+        refuse("duplicate-host", "host", name, reason, fix, lines[name])
     for each in hosts if len(hosts) > 1 else ():  # alone in a file such a name is this machine
         if is_loopback_name(each.name.rpartition("@")[2]):
             fix = "write the name that the others know it by"

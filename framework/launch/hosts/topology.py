@@ -16,6 +16,7 @@ from framework.errors import ConfigError, Problem, UsageError
 from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.hostfile import Host, bare, cluster_of, is_host
 from framework.plan.cluster import RANKS_ON_CPU
+from framework.system.launcher_rank import first_of_nodelist
 
 DEFAULT_PORT: Final = 29500
 _VALUE: Final = "topology-value"
@@ -217,13 +218,6 @@ def _slurm_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
         stated = Setting("slots", tasks, "SLURM_STEP_TASKS_PER_NODE")
         reason = "one launcher per node starts all ranks of it"
         yield _problem("slurm-tasks", stated, reason, "srun --ntasks-per-node=1")
-
-
-def first_of_nodelist(text: str) -> str:
-    """The first host of Slurm's short form: ``gpu[03-07,12],login1`` -> ``gpu03``."""
-    match = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\]([^\[,]*))?", text)
-    assert match  # every part may be empty
-    return match[1] + (match[2] or "") + (match[3] or "")
 
 
 def _volcano(environment: Mapping[str, str]) -> Iterator[Setting]:

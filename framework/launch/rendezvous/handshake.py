@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, Final
 
 from framework.config.run_config import RunConfig
@@ -29,10 +30,12 @@ HELLO: Final[Mapping[str, type]] = {
     "slots": int,
     "master_port": int,
     "host": str,
+    "machine": str,
     "hosts": str,
     "clock": float,
     "facts": dict,
 }
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _ONE_HOSTFILE: Final = "copy one hostfile to every node"
 _SAME: Final = {
     "protocol": "agents of different versions do not understand each other; install the same everywhere",
@@ -52,6 +55,18 @@ def node_facts(config: RunConfig) -> dict[str, str]:
     facts = {"python": python_release(platform.python_version())}
     facts |= {name: version_of(name) or "not installed" for name in ("torch", "deepspeed")}
     return facts | {"config": config_hash(config), "code": hash_of_framework()}
+
+
+def machine_mark() -> str:
+    """Return what two agents have in common only where they are on one machine, and share its devices: one kernel, and
+    its namespaces. Containers of one host have mounts of their own. Empty where that cannot be read.
+    """
+    try:
+        boot = _BOOT.read_text().strip()
+        spaces = [str(Path(f"/proc/self/ns/{name}").readlink()) for name in ("net", "pid", "mnt")]
+    except OSError:
+        return ""
+    return hashlib.sha256(" ".join([boot, *spaces]).encode()).hexdigest()[:16]
 
 
 def is_hello(hello: object) -> bool:
@@ -78,7 +93,7 @@ def disagreements(hellos: Sequence[Mapping[str, Any]], *, seen: set[str]) -> lis
         hellos: node 0's first.
         seen: marks that were found the last time, as `framework.doctor.node.start.differences` has it.
     """
-    problems = list(_rank_problems(hellos))
+    problems = [*_rank_problems(hellos), *_machine_problems(hellos)]
     for name, fix in _SAME.items():
         problems += _differences(hellos, name, [hello[name] for hello in hellos], fix)
     for hello in hellos[1:]:
@@ -118,6 +133,23 @@ def _rank_problems(hellos: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
             reason = f"{count} nodes have the same rank" + (f", and rank {absent[0]} is missing" if absent else "")
             fix = "give every node a rank of its own"
             yield Problem("node-rank-duplicate", reason, fix, key="node_rank", value=rank, file=who)
+
+
+def _machine_problems(hellos: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
+    first: dict[str, Mapping[str, Any]] = {}
+    for hello in hellos:
+        other = first.setdefault(hello["machine"], hello)
+        # Two of one rank are an agent that has come again, or are refused as such.
+        if hello["machine"] and other["node_rank"] != hello["node_rank"]:
+            reason = f"node {name_of(other)} is on the same machine, and both would take its devices"
+            fix = (
+                "name each host once, with all its slots; to try several nodes on one machine, --master_addr 127.0.0.1"
+            )
+            yield Problem("hostfile-duplicate-host", reason, fix, key="host", value=hello["host"], file=_node(hello))
+
+
+def _node(hello: Mapping[str, Any]) -> str:
+    return f"node {name_of(hello)}"
 
 
 def _differences(hellos: Sequence[Mapping[str, Any]], name: str, values: Sequence[Any], fix: str) -> Iterator[Problem]:

@@ -133,6 +133,7 @@ def hello(rank: int, look: dict[str, Any] | None, **changes: Any) -> dict[str, A
         "slots": 1,
         "master_port": 29500,
         "host": "ab"[rank],
+        "machine": "",
         "hosts": "",
         "clock": 0.0,
         "facts": {},

@@ -83,6 +83,41 @@ def test_an_address_with_and_without_brackets_is_one_host(tmp_path: Path) -> Non
     assert refused(write(tmp_path, "[fd00::1] slots=1\nfd00::1 slots=1\n")) == [(2, "hostfile-duplicate-host")]
 
 
+@pytest.mark.parametrize(
+    "other",
+    ["root@n1", "N1", "n1.", "root@N1.", "n1.cluster.local", "me@n1.cluster.local"],
+)
+def test_one_host_under_two_spellings_is_refused(tmp_path: Path, other: str) -> None:
+    """Its devices would be taken twice."""
+    for lines in (("n1", other), (other, "n1")):
+        path = write(tmp_path, "n0 slots=2\n" + "".join(f"{name} slots=2\n" for name in lines))
+        ((line, kind),) = refused(path)
+        assert kind == "hostfile-duplicate-host"
+        assert line in (2, 3)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("fd00::1", "[fd00:0:0::1]"),
+        ("10.0.0.2", "root@10.0.0.2"),
+        ("10.0.0.2", "::ffff:10.0.0.2"),
+        ("FD00::A", "fd00::a"),
+    ],
+)
+def test_one_address_under_two_spellings_is_refused(tmp_path: Path, lines: tuple[str, str]) -> None:
+    path = write(tmp_path, "".join(f"{name} slots=2\n" for name in lines))
+    assert refused(path) == [(2, "hostfile-duplicate-host")]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("n1", "n2"), ("n1.a", "n1.b"), ("10.0.0.1", "10.0.1.1"), ("n1", "n10.a"), ("me@n1", "me@n2"), ("10", "10.0.0.1")],
+)
+def test_hosts_with_names_alike_are_two(tmp_path: Path, names: tuple[str, str]) -> None:
+    assert len(read_hostfile(write(tmp_path, "".join(f"{name} slots=2\n" for name in names)))) == 2
+
+
 def test_names_all_problems_at_once(tmp_path: Path) -> None:
     path = write(tmp_path, "a slots=1\nb\nc slots=0\na slots=1\n")
     assert refused(path) == [(2, "hostfile-malformed"), (3, "hostfile-zero-slots"), (4, "hostfile-duplicate-host")]

@@ -8,7 +8,8 @@ import pytest
 
 from framework.errors import ConfigError, UsageError
 from framework.launch.hosts.hostfile import Host
-from framework.launch.hosts.topology import Setting, Topology, described, first_of_nodelist, resolve_topology
+from framework.launch.hosts.topology import Setting, Topology, described, resolve_topology
+from framework.system.launcher_rank import first_of_nodelist
 
 OWN = {"NNODES": "2", "NPROC_PER_NODE": "8", "NODE_RANK": "1", "MASTER_ADDR": "a-0.a", "MASTER_PORT": "29501"}
 PET = {f"PET_{name}": value for name, value in OWN.items()}

@@ -43,6 +43,7 @@ def hello(node_rank: int, *, nnodes: int = 2, **other: object) -> dict[str, Any]
         "slots": 8,
         "master_port": 29500,
         "host": f"llama-train-{node_rank}",
+        "machine": f"{node_rank}",
         "hosts": "",
         "clock": time.time(),
         "facts": {"code": "a", "config": "b"},

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,9 +20,10 @@ from framework.launch.rendezvous import coordinator
 from framework.launch.rendezvous.channel import LARGEST_LINE_BYTES, Channel, ConnectionLost, body_of
 from framework.launch.rendezvous.connections import Rejections, TurnedAway
 from framework.launch.rendezvous.coordinator import _names, _reported, ahead
-from framework.launch.rendezvous.handshake import disagreements, hosts_text
+from framework.launch.rendezvous.handshake import disagreements, hosts_text, machine_mark
 from framework.launch.rendezvous.session import Start
 from tests.launch.rendezvous.ends import TOKEN, call, coordinating, hello, introduce, looked, read, reset, run
+from tests.places import ROOT
 
 pytestmark = pytest.mark.timing
 
@@ -66,6 +70,26 @@ def test_the_first_difference_of_hostfiles_is_told(first: str, second: str, repo
     (problem,) = disagreements([hello(0, nnodes=2, hosts=first), hello(1, nnodes=2, hosts=second)], seen=set())
     assert problem.value == reported[0]
     assert problem.reason == f"node 0 (llama-train-0) has {reported[1]}"
+
+
+def test_two_agents_of_one_machine_are_refused_and_two_containers_of_it_are_not() -> None:
+    hellos = [hello(0, nnodes=3, machine="a"), hello(1, nnodes=3, machine="b"), hello(2, nnodes=3, machine="a")]
+    (problem,) = disagreements(hellos, seen=set())
+    assert (problem.kind, problem.file) == ("hostfile-duplicate-host", "node 2 (llama-train-2)")
+    assert "node 0 (llama-train-0) is on the same machine" in problem.reason
+    assert disagreements([hello(number, nnodes=3, machine="") for number in range(3)], seen=set()) == []
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="no unshare here, which makes namespaces")
+def test_a_machine_is_one_kernel_with_its_namespaces() -> None:
+    """Each container has mounts of its own."""
+    words = [sys.executable, "-c", "from framework.launch.rendezvous.handshake import machine_mark as m; print(m())"]
+    other = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    assert other == machine_mark() != ""
+    inside = subprocess.run(["unshare", "--mount", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    if inside.returncode:
+        pytest.skip("namespaces cannot be made here")
+    assert inside.stdout.strip() not in ("", other)
 
 
 def test_long_hostfiles_are_compared_to_their_end() -> None:
