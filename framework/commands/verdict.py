@@ -100,6 +100,7 @@ def check_document(document: Document, against: CheckContext) -> Verdict:
     """Judge DeepSpeed JSON that was read."""
     from framework.dslint.keys import load_table
     from framework.dslint.lint import lint, placed
+    from framework.dslint.other_tools import without_placeholders
     from framework.dslint.readers import NAMES, as_read, assumption, foreign_problem, reader_of
 
     if (foreign := foreign_problem(document)) is not None:
@@ -111,6 +112,7 @@ def check_document(document: Document, against: CheckContext) -> Verdict:
         *(problem if problem.line else placed(document, problem) for problem in further),
         *lint(as_it_reads, release=against.release, topology=against.topology(), reader=reader),
     ]
+    found = without_placeholders(found, file=document.name)
     first = "" if reader == "deepspeed" else f"{NAMES[reader]} and "
     notes = [
         *_release_note(document.name, against),
@@ -124,10 +126,10 @@ def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext
     from framework.commands.target_search import missing_sinks, missing_targets
     from framework.config.load import Source
     from framework.dslint.judge import judge_passed_alone, judge_rendered
-    from framework.dslint.readers import assumption, foreign_problem
+    from framework.dslint.other_tools import without_placeholders
+    from framework.dslint.readers import assumption, foreign_problem, with_last_of_duplicates
     from framework.load_run import load_run
     from framework.plan.plan import one_line
-    from framework.text.document import document_of
 
     try:
         run = load_run(file, overrides, text=text)
@@ -135,13 +137,14 @@ def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext
         run = run.chosen(against.cluster, target, is_proposal=True)
         source, plan = run.source, run.plan_with_data(against.cluster, data_elsewhere=against.data_elsewhere)
     except ConfigError as error:
-        document = document_of(text, Path(file), name=file)
+        is_yaml = Path(file).suffix.lower() in YAML_ENDINGS
+        document = with_last_of_duplicates(text, error, name=file, is_yaml=is_yaml) or _document(text, file)
         if (foreign := foreign_problem(document)) is not None:
             return Verdict(file, (foreign,))
         passed = document.value.get("deepspeed") if isinstance(document.value, dict) else None
         further = judge_passed_alone(passed, release=against.release)
         reported = sorted(_all(error.problems, _errors_of_known(document, overrides, against)), key=_place)
-        found = _all(reported, map(Source(document).locate, further))
+        found = without_placeholders(_all(reported, map(Source(document).locate, further)), file=file)
         return Verdict(file, (*assumption(document, as_run_config=True), *found))
     absent = map(source.locate, (*missing_targets(run.config), *missing_sinks(run.config)))
     problems = [*source.notes, *plan.findings, *absent]
@@ -150,6 +153,17 @@ def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext
     return Verdict(
         file, (*_release_note(file, against), *problems), "; ".join(filter(None, (one_line(plan), run.choice)))
     )
+
+
+def _document(text: str, file: str) -> Document:
+    from framework.dslint.other_tools import template_problem
+    from framework.text.document import document_of
+
+    try:
+        return document_of(text, Path(file), name=file)
+    except ConfigError as error:
+        template = template_problem(text, file=file)
+        raise ConfigError(template or error.problems) from None
 
 
 def _too_large(plan: Plan, target: Target | None) -> Iterator[Problem]:

@@ -32,6 +32,7 @@ from framework.dslint.import_sections import NO_KEY, Reading, Values, optimizer,
 from framework.dslint.key_files import was_off
 from framework.dslint.keys import load_table
 from framework.dslint.lint import lint, placed
+from framework.dslint.other_tools import without_placeholders
 from framework.errors import MISSING, ConfigError, Problem, printable
 from framework.plan.plan import default_cluster, make_plan
 from framework.plan.render import merged
@@ -89,7 +90,7 @@ def import_document(document: Document, *, release: str | None = None) -> Import
     table = load_table(release)
     wrong = [problem for problem in lint(document, release=release) if _stops(problem)]
     if wrong:
-        raise ConfigError(wrong)
+        raise ConfigError(without_placeholders(wrong, file=document.name))
     reading = Reading(Facts(document.value, table.release), table)
     sections = {
         "batch": _batch(reading),
@@ -251,6 +252,13 @@ def _placeholder(batch: Values, reading: Reading) -> Values:
 # The text of an imported run config: YAML with a comment beside what was decided for the user.
 
 
+_YOURS: Final = {
+    "run": "# run: {name: my-run}",
+    "model": "# model: {target: my_module:MyModel}",
+    "data": "# data: {target: my_module:make_data}",
+    "task": "# task: {target: my_module:my_loss}",
+    "training": "# training: {max_epochs: 3}",
+}
 _PLAIN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_./:-]*[A-Za-z0-9_]|[A-Za-z_]")
 _NOT_TEXT: Final = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
 
@@ -263,6 +271,13 @@ def run_config_text(imported: Imported, *, name: str) -> str:
         lines += [f"#   {printable(line)}" for line in imported.left_out]
     for section, values in imported.values.items():
         lines += ["", *_lines(section, values, section, imported.comments, "")]
+    stubs = [line for section, line in _YOURS.items() if section not in imported.values]
+    if stubs:
+        lines += [
+            "",
+            "# Yours to write; a key of a section that stands above goes into it, as no section may stand twice:",
+        ]
+        lines += stubs
     return "\n".join(lines) + "\n"
 
 

@@ -9,25 +9,29 @@ does anyway (`tables/trainer_defaults.json`). A DeepSpeed JSON that a file names
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
-from framework.config.base import Section
+from framework.config import base
 from framework.config.load import config_from_values
 from framework.config.optimizer import SGD, Adam, AdamW
 from framework.config.zero import Zero
+from framework.dslint.facts import value_at
 from framework.dslint.import_run import Imported, import_document
 from framework.dslint.key_files import TABLES
 from framework.dslint.lint import placed
-from framework.dslint.readers import Tool, read_deepspeed_json, tool_of
+from framework.dslint.other_tools import template_problem
+from framework.dslint.readers import Tool, foreign_problem, read_deepspeed_json, tool_of, with_last_of_duplicates
 from framework.errors import ConfigError, Problem, show_value
 from framework.plan.render import merged
+from framework.system.log import print_problem
 from framework.text.document import YAML_ENDINGS, Document, parse_document, read_text
 
 Values = dict[str, Any]
@@ -48,12 +52,26 @@ def read_arguments(path: Path, *, name: str) -> Document | None:
     Raises:
         ConfigError: it cannot be read.
     """
-    text = read_text(path, name=name)
+    text, is_yaml = read_text(path, name=name), path.suffix.lower() in YAML_ENDINGS
     try:
-        document = parse_document(text, name=name, is_json=path.suffix.lower() not in YAML_ENDINGS)
-    except ConfigError:
-        return None  # DeepSpeed's own reader takes more than JSON
-    return document if tool_of(document.value) else None
+        document = parse_document(text, name=name, is_json=not is_yaml)
+    except ConfigError as error:
+        found = with_last_of_duplicates(text, error, name=name, is_yaml=is_yaml)
+        if found is not None:
+            document = found
+            for problem in error.problems:
+                print_problem(
+                    replace(problem, reason=f"{problem.reason}; the last one counts, as there", fix="", severity="note")
+                )
+        elif is_yaml:
+            raise ConfigError(template_problem(text, file=name) or error.problems) from None
+        else:
+            return None  # DeepSpeed's own reader takes more than JSON
+    if tool_of(document.value):
+        return document
+    if (foreign := foreign_problem(document)) is not None:
+        raise ConfigError(foreign)
+    return None
 
 
 def import_arguments(document: Document) -> Imported:
@@ -70,6 +88,25 @@ def import_arguments(document: Document) -> Imported:
         arguments.move(name, key)
     _TAKERS[tool](arguments)
     return arguments.imported()
+
+
+class Section(dict[str, Any]):
+    """Keys of a section, which remember whether anything has asked for them."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._asked: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a key, or the default."""
+        self._asked.add(name)
+        return super().get(name, default)
+
+    def rest(self) -> dict[str, Any]:
+        """Return what nothing has asked for, without what is empty."""
+        return {
+            name: value for name, value in self.items() if name not in self._asked and value not in (None, "", [], {})
+        }
 
 
 @dataclass
@@ -92,6 +129,8 @@ class _Arguments:
     left_out: list[str] = field(default_factory=list)
     given: dict[str, str] = field(default_factory=dict)
     _taken: set[str] = field(default_factory=set)
+    _sections: dict[str, Section] = field(default_factory=dict)
+    decided_by_json: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         values = self.document.value
@@ -107,6 +146,8 @@ class _Arguments:
         value, usual = self.values.get(name), self.defaults.get(name, default)
         if value is None:
             return usual
+        if isinstance(usual, bool):
+            return self._truth(name, value)
         if isinstance(usual, (int, float)) and not isinstance(value, (int, float)):
             try:
                 return float(value)
@@ -114,6 +155,25 @@ class _Arguments:
                 problem = Problem("wrong-type", "not a number", "write a number", name, value)
                 raise ConfigError(self._placed(problem)) from None
         return value
+
+    def _truth(self, name: str, value: Any) -> Any:
+        """Return a truth value that is written as text, as command lines do, as one."""
+        if not isinstance(value, str):
+            return value
+        if value.lower() in ("true", "yes", "1"):
+            return True
+        if value.lower() in ("false", "no", "0", ""):
+            return False
+        problem = Problem("wrong-type", "neither true nor false", "write true or false", name, value)
+        raise ConfigError(self._placed(problem))
+
+    def section(self, name: str) -> Section:
+        """Return the section that an argument holds; its keys that nothing asks for are named in the end."""
+        value = self.take(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(self._placed(Problem("wrong-type", "not a section", "write keys", name, value)))
+        found = self._sections[name] = Section(value or {})
+        return found
 
     def is_given(self, name: str) -> bool:
         """Check whether the file says something else than its tool does anyway."""
@@ -141,36 +201,94 @@ class _Arguments:
         if value is not None and value is not False and (value or name in self.values):
             self.put(key, change(value), name)
 
-    def add_deepspeed(self, config: Any, name: str) -> None:
-        """Import the DeepSpeed JSON that an argument holds or names; what it calls "auto" stays the arguments'."""
+    def add_deepspeed(self, config: Any, name: str, refused: Refused | None = None) -> None:
+        """Import the DeepSpeed JSON that an argument holds or names; what it calls "auto" stays the arguments'.
+
+        Args:
+            config: the JSON, or its path.
+            name: the argument.
+            refused: lists what the tool refuses of the two, from the values of the JSON.
+
+        Raises:
+            ConfigError: there is no such JSON; or the tool would not take it beside the arguments.
+        """
         self._taken.add(name)
         if config is None:
             return
-        if isinstance(config, Mapping):
-            document: Document | None = Document(self.document.name, dict(config))
-        else:
-            path = Path(str(config))
-            beside = Path(self.document.name).parent / path
-            path = beside if beside.is_file() and not path.is_file() else path
-            document = read_deepspeed_json(path, name=str(path))
-        if document is None:
-            reason, fix = "it is no DeepSpeed JSON", "name the JSON"
-            raise ConfigError(self._placed(Problem("not-deepspeed-json", reason, fix, name, config)))
+        document = self._deepspeed_json(config, name)
+        problems = [] if refused is None else list(refused(self, document.value))
+        if problems:
+            raise ConfigError([self._placed(problem) for problem in problems])
+        if self.tool == "lightning.Trainer":
+            document = replace(document, value=_LIGHTNING_FILLS | document.value)
         its = import_document(document)
         decided = {key.partition(".")[0] for key in its.given}
         sections = {key: dict(section) for key, section in its.values.items() if key in decided}
-        for key in its.comments:  # "auto", and what the file leaves to the arguments
-            section, _, last = key.partition(".")
-            if last:
-                sections.get(section, {}).pop(last, None)
+        # "auto", and what the file leaves to the arguments.
+        autos = [key for key in its.comments if "." in key and key not in its.given]
+        for key in autos:
+            name, _, last = key.partition(".")
+            sections.get(name, {}).pop(last, None)
+        for key, section in sections.items():
+            self._give_way(key, section, autos, its.given)
         self.found = merged(self.found, {key: section for key, section in sections.items() if section})
-        self.left_out += its.left_out
+        filled = tuple(f"{key}: auto " for key in _LIGHTNING_FILLS)
+        self.left_out += [line for line in its.left_out if not line.startswith(filled)]
+        self.decided_by_json = {*its.given, *autos}
+
+    def _deepspeed_json(self, config: Any, name: str) -> Document:
+        if isinstance(config, Mapping):
+            return Document(self.document.name, dict(config))
+        path = Path(str(config))
+        beside = Path(self.document.name).parent / path
+        path = beside if beside.is_file() and not path.is_file() else path
+        document = read_deepspeed_json(path, name=str(path))
+        if document is None:
+            reason, fix = "it is no DeepSpeed JSON", "name the JSON"
+            raise ConfigError(self._placed(Problem("not-deepspeed-json", reason, fix, name, config)))
+        return document
+
+    def _give_way(self, name: str, section: Values, autos: Sequence[str], theirs: Mapping[str, str]) -> None:
+        """Take out of a section what the JSON decides, and name what the file says otherwise."""
+        own = self.found.get(name)
+        if not isinstance(own, dict):
+            return
+        tags = ("kind", "target")
+        is_another = any(own.get(tag) != section.get(tag) for tag in tags) and any(tag in section for tag in tags)
+        for key, asked in list(own.items()):
+            place = f"{name}.{key}"
+            argument = self.given.get(place)
+            differs = key in section and section[key] != asked
+            if argument is not None and differs and self._says(argument):
+                its = theirs.get(place, "its value")
+                amount = f"{its} = {show_value(section[key])}" if place in theirs else show_value(section[key])
+                line = (
+                    f"{argument}: {show_value(self._value_of(argument))} (the DeepSpeed JSON wins, as there: {amount})"
+                )
+                if line not in self.left_out:
+                    self.left_out.append(line)
+            if is_another and place not in autos:
+                del own[key]
+
+    def _says(self, argument: str) -> bool:
+        """Check whether the file itself gives an argument, or a key of a section, that is not a tool's default."""
+        return "." in argument or self.is_given(argument)
+
+    def _value_of(self, argument: str) -> Any:
+        value: Any = self.values
+        for part in argument.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
 
     def imported(self) -> Imported:
         """The run config, checked."""
         for name in self.values:
             if name not in self._taken:
                 self.drop(name, self._reason(name))
+        for section, values in self._sections.items():
+            for name, value in values.rest().items():
+                reason = _TABLES["of_sections"].get(f"{section}.{name}", f"no key of {section} that is read here")
+                self.left_out.append(f"{section}.{name}: {show_value(value)} ({reason})")
         try:
             config_from_values(self.found)
         except ConfigError as error:
@@ -190,6 +308,9 @@ class _Arguments:
 
     def _placed(self, problem: Problem) -> Problem:
         return placed(self.document, problem, at_top=False)
+
+
+Refused = Callable[[_Arguments, Mapping[str, Any]], Iterator[Problem]]
 
 
 @cache
@@ -260,7 +381,54 @@ def _hugging_face(them: _Arguments) -> None:
     them.move("resume_from_checkpoint", "checkpoint.resume", lambda value: "auto" if value is True else str(value))
     if them.is_given("fsdp"):
         them.put("zero.stage", 2 if "shard_grad_op" in str(them.take("fsdp")) else 3, "fsdp")
-    them.add_deepspeed(them.take("deepspeed"), "deepspeed")
+    them.add_deepspeed(them.take("deepspeed"), "deepspeed", _hf_mismatches)
+    clip = them.take("max_grad_norm")
+    is_left_out = them.take("deepspeed") is not None and "training.clip_grad_norm" not in them.decided_by_json
+    if is_left_out and clip != 1.0:
+        reason = "the DeepSpeed JSON has no gradient_clipping, and DeepSpeed clips at 1.0 then"
+        them.left_out.append(f"max_grad_norm: {show_value(clip)} ({reason})")
+        them.put("training.clip_grad_norm", 1.0, "max_grad_norm")
+
+
+def _hf_mismatches(them: _Arguments, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """List what transformers/integrations/deepspeed.py `HfTrainerDeepSpeedConfig` refuses: values of the JSON, but for
+    "auto", that are not the arguments', given or by default.
+    """
+    micro, steps = them.take("per_device_train_batch_size"), them.take("gradient_accumulation_steps")
+    betas = [them.take("adam_beta1"), them.take("adam_beta2")]
+    rate, length = them.take("learning_rate"), them.take("max_steps")
+    pairs: list[tuple[str, Any, str]] = [
+        ("gradient_accumulation_steps", steps, "gradient_accumulation_steps"),
+        ("gradient_clipping", them.take("max_grad_norm"), "max_grad_norm"),
+        ("optimizer.params.lr", rate, "learning_rate"),
+        ("optimizer.params.betas", betas, "adam_beta1"),
+        ("optimizer.params.eps", them.take("adam_epsilon"), "adam_epsilon"),
+        ("optimizer.params.weight_decay", them.take("weight_decay"), "weight_decay"),
+        ("scheduler.params.warmup_max_lr", rate, "learning_rate"),
+        ("fp16.enabled", bool(them.take("fp16") or them.take("fp16_full_eval")), "fp16"),
+        ("bf16.enabled", bool(them.take("bf16") or them.take("bf16_full_eval")), "bf16"),
+    ]
+    if not them.take("auto_find_batch_size"):
+        pairs.insert(0, ("train_micro_batch_size_per_gpu", micro, "per_device_train_batch_size"))
+    if length > 0:
+        pairs.append(("scheduler.params.total_num_steps", length, "max_steps"))
+    warmup = float(them.take("warmup_steps") or them.values.get("warmup_ratio") or 0)
+    if warmup >= 1 or warmup == 0 or length > 0:
+        number = int(warmup) if warmup >= 1 or not warmup else math.ceil(warmup * length)
+        pairs.append(("scheduler.params.warmup_num_steps", max(1, number), "warmup_steps"))
+    for key, value, argument in pairs:
+        theirs = value_at(config, key.split("."), None)
+        if theirs not in (None, "auto") and theirs != value:
+            yield _disagreement(key, theirs, argument, value, "the Trainer refuses values that mismatch")
+    whole = config.get("train_batch_size")
+    if isinstance(whole, int) and isinstance(micro, int) and isinstance(steps, int) and whole % max(1, micro * steps):
+        reason = "the Trainer refuses values that mismatch, whatever the number of devices"
+        yield _disagreement("train_batch_size", whole, "per_device_train_batch_size", micro, reason)
+
+
+def _disagreement(key: str, theirs: Any, argument: str, value: Any, reason: str) -> Problem:
+    words = f"given or by default, it differs: the DeepSpeed JSON has {key} = {show_value(theirs)}, and {reason}"
+    return Problem("sources-disagree", words, 'write one value in both, or "auto" in the JSON', argument, value)
 
 
 def _compile(them: _Arguments, options: Mapping[str, Any], name: str) -> None:
@@ -374,7 +542,7 @@ def _hf_cadences(them: _Arguments) -> None:
 
 
 def _accelerate(them: _Arguments) -> None:
-    inner = them.take("deepspeed_config") or {}
+    inner = them.section("deepspeed_config")
     processes, machines = them.take("num_processes", 1), them.take("num_machines", 1)
     if processes > 1:
         hosts = f"-H HOSTFILE, {machines} hosts" if machines > 1 else f"--num_gpus {processes}"
@@ -385,7 +553,7 @@ def _accelerate(them: _Arguments) -> None:
         for key, value in halves.items():
             them.put(f"precision.{key}", value, "mixed_precision")
     _accelerate_deepspeed(them, inner)
-    fsdp = them.take("fsdp_config") or {}
+    fsdp = them.section("fsdp_config")
     if fsdp:
         way = str(fsdp.get("fsdp_sharding_strategy", fsdp.get("fsdp_reshard_after_forward", "FULL_SHARD"))).upper()
         them.put(
@@ -397,8 +565,9 @@ def _accelerate(them: _Arguments) -> None:
         if fsdp.get("fsdp_activation_checkpointing"):
             them.put("training.recompute_every", 1, "fsdp_config")
     old = them.take("dynamo_backend")
-    dynamo = {"dynamo_backend": old, **(them.take("dynamo_config") or {})}
-    if (backend := str(dynamo["dynamo_backend"] or "no").lower()) != "no":
+    dynamo = them.section("dynamo_config")
+    backend = str(dynamo.get("dynamo_backend", old) or "no").lower()
+    if backend != "no":
         options = {name: dynamo.get(f"dynamo_use_{name}") for name in ("fullgraph", "dynamic")}
         per = "block" if dynamo.get("dynamo_use_regional_compilation") else None
         _compile(them, options | {"backend": backend, "mode": dynamo.get("dynamo_mode"), "per": per}, "dynamo_config")
@@ -406,25 +575,65 @@ def _accelerate(them: _Arguments) -> None:
         them.left_out.append("use_cpu: true (the environment variable DS_ACCELERATOR=cpu)")
 
 
-def _accelerate_deepspeed(them: _Arguments, inner: Mapping[str, Any]) -> None:
-    if "zero_stage" in inner:
-        them.put("zero.stage", inner["zero_stage"], "deepspeed_config.zero_stage")
+# accelerate/utils/dataclasses.py `DeepSpeedPlugin._deepspeed_config_checks`.
+_NOT_BESIDE_A_FILE: Final[Mapping[str, str]] = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+
+
+def _accelerate_deepspeed(them: _Arguments, inner: Section) -> None:
+    stage = inner.get("zero_stage")
+    if stage is None and inner and inner.get("deepspeed_config_file") is None:
+        stage = 2  # accelerate/utils/dataclasses.py `DeepSpeedPlugin`
+    if stage is not None:
+        them.put("zero.stage", stage, "deepspeed_config.zero_stage")
     for name, key in (
         ("gradient_accumulation_steps", "batch.accumulation_steps"),
         ("gradient_clipping", "training.clip_grad_norm"),
     ):
-        if name in inner and inner[name] != "auto":
-            them.put(key, inner[name], f"deepspeed_config.{name}")
+        value = inner.get(name)
+        if value not in (None, "auto"):
+            them.put(key, value, f"deepspeed_config.{name}")
     for name in ("optimizer", "param"):
         device = inner.get(f"offload_{name}_device", "none")
+        nvme = inner.get(f"offload_{name}_nvme_path")
         if device not in (None, "none"):
-            nvme = inner.get(f"offload_{name}_nvme_path")
             _offload(them, f"offload_{name}", device, nvme, f"deepspeed_config.offload_{name}_device")
-    them.add_deepspeed(inner.get("deepspeed_config_file"), "deepspeed_config")
+    saves_whole = inner.get("zero3_save_16bit_model")
+    if saves_whole is not None and stage == 3:
+        key = "zero.stage3_gather_16bit_weights_on_model_save"
+        them.put(key, saves_whole, "deepspeed_config.zero3_save_16bit_model")
+    them.add_deepspeed(inner.get("deepspeed_config_file"), "deepspeed_config", _beside_a_file)
     if hostfile := inner.get("deepspeed_hostfile"):
         them.left_out.append(
             f"deepspeed_config.deepspeed_hostfile (at the start: ./launch.sh train FILE -H {hostfile})"
         )
+
+
+def _beside_a_file(them: _Arguments, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """List what Accelerate refuses beside a `deepspeed_config_file`: its own keys for what the JSON says."""
+    inner = them.values["deepspeed_config"]
+    reason = "Accelerate refuses the key beside deepspeed_config_file, where it would be ignored"
+    for name, key in _NOT_BESIDE_A_FILE.items():
+        if inner.get(name) is not None:
+            theirs = value_at(config, key.split("."), None)
+            place = f"deepspeed_config.{name}"
+            words = f"{reason}; the DeepSpeed JSON has {key} = {show_value(theirs)}"
+            yield Problem("sources-disagree", words, "remove it, and write it in the JSON", place, inner[name])
+    precision = them.values.get("mixed_precision")
+    if precision is not None:
+        theirs = next(
+            (name for name in ("bf16", "fp16") if value_at(config, [name, "enabled"], None) is True), "neither"
+        )
+        words = f"{reason}; the DeepSpeed JSON enables {theirs}"
+        yield Problem("sources-disagree", words, "remove it, and write it in the JSON", "mixed_precision", precision)
 
 
 def _offload(them: _Arguments, name: str, device: str, nvme_path: str | None, given: str) -> None:
@@ -432,10 +641,13 @@ def _offload(them: _Arguments, name: str, device: str, nvme_path: str | None, gi
     them.put(f"zero.{name}", where, given)
 
 
+# What its strategy writes into a DeepSpeed JSON that leaves it out, from the loader and the Trainer's arguments.
+_LIGHTNING_FILLS: Final = {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}
+
 # Lightning's CLI config: trainer, seed, and the classes of optimizer and schedule.
 
 _STRATEGY: Final = re.compile(r"deepspeed(?:_stage_(?P<stage>[123]))?(?P<offload>_offload)?(?P<nvme>_nvme)?")
-_TORCHS: Final[Mapping[str, type[Section]]] = {"AdamW": AdamW, "Adam": Adam, "SGD": SGD}
+_TORCHS: Final[Mapping[str, type[base.Section]]] = {"AdamW": AdamW, "Adam": Adam, "SGD": SGD}
 _STRATEGY_CLASS: Final = "lightning.DeepSpeedStrategy"
 _KNOBS: Final = (
     "reduce_bucket_size",
@@ -450,8 +662,8 @@ def _lightning(them: _Arguments) -> None:
     seed = them.document.value.get("seed_everything")
     if isinstance(seed, int) and not isinstance(seed, bool):
         them.put("run.seed", seed, "seed_everything")
-    stage = _lightning_strategy(them)
-    _lightning_precision(them, is_deepspeed=stage is not None)
+    is_deepspeed, config = _lightning_strategy(them)
+    _lightning_precision(them, is_deepspeed=is_deepspeed)
     devices, nodes = them.take("devices"), them.take("num_nodes")
     if devices not in ("auto", 1, "1", None) or nodes > 1:
         hosts = f"-H HOSTFILE, {nodes} hosts" if nodes > 1 else f"--num_gpus {devices}"
@@ -485,34 +697,61 @@ def _lightning(them: _Arguments) -> None:
     if them.take("enable_progress_bar") is False:
         them.put("monitors.progress", "off", "enable_progress_bar")
     _lightning_classes(them)
+    them.add_deepspeed(config, "strategy", _lightning_refuses)
 
 
-def _lightning_strategy(them: _Arguments) -> int | None:
-    """ZeRO stage of a DeepSpeed strategy, by name or by class; None of another."""
+def _lightning_strategy(them: _Arguments) -> tuple[bool, Any]:
+    """Take the strategy over, by name or by class: whether it is a DeepSpeed strategy, and its DeepSpeed JSON."""
     strategy = them.take("strategy")
     if isinstance(strategy, Mapping):
-        options = dict(strategy.get("init_args", {}))
+        options = Section(strategy.get("init_args") or {})
         name = str(strategy.get("class_path", "")).rpartition(".")[2]
     else:
-        options, name = {}, str(strategy)
-    if name == "DeepSpeedStrategy" or (found := _STRATEGY.fullmatch(name)):
-        if name != "DeepSpeedStrategy" and found is not None:
-            where = "nvme" if found["nvme"] else "cpu"
-            options["stage"] = int(found["stage"] or 2)
-            if found["offload"]:
-                options |= {"offload_optimizer": True, "offload_optimizer_device": where}
-                options |= {"offload_parameters": found["stage"] == "3", "offload_params_device": where}
-        return _lightning_deepspeed(them, options)
+        options, name = Section({}), str(strategy)
+    found = _STRATEGY.fullmatch(name)
+    if found is not None:
+        where = "nvme" if found["nvme"] else "cpu"
+        options["stage"] = int(found["stage"] or 2)
+        if found["offload"]:
+            options |= {"offload_optimizer": True, "offload_optimizer_device": where}
+            options |= {"offload_parameters": found["stage"] == "3", "offload_params_device": where}
+    if found is not None or name == "DeepSpeedStrategy":
+        config = options.pop("config", None)
+        if config is None:
+            _lightning_deepspeed(them, options)
+        else:  # pytorch_lightning/strategies/deepspeed.py: "All defaults will be ignored if a config is passed in"
+            for option, value in options.items():
+                them.left_out.append(f"strategy.{option}: {show_value(value)} (the strategy's config wins, as there)")
+        return True, config
     if name.lower().startswith("fsdp"):
         them.put("zero.stage", 2 if "SHARD_GRAD_OP" in str(options.get("sharding_strategy")) else 3, "strategy")
         if options.get("cpu_offload"):
             _offload(them, "offload_param", "cpu", None, "strategy")
+        options.get("sharding_strategy")
     elif name not in ("auto", "ddp", "single_device") and not name.startswith(("ddp_", "DDPStrategy")):
         them.left_out.append(f"strategy: {name} (see zero.stage and parallel)")
-    return None
+    for option, value in options.rest().items():
+        them.left_out.append(f"strategy.{option}: {show_value(value)} (see the keys of zero and parallel)")
+    return False, None
 
 
-def _lightning_deepspeed(them: _Arguments, options: Values) -> int:
+def _lightning_refuses(them: _Arguments, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """List what Lightning, or DeepSpeed below it, refuses of the two: pytorch_lightning/strategies/deepspeed.py
+    `_format_batch_size_and_grad_accum_config`, lightning_fabric's `_format_precision_config`.
+    """
+    key = "gradient_accumulation_steps"
+    if key in config:
+        reason = "Lightning refuses the key there, as accumulate_grad_batches sets it"
+        value = them.take("accumulate_grad_batches")
+        yield _disagreement(key, config[key], "accumulate_grad_batches", value, reason)
+    asked = str(them.take("precision") or "32-true")
+    half, other = ("bf16", "fp16") if asked.startswith("bf16") else ("fp16", "bf16")
+    if asked.startswith(("bf16", "16")) and half not in config and value_at(config, [other, "enabled"], None) is True:
+        reason = f"Lightning adds {half} to it, of which DeepSpeed refuses the two"
+        yield _disagreement(f"{other}.enabled", True, "precision", asked, reason)
+
+
+def _lightning_deepspeed(them: _Arguments, options: Values) -> None:
     defaults = _DEFAULTS[_STRATEGY_CLASS]
     asked = {**{name: value for name, value in defaults.items() if value is not None}, **options}
     stage = int(asked["stage"])
@@ -526,14 +765,12 @@ def _lightning_deepspeed(them: _Arguments, options: Values) -> int:
     if asked["offload_parameters"]:
         _offload(them, "offload_param", asked["offload_params_device"], asked["nvme_path"], "strategy")
     known = {*_KNOBS, "stage", "offload_optimizer", "offload_optimizer_device", "offload_parameters"}
-    known |= {"offload_params_device", "nvme_path", "config"}
+    known |= {"offload_params_device", "nvme_path"}
     for name, value in options.items():
         if name not in known and value != defaults.get(name):
             them.left_out.append(
                 f"strategy.{name}: {show_value(value)} (see the keys of zero, precision and deepspeed)"
             )
-    them.add_deepspeed(options.get("config"), "strategy")
-    return stage
 
 
 def _lightning_precision(them: _Arguments, *, is_deepspeed: bool) -> None:
@@ -558,6 +795,8 @@ def _lightning_classes(them: _Arguments) -> None:
     values = them.document.value
     for name, key in (("optimizer", "optimizer"), ("lr_scheduler", "scheduler")):
         section = values.get(name)
+        if isinstance(section, str):
+            section = {"class_path": section}
         if not isinstance(section, Mapping):
             continue
         module, _, last = str(section.get("class_path", "")).rpartition(".")
@@ -565,13 +804,19 @@ def _lightning_classes(them: _Arguments) -> None:
         kind = _TORCHS.get(last) if module == "torch.optim" else None
         if kind is not None and args.keys() <= kind.model_fields.keys():
             them.found[key] = {"kind": kind.model_fields["kind"].default, "lr": 1e-3, **args}  # torch's rate
-        elif module:
+        elif not module:
+            them.left_out.append(f"{name}: {show_value(section)} (name its class, with its module, as {key}.target)")
+        else:
             them.found[key] = {"target": f"{module}:{last}", "args": args}
             if key == "scheduler":
                 them.comments[key] = "stepped after every step here; after every epoch there by itself"
     for name in ("model", "data"):
         if values.get(name) is not None:
             them.left_out.append(f"{name} (name its nn.Module, dataset and loss: docs/tutorials/from-lightning.md)")
+    read = {"trainer", "seed_everything", "optimizer", "lr_scheduler", "model", "data"}
+    for name, value in values.items():
+        if name not in read and value not in (None, "", [], {}):
+            them.left_out.append(f"{name}: {show_value(value)} (no key that is read here)")
 
 
 _TAKERS: Final[Mapping[Tool, Callable[[_Arguments], None]]] = {

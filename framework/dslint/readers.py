@@ -14,10 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import yaml
+
 from framework.dslint.facts import dotted, leaves, read_by_model
 from framework.dslint.key_files import TABLES, variant_of
 from framework.dslint.keys import KeyTable, load_table
-from framework.errors import MISSING, Problem
+from framework.dslint.other_tools import other_tool, other_tool_problem, template_problem
+from framework.errors import MISSING, ConfigError, Problem
 from framework.text.document import YAML_ENDINGS, Document, KeyPath, read_text
 from framework.text.hjson import parse_hjson
 
@@ -162,11 +165,6 @@ _TRAINERS: Final = {
     *("eval_strategy", "evaluation_strategy", "save_strategy", "save_steps", "logging_steps", "lr_scheduler_type"),
 }
 _LIGHTNINGS: Final = {"max_epochs", "max_steps", "devices", "accelerator", "strategy", "precision", "num_nodes"}
-# GPT-NeoX, each also with dashes; none of them is a key of DeepSpeed's or of a run config's top level.
-_NEOX: Final = {
-    *("pipe_parallel_size", "model_parallel_size", "num_layers", "num_attention_heads", "seq_length"),
-    *("max_position_embeddings", "train_iters", "pos_emb", "no_weight_tying", "lr_decay_iters"),
-}
 IN_BOTH: Final = frozenset({"optimizer", "scheduler", "checkpoint"})
 # Sections that only a run config has. A test holds them against RunConfig.
 OURS: Final = frozenset(
@@ -206,7 +204,10 @@ def parse_deepspeed_json(text: str, path: Path, *, name: str) -> Document | None
     """
     if path.suffix.lower() in YAML_ENDINGS:
         return None
-    document = parse_hjson(text, name=name)
+    try:
+        document = parse_hjson(text, name=name)
+    except ConfigError as error:
+        raise ConfigError(template_problem(text, file=name) or error.problems) from None
     return None if is_run_config(document.value) else document
 
 
@@ -243,6 +244,8 @@ def tool_of(values: Any) -> Tool | None:
     """Return the trainer whose arguments these are; None where they are those of none."""
     if not isinstance(values, Mapping) or (OURS - {"model", "data", "deepspeed"}) & values.keys():
         return None
+    if other_tool(values, OURS) is not None:
+        return None
     if isinstance(values.get("trainer"), Mapping) and _LIGHTNINGS & values["trainer"].keys():
         return "lightning.Trainer"
     if _ACCELERATES & values.keys() or {"mixed_precision", "num_processes"} <= values.keys():
@@ -257,13 +260,25 @@ def foreign_problem(document: Document) -> Problem | None:
     values = document.value
     if not isinstance(values, Mapping):
         return None
-    if (found := tool_of(values)) is not None:
-        kind, tool = _TOOLS[found]
-        fix = "`import` prints the run config that it amounts to"
-    elif not OURS & values.keys() and len(_NEOX & {str(name).replace("-", "_") for name in values}) > 1:
-        kind, tool = "gpt-neox-config", "GPT-NeoX"
-        fix = "check the DeepSpeed JSON that GPT-NeoX makes of it, or write a run config"
-    else:
+    if (name := other_tool(values, OURS)) is not None:
+        return other_tool_problem(name, values, file=document.name)
+    if (found := tool_of(values)) is None:
         return None
+    kind, tool = _TOOLS[found]
+    fix = "`import` prints the run config that it amounts to"
     reason = f"this is a config of {tool}, neither a run config nor DeepSpeed JSON"
     return Problem(kind, reason, fix, "", MISSING, document.name, 1, 1)
+
+
+def with_last_of_duplicates(text: str, error: ConfigError, *, name: str, is_yaml: bool) -> Document | None:
+    """Return a file of another tool as that tool reads it, the last of keys that are given twice; None for other
+    files, and other errors.
+    """
+    if any(problem.kind != "duplicate-key" for problem in error.problems):
+        return None
+    try:
+        values = (yaml.safe_load if is_yaml else json.loads)(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return None
+    document = Document(name, values, text=text)
+    return document if foreign_problem(document) is not None else None

@@ -127,7 +127,7 @@ def test_a_deepspeed_json_beside_the_arguments(tmp_path: Path, monkeypatch: pyte
     ds = auto | {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": 0.3}
     Path("ds.json").write_text(json.dumps(ds))
     for given in ("ds.json", ds):
-        config = hugging_face(deepspeed=given, bf16=True, gradient_accumulation_steps=4)
+        config = hugging_face(deepspeed=given, bf16=True, gradient_accumulation_steps=4, max_grad_norm=0.3)
         assert (config.zero.stage, config.precision.dtype, config.training.clip_grad_norm) == (2, "bf16", 0.3)
         assert (config.batch.micro_size, config.batch.accumulation_steps, config.optimizer.lr) == (8, 4, 1e-4)
 
@@ -235,3 +235,158 @@ def test_lengths_in_other_units_and_what_other_tools_leave_out() -> None:
     assert each.values["evaluation"]["every_steps"] == 1
     assert hugging_face(lr_scheduler_type="constant", warmup_steps=100).scheduler.warmup_steps == 0
     assert hugging_face(lr_scheduler_type="constant_with_warmup", warmup_steps=100).scheduler.warmup_steps == 100
+
+
+def refused(values: dict[str, Any]) -> list[tuple[str, Any]]:
+    with pytest.raises(ConfigError) as caught:
+        imported(values)
+    assert {problem.kind for problem in caught.value.problems} == {"sources-disagree"}
+    return [(problem.key, problem.value) for problem in caught.value.problems]
+
+
+ARGUMENTS = {
+    "output_dir": "o",
+    "learning_rate": 1e-4,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 4,
+    "warmup_steps": 10,
+    "lr_scheduler_type": "cosine",
+    "max_steps": 500,
+    "fp16": True,
+}
+SCHEDULER = {"warmup_num_steps": 50, "total_num_steps": 1000, "warmup_max_lr": 2e-5}
+JSON = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-6}},
+    "scheduler": {"type": "WarmupDecayLR", "params": SCHEDULER},
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2},
+    "gradient_accumulation_steps": 2,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_clipping": 0.3,
+}
+
+
+def test_arguments_and_a_json_that_disagree_are_refused_as_the_trainer_does() -> None:
+    found = refused(ARGUMENTS | {"deepspeed": JSON})
+    assert found == [
+        ("per_device_train_batch_size", 8),
+        ("gradient_accumulation_steps", 4),
+        ("max_grad_norm", 1.0),
+        ("learning_rate", 1e-4),
+        ("adam_beta1", [0.9, 0.999]),
+        ("adam_epsilon", 1e-08),
+        ("weight_decay", 0.0),
+        ("learning_rate", 1e-4),
+        ("bf16", False),
+        ("max_steps", 500),
+        ("warmup_steps", 10),
+    ]
+    batch = {"train_batch_size": 16, "zero_optimization": {"stage": 2}}
+    arguments = {"output_dir": "o", "learning_rate": 1e-4, "per_device_train_batch_size": 5}
+    assert refused(arguments | {"deepspeed": batch}) == [("per_device_train_batch_size", 5)]
+
+
+@pytest.mark.slow
+def test_the_installed_trainer_refuses_the_same() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers comes with the dev extra")
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    arguments = transformers.TrainingArguments(**ARGUMENTS | {"fp16": False}, use_cpu=True)
+    theirs = HfTrainerDeepSpeedConfig(json.loads(json.dumps(JSON)))
+    theirs.trainer_config_process(arguments)
+    with pytest.raises(ValueError, match="Please correct") as caught:
+        theirs.trainer_config_finalize(arguments, None, 500)
+    lines = [line for line in str(caught.value).splitlines() if line.startswith("- ds ")]
+    assert len(lines) == len(refused(ARGUMENTS | {"fp16": False, "deepspeed": JSON}))
+
+
+def test_auto_is_no_disagreement_and_what_the_trainer_passes_over_is_named() -> None:
+    params = {"lr": "auto", "weight_decay": "auto"}
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"}}
+    values = {
+        "optimizer": {"type": "Adam", "params": params},
+        "scheduler": scheduler,
+        "zero_optimization": {"stage": 1},
+        "fp16": {"enabled": "auto"},
+        "gradient_accumulation_steps": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+    }
+    found = imported(ARGUMENTS | {"max_grad_norm": 0.5, "lr_scheduler_kwargs": {"num_cycles": 2}, "deepspeed": values})
+    config = config_from_values(found.values)
+    assert (config.scheduler.kind, config.scheduler.warmup_steps, config.optimizer.lr) == ("warmup", 10, 1e-4)
+    assert (config.batch.micro_size, config.batch.accumulation_steps) == (8, 4)
+    assert config.training.clip_grad_norm == 1.0, "DeepSpeed's own, as there"
+    names = [line.partition(":")[0] for line in found.left_out]
+    assert {"lr_scheduler_type", "max_grad_norm"} <= set(names)
+
+
+def test_accelerate_takes_no_keys_of_its_own_beside_a_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text(json.dumps({"train_batch_size": 16, "zero_optimization": {"stage": 3}}))
+    inner = {"deepspeed_config_file": "ds.json", "zero3_init_flag": True}
+    outer = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED", "deepspeed_config": inner}
+    assert imported(outer).values["zero"]["stage"] == 3
+    more = inner | {"zero_stage": 2, "gradient_clipping": 1.0}
+    found = refused(outer | {"mixed_precision": "bf16", "deepspeed_config": more})
+    assert found == [
+        ("deepspeed_config.gradient_clipping", 1.0),
+        ("deepspeed_config.zero_stage", 2),
+        ("mixed_precision", "bf16"),
+    ]
+
+
+def test_lightnings_strategy_config_wins_and_is_refused_where_lightning_does() -> None:
+    config = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "gradient_clipping": 1.0}
+    options: dict[str, Any] = {"stage": 2, "offload_optimizer": True, "config": config}
+    trainer = {"max_steps": 5, "precision": "bf16-mixed", "gradient_clip_val": 0.5, "accumulate_grad_batches": 4}
+    strategy = {"class_path": "pytorch_lightning.strategies.DeepSpeedStrategy", "init_args": options}
+    found = imported({"trainer": trainer | {"strategy": strategy}, "ckpt_path": "last"})
+    read = config_from_values(found.values)
+    assert (read.zero.stage, read.zero.offload_optimizer.device, read.training.clip_grad_norm) == (3, "none", 1.0)
+    assert read.batch.accumulation_steps == 4
+    names = {line.partition(":")[0] for line in found.left_out}
+    assert {"strategy.stage", "strategy.offload_optimizer", "gradient_clip_val", "ckpt_path"} <= names
+    options["config"] = {"zero_optimization": {"stage": 3}}
+    left = imported({"trainer": trainer | {"strategy": strategy}})
+    assert left.values["training"]["clip_grad_norm"] == 0.5, "Lightning writes it into the JSON"
+    options["config"] = config | {"gradient_accumulation_steps": 4}
+    values = {"trainer": trainer | {"strategy": strategy, "precision": "16-mixed"}}
+    assert refused(values) == [("accumulate_grad_batches", 4), ("precision", "16-mixed")]
+
+
+def test_keys_of_nested_sections_that_nothing_reads_are_named() -> None:
+    inner = {
+        "gradient_clip": 1.0,
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_stage": 3,
+        "zero3_save_16bit_model": True,
+        "deepspeed_inclusion_filter": "a@b:0",
+        "deepspeed_moe_layer_cls_names": "MixtralSparseMoeBlock",
+        "list": [1],
+        "nothing": None,
+    }
+    outer = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED", "fp8_config": {"backend": "TE"}}
+    found = imported(outer | {"deepspeed_config": inner, "dynamo_config": {"dynamo_mod": "default"}})
+    assert found.values["zero"] == {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    names = {line.partition(":")[0] for line in found.left_out}
+    misspelt = {"deepspeed_config.gradient_clip", "deepspeed_config.train_micro_batch_size_per_gpu"}
+    further = {"deepspeed_config.deepspeed_inclusion_filter", "deepspeed_config.deepspeed_moe_layer_cls_names"}
+    assert names == misspelt | further | {"deepspeed_config.list", "fp8_config", "dynamo_config.dynamo_mod"}
+    fsdp = {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_offload_parms": True}
+    lines = imported({"compute_environment": "x", "distributed_type": "FSDP", "fsdp_config": fsdp}).left_out
+    assert [line.partition(":")[0] for line in lines] == ["fsdp_config.fsdp_offload_parms"]
+
+
+def test_truth_values_that_are_text() -> None:
+    assert hugging_face(bf16="true", fp16="false").precision.compute_dtype == "bf16"
+    with pytest.raises(ConfigError, match=r"bf16 = maybe: neither true nor false"):
+        hugging_face(bf16="maybe")
+
+
+def test_what_is_left_to_write_stands_below_and_is_a_run_config() -> None:
+    text = run_config_text(imported({"output_dir": "o", "learning_rate": 1e-4}), name="args.json")
+    stubs = text.partition("Yours to write")[2].splitlines()[1:]
+    whole = text + "\n".join(line.removeprefix("# ") for line in stubs) + "\n"
+    values = parse_document(whole, name="run.yaml").value
+    assert {"run", "model", "data", "task", "training"} <= values.keys()
+    assert config_from_values(values).training.max_epochs == 3
