@@ -259,7 +259,7 @@ class _Arguments:
             place = f"{name}.{key}"
             argument = self.given.get(place)
             differs = key in section and section[key] != asked
-            if argument is not None and differs and self._says(argument):
+            if argument is not None and differs and self._gives(argument):
                 its = theirs.get(place, "its value")
                 amount = f"{its} = {show_value(section[key])}" if place in theirs else show_value(section[key])
                 line = (
@@ -270,7 +270,7 @@ class _Arguments:
             if is_another and place not in autos:
                 del own[key]
 
-    def _says(self, argument: str) -> bool:
+    def _gives(self, argument: str) -> bool:
         """Check whether the file itself gives an argument, or a key of a section, that is not a tool's default."""
         return "." in argument or self.is_given(argument)
 
