@@ -19,6 +19,8 @@ from framework.text.document import KeyPath
 from framework.text.typos import nearest
 
 _WORDS: Final = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+# Optimizers that DeepSpeed knows by name and this framework does not: why, and what to write.
+_OTHER_OPTIMIZERS: Final[dict[str, tuple[str, str]]] = _WORDS["other_optimizers"]
 _SECTION: Final = "a section of keys"
 # pydantic's error type -> what belongs there.
 WANTED: Final[Mapping[str, str]] = _WORDS["wanted"]
@@ -159,7 +161,11 @@ def _unknown_kind(path: KeyPath, value: Any, members: Mapping[str, type[BaseMode
         return path, Problem("unsupported-target", reason, fix, key, value["target"])
     if found is None:
         reason, fix = "the section does not say which kind it is", f"add {tag_key}: one of {listed}"
+        if path[:-1] == ("data",) and tag_key not in value:
+            fix += "; keys without a kind belong to data that Python hands over (train_data=...), and none was"
         return path, Problem("missing-kind", reason, fix, key)
+    if path[0] == "optimizer" and (elsewhere := _OTHER_OPTIMIZERS.get(str(found).lower())):
+        return path, Problem("unknown-kind", *elsewhere, key, found)
     meant = nearest(str(found), choices)
     fix = f"did you mean '{meant}'? known: {listed}" if meant else f"known: {listed}"
     return path, Problem("unknown-kind", "there is no such kind", fix, key, found)

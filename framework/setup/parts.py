@@ -45,7 +45,8 @@ from framework.setup.objects import (
     takes,
     type_name,
 )
-from framework.setup.user_optimizer import check_optimizer, check_schedule, refuse_closure, savable
+from framework.setup.optimizer_probe import check_optimizer
+from framework.setup.user_optimizer import check_schedule, refuse_closure, savable
 from framework.tasks.task import Task, as_task
 from framework.train.callbacks import EVENTS, EarlyStopping, ReduceOnPlateau
 
@@ -286,6 +287,9 @@ def _given_optimizer(make: Any) -> MakeOptimizer:
     if not callable(make):
         built = "it is built already, over parameters that are yet to move to their device"
         reason = built if isinstance(make, torch.optim.Optimizer) else "it cannot be called"
+        if len(getattr(make, "param_groups", ())) > 1:
+            fix += "; groups by name go into the config: optimizer: {kind: adamw, groups: [{match: '.*bias', "
+            fix += "weight_decay: 0}]}"
         raise ConfigError.of("optimizer-target-result", reason, fix, "optimizer", type_name(make))
     check_handed_over(make, key="optimizer", call="(parameters)", num_values=1, fix=fix)
     return lambda parameters: _checked_optimizer(make(parameters), key="optimizer", value=type_name(make))

@@ -1,12 +1,10 @@
-"""The user's own optimizer and schedule: what their states hold, a probe whether ZeRO may step it, and its memory."""
+"""The user's own optimizer and schedule: what their states hold, a step as DeepSpeed takes it, and its memory."""
 
 from __future__ import annotations
 
 import inspect
 import io
 import weakref
-from collections.abc import Sequence
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -21,11 +19,7 @@ from framework.plan.measured import OptimizerState
 from framework.setup.objects import type_name
 
 _OF_SCHEDULES: Final = ("step", "get_last_lr", "state_dict", "load_state_dict")
-_SHAPES: Final = ((4, 6), (3, 5))
-_NUM_STEPS: Final = 3  # a first step may be the sign of the gradient alone
-_SHARE: Final = 17  # no weight ends there
 _MEASURED: Final = 1 << 16  # elements of the weight that memory is counted for
-_TOLERANCE: Final = 1e-4  # of the largest change; kernels for vectors and for matrices differ in the last bits
 
 
 def savable(optimizer: torch.optim.Optimizer, *, key: str, value: str) -> torch.optim.Optimizer:
@@ -68,49 +62,6 @@ def _comes_back(value: Any) -> bool:
     except Exception:  # whatever pickling or its refusal raises
         return False
     return True
-
-
-def check_optimizer(make: MakeOptimizer, *, stage: int, key: str, value: str, tensor: int = 1) -> None:
-    """Refuse an optimizer that cannot be stepped by DeepSpeed, or not at this ZeRO stage or in a tensor group of this
-    size: it is stepped on two small matrices.
-
-    At stages 1 to 3 DeepSpeed joins the weights of a group end to end and gives every rank a share. An optimizer that
-    looks at one number at a time takes the same step there; one that looks at rows and columns (Adafactor, Muon,
-    Shampoo) or at the norm of a weight (LARS, LAMB) silently takes another one. Where no copy of it can be made or
-    stepped here, as it wants a GPU or the model's own weights, or where its steps are random, it is not judged.
-
-    Raises:
-        ConfigError: kind ``optimizer-needs-closure`` or ``optimizer-sees-shape``, or what `make` refuses itself.
-    """
-    weights = [_numbers(shape, seed=index) for index, shape in enumerate(_SHAPES)]
-    gradients = [
-        [_numbers(shape, seed=10 * step + index + 7) for index, shape in enumerate(_SHAPES)]
-        for step in range(_NUM_STEPS)
-    ]
-    changes = partial(_changes, make, needs_closure=_needs_closure(key, value))
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        try:
-            whole = _joined(changes(weights, gradients))
-            if (not stage and tensor == 1) or not torch.equal(whole, _joined(changes(weights, gradients))):
-                return  # the latter draws random numbers
-        except _NotJudgedError:
-            return
-        flat, flat_gradients = _joined(weights), [_joined(each) for each in gradients]
-        reason = "its step depends on the shape of a weight"
-        try:
-            shares = [
-                changes([flat[part]], [[each[part]] for each in flat_gradients])[0]
-                for part in (slice(_SHARE), slice(_SHARE, None))
-            ]
-            if torch.allclose(torch.cat(shares), whole, rtol=0.0, atol=_TOLERANCE * float(whole.abs().max())):
-                return
-        except _NotJudgedError as error:
-            reason = f"it takes no weight that is a flat vector ({error})"
-    reason += f", and at zero.stage {stage} it sees shares of one flat vector of all weights" if stage else ""
-    reason += f", and of parallel.tensor: {tensor} each rank has a part of it" if tensor > 1 else ""
-    instead = "parallel.tensor: 1" if tensor > 1 else "zero.stage: 0"
-    fix = f"set {instead}, or take an optimizer that works number by number, such as AdamW, Lion or SGD"
-    raise ConfigError.of("optimizer-sees-shape", reason, fix, key, value)
 
 
 def check_schedule(make: MakeSchedule, optimizer: torch.optim.Optimizer, *, key: str, value: str) -> None:
@@ -156,48 +107,47 @@ def _needs_closure(key: str, value: str) -> ConfigError:
     return ConfigError.of("optimizer-needs-closure", reason, "take another optimizer, such as adamw", key, value)
 
 
-class _NotJudgedError(Exception):
+class NotJudgedError(Exception):
     """No copy of the optimizer can be made or stepped here."""
 
 
-def _not_judged(error: Exception) -> _NotJudgedError:
-    return _NotJudgedError(f"{type(error).__name__}: {error}"[:120])
+def _not_judged(error: Exception) -> NotJudgedError:
+    return NotJudgedError(f"{type(error).__name__}: {error}"[:120])
 
 
-def _changes(
-    make: MakeOptimizer,
-    weights: Sequence[torch.Tensor],
-    gradients: Sequence[Sequence[torch.Tensor]],
-    *,
-    needs_closure: ConfigError,
-) -> list[torch.Tensor]:
-    """Run some steps of a new optimizer on copies of the weights and return the changes."""
-    parameters = [torch.nn.Parameter(weight.clone()) for weight in weights]
-    optimizer = _made(make, parameters)
-    for each in gradients:
-        for parameter, gradient in zip(parameters, each, strict=True):
-            parameter.grad = gradient.clone()
-        try:
-            optimizer.step()
-        except Exception as error:
-            if _takes_closure(optimizer):
-                raise needs_closure from error
-            raise _not_judged(error) from error
-    return [parameter.detach() - weight for parameter, weight in zip(parameters, weights, strict=True)]
+def take_step(optimizer: torch.optim.Optimizer, *, key: str, value: str) -> None:
+    """Step an optimizer as DeepSpeed does.
+
+    Raises:
+        NotJudgedError: it fails.
+        ConfigError: kind ``optimizer-needs-closure``: it does not with a closure.
+    """
+    try:
+        optimizer.step()
+    except Exception as error:
+        if _takes_closure(optimizer):
+            raise _needs_closure(key, value) from error
+        raise _not_judged(error) from error
 
 
-def _made(make: MakeOptimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def made_optimizer(make: MakeOptimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Make an optimizer over these weights.
+
+    Raises:
+        NotJudgedError: it cannot be made, or holds others.
+        ConfigError: what `make` refuses itself.
+    """
     try:
         optimizer = make(parameters)
     except ConfigError as error:
         if any(problem.kind != "target-failed" for problem in error.problems):
             raise
-        raise _NotJudgedError(str(error.__cause__)[:120]) from error
+        raise NotJudgedError(str(error.__cause__)[:120]) from error
     except Exception as error:
         raise _not_judged(error) from error
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     if sorted(held) != sorted(map(id, parameters)):  # the model's own, perhaps, which no step may touch
-        raise _NotJudgedError("it holds other weights than it was given")
+        raise NotJudgedError("it holds other weights than it was given")
     return optimizer
 
 
@@ -210,26 +160,17 @@ def _takes_closure(optimizer: torch.optim.Optimizer) -> bool:
     return True
 
 
-def _numbers(shape: tuple[int, ...], *, seed: int) -> torch.Tensor:
-    """Doubles: a small learning rate changes a float by its last bits only."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors])
-
-
 def measure_optimizer(make: MakeOptimizer) -> OptimizerState | str:
     """Measure what an optimizer keeps after a step, and makes within the next one, on processors; or say why not."""
     try:
         return _memory_of(make)
-    except (ConfigError, _NotJudgedError) as error:
+    except (ConfigError, NotJudgedError) as error:
         return f"its optimizer cannot be stepped here: {in_one_line(error)}"
 
 
 def _memory_of(make: MakeOptimizer) -> OptimizerState:
     weight = torch.nn.Parameter(torch.zeros(_MEASURED))
-    optimizer = _made(make, [weight])
+    optimizer = made_optimizer(make, [weight])
     counter = _NewBytes()  # type: ignore[no-untyped-call]
     try:
         for _ in range(2):

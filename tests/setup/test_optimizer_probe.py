@@ -15,8 +15,8 @@ from framework.config.base import plain_values
 from framework.config.load import config_from_values
 from framework.errors import ConfigError
 from framework.setup.objects import Objects
+from framework.setup.optimizer_probe import check_optimizer
 from framework.setup.parts import _given_optimizer, gather_parts
-from framework.setup.user_optimizer import check_optimizer
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -126,3 +126,163 @@ def test_parts_are_refused_before_the_start(target: str) -> None:
     problem = caught.value.problems[0]
     assert (problem.key, problem.value) == ("optimizer.target", target)
     assert problem.kind.startswith("optimizer-")
+
+
+class AllWeights(optim.Optimizer):
+    """Looks at all weights of its groups: `step` takes lists of weights, gradients and the states of a group."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], step: Any, lr: float = 1e-2) -> None:
+        self._step = step
+        super().__init__(parameters, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("start", parameter.clone())
+                self.state[parameter].setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+            self._step(self, group)
+
+
+def take(optimizer: AllWeights, group: dict[str, Any], rate: float = 1.0) -> None:
+    for parameter in group["params"]:
+        parameter.sub_(group["lr"] * rate * optimizer.state[parameter]["mean"])
+
+
+def estimates_its_rate(optimizer: AllWeights, group: dict[str, Any]) -> None:
+    """As D-Adaptation and Prodigy do: it begins at almost nothing."""
+    moved = sum(float((one.grad * (optimizer.state[one]["start"] - one)).sum()) for one in group["params"])
+    group["sum"] = group.get("sum", 0.0) + moved
+    size = sum(float(one.grad.abs().sum()) for one in group["params"])
+    group["d"] = max(group.get("d", 1e-6), group["sum"] / size)
+    take(optimizer, group, rate=group["d"])
+
+
+def clips_all(optimizer: AllWeights, group: dict[str, Any]) -> None:
+    norm = sum(float(one.grad.square().sum()) for one in group["params"]) ** 0.5
+    take(optimizer, group, rate=min(1.0, 1.0 / norm))
+
+
+def clips_each_from_step_40(optimizer: AllWeights, group: dict[str, Any]) -> None:
+    for one in group["params"]:
+        norm = float(optimizer.state[one]["mean"].norm())
+        rate = min(1.0, 0.1 / norm) if group["k"] > 40 else 1.0
+        one.sub_(group["lr"] * rate * optimizer.state[one]["mean"])
+
+
+def keeps_a_sum(optimizer: AllWeights, group: dict[str, Any]) -> None:
+    """Uses it only much later."""
+    group["norm"] = torch.stack([one.grad.square().sum() for one in group["params"]]).sum()
+    take(optimizer, group, rate=1.0 if group["k"] < 5000 else 1.0 / float(group["norm"]))
+
+
+def projects(optimizer: AllWeights, group: dict[str, Any]) -> None:
+    """As AdamP: where a gradient stands upright on its weight."""
+    for one in group["params"]:
+        step = optimizer.state[one]["mean"]
+        along = float((one * one.grad).sum() / (one.norm() * one.grad.norm()))
+        if abs(along) < 0.1 / one.numel() ** 0.5:
+            step = step - one * (one * step).sum() / one.norm() ** 2
+        one.sub_(group["lr"] * step)
+
+
+def factors_large_ones(optimizer: AllWeights, group: dict[str, Any]) -> None:
+    for one in group["params"]:
+        step = optimizer.state[one]["mean"]
+        is_large = one.ndim > 1 and min(one.shape) >= 128
+        one.sub_(group["lr"] * (step / step.norm(dim=1, keepdim=True) if is_large else step))
+
+
+def noisy_norms(optimizer: AllWeights, group: dict[str, Any]) -> None:
+    for one in group["params"]:
+        noise = torch.randn_like(one) * 1e-3
+        one.sub_(group["lr"] * (optimizer.state[one]["mean"] * one.norm() + noise))
+
+
+def one_draw_for_each(optimizer: AllWeights, group: dict[str, Any]) -> None:
+    for one in group["params"]:
+        one.sub_(group["lr"] * optimizer.state[one]["mean"] * torch.rand(()))
+
+
+SEES_ALL = [
+    *(estimates_its_rate, clips_all, clips_each_from_step_40, keeps_a_sum, projects),
+    *(factors_large_ones, noisy_norms, one_draw_for_each),
+]
+
+
+@pytest.mark.parametrize("step", SEES_ALL)
+def test_what_looks_at_many_numbers_is_refused_however_late_it_shows(step: Any) -> None:
+    make = partial(AllWeights, step=step)
+    assert [judge(make, stage=stage) for stage in (0, 1)] == ["", "optimizer-sees-shape"]
+
+
+def masked(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * (torch.rand_like(weight) < 0.5) + 0.01 * torch.empty_like(weight).normal_(0, 0.1)
+
+
+def dropped(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * torch.empty_like(weight).bernoulli_(0.7)
+
+
+@pytest.mark.parametrize("step", [masked, dropped, draws])
+def test_a_draw_for_each_number_is_no_reason_to_refuse(step: Step) -> None:
+    assert judge(partial(Own, step=step), stage=2) == ""
+
+
+def test_a_rate_that_a_schedule_gives_is_no_reason_to_pass() -> None:
+    assert judge(partial(AllWeights, step=clips_all, lr=0.0), stage=2) == "optimizer-sees-shape"
+
+
+def in_two_groups(parameters: Any, kind: Any = optim.AdamW, **options: Any) -> optim.Optimizer:
+    vectors = [one for one in parameters if one.ndim < 2]
+    matrices = [one for one in parameters if one.ndim > 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    made: optim.Optimizer = kind([group for group in groups if group["params"]], **options)
+    return made
+
+
+def test_groups_by_shape_are_made_of_the_models_weights_but_at_stage_3() -> None:
+    assert [judge(in_two_groups, stage=stage) for stage in range(4)] == ["", "", "", "optimizer-sees-shape"]
+
+
+class Counting(optim.Optimizer):
+    """Counts its calls in the groups, as pytorch_optimizer's do."""
+
+    def __init__(self, groups: Any, lr: float = 0.01) -> None:
+        super().__init__(groups, {"lr": lr, "calls": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["calls"] += 1
+            for one in group["params"]:
+                one.sub_(group["lr"] / group["calls"] * one.grad)
+
+
+def test_at_stage_3_step_is_called_for_each_group() -> None:
+    def of_halves(parameters: Any) -> optim.Optimizer:
+        return Counting([{"params": parameters[:2]}, {"params": parameters[2:]}])
+
+    assert [judge(Counting, stage=3), judge(of_halves, stage=2)] == ["", ""]
+    with pytest.raises(ConfigError, match=r"once for each of its groups; set zero.stage: 2") as caught:
+        check_optimizer(of_halves, stage=3, key="optimizer", value="mine")
+    assert caught.value.problems[0].kind == "optimizer-sees-shape"
+
+
+class WithModes(Own):
+    """Evaluates other weights than it steps, as schedule-free optimizers do."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+def test_modes_are_refused_at_every_stage() -> None:
+    assert {judge(partial(WithModes, step=lion), stage=stage) for stage in range(4)} == {"optimizer-needs-modes"}
+
+
+def test_ranks_of_a_tensor_group_have_a_part_of_the_weights() -> None:
+    with pytest.raises(ConfigError, match=r"parallel.tensor: 2 each rank has a part.*set parallel.tensor: 1"):
+        check_optimizer(partial(AllWeights, step=clips_all), stage=0, key="optimizer", value="mine", tensor=2)
+    check_optimizer(optim.AdamW, stage=0, key="optimizer", value="mine", tensor=2)

@@ -1,0 +1,395 @@
+"""A trial of the user's optimizer on a small loss: whether ZeRO or a tensor group may step it.
+
+At stages 1 to 3 DeepSpeed joins the weights of a group end to end and gives every rank a share of that vector. What
+works on one number at a time takes the same step there. What looks at rows and columns (Muon, Shampoo), at the norm of
+a weight (LAMB), or at sums over all weights (Prodigy) silently takes another one.
+
+The optimizer is made and given its shares as DeepSpeed does it, and stepped beside one over the whole weights. Both get
+the gradients of a real loss at the whole ones: they turn with the weights, as those of a training do, so that
+thresholds, warm-ups and estimates of a step size are reached; and last bits do not grow, as nothing feeds them back.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import sin
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from framework.engine.initialize import MakeOptimizer
+from framework.errors import ConfigError
+from framework.setup.user_optimizer import NotJudgedError, made_optimizer, take_step
+from framework.system.log import warn
+
+_NUM_SHARES: Final = 2
+_FIRST_SHARE: Final = 0.4  # of the numbers of a group: ends within a weight
+_TOLERANCE: Final = {torch.float64: 1e-5, torch.float32: 1e-3}
+"""Difference that is allowed, of the largest change: kernels for vectors and matrices differ in the last bits."""
+_ROUNDINGS: Final = 64
+_RATE_IF_NONE: Final = 1e-2  # where a schedule gives the rate, and the optimizer is made with none
+
+_BY_NUMBER: Final = "take an optimizer that works number by number, such as AdamW, Lion or SGD"
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A loss of a few weights, and how many steps it is trained."""
+
+    num_inputs: int
+    num_hidden: int
+    num_steps: int
+    dtype: torch.dtype = torch.float64
+    only_matrices: bool = False
+
+    @cached_property
+    def start(self) -> list[Tensor]:
+        """Weights of four shapes, one of them a vector."""
+        hidden = self.num_hidden
+        shapes = (hidden, self.num_inputs), (hidden, 3), (hidden,), (3, hidden // 4, 2, 2)
+        return [0.3 * _numbers(shape, self.dtype, seed=seed) for seed, shape in enumerate(shapes)]
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """Those of them that the optimizer gets."""
+        return self.start[:2] if self.only_matrices else self.start
+
+    @cached_property
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        """Inputs, and what is wanted."""
+        inputs = _numbers((48, self.num_inputs), self.dtype, seed=11)
+        wanted = _numbers((48, self.num_hidden), self.dtype, seed=12)
+        return list(zip(inputs.view(6, 8, -1), wanted.view(6, 8, -1), strict=True))
+
+    def gradients(self, weights: Sequence[Tensor], step: int) -> list[Tensor]:
+        """Compute the gradients on the batch of a step.
+
+        The loss does not change with the length of the first weight's rows, as under a norm: some optimizers project
+        only then. Now and then it is many times as steep, or nearly flat, as losses are for a while.
+        """
+        inputs, wanted = self.batches[step % len(self.batches)]
+        with torch.enable_grad():
+            leaves = [weight.detach().requires_grad_() for weight in weights]
+            rows, head, bias, filters = [*leaves, *self.start[len(leaves) :]]
+            hidden = torch.tanh(inputs @ torch.nn.functional.normalize(rows).T + bias)
+            filtered = torch.tanh(hidden @ filters.flatten(1).T)
+            errors = filtered @ head.T - wanted
+            loss = torch.sqrt(1 + errors**2).mean()  # no steeper further out: large rates do not end it
+            return list(torch.autograd.grad(_slope(step) * loss, leaves))
+
+
+_TRIALS: Final = (
+    _Trial(num_inputs=6, num_hidden=8, num_steps=120),
+    _Trial(num_inputs=130, num_hidden=132, num_steps=6),  # some factor or quantize large weights only
+)
+
+
+def _slope(step: int) -> float:
+    if step % 23 == 22:
+        return 0.01
+    return 30.0 if step % 17 == 16 else 1.0
+
+
+def check_optimizer(make: MakeOptimizer, *, stage: int, key: str, value: str, tensor: int = 1) -> None:
+    """Refuse an optimizer that cannot be stepped by DeepSpeed, or not at this ZeRO stage or in a tensor group of this
+    size: it is stepped on small weights.
+
+    Random numbers for each number of a weight are drawn alike on all sides, so that the rest of a step is compared.
+    Where no copy of the optimizer can be made or stepped here, as it wants a GPU or the model's own weights, it is not
+    judged; a warning mentions it.
+
+    Raises:
+        ConfigError: kind ``optimizer-needs-closure``, ``optimizer-needs-modes`` or ``optimizer-sees-shape``, or what
+            `make` refuses itself.
+    """
+    with _undisturbed():
+        try:
+            reason = _disagreement(make, stage, tensor, key=key, value=value)
+            is_from_stage_3 = stage == 3 and reason and not _disagreement(make, 2, tensor, key=key, value=value)
+        except NotJudgedError as error:
+            if stage or tensor > 1:
+                warn(
+                    f"{key} = {value}: it could not be tried on small weights ({error}); shares of weights are stepped "
+                    "rightly only by what works number by number [optimizer-not-tried]",
+                    is_of_all_ranks=True,
+                )
+            return
+    if not reason:
+        return
+    if is_from_stage_3:
+        reason += ", at zero.stage 3, where it is made from flat, empty tensors and stepped once for each of its groups"
+        fix = f"set zero.stage: 2, or {_BY_NUMBER}"
+        raise ConfigError.of("optimizer-sees-shape", reason, fix, key, value)
+    if stage:
+        reason += f", and at zero.stage {stage} it sees shares of one flat vector of all weights"
+    if tensor > 1:
+        reason += f", and of parallel.tensor: {tensor} each rank has a part of it"
+    instead = "parallel.tensor: 1" if tensor > 1 else "zero.stage: 0"
+    raise ConfigError.of("optimizer-sees-shape", reason, f"set {instead}, or {_BY_NUMBER}", key, value)
+
+
+def _disagreement(make: MakeOptimizer, stage: int, tensor: int, *, key: str, value: str) -> str:
+    """Return why shares are stepped otherwise than whole weights; empty where they are not.
+
+    Raises:
+        NotJudgedError: not even whole weights can be stepped here.
+    """
+    is_divided = stage > 0 or tensor > 1
+    for trial in _TRIALS:
+        reason = _of_first_possible(make, trial, stage, is_divided, key=key, value=value)
+        if reason or not is_divided:
+            return reason
+    return ""
+
+
+def _of_first_possible(
+    make: MakeOptimizer, trial: _Trial, stage: int, is_divided: bool, *, key: str, value: str
+) -> str:
+    """As `_disagreement`, of one trial: some optimizers take only floats, or only matrices."""
+    first_error: NotJudgedError | None = None
+    for only_matrices in (False, True):
+        for dtype in (torch.float64, torch.float32):
+            form = replace(trial, dtype=dtype, only_matrices=only_matrices)
+            try:
+                return _compared(make, form, stage, is_divided, key=key, value=value)
+            except NotJudgedError as error:
+                first_error = first_error or error
+    assert first_error is not None
+    raise first_error
+
+
+def _compared(make: MakeOptimizer, trial: _Trial, stage: int, is_divided: bool, *, key: str, value: str) -> str:
+    start = trial.trained
+    whole = _Whole(make, start, key=key, value=value)
+    if not is_divided:
+        for step in range(3):  # closures and modes are asked for at once
+            whole.step(trial.gradients(whole.weights, step), step)
+        return ""
+    try:
+        shares = [_Share(make, start, number, stage, key=key, value=value) for number in range(_NUM_SHARES)]
+    except NotJudgedError as error:
+        return f"it cannot be made for its share of the weights ({error})"
+    begin, farthest = _joined(start), 0.0
+    for step in range(trial.num_steps):
+        gradients = trial.gradients(whole.weights, step)
+        whole.step(gradients, step)
+        weights = _joined(whole.weights)
+        if not torch.isfinite(weights).all():
+            return ""
+        farthest = max(farthest, float((weights - begin).abs().max()))
+        least = _ROUNDINGS * torch.finfo(trial.dtype).eps * float(weights.abs().max())
+        allowed = max(_TOLERANCE[trial.dtype] * farthest, least)
+        for share in shares:
+            try:
+                share.step(_joined(gradients), step)
+            except NotJudgedError as error:
+                return f"it takes no weight that is a flat vector ({error})"
+            if not share.distance(weights) <= allowed:
+                return "its step depends on the shape of a weight, or on many numbers at once"
+            if step % 4 == 3 and (name := _other_scalar(whole.scalars(), share.scalars())):
+                return f"it keeps a number that depends on all weights it steps ({name})"
+    return ""
+
+
+class _Stepped:
+    """An optimizer on the way: its groups are what it was made with, or shares of them."""
+
+    number = 0
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, key: str, value: str) -> None:
+        self.optimizer, self._key, self._value = optimizer, key, value
+        if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
+            reason = (
+                "it has train() and eval(), and weights of two kinds: the run would evaluate and save the wrong ones"
+            )
+            fix = "take an optimizer without them, such as adamw with scheduler: {kind: wsd, ...} or ema"
+            raise ConfigError.of("optimizer-needs-modes", reason, fix, key, value)
+        for group in optimizer.param_groups:
+            if isinstance(group.get("lr"), float) and not group["lr"]:
+                group["lr"] = _RATE_IF_NONE
+
+    def take_step(self, step: int) -> None:
+        """Take a step, with generators that no other one has in common."""
+        seed = step * (_NUM_SHARES + 1) + self.number
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed asks for all devices
+        with _EqualDraws(step):
+            take_step(self.optimizer, key=self._key, value=self._value)
+
+
+class _Whole(_Stepped):
+    """Steps whole weights, as plain PyTorch does."""
+
+    def __init__(self, make: MakeOptimizer, start: Sequence[Tensor], *, key: str, value: str) -> None:
+        self.weights = [torch.nn.Parameter(weight.clone()) for weight in start]
+        super().__init__(made_optimizer(make, self.weights), key=key, value=value)
+
+    def step(self, gradients: Sequence[Tensor], step: int) -> None:
+        for weight, gradient in zip(self.weights, gradients, strict=True):
+            weight.grad = gradient.clone()
+        self.take_step(step)
+
+    def scalars(self) -> Mapping[str, list[float]]:
+        return _scalars(self.optimizer, [group["params"] for group in self.optimizer.param_groups])
+
+
+class _Share(_Stepped):
+    """Steps a share of every group's flat vector, as DeepSpeed does (0.19.8, runtime/zero/stage_1_and_2.py and
+    stage3.py): the groups are those of the model's weights; at stage 3 these are empty, and `step` is called once for
+    each group, while the others hold nothing.
+    """
+
+    def __init__(
+        self, make: MakeOptimizer, start: Sequence[Tensor], number: int, stage: int, *, key: str, value: str
+    ) -> None:
+        given = [_as_given(weight, stage) for weight in start]
+        optimizer = made_optimizer(make, given)
+        places = _places(given, start)
+        self.number, self._alone = number + 1, stage == 3
+        self._places, self._flat = [], []
+        flat_start = _joined(start)
+        for group in optimizer.param_groups:
+            of_group = torch.cat([places[id(parameter)] for parameter in group["params"]])
+            cut = round(_FIRST_SHARE * len(of_group))
+            own = of_group[:cut] if number == 0 else of_group[cut:]
+            self._places.append(own)
+            self._flat.append(torch.nn.Parameter(flat_start[own]))
+            group["params"] = [self._flat[-1]]
+        if isinstance(optimizer, torch.optim.Adagrad):  # which has its state from the start
+            optimizer = torch.optim.Adagrad(self._flat, **optimizer.defaults)
+        super().__init__(optimizer, key=key, value=value)
+
+    def step(self, gradient: Tensor, step: int) -> None:
+        for flat, own in zip(self._flat, self._places, strict=True):
+            flat.grad = gradient[own].clone()
+        if not self._alone:
+            self.take_step(step)
+            return
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+        for group, flat in zip(self.optimizer.param_groups, self._flat, strict=False):
+            group["params"] = [flat]
+            self.take_step(step)
+            group["params"] = []
+
+    def distance(self, weights: Tensor) -> float:
+        """Return the largest distance of these numbers from those of the whole weights."""
+        apart = [(flat.detach() - weights[own]).abs() for flat, own in zip(self._flat, self._places, strict=True)]
+        return float(torch.cat(apart).max())
+
+    def scalars(self) -> Mapping[str, list[float]]:
+        return _scalars(self.optimizer, [[flat] for flat in self._flat])
+
+
+def _as_given(weight: Tensor, stage: int) -> torch.nn.Parameter:
+    """Make the weight an optimizer is made with: ZeRO-3 leaves a flat, empty tensor, and notes the shape."""
+    if stage < 3:
+        return torch.nn.Parameter(weight.clone())
+    empty: Any = torch.nn.Parameter(weight.new_empty(0))
+    empty.ds_shape, empty.ds_numel = weight.shape, weight.numel()
+    made: torch.nn.Parameter = empty
+    return made
+
+
+def _places(given: Sequence[Tensor], start: Sequence[Tensor]) -> Mapping[int, Tensor]:
+    """Return where in the joined vector the numbers of each weight are, by its id."""
+    places, begin = {}, 0
+    for parameter, weight in zip(given, start, strict=True):
+        places[id(parameter)] = torch.arange(begin, begin + weight.numel())
+        begin += weight.numel()
+    return places
+
+
+def _scalars(optimizer: torch.optim.Optimizer, held: Sequence[Sequence[Tensor]]) -> Mapping[str, list[float]]:
+    """Return the single numbers that an optimizer keeps: of each group, and over the weights of a group."""
+    found: dict[str, list[float]] = {}
+    for index, (group, weights) in enumerate(zip(optimizer.param_groups, held, strict=False)):
+        for name, one in group.items():
+            if (number := _number(one)) is not None:
+                found.setdefault(f"{name} of group {index}", []).append(number)
+        for weight in weights:
+            for name, one in optimizer.state.get(weight, {}).items():
+                if (number := _number(one)) is not None:
+                    found.setdefault(f"{name} of group {index}'s state", []).append(number)
+    return found
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
+        return float(value)
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _other_scalar(whole: Mapping[str, list[float]], share: Mapping[str, list[float]]) -> str:
+    for name, numbers in share.items():
+        both = [*numbers, *whole.get(name, [])]
+        least, most = min(both), max(both)
+        if most - least > 1e-4 * max(abs(most), abs(least)):
+            return name
+    return ""
+
+
+class _EqualDraws(TorchDispatchMode):
+    """Gives all numbers of a tensor one random number that belongs to the step: what is drawn for each number of a
+    weight is then the same, whole or in shares. A single draw, or an order, is left to the generator, which ranks do
+    not have in common.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._normal, self._uniform = 1.4 * sin(2.4 * step + 1), 0.5 + 0.45 * sin(1.7 * step)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        drawn = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return drawn
+        full_name: str = func._overloadpacket.__name__
+        name = full_name.removesuffix("_")
+        if not isinstance(drawn, Tensor) or drawn.numel() < 2 or name in ("randperm", "multinomial"):
+            return drawn
+        named = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | (kwargs or {})
+        if name in ("normal", "randn", "randn_like"):
+            return drawn.copy_(named.get("mean", 0.0) + named.get("std", 1.0) * torch.full_like(drawn, self._normal))
+        if name == "bernoulli":
+            chance: Any = named.get("p", 0.5 if full_name.endswith("_") else named["self"])
+            return drawn.copy_(torch.full_like(drawn, self._uniform) < chance)
+        low, high = named.get("from", 0.0), named.get("to", 1.0)
+        return drawn.fill_(low + (high - low) * self._uniform) if drawn.is_floating_point() else drawn.fill_(0)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Leave the generators of this process as they are; compile nothing."""
+    states = random.getstate(), np.random.get_state()
+    eager: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if "torch._dynamo" in sys.modules:
+        eager = _eager
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), eager():
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def _eager() -> AbstractContextManager[Any]:
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def _numbers(shape: tuple[int, ...], dtype: torch.dtype, *, seed: int) -> Tensor:
+    """Return normal numbers; doubles where that does: a small learning rate changes a float by its last bits only."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
