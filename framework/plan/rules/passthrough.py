@@ -45,7 +45,7 @@ def not_in_a_run(path: str, value: Any) -> tuple[str, str] | None:
 def deepspeed_section(config: RunConfig, cluster: Cluster) -> Found:
     """DeepSpeed drops unknown top-level keys silently, and a second place for one setting is a contradiction."""
     for section, values in config.deepspeed.items():
-        has_further_keys = isinstance(values, dict) and (section in SHARED or section in PASSED_THROUGH)
+        has_further_keys = isinstance(values, dict) and section in SHARED | PASSED_THROUGH
         for path, value in _paths(values, section) if has_further_keys else [(section, values)]:
             if found := _wrong(config, section, path, value):
                 kind, reason, fix = found
@@ -66,7 +66,7 @@ def _wrong(config: RunConfig, section: str, path: str, value: Any) -> tuple[str,
         return "removed-deepspeed-key", f"DeepSpeed removed it in {release} and refuses it", instead
     if (refusal := not_in_a_run(path, value)) is not None:
         return "not-in-a-run", *refusal
-    if not name and path not in PASSED_THROUGH:
+    if not name and path not in PASSED_THROUGH and path not in _NOT_IN_A_RUN:
         guess = nearest(path, [*PASSED_THROUGH, *OWNED]) or ""
         meant = f"{OWNED[guess]} decides '{guess}'" if guess in OWNED else f"did you mean '{guess}'?"
         reason = "DeepSpeed reads no such key and would ignore it"
@@ -75,6 +75,34 @@ def _wrong(config: RunConfig, section: str, path: str, value: Any) -> tuple[str,
     if is_offload and getattr(config.zero, name).device == "none":
         return "section-clash", f"zero.{name} moves nothing", f"set zero.{name}: {{device: cpu}}, or remove it here"
     return None
+
+
+@rule("inert-in-a-run", "note")
+def passed_without_effect(config: RunConfig, cluster: Cluster) -> Found:
+    """Keys that DeepSpeed reads, and that change nothing as the run is."""
+    comms = config.deepspeed.get("comms_logger")
+    if isinstance(comms, dict) and comms.get("enabled") and not comms.get("verbose"):
+        reason = "it counts, and nothing prints the counts"
+        fix = "set profile.communication: true in its place, or call deepspeed.comm.log_summary() in a callback"
+        yield Problem("inert-in-a-run", reason, fix, "deepspeed.comms_logger.enabled", True, severity="note")
+    quantized = "zero_quantized_gradients"
+    zero = config.deepspeed.get("zero_optimization")
+    if isinstance(zero, dict) and zero.get(quantized) and cluster.num_hosts == 1 and cluster.device != "cpu":
+        reason = "gradients are quantized on the way between hosts, and the run has one"
+        key = f"deepspeed.zero_optimization.{quantized}"
+        yield Problem("inert-in-a-run", reason, "start it on several hosts, or remove it", key, True, severity="note")
+
+
+@rule("needs-cuda")
+def quantized_on_cpu(config: RunConfig, cluster: Cluster) -> Found:
+    """deepspeed/ops/op_builder/cpu/no_impl.py: the quantizer has no form for processors; stage 3 alone uses it."""
+    zero = config.deepspeed.get("zero_optimization")
+    if not isinstance(zero, dict) or cluster.device != "cpu":
+        return
+    for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+        if zero.get(name) and config.zero.stage == 3:
+            reason = "DeepSpeed's quantizer has no kernel for cpu devices"
+            yield Problem("needs-cuda", reason, "remove it here", f"deepspeed.zero_optimization.{name}", True)
 
 
 def _why_absent(config: RunConfig, section: str) -> str | None:

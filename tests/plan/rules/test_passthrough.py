@@ -153,7 +153,7 @@ def test_further_keys_stand_beside_those_of_the_typed_section(values: dict[str, 
         ({}, {"pipeline": {"use_reentrant": False}}, "section-clash", "parallel.pipe"),
         ({}, {"tensor_parallel": {"autotp_size": 2}}, "not-in-a-run", "divide the model itself"),
         ({"parallel": {"pipe": 2}}, {"tensor_parallel": {"autotp_size": 2}}, "not-in-a-run", "divide the model itself"),
-        ({}, {"expert_parallel": {"enabled": True, "autoep_size": 2}}, "not-in-a-run", "divide the model itself"),
+        ({}, {"expert_parallel": {"autoep_size": 2}}, "not-in-a-run", "divide the model itself"),
         ({}, {"sequence_parallel_size": 2}, "not-in-a-run", "divide the model itself"),
         ({}, {"data_parallel_size": 2}, "not-in-a-run", "layout"),
         ({"zero": {"stage": 2}}, {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "not-in-a-run", "ZenFlow"),
@@ -178,6 +178,26 @@ def test_further_keys_stand_beside_those_of_the_typed_section(values: dict[str, 
         ),
         ({}, {"hybrid_engine": {"enabled": True}}, "not-in-a-run", "another engine"),
         ({}, {"gradient_cliping": 1.0}, "unknown-deepspeed-key", "reads no such key"),
+        ({}, {"gradient_allreduce_op": "sum"}, "not-in-a-run", "as many times too large as there are ranks"),
+        ({}, {"seq_parallel_communication_data_type": "fp16"}, "not-in-a-run", "its own sequence parallelism"),
+        ({}, {"weight_quantization": {"quantized_initialization": {"num_bits": 4}}}, "not-in-a-run", "for inference"),
+        ({}, {"compile": {"deepcompile": True}}, "not-in-a-run", "engine.compile()"),
+        ({}, {"compile": {"passes": ["autosp"]}}, "not-in-a-run", "engine.compile()"),
+        (
+            {},
+            {"data_efficiency": {"enabled": True, "data_routing": {"random_ltd": {"enabled": True}}}},
+            "not-in-a-run",
+            "random-LTD",
+        ),
+        (
+            {},
+            {"data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": True, "max_tokens": 512}}}},
+            "not-in-a-run",
+            "one learning rate",
+        ),
+        ({}, {"checkpoint": {"use_node_local_storage": True}}, "not-in-a-run", "one folder"),
+        ({}, {"checkpoint": {"checkpoint_serialization": False}}, "not-in-a-run", "own writers"),
+        ({}, {"expert_parallel": {"enabled": True}}, "not-in-a-run", "in place of the model's experts"),
     ],
 )
 def test_what_cannot_pass_says_why(values: dict[str, Any], passed: dict[str, Any], kind: str, ours: str) -> None:
@@ -194,3 +214,48 @@ def test_a_default_is_no_reason_to_refuse(path: str) -> None:
     if key.default is False or (key.default is True and path.startswith(("zero", "optimizer"))):
         assert not_in_a_run(path, key.default) is None
     assert not_in_a_run(path, 7) is not None
+
+
+@pytest.mark.parametrize(
+    "passed",
+    [
+        {"gradient_allreduce_op": "mean"},
+        {"weight_quantization": {"enabled": False}},
+        {"compile": {"deepcompile": False}},
+        {"dataloader_drop_last": False},
+        {"data_efficiency": {"enabled": False, "data_routing": {"enabled": False}}},
+        {"comms_logger": {"enabled": True, "verbose": True}},
+    ],
+)
+def test_what_is_as_good_as_left_out_passes_without_a_word(passed: dict[str, Any]) -> None:
+    assert not make_plan(config_from_values({"deepspeed": passed}), ON_4).findings
+
+
+QUANTIZED = {"zero_optimization": {"zero_quantized_gradients": True}}
+HOSTS = Cluster(num_hosts=2, devices_per_host=4, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("passed", "cluster", "fix"),
+    [
+        ({"comms_logger": {"enabled": True}}, ON_4, "profile.communication: true"),
+        (QUANTIZED, ON_4, "start it on several hosts"),
+        (QUANTIZED, HOSTS, ""),
+    ],
+)
+def test_what_does_nothing_as_the_run_is_has_a_note(passed: dict[str, Any], cluster: Cluster, fix: str) -> None:
+    plan = make_plan(config_from_values({"zero": {"stage": 3}, "deepspeed": passed}), cluster)
+    assert [(one.kind, one.severity) for one in plan.findings] == [("inert-in-a-run", "note")] * bool(fix)
+    assert all(fix in one.fix for one in plan.findings)
+
+
+@pytest.mark.parametrize(
+    "name", ["zero_quantized_weights", "zero_quantized_nontrainable_weights", *QUANTIZED["zero_optimization"]]
+)
+def test_what_is_quantized_needs_a_gpu_where_the_device_is_known(name: str) -> None:
+    config = config_from_values({"zero": {"stage": 3}, "deepspeed": {"zero_optimization": {name: True}}})
+    with pytest.raises(ConfigError) as caught:
+        make_plan(config, Cluster(device="cpu"))
+    assert [one.kind for one in caught.value.problems] == ["needs-cuda"]
+    for device in ("cuda", "unknown"):
+        make_plan(config, Cluster(num_hosts=2, device=device))  # type: ignore[arg-type]
