@@ -568,7 +568,9 @@ class ModelLoss(Kind):
     """Key of the labels in a batch."""
     mean_over: Literal["samples", "labels", "next_labels"] = "samples"
     """What that loss is a mean over, so that micro-batches and ranks are added up exactly: samples, labels that are not
-    -100, or those without the first of each row (causal language models)."""
+    `ignore_index`, or those without the first of each row (causal language models)."""
+    ignore_index: int = -100
+    """Labels that the model's loss leaves out, and that are not counted: of fairseq and old BERT code the padding."""
 
 
 TaskSection = Annotated[Classification | CausalLM | MaskedLM | ModelLoss | Target | Object, OneOf()]

@@ -18,6 +18,8 @@ from torch.nn.utils.rnn import PackedSequence
 from framework.engine.gradient_sums import GradientSums
 from framework.errors import ConfigError
 from framework.models.adapt import channels_last
+from framework.tasks.loss_checks import refuse_first_sum, refuse_without_graph
+from framework.tasks.model_loss import ModelLoss
 from framework.tasks.task import Positions, Ratio, Task
 
 _IMAGE_DIMENSIONS: Final = 4
@@ -46,6 +48,8 @@ class DeviceBatches:
 
         A target keeps its digits: in half precision 300,123 would be 301,056, or infinite, in loss and metrics.
         """
+        if isinstance(task, ModelLoss):
+            task.look_at(batch)
         inputs, targets = task.split(self.move(batch))
         if self.positions is not None:
             inputs, targets = task.share(inputs, targets, self.positions)
@@ -132,6 +136,7 @@ class StepLoss:
         self._task, self._micro_batches, self._group, self._sums = task, micro_batches, group, sums
         self._later: GradientSums | None = None  # divides this step's gradients
         self._has_one_count: bool | None = None  # on every batch alike
+        self._is_checked = False
         # One factor for each sum of a loss, once the ranks' counts are there; None where the task counts nothing.
         self._scales: Callable[[], Sequence[torch.Tensor | float]] | None = None
 
@@ -191,9 +196,14 @@ class StepLoss:
         """Loss of a micro-batch, 0-d, on the device.
 
         Raises:
-            ConfigError: kind ``task-loss-result``, where `loss` and `count` of the task do not belong together.
+            ConfigError: kind ``task-loss-result``, where `loss` and `count` of the task do not belong together, or the
+                first loss is a sum over the batch; kind ``loss-without-graph``.
         """
         loss = self._task.loss(outputs, targets)
+        refuse_without_graph(loss, outputs)
+        if not self._is_checked:
+            self._is_checked = True
+            refuse_first_sum(self._task, loss, outputs, targets)
         if self._scales is None and isinstance(loss, torch.Tensor):
             return loss
         sums, scales = _parts(loss), self._scales() if self._scales is not None else ()
@@ -206,6 +216,8 @@ class StepLoss:
             raise ConfigError.of("task-loss-result", reason, fix, "task", type(self._task).__name__)
         if self._later is not None:
             self._later.count(_number(sums[0].count, self._later.device))
+        for ratio in sums:
+            refuse_without_graph(ratio.total, outputs)
         weighted = [ratio.total.float() * scale for ratio, scale in zip(sums, scales, strict=True)]
         return weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
 from framework.errors import ConfigError
+from framework.system.log import warn
+from framework.tasks.loss_checks import is_summed_by_torch, refusal
 from framework.tasks.task import Ratio, Task
 
-_IGNORED = -100
+_LOOKED_AT: Final = 16
+"""Batches whose labels are looked at for padding."""
+_PADDED: Final = 4
+"""Of them, so many have to end like padding."""
 
 
 class ModelLoss(Task):
@@ -19,11 +24,18 @@ class ModelLoss(Task):
     ``loss``, or first in a tuple.
     """
 
-    def __init__(self, *, labels: str = "labels", mean_over: Literal["samples", "labels", "next_labels"]) -> None:
-        """Set the key of the labels, and what the model's loss is a mean over: samples, labels that are not -100, or
-        those of them that are not first in their row.
+    def __init__(
+        self,
+        *,
+        labels: str = "labels",
+        mean_over: Literal["samples", "labels", "next_labels"],
+        ignore_index: int = -100,
+    ) -> None:
+        """Set the key of the labels, and what the model's loss is a mean over: samples, labels that are not
+        `ignore_index`, or those of them that are not first in their row.
         """
-        self.labels, self.mean_over = labels, mean_over
+        self.labels, self.mean_over, self.ignore_index = labels, mean_over, ignore_index
+        self._num_looked_at = self._num_padded = 0
 
     def split(self, batch: Any) -> tuple[Any, Any]:
         """The whole batch, and its labels, which are counted.
@@ -46,6 +58,8 @@ class ModelLoss(Task):
         if not isinstance(found, Tensor) or found.numel() != 1:
             reason = f"the model returned no loss, but {type(outputs).__name__}"
             raise ConfigError.of("task-loss-result", reason, "return it as `loss`", "task.kind", "model_loss")
+        if is_summed_by_torch(found):
+            raise refusal("task.kind", "model_loss")
         count = self.count(targets)
         # A mean over nothing is NaN, and adds nothing to the sum.
         total = found.float().reshape(()) * count
@@ -57,4 +71,37 @@ class ModelLoss(Task):
         """Number of samples or labels in a batch."""
         if self.mean_over == "samples":
             return len(targets)
-        return ((targets if self.mean_over == "labels" else targets[:, 1:]) != _IGNORED).sum()
+        return ((targets if self.mean_over == "labels" else targets[:, 1:]) != self.ignore_index).sum()
+
+    def look_at(self, batch: Any) -> None:
+        """Warn, once, where rows of the first batches end like padding and no label is left out. Reads what the host
+        has, and nothing on a device.
+        """
+        if self.mean_over == "samples" or self._num_looked_at >= _LOOKED_AT or not isinstance(batch, Mapping):
+            return
+        labels = batch.get(self.labels)
+        if not isinstance(labels, Tensor) or labels.device.type != "cpu" or labels.ndim < 2 or labels.numel() < 4:
+            return
+        self._num_looked_at += 1
+        if (labels == self.ignore_index).any():
+            self._num_looked_at = _LOOKED_AT
+            return
+        padding = _padding_of(labels)
+        self._num_padded += padding is not None
+        if padding is not None and self._num_looked_at == _LOOKED_AT and self._num_padded >= _PADDED:
+            warn(
+                f"task.ignore_index: no label of the first {_LOOKED_AT} batches is {self.ignore_index}, and rows end "
+                f"with one label ({padding}) again and again; if the model's loss leaves it out, set "
+                f"task.ignore_index: {padding} [no-label-ignored]",
+                is_of_all_ranks=True,
+            )
+
+
+def _padding_of(labels: Tensor) -> int | None:
+    """Return the label that at least half of the rows begin or end with twice; None without one."""
+    for ends in (labels[:, -2:], labels[:, :2]):
+        ends = ends.flatten(1)
+        label = int(ends[:, -1].mode().values)
+        if 2 * int((ends == label).all(1).sum()) >= len(labels) > 1:
+            return label
+    return None

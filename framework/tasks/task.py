@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from framework.errors import ConfigError
+from framework.tasks.loss_checks import refuse_summed
 
 _LABELS: Final = ("labels", "label", "targets", "target")
 
@@ -94,11 +95,26 @@ class Task(ABC):
                 "task-batch",
                 f"the data yields a {type(batch).__name__}{size} per batch, and the task can divide only "
                 "(inputs, ..., targets), and mappings with labels",
-                "write a Task subclass that overrides split(batch) -> (inputs, targets), and name it in task.target",
+                f"{self._fix_of(batch)}write a Task subclass that overrides split(batch) -> (inputs, targets), and "
+                "name it in task.target",
                 "task",
-                type(self).__name__,
+                self.shown_name(),
             )
         return (batch[0], batch[1]) if len(batch) == 2 else (tuple(batch[:-1]), batch[-1])
+
+    def shown_name(self) -> str:
+        """Return the name that problems have for it: that of the function, where it is one."""
+        return type(self).__name__
+
+    @staticmethod
+    def _fix_of(batch: Any) -> str:
+        if not isinstance(batch, Mapping):
+            return ""
+        keys = ", ".join(str(key) for key in batch)
+        return (
+            f"give the targets one of the keys {', '.join(_LABELS)} (they are {keys}), set task: {{kind: model_loss, "
+            "labels: ...} where the model returns its loss, or "
+        )
 
     def forward(self, model: nn.Module, inputs: Any) -> Any:
         """Call the model: a tuple becomes positional arguments, a mapping keyword arguments, else there is one."""
@@ -222,7 +238,8 @@ def as_task(obj: object, *, handed_over: bool = False) -> Task:
 
     Raises:
         ConfigError: kind ``task-target-result`` if it is neither, or a class that was not called; kind
-            ``task-loss-parameters`` if it is a module with parameters, which no optimizer would ever update.
+            ``task-loss-parameters`` if it is a module with parameters, which no optimizer would ever update; kind
+            ``task-loss-result`` if it is set to return a sum.
     """
     if isinstance(obj, Task):
         return obj
@@ -239,6 +256,7 @@ def as_task(obj: object, *, handed_over: bool = False) -> Task:
     if isinstance(obj, nn.Module) and any(True for _ in obj.parameters()):
         reason = f"the loss {type(obj).__qualname__} has parameters, and the optimizer updates the model's only"
         raise refuse(reason, "make it a part of the model", kind="task-loss-parameters")
+    refuse_summed(obj, key=key)
     by_class = _class_loss_of(obj)
     return _CallableTask(obj, key=key) if by_class is None else _ClassLossTask(by_class)
 
@@ -260,8 +278,12 @@ class _ClassLossTask(Task):
     """
 
     def __init__(self, function: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
+        self._shown = type(function).__name__
         self.function = copy(function)
         self.function.reduction = "sum"
+
+    def shown_name(self) -> str:
+        return self._shown
 
     def loss(self, outputs: Any, targets: Any) -> Ratio:
         return Ratio(self.function(_in_float32(outputs), targets), self.count(targets))
@@ -278,6 +300,10 @@ class _ClassLossTask(Task):
 class _CallableTask(Task):
     def __init__(self, function: Callable[[Any, Any], Any], *, key: str) -> None:
         self.function, self._key = function, key
+
+    def shown_name(self) -> str:
+        function = self.function.func if isinstance(self.function, partial) else self.function
+        return getattr(function, "__name__", type(function).__name__)
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         loss = self.function(_in_float32(outputs), targets)

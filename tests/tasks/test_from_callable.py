@@ -80,12 +80,19 @@ def test_targets_that_are_probabilities_count_once_each() -> None:
     assert float(value_of(loss)) == pytest.approx(float(cross_entropy(outputs, targets, weight=WEIGHT)), rel=1e-6)
 
 
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(reduction="sum"), partial(cross_entropy, reduction="sum")])
-def test_a_sum_asked_for_stays_one(loss: Any) -> None:
-    outputs, targets = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
-    task = as_task(loss)
-    assert task.count(targets) is None
-    assert float(value_of(task.loss(outputs, targets))) == pytest.approx(float(loss(outputs, targets)))
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(reduction="sum"),
+        nn.MSELoss(reduction="sum"),
+        partial(cross_entropy, reduction="sum"),
+        partial(partial(mse_loss, reduction="sum")),
+        partial(nn.L1Loss(reduction="sum")),
+    ],
+)
+def test_a_loss_that_is_set_to_sum_is_refused(loss: Any) -> None:
+    with pytest.raises(ConfigError, match=r'^task = reduction="sum": .*return the mean.*\[task-loss-result\]$'):
+        as_task(loss, handed_over=True)
 
 
 @pytest.mark.parametrize(

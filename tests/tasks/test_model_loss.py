@@ -48,3 +48,36 @@ def test_named_tasks_take_mappings_with_labels() -> None:
     assert (list(inputs), targets.tolist()) == (["input_ids"], [0, 1])
     inputs, targets = CausalLM().split({"input_ids": LABELS.abs(), "labels": LABELS})
     assert targets.tolist() == [[2, -100, -100], [3, 4, -100]], "moved by one, as transformers' models do"
+
+
+PADDED = torch.tensor([[5, 6, 0, 0], [7, 8, 9, 3], [4, 0, 0, 0]])
+
+
+@pytest.mark.parametrize(("mean_over", "count"), [("samples", 3), ("labels", 7), ("next_labels", 4)])
+def test_another_label_may_be_ignored(mean_over: Any, count: int) -> None:
+    task = ModelLoss(mean_over=mean_over, ignore_index=0)
+    loss = task.loss({"loss": torch.tensor(2.0)}, PADDED)
+    assert (float(loss.total), int(task.count(PADDED))) == (2.0 * count, count)
+
+
+@pytest.mark.parametrize(
+    ("labels", "options", "is_named"),
+    [
+        (PADDED, {"mean_over": "labels"}, True),
+        (PADDED.flip(1), {"mean_over": "next_labels"}, True),
+        (PADDED, {"mean_over": "labels", "ignore_index": 0}, False),
+        (PADDED, {"mean_over": "samples"}, False),
+        (LABELS, {"mean_over": "labels"}, False),
+        (torch.arange(12).view(3, 4), {"mean_over": "labels"}, False),
+        (torch.arange(3), {"mean_over": "labels"}, False),
+    ],
+)
+def test_padding_that_is_counted_is_mentioned_once(
+    labels: Any, options: dict[str, Any], is_named: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = ModelLoss(**options)
+    for _ in range(40):
+        task.look_at({"labels": labels})
+    stated = capsys.readouterr().err
+    assert stated.count("[no-label-ignored]") == is_named
+    assert ("set task.ignore_index: 0" in stated) == is_named

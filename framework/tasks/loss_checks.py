@@ -1,0 +1,169 @@
+"""What a loss must not be: without a graph, or a sum over the samples of a batch.
+
+DeepSpeed takes the mean of losses over micro-batches and ranks: of sums it would depend on how a batch is divided. The
+graph shows at no cost whether a loss may be a sum; only then it is compared with the losses of both halves of its
+batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from framework.errors import ConfigError
+
+if TYPE_CHECKING:
+    from framework.tasks.task import Task
+
+_SUM: Final = 2  # of torch's reductions (torch/nn/_reduction.py)
+# Names of a graph's nodes, without the number of the form that was called.
+_SUMS: Final = frozenset({"Sum", "Bmm", "Mm", "Mv", "Dot"})
+_ADDED: Final = frozenset({"Add", "Sub"})
+_FACTORS: Final = frozenset({"Mul", "Div"})
+_PASSED: Final = frozenset({"Neg", "ToCopy", "View", "ReshapeAlias", "UnsafeView", "Squeeze", "Permute", "Clone"})
+_DEEPEST: Final = 16
+_MOST_TERMS: Final = 256
+_TOLERANCE: Final = 1e-4
+
+
+def refuse_without_graph(loss: Any, outputs: Any = None, *, key: str = "task") -> None:
+    """Refuse a loss that no gradient can be computed of; it would be an AssertionError of DeepSpeed's.
+
+    Raises:
+        ConfigError: kind ``loss-without-graph``.
+    """
+    if not isinstance(loss, Tensor) or loss.requires_grad:
+        return
+    causes = "argmax, comparisons, .item(), .detach() and torch.no_grad()"
+    leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    if leaves and not any(leaf.requires_grad for leaf in leaves):
+        reason = f"the model's outputs depend on no weight that is trained; {causes} in forward() end the graph"
+        fix = "remove what ends it, or let weights be trained that the outputs depend on"
+        raise ConfigError.of("loss-without-graph", reason, fix, "model")
+    where = "between the model's outputs and the loss" if leaves else "on the way to it"
+    reason = f"no gradient can be computed of the loss; {causes} {where} end its graph"
+    fix = "compute it from the outputs by operations that have a gradient, such as a cross-entropy of logits"
+    raise ConfigError.of("loss-without-graph", reason, fix, key)
+
+
+def refuse_first_sum(task: Task, loss: Any, outputs: Any, targets: Any) -> None:
+    """Refuse a task that returns the sum over the batch of a run; asked once, of its first batch.
+
+    Raises:
+        ConfigError: kind ``task-loss-result``.
+    """
+    if isinstance(loss, Tensor) and is_sum(task.loss, loss, outputs, targets):
+        raise refusal("task", task.shown_name())
+
+
+def refusal(key: str, value: str = "") -> ConfigError:
+    """Return the problem of a loss that is a sum."""
+    reason = "the loss is a sum over the batch, and a mean of sums depends on the micro-batches and ranks"
+    fix = "return the mean over the batch, or Ratio(sum, count) from a Task that has count()"
+    return ConfigError.of("task-loss-result", reason, fix, key, value)
+
+
+def refuse_summed(loss: Any, *, key: str) -> None:
+    """Refuse a loss object that is set to sum: a module, or a function that is given ``reduction="sum"``.
+
+    Raises:
+        ConfigError: kind ``task-loss-result``.
+    """
+    options = loss.keywords if isinstance(loss, partial) else {}
+    inner = loss.func if isinstance(loss, partial) else loss
+    if "sum" in (options.get("reduction"), getattr(inner, "reduction", None)):
+        raise refusal(key, 'reduction="sum"')
+
+
+def is_summed_by_torch(loss: Tensor) -> bool:
+    """Check whether the last operation of a loss is one of torch's losses, set to sum."""
+    return getattr(loss.grad_fn, "_saved_reduction", None) == _SUM
+
+
+def is_sum(loss_of: Callable[[Any, Any], Any], loss: Tensor, outputs: Any, targets: Any) -> bool:
+    """Check whether a loss is the sum of the losses of both halves of its batch, and not their mean.
+
+    Waits for the device where the graph of the loss ends in a sum.
+    """
+    leaves = [leaf for leaf in tree_leaves(targets) if isinstance(leaf, Tensor)]
+    size = len(leaves[0]) if leaves and leaves[0].ndim else 0
+    if size < 2 or not _ends_in_sum(loss.grad_fn, size, _DEEPEST):
+        return False
+    devices = [loss.device] if loss.device.type == "cuda" else []
+    half = size // 2
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            halves = [
+                loss_of(_part(outputs, rows, size), _part(targets, rows, size))
+                for rows in (slice(half), slice(half, None))
+            ]
+            whole, first, second = torch.stack([loss.detach().double(), *(one.double() for one in halves)]).tolist()
+    except Exception:  # whatever the user's code raises: halves are no batch for it
+        return False
+    allowed = _TOLERANCE * abs(whole)
+    mean = (half * first + (size - half) * second) / size
+    is_sum_of_both: bool = abs(whole - first - second) <= allowed
+    return is_sum_of_both and abs(whole - mean) > allowed
+
+
+def _ends_in_sum(node: Any, size: int, depth: int) -> bool:
+    """Check whether a graph ends in a sum, alone, among terms, or times what does not divide by the batch; or in as
+    many terms as the batch has samples.
+    """
+    if node is None or not depth:
+        return False
+    name, inner = _name(node), [before for before, _ in node.next_functions]
+    if name in _SUMS or getattr(node, "_saved_reduction", None) == _SUM:
+        return True
+    if name in _ADDED:
+        terms = _terms(node)
+        return len(terms) >= size or any(_ends_in_sum(term, size, depth - 1) for term in terms)
+    if name in _PASSED or (name in _FACTORS and _is_large(node, size)):
+        return _ends_in_sum(inner[0], size, depth - 1)
+    return False
+
+
+def _name(node: Any) -> str:
+    name: str = node.name()
+    return name.partition("Backward")[0]
+
+
+def _terms(node: Any) -> list[Any]:
+    """Return what is added up, of sums of sums as well."""
+    terms: list[Any] = [node]
+    found: list[Any] = []
+    while terms and len(found) < _MOST_TERMS:
+        term = terms.pop()
+        if term is not None and _name(term) in _ADDED:
+            terms += [before for before, _ in term.next_functions]
+        elif term is not None:
+            found.append(term)
+    return found
+
+
+def _is_large(node: Any, size: int) -> bool:
+    """Check that a constant factor is none that may divide by the batch: such a mean depends on nothing."""
+    constant = getattr(node, "_saved_other", None)
+    if isinstance(constant, Tensor):
+        if constant.ndim or constant.device.type != "cpu":
+            return False
+        constant = float(constant)
+    if not isinstance(constant, (int, float)) or not constant:
+        return False
+    factor = constant if _name(node) == "Mul" else 1 / constant
+    return abs(factor) * size > 1.5
+
+
+def _part(value: Any, rows: slice, size: int) -> Any:
+    """Take these samples of all tensors that have as many."""
+
+    def part(leaf: Any) -> Any:
+        is_batch = isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size
+        return leaf.detach()[rows] if is_batch else leaf
+
+    return tree_map(part, value)
