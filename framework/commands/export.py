@@ -119,8 +119,6 @@ def export(
         reason = "it lies in the checkpoint, where every further file counts as damage"
         raise _taken(out, reason, "name a folder elsewhere")
     merged = MergedWeights(checkpoint, average=weights == "ema")
-    if file_format != "torch_export":  # the model itself knows which of its weights are one
-        merged.refuse_lacking()
     if adapter:
         return _write(_adapter, out, merged, dtype=_DTYPES[dtype])
     if file_format == "torch_export":
@@ -158,6 +156,7 @@ def _adapter(folder: Path, merged: MergedWeights, *, dtype: torch.dtype) -> dict
     if not merged.checkpoint.has_adapters:
         reason, fix = "its run trained all weights (training.lora)", "leave --adapter out"
         raise ConfigError.of("no-adapters", reason, fix, "--adapter", str(merged.checkpoint.path))
+    merged.refuse_lacking()
     return write_adapter(folder, merged, dtype=dtype)
 
 
@@ -166,6 +165,7 @@ def _plain_weights(
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Any], Mapping[str, str]]:
     """The weights under plain names, their shapes and types, and further names; adapters are merged into them."""
     if not merged.checkpoint.has_adapters:
+        merged.refuse_lacking()
         return merged, merged.stored, merged.ties
     config = saved_config(merged.checkpoint, "model", trust=trust, key="training.lora", otherwise=_ALONE)
     whole, ties = each_once(module_of(merged.checkpoint, config, average=average, base=base).state_dict())
