@@ -68,7 +68,10 @@ def model_file_of(rank: int, *, tensor_size: int = 1) -> str:
 
 def own_names(path: Path) -> tuple[Path, Path]:
     """A path that may name a checkpoint, and where it leads: a link, or ``.``, may stand for one."""
-    return path, path.resolve()
+    try:
+        return path, path.resolve()
+    except (OSError, RuntimeError):  # a loop of links, in Python 3.12 and older
+        return path, path.absolute()
 
 
 def holders(path: Path) -> tuple[Path, Path]:

@@ -137,14 +137,16 @@ def _refuse_other_config(path: Path, document: Document) -> None:
     """Raise a StorageError where a file is there that is no DeepSpeed JSON: of another one no key would be the same."""
     from framework.text.hjson import parse_hjson
 
-    if not path.is_file():
-        return
     keys: set[object] = set()
     try:
+        if not path.is_file():
+            return
         text = path.read_text(encoding="utf-8")
         there = parse_hjson(text, name=str(path)).value if text.strip() else document.value
         keys = set(there) if isinstance(there, dict) else set()
-    except (OSError, ValueError, ConfigError):
+    except OSError:  # as the writing of it will find
+        return
+    except (ValueError, ConfigError):
         keys = set()
     written = document.value if isinstance(document.value, dict) else {}
     if keys.isdisjoint(written):

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from framework.errors import UsageError
+from framework.errors import StorageError, UsageError
 
 _TEMPLATES: Final = Path(__file__).parent / "project"
 # Template -> place in the project; the others lie at its top.
@@ -20,6 +20,8 @@ _PLACES: Final = {
     "gitignore": ".gitignore",
 }
 
+_LONGEST_SHOWN: Final = 80
+
 
 def new(name: str) -> list[Path]:
     """Write the project into a new folder of its name; returns its files.
@@ -29,7 +31,19 @@ def new(name: str) -> list[Path]:
 
     Raises:
         UsageError: it is no name of a package, another package has it, or the folder holds something.
+        StorageError: it cannot be written there.
     """
+    try:
+        return _write(name)
+    except OSError as error:
+        place = name if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]}..."
+        reason = error.strerror or error
+        raise StorageError(
+            f"new: {place}: cannot be written ({reason}); take another place or name [file-not-written]"
+        ) from error
+
+
+def _write(name: str) -> list[Path]:
     folder = Path(name)
     package = folder.name.replace("-", "_").replace(".", "_")
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", package) or keyword.iskeyword(package):

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from framework.data.token_files import TOKENIZER_FILE, SpecialTokens
-from framework.data.tokenizer import special_names
+from framework.data.tokenizer import refuse_far_numbers, special_names
 from framework.data.tokens import Numbers
 from framework.errors import ConfigError, in_one_line, missing_package
 
@@ -47,6 +47,8 @@ def open_tokenizer(path: str | None, template: str | None = None) -> Any:
         raise missing_package("transformers", what="data of conversations or labelled texts", extra="text") from error
     fast: Any = PreTrainedTokenizerFast
     folder = Path(path or "").expanduser()
+    if path is not None:
+        refuse_far_numbers(folder / TOKENIZER_FILE, key="data.tokenizer", value=path)
     try:
         if path is None:
             inputs = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}

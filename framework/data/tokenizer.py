@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -13,7 +15,7 @@ import numpy as np
 from framework.config.data import BYTE_VOCAB_SIZE
 from framework.data.token_files import TOKENIZER_FILE, SpecialTokens
 from framework.data.tokens import Corpus, EvaluationShare, Numbers, Tokens
-from framework.errors import ConfigError, in_one_line
+from framework.errors import ConfigError, counted, in_one_line
 
 # What known tokenizers call the special tokens, the best first, which is also what they are called here. [SEP] and </s>
 # may end documents too; the end of a document is learnt.
@@ -26,6 +28,11 @@ _ALIASES: Final[dict[str, tuple[str, ...]]] = {
 }
 _NAMES: Final = [aliases[0] for aliases in _ALIASES.values()]
 SMALLEST_BPE: Final = 256 + len(_NAMES)
+_LARGEST_TOKENIZER: Final = 1 << 30
+# Published tokenizers leave some hundreds of numbers out.
+_MOST_GAPS: Final = 4
+_FEW_GAPS: Final = 1 << 16
+_BEYOND_ALL: Final = 1 << 62
 
 
 class ByteTokenizer:
@@ -109,15 +116,55 @@ def load_tokenizer(path: str) -> LibraryTokenizer:
         ConfigError: kinds ``package-missing``, ``tokenizer-not-found``, ``tokenizer-unreadable``.
     """
     library, file = _library(), Path(path).expanduser()
-    if not file.is_file():
+    if not os.path.isfile(file):  # noqa: PTH113 - of a name that is too long as well
         reason, fix = "there is no such file", "name a tokenizer.json, or bytes"
         raise ConfigError.of("tokenizer-not-found", reason, fix, "--tokenizer", path)
+    refuse_far_numbers(file, key="--tokenizer", value=path)
     try:
         return LibraryTokenizer(library.Tokenizer.from_file(str(file)))
     except Exception as error:  # the library raises bare Exceptions
         reason = f"it cannot be read as a tokenizer ({in_one_line(error)})"
         fix = "name a tokenizer.json of the library tokenizers"
         raise ConfigError.of("tokenizer-unreadable", reason, fix, "--tokenizer", path) from error
+
+
+def refuse_far_numbers(file: Path, *, key: str, value: str | None) -> None:
+    """See that the numbers of a ``tokenizer.json`` are near the count of its tokens, before the library reads it: that
+    takes memory for each number in between, and a model has weights for them.
+
+    Raises:
+        ConfigError: kind ``tokenizer-unreadable``.
+    """
+    try:
+        if file.stat().st_size > _LARGEST_TOKENIZER:
+            return
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):  # as the library will find
+        return
+    numbers = list(_numbers_of(found))
+    largest = max(numbers, default=0)
+    if largest < _MOST_GAPS * len(numbers) + _FEW_GAPS:
+        return
+    reason = f"it has {counted(len(numbers), 'token')}, and one of them has the number {largest:.6g}"
+    fix = "name a tokenizer.json with numbers that follow each other"
+    raise ConfigError.of("tokenizer-unreadable", reason, fix, key, value)
+
+
+def _numbers_of(tokenizer: Any) -> Iterator[int]:
+    model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, list):  # whose numbers are the places
+        yield from range(len(vocabulary))
+    values: list[Any] = []
+    if isinstance(vocabulary, dict):
+        values += vocabulary.values()
+    added = tokenizer.get("added_tokens") if isinstance(tokenizer, dict) else None
+    for token in added if isinstance(added, list) else ():
+        if isinstance(token, dict):
+            values.append(token.get("id"))
+    for value in values:
+        if isinstance(value, int):
+            yield min(value, _BEYOND_ALL)
 
 
 def train_bpe(texts: Iterable[bytes], *, vocab_size: int) -> LibraryTokenizer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -32,7 +33,8 @@ _KINDS: Final = {
         r"(return code|exit ?code)\W+(-9|137)\b|Signal 9 \(SIGKILL\)|killed by SIGKILL|signal: Killed|code 137"
     ),
 }
-_SIZE: Final = r"([\d.]+ ?(?:bytes|[KMGT]iB))"
+# With bounds: a search for more digits begins anew at each of them.
+_SIZE: Final = r"([\d.]{1,32} ?(?:bytes|[KMGT]iB))"
 _NUMBERS: Final = {
     "asked": rf"[Tt]ried to allocate {_SIZE}|Unable to allocate {_SIZE} for|calloc(?: async)? {_SIZE}",
     "capacity": rf"total capaci?ty ?of {_SIZE}|{_SIZE} total capacity",
@@ -42,9 +44,9 @@ _NUMBERS: Final = {
     "reserved": rf"{_SIZE} reserved in total",
     "own": rf"this process has {_SIZE} memory in use",
 }
-_OF_PROCESS: Final = re.compile(rf"[^s] [Pp]rocess \d+ has {_SIZE} memory in use")
+_OF_PROCESS: Final = re.compile(rf"[^s] [Pp]rocess \d{{1,20}} has {_SIZE} memory in use")
 _UNITS: Final = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_FRAME: Final = re.compile(r'File "([^"]+)", line \d+, in (\S+)|(\S+?\.py):\d+,? in\s+(?:\w+\.)?(\w+)')
+_FRAME: Final = re.compile(r'File "([^"]+)", line \d+, in (\S+)|(\S{1,300}?\.py):\d+,? in\s+(?:\w+\.)?(\w+)')
 
 # Moment -> files and functions of which the outermost decides: an optimizer steps within `initialize` as well.
 _MOMENTS: Final = {
@@ -86,6 +88,7 @@ _COMPONENTS: Final = {
 }
 # Less is the driver's, or of texts that round.
 _SIZABLE: Final = 2**28
+_BEYOND_ALL: Final = 2**60
 Frames = Sequence[tuple[str, str]]
 
 
@@ -190,11 +193,14 @@ def _sizes(message: str) -> dict[str, int]:
     found = {}
     for name, pattern in _NUMBERS.items():
         if match := re.search(pattern, message):
-            found[name] = _bytes(next(filter(None, match.groups())))
+            size = _bytes(next(filter(None, match.groups())))
+            if size is not None:
+                found[name] = size
     if "reserved" in found:
         found["unused"] = max(found.pop("reserved") - found.get("allocated", 0), 0)
     held = found.get("allocated", 0) + found.get("unused", 0)
-    processes = sorted(map(_bytes, _OF_PROCESS.findall(message)))
+    sizes = map(_bytes, _OF_PROCESS.findall(message))
+    processes = sorted(size for size in sizes if size is not None)
     own = found.pop("own", None)
     if own is None and processes:  # in a container torch does not know its own number again
         own = next((size for size in processes if size >= held), None)
@@ -205,9 +211,14 @@ def _sizes(message: str) -> dict[str, int]:
     return found | ({"others": others} if others >= _SIZABLE else {})
 
 
-def _bytes(text: str) -> int:
+def _bytes(text: str) -> int | None:
+    """Return a size in bytes; None where it is no number, or beyond all memory."""
     number, unit = re.fullmatch(r"([\d.]+) ?(\w+)", text).groups()  # type: ignore[union-attr]
-    return int(float(number) * _UNITS[unit])
+    with suppress(ValueError):
+        size = float(number) * _UNITS[unit]
+        if size < _BEYOND_ALL:
+            return int(size)
+    return None
 
 
 @dataclass(frozen=True)

@@ -128,9 +128,15 @@ class RunFolder:
             raise self._unusable(error) from error
 
     def _unusable(self, error: OSError) -> StorageError:
+        fix = "set run.output_dir to a folder you can write to"
+        if error.errno == errno.ELOOP:
+            fix = (
+                "put what the link leads to in its place; for a larger disk move the whole run folder there and set "
+                "run.output_dir, which may be a link itself"
+            )
         return StorageError(
-            f"run.output_dir: {self.path} cannot be used as run folder ({error.strerror or error}); "
-            "set run.output_dir to a folder you can write to [run-folder-unusable]"
+            f"run.output_dir: {self.path} cannot be used as run folder ({error.strerror or error}); {fix} "
+            "[run-folder-unusable]"
         )
 
     def _remove_what_was_made(self) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,16 @@ def test_a_text_without_such_a_message_is_refused(tmp_path: Path, capsys: Captur
     assert "holds no message of memory that is not there" in capsys.readouterr().err
     assert main(["plan", *RUN, "--explain-oom", str(tmp_path / "absent")]) == 64
     assert "cannot be read: No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "1.2.3", ".", "1e5", "9" * 30])
+def test_numbers_that_are_no_sizes_are_left_out(number: str, tmp_path: Path, capsys: Capture) -> None:
+    log = tmp_path / "rank0.log"
+    text = f"CUDA out of memory. Tried to allocate {number} GiB. GPU 0 has a total capacity of {number} GiB of which "
+    text += f"{number} GiB is free. Process {number} has {number} GiB memory in use. "
+    text += f"this process has {number} GiB memory in use\n"
+    log.write_text(text)
+    began = time.process_time()
+    assert main(["plan", *RUN, "--explain-oom", str(log)]) == 0
+    assert time.process_time() - began < 20, "no search begins anew at each digit"
+    assert "asked for" not in capsys.readouterr().out

@@ -64,3 +64,17 @@ def test_what_is_no_name_writes_nothing(
     assert main(["new", name]) == 64
     assert reason in capsys.readouterr().err
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == ["full", "full/mine.txt"]
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "/proc/x", "/proc/x/y", "file/x", "n" * 60 + "/" + "m" * 300])
+def test_a_place_that_cannot_be_written_to_is_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert main(["new", name]) == 74
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert printed.startswith("new: ")
+    assert printed.endswith("take another place or name [file-not-written]\n")
+    assert len(printed) < 250

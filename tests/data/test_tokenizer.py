@@ -12,7 +12,14 @@ from framework.config.model import BERT, GPT
 from framework.data import text_pairs
 from framework.data.prepare import prepare
 from framework.data.token_files import SpecialTokens
-from framework.data.tokenizer import SMALLEST_BPE, ByteTokenizer, LibraryTokenizer, load_tokenizer, train_bpe
+from framework.data.tokenizer import (
+    SMALLEST_BPE,
+    ByteTokenizer,
+    LibraryTokenizer,
+    load_tokenizer,
+    refuse_far_numbers,
+    train_bpe,
+)
 from framework.data.tokens import open_token_folder
 from framework.errors import ConfigError, show_value
 
@@ -202,3 +209,45 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
         match=r"\./launch\.sh setup text, or pip install -e '\.\[text\]'; or use --tokenizer bytes \[package-missing\]",
     ):
         load_tokenizer("x.json")
+
+
+@pytest.mark.parametrize("number", [4_000_000_000, 3_000_000, 10**30])
+@pytest.mark.parametrize("place", ["vocab", "added_tokens"])
+def test_numbers_far_beyond_the_count_of_tokens_are_refused_before_the_library_reads(
+    tmp_path: Path, number: int, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 G took the library 15 GB of memory, from a file of 200 bytes."""
+    pytest.importorskip("tokenizers")
+    monkeypatch.setattr("tokenizers.Tokenizer.from_file", None)
+    vocabulary = {"a": 0, "<eos>": 1}
+    added = []
+    if place == "vocab":
+        vocabulary["<eos>"] = number
+    else:
+        added.append({"id": number, "content": "<eos>", "special": True})
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({"version": "1.0", "added_tokens": added, "model": model}))
+    with pytest.raises(ConfigError, match=r"[23] tokens, and one .* number .*\[tokenizer-unreadable\]"):
+        load_tokenizer(str(path))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"model": 3}',
+        '{"model": {"vocab": {"a": "x"}}}',
+        '{"added_tokens": [1]}',
+        "[" * 9999,
+    ],
+)
+def test_what_is_no_tokenizer_is_left_to_the_library(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    refuse_far_numbers(path, key="k", value="v")
+    refuse_far_numbers(tmp_path, key="k", value="v")
+    gaps = {str(number): 2 * number for number in range(50_000)}
+    path.write_text(json.dumps({"model": {"vocab": gaps}}))
+    refuse_far_numbers(path, key="k", value="v")
