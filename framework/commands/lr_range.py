@@ -25,7 +25,7 @@ from framework.config.optimizer import optimizer_lr
 from framework.engine.schedules import StepSchedule
 from framework.errors import EXIT_OK, ConfigError, TrainingError, UsageError
 from framework.report.draw import Line, line_chart, tick
-from framework.report.records import Series
+from framework.report.series import Series
 from framework.run import run_prepared
 from framework.setup.objects import Objects
 from framework.setup.prepared import prepare

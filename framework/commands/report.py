@@ -53,10 +53,14 @@ def run_report(arguments: argparse.Namespace) -> int:
     folders = [Path(name) for name in arguments.runs]
     runs = [read_run(folder) for folder in folders]
     if arguments.serve:
-        serve(
-            lambda: page([read_run(folder) for folder in folders], refresh_seconds=_REFRESH_SECONDS),
-            port=arguments.port,
-        )
+
+        def newest_page() -> str:
+            """Make the page anew; of files that grow only what is new is read."""
+            for number, folder in enumerate(folders):
+                runs[number] = read_run(folder, before=runs[number])
+            return page(runs, refresh_seconds=_REFRESH_SECONDS)
+
+        serve(newest_page, port=arguments.port)
         return EXIT_OK
     out = Path(arguments.out) if arguments.out else folders[0] / REPORT
     try:

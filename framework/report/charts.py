@@ -10,7 +10,8 @@ from framework.report.draw import Chart, Line, Mark, area_chart, bar_chart, line
 from framework.report.figures import PHASE_NAMES, duration, means, number, size, time_split
 from framework.report.goodput import goodput
 from framework.report.profile import timeline_of
-from framework.report.records import Run, Series
+from framework.report.records import Run
+from framework.report.series import Series
 from framework.report.verdict import PHASES
 
 # Metrics with a chart of their own: name -> title, unit on the axis.

@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import ClassVar, Final
 
 from framework.report.figures import number
-from framework.report.records import Series
+from framework.report.series import Series
 from framework.system.output import visible
 
 # Six colours each, found by search: whichever kind of colour blindness is simulated, any two differ by 25 in CIELAB;

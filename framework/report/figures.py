@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from framework.report.goodput import Goodput, goodput
-from framework.report.records import Run, Series
+from framework.report.records import Run
+from framework.report.series import Series
 from framework.report.verdict import PHASES, SLOW_RANK, Verdict, judge
 
 PHASE_NAMES: Final[Mapping[str, str]] = {

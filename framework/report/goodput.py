@@ -9,12 +9,15 @@ of life, is one class, whatever was done in it.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final
 
-from framework.report.records import Run, Series
+from framework.report.records import Run
+from framework.report.series import Series
 
 # Of these events `seconds` is time beside the steps, at their end.
 _BESIDE: Final = {"evaluate": "evaluation", "save": "saving", "profile": "profiling", "callbacks": "callbacks"}
@@ -52,6 +55,7 @@ class _Attempt:
     from_step: float = 0.0
     events: list[dict[str, Any]] = field(default_factory=list)
     points: list[tuple[int, float]] = field(default_factory=list)
+    shifted: float = 0.0
 
     def happened(self, *kinds: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["kind"] in kinds]
@@ -82,6 +86,7 @@ class _Attempt:
     def shift(self, seconds: float) -> None:
         """Move it in time."""
         self.begin += seconds
+        self.shifted += seconds
         self.points = [(step, stamp + seconds) for step, stamp in self.points]
         self.events = [event | {"time_seconds": _stamp(event) + seconds} for event in self.events]
 
@@ -102,7 +107,7 @@ def goodput(run: Run) -> Goodput | None:
     """Attribute the time between the first and the last record, all of it; None where no step was taken."""
     attempts = _attempts(run)
     times = _Times(run, attempts)
-    if not attempts or not (times.seconds or run.happened("first_step")):
+    if not attempts or not (times.is_timed or run.happened("first_step")):
         return None
     parts: dict[str, float] = {}
 
@@ -139,20 +144,37 @@ def goodput(run: Run) -> Goodput | None:
 
 
 class _Times:
-    """Time of the steps by the metrics: of each logged point, and of a usual step."""
+    """Time of the steps by the metrics: of a usual step, and of those of each start by (step, Unix time)."""
 
     def __init__(self, run: Run, attempts: Sequence[_Attempt]) -> None:
         timed = run.metrics.get("time/step_ms", Series())
         waits = run.metrics.get("time/data_ms", Series())
-        self.seconds = {step: 0.001 * weight * value for step, weight, value in _weighted(timed)}
-        self.waits = {step: 0.001 * weight * value for step, weight, value in _weighted(waits)}
+        self._stamps = run.clock.finite
+        self._steps = [step for step, _ in self._stamps]
+        self.seconds = self._by_attempt(timed, attempts)
+        self.waits = self._by_attempt(waits, attempts)
         num_steps = sum(weight for _, weight, _ in _weighted(timed))
-        spent = sum(self.seconds.values())
+        spent = 0.001 * sum(weight * value for _, weight, value in _weighted(timed))
         firsts = [_seconds(first) for attempt in attempts if (first := attempt.first_step())]
         firsts = [seconds for seconds in firsts if seconds]
+        self.is_timed = spent > 0
         self.usual = spent / max(1.0, num_steps)
         if num_steps > len(firsts) and spent > sum(firsts):
             self.usual = (spent - sum(firsts)) / (num_steps - len(firsts))
+
+    def _by_attempt(self, series: Series, attempts: Sequence[_Attempt]) -> dict[int, list[tuple[float, float]]]:
+        """Number of a start -> Unix time and seconds of each point; of a thinned series a point may have the time of
+        the next one that is known.
+        """
+        found: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        for step, weight, value in _weighted(series):
+            if not self._stamps or not attempts:
+                break
+            at = min(bisect_left(self._steps, step), len(self._steps) - 1)
+            owner = _owner(attempts, step, self._stamps[at][1])
+            stamp = self._stamps[at][1] + owner.shifted
+            found[id(owner)].append((stamp, 0.001 * weight * value))
+        return found
 
 
 def _of_start(attempt: _Attempt, loop_begin: float) -> dict[str, float]:
@@ -182,16 +204,18 @@ def _of_loop(attempt: _Attempt, loop_begin: float, kept: float, times: _Times) -
     if hang is not None and _stamp(hang) <= kept:
         beside["hanging"] = _seconds(hang)
 
-    points = [step for step, stamp in attempt.points if stamp <= kept and step in times.seconds]
-    points = list(dict.fromkeys(points))
-    waits = sum(times.waits.get(step, 0.0) for step in points)
-    training = sum(times.seconds[step] for step in points) - waits
+    timed = [seconds for stamp, seconds in times.seconds[id(attempt)] if stamp <= kept]
+    waited = [seconds for stamp, seconds in times.waits[id(attempt)] if stamp <= kept]
+    waits = sum(waited)
+    training = sum(timed) - waits
     training += _not_timed(attempt, loop_begin, kept, times)
     compiling = 0.0
     first = attempt.first_step()
-    if first is not None and points and _stamp(first) <= kept + _ROUNDING:
-        wait = min(_seconds(first), times.waits.get(points[0], 0.0))
-        wait = min(wait, float(first.get("data_seconds", wait)))
+    if first is not None and timed and _stamp(first) <= kept + _ROUNDING:
+        wait = min(_seconds(first), waited[0] if waited else 0.0)
+        known = first.get("data_seconds")
+        if isinstance(known, int | float) and known >= 0:
+            wait = min(_seconds(first), waits, known)
         compiling = min(training, max(0.0, _seconds(first) - wait - times.usual))
     steps = {
         "training": max(0.0, training - compiling),
@@ -221,7 +245,7 @@ def _not_timed(attempt: _Attempt, loop_begin: float, kept: float, times: _Times)
     end = max(map(_stamp, later))
     beside = [event for event in reached if event["kind"] in _BESIDE and _stamp(event) <= end]
     seconds = max(0.0, end - since - sum(map(_seconds, beside)))
-    if not times.seconds:
+    if not times.is_timed:
         return seconds
     return min(seconds, 2 * times.usual * num_steps)
 
@@ -258,9 +282,14 @@ def _attempts(run: Run) -> list[_Attempt]:
 def _add_begin(run: Run, attempts: list[_Attempt], point: tuple[int, float]) -> None:
     """Begin with the first point where no event knows of the first step, as in runs of older releases."""
     step, stamp = point
-    timed = run.metrics.get("time/step_ms", Series())
-    spent = {at: 0.001 * weight * value for at, weight, value in _weighted(timed)}
-    begin = stamp - spent.get(step, 0.0)
+    spent = 0.0
+    for at, weight, milliseconds in _weighted(run.metrics.get("time/step_ms", Series())):
+        # Of a thinned series the first point may be behind that of the clock.
+        num_steps = min(weight, step - (at - weight))
+        if num_steps <= 0:
+            break
+        spent += 0.001 * num_steps * milliseconds
+    begin = stamp - spent
     if not attempts:
         attempts.append(_Attempt(begin))
     elif not run.happened("first_step"):

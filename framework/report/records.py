@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
 from framework.checkpoint.names import CHECKPOINTS, TAG
 from framework.errors import ConfigError
+from framework.report.series import Series
 from framework.system.files import open_own, read_regular
 from framework.text.document import parse_document
 
@@ -25,6 +27,9 @@ _LARGEST_TEXT: Final = 4 << 20
 _LARGEST_STEP: Final = 10**15
 _MOST_EVENTS: Final = 100_000
 _MOST_METRICS: Final = 400
+_MOST_OTHERS: Final = 10_000
+_LONGEST_LINE: Final = 4 << 20
+_END_BYTES: Final = 64
 _MOST_LOGS: Final = 64
 _MOST_RANKS: Final = 16
 _LARGEST_PROFILE: Final = 16 << 20
@@ -34,22 +39,20 @@ _LOGGED: Final = re.compile(r"^\S+ \S+ (WARNING|ERROR) dsf-trainer: (.*)$", re.M
 
 
 @dataclass
-class Series:
-    """Values of one metric; NaN where it was not finite. Steps never fall."""
+class Place:
+    """How far a file was read: it grows while a run trains.
 
-    steps: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
+    Attributes:
+        number, num_bytes: of the file, and of the lines that were read.
+        end: the last bytes of those, by which it is seen that they are still there.
+        num_lines, num_broken: lines, and those that are damaged.
+    """
 
-    @cached_property
-    def finite(self) -> list[tuple[int, float]]:
-        """Points that are numbers; asked for once nothing is added any more."""
-        return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value)]
-
-    def sort(self) -> None:
-        """Put the points in order of steps, where a file was put together by hand."""
-        if any(later < step for step, later in zip(self.steps, self.steps[1:], strict=False)):
-            pairs = sorted(zip(self.steps, self.values, strict=True), key=lambda pair: pair[0])
-            self.steps, self.values = [step for step, _ in pairs], [value for _, value in pairs]
+    number: int = 0
+    num_bytes: int = 0
+    end: bytes = b""
+    num_lines: int = 0
+    num_broken: int = 0
 
 
 @dataclass(eq=False)
@@ -69,12 +72,14 @@ class Run:
         notes: what was missing or damaged.
         profile: tables of the steps that were profiled, by rank (`framework.report.profile`).
         means: of every metric, once they were asked for (`framework.report.figures.means`).
+        places: how far its growing files were read.
+        others: names of metrics beyond those that are kept.
     """
 
     folder: Path
     metrics: dict[str, Series] = field(default_factory=dict)
-    clock: Series = field(default_factory=Series)
-    epochs: Series = field(default_factory=Series)
+    clock: Series = field(default_factory=partial(Series, thinning="last"))
+    epochs: Series = field(default_factory=partial(Series, thinning="last"))
     events: list[dict[str, Any]] = field(default_factory=list)
     config: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
@@ -85,6 +90,8 @@ class Run:
     notes: list[str] = field(default_factory=list)
     profile: list[Mapping[str, Any]] = field(default_factory=list)
     means: dict[str, float] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
+    others: set[str] = field(default_factory=set)
 
     @cached_property
     def name(self) -> str:
@@ -120,12 +127,13 @@ class Run:
         return [event for event in self.events if event["kind"] in kinds]
 
 
-def read_run(folder: Path, *, most_points: int | None = None) -> Run:
-    """Read a run folder.
+def read_run(folder: Path, *, most_points: int | None = None, before: Run | None = None) -> Run:
+    """Read a run folder, in memory that does not grow with the number of its points.
 
     Args:
         folder: of the run.
-        most_points: of a longer run only every n-th logged point is read, and all with evaluations; left out: all.
+        most_points: of a longer run only every n-th logged point is looked at, and all with evaluations; left out: all.
+        before: the run as it was read earlier, which is not used any more: only what is new is read.
 
     Raises:
         ConfigError: there is no such folder, or it is no run's; kind ``run-not-found`` or ``not-a-run``.
@@ -140,6 +148,8 @@ def read_run(folder: Path, *, most_points: int | None = None) -> Run:
         reason = f"it is no run folder: it has none of {', '.join(_OF_A_RUN)}"
         fix = "name <run.output_dir>/<run.name>, for example runs/quickstart"
         raise ConfigError.of("not-a-run", reason, fix, file=str(folder))
+    if before is not None:
+        _take_over(run, before)
     _read_metrics(run, most_points)
     _read_events(run)
     run.config = _mapping(run, "config.yaml", _yaml)
@@ -153,25 +163,53 @@ def read_run(folder: Path, *, most_points: int | None = None) -> Run:
     return run
 
 
+def _take_over(run: Run, before: Run) -> None:
+    """Take what was read of files that have only grown since."""
+    if _has_only_grown(run.folder / "metrics.jsonl", before.places.get("metrics.jsonl")):
+        run.places["metrics.jsonl"] = before.places["metrics.jsonl"]
+        run.metrics = before.metrics
+        run.clock = before.clock
+        run.epochs = before.epochs
+        run.others = before.others
+    if _has_only_grown(run.folder / "events.jsonl", before.places.get("events.jsonl")):
+        run.places["events.jsonl"] = before.places["events.jsonl"]
+        run.events = before.events
+
+
+def _has_only_grown(path: Path, place: Place | None) -> bool:
+    if place is None:
+        return False
+    with suppress(OSError), open_own(path, "rb") as stream:
+        if os.fstat(stream.fileno()).st_ino == place.number:
+            stream.seek(place.num_bytes - len(place.end))
+            return bool(stream.read(len(place.end)) == place.end)
+    return False
+
+
 def _read_metrics(run: Run, most_points: int | None) -> None:
-    stride, last, broken, number = _stride(run.folder / "metrics.jsonl", most_points), b"", 0, 0
-    for number, line in enumerate(_lines(run, "metrics.jsonl"), start=1):
-        if number % stride and b'"eval/' not in line:
+    stride, last = _stride(run.folder / "metrics.jsonl", most_points), b""
+    place = run.places.setdefault("metrics.jsonl", Place())
+    for line in _lines(run, "metrics.jsonl", place):
+        if place.num_lines % stride and b'"eval/' not in line:
             last = line
         else:
             last = b""
-            broken += not _add_point(run, line)
-    broken += bool(last) and not _add_point(run, last)
+            place.num_broken += not _add_point(run, line)
+    if last:
+        place.num_broken += not _add_point(run, last)
     if stride > 1:
         run.notes.append(
-            f"metrics.jsonl has {number:,} points: one of {stride} was read; "
+            f"metrics.jsonl has {place.num_lines:,} points: one of {stride} was read; "
             f"all of them: python -m framework report {run.folder}"
         )
-    if broken:
-        run.notes.append(f"metrics.jsonl: {broken} of {number} lines are damaged and left out")
-    if len(run.metrics) > _MOST_METRICS:
-        run.notes.append(f"metrics.jsonl: the first {_MOST_METRICS} of {len(run.metrics)} metrics are shown")
-        run.metrics = dict(list(run.metrics.items())[:_MOST_METRICS])
+    elif run.clock.is_thinned:
+        run.notes.append(f"metrics.jsonl has {place.num_lines:,} points, which are drawn as {len(run.clock.steps):,}")
+    if place.num_broken:
+        run.notes.append(f"metrics.jsonl: {place.num_broken} of {place.num_lines} lines are damaged and left out")
+    if run.others:
+        num = len(run.metrics) + len(run.others)
+        more = f"more than {num}" if len(run.others) == _MOST_OTHERS else num
+        run.notes.append(f"metrics.jsonl: the first {_MOST_METRICS} of {more} metrics are shown")
     for series in (run.clock, run.epochs, *run.metrics.values()):
         series.sort()
 
@@ -212,50 +250,69 @@ def _add_point(run: Run, line: bytes) -> bool:
     stamp = _number(point.get("time", point.get("time_seconds")))
     if not abs(stamp) < _LARGEST_STEP:
         stamp = math.nan
-    for series, value in ((run.clock, stamp), (run.epochs, _number(point.get("epoch")))):
-        series.steps.append(step)
-        series.values.append(value)
+    run.clock.add(step, stamp)
+    run.epochs.add(step, _number(point.get("epoch")))
     nested = point.get("metrics")
     for name, value in (nested if isinstance(nested, dict) else point).items():
         if name not in _NOT_METRICS and (value is None or isinstance(value, int | float)):
-            series = run.metrics.get(name) or run.metrics.setdefault(name, Series())
-            series.steps.append(step)
-            series.values.append(_number(value))
+            series = run.metrics.get(name)
+            if series is None:
+                if len(run.metrics) >= _MOST_METRICS:
+                    if len(run.others) < _MOST_OTHERS:
+                        run.others.add(name)
+                    continue
+                is_mean = name.startswith(("time/", "throughput/", "ranks/"))
+                series = Series(thinning="means" if is_mean else "extremes")
+                run.metrics[name] = series
+            series.add(step, _number(value))
     return True
 
 
 def _read_events(run: Run) -> None:
     """Read ``events.jsonl``, which older runs do not have."""
-    broken = 0
-    for line in _lines(run, "events.jsonl", is_expected=False):
+    place = run.places.setdefault("events.jsonl", Place())
+    for line in _lines(run, "events.jsonl", place, is_expected=False):
+        if len(run.events) == _MOST_EVENTS:
+            continue
         try:
             event = json.loads(line)
             event["kind"] = str(event["kind"])
         except (ValueError, TypeError, KeyError, RecursionError):
-            broken += 1
+            place.num_broken += 1
             continue
         for name in ("time_seconds", "seconds", "step"):
             # Of a number beyond all times sums are none.
             if name in event and not abs(_number(event[name])) < _LARGEST_STEP:
                 del event[name]
         run.events.append(event)
-        if len(run.events) == _MOST_EVENTS:
-            run.notes.append(f"events.jsonl: the first {_MOST_EVENTS:,} events are shown")
-            break
-    if broken:
-        run.notes.append(f"events.jsonl: {broken} damaged lines are left out")
+    if len(run.events) == _MOST_EVENTS:
+        run.notes.append(f"events.jsonl: the first {_MOST_EVENTS:,} events are shown")
+    if place.num_broken:
+        run.notes.append(f"events.jsonl: {place.num_broken} damaged lines are left out")
 
 
-def _lines(run: Run, name: str, *, is_expected: bool = True) -> Iterator[bytes]:
-    """Lines that were written to the end: a kill may leave half a line behind, even one that reads well."""
+def _lines(run: Run, name: str, place: Place, *, is_expected: bool = True) -> Iterator[bytes]:
+    """Lines behind a place that were written to the end, and how far that is: a kill may leave half a line behind, even
+    one that reads well. One that is too long is damaged.
+    """
     try:
         with open_own(run.folder / name, "rb") as stream:
-            for line in stream:
-                if line.endswith(b"\n"):
-                    if line != b"\n":
-                        yield line
-                else:
-                    run.notes.append(f"{name}: its last line was cut off and is left out")
+            place.number = os.fstat(stream.fileno()).st_ino
+            stream.seek(place.num_bytes)
+            while line := stream.readline(_LONGEST_LINE):
+                num_bytes = len(line)
+                while not line.endswith(b"\n"):
+                    rest = stream.readline(_LONGEST_LINE)
+                    if not rest:
+                        run.notes.append(f"{name}: its last line was cut off and is left out")
+                        return
+                    num_bytes += len(rest)
+                    line = b"\0" + rest  # which is no JSON
+                place.num_bytes += num_bytes
+                if line != b"\n":
+                    place.end = line.removeprefix(b"\0")[-_END_BYTES:]
+                    place.num_lines += 1
+                    yield line
     except FileNotFoundError:
         if is_expected:
             run.notes.append(f"{name} is missing")

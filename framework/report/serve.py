@@ -1,4 +1,4 @@
-"""Server of a report on this machine alone: every request reads the run folders anew, so that a page follows a run."""
+"""Server of a report on this machine alone: every request reads what is new, so that a page follows a run."""
 
 from __future__ import annotations
 

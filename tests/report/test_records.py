@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from framework.errors import ConfigError
-from framework.report.figures import headline, state
+from framework.report import records, series
+from framework.report.figures import best, headline, state
+from framework.report.goodput import goodput
 from framework.report.records import Run, flat, read_run
 from tests.report.made_runs import START, point, points, write_run
 
@@ -131,3 +133,84 @@ def test_how_far_a_run_came_is_not_read_from_its_metrics_alone(tmp_path: Path) -
     run = read_run(write_run(tmp_path / "ended", lines=points(range(1, 12)), events=events))
     assert state(run) == "finished after 100 steps"
     assert not [note for note in read_run(write_run(tmp_path / "whole")).notes if "ends with" in note]
+
+
+def test_a_long_run_is_read_in_memory_that_does_not_grow_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(series, "MOST_POINTS", 50)
+    whole = read_run(write_run(tmp_path / "whole", lines=points(range(1, 60)), events=None))
+    folder = write_run(tmp_path / "run", lines=points(range(1, 5_001)), events=None)
+    run = read_run(folder)
+    assert not [note for note in whole.notes if "drawn as" in note]
+    assert max(len(each.steps) for each in (run.clock, run.epochs, *run.metrics.values())) <= 100
+    assert any(note.startswith("metrics.jsonl has 5,200 points, which are drawn as ") for note in run.notes)
+    assert run.last_step == 5_000
+    # 100 ms a step, 4 ms of them waiting: nothing of the sums is lost.
+    found = goodput(run)
+    assert found is not None
+    assert found.parts == pytest.approx({"training": 480.0, "waiting for data": 20.0}, abs=0.7)
+    assert best("eval/accuracy", run.metrics["eval/accuracy"])[0] == 5_000
+
+
+def test_what_has_grown_is_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half lines wait for their ends; a file that was replaced or cut is read from its begin."""
+    num_parsed = 0
+    add = records._add_point
+
+    def count(run: Run, line: bytes) -> bool:
+        nonlocal num_parsed
+        num_parsed += 1
+        return add(run, line)
+
+    monkeypatch.setattr(records, "_add_point", count)
+    folder = write_run(tmp_path / "run", lines=points(range(1, 101)))
+    metrics, events = folder / "metrics.jsonl", folder / "events.jsonl"
+    run = read_run(folder)
+    assert num_parsed == 104
+    lines = [json.dumps(point(step, train__loss=float(step))) for step in (101, 102, 103)]
+    with metrics.open("a") as file:
+        file.write(f"{lines[0]}\n{lines[1]}\n{lines[2][:9]}")
+    with events.open("a") as file:
+        file.write(json.dumps({"kind": "save", "step": 102, "time_seconds": START}) + "\n")
+    run = read_run(folder, before=run)
+    assert (num_parsed, run.last_step, len(run.events)) == (106, 102, 5)
+    assert "metrics.jsonl: its last line was cut off and is left out" in run.notes
+    with metrics.open("a") as file:
+        file.write(f"{lines[2][9:]}\n")
+    run = read_run(folder, before=run)
+    assert (num_parsed, run.last_step) == (107, 103)
+    assert run.metrics["train/loss"].steps == read_run(folder).metrics["train/loss"].steps
+    num_parsed = 0
+    metrics.write_text("".join(f"{json.dumps(each)}\n" for each in points(range(1, 11))))
+    run = read_run(folder, before=run)
+    assert (num_parsed, run.last_logged_step) == (10, 10)
+    (tmp_path / "other").write_text(f"{lines[0]}\n" * 20)
+    (tmp_path / "other").rename(metrics)
+    assert read_run(folder, before=run).clock.steps == [101] * 20
+    metrics.unlink()
+    run = read_run(folder, before=run)
+    assert run.clock.steps == []
+    assert "metrics.jsonl is missing" in run.notes
+
+
+def test_a_line_that_is_too_long_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "_LONGEST_LINE", 1000)
+    folder = write_run(tmp_path / "run", lines=points(range(1, 4)))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "x": "." * 5000}) + "\n")
+        file.write(json.dumps(point(5, train__loss=1.0)) + "\n")
+        file.write("." * 3000)
+    run = read_run(folder)
+    assert run.clock.steps == [1, 2, 3, 5]
+    assert "metrics.jsonl: 1 of 5 lines are damaged and left out" in run.notes
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("\n" + json.dumps(point(6, train__loss=1.0)) + "\n")
+    assert read_run(folder, before=run).clock.steps == [1, 2, 3, 5, 6]
+
+
+def test_more_metrics_than_are_kept(tmp_path: Path) -> None:
+    lines = [{"step": step, **{f"m{step}/{number}": 1.0 for number in range(100)}} for step in range(1, 201)]
+    run = read_run(write_run(tmp_path / "run", lines=lines))
+    assert len(run.metrics) == 400
+    assert "metrics.jsonl: the first 400 of more than 10400 metrics are shown" in run.notes

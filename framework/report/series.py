@@ -1,0 +1,121 @@
+"""Points of one metric in bounded memory: of a long run a point stands for several that were logged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Final, Literal
+
+MOST_POINTS: Final = 10_000
+"""Of a series; up to twice as many are kept."""
+
+Thinning = Literal["extremes", "means", "last"]
+"""What is kept of four points: the least and the largest value; the means of each two, weighted by their steps, so that
+sums over steps stay what they are; or the second of each two.
+"""
+
+
+@dataclass
+class Series:
+    """Values of one metric; NaN where it was not finite. Steps never fall.
+
+    Attributes:
+        steps, values: of the points that are kept.
+        thinning: of a series that is added to.
+    """
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    thinning: Thinning = "extremes"
+    _stride: int = 1  # points that were added for each that is kept
+    _num_thinned: int = 0  # of the points that are kept; those behind them are as they were added
+
+    @property
+    def is_thinned(self) -> bool:
+        """Check whether a point stands for several."""
+        return self._stride > 1
+
+    @cached_property
+    def finite(self) -> list[tuple[int, float]]:
+        """Points that are numbers; new once something was added."""
+        pairs = zip(self.steps, self.values, strict=True)
+        return [(step, value) for step, value in pairs if math.isfinite(value)]
+
+    def add(self, step: int, value: float) -> None:
+        """Add a point. The last ones stay as they are: there is always one of the last step."""
+        self.__dict__.pop("finite", None)
+        tail = min(2 * self._stride, MOST_POINTS // 2)
+        if self._stride > 1 and len(self.steps) - self._num_thinned >= tail:
+            self._thin_tail(tail)
+        if len(self.steps) >= 2 * MOST_POINTS:
+            self._thin()
+        self.steps.append(step)
+        self.values.append(value)
+
+    def sort(self) -> None:
+        """Put the points in order of steps, where a file was put together by hand."""
+        steps = self.steps
+        if any(later < step for step, later in pairwise(steps)):
+            pairs = sorted(zip(steps, self.values, strict=True), key=lambda pair: pair[0])
+            self.steps = [step for step, _ in pairs]
+            self.values = [value for _, value in pairs]
+
+    def _thin_tail(self, num: int) -> None:
+        """Keep two of the last points."""
+        begin = self._num_thinned
+        end = begin + num
+        kept = self._two_of(begin, end)
+        self.steps[begin:end] = [step for step, _ in kept]
+        self.values[begin:end] = [value for _, value in kept]
+        self._num_thinned = begin + 2
+
+    def _thin(self) -> None:
+        """Keep two of each four points."""
+        num = self._num_thinned if self._stride > 1 else len(self.steps)
+        num -= num % 4
+        kept: list[tuple[int, float]] = []
+        for begin in range(0, num, 4):
+            kept += self._two_of(begin, begin + 4)
+        self.steps[:num] = [step for step, _ in kept]
+        self.values[:num] = [value for _, value in kept]
+        self._num_thinned = len(kept)
+        self._stride *= 2
+
+    def _two_of(self, begin: int, end: int) -> list[tuple[int, float]]:
+        middle = (begin + end) // 2
+        if self.thinning == "means":
+            return [self._mean(begin, middle), self._mean(middle, end)]
+        if self.thinning == "last":
+            return [(self.steps[at], self.values[at]) for at in (middle - 1, end - 1)]
+        chosen = _extremes(self.values, begin, end)
+        return [(self.steps[at], self.values[at]) for at in chosen]
+
+    def _mean(self, begin: int, end: int) -> tuple[int, float]:
+        before = self.steps[begin - 1] if begin else 0
+        total = 0.0
+        weight = 0
+        for at in range(begin, end):
+            value = self.values[at]
+            num = self.steps[at] - before
+            before = self.steps[at]
+            if num > 0 and math.isfinite(value):
+                total += num * value
+                weight += num
+        if weight:
+            return self.steps[end - 1], total / weight
+        return self.steps[end - 1], self.values[end - 1]
+
+
+def _extremes(values: Sequence[float], begin: int, end: int) -> list[int]:
+    finite = [at for at in range(begin, end) if math.isfinite(values[at])]
+    if len(finite) < 2:
+        others = [at for at in range(begin, end) if at not in finite]
+        return sorted([*finite, *others[-2:]][:2])
+    least = min(finite, key=values.__getitem__)
+    largest = max(finite, key=values.__getitem__)
+    if least == largest:  # all are equal
+        return [finite[0], finite[-1]]
+    return sorted((least, largest))
