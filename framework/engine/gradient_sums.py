@@ -28,12 +28,14 @@ class _Bucket:
     def __init__(self, parameters: list[Parameter]) -> None:
         self.parameters = parameters
         self.missing = set(parameters)  # as long as it has hooks
+        self.without_gradient = set[Parameter]()  # of what was sent
         self.flat: torch.Tensor | None = None
         self.sending: Any = None
 
     def send(self, group: Any, dtype: torch.dtype, *further: torch.Tensor) -> None:
         """Take the gradients from their parameters and begin to add them up; what got none counts as zeros."""
         gradients = [_dense_gradient(parameter) for parameter in self.parameters]
+        self.without_gradient = {parameter for parameter in self.parameters if parameter.grad is None}
         self.flat = _flatten_dense_tensors([*gradients, *further]).to(dtype)  # type: ignore[no-untyped-call]
         self.sending = torch.distributed.all_reduce(self.flat, group=group, async_op=True)
         for parameter in self.parameters:
@@ -51,7 +53,9 @@ class _Bucket:
         flat = self.flat.mul_(factor).to(self.parameters[0].dtype)
         views = _unflatten_dense_tensors(flat, self.parameters)  # type: ignore[no-untyped-call]
         for parameter, view in zip(self.parameters, views, strict=True):
-            parameter.grad = _as_laid_out(parameter, view) if parameter.requires_grad else None
+            # What was frozen in mid-run has none; what was frozen for a part of the step only has the rest's.
+            is_frozen = not parameter.requires_grad and parameter in self.without_gradient
+            parameter.grad = None if is_frozen else _as_laid_out(parameter, view)
         self.flat, self.sending = None, None  # a handle holds what was sent
 
 
@@ -88,8 +92,7 @@ class GradientSums:
         # kind): a weight may get a gradient from several such passes, and all is sent when the last has ended.
         self._sends_early = self._is_nested = False
         self._hooks: list[Any] = []
-        self._frozen = list(engine.module.parameters())
-        self._add_trainable()
+        self._cut_into_buckets()
 
     @property
     def divides(self) -> bool:
@@ -110,7 +113,6 @@ class GradientSums:
         self._pass = None
         if self._engine.is_gradient_accumulation_boundary():
             self._refuse_late_gradients()
-            self._add_trainable()
             for bucket in self._buckets[self._num_sent :]:
                 self._send(bucket)
             first, *_ = [bucket.receive() for bucket in self._buckets]
@@ -142,16 +144,13 @@ class GradientSums:
                 is_of_one_rank=True,
             )
 
-    def _add_trainable(self) -> None:
-        """Cut what became trainable into buckets, from the model's end, where gradients come first."""
-        trainable = [parameter for parameter in self._frozen if parameter.requires_grad and parameter.numel()]
-        if not trainable:
-            return
-        known = set(trainable)
-        self._frozen = [parameter for parameter in self._frozen if parameter not in known]
+    def _cut_into_buckets(self) -> None:
+        """Cut what is trained into buckets, from the model's end, where gradients come first."""
+        parameters = self._engine.module.parameters()
+        trainable = [parameter for parameter in parameters if parameter.requires_grad and parameter.numel()]
         self._buckets += map(_Bucket, _cut(reversed(trainable)))
         # The last one is complete when the pass is over, and needs no hooks.
-        for bucket in self._buckets[self._num_hooked : -1]:
+        for bucket in self._buckets[:-1]:
             for parameter in bucket.parameters:
                 hook = partial(self._arrived, bucket)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]

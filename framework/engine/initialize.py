@@ -33,6 +33,7 @@ from framework.engine.rank_groups import RankGroups
 from framework.engine.schedules import MakeSchedule, client_schedule
 from framework.engine.step_batches import HALF, DeviceBatches, place
 from framework.engine.stragglers import stragglers_of
+from framework.engine.trained_weights import TrainedWeights
 from framework.engine.workarounds.fp32_sums import taking_zero_optimizer
 from framework.engine.workarounds.grad_norm import keep_norm
 from framework.engine.workarounds.grad_scaler import forget_autocast, may_have_been_skipped
@@ -95,7 +96,6 @@ def initialize(
             mpu=groups,
         )
     leave_out_measurements(engine)
-    keep_gradient_order(engine)
     share_buffers(engine, unsaved=True)  # DeepSpeed has made the weights equal, and nothing else
     return engine
 
@@ -245,6 +245,8 @@ class BaseEngine:
         asked, most = plan.config.training.bad_steps, plan.config.training.log_every
         watch = None if asked is None else StepWatch(engine, asked, self.kept_norm, most_steps=most)
         self.bad_steps = watch
+        self.trained_weights = TrainedWeights(engine, names())
+        keep_gradient_order(engine, refuse_changes=self.trained_weights.refuse_changed_flags)
 
     def may_be_skipped(self) -> bool:
         """Check whether the last step may have left the weights as they were."""
@@ -261,6 +263,7 @@ class BaseEngine:
     def save(
         self, folder: Path, tag: str, state: Mapping[str, Any], *, open_file: OpenFile = NewFile
     ) -> Mapping[str, FileRecord]:
+        self.trained_weights.refuse_changes()
         share_buffers(self.engine)  # so that a run that is resumed, where all have what is saved, is the unbroken one
         with collective_timeout() if open_file is NewFile else nullcontext():
             return save_bytes(

@@ -220,6 +220,7 @@ class PipelineEngine(BaseEngine):
 
     def train_step(self, micro_batches: Iterator[Any]) -> Step:
         """One 1F1B pass over the step's micro-batches; the first stage takes inputs, the last one targets."""
+        self.trained_weights.refuse_changed_flags()
         self.phases.begin()
         lr = self.lr()
         with explaining_overflow(self.engine), self._explaining():

@@ -95,6 +95,7 @@ class PlainEngine(BaseEngine):
 
     def train_step(self, micro_batches: Iterator[Any]) -> Step:
         """Forward, backward and DeepSpeed's step for each micro-batch; nothing here waits for the device."""
+        self.trained_weights.refuse_changed_flags()  # before ranks wait for each other in the pass
         watch = self.bad_steps
         step: Step = self._take(micro_batches) if watch is None else watch.run(self._take, micro_batches)
         return step

@@ -12,7 +12,7 @@ from tests.launched import ROOT, run_ranks
 
 pytestmark = pytest.mark.slow
 
-KINDS = ("plain", "branch", "unused", "checkpointed_twice", "twice_and_branch", "own_pass", "thawed", "froze")
+KINDS = ("plain", "branch", "unused", "checkpointed_twice", "twice_and_branch", "own_pass", "froze")
 CASES = [
     f"{kind}-{task}-{steps}"
     for kind in KINDS

@@ -30,7 +30,7 @@ from tests.jobs.half_on_cpu import allow_fp16
 
 STEPS, WIDTH = 5, 16
 LR, DECAY = 0.5, 0.1
-KINDS = ("plain", "branch", "unused", "checkpointed_twice", "twice_and_branch", "own_pass", "thawed", "froze")
+KINDS = ("plain", "branch", "unused", "checkpointed_twice", "twice_and_branch", "own_pass", "froze")
 
 
 class Net(nn.Module):
@@ -44,13 +44,9 @@ class Net(nn.Module):
         if kind in ("branch", "froze", "unused", "twice_and_branch"):
             self.branch = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, 1)
-        if kind == "thawed":
-            self.first.requires_grad_(False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.steps += 1
-        if self.kind == "thawed" and self.steps > 2:
-            self.first.requires_grad_(True)
         first: Callable[[torch.Tensor], torch.Tensor] = self.first
         if self.kind == "own_pass":  # a step along the sign of the input's gradient (Goodfellow et al. 2015)
             inputs = inputs.detach().requires_grad_()

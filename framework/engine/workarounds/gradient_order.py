@@ -18,9 +18,11 @@ import torch.distributed
 from framework.errors import TrainingError
 
 
-def keep_gradient_order(engine: deepspeed.DeepSpeedEngine) -> None:
+def keep_gradient_order(
+    engine: deepspeed.DeepSpeedEngine, *, refuse_changes: Callable[[], None] = lambda: None
+) -> None:
     """Make all ranks reduce all gradients in one order, at stages 1 to 3; at stage 3 all have to call the same
-    modules.
+    modules. Before other modules are refused, `refuse_changes` is asked for a reason.
     """
     optimizer = engine.optimizer
     group = getattr(optimizer, "dp_process_group", None)
@@ -29,7 +31,8 @@ def keep_gradient_order(engine: deepspeed.DeepSpeedEngine) -> None:
         return
     at_end = None
     if hasattr(optimizer, "parameter_offload"):
-        at_end = _FetchOrder(optimizer.parameter_offload.get_param_coordinator(), group, engine.module).end
+        coordinator = optimizer.parameter_offload.get_param_coordinator()
+        at_end = _FetchOrder(coordinator, group, engine.module, refuse_changes).end
     _GradientOrder(optimizer, engine.module, group, at_end=at_end)
 
 
@@ -169,8 +172,10 @@ class _FetchOrder:
         TrainingError: kind ``graph-differs-between-ranks``.
     """
 
-    def __init__(self, coordinator: Any, group: Any, model: torch.nn.Module) -> None:
-        self._group = group
+    def __init__(
+        self, coordinator: Any, group: Any, model: torch.nn.Module, refuse_changes: Callable[[], None]
+    ) -> None:
+        self._group, self._refuse_changes = group, refuse_changes
         names: dict[int, str] = {}  # of modules whose weights are gathered when they are called, with a first weight
         for name, module in model.named_modules():
             for weight, value in module.named_parameters(recurse=False):
@@ -219,6 +224,7 @@ class _FetchOrder:
         return f"calls {self._names[entry // 2]}{' in the backward pass' if entry % 2 else ''}"
 
     def _refuse(self, what: str, *, is_of_one_rank: bool = False) -> NoReturn:
+        self._refuse_changes()  # a weight that was frozen or thawed has other modules called in the backward pass
         raise TrainingError(
             f"zero.stage = 3: {what}: which modules run may not differ between ranks or steps, for ranks gather "
             "weights by position; set zero.stage: 2, or name the module that chooses in "

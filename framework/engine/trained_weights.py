@@ -1,0 +1,150 @@
+"""Finds weights that are trained or frozen in mid-run, replaced or added: DeepSpeed would train others, without a word.
+
+DeepSpeed 0.19.8 takes the weights that require a gradient when the engine is built (runtime/utils.py
+`is_optimized_parameter`). A weight that requires one later is in no optimizer; at stages 1 to 3 one that no longer does
+is stepped all the same, with a gradient of zeros: it decays, and its moments move it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from operator import attrgetter
+from typing import Any, Final, NoReturn
+
+import deepspeed
+import torch
+
+from framework.engine.distributed import claims_error_report
+from framework.errors import TrainingError
+from framework.system.log import warn
+
+# Flags of 4,000 weights take 0.2 ms of a step, the identities of all weights and modules 0.7 ms: those of many are
+# looked at in some steps only.
+_MANY: Final = 2000
+_STEPS_OF_A_LOOK: Final = 10
+_FLAG: Final = "[requires-grad-changed]"
+_REPLACED: Final = "[weight-replaced]"
+
+
+class TrainedWeights:
+    """The weights of an engine as they were when it was built; flags and identities are the host's, nothing waits."""
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, names: Mapping[torch.Tensor, str]) -> None:
+        self._engine = engine
+        self._weights = list(engine.module.parameters())
+        self._names = [names[weight] for weight in self._weights]
+        self._flags = self._accepted = [weight.requires_grad for weight in self._weights]
+        self._look()
+        # torch's optimizers leave out a weight without a gradient. DeepSpeed's own give it zeros.
+        is_torchs = isinstance(engine.optimizer, torch.optim.Optimizer)
+        self._may_freeze = engine.zero_optimization_stage() == 0 and is_torchs
+        self._take = engine._take_model_step
+        engine._take_model_step = self._taken
+        if engine.zero_optimization_stage() == 3:
+            # It keeps the last step's gradient of a weight that was frozen in any pass of this one (stage3.py
+            # `partition_grads` adds to it, `independent_gradient_partition_epilogue` takes zeros).
+            self._end_pass = engine.optimizer.independent_gradient_partition_epilogue
+            engine.optimizer.independent_gradient_partition_epilogue = self._pass_ended
+
+    def refuse_changes(self) -> None:
+        """Refuse weights that are no longer those that the optimizer has.
+
+        Raises:
+            TrainingError: kind ``requires-grad-changed`` or ``weight-replaced``.
+        """
+        self.refuse_changed_flags()
+        if self._members() != self._known:
+            self._refuse_replaced()
+            self._look()
+
+    def refuse_changed_flags(self) -> None:
+        """Refuse weights that require a gradient, or no longer do, as they did not before; raises as the other."""
+        flags = list(map(attrgetter("requires_grad"), self._weights))
+        if flags != self._accepted:
+            self._judge(flags)
+
+    def _taken(self, *arguments: Any, **named: Any) -> None:
+        """Stand in for `DeepSpeedEngine._take_model_step`."""
+        is_due = len(self._known) < _MANY or self._engine.global_steps % _STEPS_OF_A_LOOK == 0
+        # At stage 3 DeepSpeed's own step fails at once on a weight that it has not divided.
+        if is_due or self._engine.zero_optimization_stage() == 3:
+            self.refuse_changes()
+        else:
+            self.refuse_changed_flags()
+        self._take(*arguments, **named)
+
+    def _pass_ended(self) -> None:
+        """Stand in for `independent_gradient_partition_epilogue` of the optimizer at stage 3."""
+        self.refuse_changed_flags()
+        self._end_pass()
+
+    def _judge(self, flags: list[bool]) -> None:
+        """Refuse changed flags, or accept weights that are frozen where they then stay as they are."""
+        pairs = list(zip(self._names, self._flags, flags, strict=True))
+        thawed = [name for name, before, now in pairs if now and not before]
+        frozen = [name for name, before, now in pairs if before and not now]
+        step, stage = self._engine.global_steps, self._engine.zero_optimization_stage()
+        if thawed:
+            reason = "is True now, and the optimizer does not hold it: it is not trained"
+            self._refuse_flags(thawed, reason, f"until_step: {max(step, 1)}")
+        if frozen and not self._may_freeze:
+            dtype = "" if stage else " in half precision"
+            reason = f"is False now, and at zero.stage {stage}{dtype} DeepSpeed steps it on, by zeros for gradients"
+            if stage == 3:
+                reason += " (a flag that is the same again before every step() is right at stages 0 to 2)"
+            self._refuse_flags(frozen, reason, f"from_step: {step + 1}")
+        self._accepted = flags
+        if frozen:
+            warn(
+                f"after step {self._engine.global_steps}: requires_grad of {_listed(frozen)} is False now; no checkpoint "
+                f"keeps that, and a resumed run trains it until the code freezes it again {_FLAG}",
+                is_of_all_ranks=True,
+            )
+
+    def _refuse_flags(self, names: list[str], reason: str, step: str) -> NoReturn:
+        entry = f"{{match: {names[0]!r}, {step}}}"
+        self._refuse(
+            f"requires_grad of {_listed(names)} was changed after the start: it {reason}; leave the flag alone and name "
+            f"the weight in training.freeze, for example {entry}",
+            _FLAG,
+        )
+
+    def _refuse_replaced(self) -> None:
+        """Refuse weights that took the place of others, where either is trained."""
+        known = {id(weight) for weight in self._weights}
+        held = list(self._engine.module.named_parameters())
+        there = {id(weight) for _, weight in held}
+        lost = (
+            name
+            for name, weight, flag in zip(self._names, self._weights, self._flags, strict=True)
+            if flag and id(weight) not in there
+        )
+        new = (name for name, weight in held if id(weight) not in known and weight.requires_grad)
+        names = list(dict.fromkeys([*lost, *new]))
+        if names:
+            self._refuse(
+                f"the model's weight {_listed(names)} is another object than at the start, or is new or gone: the "
+                "optimizer holds those of the start; change numbers in place (with torch.no_grad(): weight.copy_(...)), "
+                "and build all layers in the model's factory",
+                _REPLACED,
+            )
+
+    def _look(self) -> None:
+        """Note where modules keep their weights and their parts, and what is there."""
+        modules = list(self._engine.module.modules())
+        self._places = [module._parameters for module in modules] + [module._modules for module in modules]
+        self._known = self._members()
+
+    def _members(self) -> list[int]:
+        """List the identities of all weights and parts, in C alone: steps wait for it."""
+        return list(map(id, chain.from_iterable(map(dict.values, self._places))))
+
+    def _refuse(self, text: str, kind: str) -> NoReturn:
+        error = TrainingError(f"after step {self._engine.global_steps}: {text} {kind}")
+        error.is_of_one_rank = claims_error_report(kind)
+        raise error
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
