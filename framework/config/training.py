@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    StringConstraints,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic_core import PydanticKnownError
 
 from framework.config.base import (
     WORDS_OF_PATTERNS,
     Count,
+    CountFromTwo,
     Kind,
     NonNegative,
     Object,
@@ -148,6 +156,41 @@ def _as_policy(value: Any) -> Any:
 _BadSteps = Annotated[BadSteps | None, BeforeValidator(_as_policy, json_schema_input_type=Policy | BadSteps | None)]
 
 
+class FrozenSteps(Section):
+    """Weights that are frozen in some steps of the run: up to one (gradual unfreezing), or from one on. They are in the
+    optimizer all the time, and a step in which they are frozen leaves them and their moments as they are."""
+
+    match: str | Annotated[list[str], Field(min_length=1)]
+    """Regular expression, or several; the weights whose whole name matches one."""
+    until_step: PositiveCount | None = None
+    """Last step in which they are frozen; the next one is their first."""
+    from_step: CountFromTwo | None = None
+    """First step in which they are frozen; the one before is their last."""
+
+
+def _freeze_entry(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Let text stand as it is."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, (Mapping, Section)):
+        raise PydanticKnownError("string_type")
+    return validate(value)
+
+
+def _plain_entry(value: str | FrozenSteps) -> str | dict[str, Any]:
+    return value if isinstance(value, str) else value.model_dump(exclude_none=True)
+
+
+if TYPE_CHECKING:
+    FreezeEntry = str | FrozenSteps
+else:
+    FreezeEntry = Annotated[
+        FrozenSteps,
+        WrapValidator(_freeze_entry, json_schema_input_type=str | FrozenSteps),
+        PlainSerializer(_plain_entry),
+    ]
+
+
 class Training(Section):
     """Length of the training, and options of its steps."""
 
@@ -187,8 +230,10 @@ class Training(Section):
     """torch.compile of the model: true, false, or how. Losses then differ from a run without by rounding."""
     channels_last: bool = False
     """Store images with the channels last; convolutions follow, and tensor cores read that order faster."""
-    freeze: list[str] = []
+    freeze: list[FreezeEntry] = []
     """Regular expressions; parameters whose whole name matches one are not trained, for example ``embed\\..*``.
+    An entry may be ``{match: ..., until_step: N}`` instead, or with ``from_step: N``: then they are frozen in the
+    first N steps only, or from step N on.
     A frozen batch norm's running statistics follow the batches all the same, unless the model's `train()` keeps it in
     evaluation mode."""
     lora: LoRA | None = None

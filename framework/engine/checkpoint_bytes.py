@@ -262,7 +262,7 @@ def _move_in(
     with opened(engine.optimizer):
         for view in views.views(stored.keys, keys_of=stored.keys_of):
             view.values.copy_(stored.read(view.name, view.key, view.start, view.values.numel()))
-        views.set_step(stored.step)
+        views.set_steps(stored.step_of)
         if checkpoint.verified:
             with _reporting_restored_options(engine):
                 views.set_groups(stored.group_of)

@@ -24,6 +24,7 @@ from framework.engine.collective_timeout import collective_timeout
 from framework.engine.distributed import device, gather, rank
 from framework.engine.ema import WeightAverage
 from framework.engine.expert_parallel import declaring_experts, with_expert_groups
+from framework.engine.freezing import freeze_by_steps
 from framework.engine.held_weights import further_names, state_of
 from framework.engine.metrics import engine_metrics, memory_metrics, over_ranks
 from framework.engine.modes import Modes
@@ -74,7 +75,9 @@ def initialize(
     deepspeed.utils.groups.mpu = None  # DeepSpeed keeps that of an earlier engine of the process
     named = {names[parameter]: parameter for parameter in model.parameters()}
     _refuse_nothing_to_train(plan, model, is_stage=layers is not None)
-    stepped = with_expert_groups(model, parameter_groups(named, plan.config.optimizer, layers=layers))
+    freeze = plan.config.training.freeze
+    groups_of_weights = parameter_groups(named, plan.config.optimizer, layers=layers, freeze=freeze)
+    stepped = with_expert_groups(model, groups_of_weights)
     make = make_optimizer
     if make is not None:
         section, is_stage = plan.config.optimizer, layers is not None
@@ -95,6 +98,7 @@ def initialize(
             config=_with_group_rates(ds_config, stepped),
             mpu=groups,
         )
+    freeze_by_steps(engine, freeze, names)
     leave_out_measurements(engine)
     share_buffers(engine, unsaved=True)  # DeepSpeed has made the weights equal, and nothing else
     return engine

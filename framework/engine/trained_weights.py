@@ -97,16 +97,16 @@ class TrainedWeights:
         self._accepted = flags
         if frozen:
             warn(
-                f"after step {self._engine.global_steps}: requires_grad of {_listed(frozen)} is False now; no checkpoint "
-                f"keeps that, and a resumed run trains it until the code freezes it again {_FLAG}",
+                f"after step {step}: requires_grad of {_listed(frozen)} is False now; no checkpoint keeps that, and a "
+                f"resumed run trains it until the code freezes it again {_FLAG}",
                 is_of_all_ranks=True,
             )
 
     def _refuse_flags(self, names: list[str], reason: str, step: str) -> NoReturn:
         entry = f"{{match: {names[0]!r}, {step}}}"
         self._refuse(
-            f"requires_grad of {_listed(names)} was changed after the start: it {reason}; leave the flag alone and name "
-            f"the weight in training.freeze, for example {entry}",
+            f"requires_grad of {_listed(names)} was changed after the start: it {reason}; leave the flag alone and "
+            f"name the weight in training.freeze, for example {entry}",
             _FLAG,
         )
 
@@ -124,9 +124,9 @@ class TrainedWeights:
         names = list(dict.fromkeys([*lost, *new]))
         if names:
             self._refuse(
-                f"the model's weight {_listed(names)} is another object than at the start, or is new or gone: the "
-                "optimizer holds those of the start; change numbers in place (with torch.no_grad(): weight.copy_(...)), "
-                "and build all layers in the model's factory",
+                f"the model's weight {_listed(names)} is another object than at the start, or is new or gone, and "
+                "the optimizer holds those of the start; change numbers in place (weight.copy_(...)), and build all "
+                "layers in the model's factory",
                 _REPLACED,
             )
 

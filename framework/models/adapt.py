@@ -10,16 +10,19 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from framework.config.freezing import always_frozen, entry_of, everything_frozen, refuse_bad_freeze, scheduled
 from framework.config.groups import group_values, has_groups, in_order, refuse_unmatched_groups
 from framework.config.optimizer import Muon
-from framework.config.training import Compile, Training
-from framework.errors import ConfigError, Problem, in_one_line
+from framework.config.training import Compile, FreezeEntry, Training
+from framework.errors import ConfigError, in_one_line
 from framework.models.layers import LayeredModel, as_layers
 from framework.models.sync_batch_norm import with_sync_batch_norm
-from framework.text.typos import unmatched_pattern
 
 LR_RATIO: Final = "lr_ratio"
 """Key of a parameter group with a learning rate of its own: the rate as a share of the optimizer's."""
+FROZEN_BY: Final = "frozen_by"
+"""Key of a parameter group that is frozen in some steps, until the engine is built: the number of the entry of
+`training.freeze`."""
 BY_MUON: Final = "by_muon"
 """Key of a parameter group of `MuonWithAdamW`: whether Muon steps it."""
 
@@ -64,31 +67,28 @@ def channels_last(images: Tensor) -> Tensor:
     return images.as_strided(images.shape, (height * width, 1, width, 1))
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Take the gradient from every parameter whose whole name matches a pattern; errors as of `frozen_names`."""
+def freeze(model: nn.Module, entries: Sequence[FreezeEntry]) -> None:
+    """Take the gradient from every parameter that an entry keeps from training in all steps; those that are trained in
+    some have one. Errors as of `refuse_bad_freeze`.
+    """
     parameters = dict(model.named_parameters())
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
-    frozen = frozen_names(parameters, patterns)
-    if patterns and not set(trained) - frozen:
-        raise _everything_frozen(patterns)
+    frozen = frozen_names(parameters, entries)
+    if entries and not set(trained) - frozen:
+        raise everything_frozen(entries)
     for name in frozen:
         parameters[name].requires_grad_(False)
+    for name, parameter in parameters.items():
+        if name not in frozen and entry_of(name, entries) is not None:
+            parameter.requires_grad_(True)
 
 
-def frozen_names(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
-    """The names that a pattern matches from beginning to end.
-
-    Raises:
-        ConfigError: kind ``freeze-matches-nothing`` for every pattern without a parameter, ``freeze-matches-all``.
-    """
+def frozen_names(names: Iterable[str], entries: Sequence[FreezeEntry]) -> set[str]:
+    """The names of what is never trained; errors as of `refuse_bad_freeze`."""
     names = list(names)
-    matches = {pattern: {name for name in names if re.fullmatch(pattern, name)} for pattern in patterns}
-    if problems := [_nothing_frozen(at, name, names) for at, name in enumerate(patterns) if not matches[name]]:
-        raise ConfigError(problems)
-    frozen = set().union(*matches.values())
-    if patterns and frozen == set(names):
-        raise _everything_frozen(patterns)
-    return frozen
+    refuse_bad_freeze(names, entries)
+    patterns = always_frozen(entries)
+    return {name for name in names if any(re.fullmatch(pattern, name) for pattern in patterns)}
 
 
 def with_recompute(model: nn.Module, *, every: int) -> nn.Module:
@@ -168,23 +168,12 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
         yield from [one] if own.count(type(one)) > 1 else _blocks(one)
 
 
-def _nothing_frozen(number: int, pattern: str, names: Sequence[str]) -> Problem:
-    reason, fix = "no parameter of the model has such a name", unmatched_pattern(pattern, names)
-    return Problem("freeze-matches-nothing", reason, fix, f"training.freeze.{number}", pattern)
-
-
-def _everything_frozen(patterns: Sequence[str]) -> ConfigError:
-    return ConfigError.of(
-        "freeze-matches-all",
-        "nothing would be left to train",
-        "leave some parameters out",
-        "training.freeze",
-        list(patterns),
-    )
-
-
 def parameter_groups(
-    named: Mapping[str, nn.Parameter], optimizer: Any, *, layers: Sequence[str] | None = None
+    named: Mapping[str, nn.Parameter],
+    optimizer: Any,
+    *,
+    layers: Sequence[str] | None = None,
+    freeze: Sequence[FreezeEntry] = (),
 ) -> list[nn.Parameter] | list[dict[str, Any]]:
     """The parameters that require a gradient, where all are stepped with the same values; otherwise in groups.
 
@@ -192,6 +181,8 @@ def parameter_groups(
         named: name in the plain module -> parameter.
         optimizer: what they are stepped with.
         layers: names of all layers of the model, where `named` is a pipeline's stage.
+        freeze: entries of `training.freeze`: weights that are trained in some steps have groups of their own, marked
+            with the number of the entry (`FROZEN_BY`).
 
     Raises:
         ConfigError: kind ``group-matches-nothing``.
@@ -201,8 +192,10 @@ def parameter_groups(
     shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in trained.items()}
     if layers is None:
         refuse_unmatched_groups(shapes, optimizer)
+    has_steps = bool(scheduled(freeze))
     if not has_groups(optimizer):
-        return list(trained.values())
+        plain = list(trained.values())
+        return _apart([{"params": plain}], trained, freeze) if has_steps else plain
     values = group_values(shapes, optimizer, layers=layers or ())
     each = in_order(values.values())
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": one.weight_decay} for one in each]
@@ -213,7 +206,21 @@ def parameter_groups(
             group |= {"lr": optimizer.lr * one.lr_ratio, LR_RATIO: one.lr_ratio}
     for name, parameter in trained.items():
         groups[each.index(values[name])]["params"].append(parameter)
-    return groups
+    return _apart(groups, trained, freeze) if has_steps else groups
+
+
+def _apart(
+    groups: Sequence[Mapping[str, Any]], named: Mapping[str, nn.Parameter], freeze: Sequence[FreezeEntry]
+) -> list[dict[str, Any]]:
+    """Divide groups so that weights with steps of their own are apart; what is trained in all steps comes first."""
+    entry_of_weight = {parameter: entry_of(name, freeze) for name, parameter in named.items()}
+    found = [dict(group) for group in groups]
+    for number in scheduled(freeze):
+        found += [{**group, FROZEN_BY: number} for group in groups]
+    for group in found:
+        own = group.get(FROZEN_BY)
+        group["params"] = [one for one in group["params"] if entry_of_weight[one] == own]
+    return [group for group in found if group["params"]]
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

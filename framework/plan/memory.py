@@ -15,6 +15,7 @@ from math import ceil, prod
 from typing import Any, Final
 
 from framework.config.base import Object, Target
+from framework.config.freezing import always_frozen
 from framework.config.groups import group_values, has_groups, in_order, stepped_by_muon
 from framework.config.optimizer import SGD, Adafactor, Adagrad, AdamW, Lamb, Lion, Muon, OptimizerSection
 from framework.config.precision import BF16, FP16
@@ -116,7 +117,7 @@ def estimate(plan: Plan, *, work: ModelWork | None = None) -> Memory:
         raise NotEstimatedError("a model of your own is shared by tensor or sequence parallelism")
     if found is None:
         found, lacks = (
-            weights_alone(config.model, config.training.freeze, config.training.lora),
+            weights_alone(config.model, always_frozen(config.training.freeze), config.training.lora),
             "the size of the images is not known",
         )
     if found is None:

@@ -9,6 +9,7 @@ from math import ceil, prod
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
+from framework.config.freezing import length_for_freeze
 from framework.config.groups import is_adapted
 from framework.config.load import Source
 from framework.config.model import BERT, GPT
@@ -223,6 +224,7 @@ def _length_findings(config: RunConfig, layout: Layout, length: Length) -> Itera
         yield _WITHOUT_LENGTH
     yield from length_for_schedule(config, length.total_steps)
     yield from length_for_ema(config, length.total_steps)
+    yield from length_for_freeze(config.training.freeze, length.total_steps)
 
 
 def one_line(plan: Plan) -> str:

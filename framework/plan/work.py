@@ -9,6 +9,7 @@ from functools import cache, cached_property, lru_cache
 from math import ceil, prod
 from typing import Any, Final, Literal
 
+from framework.config.freezing import always_frozen
 from framework.config.groups import LORA, is_inside_saved
 from framework.config.model import ModelSection
 from framework.config.precision import BF16, FP16, Autocast
@@ -177,7 +178,7 @@ def named_work(
         image_size=image_size,
         arithmetic="autocast" if isinstance(config.precision, Autocast) else in_half,
         device=device,
-        freeze=config.training.freeze,
+        freeze=always_frozen(config.training.freeze),
         lora=config.training.lora,
         zero_stage=config.zero.stage,
         share=share,

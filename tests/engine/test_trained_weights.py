@@ -51,7 +51,11 @@ def watched(stage: int = 2) -> tuple[nn.Module, TrainedWeights]:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].requires_grad_(False)
     engine: Any = SimpleNamespace(
-        module=model, optimizer=None, zero_optimization_stage=lambda: stage, global_steps=4, _take_model_step=lambda: None
+        module=model,
+        optimizer=None,
+        zero_optimization_stage=lambda: stage,
+        global_steps=4,
+        _take_model_step=lambda: None,
     )
     return model, TrainedWeights(engine, {weight: name for name, weight in model.named_parameters()})
 

@@ -159,7 +159,9 @@ def main() -> None:
     found: dict[str, Any] = {}
     with process_group(None):
         for stage in map(int, sys.argv[2:] or "0123"):
-            found[f"thawed {stage}"] = fit(f"thawed{stage}", stage, partial(Net, thaws=True), Switch(partial(flag, True)))
+            found[f"thawed {stage}"] = fit(
+                f"thawed{stage}", stage, partial(Net, thaws=True), Switch(partial(flag, True))
+            )
             found[f"frozen {stage}"] = fit(f"frozen{stage}", stage, Net, Switch(partial(flag, False)))
             forward = partial(Net, thaws=True, change=partial(flag, True))
             found[f"thawed in forward {stage}"] = fit(f"forward{stage}", stage, forward)

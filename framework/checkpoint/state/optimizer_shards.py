@@ -163,9 +163,24 @@ class OptimizerViews:
             for parameter, (copy, _) in zip(chain(*stepped_groups(optimizer)), self._stepped(), strict=True):
                 yield parameter, copy, 0, 0, copy.numel()
 
-    def set_step(self, step: float) -> None:
-        """Tell the optimizer how many steps it has taken."""
+    def set_steps(self, step_of: Callable[[str], float | None]) -> None:
+        """Tell the optimizer how many steps it has taken of each weight, by the weight's name; what was never stepped
+        (None) has no state.
+        """
+        names: dict[torch.Tensor, list[str]] = {}
+        for parameter, stepped, *_ in self._pieces():
+            names.setdefault(stepped, []).append(self._names[parameter])
+        of_group = {
+            id(group): [self._names[parameter] for parameter in members]
+            for group, members in zip(self._base.param_groups, self._members(), strict=True)
+        }
         for parameter, options in self._stepped():
+            # A rank may have nothing but the padding of a row.
+            steps = map(step_of, names.get(parameter) or of_group[id(options)])
+            step = max((each for each in steps if each is not None), default=None)
+            if step is None:
+                self._base.state.pop(parameter, None)
+                continue
             state = self._base.state[parameter]
             known = state.get("step")
             as_tensor = isinstance(known, torch.Tensor) or (

@@ -60,10 +60,15 @@ class StoredState:
             state = self._files.value(place) if place else {}
             return [key for key in self.keys if key in state]
 
-    @property
-    def step(self) -> float:
-        """Steps that the optimizer has taken."""
-        return max((float(state[_STEP]) for state in self._states if _STEP in state), default=0.0)
+    def step_of(self, name: str) -> float | None:
+        """Steps that the optimizer has taken of a parameter, of all where it counts none of this one; None where it has
+        no state of it, as it never took one.
+        """
+        with self._reading():
+            place = self._of(name).first_state
+            state = self._files.value(place) if place else {}
+            most = max((float(each[_STEP]) for each in self._states if _STEP in each), default=0.0)
+            return float(state.get(_STEP, most)) if state else None
 
     def group_of(self, name: str) -> Mapping[str, Any] | None:
         """The options of the parameter group that a parameter was in; None where the optimizer keeps no state of it."""

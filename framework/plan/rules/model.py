@@ -13,12 +13,13 @@ from pydantic import ValidationError
 
 from framework.config.base import Object, Section, Target
 from framework.config.data import HuggingFace, Mixture
+from framework.config.freezing import always_frozen, patterns_of, refuse_bad_freeze, scheduled
 from framework.config.groups import ALL_LINEAR, LORA, is_named, tied_problem, unmatched_modules
 from framework.config.model import BERT, GPT, Classifier, ModelSection
-from framework.config.optimizer import optimizer_lr
+from framework.config.optimizer import Adagrad, optimizer_lr
 from framework.config.run_config import RunConfig
 from framework.config.training import ModelLoss
-from framework.errors import Problem
+from framework.errors import ConfigError, Problem
 from framework.plan.balance import pattern_problem, stage_problems
 from framework.plan.cluster import Cluster
 from framework.plan.forwards import num_layers
@@ -199,21 +200,65 @@ def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
     """Text that is no regular expression, such as ``*.bias``; all experts, of which DeepSpeed then finds none."""
     from framework.plan.work import model_work  # here: it imports the plan, which imports the rules
 
-    freeze, problems = config.training.freeze, list[Problem]()
-    for number, pattern in enumerate(freeze):
-        fix = "write for example .*bias for all that ends so"
-        problems += pattern_problem(pattern, key=f"training.freeze.{number}", value=pattern, fix=fix)
+    entries, problems = config.training.freeze, list[Problem]()
+    fix = "write for example .*bias for all that ends so"
+    for number, entry in enumerate(entries):
+        key = f"training.freeze.{number}" if isinstance(entry, str) else f"training.freeze.{number}.match"
+        for pattern in patterns_of(entry):
+            problems += pattern_problem(pattern, key=key, value=pattern, fix=fix)
     yield from problems
-    if (
-        problems
-        or not freeze
-        or config.parallel.expert == 1
-        or (work := model_work(config.model, micro_size=1)) is None
-    ):
+    if problems or not entries:
         return
-    if all(any(re.fullmatch(each, name) for each in freeze) for name in work.weights if ".experts." in name):
+    if (work := model_work(config.model, micro_size=1)) is None:
+        return
+    if scheduled(entries):
+        try:
+            refuse_bad_freeze(work.weights, entries)
+        except ConfigError as error:
+            yield from error.problems
+    patterns = always_frozen(entries)
+    experts = [name for name in work.weights if ".experts." in name]
+    if config.parallel.expert > 1 and all(any(re.fullmatch(one, name) for one in patterns) for name in experts):
         reason, fix = "it freezes all experts, and divided ones must be trained", "set parallel.expert: 1"
-        yield Problem("expert-with-other", reason, fix, "training.freeze", list(freeze))
+        yield Problem("expert-with-other", reason, fix, "training.freeze", patterns)
+
+
+@rule("freeze-steps")
+def freeze_by_steps(config: RunConfig, cluster: Cluster) -> Found:
+    """Weights that are frozen in some steps: one limit each, and only where they were held against plain PyTorch."""
+    entries = scheduled(config.training.freeze)
+    if not entries:
+        return
+    shown = [entry.model_dump(exclude_none=True) for entry in entries.values()]
+    for number, entry in entries.items():
+        key, value = f"training.freeze.{number}", entry.model_dump(exclude_none=True)
+        if entry.until_step is None and entry.from_step is None:
+            reason = "it does not say in which steps"
+            fix = "add until_step or from_step, or write the patterns alone for the whole run"
+            yield Problem("freeze-steps", reason, fix, key, value)
+        elif entry.until_step is not None and entry.from_step is not None:
+            fix = "keep one of until_step and from_step"
+            yield Problem("freeze-steps", "an entry freezes up to a step or from one on", fix, key, value)
+    parallel, zero = config.parallel, config.zero
+    refused = {
+        "stages of a pipeline would each have others": ("parallel.pipe: 1", parallel.pipe > 1),
+        "so have experts that are divided": ("parallel.expert: 1", parallel.expert > 1),
+        "state on NVMe is swapped with every step": (
+            "zero.offload_optimizer.device: cpu",
+            "nvme" in (zero.offload_optimizer.device, zero.offload_param.device),
+        ),
+        f"at zero.stage {zero.stage} DeepSpeed makes one group of Adagrad's": (
+            "optimizer.kind: adamw, or zero.stage: 0",
+            zero.stage > 0 and isinstance(config.optimizer, Adagrad),
+        ),
+    }
+    for reason, (fix, holds) in refused.items():
+        if holds:
+            reason = f"frozen weights have parameter groups of their own, and {reason}"
+            yield Problem("freeze-steps", reason, f"set {fix}", "training.freeze", shown)
+    if config.training.ema is not None and any(entry.from_step for entry in entries.values()):
+        reason = "the moving average of weights that are frozen later would stand still with them"
+        yield Problem("freeze-steps", reason, "remove training.ema or from_step", "training.freeze", shown)
 
 
 @rule()

@@ -368,6 +368,28 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"training": {"freeze": ["conv1.*", ".*bias"]}}, "cuda", None),
         (with_experts() | {"training": {"freeze": [".*up.*", ".*experts.*down.*"]}}, "cuda", "expert-with-other"),
         (with_experts() | {"training": {"freeze": [".*router.*", r".*experts\.0\..*"]}}, "cuda", None),
+        (GPT | {"training": {"freeze": [{"match": ["embed.*", "*.bias"], "until_step": 3}]}}, "cuda", "bad-pattern"),
+        (GPT | {"training": {"freeze": [{"match": "embde.*", "until_step": 3}]}}, "cuda", "freeze-matches-nothing"),
+        (GPT | {"training": {"freeze": ["embed.*", {"match": ".*", "until_step": 3}]}}, "cuda", "freeze-overlaps"),
+        (GPT | {"training": {"freeze": [{"match": ".*", "until_step": 3}]}}, "cuda", "freeze-matches-all"),
+    ],
+    "freeze_by_steps": [
+        (GPT | {"training": {"freeze": [{"match": "embed.*", "until_step": 3}]}}, "cuda", None),
+        (GPT | {"training": {"freeze": [{"match": "embed.*"}]}}, "cuda", "freeze-steps"),
+        (
+            GPT | {"training": {"freeze": [{"match": "embed.*", "until_step": 3, "from_step": 9}]}},
+            "cuda",
+            "freeze-steps",
+        ),
+        (GPT | {"training": {"freeze": [{"match": "embed.*", "until_step": 3}], "ema": {}}}, "cuda", None),
+        (GPT | {"training": {"freeze": [{"match": "embed.*", "from_step": 3}], "ema": {}}}, "cuda", "freeze-steps"),
+        (GPT | {"training": {"freeze": [{"match": "embed.*", "until_step": 3}]}, **piped()}, "cuda", "freeze-steps"),
+        (
+            {"training": {"freeze": [{"match": "conv1.*", "until_step": 3}]}, "zero": {"stage": 1}}
+            | {"optimizer": {"kind": "adagrad"}},
+            "cuda",
+            "freeze-steps",
+        ),
     ],
     "adapted_modules": [
         (GPT | {"training": {"lora": {"target_modules": ["query", "up"], "modules_to_save": ["norm"]}}}, "cuda", None),
