@@ -45,9 +45,13 @@ class _StepwiseFreezing:
         self._names: dict[int, list[str]] = {number: [] for number in scheduled(entries)}
         for parameter in engine.module.parameters():
             number = entry_of(names[parameter], entries)
-            if number in self._names and parameter.requires_grad:
+            if number in self._names:
+                if not parameter.requires_grad:  # of a pipeline's layer
+                    reason = f"the model's own code freezes {names[parameter]}"
+                    raise _refusal(number, reason, "let it be trained there")
                 self._names[number].append(names[parameter])
                 parameter.register_hook(functools.partial(self._gradient, number))
+        self._names = {number: found for number, found in self._names.items() if found}  # a stage may have none
         self._refuse_joined_groups()
         self._take = engine._take_model_step
         engine._take_model_step = self._taken
@@ -104,7 +108,10 @@ class _StepwiseFreezing:
     def _refuse_joined_groups(self) -> None:
         """Refuse an optimizer that has made other groups than it was given."""
         if {number for number in self._entry_of_group if number is not None} != set(self._names):
-            number = next(iter(self._names))
             reason = "the optimizer makes parameter groups of its own, and these weights are not apart in them"
             fix = "return an optimizer over the groups that it is given, such as torch.optim.SGD(parameters, lr=0.1)"
-            raise ConfigError.of("freeze-needs-groups", reason, fix, f"training.freeze.{number}")
+            raise _refusal(next(iter(self._names)), reason, fix)
+
+
+def _refusal(number: int, reason: str, fix: str) -> ConfigError:
+    return ConfigError.of("freeze-needs-groups", reason, fix, f"training.freeze.{number}")

@@ -35,6 +35,7 @@ class TrainedWeights:
         self._weights = list(engine.module.parameters())
         self._names = [names[weight] for weight in self._weights]
         self._flags = self._accepted = [weight.requires_grad for weight in self._weights]
+        self._has_warned = False
         self._look()
         # torch's optimizers leave out a weight without a gradient. DeepSpeed's own give it zeros.
         is_torchs = isinstance(engine.optimizer, torch.optim.Optimizer)
@@ -87,28 +88,28 @@ class TrainedWeights:
         step, stage = self._engine.global_steps, self._engine.zero_optimization_stage()
         if thawed:
             reason = "is True now, and the optimizer does not hold it: it is not trained"
-            self._refuse_flags(thawed, reason, f"until_step: {max(step, 1)}")
+            self._refuse_flags(thawed, reason, f"until_step: {step}" if step else "")
         if frozen and not self._may_freeze:
             dtype = "" if stage else " in half precision"
             reason = f"is False now, and at zero.stage {stage}{dtype} DeepSpeed steps it on, by zeros for gradients"
             if stage == 3:
                 reason += " (a flag that is the same again before every step() is right at stages 0 to 2)"
-            self._refuse_flags(frozen, reason, f"from_step: {step + 1}")
+            self._refuse_flags(frozen, reason, f"from_step: {step + 1}" if step else "")
         self._accepted = flags
-        if frozen:
+        if frozen and not self._has_warned:
+            self._has_warned = True
             warn(
                 f"after step {step}: requires_grad of {_listed(frozen)} is False now; no checkpoint keeps that, and a "
                 f"resumed run trains it until the code freezes it again {_FLAG}",
                 is_of_all_ranks=True,
             )
 
-    def _refuse_flags(self, names: list[str], reason: str, step: str) -> NoReturn:
-        entry = f"{{match: {names[0]!r}, {step}}}"
-        self._refuse(
-            f"requires_grad of {_listed(names)} was changed after the start: it {reason}; leave the flag alone and "
-            f"name the weight in training.freeze, for example {entry}",
-            _FLAG,
-        )
+    def _refuse_flags(self, names: list[str], reason: str, steps: str) -> NoReturn:
+        fix = "leave the flag alone, and set it in the model's factory"
+        if steps:
+            entry = f"{{match: {names[0]!r}, {steps}}}"
+            fix = f"leave the flag alone, and name the weight in training.freeze, for example {entry}"
+        self._refuse(f"requires_grad of {_listed(names)} was changed after the start: it {reason}; {fix}", _FLAG)
 
     def _refuse_replaced(self) -> None:
         """Refuse weights that took the place of others, where either is trained."""

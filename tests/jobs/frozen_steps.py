@@ -138,6 +138,11 @@ def main() -> None:
         for stage in (0, 2):
             found[f"sgd{stage} losses"] = distance(fit(config(f"sgd{stage}", stage, "sgd")), sgd)
             found[f"sgd{stage} weights"] = distance_of_weights(f"sgd{stage}", sgd_weights)
+        piped = config("piped", 0, "adamw", parallel={"pipe": 2}, checkpoint=kept)
+        own = fit(piped)
+        found["piped losses"] = distance(own, adam)
+        found["piped weights"] = distance_of_weights("piped", expected)
+        found["piped moved at 6"] = resumed("piped", 2, "adamw", 6, own)
         own_optimizer = config("own", 1, "sgd")
         del own_optimizer["optimizer"]
         found["own losses"] = distance(fit(own_optimizer, optimizer=OPTIMIZERS["sgd"][1]), sgd)

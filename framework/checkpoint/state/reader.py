@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -67,8 +68,11 @@ class StoredState:
         with self._reading():
             place = self._of(name).first_state
             state = self._files.value(place) if place else {}
-            most = max((float(each[_STEP]) for each in self._states if _STEP in each), default=0.0)
-            return float(state.get(_STEP, most)) if state else None
+            return float(state.get(_STEP, self._most_steps)) if state else None
+
+    @cached_property
+    def _most_steps(self) -> float:
+        return max((float(state[_STEP]) for state in self._states if _STEP in state), default=0.0)
 
     def group_of(self, name: str) -> Mapping[str, Any] | None:
         """The options of the parameter group that a parameter was in; None where the optimizer keeps no state of it."""

@@ -241,7 +241,11 @@ def freeze_by_steps(config: RunConfig, cluster: Cluster) -> Found:
             yield Problem("freeze-steps", "an entry freezes up to a step or from one on", fix, key, value)
     parallel, zero = config.parallel, config.zero
     refused = {
-        "stages of a pipeline would each have others": ("parallel.pipe: 1", parallel.pipe > 1),
+        # As with groups of the optimizer's own: DeepSpeed reduces a norm for each group over all stages.
+        "stages of a pipeline would each have others": (
+            "parallel.pipe: 1",
+            parallel.pipe > 1 and (zero.stage > 0 or config.precision.dtype == "fp16"),
+        ),
         "so have experts that are divided": ("parallel.expert: 1", parallel.expert > 1),
         "state on NVMe is swapped with every step": (
             "zero.offload_optimizer.device: cpu",

@@ -383,7 +383,12 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ),
         (GPT | {"training": {"freeze": [{"match": "embed.*", "until_step": 3}], "ema": {}}}, "cuda", None),
         (GPT | {"training": {"freeze": [{"match": "embed.*", "from_step": 3}], "ema": {}}}, "cuda", "freeze-steps"),
-        (GPT | {"training": {"freeze": [{"match": "embed.*", "until_step": 3}]}, **piped()}, "cuda", "freeze-steps"),
+        (GPT | {"training": {"freeze": [{"match": "embed.*", "until_step": 3}]}, **piped()}, "cuda", None),
+        (
+            piped(**GPT | FP16 | {"training": {"freeze": [{"match": "embed.*", "until_step": 3}]}}),
+            "cuda",
+            "freeze-steps",
+        ),
         (
             {"training": {"freeze": [{"match": "conv1.*", "until_step": 3}]}, "zero": {"stage": 1}}
             | {"optimizer": {"kind": "adagrad"}},
