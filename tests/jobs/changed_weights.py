@@ -1,5 +1,5 @@
-"""Weights that change their flags or their objects in mid-run: changed_weights.py OUT.json [STAGE ...]. Of each case the error, or
-the largest distance of its losses from plain PyTorch's.
+"""Weights that change their flags or their objects in mid-run: changed_weights.py OUT.json [STAGE ...]. Of each case
+the error, or the largest distance of its losses from plain PyTorch's.
 """
 
 from __future__ import annotations
