@@ -23,21 +23,17 @@ from framework.models.adapt import FROZEN_BY
 from framework.system.log import note, print_line
 
 
-def freeze_by_steps(
-    engine: deepspeed.DeepSpeedEngine, entries: Sequence[FreezeEntry], names: Mapping[torch.Tensor, str]
-) -> None:
-    """Freeze weights of an engine in the steps that the entries name; of weights under plain names."""
-    if scheduled(entries):
-        _StepwiseFreezing(engine, entries, names)
-
-
-class _StepwiseFreezing:
-    """Stands between an engine and its optimizer."""
+class StepwiseFreezing:
+    """Stands between an engine and its optimizer, where `training.freeze` has entries with steps."""
 
     def __init__(
         self, engine: deepspeed.DeepSpeedEngine, entries: Sequence[FreezeEntry], names: Mapping[torch.Tensor, str]
     ) -> None:
+        """Freeze weights of an engine in the steps that the entries name; of weights under plain names."""
         self._engine, self._entries = engine, entries
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        if not scheduled(entries):
+            return
         self._optimizer = engine.optimizer
         self._base: torch.optim.Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
         # An entry's number for each group; a checkpoint brings its own groups, and is not to bring this.
@@ -50,7 +46,7 @@ class _StepwiseFreezing:
                     reason = f"the model's own code freezes {names[parameter]}"
                     raise _refusal(number, reason, "let it be trained there")
                 self._names[number].append(names[parameter])
-                parameter.register_hook(functools.partial(self._gradient, number))
+                self._hooks.append(parameter.register_hook(functools.partial(self._gradient, number)))
         self._names = {number: found for number, found in self._names.items() if found}  # a stage may have none
         self._refuse_joined_groups()
         self._take = engine._take_model_step
@@ -61,6 +57,11 @@ class _StepwiseFreezing:
         else:
             base, step = self._base, self._base.step
             base.step = functools.wraps(step)(functools.partial(self._step, step))
+
+    def close(self) -> None:
+        """Let go of the model, which may outlive the run."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _is_frozen(self, number: int | None) -> bool:
         """Check whether an entry's weights are frozen in the step that is being taken."""

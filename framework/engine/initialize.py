@@ -24,7 +24,7 @@ from framework.engine.collective_timeout import collective_timeout
 from framework.engine.distributed import device, gather, rank
 from framework.engine.ema import WeightAverage
 from framework.engine.expert_parallel import declaring_experts, with_expert_groups
-from framework.engine.freezing import freeze_by_steps
+from framework.engine.freezing import StepwiseFreezing
 from framework.engine.held_weights import further_names, state_of
 from framework.engine.metrics import engine_metrics, memory_metrics, over_ranks
 from framework.engine.modes import Modes
@@ -98,7 +98,6 @@ def initialize(
             config=_with_group_rates(ds_config, stepped),
             mpu=groups,
         )
-    freeze_by_steps(engine, freeze, names)
     leave_out_measurements(engine)
     share_buffers(engine, unsaved=True)  # DeepSpeed has made the weights equal, and nothing else
     return engine
@@ -240,6 +239,8 @@ class BaseEngine:
         self._batches = DeviceBatches(
             device(), HALF.get(plan.config.precision.dtype), plan.config.training.channels_last, positions_of(plan)
         )
+        # First: what stands between the engine and its optimizer later sees the groups that are stepped.
+        self._freezing = StepwiseFreezing(engine, plan.config.training.freeze, names())
         self._leaves_out_frozen = plan.config.training.lora is not None
         self._average = WeightAverage(engine, plan.config)
         self._files = use_atomic_files(engine)
@@ -321,6 +322,7 @@ class BaseEngine:
         return float(self.engine.get_lr()[0]) / (group.get(LR_RATIO) or 1.0)
 
     def close(self) -> None:
+        self._freezing.close()
         self.engine.destroy()
 
     def name_module(self, name: str) -> str:
