@@ -155,6 +155,7 @@ class OpenEngine:
         self._measured: dict[str, float] = {}  # at step `_measured_at`
         self._measured_at = self._saved_at = self._done_at = run.start_step
         self._asked_at = -1  # the step before which the loop has called `should_stop`
+        self._waits = True  # for `should_stop`, with what is due
         self._agenda = make_schedule(self._plan)
 
     @property
@@ -185,6 +186,7 @@ class OpenEngine:
         if self._passes.num_passes:
             raise UsageError("train_step: a backward before it was not stepped with; call step() behind it")
         self._passes.refuse_broken("train_step")
+        self._catch_up()
         with self._passes.running(self._others()):
             result = self._engine.train_step(iter(batches))
         self._follow_step()
@@ -225,15 +227,22 @@ class OpenEngine:
     def step(self) -> None:
         """Clip and step, behind the last of `batch.accumulation_steps` micro-batches; nothing behind the others."""
         self._passes.end()
+        self._catch_up()
         with explaining_overflow(self._of):
             self._of.step()
         self._follow_step()
+
+    def _catch_up(self) -> None:
+        """Do what was left to a `should_stop` that has not come since the last step, and leave nothing to it again."""
+        if self._asked_at < self.steps_taken and self._done_at != self.steps_taken:
+            self._do_what_is_due()
+            self._waits = False
 
     def _follow_step(self) -> None:
         """Do what is due, unless the loop asks `should_stop` before every step: there all engines are between steps,
         and what the loop has logged at this one is known.
         """
-        if self._asked_at < self.steps_taken - 1:
+        if not self._waits or self._asked_at < self.steps_taken - 1:
             self._do_what_is_due()
 
     def _do_what_is_due(self) -> None:

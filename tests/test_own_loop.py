@@ -146,7 +146,7 @@ class TestKeysOfTheConfig:
             job = warm.start(arguments, num_ranks=1, folder=folder, script=script, cwd=tmp_path)
             return job.wait(120), job.stated()
 
-        for asks in ("0", "1"):
+        for asks in ("0", "1", "3"):
             assert run(f"whole{asks}", "10", "-1", asks)[0] == [0]
             codes, stated = run(f"killed{asks}", "10", "7", asks)
             assert codes == [-9]

@@ -36,6 +36,8 @@ _TOOLS = {
         '{"pipe_parallel_size": 2, "num-layers": 12, "optimizer": {"type": "Adam"}}\n',
         '{"data_path": "d", "vocab_file": "v.json", "tokenizer_type": "x"}\n',
         "checkpoint_factor: 100\neval_iters: 10\n",
+        "profile: true\nprofile_step_start: 10\nprofile_step_stop: 12\n",
+        '{"attention_config": [[["local", "global"], "all"]], "sparsity_config": {"block": 16}}\n',
     ],
 }
 _CASES = [(tool, text) for tool, texts in _TOOLS.items() for text in texts]

@@ -1,6 +1,7 @@
 """A loop of one's own that is killed: own_loop_saves.py NAME STEPS KILLED_AT ASKS; one rank.
 
-ASKS is 1 where the loop calls `should_stop` before every step. What it draws depends on the random state alone.
+ASKS is how many steps there are to a call of `should_stop`, 0 for none. What the loop draws depends on the random
+state alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 1))
 
 
-def main(name: str, steps: int, killed_at: int, asks: bool) -> None:
+def main(name: str, steps: int, killed_at: int, asks: int) -> None:
     config = {
         "run": {"name": name},
         "training": {"max_steps": steps},
@@ -33,7 +34,7 @@ def main(name: str, steps: int, killed_at: int, asks: bool) -> None:
     adam = partial(torch.optim.Adam, lr=1e-2)
     with framework.open_engine(config, model=model, optimizer=adam) as engine:
         while engine.steps_taken < engine.max_steps:
-            if asks and engine.should_stop():
+            if asks and engine.steps_taken % asks == 0 and engine.should_stop():
                 break
             if engine.steps_taken == killed_at:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -44,6 +45,6 @@ def main(name: str, steps: int, killed_at: int, asks: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "1")
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
     sys.stdout.flush()
     os._exit(0)  # as train.py ends, and for its reason
