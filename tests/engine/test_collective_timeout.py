@@ -58,6 +58,8 @@ def test_both_halves_of_a_save_are_given_the_time(
     monkeypatch.setattr(initialize, "share_buffers", lambda engine: None)
     engine: Any = SimpleNamespace(
         device=SimpleNamespace(type="cpu"),
+        module=torch.nn.Identity(),
+        train=lambda: None,
         _copy_recovery_script=None,
         optimizer=None,
         zero_optimization_stage=lambda: 1,
