@@ -69,7 +69,9 @@ def opened(prepared: Prepared, request: StopRequest) -> Iterator[OpenRun]:
                 with (
                     arithmetic_of(prepared.plan),
                     leaving_nothing(config.zero.stage),
-                    watching(logs=folder.logs, end_seconds=config.supervision.hang_seconds) as watch,
+                    watching(
+                        logs=folder.logs, end_seconds=config.supervision.hang_seconds, asked=request.asked
+                    ) as watch,
                     _at_work(prepared, folder, start, request, watch) as run,
                 ):
                     yield run

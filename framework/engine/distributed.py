@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
 import importlib.metadata
@@ -28,7 +29,11 @@ from deepspeed.constants import default_pg_timeout
 from framework.engine.extensions import announcing_compilers, refusing_what_does_not_compile, use_own_cache
 from framework.engine.rendezvous import INIT_METHOD, check_environment, explaining_rendezvous
 from framework.engine.workarounds.group_limits import limiting_groups
-from framework.engine.workarounds.shared_buffers import remove_dead_buffers, remove_own_buffers
+from framework.engine.workarounds.shared_buffers import (
+    refuse_small_memory,
+    remove_dead_buffers,
+    remove_own_buffers,
+)
 from framework.errors import ConfigError, StorageError, counted, in_one_line
 from framework.system import file_writer
 from framework.system.arguments import LOG_LEVEL
@@ -41,6 +46,7 @@ from framework.system.waiting import waiting
 # Rank 0 mostly holds the store: ended at once, it could answer no other rank that asks who tells of a failure.
 _OTHERS_KNOW_SECONDS: Final = 2.0
 _LOOK_SECONDS: Final = 0.05
+_ERRORS_IN_CPP: Final = 2  # c10/util/logging_is_not_google_glog.h
 # torch warns that a barrier takes the current device, where no group was bound to one: it is the right one.
 _OF_BARRIERS: Final = r"barrier\(\): using the device under current context"
 _MOST_LOG_BYTES: Final = 1 << 20  # of a rank's log, while storage does not take it
@@ -169,8 +175,11 @@ def process_group(backend: str | None) -> Iterator[None]:
         os.environ.update(single, MASTER_PORT=str(free_port()))
     check_environment(os.environ)
     use_own_cache()
+    quiet_cpp_stacks(os.environ)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         remove_dead_buffers()
+    if device_name() == "cpu":
+        refuse_small_memory(os.environ)
     others = f"the other ranks ({os.environ['WORLD_SIZE']} in all) at {os.environ['MASTER_ADDR']}"
     with (
         explaining_rendezvous(),
@@ -192,6 +201,18 @@ def process_group(backend: str | None) -> Iterator[None]:
     deepspeed.comm.destroy_process_group()  # not torch's own: DeepSpeed keeps groups that it has made
     deepspeed.comm.comm.cdb = None  # its own handle on the group, which it would believe to be still there
     remove_own_buffers(os.environ)
+
+
+def quiet_cpp_stacks(environment: Mapping[str, str]) -> None:
+    """Keep torch's warnings from C++ off the terminal, each with its stack, when another rank or the store has gone:
+    what has happened is in one line of ours. Errors stay, and `TORCH_CPP_LOG_LEVEL` decides where it is set.
+    """
+    if "TORCH_CPP_LOG_LEVEL" in environment:
+        return
+    with suppress(OSError, ValueError):  # a torch without that flag
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
+        level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+        level.value = max(level.value, _ERRORS_IN_CPP)
 
 
 def rank() -> int:

@@ -5,7 +5,8 @@ seconds, and three times what 99 of 100 gaps took in the same phase (steps, an e
 every rank writes its stacks to ``logs/hang-rank<N>.txt`` and posts to the process group's store where its main thread
 is and which collectives it has begun (torch's flight recorder); one of them compares, and says it in a sentence. A rank
 that posts nothing is stopped, or holds Python's lock: it is named as well. After `supervision.hang_seconds` all ranks
-end, so that they can be started again.
+end, so that they can be started again; at once where a stop is asked for meanwhile. What goes on by itself was slow,
+and no hang. While a rank is in a debugger, nothing is watched on any of them.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from typing import IO, Any, Final
 import torch.distributed
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from framework.engine.protocol import EVALUATING, STARTING, STEPS
-from framework.errors import EXIT_TRAINING, counted
+from framework.engine.protocol import EVALUATING, SAVING, STARTING, STEPS
+from framework.errors import EXIT_NO_PROGRESS, EXIT_TRAINING, counted
+from framework.system.debugger import is_at_prompt as is_at_prompt_of
 from framework.system.log import report_event
 from framework.system.parent_watch import report_end
 from framework.system.stopping import announce
@@ -42,16 +44,24 @@ _USUAL: Final = 0.99  # of the gaps of a phase
 _GAPS_OF_LATE: Final = 500
 # Where nothing is known of a phase yet. Operators and kernels are compiled in the first steps, as in an evaluation.
 _UNKNOWN_SECONDS: Final = 600.0
-_STEPS_TO_KNOW: Final = 2  # whose gaps tell something of those that follow
-_GAPS_TO_KNOW: Final = {EVALUATING: 3}  # of which the first one is no batch's
+_STEPS_TO_KNOW: Final = 2  # in whose gaps kernels are compiled, which tell nothing of those that follow
+_GAPS_TO_KNOW: Final = {EVALUATING: 2}  # the same, of which the first one is no batch's
 # What may rightly take as long as ranks wait for each other in a save: only steps and evaluations end before.
 _SHORT: Final = (STEPS, EVALUATING)
 _LONG_SECONDS: Final = 7200.0
 _SETTLE_SECONDS: Final = 2.0  # in which every rank has seen it, and posted
+# What nothing is saved from may be ended so long after a stop was asked for, if it was named before.
+_STOP_SECONDS: Final = 60.0
+# Functions of torch in which a graph or an extension is compiled, by module; a graph's backward in a thread of its own.
+_COMPILERS: Final = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx", "torch.utils.cpp_extension")
 _SPEAKERS: Final = 8  # ranks that may compare: it takes two requests for each rank
 _LIBRARIES: Final = ("site-packages", "dist-packages", sysconfig.get_paths()["stdlib"])
 _OWN: Final = str(Path(__file__).resolve().parents[1])
 _RECORDERS: Final = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
+_FIRST_STEPS: Final = "the first steps"
+_AT_PROMPT: Final = "at-prompt"
+_HANG: Final = "hang"
+_SLOW: Final = "slow"
 _numbers = itertools.count()
 
 State = Mapping[str, Any]
@@ -61,18 +71,29 @@ group.
 
 
 @contextmanager
-def watching(*, logs: Path, end_seconds: float, least_seconds: float = _LEAST_SECONDS) -> Iterator[HangWatch]:
+def watching(
+    *, logs: Path, end_seconds: float, least_seconds: float = _LEAST_SECONDS, asked: Callable[[], str] = str
+) -> Iterator[HangWatch]:
     """Watch this rank from its start to its end.
 
     Args:
         logs: folder for the stacks.
         end_seconds: without a sign of life after which this process ends; 0 for never.
         least_seconds: without one before ranks are looked at.
+        asked: returns the request to stop this process, if there was one, whatever the main thread waits for.
     """
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     store: Store | None = _get_default_store() if world_size > 1 else None
     own = None if store is None else PrefixStore(f"hang/{next(_numbers)}", store).clone()
-    watch = HangWatch(own, rank=rank, world_size=world_size, logs=logs, end_seconds=end_seconds, least=least_seconds)
+    watch = HangWatch(
+        own,
+        rank=rank,
+        world_size=world_size,
+        logs=logs,
+        end_seconds=end_seconds,
+        least=least_seconds,
+        asked=asked,
+    )
     watch.start()
 
     try:
@@ -107,20 +128,31 @@ class Gaps:
 
     def __init__(self) -> None:
         self._of: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_GAPS_OF_LATE))
+        self._first: dict[str, list[float]] = defaultdict(list)
 
     def noted(self, phase: str) -> Callable[[float], None]:
         """Return what notes a gap of a phase."""
         return self._of[phase].append
 
-    def is_known(self, phase: str) -> bool:
-        """Check whether there is something to compare with."""
-        return len(self._of[phase]) >= _GAPS_TO_KNOW.get(phase, 1)
+    def noted_first(self, phase: str, seconds: float) -> bool:
+        """Note one of the first gaps of a phase, in which kernels are compiled, apart; false where it is later."""
+        first = self._first[phase]
+        is_first = len(first) < _GAPS_TO_KNOW.get(phase, 0)
+        if is_first:
+            first.append(seconds)
+        return is_first
+
+    def excused(self, phase: str, seconds: float) -> None:
+        """Note a gap in which something was compiled: the shortest of those counts until there is another one."""
+        self._first[phase].append(seconds)
 
     def limit(self, phase: str, *, least: float) -> float:
         """Seconds without a sign of life after which a phase is looked at."""
-        if not self.is_known(phase):
-            return max(least, _UNKNOWN_SECONDS)
         gaps = sorted(self._of[phase].copy())
+        if not gaps and phase == STEPS:
+            gaps = sorted(self._first[phase])[:1]
+        if not gaps:
+            return max(least, _UNKNOWN_SECONDS)
         return max(least, _TIMES_USUAL * gaps[math.ceil(_USUAL * len(gaps)) - 1])
 
 
@@ -128,10 +160,21 @@ class HangWatch:
     """One rank's part."""
 
     def __init__(
-        self, store: Store | None, *, rank: int, world_size: int, logs: Path, end_seconds: float, least: float
+        self,
+        store: Store | None,
+        *,
+        rank: int,
+        world_size: int,
+        logs: Path,
+        end_seconds: float,
+        least: float,
+        asked: Callable[[], str] = str,
     ) -> None:
         self._store, self._rank, self._world_size, self._logs = store, rank, world_size, logs
-        self._end_seconds, self._least = end_seconds, least
+        self._end_seconds, self._least, self._asked = end_seconds, least, asked
+        self._asked_at = math.inf
+        self._num_compiled = 0
+        self._is_at_prompt = self._was_paused = False
         self._step, self._at = 0, time.monotonic()
         self._first: int | None = None  # of the steps
         self._gaps = Gaps()
@@ -143,6 +186,8 @@ class HangWatch:
         self._stacks: IO[str] | None = None
         self._stalled: tuple[float, str, int] | None = None  # since when, in which phase, after which step
         self._is_reported = False
+        self._kind = ""  # of the stall that this rank has described
+        self._said_at = 0
         self._posts: list[int] = []  # of every rank, when this one first looked
         self._settle = _SETTLE_SECONDS / 2
 
@@ -160,16 +205,25 @@ class HangWatch:
     def beat(self, step: int) -> None:
         """Note that the loop goes on."""
         now = time.monotonic()
-        self._note(now - self._at)
+        self._note_gap(now - self._at)
         self._step, self._at = step, now
 
     def enter(self, phase: str) -> str:
         """Begin a phase, and return the one that ends by it, to go back to it; in an empty one nothing is watched."""
         before, now = self.phase, time.monotonic()
-        self._note(now - self._at)
+        self._note_gap(now - self._at)
         self._at = now
         self.phase, self._note = phase, self._gaps.noted(phase)
         return before
+
+    def _note_gap(self, seconds: float) -> None:
+        """Note a gap of the phase that it is of, unless something was compiled in it."""
+        num_compiled = _num_compiled()
+        if self._is_first(self.phase) or num_compiled != self._num_compiled or self._was_paused:
+            self._num_compiled, self._was_paused = num_compiled, False
+            self._gaps.excused(self.phase, seconds)
+        elif self.phase not in _GAPS_TO_KNOW or not self._gaps.noted_first(self.phase, seconds):
+            self._note(seconds)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -202,6 +256,12 @@ class HangWatch:
 
     def _watch(self) -> None:
         while not self._closing.wait(_LOOK_SECONDS):
+            if self._waits_for_people():
+                faulthandler.cancel_dump_traceback_later()
+                self._at, self._was_paused = time.monotonic(), True
+                self._stalled = None
+                self._go_on()
+                continue
             phase = self.phase  # before the time, which is stored before it
             seconds, limit = time.monotonic() - self._at, self._limit(phase)
             if not phase:
@@ -216,8 +276,52 @@ class HangWatch:
                 self._stalled = self._at, phase, self._step
                 self._write_stacks()
             self._compare(seconds, limit)
+            self._end_if_asked(seconds, phase)
             if self._end_seconds and seconds > max(self._end_seconds, 0.0 if phase in _SHORT else _LONG_SECONDS):
                 self._end(seconds)
+
+    def _waits_for_people(self) -> bool:
+        """Check whether a rank is in a debugger: whoever types there is left alone, and so are the ranks that wait."""
+        is_at_prompt = is_at_prompt_of(self._main)
+        if self._store is None:
+            return is_at_prompt
+        with suppress(RuntimeError):  # the store has gone with rank 0
+            if is_at_prompt != self._is_at_prompt:
+                self._store.add(_AT_PROMPT, 1 if is_at_prompt else -1)
+                self._is_at_prompt = is_at_prompt
+            # Asked of the store only where it matters: when this rank is about to say that nothing goes on.
+            if not is_at_prompt and time.monotonic() - self._at >= self._limit(self.phase):
+                return self._store.add(_AT_PROMPT, 0) > 0
+        return is_at_prompt
+
+    def _end_if_asked(self, seconds: float, phase: str) -> None:
+        """End this process where a stop is asked for and nothing goes on: it would wait for a step that does not come,
+        until its grace period is over.
+        """
+        asked = self._asked()
+        if not asked:
+            return
+        now = time.monotonic()
+        self._asked_at = min(self._asked_at, now)
+        kind = self._kind_of_stall()
+        if kind == _HANG or (kind == _SLOW and phase != SAVING and now - self._asked_at > _STOP_SECONDS):
+            line = f"{asked}: {_begin(phase, seconds)}, so no step comes after which to save; the end [hang]"
+            self._note_stall("hang", until=now)
+            report_end(line)
+            announce(f"rank {self._rank}: {line}")
+            os._exit(EXIT_NO_PROGRESS)
+
+    def _kind_of_stall(self) -> str:
+        """What the rank that compares has said of this stall: a hang, or what may be slow; empty before."""
+        if self._store is None:
+            return self._kind
+        with suppress(RuntimeError):
+            for step in (self._step, self._step - 1, self._step + 1):
+                key = _verdict_key(step)
+                if self._store.check([key]):
+                    return self._store.get(key).decode()
+            return ""
+        return self._kind or _HANG  # the store has gone with rank 0, which has ended
 
     def _guard(self, seconds: float) -> None:
         """Have the stacks written by a thread of C, should this one not come to run again: where code holds Python's
@@ -238,23 +342,27 @@ class HangWatch:
 
     def _go_on(self) -> None:
         if self._stalled is not None:
-            self._note_stall(until=self._at)
-        self._stalled, self._is_reported = None, False
+            self._note_stall("slow", until=self._at)
+        if self._kind and self._store is not None:
+            with suppress(RuntimeError):
+                self._store.delete_key(_verdict_key(self._said_at))
+        self._stalled, self._is_reported, self._kind = None, False, ""
         self._posts, self._settle = [], _SETTLE_SECONDS / 2
 
-    def _note_stall(self, *, until: float) -> None:
+    def _note_stall(self, kind: str, *, until: float) -> None:
         assert self._stalled is not None
         since, phase, step = self._stalled
-        report_event("hang", step=step, seconds=round(until - since, 1), phase=phase)
+        report_event(kind, step=step, seconds=round(until - since, 1), phase=phase)
 
     def _state(self, seconds: float) -> dict[str, Any]:
         place = place_of(sys._current_frames().get(self._main))
         return {
             "seconds": round(seconds, 1),
-            "phase": "the first steps" if self._is_first(self.phase) else self.phase,
+            "phase": _FIRST_STEPS if self._is_first(self.phase) else self.phase,
             "step": self._step,
             "place": place,
             "calls": collectives(),
+            "compiles": is_compiling(),
         }
 
     def _compare(self, seconds: float, limit: float) -> None:
@@ -285,13 +393,19 @@ class HangWatch:
         self._report(states)
 
     def _report(self, states: Mapping[int, State]) -> None:
-        if not self._is_reported:
-            self._is_reported = True
-            announce(f"warning: {sentence(states, world_size=self._world_size)}; stacks in {self._logs} [hang]")
+        if self._is_reported or _compiles(states):
+            return
+        self._is_reported = True
+        self._kind = kind_of(states, world_size=self._world_size)
+        self._said_at = self._step
+        if self._store is not None:
+            with suppress(RuntimeError):
+                self._store.set(_verdict_key(self._step), self._kind)
+        announce(f"warning: {sentence(states, world_size=self._world_size)}; stacks in {self._logs} [{self._kind}]")
 
     def _end(self, seconds: float) -> None:
         line = f"{_begin(self.phase, seconds)} (supervision.hang_seconds); the warning before says where [hang]"
-        self._note_stall(until=time.monotonic())
+        self._note_stall("hang", until=time.monotonic())
         report_end(line)
         announce(f"rank {self._rank}: {line}")
         os._exit(EXIT_TRAINING)
@@ -315,6 +429,42 @@ def place_of(frame: FrameType | None) -> str:
         if innermost in (own, None)
         else f"{line} ({innermost.f_code.co_name} of {innermost.f_globals.get('__name__', '?')})"
     )
+
+
+def is_compiling() -> bool:
+    """Check whether torch compiles a graph or an extension, in any thread."""
+    for frame in sys._current_frames().values():
+        of_thread: FrameType | None = frame
+        while of_thread is not None:
+            if of_thread.f_globals.get("__name__") in _COMPILERS:
+                return True
+            of_thread = of_thread.f_back
+    return False
+
+
+def _num_compiled() -> int:
+    """Frames that torch.compile has looked at in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["frames"]["total"])
+
+
+def _verdict_key(step: int) -> str:
+    return f"verdict/{step}"
+
+
+def _compiles(states: Mapping[int, State]) -> bool:
+    """Check whether one that the others wait for compiles something, and not for too long."""
+    return any(state.get("compiles") and state["seconds"] < _UNKNOWN_SECONDS for state in states.values())
+
+
+def kind_of(states: Mapping[int, State], *, world_size: int) -> str:
+    """Return whether ranks that wait are to be called a hang: where one does not answer, or is in a step. A save or a
+    callback may rightly take long.
+    """
+    outside = [state for state in states.values() if _waits_in(state) is None]
+    if len(states) < world_size or not outside:
+        return _HANG
+    return _HANG if all(state["phase"] in (*_SHORT, _FIRST_STEPS) for state in outside) else _SLOW
 
 
 def collectives() -> dict[str, dict[str, Any]]:

@@ -13,6 +13,7 @@ import asyncio
 import math
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -45,6 +46,12 @@ _MEANING: Final = {
     EXIT_PEER_LOST: "it lost another rank",
     EXIT_NO_PROGRESS: "no progress",
     EXIT_CONFIG: "configuration refused",
+}
+_OF_NATIVE_CODE: Final = ", in native code: /dev/shm too small (df /dev/shm), or a library"
+_HINTS: Final[Mapping[int, str]] = {
+    signal.SIGKILL: ", out of memory?",
+    signal.SIGSEGV: _OF_NATIVE_CODE,
+    signal.SIGBUS: _OF_NATIVE_CODE,
 }
 _LESS_MEMORY: Final = (
     "reduce data.num_workers, data.prefetch_batches, batch.micro_size or the offload to the CPU, or give the "
@@ -236,7 +243,7 @@ def how_ended(code: int, *, lacked_memory: bool = False) -> str:
     if lacked_memory:
         return f"killed by the kernel for lack of host memory ({code}); {_LESS_MEMORY} [out-of-host-memory]"
     if code > 128 and code - 128 in set(signal.Signals):
-        hint = ", out of memory?" if code == 128 + signal.SIGKILL else ""
+        hint = _HINTS.get(code - 128, "")
         return f"killed by {signal.Signals(code - 128).name} ({code}{hint})"
     meaning = _MEANING.get(code)
     return f"ended with {code}" + (f" ({meaning})" if meaning else "")

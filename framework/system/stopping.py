@@ -97,6 +97,16 @@ class StopRequest:
         self._insistence = Insistence()
         self._number: int | None = None
         self._when_asked: Callable[[], None] | None = None
+        self._wakeups = -1  # of a process that only lends its handlers, where C's handler writes each signal
+        self._woken_by = ""
+
+    def asked(self) -> str:
+        """Return the name of the first signal, also while the main thread is in C++ and has not run its handler."""
+        if not (self.signal or self._woken_by) and self._wakeups >= 0:
+            with suppress(OSError):
+                names = [signal.Signals(number).name for number in os.read(self._wakeups, 64) if number in SIGNALS]
+                self._woken_by = next(iter(names), "")
+        return self.signal or self._woken_by
 
     @property
     def signal(self) -> str:
@@ -186,9 +196,51 @@ class StopRequest:
         for number in before:
             signal.signal(number, handle)
         try:
-            yield
+            with _wakeups() as self._wakeups:
+                yield
         finally:
+            self._wakeups = -1
             put_back(before)
+
+
+_lent: set[int] = set()  # ends of pipes that C's handler writes to
+
+
+@contextmanager
+def _wakeups() -> Iterator[int]:
+    """Yield the end of a pipe where C's handler writes the number of each signal; -1 where the process has a use for
+    that of its own, as one with an event loop has.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if before != -1:
+        signal.set_wakeup_fd(before)
+    else:
+        _lent.add(writer)
+        _keep_from_children()
+    try:
+        yield -1 if before != -1 else reader
+    finally:
+        if writer in _lent:
+            _lent.discard(writer)
+            now = signal.set_wakeup_fd(-1)
+            if now not in (writer, -1):  # an event loop that began meanwhile
+                signal.set_wakeup_fd(now)
+        os.close(reader)
+        os.close(writer)
+
+
+@cache
+def _keep_from_children() -> None:
+    """What is sent to a child, as the end of a data loader sends it to its workers, is no request to this process."""
+
+    def let_go() -> None:
+        if _lent:
+            signal.set_wakeup_fd(-1)
+
+    os.register_at_fork(after_in_child=let_go)
 
 
 def announce(line: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from framework.system.debugger import is_at_prompt
 from framework.system.log import note
 from framework.system.stopping import announce
 
@@ -32,7 +33,8 @@ def waiting(what: str, *, usually: str = "", limit_seconds: float | None = None)
         return
     done = threading.Event()
     _open.append(done)
-    threading.Thread(target=_speak, args=(done, what, usually, limit_seconds), name="waiting", daemon=True).start()
+    arguments = (done, what, usually, limit_seconds, threading.get_ident())
+    threading.Thread(target=_speak, args=arguments, name="waiting", daemon=True).start()
     try:
         yield
     finally:
@@ -40,13 +42,13 @@ def waiting(what: str, *, usually: str = "", limit_seconds: float | None = None)
         _open.remove(done)
 
 
-def _speak(done: threading.Event, what: str, usually: str, limit_seconds: float | None) -> None:
+def _speak(done: threading.Event, what: str, usually: str, limit_seconds: float | None, waits: int) -> None:
     began, wait = time.time(), _FIRST_SECONDS
     until = f", until {_clock(began + limit_seconds)}" if limit_seconds is not None else ""
     expected = f" (usually {usually})" if usually else ""
     while not done.wait(wait):
         wait = _AGAIN_SECONDS
-        if _open and _open[-1] is done:
+        if _open and _open[-1] is done and not is_at_prompt(waits):
             line = f"waiting for {what} since {_clock(began)}, {time.time() - began:.0f} s{expected}{until}"
             note(line)
             announce(line)

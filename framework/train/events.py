@@ -26,8 +26,8 @@ class Events:
 
     A line is ``{"time_seconds": Unix time, "step": n, "kind": ..., "seconds": duration where it has one, ...}``. Kinds:
     ``start`` and ``resume``, ``first_step``, ``evaluate``, ``save``, ``callbacks``, ``skip``, ``bad_step``,
-    ``roll_back``, ``warning``, ``straggler``, ``hang``, ``stop``, ``end``; ``reached`` is the last step of an earlier
-    start that is taken again.
+    ``roll_back``, ``warning``, ``straggler``, ``slow``, ``hang``, ``stop``, ``end``; ``reached`` is the last step of an
+    earlier start that is taken again.
 
     Attributes:
         restarts: how often the run was started before.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from framework.engine import hang_watch
 from framework.engine.hang_watch import Gaps, HangWatch, Watched, place_of, sentence
 from framework.engine.protocol import EVALUATING, SAVING, STEPS
 from tests.launched import ROOT
@@ -72,10 +74,11 @@ def test_each_phase_has_a_limit_of_its_own() -> None:
         gaps.noted(STEPS)(0.25)
     assert gaps.limit(STEPS, least=0.5) == 0.75, "gaps of long ago are forgotten"
     for seconds in (0.001, 30.0):
-        gaps.noted(EVALUATING)(seconds)
+        assert gaps.noted_first(EVALUATING, seconds)
         assert gaps.limit(EVALUATING, least=10.0) == 600.0, "the first gap is before a batch, the next one compiles"
+    assert not gaps.noted_first(EVALUATING, 0.1)
     gaps.noted(EVALUATING)(0.1)
-    assert gaps.limit(EVALUATING, least=10.0) == 90.0
+    assert gaps.limit(EVALUATING, least=10.0) == 10.0, "a slow first batch makes no later hang wait"
 
 
 def test_what_a_watch_knows_of_steps(tmp_path: Path) -> None:
@@ -95,6 +98,135 @@ def test_what_a_watch_knows_of_steps(tmp_path: Path) -> None:
     later.enter("")
     Watched(later, lambda step: "")(7)
     assert (later.phase, later._limit(STEPS)) == (STEPS, 50.0), "looked at in half the time to the end"
+
+
+class Clock:
+    """Stands where `time` does in the watch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(hang_watch.time, "monotonic", lambda: self.now)
+
+
+def watch_of(folder: Path, **terms: Any) -> HangWatch:
+    return HangWatch(None, rank=0, world_size=1, logs=folder, **({"end_seconds": 0.0, "least": 10.0} | terms))
+
+
+@pytest.mark.parametrize("first", [40.0, 300.0])
+def test_a_slow_first_step_makes_no_later_hang_wait(
+    first: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    watch = watch_of(tmp_path)
+    ask = Watched(watch, lambda step: "")
+    watch.enter(STEPS)
+    for step, seconds in enumerate((first, 0.3, 0.3, 0.3)):
+        ask(step)
+        clock.now += seconds
+    ask(4)
+    assert watch._limit(STEPS) == 10.0
+    monkeypatch.setattr(hang_watch, "_num_compiled", lambda: 1)
+    clock.now += first  # another shape: torch.compile compiles again
+    ask(5)
+    assert watch._limit(STEPS) == 10.0
+    clock.now += 20.0
+    ask(6)
+    assert watch._limit(STEPS) == 60.0, "of what was not compiled, the longest counts"
+
+
+def looked(watch: HangWatch, monkeypatch: pytest.MonkeyPatch, times: int = 1) -> None:
+    """Let the thread of a watch look so often."""
+    left = [False] * times + [True]
+    monkeypatch.setattr(watch, "_closing", SimpleNamespace(wait=lambda _: left.pop(0)))
+    watch._watch()
+
+
+@pytest.fixture
+def stalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Stalled:
+    return Stalled(tmp_path, monkeypatch)
+
+
+class Stalled:
+    """A watch whose steps have stopped coming; what it writes as events, and with which code it ends its process."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked, self.events, self.codes, self.at_prompt = "", [], [], False
+        self.clock, self._monkeypatch = Clock(monkeypatch), monkeypatch
+        monkeypatch.setattr(hang_watch, "report_event", lambda kind, **values: self.events.append((kind, values)))
+        monkeypatch.setattr(hang_watch.os, "_exit", self.codes.append)
+        monkeypatch.setattr(hang_watch, "is_at_prompt_of", lambda _: self.at_prompt)
+        monkeypatch.setattr(hang_watch, "collectives", dict)
+        self.watch = watch_of(folder, end_seconds=100.0, asked=lambda: self.asked)
+        self.ask = Watched(self.watch, lambda step: "")
+        self.watch.enter(STEPS)
+        for step in range(6):
+            self.ask(step)
+            self.clock.now += 0.1
+
+    def look(self, seconds: float = 0.0) -> None:
+        self.clock.now += seconds
+        looked(self.watch, self._monkeypatch)
+
+
+@pytest.mark.parametrize(("phase", "kind"), [(STEPS, "hang"), (SAVING, "slow"), ("a callback", "slow")])
+def test_what_goes_on_by_itself_was_slow(
+    stalled: Stalled, phase: str, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with stalled.watch.during(phase):
+        stalled.look(700.0 if phase != STEPS else 12.0)
+        assert f"[{kind}]" in capfd.readouterr().err
+    stalled.ask(6)
+    stalled.codes.clear()  # a save of 700 s is let be, steps of 12 s as well
+    stalled.look()
+    ((event, values),) = stalled.events
+    assert (event, values["phase"]) == ("slow", phase)
+    assert stalled.codes == []
+
+
+@pytest.mark.parametrize("comes_first", ["hang", "request"])
+def test_a_stop_in_a_hang_ends_at_once(stalled: Stalled, comes_first: str, capfd: pytest.CaptureFixture[str]) -> None:
+    if comes_first == "request":
+        stalled.asked = "SIGTERM"
+        stalled.look(5.0)
+        assert stalled.codes == [], "the step may still come"
+    stalled.look(12.0)
+    assert "[hang]" in capfd.readouterr().err
+    stalled.asked = "SIGTERM"
+    stalled.look()
+    assert set(stalled.codes) == {77}
+    assert stalled.events[0][0] == "hang"
+    assert "SIGTERM: no step for 1" in capfd.readouterr().err or comes_first == "request"
+
+
+def test_a_stop_in_a_slow_save_waits_for_it_and_in_a_callback_for_a_minute(stalled: Stalled) -> None:
+    with stalled.watch.during(SAVING):
+        stalled.look(700.0)
+        stalled.asked = "SIGTERM"
+        stalled.look()
+        stalled.look(120.0)
+        assert stalled.codes == []
+    with stalled.watch.during("a callback"):
+        stalled.look(700.0)
+        assert stalled.codes == [77], "it was asked long ago"
+
+
+def test_whoever_is_in_a_debugger_is_left_alone(stalled: Stalled, capfd: pytest.CaptureFixture[str]) -> None:
+    stalled.at_prompt = True
+    for _ in range(5):
+        stalled.look(600.0)
+    assert (capfd.readouterr().err, stalled.codes, stalled.events) == ("", [], [])
+    stalled.at_prompt = False
+    stalled.look(5.0)
+    assert capfd.readouterr().err == ""
+    stalled.look(6.0)
+    assert "warning: no step for 11 s" in capfd.readouterr().err
+
+
+def test_a_rank_that_compiles_is_not_named() -> None:
+    compiling = state(40, "model.py:3 in forward") | {"compiles": True}
+    assert hang_watch._compiles({0: WAITS, 1: compiling})
+    assert not hang_watch._compiles({0: WAITS, 1: compiling | {"seconds": 700.0}})
+    assert not hang_watch._compiles({0: WAITS, 1: state(40, "model.py:3 in forward")})
 
 
 def test_the_place_is_the_users_line() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
 from framework.engine.rendezvous import explaining_rendezvous, is_lost_peer, lost_peer
 from framework.errors import PeerLostError, TrainingError, explaining
+from tests.launched import ROOT
+from tests.warm_ranks import WarmRanks
 
 DUPLICATE = (
     "NCCL error in: /pytorch/torch/csrc/distributed/NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for "
@@ -97,6 +100,20 @@ def test_what_nccl_refuses_here_is_told_in_its_last_words(
     assert reported.value.exit_code == 70
     assert reported.value.is_of_one_rank
     assert isinstance(reported.value.__cause__, DistBackendError)
+
+
+@pytest.mark.slow
+def test_stacks_of_torch_s_warnings_do_not_reach_the_terminal(tmp_path: Path, warm: WarmRanks) -> None:
+    """Each of them is 30 lines of C++; what other code writes there stays."""
+    script = ROOT / "tests/jobs/store_gone.py"
+    job = warm.start([], num_ranks=2, folder=tmp_path / "said", script=script)
+    codes = job.wait(120)
+    stated = job.stated()
+    assert sorted(codes) == [70, 76], stated
+    assert stated.count("asked: ") == 3
+    assert "a line of a library in C" in stated
+    assert "frame #" not in stated
+    assert "TCPStore" not in stated
 
 
 def test_nccl_without_last_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,6 +308,8 @@ def test_the_cause_is_not_who_only_lost_somebody() -> None:
         (76, "ended with 76 (it lost another rank)"),
         (137, "killed by SIGKILL (137, out of memory?)"),
         (134, "killed by SIGABRT (134)"),
+        (139, "killed by SIGSEGV (139, in native code: /dev/shm too small (df /dev/shm), or a library)"),
+        (135, "killed by SIGBUS (135, in native code: /dev/shm too small (df /dev/shm), or a library)"),
         (255, "ended with 255"),
     ],
 )

@@ -210,3 +210,34 @@ assert not request.signal""",
     process.communicate(timeout=30)
     # `listening` has read on to "ready"; a failed assertion would have ended the process before it.
     assert process.returncode == -9
+
+
+STUCK_IN_C = """
+import ctypes, os, signal, sys, threading, time
+from framework.system.stopping import StopRequest
+request = StopRequest()
+
+def look():
+    assert request.asked() == ""
+    os.kill(os.getpid(), signal.SIGTERM)
+    deadline = time.monotonic() + 10
+    while not request.asked() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    print(request.asked(), repr(request.signal), flush=True)
+    os._exit(0)
+
+mutex = ctypes.create_string_buffer(64)
+libc = ctypes.CDLL(None)
+with request.handling():
+    libc.pthread_mutex_lock(mutex)
+    threading.Thread(target=look).start()
+    libc.pthread_mutex_lock(mutex)  # for good, and no signal ends it
+"""
+
+
+def test_a_request_is_known_while_the_main_thread_is_in_c() -> None:
+    """Python runs no handler then; `fit` in a script has no thread that reads signals."""
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK_IN_C], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "SIGTERM ''\n", done.stderr

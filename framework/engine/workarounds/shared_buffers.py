@@ -1,7 +1,9 @@
-"""Files of 66 MiB per rank that DeepSpeed's shared-memory op leaves in /dev/shm: nobody in DeepSpeed up to
-0.19.8 calls what unlinks them (csrc/cpu/comm/shm.cpp `shared_close`).
+"""Files of 66 MiB per rank that DeepSpeed's shared-memory op makes in /dev/shm and leaves there: nobody in DeepSpeed up
+to 0.19.8 calls what unlinks them (csrc/cpu/comm/shm.cpp `shared_close`). Where they do not fit, it maps what it has not
+written, and the rank ends by SIGSEGV or SIGBUS.
 
-A run removes its own at its end. What a killed run left is removed at the start of the next one on that host.
+A run removes its own at its end. What a killed run left is removed at the start of the next one on that host. A start
+looks first whether they fit.
 """
 
 from __future__ import annotations
@@ -14,16 +16,56 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from framework.errors import ConfigError, counted
+
 SHARED_MEMORY: Final = Path("/dev/shm")
 _NAME: Final = "deepspeed_allreduce_buffer"
 # Between the making of a file and the moment at which its ranks have mapped it; then it shows in /proc.
 _YOUNG_SECONDS: Final = 60.0
+# Of a rank: two small buffers and two large ones (csrc/cpu/comm/shm.cpp `struct allreduce_workspace`).
+_BUFFER_BYTES: Final = 66 << 20
+_TO_BE_REMOVED_SECONDS: Final = 2.0
+
+
+def refuse_small_memory(environment: Mapping[str, str], *, folder: Path = SHARED_MEMORY) -> None:
+    """Refuse to start where the buffers of this host's ranks do not fit; before the ranks meet, so that none of them
+    has made its own yet.
+
+    Raises:
+        ConfigError: kind ``shm-small``.
+    """
+    world_size = environment.get("WORLD_SIZE", "1")
+    local_size = environment.get("LOCAL_SIZE", "0")  # csrc/cpu/comm/shm_interface.cpp asks for no other name
+    if world_size != local_size or not local_size.isdecimal():
+        return  # ranks on several hosts, or not counted: the op makes none
+    needed = int(local_size) * _BUFFER_BYTES
+    deadline = time.monotonic() + _TO_BE_REMOVED_SECONDS
+    while (free := _free_bytes(folder, own=_own_pattern(environment))) is not None and free < needed:
+        if environment.get("LOCAL_RANK", "0") == "0" or time.monotonic() > deadline:
+            raise ConfigError.of(
+                "shm-small",
+                f"{free / 2**20:.0f} MiB are free there, and DeepSpeed takes {needed / 2**20:.0f} for "
+                f"{counted(int(local_size), 'rank')} on processors",
+                "make it larger (docker run --shm-size=1g; in a pod an emptyDir of medium Memory mounted there; "
+                "mount -o remount,size=1g /dev/shm), or start fewer ranks",
+                key=str(folder),
+            )
+        time.sleep(0.1)  # the first rank removes what a killed run left
+
+
+def _free_bytes(folder: Path, *, own: str) -> int | None:
+    """Space in a folder, that of files which this job will write anew included: those of its start before."""
+    try:
+        found = os.statvfs(folder)
+        taken = sum(path.stat().st_blocks * 512 for path in folder.glob(own))
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize + taken
 
 
 def remove_own_buffers(environment: Mapping[str, str], *, folder: Path = SHARED_MEMORY) -> None:
     """Remove those of this job, when no rank needs them any more."""
-    address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
-    for buffer in folder.glob(f"{_NAME}_{os.getuid()}_{address}_{port}_*"):
+    for buffer in folder.glob(_own_pattern(environment)):
         with suppress(OSError):
             buffer.unlink()
 
@@ -46,6 +88,11 @@ def remove_dead_buffers(
                 path.unlink()
                 removed.append(path)
     return removed
+
+
+def _own_pattern(environment: Mapping[str, str]) -> str:
+    address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+    return f"{_NAME}_{os.getuid()}_{address}_{port}_*"
 
 
 def _is_ours_and_older(path: Path, latest: float) -> bool:

@@ -1,0 +1,32 @@
+"""Whether a thread is stopped in a debugger or at a prompt, where nobody is to be hurried."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+_DEBUGGERS: Final = ("bdb", "pdb", "pudb", "debugpy", "pydevd", "_pydevd", "celery.contrib.rdb", "remote_pdb")
+_MODULES: Final = ("IPython.core.debugger", "IPython.terminal.debugger", "IPython.terminal.embed", "code")
+_OWN: Final = str(Path(__file__).resolve().parents[1])
+
+
+def is_at_prompt(thread: int) -> bool:
+    """Check whether code that this package has called is in a debugger, or in a prompt of its own. A notebook's and
+    IPython's own frames are around the call, and those of a tracer, such as one that measures coverage, are not there.
+    """
+    return any(_is_debugger(frame) for frame in _called(sys._current_frames().get(thread)))
+
+
+def _called(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames of a thread from the innermost to the first of ours."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_OWN):
+        yield frame
+        frame = frame.f_back
+
+
+def _is_debugger(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    return name in _MODULES or name.partition(".")[0].startswith(_DEBUGGERS) or name in _DEBUGGERS
