@@ -32,6 +32,7 @@ from framework.errors import FrameworkError, TrainingError
 from framework.models.layers import Layer, recompute
 from framework.plan.balance import Bounds
 from framework.plan.plan import Plan
+from framework.tasks.loss_checks import refuse_without_graph
 from framework.tasks.task import Task
 
 # Batches per stage that are evaluated in one go: enough to fill the pipeline, few enough to hold in memory.
@@ -199,7 +200,9 @@ class _LastStageLoss:
     def __call__(self, outputs: Any, held: _Held) -> torch.Tensor:
         if self.sums is None:
             assert self.of_step is not None
-            return self.of_step(outputs, held.targets)
+            loss = self.of_step(outputs, held.targets)
+            refuse_without_graph(loss, outputs)
+            return loss
         self.sums.add(self._task.measure(outputs, held.targets), counts=next(self.counts))
         return torch.zeros((), device=device())
 

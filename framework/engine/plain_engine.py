@@ -31,6 +31,7 @@ from framework.models.tiled_loss import output_head, wanting_loss
 from framework.plan.plan import Plan
 from framework.system.log import warn
 from framework.tasks.causal_lm import CausalLM
+from framework.tasks.loss_checks import refuse_without_graph
 from framework.tasks.masked_lm import MaskedLM
 from framework.tasks.task import Task
 
@@ -112,7 +113,10 @@ class PlainEngine(BaseEngine):
                 phases.enter("forward")
                 with self._tiles(targets):
                     with collected_routings() as routings:
-                        loss = self._loss(task.forward(engine, inputs), targets)
+                        outputs = task.forward(engine, inputs)
+                        loss = self._loss(outputs, targets)
+                    refuse_without_graph(loss, outputs)
+                    del outputs  # the backward pass needs the memory
                     phases.enter("backward")
                     engine.backward(sum((one.loss for one in routings), loss), scale_wrt_gas=is_divided)
                 reported += [(one.balance, one.dropped) for one in routings]

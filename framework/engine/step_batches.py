@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from framework.engine.gradient_sums import GradientSums
 from framework.errors import ConfigError
 from framework.models.adapt import channels_last
-from framework.tasks.loss_checks import refuse_first_sum, refuse_without_graph
+from framework.tasks.loss_checks import refuse_first_sum
 from framework.tasks.model_loss import ModelLoss
 from framework.tasks.task import Positions, Ratio, Task
 
@@ -197,10 +197,9 @@ class StepLoss:
 
         Raises:
             ConfigError: kind ``task-loss-result``, where `loss` and `count` of the task do not belong together, or the
-                first loss is a sum over the batch; kind ``loss-without-graph``.
+                first loss is a sum over the batch.
         """
         loss = self._task.loss(outputs, targets)
-        refuse_without_graph(loss, outputs)
         if not self._is_checked:
             self._is_checked = True
             refuse_first_sum(self._task, loss, outputs, targets)
@@ -216,8 +215,6 @@ class StepLoss:
             raise ConfigError.of("task-loss-result", reason, fix, "task", type(self._task).__name__)
         if self._later is not None:
             self._later.count(_number(sums[0].count, self._later.device))
-        for ratio in sums:
-            refuse_without_graph(ratio.total, outputs)
         weighted = [ratio.total.float() * scale for ratio, scale in zip(sums, scales, strict=True)]
         return weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
 

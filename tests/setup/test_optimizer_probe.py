@@ -178,9 +178,9 @@ def keeps_a_sum(optimizer: AllWeights, group: dict[str, Any]) -> None:
 
 
 def projects(optimizer: AllWeights, group: dict[str, Any]) -> None:
-    """As AdamP: where a gradient stands upright on its weight."""
+    """As SGDP: where a gradient stands nearly upright on its weight."""
     for one in group["params"]:
-        step = optimizer.state[one]["mean"]
+        step = one.grad
         along = float((one * one.grad).sum() / (one.norm() * one.grad.norm()))
         if abs(along) < 0.1 / one.numel() ** 0.5:
             step = step - one * (one * step).sum() / one.norm() ** 2
