@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import median
 from typing import Any, Final
 
 from framework.report.records import Run
@@ -95,11 +96,12 @@ class _Attempt:
         hangs = self.happened("hang")
         if not hangs:
             return None
-        stamps = [stamp for _, stamp in self.points]
-        for event in self.events:
-            if event["kind"] not in _NOT_REACHED:
-                stamps.append(_stamp(event))
-        has_gone_on = _stamp(hangs[-1]) - _LOOK_SECONDS <= max(stamps, default=-math.inf)
+        noted = _stamp(hangs[-1]) - _LOOK_SECONDS
+        later = [event for event in self.events if event["kind"] not in _NOT_REACHED]
+        later = [event for event in later if _stamp(event) >= noted]
+        if later and later[0]["kind"] == "stop":  # which was asked for while it stood still
+            return hangs[-1]
+        has_gone_on = bool(later) or any(stamp >= noted for _, stamp in self.points)
         return None if has_gone_on else hangs[-1]
 
 
@@ -153,14 +155,10 @@ class _Times:
         self._steps = [step for step, _ in self._stamps]
         self.seconds = self._by_attempt(timed, attempts)
         self.waits = self._by_attempt(waits, attempts)
-        num_steps = sum(weight for _, weight, _ in _weighted(timed))
-        spent = 0.001 * sum(weight * value for _, weight, value in _weighted(timed))
-        firsts = [_seconds(first) for attempt in attempts if (first := attempt.first_step())]
-        firsts = [seconds for seconds in firsts if seconds]
-        self.is_timed = spent > 0
-        self.usual = spent / max(1.0, num_steps)
-        if num_steps > len(firsts) and spent > sum(firsts):
-            self.usual = (spent - sum(firsts)) / (num_steps - len(firsts))
+        # Of a run that has several points the first one pays for compiling; a slow step is no usual one.
+        each = [0.001 * value for _, _, value in _weighted(timed)]
+        self.is_timed = sum(each) > 0
+        self.usual = median(each[1:] or each or [0.0])
 
     def _by_attempt(self, series: Series, attempts: Sequence[_Attempt]) -> dict[int, list[tuple[float, float]]]:
         """Number of a start -> Unix time and seconds of each point; of a thinned series a point may have the time of

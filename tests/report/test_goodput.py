@@ -74,7 +74,7 @@ def test_all_that_events_tell_of(tmp_path: Path) -> None:
         line |= {"time/step_ms": milliseconds, "time/data_ms": 4.0} if milliseconds else {}
     found = goodput(read_run(write_run(tmp_path / "run", lines=lines, events=events)))
     assert found is not None
-    compiling = 3.2 - 0.2 - (26.0 - 3.2) / 99  # without the waits of its interval, and a usual step
+    compiling = 3.2 - 0.2 - 0.2  # without the waits of its interval, and a usual step
     assert found.parts == pytest.approx(
         {
             "start-up": 5.0 - 1.5,
@@ -338,3 +338,20 @@ def test_points_that_a_full_disk_has_cost_are_training_all_the_same(tmp_path: Pa
     assert parts["saving"] == pytest.approx(6.0)
     job.lines = []
     assert job.parts()["training"] + job.parts().get("compiling", 0.0) == pytest.approx(7.1, rel=0.03)
+
+
+def test_a_stop_that_was_asked_for_in_a_hang_leaves_it_one(tmp_path: Path) -> None:
+    job = Ledger(tmp_path)
+    job.start()
+    job.take_first(waits=0.0, compiles=1.0)
+    job.take(20)
+    job.take(works=30.0 + STEP_SECONDS)
+    job.note("hang", seconds=30.0, phase="steps")
+    job.note("stop", signal="SIGTERM")
+    job.beside("save", 1.0)
+    job.end()
+    assert job.parts()["hanging"] == pytest.approx(30.0)
+    job.events = [event | {"kind": "slow"} if event["kind"] == "hang" else event for event in job.events]
+    parts = job.parts()
+    assert "hanging" not in parts
+    assert parts["training"] == pytest.approx(job.spent["training"], rel=0.01)

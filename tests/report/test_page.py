@@ -239,7 +239,7 @@ def test_a_hundred_thousand_points_are_a_page_of_less_than_two_megabytes(tmp_pat
     lines = ({"step": step, "time": step} | dict.fromkeys(keys, random()) for step in range(1, 100_001))
     folder = write_run(tmp_path / "long", lines=list(lines))
     runs = [read_run(folder)]
-    assert len(runs[0].metrics["train/loss"].steps) == 100_000
+    assert 10_000 <= len(runs[0].metrics["train/loss"].steps) <= 20_000
     assert len(page(runs)) < 500_000
     shorter = [read_run(write_run(tmp_path / "shorter", lines=points(range(1, 5_001))))]
     assert len(page(shorter * 8)) < 2_000_000
