@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Final
 
 import torch
@@ -169,6 +169,12 @@ class OpenEngine:
         """The model as it is trained; at ZeRO stage 3 its weights are spread."""
         return self._of.module  # type: ignore[no-any-return]
 
+    def gathered(self, module: torch.nn.Module | None = None) -> AbstractContextManager[torch.nn.Module]:
+        """Return a context in which the weights of the model, or of one of its modules, are whole at every ZeRO stage.
+        What all ranks write into them alike is kept. Collective.
+        """
+        return self._engine.written.gathered(module)
+
     def move(self, batch: Any) -> Any:
         """A batch on this rank's device, in the type that the model wants."""
         batches = self._engine._batches
@@ -228,10 +234,13 @@ class OpenEngine:
 
     def step(self) -> None:
         """Clip and step, behind the last of `batch.accumulation_steps` micro-batches; nothing behind the others."""
+        before = self.steps_taken
         self._passes.end()
         self._catch_up()
         with explaining_overflow(self._of):
             self._of.step()
+        if self.steps_taken > before and self.steps_taken % self._plan.config.training.log_every == 0:
+            self._engine.written.refuse()
         self._follow_step()
 
     def _catch_up(self) -> None:

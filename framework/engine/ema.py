@@ -7,7 +7,7 @@ skipped after an overflow never reaches them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,8 +21,13 @@ from framework.config.run_config import RunConfig
 class WeightAverage:
     """The average of one engine's weights: ema = decay x ema + (1 - decay) x weights after every so many steps."""
 
-    def __init__(self, engine: deepspeed.DeepSpeedEngine, config: RunConfig) -> None:
-        """Begin with the next step of the engine, from the weights that it then has, if an average is wanted."""
+    def __init__(
+        self, engine: deepspeed.DeepSpeedEngine, config: RunConfig, *, before: Callable[[], object] = lambda: None
+    ) -> None:
+        """Begin with the next step of the engine, from the weights that it then has, if an average is wanted. `before`
+        is called before the weights are exchanged.
+        """
+        self._before = before
         self._engine, self._settings = engine, config.training.ema
         self._is_measured = config.evaluation.weights == "ema"
         self._first: dict[torch.Tensor, torch.Tensor] = {}  # of the step that is being taken
@@ -40,6 +45,7 @@ class WeightAverage:
         if not self._is_measured:
             yield
             return
+        self._before()
         self._exchange()
         yield
         self._exchange()

@@ -24,6 +24,7 @@ from framework.data.failures import death_of_worker
 from framework.engine.distributed import claims_error_report
 from framework.engine.extensions import failure_of_compiler
 from framework.engine.rendezvous import is_lost_peer, lost_peer
+from framework.engine.written_weights import written_while_spread
 from framework.errors import TrainingError, explaining, in_one_line, printable
 from framework.plan.out_of_memory import in_one_sentence, kind_of, shortage_of
 from framework.plan.plan import Plan
@@ -86,6 +87,9 @@ def known_failure(error: BaseException, plan: Plan | None = None) -> str:
         return f"the device has no memory left{_explained(lacks, error, plan)}; {way_out} [out-of-memory]"
     if refused := failure_of_compiler(error):
         return str(refused)
+    written = written_while_spread(error, place=_place(error))
+    if written:
+        return written
     if is_torchs and (operation := _NOT_DETERMINISTIC.search(stated)):
         return (
             f"{printable(operation[1])} gives other bits in every run on this device; set "

@@ -42,6 +42,7 @@ from framework.engine.workarounds.gradient_order import keep_gradient_order
 from framework.engine.workarounds.half_without_zero import taking_no_empty_step
 from framework.engine.workarounds.idle_measurements import leave_out_measurements
 from framework.engine.workarounds.module_buffers import share_buffers
+from framework.engine.written_weights import WrittenWeights
 from framework.errors import ConfigError, explaining
 from framework.models.adapt import LR_RATIO, parameter_groups
 from framework.plan.plan import Plan
@@ -71,6 +72,7 @@ def initialize(
     of the ranks, where a tensor group divides weights.
     """
     _refuse_number_types(plan, model)
+    _refuse_renorms(plan, model)
     forget_autocast()
     deepspeed.utils.groups.mpu = None  # DeepSpeed keeps that of an earlier engine of the process
     named = {names[parameter]: parameter for parameter in model.parameters()}
@@ -146,6 +148,17 @@ def _refuse_number_types(plan: Plan, model: torch.nn.Module) -> None:
             raise ConfigError.of("weight-type", f"{reason}{at}", fix, "model")
 
 
+def _refuse_renorms(plan: Plan, model: torch.nn.Module) -> None:
+    """Torch shortens the rows that a rank looks up, and no others: copies of the weight would drift apart."""
+    if plan.layout.data_parallel_size * plan.layout.sequence_size == 1:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.max_norm is not None:
+            reason = f"{name} has max_norm, which shortens in each rank's copy the rows that its own batch looks up"
+            fix = "leave it out and shorten all rows in a callback (docs/callbacks.md), or train on one rank"
+            raise ConfigError.of("weight-differs-between-ranks", reason, fix, "model")
+
+
 def _scalar_refusal(error: BaseException) -> ConfigError | None:
     """At stage 3 DeepSpeed sends bytes in many places: there a weight without dimensions is refused."""
     if "dim() cannot be 0 to view" not in str(error):
@@ -197,6 +210,7 @@ class Step:
 
     def read(self) -> Mapping[str, float]:
         loss = {"train/loss": float(self.read_loss())}  # first: by it the device has been waited for
+        self.engine.written.refuse()
         engine, own = self.engine, loss | self.further() | self.engine.phases.read() | memory_metrics()
         slow = engine.stragglers
         shared = over_ranks(own) if slow is None else over_ranks(own, partial(slow.note, engine.engine.global_steps))
@@ -242,7 +256,8 @@ class BaseEngine:
         # First: what stands between the engine and its optimizer later sees the groups that are stepped.
         self._freezing = StepwiseFreezing(engine, plan.config.training.freeze, names())
         self._leaves_out_frozen = plan.config.training.lora is not None
-        self._average = WeightAverage(engine, plan.config)
+        self.written = WrittenWeights(engine, names, log_every=plan.config.training.log_every)
+        self._average = WeightAverage(engine, plan.config, before=self.written.carry)
         self._files = use_atomic_files(engine)
         self.kept_norm = keep_norm(engine, stages=stages)
         self.phases = phases_of(engine)
@@ -270,7 +285,9 @@ class BaseEngine:
     ) -> Mapping[str, FileRecord]:
         self.trained_weights.refuse_changes()
         share_buffers(self.engine)  # so that a run that is resumed, where all have what is saved, is the unbroken one
-        with collective_timeout() if open_file is NewFile else nullcontext():
+        self.written.carry()
+        self.written.refuse()
+        with self.written.saved(), collective_timeout() if open_file is NewFile else nullcontext():
             return save_bytes(
                 self.engine,
                 self._files,
@@ -295,6 +312,7 @@ class BaseEngine:
         else:
             state = load_bytes(self.engine, checkpoint.folder, checkpoint.tag, partly=partly)
         self._average.after_load()
+        self.written.reset()
         return state
 
     def description(self) -> dict[str, Any]:
@@ -323,6 +341,7 @@ class BaseEngine:
 
     def close(self) -> None:
         self._freezing.close()
+        self.written.close()
         self.engine.destroy()
 
     def name_module(self, name: str) -> str:

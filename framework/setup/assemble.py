@@ -37,6 +37,7 @@ from framework.engine.rank_groups import RankGroups, make_groups
 from framework.engine.step_batches import HALF
 from framework.engine.tensor_cut import TensorCut
 from framework.engine.weights import put_layer_weights, put_weights
+from framework.engine.written_weights import written_while_spread
 from framework.errors import ConfigError, in_one_line
 from framework.models.adapt import as_fp32, prepare_model
 from framework.models.adapters import add_adapters
@@ -210,7 +211,16 @@ def make_callbacks(engine: Engine, prepared: Prepared) -> Callbacks:
         for group in of.optimizer.param_groups:
             group["lr"] *= factor
 
-    return Callbacks(prepared.parts.callbacks, gather=gather, is_main=rank() == 0, model=of.module, scale_lr=scale_lr)
+    assert isinstance(engine, BaseEngine)
+    return Callbacks(
+        prepared.parts.callbacks,
+        gather=gather,
+        is_main=rank() == 0,
+        model=of.module,
+        scale_lr=scale_lr,
+        gathered=engine.written.gathered,
+        explain=written_while_spread,
+    )
 
 
 def make_profiler(engine: Engine, plan: Plan, folder: RunFolder, *, start_step: int) -> Profiler | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Literal
@@ -41,6 +42,7 @@ class State:
         is_main: whether this process is rank 0.
         model: the module as it is trained; at ZeRO stage 3 its weights are spread.
         requests: filled by the methods.
+        gathering: what `gathered` calls.
     """
 
     step: int
@@ -50,6 +52,13 @@ class State:
     is_main: bool
     model: Any
     requests: Requests
+    gathering: Callable[..., AbstractContextManager[Any]] = nullcontext
+
+    def gathered(self, module: Any = None) -> AbstractContextManager[Any]:
+        """Return a context in which the weights of the model, or of one of its modules, are whole at every ZeRO stage.
+        What all ranks write into them alike is kept. Collective: on every rank, or on none.
+        """
+        return self.gathering(module)
 
     def stop(self, reason: str = "") -> None:
         """End the run as if this were its last step: evaluated and saved where that is due at the end."""
@@ -87,6 +96,8 @@ class Callbacks:
         is_main: bool,
         model: Any = None,
         scale_lr: Callable[[float], object] = lambda factor: None,
+        gathered: Callable[..., AbstractContextManager[Any]] = nullcontext,
+        explain: Callable[[Exception], str] = lambda error: "",
     ) -> None:
         """Take objects with some of the methods of `EVENTS`.
 
@@ -97,6 +108,8 @@ class Callbacks:
             is_main: whether this is rank 0.
             model: what is trained.
             scale_lr: multiplies the optimizer's rates.
+            gathered: makes weights whole.
+            explain: returns the line of a known failure, or nothing.
         """
         self._named = [(f"{type(one).__name__} {number}", one) for number, one in enumerate(callbacks)]
         self._calls = {
@@ -104,6 +117,7 @@ class Callbacks:
             for event in EVENTS
         }
         self._gather, self._is_main, self._model, self._scale_lr = gather, is_main, model, scale_lr
+        self._gathered, self._explain = gathered, explain
         self._requests = Requests()
 
     def __bool__(self) -> bool:
@@ -122,16 +136,15 @@ class Callbacks:
             TrainingError: kind ``callback-failed``: one raised.
         """
         view = MappingProxyType(metrics)
-        state = State(step, total_steps, epoch, view, self._is_main, self._model, self._requests)
+        state = State(step, total_steps, epoch, view, self._is_main, self._model, self._requests, self._gathered)
         for name, method in self._calls[event]:
             try:
                 method(state)
             except Exception as error:
                 frame = traceback.extract_tb(error.__traceback__)[-1]
-                failed = TrainingError(
-                    f"step {step}: callback {name}: {event} raised "
-                    f"{in_one_line(error, longest=300)} ({frame.filename}:{frame.lineno}) [callback-failed]"
-                )
+                known = self._explain(error)
+                line = f" raised {in_one_line(error, longest=300)} ({frame.filename}:{frame.lineno}) [callback-failed]"
+                failed = TrainingError(f"step {step}: callback {name}: {event}{f': {known}' if known else line}")
                 failed.is_of_one_rank = True
                 raise failed from error
         if event not in _REPORTED:
