@@ -39,13 +39,17 @@ from framework.engine.distributed import gather
 from framework.errors import TrainingError
 
 _MOST_AT_ONCE: Final = 2**24  # numbers: what is compared needs memory
-_MOST_BLOCKS: Final = 2**16  # sums of a flat buffer, by which a weight is found
+_MOST_BLOCKS: Final = 2**11  # sums of a flat buffer, by which a weight is found
 # Torch leaves these before it looks at memory, where a tensor has no elements (aten/src/ATen/native/Distributions.cpp),
 # and on GPUs those for lists of tensors (aten/src/ATen/native/cuda/MultiTensorApply.cuh).
 _DRAWS: Final = ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
 _UNREACHABLE: Final = "Cannot access data pointer of Tensor"  # c10/core/StorageImpl.h
 _LOADED: Final = re.compile(r"size mismatch for (\S+): [^\n]*the shape in current model is torch\.Size\(\[0\]\)")
 _spread: Final[dict[int, str]] = {}  # storages that stand for spread weights -> their names
+
+
+Pairs = list[tuple[Tensor, Tensor]]
+"""Weights of the module and what is stepped for them."""
 
 
 class WrittenWeights:
@@ -61,6 +65,9 @@ class WrittenWeights:
         self._sums: list[Tensor | None] = [None] * len(self._groups)  # of what all ranks of a group should have alike
         self._shares: dict[int, Tensor] = {}  # sums after a step of shares whose copy lies elsewhere
         self._written: dict[int, Tensor] = {}  # 1 where such a share was written
+        self._places: list[int] = []
+        self._same: Pairs = []
+        self._others: list[Pairs] = []
         self._spread: _SpreadWeights | None = None
         if hasattr(self._optimizer, "fp32_partitioned_groups_flat"):
             self._spread = _SpreadWeights(engine, names())
@@ -156,12 +163,22 @@ class WrittenWeights:
     def _carry(self) -> None:
         for group in self._groups:
             self._put_back(group)
-        pairs = [(low, copy) for low, copy in self._pairs() if not (_is_apart(low, copy) or _is_same(low, copy))]
-        same = [(low, copy) for low, copy in pairs if low.dtype == copy.dtype]
+        same, others = self._views()
         if same:
             torch._foreach_copy_([copy for _, copy in same], [low for low, _ in same])
-        for some in _batches([(low, copy) for low, copy in pairs if low.dtype != copy.dtype]):
+        for some in others:
             _take_over(some)
+
+    def _views(self) -> tuple[Pairs, list[Pairs]]:
+        """List the pairs of one type, and batches of the others: as before, while all lie where they lay."""
+        pairs = self._pairs()
+        places = [one.data_ptr() for pair in pairs for one in pair]
+        if places != self._places:
+            near = [(low, copy) for low, copy in pairs if not (_is_apart(low, copy) or _is_same(low, copy))]
+            self._same = [(low, copy) for low, copy in near if low.dtype == copy.dtype]
+            self._others = list(_batches([(low, copy) for low, copy in near if low.dtype != copy.dtype]))
+            self._places = places
+        return self._same, self._others
 
     def _put_back(self, group: _FlatGroup) -> None:
         """Put what was bound to a weight (`weight.data = ...`) where DeepSpeed keeps it."""
@@ -245,7 +262,7 @@ class WrittenWeights:
         first, last = self._since + 1, max(self._engine.global_steps, self._since + 1)
         return f"step {last}" if first >= last else f"steps {first} to {last}"
 
-    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+    def _pairs(self) -> Pairs:
         """This rank's shares of the module, and the copies that are stepped for them."""
         optimizer = self._optimizer
         if self._spread is not None:
@@ -256,7 +273,7 @@ class WrittenWeights:
         if self._groups:
             return [(group.share(), group.copy().data) for group in self._groups]
         if isinstance(optimizer, FP16_Optimizer):
-            found = list[tuple[Tensor, Tensor]]()
+            found = Pairs()
             for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
                 pieces = flat.data.split([one.numel() for one in group])
                 found += [(one.data, piece.view_as(one)) for one, piece in zip(group, pieces, strict=True)]
@@ -365,8 +382,9 @@ class _SpreadWeights:
         self.forget()
 
     def forget(self) -> None:
-        ends = torch.iinfo(torch.int64)
-        self._ends = torch.full((len(self._weights), 2), ends.min, device=self._device)  # largest sum and negated least
+        least = torch.iinfo(torch.int32).min
+        shape = len(self._weights), 2  # the largest sum and the negated least
+        self._ends = torch.full(shape, least, dtype=torch.int32, device=self._device)
         self._lost = torch.zeros(len(self._weights), dtype=torch.bool, device=self._device)
         self.has_news = False
 
@@ -596,9 +614,6 @@ def _is_same(low: Tensor, copy: Tensor) -> bool:
     return low.data_ptr() == copy.data_ptr()
 
 
-Pairs = list[tuple[Tensor, Tensor]]
-
-
 def _batches(pairs: Pairs) -> Iterator[Pairs]:
     """Cut pairs into lists of as many numbers as may be compared at once."""
     batch: Pairs = []
@@ -633,15 +648,15 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _as_numbers(flat: Tensor) -> Tensor:
-    """See the bits of a tensor as whole numbers, of which a sum is exact and alike in any order."""
+    """See the bits of a tensor as whole numbers, of which a sum is alike in any order, also where it overflows."""
     size = flat.element_size()
-    if size == 2 and flat.numel() % 2 == 0 and flat.storage_offset() % 2 == 0:
+    if size == 8 or (size == 2 and flat.numel() % 2 == 0 and flat.storage_offset() % 2 == 0):
         return flat.view(torch.int32)
-    return flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+    return flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[size])
 
 
 def _total(flat: Tensor) -> Tensor:
-    return _as_numbers(flat.contiguous()).sum(dtype=torch.int64)
+    return _as_numbers(flat.contiguous()).sum(dtype=torch.int32)
 
 
 def _block_size(count: int) -> int:
@@ -653,10 +668,10 @@ def _sums(flat: Tensor) -> Tensor:
     numbers = _as_numbers(flat.detach())
     size = _block_size(numbers.numel())
     whole = numbers.numel() // size
-    sums = numbers[: whole * size].view(whole, size).sum(1, dtype=torch.int64)
+    sums = numbers[: whole * size].view(whole, size).sum(1, dtype=torch.int32)
     if whole * size == numbers.numel():
         return sums
-    return torch.cat((sums, numbers[whole * size :].sum(dtype=torch.int64).view(1)))
+    return torch.cat((sums, numbers[whole * size :].sum(dtype=torch.int32).view(1)))
 
 
 def _differing(sums: Tensor, process_group: Any) -> list[int]:
