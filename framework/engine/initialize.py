@@ -287,7 +287,7 @@ class BaseEngine:
         share_buffers(self.engine)  # so that a run that is resumed, where all have what is saved, is the unbroken one
         self.written.carry()
         self.written.refuse()
-        with self.written.saved(), collective_timeout() if open_file is NewFile else nullcontext():
+        with self.written.unguarded(), collective_timeout() if open_file is NewFile else nullcontext():
             return save_bytes(
                 self.engine,
                 self._files,
@@ -308,9 +308,11 @@ class BaseEngine:
                     for one, name in names.items()
                     if one.requires_grad or not isinstance(one, torch.nn.Parameter)
                 }
-            state = move_in(self.engine, checkpoint, names=names, layout=self._layout)
+            with self.written.unguarded():
+                state = move_in(self.engine, checkpoint, names=names, layout=self._layout)
         else:
-            state = load_bytes(self.engine, checkpoint.folder, checkpoint.tag, partly=partly)
+            with self.written.unguarded():
+                state = load_bytes(self.engine, checkpoint.folder, checkpoint.tag, partly=partly)
         self._average.after_load()
         self.written.reset()
         return state

@@ -19,7 +19,8 @@ import functools
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from traceback import walk_tb
 from types import MethodType
 from typing import Any, Final
@@ -133,10 +134,8 @@ class WrittenWeights:
                 "ranks have alike [weight-differs-between-ranks]"
             )
 
-    def saved(self) -> Any:
-        """Return a context in which DeepSpeed may write spread weights into files, as the empty tensors that they
-        are.
-        """
+    def unguarded(self) -> AbstractContextManager[None]:
+        """Return a context in which DeepSpeed may save and load spread weights as the empty tensors that they are."""
         return _unguarded(self._spread)
 
     def close(self) -> None:
@@ -171,14 +170,20 @@ class WrittenWeights:
 
     def _views(self) -> tuple[Pairs, list[Pairs]]:
         """List the pairs of one type, and batches of the others: as before, while all lie where they lay."""
-        pairs = self._pairs()
-        places = [one.data_ptr() for pair in pairs for one in pair]
+        places = [one.data_ptr() for one in self._compared()]
         if places != self._places:
-            near = [(low, copy) for low, copy in pairs if not (_is_apart(low, copy) or _is_same(low, copy))]
+            near = [(low, copy) for low, copy in self._pairs() if not (_is_apart(low, copy) or _is_same(low, copy))]
             self._same = [(low, copy) for low, copy in near if low.dtype == copy.dtype]
             self._others = list(_batches([(low, copy) for low, copy in near if low.dtype != copy.dtype]))
             self._places = places
         return self._same, self._others
+
+    def _compared(self) -> Iterator[Tensor]:
+        optimizer = self._optimizer
+        if not _is_half(optimizer):
+            return chain(*self._pairs())
+        copies = getattr(optimizer, "fp32_groups", None) or [optimizer.fp32_groups_flat]
+        return chain(*optimizer.fp16_groups, *copies)
 
     def _put_back(self, group: _FlatGroup) -> None:
         """Put what was bound to a weight (`weight.data = ...`) where DeepSpeed keeps it."""
@@ -368,6 +373,7 @@ class _SpreadWeights:
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, names: Names) -> None:
         self._optimizer, self._device = engine.optimizer, engine.device
+        self._is_exact = not engine.zero_quantized_weights()  # or what is gathered is not what is kept
         self._weights = [weight for weight in engine.module.parameters() if hasattr(weight, "ds_id")]
         self._names = [names.get(weight, "?") for weight in self._weights]
         self._numbers = {weight: number for number, weight in enumerate(self._weights)}
@@ -458,7 +464,8 @@ class _SpreadWeights:
 
     def _keep(self, weight: Any) -> None:
         kept, whole = weight.ds_tensor, weight.data
-        if whole.numel() != weight.ds_numel or hasattr(kept, "ds_quant_scale") or kept.numel() != kept.ds_numel:
+        is_exact = self._is_exact and not hasattr(kept, "ds_quant_scale")
+        if not is_exact or whole.numel() != weight.ds_numel or kept.numel() != kept.ds_numel:
             return
         start, own = _place(weight)
         number = self._numbers.get(weight)
