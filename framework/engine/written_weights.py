@@ -60,7 +60,6 @@ class WrittenWeights:
         """Look from the engine's next step on; `names` are the plain names of its weights."""
         self._engine, self._optimizer, self._names = engine, engine.optimizer, names
         self._log_every = log_every
-        self._known = set(engine.module.parameters())
         self._began = self._since = engine.global_steps
         self._groups = _flat_groups(self._optimizer)
         self._sums: list[Tensor | None] = [None] * len(self._groups)  # of what all ranks of a group should have alike
@@ -117,10 +116,6 @@ class WrittenWeights:
         Raises:
             TrainingError: kind ``weight-written`` or ``weight-differs-between-ranks``.
         """
-        strange = [one for one in self._engine.module.parameters() if one.requires_grad and one not in self._known]
-        if strange:
-            reason = "was put in the place of another one, which DeepSpeed goes on training"
-            raise self._refusal(self._named(strange), reason, "write into it in place: weight.data.copy_(...)")
         lost, differing = self._found()
         when = self._when()
         self._forget()

@@ -45,7 +45,6 @@ SPREAD = {
 REFUSED = {
     "unlike:2": r"steps 1 to 4: weight 0.weight was written, and not alike .* \[weight-differs-between-ranks\]",
     "unlike:3": r"steps 1 to 4: weight 0.weight was written, and not alike .* \[weight-differs-between-ranks\]",
-    "replace:2": r"step 1: weight 2.weight was put in the place of another one, .* \[weight-written\]",
     "max_norm:0": r"model: rows has max_norm, .* or train on one rank \[weight-differs-between-ranks\]",
 }
 ALONE = ["max_norm:1", "max_norm:3"]

@@ -167,10 +167,6 @@ def draw(model: nn.Module, step: int) -> None:
     weight_of(model, 0).data.normal_(std=0.1)
 
 
-def replace(model: nn.Module, step: int) -> None:
-    model.get_submodule("2").weight = nn.Parameter(weight_of(model, 2).data.clone())
-
-
 def set_fp32(model: nn.Module, step: int) -> None:
     if step == 3:
         for weight in model.parameters():
@@ -323,7 +319,6 @@ CASES: dict[str, Callable[[str, int, str], dict[str, Any]]] = {
     "spread_teacher": partial(fitted, kind=Taught),
     "spread_loop": spread_loop,
     "unlike": partial(fitted, write=redraw_unlike, training={"log_every": 4}),
-    "replace": partial(fitted, write=replace),
 }
 
 
