@@ -26,7 +26,7 @@ from tests.ports import free_ports
 
 pytestmark = pytest.mark.timing
 
-HELLO = hello(0, slots=1, host="a", clock=1.0, facts={"torch": "2.15"})
+HELLO = hello(0, slots=1, host="a", machine="", clock=1.0, facts={"torch": "2.15"})
 
 
 def refused(members: Members, *, kinds: tuple[str, ...]) -> list[str]:
