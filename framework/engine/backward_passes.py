@@ -50,11 +50,14 @@ class BackwardPasses:
         """Add the gradients of a loss to those since the last step. Weights of `others` get none.
 
         Raises:
-            UsageError: the loss has no graph, or is no single number.
+            UsageError: the loss is no single number.
             TrainingError: a second pass cannot be added here; or an earlier one has failed.
         """
         self.refuse_broken("backward")
-        _refuse_no_loss(loss)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = tuple(getattr(loss, "shape", ()))
+            reason = f"{type(loss).__name__} of shape {shape} is no loss; take its mean"
+            raise UsageError(f"backward: {reason} [task-loss-result]")
         earlier = self._earlier_gradients()
         with self.running(others):
             self._has_begun = True
@@ -151,17 +154,6 @@ def _refuse_gradient(weight: torch.nn.Parameter) -> None:
         raise UsageError(
             f"backward: {reason}; call engine.backward(loss), not loss.backward() [backward-not-of-engine]"
         )
-
-
-def _refuse_no_loss(loss: Any) -> None:
-    reason = ""
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        shape = tuple(getattr(loss, "shape", ()))
-        reason = f"{type(loss).__name__} of shape {shape} is no loss; take its mean"
-    elif not loss.requires_grad:
-        reason = "the loss has no graph: it was computed under no_grad, detached, or all weights in it are frozen"
-    if reason:
-        raise UsageError(f"backward: {reason} [no-gradient]")
 
 
 @contextmanager

@@ -27,7 +27,8 @@ _REFUSED = {
     "offload": r"backward: a second one before step\(\): .*; add the losses .* batch.accumulation_steps.*"
     r"\[several-backwards\]",
     "no_pass": r"step: no backward since the last step.* \[step-without-backward\]",
-    "no_graph": r"backward: the loss has no graph.* \[no-gradient\]",
+    "no_graph": r"backward: no gradient can be computed of the loss.* \[loss-without-graph\]",
+    "no_number": r"backward: Tensor of shape \(3,\) is no loss; take its mean \[task-loss-result\]",
     "foreign": r"backward: .*call engine.backward\(loss\), not loss.backward\(\) \[backward-not-of-engine\]",
     "broken": r"step: an earlier backward pass has failed.* \[backward-failed\]",
     "shared": r"model: 0.weight is a weight of shared's model as well; .* \[weights-of-two-engines\]",

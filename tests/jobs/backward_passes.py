@@ -224,6 +224,7 @@ def main() -> None:
             batch = batches(0, 0)[0]
             found["no_pass"] = misused("no_pass", lambda engine: engine.step())
             found["no_graph"] = misused("no_graph", lambda engine: engine.backward(torch.tensor(1.0)))
+            found["no_number"] = misused("no_number", lambda engine: engine.backward(torch.ones(3, requires_grad=True)))
             found["foreign"] = misused("foreign", lambda engine: squares(engine, batch).backward())
             found["broken"] = misused("broken", after_a_broken_pass)
             found["shared"] = misused("shared", sharing)
