@@ -90,7 +90,7 @@ def template_problem(text: str, *, file: str) -> Problem | None:
         return None
     line = text.count("\n", 0, match.start()) + 1
     reason = f"a template: {name} stands for something that a script fills in"
-    return Problem("template", reason, "name the file that it writes", file=file, line=line, column=1)
+    return Problem("config-template", reason, "name the file that it writes", file=file, line=line, column=1)
 
 
 def _placeholders(problem: Problem) -> Iterator[str]:

@@ -77,10 +77,10 @@ def test_a_template_is_one_line(name: str, text: str, tmp_path: Path, capsys: py
     assert main(["check", str(path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "a template: " in line
-    assert line.endswith("[template]")
+    assert line.endswith("[config-template]")
     if name.endswith(".json"):
         assert main(["import", str(path)]) == 78
-        assert capsys.readouterr().err.rstrip().endswith("[template]")
+        assert capsys.readouterr().err.rstrip().endswith("[config-template]")
 
 
 def test_what_is_wrong_is_not_taken_for_a_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
