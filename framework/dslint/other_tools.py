@@ -71,7 +71,7 @@ def without_placeholders(problems: Iterable[Problem], *, file: str) -> list[Prob
     more = f" and {len(names) - _LONGEST_LIST} more" if len(names) > _LONGEST_LIST else ""
     reason = f"a template: {shown}{more} stand for values that a script fills in"
     template = Problem(
-        "template", reason, "name the file that it writes", file=file, line=first.line, column=first.column
+        "config-template", reason, "name the file that it writes", file=file, line=first.line, column=first.column
     )
     # What rules find in a template hangs on these values.
     rest = [problem for problem in found if problem.kind == "unknown-key" and not _placeholders(problem)]
