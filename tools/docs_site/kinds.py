@@ -35,14 +35,27 @@ _COMPUTED: Final[dict[str, tuple[str, str]]] = {
         "dslint",
         "it follows from the number of devices; give --num_gpus N, --hostfile FILE or world_size=N",
     ),
+    "callback-failed": ("train", "a method of a callback raised an error; its place is named"),
     "data-model-mismatch": ("plan", "it reads tokens, and lenet, the model, reads images; set data.kind or model.kind"),
     "devices-differ": ("doctor", "nodes differ in it; give every host the same number and kind of devices"),
     "export-exists": ("commands", "it is there already; choose another OUT, or give --force"),
     "host-choice": ("launch", "the hostfile has no such host; name one that it has"),
+    "freeze-needs-groups": (
+        "engine",
+        "the optimizer makes groups of its own; return an optimizer over the groups that it is given",
+    ),
+    "log-not-written": (
+        "engine",
+        "the disk refuses lines of a rank's log; they are kept and written when there is room",
+    ),
     "model-data-image-size": ("plan", "the digits data has 28 pixels; set model.image_size: 28"),
     "model-data-in-channels": ("plan", "the digits data has 1 channel(s); set model.in_channels: 1"),
     "model-data-mismatch": ("plan", "it reads images, and text, the data, has tokens; set model.kind or data.kind"),
     "not-expressible": ("dslint", "a run config has no such key; remove it, or train with the JSON itself"),
+    "requires-grad-changed": (
+        "engine",
+        "the flag of a weight has changed since the start; freeze it from the start, or by training.freeze with steps",
+    ),
     "secret-in-the-job": (
         "deploy",
         "everybody who may read the job would read it; put it into a Secret, or export it where sbatch is called",
@@ -57,6 +70,7 @@ _COMPUTED: Final[dict[str, tuple[str, str]]] = {
     "topology-unknown": ("launch", "nobody says how many nodes there are; give --nnodes, or set NNODES"),
     "warmup-decay-peak": ("dslint", "left out, WarmupDecayLR trains at 0.001; set scheduler.params.warmup_max_lr"),
     "warmup-peak": ("dslint", "left out, WarmupLR trains at 0.001; set scheduler.params.warmup_max_lr"),
+    "weight-replaced": ("engine", "the model has another weight than at the start; change its numbers in place"),
     "weight-type": ("engine", "a weight has a type that DeepSpeed cannot train; convert it, or set precision.dtype"),
 }
 
