@@ -21,7 +21,7 @@ from framework.config.deepspeed_words import SCHEDULES
 from framework.engine.bad_steps import StepWatch
 from framework.engine.checkpoint_bytes import load_bytes, move_in, save_bytes
 from framework.engine.collective_timeout import collective_timeout
-from framework.engine.distributed import device, gather, rank
+from framework.engine.distributed import device, gather
 from framework.engine.ema import WeightAverage
 from framework.engine.expert_parallel import declaring_experts, with_expert_groups
 from framework.engine.freezing import StepwiseFreezing
@@ -76,7 +76,7 @@ def initialize(
     forget_autocast()
     deepspeed.utils.groups.mpu = None  # DeepSpeed keeps that of an earlier engine of the process
     named = {names[parameter]: parameter for parameter in model.parameters()}
-    _refuse_nothing_to_train(plan, model, is_stage=layers is not None)
+    _refuse_nothing_to_train(model)
     freeze = plan.config.training.freeze
     groups_of_weights = parameter_groups(named, plan.config.optimizer, layers=layers, freeze=freeze)
     stepped = with_expert_groups(model, groups_of_weights)
@@ -105,22 +105,17 @@ def initialize(
     return engine
 
 
-def _refuse_nothing_to_train(plan: Plan, model: torch.nn.Module, *, is_stage: bool) -> None:
-    """Torch's optimizers refuse an empty list of weights, in words of their own."""
+def _refuse_nothing_to_train(model: torch.nn.Module) -> None:
+    """Torch's optimizers refuse an empty list of weights, in words of their own. Stages of a pipeline without one are
+    found when it is cut.
+    """
     if any(parameter.requires_grad for parameter in model.parameters()):
         return
-    has_weights = any(True for _ in model.parameters())
     reason = "none of the model's weights is trained: requires_grad is False for all of them"
-    if not has_weights:
+    if not list(model.parameters()):
         reason = "the model has no weights"
     fix = "set requires_grad_(True) for those that are to be trained, or training.lora"
-    if not is_stage:
-        raise ConfigError.of("nothing-to-train", reason, fix, "model")
-    reason = f"stage {plan.layout.stage_of(rank())} of the pipeline holds no weight that is trained"
-    fix = "set parallel.stages so that each stage has one, or parallel.pipe: 1"
-    error = ConfigError.of("nothing-to-train", reason, fix, "parallel.pipe", plan.config.parallel.pipe)
-    error.is_of_one_rank = True
-    raise error
+    raise ConfigError.of("nothing-to-train", reason, fix, "model")
 
 
 def _with_group_rates(ds_config: Mapping[str, Any], groups: Sequence[Any]) -> dict[str, Any]:
