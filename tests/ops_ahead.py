@@ -49,14 +49,15 @@ def load_ops(*, until: Callable[[], bool] = lambda: False) -> None:
     """Compile those that are not there, and load all, or as many as come before `until` holds."""
     from deepspeed.accelerator import get_accelerator
 
-    from framework.engine.extensions import use_own_cache
+    from framework.engine.extensions import quoting_torchs_library, use_own_cache
 
     use_own_cache()
     for builder in BUILDERS:
         if until():
             break
         try:
-            get_accelerator().create_op_builder(builder).load()
+            with quoting_torchs_library():
+                get_accelerator().create_op_builder(builder).load()
         except Exception as error:  # whoever needs the op will say what is wrong
             print(f"{builder}: {error}", file=sys.stderr)
 

@@ -221,14 +221,15 @@ def _warm_up() -> None:
     from deepspeed.comm.torch import build_shm_op
 
     import train  # noqa: F401
-    from framework.engine.extensions import use_own_cache
+    from framework.engine.extensions import quoting_torchs_library, use_own_cache
 
     for module in pkgutil.walk_packages(framework.__path__, "framework."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
 
     use_own_cache()
-    build_shm_op()  # a rank that is killed while it compiles would leave the op broken for all
+    with quoting_torchs_library():
+        build_shm_op()  # a rank that is killed while it compiles would leave the op broken for all
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).step()
     gc.collect()
     gc.freeze()  # ranks look for garbage among their own objects, and leave pages that they share alone

@@ -7,7 +7,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
@@ -15,12 +16,15 @@ from typing import Any, Final
 import torch
 
 from framework.engine.workarounds.compute_capabilities import naming_them_by_numbers
-from framework.errors import ConfigError, explaining, printable
+from framework.errors import ConfigError, explaining, in_one_line, printable
 from framework.plan.compiled_ops import extensions_folder, path_of_compilers
 from framework.system.waiting import waiting
 
 _NOT_BUILT: Final = re.compile(r"Error (?:building|compiling|checking compiler)[^']*(?:'(\w+)')?")
-_COMPLAINT: Final = re.compile(r"\b(fatal error|error|undefined reference|not found|No space left|Killed)\b")
+_COMPLAINT: Final = re.compile(
+    r"\b(fatal error|error|undefined reference|cannot find|not found|No space left|Killed)\b"
+)
+_NO_REASON: Final = ("ninja:", "collect2:", "Set TORCHDYNAMO_VERBOSE")  # of the programs around a compiler
 _LONGEST_COMPLAINT: Final = 300
 _FIX: Final = (
     "repair that on this machine (python -m framework doctor checks compiler, ninja and headers), and start again"
@@ -28,19 +32,27 @@ _FIX: Final = (
 
 
 def use_own_cache() -> None:
-    """Set TORCH_EXTENSIONS_DIR for this process, unless the user has, and let torch find this Python's ninja and its
-    own library.
-
-    torch 2.15 does not quote that path in the linker's command line: a blank would end it.
-    """
+    """Set TORCH_EXTENSIONS_DIR for this process, unless the user has, and let torch find this Python's ninja."""
     os.environ["PATH"] = path_of_compilers(os.environ)
     if "TORCH_EXTENSIONS_DIR" not in os.environ:
         os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions_folder(os.environ, torch_version=torch.__version__))
-    if shlex.quote(torch.__path__[0]) != torch.__path__[0]:
-        from torch.utils import cpp_extension  # here: nobody else needs it before DeepSpeed does
 
-        if not cpp_extension.TORCH_LIB_PATH.startswith("'"):
-            cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
+
+@contextmanager
+def quoting_torchs_library() -> Iterator[None]:
+    """Quote the path of torch's library meanwhile, where a blank in it would end a word for the linker.
+
+    torch 2.15 does not do so itself (utils/cpp_extension.py `_prepare_ldflags`). Its inductor does, for the same name
+    (_inductor/cpp_builder.py `_get_torch_related_args`): with the quotes of both it would find no library.
+    """
+    from torch.utils import cpp_extension  # here: nothing else needs it before DeepSpeed does
+
+    path = cpp_extension.TORCH_LIB_PATH
+    cpp_extension.TORCH_LIB_PATH = shlex.quote(path)
+    try:
+        yield
+    finally:
+        cpp_extension.TORCH_LIB_PATH = path
 
 
 def failure_of_compiler(error: BaseException) -> ConfigError | None:
@@ -49,10 +61,28 @@ def failure_of_compiler(error: BaseException) -> ConfigError | None:
     found = _NOT_BUILT.search(text)
     if not isinstance(error, RuntimeError) or not found:
         return None
-    lines = [line.strip() for line in text.splitlines()[1:] if line.strip()]
-    complaints = [line for line in lines if _COMPLAINT.search(line) and not line.startswith("ninja:")]
-    reason = f"it does not compile: {printable((complaints or lines or [text])[-1])[:_LONGEST_COMPLAINT]}"
+    reason = f"it does not compile: {_last_complaint(text.splitlines()[1:]) or printable(text)[:_LONGEST_COMPLAINT]}"
     return ConfigError.of("op-not-loadable", reason, _FIX, found[1] or "compiler")
+
+
+def failure_of_torch_compile(error: BaseException) -> ConfigError | None:
+    """A refusal (kind ``compile-failed``) where the backend of torch.compile has failed: no batch is to blame."""
+    causes = sys.modules.get("torch._dynamo.exc")  # a run that compiles nothing does not import it
+    if causes is None or not isinstance(error, causes.BackendCompilerFailed):
+        return None
+    # torch/_inductor/exc.py `CppCompileError`: the command, which takes thousands of letters, then its output.
+    _, _, output = str(error).partition("\nOutput:\n")
+    complaint = _last_complaint(output.splitlines()) if output else in_one_line(error, longest=_LONGEST_COMPLAINT)
+    reason = f"torch.compile cannot make code of the model: {complaint}"
+    fix = "repair that on this machine, set training.compile.backend: aot_eager, or training.compile: false"
+    return ConfigError.of("compile-failed", reason, fix, "training.compile")
+
+
+def _last_complaint(output: Iterable[str]) -> str:
+    lines = [line.strip() for line in output]
+    lines = [line for line in lines if line and not line.startswith(_NO_REASON)]
+    complaints = [line for line in lines if _COMPLAINT.search(line)]
+    return printable((complaints or lines or [""])[-1])[:_LONGEST_COMPLAINT]
 
 
 # The whole of a compiler's failure goes to the rank's log, as the cause.
@@ -61,7 +91,9 @@ refusing_what_does_not_compile = partial(explaining, failure_of_compiler)
 
 @contextmanager
 def announcing_compilers() -> Iterator[None]:
-    """Say which of DeepSpeed's ops is waited for meanwhile, where it is compiled, here or by another process."""
+    """Say which of DeepSpeed's ops is waited for meanwhile, where it is compiled, here or by another process; it is
+    compiled in a path with a blank as well.
+    """
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     load = OpBuilder.jit_load
@@ -69,7 +101,7 @@ def announcing_compilers() -> Iterator[None]:
     def announced_load(builder: Any, *arguments: Any, **named: Any) -> Any:
         folder = os.environ.get("TORCH_EXTENSIONS_DIR", "torch's cache")
         what = f"DeepSpeed's op {builder.name}, which is compiled once per machine into {folder}"
-        with waiting(what, usually="a minute or two"), naming_them_by_numbers():
+        with waiting(what, usually="a minute or two"), naming_them_by_numbers(), quoting_torchs_library():
             return load(builder, *arguments, **named)
 
     OpBuilder.jit_load = announced_load

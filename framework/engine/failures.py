@@ -18,14 +18,14 @@ from traceback import walk_tb
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from framework.data.failures import death_of_worker
 from framework.engine.distributed import claims_error_report
-from framework.engine.extensions import failure_of_compiler
+from framework.engine.extensions import failure_of_compiler, failure_of_torch_compile
 from framework.engine.rendezvous import is_lost_peer, lost_peer
 from framework.engine.written_weights import written_while_spread
-from framework.errors import TrainingError, explaining, in_one_line, printable
+from framework.errors import ConfigError, TrainingError, explaining, in_one_line, printable
 from framework.plan.out_of_memory import in_one_sentence, kind_of, shortage_of
 from framework.plan.plan import Plan
 from framework.system.exits import refusing_exits
@@ -33,6 +33,7 @@ from framework.system.exits import refusing_exits
 _NOT_DETERMINISTIC: Final = re.compile(r"([\w.:]+) does not have a deterministic implementation")
 _ANOMALY: Final = re.compile(r"Function '(\w+?)(?:Backward\d*)?' returned nan values")
 _SPARSE: Final = re.compile(r"\bSparse(CPU|CUDA)\b|between dense and sparse Tensors")
+_NOT_OF_ZERO: Final = re.compile(r"'Parameter' object has no attribute '(ds_\w+|all_gather|partition)'")
 _SMALLER_STEPS: Final = (
     "set a smaller batch.micro_size (batch.global_size may stay), training.recompute_every, a higher zero.stage or "
     "zero.offload_optimizer"
@@ -85,7 +86,8 @@ def known_failure(error: BaseException, plan: Plan | None = None) -> str:
     if lacks == "device":
         way_out = _SMALLER_EVALUATION if _is_from_evaluation(error) else _SMALLER_STEPS
         return f"the device has no memory left{_explained(lacks, error, plan)}; {way_out} [out-of-memory]"
-    if refused := failure_of_compiler(error):
+    refused = failure_of_compiler(error) or failure_of_torch_compile(error) or weight_made_late(error)
+    if refused is not None:
         return str(refused)
     written = written_while_spread(error, place=_place(error))
     if written:
@@ -111,6 +113,25 @@ def known_failure(error: BaseException, plan: Plan | None = None) -> str:
         where = _explained("host", error, plan)
         return f"the host has no memory left for this process{where}; {_SMALLER_ON_HOST} [out-of-host-memory]"
     return death_of_worker(error) if is_torchs else ""
+
+
+def weight_made_late(error: BaseException) -> ConfigError | None:
+    """A refusal (kind ``weight-made-late``) where ZeRO stage 3 meets a weight that the model made in its forward."""
+    if not isinstance(error, AttributeError) or not _NOT_OF_ZERO.search(str(error)):
+        return None
+    # DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py: both names are arguments there.
+    names = ("sub_module", "current_submodule", "submodule", "module")
+    frames = [frame.f_locals for frame, _ in walk_tb(error.__traceback__)]
+    modules = [frame[name] for frame in reversed(frames) for name in names if isinstance(frame.get(name), nn.Module)]
+    late = (
+        f"{name} of its {type(module).__name__}"
+        for module in modules
+        for name, weight in module.named_parameters()
+        if not hasattr(weight, "ds_id")
+    )
+    reason = f"the model made a weight ({next(late, 'of a module')}) after it was spread over the ranks: in its forward"
+    fix = "make it in the constructor, run one batch through the model where it is built, or set zero.stage: 2"
+    return ConfigError.of("weight-made-late", reason, fix, "model")
 
 
 def _explained(lacks: str, error: BaseException, plan: Plan | None) -> str:
@@ -185,6 +206,11 @@ def _hint_of_model(error: BaseException, inputs: Any) -> str:
         low, high = min(int(part.min()) for part in numbers), max(int(part.max()) for part in numbers)
         needs = "an embedding needs more rows than the largest, and none is negative"
         return f"its whole numbers go from {low} to {high}: {needs}"
+    if type(error).__name__ == "TorchRuntimeError" and "size=(0,)" in str(error):  # a graph's, of torch.compile
+        return (
+            "ZeRO stage 3 and training.compile: the model reads a weight of another module that its first forward pass "
+            "has not read, and no graph gathers it: set zero.stage: 2, or training.compile: false"
+        )
     if isinstance(error, (RuntimeError, ValueError)) and "type" in str(error).lower():
         return _hint_of_types(str(error), tensors)
     return ""

@@ -34,6 +34,7 @@ from framework.engine.rank_groups import RankGroups
 from framework.engine.schedules import MakeSchedule, client_schedule
 from framework.engine.step_batches import HALF, DeviceBatches, place
 from framework.engine.stragglers import stragglers_of
+from framework.engine.tensor_check import GradientCheck
 from framework.engine.trained_weights import TrainedWeights
 from framework.engine.workarounds.fp32_sums import taking_zero_optimizer
 from framework.engine.workarounds.grad_norm import keep_norm
@@ -205,6 +206,8 @@ class Step:
 
     def read(self) -> Mapping[str, float]:
         loss = {"train/loss": float(self.read_loss())}  # first: by it the device has been waited for
+        if self.engine.tensor_check is not None:
+            self.engine.tensor_check.compare()
         self.engine.written.refuse()
         engine, own = self.engine, loss | self.further() | self.engine.phases.read() | memory_metrics()
         slow = engine.stragglers
@@ -231,6 +234,9 @@ def positions_of(plan: Plan) -> Positions | None:
 
 class BaseEngine:
     """One of DeepSpeed's engines, the task that says what a batch means, and the files of its checkpoints."""
+
+    tensor_check: GradientCheck | None = None
+    """Of what a tensor group does not divide."""
 
     def __init__(
         self,

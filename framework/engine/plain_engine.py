@@ -6,12 +6,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import chain
 from typing import Any, Final, cast
 
 import deepspeed
 import torch
 
 from framework.checkpoint.state.optimizer_shards import names_of
+from framework.config.base import Object, Target
 from framework.config.training import FAST_ROWS, slow_rows
 from framework.engine.distributed import device, device_name
 from framework.engine.gradient_sums import sum_gradients
@@ -19,7 +21,9 @@ from framework.engine.initialize import BaseEngine, MakeOptimizer, Step, initial
 from framework.engine.metrics import EvalSums
 from framework.engine.rank_groups import RankGroups, make_groups
 from framework.engine.schedules import MakeSchedule
+from framework.engine.shared_positions import PositionCheck
 from framework.engine.step_batches import StepLoss
+from framework.engine.tensor_check import GradientCheck
 from framework.engine.workarounds.grad_scaler import explaining_overflow, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import ConfigError
@@ -54,7 +58,7 @@ def build_engine(
     names = names_of(model)
     if (asked := plan.config.training.compile) is not None:
         deepspeed.utils.nvtx.enable_nvtx = False  # as DeepSpeed's `engine.compile` does: it would cut graphs
-        compile_model(model, asked)
+        compile_model(model, asked, after_first_pass=plan.config.zero.stage == 3)
     engine = initialize(
         plan,
         model,
@@ -65,7 +69,9 @@ def build_engine(
         groups=groups,
     )
     scale_fp16_loss(engine)
-    return PlainEngine(engine, plan, task)
+    plain = PlainEngine(engine, plan, task)
+    plain.compare_positions()
+    return plain
 
 
 class PlainEngine(BaseEngine):
@@ -75,10 +81,19 @@ class PlainEngine(BaseEngine):
     """
 
     show_batch: Callable[[Any, Any, Any], object] | None = None
+    _check: PositionCheck | None = None  # until the first step
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, plan: Plan, task: Task) -> None:
         super().__init__(engine, plan, task, names=partial(names_of, engine.module))
         self._sums = sums = sum_gradients(engine)
+        if plan.layout.tensor_size > 1:
+            self.tensor_check = GradientCheck(
+                engine,
+                names_of(engine.module),
+                group=engine.mpu.get_model_parallel_group(),
+                every=plan.config.training.log_every,
+                is_own_plan=plan.config.parallel.tensor_plan is None,
+            )
         # A mixture's losses are means, which a count of the task's must not divide.
         is_mixed = any(isinstance(module, Mixture) for module in engine.module.modules())
         divider = sums if sums is not None and sums.divides and not is_mixed else None
@@ -86,8 +101,15 @@ class PlainEngine(BaseEngine):
         self._tiles = _tiles(engine.module, plan, task)
         self._sharing: Callable[[], AbstractContextManager[None]] = nullcontext
         if (positions := self._batches.positions) is not None:
-            group = make_groups(plan.layout).sequence
-            self._sharing = SequenceGroup(positions.rank, positions.size, group).shared
+            group = SequenceGroup(positions.rank, positions.size, make_groups(plan.layout).sequence)
+            self._sharing = group.shared
+            if isinstance(plan.config.model, (Target, Object)):  # ours are held by tests
+                self._check = PositionCheck(engine, task, group)
+
+    def compare_positions(self) -> None:
+        """Refuse a model of transformers that is another one where ranks share sequences. Collective."""
+        if self._check is not None:
+            self._check.settle_numbering()
 
     def close(self) -> None:
         if self._sums is not None:
@@ -97,9 +119,19 @@ class PlainEngine(BaseEngine):
     def train_step(self, micro_batches: Iterator[Any]) -> Step:
         """Forward, backward and DeepSpeed's step for each micro-batch; nothing here waits for the device."""
         self.trained_weights.refuse_changed_flags()  # before ranks wait for each other in the pass
+        if self._check is not None:
+            micro_batches = self._compared(micro_batches, self._check)
+            self._check = None
         watch = self.bad_steps
         step: Step = self._take(micro_batches) if watch is None else watch.run(self._take, micro_batches)
         return step
+
+    def _compared(self, micro_batches: Iterator[Any], check: PositionCheck) -> Iterator[Any]:
+        """The same micro-batches, of which the first one is looked at."""
+        first = next(micro_batches)
+        move, split = self._batches.move, self._task.split
+        check.look_at_batch(first, lambda batch: split(move(batch)), self._batches.as_read)
+        return chain([first], micro_batches)
 
     def _take(self, micro_batches: Iterator[Any]) -> Step:
         engine, task, phases = self.engine, self._task, self.phases
@@ -108,6 +140,8 @@ class PlainEngine(BaseEngine):
         total: torch.Tensor | None = None
         reported: list[tuple[torch.Tensor, torch.Tensor]] = []  # by mixtures of experts
         is_divided = engine.gradient_accumulation_steps() > 1  # by 1 takes two kernels
+        if self.tensor_check is not None:
+            self.tensor_check.begin(engine.global_steps + 1)
         with explaining_overflow(engine), self._sharing():
             for inputs, targets in self._loss.weighted(self._halves(micro_batches)):
                 phases.enter("forward")
@@ -127,6 +161,8 @@ class PlainEngine(BaseEngine):
                 engine.step()
         assert total is not None
         mean = self._loss.mean(total)
+        if self.tensor_check is not None:
+            self.tensor_check.end()
         phases.end()
         return Step(self, mean, lr, self.may_be_skipped(), partial(routing_metrics, reported))
 

@@ -57,11 +57,11 @@ class DeviceBatches:
 
     def move(self, value: Any) -> Any:
         """The same batch on the device. Does not wait for it."""
-        return _changed(value, self._moved)
+        return changed(value, self._moved)
 
     def as_read(self, inputs: Any) -> Any:
         """The same inputs in the type and the layout that the model wants."""
-        return _changed(inputs, self._converted) if self.half is not None or self.channels_last else inputs
+        return changed(inputs, self._converted) if self.half is not None or self.channels_last else inputs
 
     def _moved(self, value: Any) -> Any:
         if isinstance(value, _TENSORS):
@@ -102,21 +102,21 @@ def _placed(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, torch.Tensor | torch.nn.Module) else value
 
 
-def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
     """Apply `change` to what is in containers; a `PackedSequence`, though a tuple by its type, is one thing."""
     if isinstance(value, _TENSORS):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _changed(item, change) for key, item in value.items()}
+        return {key: changed(item, change) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_changed(item, change) for item in value))
+        return type(value)(*(changed(item, change) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(_changed(item, change) for item in value)
+        return type(value)(changed(item, change) for item in value)
     if is_dataclass(value) and not isinstance(value, type) and not callable(getattr(value, "to", None)):
-        changed = copy.copy(value)
+        other = copy.copy(value)
         for field in fields(value):
-            object.__setattr__(changed, field.name, _changed(getattr(value, field.name), change))
-        return changed
+            object.__setattr__(other, field.name, changed(getattr(value, field.name), change))
+        return other
     return change(value)
 
 

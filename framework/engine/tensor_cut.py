@@ -15,10 +15,11 @@ from torch import nn
 
 from framework.checkpoint.state.tensor_split import Split
 from framework.config.training import TensorSplit
-from framework.errors import ConfigError
+from framework.errors import ConfigError, counted
 from framework.models.initialized import TokenEmbedding
 from framework.models.layers import LayeredModel
 from framework.models.split import ColumnLinear, RowLinear, TensorPart, VocabularyEmbedding, VocabularyPart
+from framework.system.log import warn
 from framework.tasks.causal_lm import CausalLM
 from framework.tasks.masked_lm import MaskedLM
 from framework.tasks.task import Task
@@ -33,6 +34,8 @@ _OF_TRANSFORMERS: Final = {
     "replicated_with_grad_allreduce": "summed",
 }
 _KEY: Final = "parallel.tensor_plan"
+_LEAST_DIVIDED: Final = 0.5  # of the numbers in matrices, without a warning
+_LEAST_WORTH: Final = 0.1  # with one, where the plan is the model's own
 Plan = Mapping[str, TensorSplit]
 
 
@@ -65,6 +68,7 @@ class TensorCut:
         self.part.has_draws = not is_ours or any(isinstance(one, nn.Dropout) and one.p for one in model.modules())
         self._columns.clear()
         modules, weights = dict(model.named_modules()), dict(model.named_parameters())
+        sizes = {weight: weight.numel() for weight in weights.values() if weight.ndim > 1}
         wanted = _matched(plan, [*modules, *weights], may_be_idle=self._given is None)
         shared = [name for name, entry in wanted.items() if entry.split == "shared_input"]
         for name, module in modules.items():
@@ -82,7 +86,28 @@ class TensorCut:
                 if isinstance(module, ColumnLinear) and wanted[inner].split == "column":
                     module.copies = False
         self._refuse_other_users(modules)
+        self._weigh(model, sizes)
         return model
+
+    def _weigh(self, model: nn.Module, sizes: Mapping[nn.Parameter, int]) -> None:
+        """Warn of a plan that leaves most numbers whole; one of the model's own that saves next to nothing is refused.
+
+        `sizes` are those of its matrices before the cut.
+        """
+        divided = sum(size for weight, size in sizes.items() if "split" in vars(weight))
+        share = divided / max(1, sum(sizes.values()))
+        if share >= _LEAST_DIVIDED:
+            return
+        named = [name for name, weight in model.named_parameters() if "split" in vars(weight) and weight.ndim > 1]
+        reason = (
+            f"the plan of {type(model).__name__} divides {share:.1%} of the numbers in its matrices "
+            f"({counted(len(named), 'weight')}, such as {named[0] if named else 'none'}): every rank holds and "
+            "computes all others"
+        )
+        fix = f"write a plan that names its layers as {_KEY}, or set parallel.tensor: 1"
+        if share < _LEAST_WORTH and self._given is None:
+            raise ConfigError.of("tensor-plan", reason, fix, _KEY, None)
+        warn(f"{_KEY}: {reason}; {fix} [tensor-plan]", is_of_all_ranks=True)
 
     def _cut_module(self, model: nn.Module, name: str, module: nn.Module, entry: TensorSplit) -> None:
         for attribute in entry.divide:
@@ -158,12 +183,27 @@ class TensorCut:
             module.vocabulary = part
             if is_head and self._keeps_logits:
                 self._hand_to_task(size)
-        elif type(module).forward is nn.Embedding.forward:
-            module.__class__ = VocabularyEmbedding
-            module.vocabulary = part  # type: ignore[assignment]
         else:
-            self._refuse(name, f"{type(module).__name__} has a forward() of its own", "leave it out")
+            self._divide_look_up(name, module, part)
         module.num_embeddings = part.size
+
+    def _divide_look_up(self, name: str, module: nn.Embedding, part: VocabularyPart) -> None:
+        """Have an embedding look tokens up in all ranks' parts; where it has a forward of its own, such as one that
+        scales the vectors, inside of that.
+        """
+        kind, look_ups = type(module), _LookUps()
+        if kind.forward is nn.Embedding.forward:
+            module.__class__ = VocabularyEmbedding
+        else:
+            # What it calls as `super().forward` is the divided one then.
+            module.__class__ = type(kind.__name__, (kind, VocabularyEmbedding), {"__module__": kind.__module__})
+            module.vocabulary = look_ups  # type: ignore[assignment]
+            with torch.no_grad():
+                module(torch.zeros(1, 2, dtype=torch.long, device=module.weight.device))
+            if look_ups.number != 1:
+                reason = f"{kind.__name__} has a forward() of its own, which reads the weight itself"
+                self._refuse(name, reason, "leave it out of the plan")
+        module.vocabulary = part  # type: ignore[assignment]
 
     def _hand_to_task(self, size: int) -> None:
         assert isinstance(self._task, CausalLM | MaskedLM)
@@ -202,6 +242,16 @@ class TensorCut:
 
     def _refuse(self, name: str, reason: str, fix: str) -> NoReturn:
         raise ConfigError.of("tensor-plan", f"{name}: {reason}", fix, _KEY, name)
+
+
+class _LookUps:
+    """Stands in for a `VocabularyPart`, and counts what is asked of it."""
+
+    number = 0
+
+    def look_up(self, tokens: torch.Tensor, weight: torch.Tensor, *, padding_idx: int | None = None) -> torch.Tensor:
+        self.number += 1
+        return weight.new_zeros(*tokens.shape, weight.shape[1])
 
 
 def _around(*names: str) -> str:

@@ -144,8 +144,12 @@ def _checkpointing_methods(model: nn.Module) -> Iterator[Callable[[], Any]]:
         yield from _checkpointing_methods(child)
 
 
-def compile_model(model: nn.Module, asked: Compile) -> None:
+def compile_model(model: nn.Module, asked: Compile, *, after_first_pass: bool = False) -> None:
     """Let torch compile a model or its blocks in place; of one that recomputes, the layers: no graph holds that.
+
+    `after_first_pass`: the first forward pass runs as it is. At ZeRO stage 3 DeepSpeed learns in it which weights a
+    module reads that are another one's, and gathers them before that module from then on; in a graph it learns nothing
+    (0.19.8, runtime/zero/parameter_offload.py `ZeROOrderedDict.__getitem__`).
 
     Raises:
         ConfigError: kind ``no-blocks``.
@@ -157,8 +161,20 @@ def compile_model(model: nn.Module, asked: Compile) -> None:
     if not parts:
         reason, fix = f"{type(model).__name__} has no two blocks of one class", "set training.compile.per: model"
         raise ConfigError.of("no-blocks", reason, fix, "training.compile.per", asked.per)
-    for part in parts:
-        part.compile(**asked.model_dump(exclude={"per"}))
+
+    def compile_parts() -> None:
+        for part in parts:
+            part.compile(**asked.model_dump(exclude={"per"}))
+
+    if not after_first_pass:
+        compile_parts()
+        return
+
+    def compile_once(*_: Any) -> None:
+        compile_parts()
+        handle.remove()
+
+    handle = model.register_forward_hook(compile_once)
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:

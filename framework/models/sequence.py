@@ -49,6 +49,12 @@ class SequenceGroup:
         finally:
             _shared = before
 
+    def counts_before(self, counts: Tensor) -> Tensor:
+        """Add up what the ranks before this one count, (batch,) int64 each. Collective."""
+        rows = [torch.empty_like(counts) for _ in range(self.size)]
+        torch.distributed.all_gather(rows, counts.contiguous(), group=self.group)
+        return sum(rows[: self.rank], torch.zeros_like(counts))
+
     def exchange(self, parts: Tensor) -> Tensor:
         """Send the part number i of (size, ...) to rank i: what came from rank i is its part number i. Collective."""
         received: Tensor = _Exchange.apply(parts, self.group)
@@ -56,6 +62,17 @@ class SequenceGroup:
 
 
 _shared: SequenceGroup | None = None
+
+
+@contextmanager
+def whole() -> Iterator[None]:
+    """Within this block the models of this process see all positions, also inside of `SequenceGroup.shared`."""
+    global _shared
+    before, _shared = _shared, None
+    try:
+        yield
+    finally:
+        _shared = before
 
 
 class _Exchange(torch.autograd.Function):
@@ -146,6 +163,7 @@ def _refusal(model: nn.Module, reason: str, fix: str = "") -> ConfigError:
 # Models of transformers.
 
 _THEIR_NAME: Final = "shared_sequences"
+_NUMBERING: Final = "shared_numbering"  # attribute of their modules
 _OF_ATTENTION: Final = frozenset(("full_attention", "sliding_attention"))
 _MIXING: Final = (nn.Conv1d, nn.Conv2d, nn.RNNBase)
 _UNKNOWN_OPTIONS: Final = ("softcap", "position_bias", "s_aux", "head_mask")
@@ -178,7 +196,9 @@ def _share_theirs(model: Any) -> None:
     model.set_attn_implementation(_THEIR_NAME)
     if model.config._attn_implementation != _THEIR_NAME:
         raise _refusal(model, "its attention cannot be replaced by another of transformers' AttentionInterface")
-    model.register_forward_pre_hook(_number_positions, with_kwargs=True)
+    numbering = Numbering(model)
+    vars(model)[_NUMBERING] = numbering
+    model.register_forward_pre_hook(numbering, with_kwargs=True)
 
 
 def _their_attention(
@@ -201,19 +221,69 @@ def _their_attention(
     return mixed.transpose(1, 2).contiguous(), None
 
 
-def _number_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
-    given = next(
-        (one for name in ("input_ids", "inputs_embeds") if (one := bound.arguments.get(name)) is not None), None
-    )
-    if _shared is not None and bound.arguments.get("labels") is not None:
-        reason = "it shifts its labels within this rank's positions"
-        raise _refusal(module, reason, "compute the loss in the task")
-    if _shared is None or given is None or bound.arguments.get("position_ids") is not None:
-        return None
-    first = first_position(given.shape[1])
-    positions = torch.arange(first, first + given.shape[1], device=given.device)[None]
-    bound.arguments["position_ids"] = positions
-    if "use_cache" in inspect.signature(module.forward).parameters:  # of keys, which training has no use for
-        bound.arguments.setdefault("use_cache", False)
-    return bound.args, bound.kwargs
+class Numbering:
+    """Numbers the positions of a model of transformers that is given no `position_ids`, where ranks share them: by the
+    `rule` that is the model's own.
+
+    Attributes:
+        rule: one of `RULES`; `engine.shared_positions` finds the one that a model has.
+    """
+
+    IN_ORDER: Final = "in order"  # 0, 1, 2, ...
+    OF_TOKENS: Final = "of tokens"  # RoBERTa: from padding_idx + 1 on over tokens that are no padding
+    OF_MASK: Final = "of the mask"  # OPT: over what the attention mask leaves
+    RULES: Final = (IN_ORDER, OF_TOKENS, OF_MASK)
+
+    def __init__(self, model: Any) -> None:
+        self.rule = self.IN_ORDER
+        pad = getattr(model.config, "pad_token_id", None)
+        self.pad = pad if isinstance(pad, int) else None
+
+    def positions(self, given: Tensor, mask: Tensor | None) -> Tensor:
+        """Positions (batch or 1, positions of this rank) int64 of tokens (batch, positions of this rank), or of their
+        vectors, in this rank's part; `mask` is whole.
+        """
+        assert _shared is not None
+        length = given.shape[1]
+        in_order = torch.arange(first_position(length), first_position(length) + length, device=given.device)[None]
+        if self.rule == self.OF_TOKENS and self.pad is not None:
+            if given.is_floating_point():
+                return in_order + self.pad + 1
+            is_token = (given != self.pad).long()
+            before = _shared.counts_before(is_token.sum(1))
+            return (is_token.cumsum(1) + before[:, None]) * is_token + self.pad
+        if self.rule == self.OF_MASK and mask is not None and mask.ndim == 2:
+            numbers = (mask.long().cumsum(1) - 1).clamp(min=0)
+            return numbers.chunk(_shared.size, dim=1)[_shared.rank]
+        return in_order
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stand before the model's forward."""
+        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+        values = (bound.arguments.get(name) for name in ("input_ids", "inputs_embeds"))
+        given = next((value for value in values if value is not None), None)
+        if _shared is not None and bound.arguments.get("labels") is not None:
+            reason = "it shifts its labels within this rank's positions"
+            raise _refusal(module, reason, "compute the loss in the task")
+        if _shared is None or given is None or bound.arguments.get("position_ids") is not None:
+            return None
+        bound.arguments["position_ids"] = self.positions(given, bound.arguments.get("attention_mask"))
+        if "use_cache" in inspect.signature(module.forward).parameters:  # of keys, which training has no use for
+            bound.arguments.setdefault("use_cache", False)
+        return bound.args, bound.kwargs
+
+
+def numberings(model: nn.Module) -> dict[str, Numbering]:
+    """Return what numbers positions, by the name of the outermost modules of transformers that share sequences."""
+    found: dict[str, Numbering] = {}
+    for name, module in model.named_modules():
+        is_inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
+        numbering = vars(module).get(_NUMBERING)
+        if isinstance(numbering, Numbering) and not is_inside:
+            found[name] = numbering
+    return found
+
+
+def refused_positions(model: nn.Module, reason: str) -> ConfigError:
+    """Return the refusal of a model whose outputs are others where ranks share sequences."""
+    return _refusal(model, reason)

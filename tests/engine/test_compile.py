@@ -22,8 +22,11 @@ LONG_STEPS, LONG_RUNS = fewer(12, of=20), ("gpt", "gpt-z2")  # which show a drif
 EAGER: dict[str, Any] = {"backend": "aot_eager"}
 BLOCKS = EAGER | {"per": "block"}
 RAGGED = GPT | {"model": GPT["model"] | {"vocab_size": 50}, "data": {"target": "tests.jobs.parts:ragged_prompts"}}
-NOT_EVALUATED = ("own", "ragged")  # the first, as every graph is compiled for seconds; the other has no such data
-MODELS = {"gpt": GPT, "lenet": LENET, "own": TIED, "ragged": RAGGED}
+OUTSIDE = TIED | {"model": {"target": "tests.jobs.tied_net:OutsideNet"}}
+# Of the own ones every graph is compiled for seconds; the other has no such data.
+NOT_EVALUATED = ("own", "outside", "ragged")
+MODELS = {"gpt": GPT, "lenet": LENET, "own": TIED, "outside": OUTSIDE, "ragged": RAGGED}
+SPREAD: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
 # Name -> model, what is compiled, other sections, graphs of rank 0 (0: as many as hooks of stage 3 or layers make).
 Cases = dict[str, tuple[str, Any, dict[str, Any], int]]
 CASES: Cases = {
@@ -34,6 +37,8 @@ CASES: Cases = {
     "ragged-z1": ("ragged", EAGER, {"zero": {"stage": 1}}, 2),
     "own-z2-inductor": ("own", True, {"zero": {"stage": 2}}, 1),
     "own-z3": ("own", {"backend": "eager"}, {"zero": {"stage": 3}}, 0),
+    # No weight stays on all ranks: each has to be gathered where it is read.
+    "outside-z3": ("outside", {"backend": "eager"}, {"zero": SPREAD}, 0),
 }
 RARE: Cases = {
     "gpt-z1-accumulated": ("gpt", BLOCKS, {"zero": {"stage": 1}, "batch": {"accumulation_steps": 2}}, 2),
@@ -63,7 +68,7 @@ def config(folder: Path, name: str, model: str, asked: Any, sections: dict[str, 
         "run": {"name": name, "output_dir": str(folder)},
         **MODELS[model],
         "data": data,
-        "batch": {"global_size": 64 if model in ("lenet", "own") else 8},
+        "batch": {"global_size": 8 if model in ("gpt", "ragged") else 64},
         "optimizer": {"kind": "sgd", "lr": 0.05, "momentum": 0.9},
         "training": {
             "max_steps": steps_of(name),

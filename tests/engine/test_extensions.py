@@ -9,13 +9,21 @@ import os
 import shlex
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import torch
+from deepspeed.ops.op_builder.builder import OpBuilder
+from torch._inductor.exc import InductorError
 from torch.utils import cpp_extension
 
 import framework.engine
-from framework.engine.extensions import failure_of_compiler, refusing_what_does_not_compile, use_own_cache
+from framework.engine.extensions import (
+    announcing_compilers,
+    failure_of_compiler,
+    failure_of_torch_compile,
+    refusing_what_does_not_compile,
+    use_own_cache,
+)
 from framework.errors import ConfigError
 
 SCRIPTS = sysconfig.get_path("scripts")
@@ -53,15 +61,24 @@ def test_it_does_not_matter_whether_the_environment_is_active(monkeypatch: pytes
 
 
 def test_torchs_library_is_found_in_a_path_with_a_blank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The words for the linker are joined by blanks, and torch leaves this one without quotes."""
-    monkeypatch.setattr(torch, "__path__", ["/my project/torch"])
-    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", "/my project/torch/lib")
+    """The words for the linker are joined by blanks. torch leaves its own library without quotes for an extension, and
+    its inductor quotes the same name: to it quotes of ours would be a part of the path.
+    """
+    path, words = "/my project/torch/lib", list[str]()
+
+    def build(builder: object) -> None:
+        flags = cpp_extension._prepare_ldflags([], False, False, False, False)
+        words.extend(shlex.split(" ".join(flags)))
+
+    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", path)
+    monkeypatch.setattr(OpBuilder, "jit_load", build)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/somewhere")
     monkeypatch.setenv("PATH", os.environ["PATH"])
-    for _ in range(2):
-        use_own_cache()
-    words = shlex.split(" ".join(cpp_extension._prepare_ldflags([], False, False, False, False)))
-    assert "-L/my project/torch/lib" in words
+    use_own_cache()
+    with announcing_compilers():
+        OpBuilder.jit_load(SimpleNamespace(name="shm_comm"))
+        assert path == cpp_extension.TORCH_LIB_PATH
+    assert f"-L{path}" in words
 
 
 BUILT = """Error building extension 'shm_comm': [1/2] c++ -MMD -c shm.cpp -o shm.o
@@ -85,6 +102,30 @@ def test_a_compilers_own_words_are_the_reason() -> None:
         raise RuntimeError(BUILT)
     with pytest.raises(RuntimeError, match="something else"), refusing_what_does_not_compile():
         raise RuntimeError("something else")
+
+
+LINKED = """C++ compile error
+
+Command:
+g++ /tmp/torchinductor_root/c4/c4int.main.cpp -D TORCH_INDUCTOR_CPP_WRAPPER -Werror=error -ltorch -L'/my project/lib'
+
+Output:
+/usr/bin/ld: cannot find -ltorch: No such file or directory
+collect2: error: ld returned 1 exit status
+"""
+
+
+def test_what_torch_compile_cannot_compile_is_not_the_batchs() -> None:
+    problem = failure_of_torch_compile(InductorError(RuntimeError(LINKED), None))
+    assert str(problem).startswith(
+        "training.compile: torch.compile cannot make code of the model: "
+        "/usr/bin/ld: cannot find -ltorch: No such file or directory; "
+    )
+    assert str(problem).endswith("[compile-failed]")
+    assert "LoweringException: no such operator; " in str(
+        failure_of_torch_compile(InductorError(type("LoweringException", (Exception,), {})("no such operator"), None))
+    )
+    assert failure_of_torch_compile(RuntimeError(LINKED)) is None
 
 
 def test_torch_does_not_remark_on_cuda(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from framework.config.load import config_from_values
 from framework.engine.failures import explaining_failures, known_failure
@@ -75,6 +76,18 @@ def test_the_signal_is_named_also_where_torch_has_forgotten_it() -> None:
     error = RuntimeError("DataLoader worker (pid(s) 17) exited unexpectedly")
     error.__cause__ = RuntimeError(f"{DEAD}Killed. ")
     assert "killed by signal: Killed" in known_failure(error)
+
+
+def test_a_weight_that_zero_does_not_know_is_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for weight in model[0].parameters():
+        vars(weight)["ds_id"] = 0
+    scope: dict[str, Any] = {}
+    exec("def fetch_sub_module(current_submodule): current_submodule[1].weight.ds_active_sub_modules", scope)
+    with pytest.raises(TrainingError) as reported, explaining_failures(Path("logs")):
+        scope["fetch_sub_module"](model)
+    assert "the model made a weight (1.weight of its Sequential) " in str(reported.value)
+    assert str(reported.value).endswith("[weight-made-late]")
 
 
 def test_an_evaluation_has_a_batch_size_of_its_own() -> None:

@@ -27,6 +27,7 @@ CLIP = 0.5
 _SMALL = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_positions": 32, "dropout": 0.0}
 TEXT = {"data": {"kind": "text", "sequence_length": 32}, "task": {"kind": "causal_lm"}}
 RAGGED = TEXT | {"task": {"target": "tests.jobs.sequence_parts:RaggedLM"}}
+PADDED = TEXT | {"task": {"target": "tests.jobs.sequence_parts:PaddedLM"}}
 # Three heads of keys for twelve of queries: two ranks get more of them than there are.
 _LLAMA = {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "num_heads": 12, "num_kv_heads": 3}
 MODELS: dict[str, dict[str, Any]] = {
@@ -39,7 +40,16 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "llama": RAGGED | {"model": {"target": "tests.jobs.sequence_parts:tiny_llama"}},
     "window": RAGGED | {"model": {"target": "tests.jobs.sequence_parts:window_llama"}},
+    # They number positions by themselves.
+    "roberta": PADDED | {"model": {"target": "tests.jobs.sequence_parts:tiny_roberta"}},
+    "opt": PADDED
+    | {
+        "model": {"target": "tests.jobs.sequence_parts:tiny_opt"},
+        "task": {"target": "tests.jobs.sequence_parts:PaddedLM", "args": {"is_left": True}},
+    },
 }
+MIXING = {"target": "tests.jobs.sequence_parts:mixing_bert", "args": {"kind": "MobileBert"}}
+GPT_BY_PATH = {"model": {"target": "tests.jobs.sequence_parts:tiny_gpt"}}
 SGD = {"kind": "sgd", "lr": 0.05, "momentum": 0.9}
 ADAMW = {"kind": "adamw", "lr": 1e-3}
 # Name -> model, ZeRO stage, optimizer.
@@ -54,6 +64,9 @@ TWO_RANKS: Cases = {
     "gpt-adafactor": ("gpt", 0, {"kind": "adafactor"}),
     "gpt-ema": ("gpt", 1, SGD),
     "window": ("window", 2, SGD),
+    "roberta-z0": ("roberta", 0, SGD),
+    "roberta-z3": ("roberta", 3, SGD),
+    "opt-z2": ("opt", 2, SGD),
     **{
         f"{model}-tiled-z{stage}": (model, stage, SGD)
         for model, stage in (("gpt", 0), ("gpt", 3), ("gqa", 3), ("bert", 2), ("llama", 3))
@@ -161,6 +174,11 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path, exhaustive: 
     cases.append(values("unknown", TWO_RANKS["gpt-z0"], folder, text) | {"model": unknown["model"]})
     task = {"target": "torch.nn.functional:cross_entropy"}
     cases.append(values("no-positions", TWO_RANKS["gpt-z0"], folder, text) | {"task": task})
+    pooled = {"target": "tests.jobs.sequence_parts:Pooled"}
+    cases.append(values("mobile", TWO_RANKS["roberta-z0"], folder, text) | {"model": MIXING})
+    cases.append(values("pooled", TWO_RANKS["llama-z3"], folder, text) | {"model": pooled})
+    dropping = {"target": "tests.jobs.sequence_parts:Dropping"}
+    cases.append(values("dropping", TWO_RANKS["roberta-z0"], folder, text) | GPT_BY_PATH | {"task": dropping})
     own_loss = {"target": "tests.jobs.sequence_parts:OwnLoss"}
     cases.append(values("tiled-own-loss", TWO_RANKS["gpt-z0"], folder, text) | {"task": own_loss})
     train_cases(cases, num_ranks=2, folder=folder, allow_fp16=True)
@@ -265,6 +283,9 @@ def test_a_move_to_whole_sequences_goes_on(two_ranks: Path, name: str) -> None:
     [
         ("unknown", "sequence-needs-attention"),
         ("no-positions", "task-has-no-positions"),
+        ("mobile", "sequence-needs-attention"),
+        ("pooled", "sequence-needs-attention"),
+        ("dropping", "sequence-needs-attention"),
         ("tiled-own-loss", "loss-not-tiled"),
     ],
 )

@@ -76,9 +76,18 @@ def test_dropout_differs_where_ranks_do(found: dict[str, Any]) -> None:
         ("weight norm", "0: its weight is computed from others"),
         ("heads", "cannot share the model's 1 num_key_value_heads evenly"),
         ("tied", "model.model.embed_tokens: its weight is that of a layer that is divided"),
+        ("by hand", "0: ScaledByHand has a forward() of its own, which reads the weight itself"),
+        ("head", "the plan of Headed divides 1.5% of the numbers in its matrices (1 weight, such as head.weight)"),
     ],
 )
 def test_plans_that_cannot_be_are_refused(found: dict[str, Any], name: str, words: str) -> None:
     assert words in found["refused"][name]
     kind = "tensor-not-divisible" if name == "heads" else "tensor-plan"
     assert found["refused"][name].endswith(f"[{kind}]")
+
+
+def test_a_plan_that_leaves_most_numbers_whole_is_mentioned(found: dict[str, Any]) -> None:
+    assert [line.partition(" of the numbers")[0] for line in found["small"]] == [
+        "parallel.tensor_plan: the plan of Headed divides 11.1%",
+        "parallel.tensor_plan: the plan of Headed divides 1.5%",
+    ]

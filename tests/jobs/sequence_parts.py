@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from framework.tasks.causal_lm import CausalLM
+from framework.tasks.causal_lm import CausalLM, logits_of
 from framework.tasks.task import Positions, Ratio
 
 
@@ -28,6 +28,14 @@ def window_llama() -> nn.Module:
     return Qwen2ForCausalLM(Qwen2Config(vocab_size=261, num_key_value_heads=4, **sizes, **window))
 
 
+def tiny_gpt() -> nn.Module:
+    """The GPT here, as a model of one's own."""
+    from framework.models.gpt import GPT
+
+    sizes = {"hidden_size": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 4, "mlp_size": 64}
+    return GPT.of(vocab_size=261, max_positions=32, dropout=0.0, **sizes)
+
+
 class RaggedLM(CausalLM):
     """Next tokens of samples that end early, each elsewhere, and of which some targets are left out."""
 
@@ -43,8 +51,77 @@ class RaggedLM(CausalLM):
         return {"input_ids": ids, "attention_mask": positions.whole(inputs["attention_mask"], fill=0)}, targets
 
     def forward(self, model: nn.Module, inputs: Any) -> Tensor:
-        logits: Tensor = super().forward(model, inputs).logits
+        logits: Tensor = logits_of(super().forward(model, inputs))
         return logits
+
+
+class PaddedLM(RaggedLM):
+    """The same, padded with token 1; at the begin of a sample where `is_left`."""
+
+    def __init__(self, *, is_left: bool = False) -> None:
+        self.is_left = is_left
+
+    def split(self, batch: Any) -> tuple[dict[str, Tensor], Tensor]:
+        inputs, targets = super().split(batch)
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        if self.is_left:
+            mask, targets = mask.flip(1), targets.masked_fill(mask.flip(1) == 0, self.ignore_index)
+        return {"input_ids": ids.masked_fill(mask == 0, 1), "attention_mask": mask}, targets
+
+
+def tiny_roberta() -> nn.Module:
+    """A model that numbers positions from 2 on, and padding not at all."""
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    return RobertaForMaskedLM(RobertaConfig(pad_token_id=1, max_position_embeddings=40, **_TINY, **_NO_DROPOUT))
+
+
+def tiny_opt() -> nn.Module:
+    """A model that numbers what the mask leaves."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {"ffn_dim": 64, "word_embed_proj_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return OPTForCausalLM(OPTConfig(vocab_size=261, hidden_size=32, max_position_embeddings=40, dropout=0.0, **sizes))
+
+
+def mixing_bert(kind: str) -> nn.Module:
+    """A model of transformers that mixes positions elsewhere than in attention: MobileBERT by three words in its
+    embeddings.
+    """
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(**_TINY, embedding_size=32, **_NO_DROPOUT)
+    model: nn.Module = getattr(transformers, f"{kind}ForMaskedLM")(config)
+    return model
+
+
+_TINY: dict[str, Any] = {
+    "vocab_size": 261,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+_NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+class Pooled(nn.Module):
+    """A model around one that shares sequences, with what it makes of all positions of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = tiny_llama()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        logits: Tensor = self.body(input_ids=input_ids, attention_mask=attention_mask).logits
+        return logits + logits.mean(1, keepdim=True)
+
+
+class Dropping(CausalLM):
+    """A loss that moves its targets by one more, within what a rank sees."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Ratio:
+        return super().loss(outputs[:, :-1], targets[:, 1:])
 
 
 class OwnLoss(CausalLM):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from framework.config.training import TensorSplit
+from framework.engine import tensor_cut
 from framework.engine.distributed import gather, process_group
 from framework.engine.tensor_cut import TensorCut
 from framework.errors import ConfigError
@@ -186,6 +187,8 @@ def refusals() -> dict[str, str]:
         ),
         "heads": (lambda: tensor_parts.llama(key_heads=1), None),
         "tied": (lambda: tensor_parts.llama(tie=True), {"model.lm_head": "column_gathered"}),
+        "by hand": (lambda: nn.Sequential(tensor_parts.ScaledByHand(8, 4)), {"0": "vocabulary"}),
+        "head": (lambda: tensor_parts.Headed(num_layers=8), None),
     }
     found = {}
     for name, (make, plan) in tried.items():
@@ -195,6 +198,19 @@ def refusals() -> dict[str, str]:
         except ConfigError as error:
             found[name] = str(error)
     return found
+
+
+def warnings_of_small_plans() -> list[str]:
+    """What is printed of plans that leave most numbers whole, and of none that does not."""
+    lines, warn = list[str](), tensor_cut.warn
+    tensor_cut.warn = lambda text, **_: lines.append(text)  # type: ignore[assignment]
+    try:
+        cut(tensor_parts.Headed(num_layers=1), Mean())
+        cut(tensor_parts.Headed(num_layers=8), Mean(), {"head": "column_gathered"})
+        cut(tensor_parts.llama(), Mean())
+    finally:
+        tensor_cut.warn = warn
+    return lines
 
 
 def main() -> None:
@@ -210,6 +226,7 @@ def main() -> None:
             "loss": vocabulary_loss(),
             "draws": dropouts(),
             "refused": refusals(),
+            "small": warnings_of_small_plans(),
         }
         if all(other == found for other in gather(found)) and torch.distributed.get_rank() == 0:
             Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")

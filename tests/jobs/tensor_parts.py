@@ -30,6 +30,50 @@ def llama(tie: bool = False, key_heads: int = 2) -> Logits:
     )
 
 
+def gemma() -> Logits:
+    """Gemma, whose embedding scales what it finds, and gives its weight to the output layer."""
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return Logits(GemmaForCausalLM(GemmaConfig(vocab_size=261, num_key_value_heads=2, head_dim=8, **sizes)))
+
+
+class ScaledByHand(nn.Embedding):
+    """An embedding whose forward looks up by itself."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * nn.functional.embedding(input, self.weight)
+
+
+class Headed(nn.Module):
+    """A model whose own plan divides the output layer alone."""
+
+    _tp_plan = {"head": "colwise_gather_output"}
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(64, 64) for _ in range(num_layers)))
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(hidden))
+        return logits
+
+
+class Bent(nn.Module):
+    """A perceptron of two layers with a slope that it learns between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.up, self.bend = nn.Linear(784, 32), nn.Linear(32, 64), nn.PReLU()
+        self.down, self.head = nn.Linear(64, 32), nn.Linear(32, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.stem(images.flatten(1))
+        logits: Tensor = self.head(hidden + self.down(self.bend(self.up(hidden))))
+        return logits
+
+
 def vit() -> Logits:
     """Vision transformer of 2 layers for digits of 28 pixels."""
     from transformers import ViTConfig, ViTForImageClassification

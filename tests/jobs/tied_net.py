@@ -30,3 +30,18 @@ class TiedNet(nn.Module):
         value = self.norm(self.stem(images.flatten(1)))
         logits: torch.Tensor = self.head(self.there(self.here(value).relu()).relu()) * self.scale
         return logits
+
+
+class OutsideNet(TiedNet):
+    """The same, with a weight that is read outside of its own module, and of a module within another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(37, 37), nn.Tanh())
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """(N, 1, 28, 28) to (N, 10)."""
+        value = self.norm(self.stem(images.flatten(1)))
+        hidden = self.body(value) + value @ self.body[0].weight
+        logits: torch.Tensor = hidden @ self.stem.weight[:, :10] + super().forward(images)
+        return logits

@@ -316,3 +316,13 @@ def test_what_is_compiled() -> None:
     assert compiled(recomputed) == [name for name, _ in recomputed.named_children()]
     with pytest.raises(ConfigError, match="no-blocks"):
         compiled(with_dropout(), per="block")
+
+
+def test_a_model_whose_first_pass_is_looked_at_is_compiled_after_it() -> None:
+    model = gpt()
+    compile_model(model, Compile(backend="eager"), after_first_pass=True)
+    assert model._compiled_call_impl is None
+    for _ in range(2):
+        model(torch.zeros(1, 4, dtype=torch.long))
+        assert model._compiled_call_impl is not None
+    assert not model._forward_hooks

@@ -1,0 +1,295 @@
+"""Whether a model gives for shared sequences what it gives for whole ones: asked before the first step.
+
+A model that numbers its positions itself, or mixes them elsewhere than in attention, would train on
+other numbers without an error. Here a few tokens run through it both ways: first through each model
+of transformers, with padding on both ends, by which its way to number positions is found; then
+through the task, with the first rows of the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from framework.engine import random_state
+from framework.engine.distributed import device
+from framework.engine.step_batches import changed
+from framework.errors import in_one_line
+from framework.models.sequence import Numbering, SequenceGroup, numberings, refused_positions, whole
+from framework.system.log import warn
+from framework.tasks.task import Positions, Ratio, Task
+
+_POSITIONS: Final = 8  # of a rank, in tokens that are made here
+_MOST_POSITIONS: Final = 16  # of a rank, in those of the data
+_ROWS: Final = 3
+_PADDED: Final = 3  # positions at the end of one row, and at the begin of another
+# Differences that rounding makes, as a share of the largest output.
+_BOUND: Final = 1e-3
+_HALF_BOUND: Final = 0.08
+_LOSS_BOUND: Final = 0.01  # of a loss, which may hold means over a rank's positions beside its sum
+# Rounding may send a token to another expert: so few positions may be others for it.
+_SHARE_OF_ROUTED: Final = 0.2
+_ROUTED: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_FAILURES: Final = (
+    TypeError,
+    ValueError,
+    RuntimeError,
+    IndexError,
+    KeyError,
+    AttributeError,
+    NotImplementedError,
+)
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+class PositionCheck:
+    """Compares outputs for whole sequences with those for shared ones, of one engine."""
+
+    def __init__(self, engine: Any, task: Task, group: SequenceGroup) -> None:
+        self._engine, self._task, self._group = engine, task, group
+        self._model: nn.Module = engine.module
+        self._part = Positions(group.rank, group.size)
+        weights = [weight for weight in self._model.parameters() if weight.is_floating_point()]
+        is_half = any(weight.dtype.itemsize < torch.float32.itemsize for weight in weights)
+        is_exact = not is_half and not engine.torch_autocast_enabled()
+        self._bound = _BOUND if is_exact else _HALF_BOUND
+        configs = [module.config for module in self._model.modules() if hasattr(module, "config")]
+        self._is_routed = any(_has_experts(config) for config in configs)
+
+    def settle_numbering(self) -> None:
+        """Find how the models of transformers in it number positions. Collective.
+
+        Raises:
+            ConfigError: kind ``sequence-needs-attention``: in no way that can be shared.
+        """
+        for name, numbering in numberings(self._model).items():
+            module = self._model.get_submodule(name)
+            probe = _probe(module, numbering, size=self._group.size)
+            if probe is not None:
+                with _looking(self._engine):
+                    self._settle(module, numbering, probe)
+
+    def _settle(self, module: nn.Module, numbering: Numbering, probe: dict[str, Tensor]) -> None:
+        model = self._engine if module is self._model else module
+        mask = probe["attention_mask"].bool()
+        shared = probe | {"input_ids": self._part.of(probe["input_ids"])}
+        try:
+            with whole():
+                expected = model(**probe)
+        except _FAILURES as error:
+            _warn_of_no_look(module, in_one_line(error))
+            return
+        differences = list[float]()
+        for rule in Numbering.RULES:
+            numbering.rule = rule
+            try:
+                with self._group.shared():
+                    pairs = self._pairs(expected, model(**shared))
+            except _FAILURES as error:
+                reason = f"it fails where ranks share the positions: {in_one_line(error)}"
+                raise refused_positions(module, reason) from error
+            if not pairs:
+                _warn_of_no_look(module, "it returns nothing that has positions")
+                return
+            differences.append(self._difference(pairs, self._part.of(mask)))
+            if differences[-1] <= self._bound:
+                return
+        numbering.rule = Numbering.IN_ORDER
+        with whole():
+            again = [pair for pair in _tensors(expected, model(**probe)) if pair[0].shape[:2] == mask.shape]
+        if self._difference(again, mask) > self._bound:
+            _warn_of_no_look(module, "it computes other numbers from the same tokens every time")
+            return
+        raise refused_positions(module, _reason(min(differences)))
+
+    def look_at_batch(self, batch: Any, split: Callable[[Any], Any], as_read: Callable[[Any], Any]) -> None:
+        """Compare what the task makes of the first rows of a batch: its outputs and its loss. Collective.
+
+        Raises:
+            ConfigError: kind ``sequence-needs-attention``.
+        """
+        task, engine = self._task, self._engine
+        try:
+            with _looking(engine):
+                inputs, targets = _cut(split(batch), most=_MOST_POSITIONS * self._group.size)
+                own_inputs, own_targets = task.share(inputs, targets, self._part)
+                with whole():
+                    expected = task.forward(engine, as_read(inputs))
+                    loss = task.loss(expected, targets)
+                with self._group.shared():
+                    found = task.forward(engine, as_read(own_inputs))
+                    own_loss = task.loss(found, own_targets)
+                pairs = self._pairs(expected, found)
+        except _FAILURES as error:
+            _warn_of_no_look(self._model, in_one_line(error))
+            return
+        mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+        has_rows = isinstance(mask, Tensor) and mask.ndim == 2
+        counts = self._part.of(mask.bool(), fill=0) if mask is not None and has_rows else None
+        difference = self._difference(pairs, counts)
+        if difference > self._bound:
+            raise refused_positions(self._model, _reason(difference))
+        self._compare_losses(_quotients(loss), _quotients(own_loss), is_mean=isinstance(loss, Tensor))
+
+    def _compare_losses(self, expected: Tensor, own: Tensor, *, is_mean: bool) -> None:
+        """Compare sums and counts (parts, 2) of a loss over whole sequences with those of this group together."""
+        torch.distributed.all_reduce(own, group=self._group.group)
+        (count, *_), (found, *_) = expected[:, 1].tolist(), own[:, 1].tolist()
+        if not is_mean and abs(count - found) > 0.5:
+            reason = f"its loss counts {found:g} where ranks share the positions of what counts {count:g} whole"
+            raise refused_positions(self._model, reason)
+        whole_loss, shared_loss = (float((pair[:, 0] / pair[:, 1]).sum()) for pair in (expected, own))
+        difference = abs(whole_loss - shared_loss) / max(abs(whole_loss), 1e-12)
+        bound = max(_LOSS_BOUND, self._bound)
+        if difference > bound and not self._is_routed:  # no where one is not finite
+            raise refused_positions(
+                self._model, f"its loss is another by {difference:.1%} where ranks share the positions"
+            )
+
+    def _pairs(self, expected: Any, found: Any) -> Pairs:
+        """This rank's part of each output that has positions, for whole sequences, and the same for shared ones."""
+        rank, size = self._group.rank, self._group.size
+        pairs: Pairs = []
+        for one, other in _tensors(expected, found):
+            length, own = one.shape[1], -(-one.shape[1] // size)
+            if other.shape[1] == own != length:
+                end = max(0, min(own, length - rank * own))  # without those that were added to divide
+                pairs.append((self._part.of(one, fill=0)[:, :end], other[:, :end]))
+        return pairs
+
+    def _difference(self, pairs: Pairs, counts: Tensor | None) -> float:
+        """Return the largest difference at a position that counts (rows, positions), on any rank; as a share of the
+        largest number of its tensor.
+        """
+        worst = torch.zeros((), device=device())
+        for expected, found in pairs:
+            if not expected.numel():
+                continue
+            rows, length = expected.shape[:2]
+            largest = expected.float().nan_to_num(0.0).abs().amax().clamp(min=1e-12)
+            shares = (expected.float() - found.float()).abs().reshape(rows, length, -1).amax(2) / largest
+            if counts is not None and len(counts) == rows:
+                shares = shares[counts[:, :length]]
+            shares = shares.flatten().nan_to_num(1.0)
+            if self._is_routed and len(shares):
+                shares = shares.quantile(1 - _SHARE_OF_ROUTED)
+            if shares.numel():
+                worst = torch.maximum(worst, shares.amax())
+        torch.distributed.all_reduce(worst, torch.distributed.ReduceOp.MAX)
+        return float(worst)
+
+
+def _tensors(expected: Any, found: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Outputs of two passes that may have positions, in pairs."""
+    for one, other in zip(tree_leaves(expected), tree_leaves(found), strict=False):
+        are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor) and one.is_floating_point()
+        if are_tensors and min(one.ndim, other.ndim) > 1 and len(one) == len(other):
+            yield one, other
+
+
+def _quotients(loss: Tensor | Ratio | tuple[Ratio, ...]) -> Tensor:
+    """Sums and counts (parts, 2) float64 of what a task gives as its loss."""
+    if isinstance(loss, Tensor):
+        parts: tuple[Ratio, ...] = (Ratio(loss, 1),)
+    else:
+        parts = loss if isinstance(loss, tuple) else (loss,)
+    rows = [
+        (torch.as_tensor(number, device=device()).detach().double() for number in (one.total, one.count))
+        for one in parts
+    ]
+    return torch.stack([torch.stack(tuple(row)) for row in rows])
+
+
+def _reason(difference: float) -> str:
+    return (
+        f"its outputs are others where ranks share the positions (by {difference:.1%} of the largest): it numbers "
+        "positions by itself, or mixes them elsewhere than in attention"
+    )
+
+
+def _warn_of_no_look(module: nn.Module, reason: str) -> None:
+    warn(
+        f"parallel.sequence: {type(module).__name__} was not compared for shared and for whole sequences: {reason}; "
+        "compare train/loss of some steps with those of parallel.sequence: 1 [sequence-not-compared]",
+        is_of_all_ranks=True,
+    )
+
+
+def _has_experts(config: Any) -> bool:
+    numbers = [getattr(config, name, None) for name in _ROUTED]
+    return any(isinstance(number, int) and number > 1 for number in numbers)
+
+
+def _probe(module: nn.Module, numbering: Numbering, *, size: int) -> dict[str, Tensor] | None:
+    """Tokens and masks (rows, positions): one row whole, one padded at its end, one at its begin. None for a model that
+    reads no tokens.
+    """
+    config: Any = module.config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocabulary = getattr(config, "vocab_size", None)
+    if not isinstance(vocabulary, int):
+        return None
+    ids = torch.randint(vocabulary, (_ROWS, _POSITIONS * size), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, -_PADDED:] = 0
+    mask[2, :_PADDED] = 0
+    if numbering.pad is not None:
+        ids[ids == numbering.pad] = (numbering.pad + 1) % vocabulary
+        ids.masked_fill_(mask == 0, numbering.pad)
+    return {"input_ids": ids.to(device()), "attention_mask": mask.to(device())}
+
+
+def _cut(pair: tuple[Any, Any], *, most: int) -> tuple[Any, Any]:
+    """The first rows and positions of inputs and targets; of what has other dimensions all.
+
+    Raises:
+        ValueError: it is not known which dimension has the positions.
+    """
+    shapes = list[tuple[int, ...]]()
+
+    def note(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.ndim > 1:
+            shapes.append(tuple(value.shape))
+        return value
+
+    changed(pair[0], note)
+    if not shapes:
+        raise ValueError("no input has rows and positions")
+    rows, length = shapes[0][:2]
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        for dim, size in enumerate(value.shape):
+            if dim == 0 and size == rows:
+                value = value[:_ROWS]
+            elif dim and size == length:
+                value = value.narrow(dim, 0, min(most, size))
+        return value
+
+    return changed(pair[0], cut), changed(pair[1], cut)
+
+
+@contextmanager
+def _looking(engine: Any) -> Iterator[None]:
+    """Compute in evaluation mode and without gradients; modes, buffers and states of generators stay as they were."""
+    modes = [(module, module.training) for module in engine.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
+    states = random_state.capture()
+    for module, _ in modes:
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        random_state.restore(states)
