@@ -33,6 +33,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from framework.engine.protocol import EVALUATING, SAVING, STARTING, STEPS
 from framework.errors import EXIT_NO_PROGRESS, EXIT_TRAINING, counted
 from framework.system.debugger import is_at_prompt as is_at_prompt_of
+from framework.system.frames import current_frames
 from framework.system.log import report_event
 from framework.system.parent_watch import report_end
 from framework.system.stopping import announce
@@ -187,7 +188,7 @@ class HangWatch:
         self._stalled: tuple[float, str, int] | None = None  # since when, in which phase, after which step
         self._is_reported = False
         self._kind = ""  # of the stall that this rank has described
-        self._said_at = 0
+        self._named_at = 0
         self._posts: list[int] = []  # of every rank, when this one first looked
         self._settle = _SETTLE_SECONDS / 2
 
@@ -345,7 +346,7 @@ class HangWatch:
             self._note_stall("slow", until=self._at)
         if self._kind and self._store is not None:
             with suppress(RuntimeError):
-                self._store.delete_key(_verdict_key(self._said_at))
+                self._store.delete_key(_verdict_key(self._named_at))
         self._stalled, self._is_reported, self._kind = None, False, ""
         self._posts, self._settle = [], _SETTLE_SECONDS / 2
 
@@ -355,7 +356,7 @@ class HangWatch:
         report_event(kind, step=step, seconds=round(until - since, 1), phase=phase)
 
     def _state(self, seconds: float) -> dict[str, Any]:
-        place = place_of(sys._current_frames().get(self._main))
+        place = place_of(current_frames().get(self._main))
         return {
             "seconds": round(seconds, 1),
             "phase": _FIRST_STEPS if self._is_first(self.phase) else self.phase,
@@ -397,7 +398,7 @@ class HangWatch:
             return
         self._is_reported = True
         self._kind = kind_of(states, world_size=self._world_size)
-        self._said_at = self._step
+        self._named_at = self._step
         if self._store is not None:
             with suppress(RuntimeError):
                 self._store.set(_verdict_key(self._step), self._kind)
@@ -433,7 +434,7 @@ def place_of(frame: FrameType | None) -> str:
 
 def is_compiling() -> bool:
     """Check whether torch compiles a graph or an extension, in any thread."""
-    for frame in sys._current_frames().values():
+    for frame in current_frames().values():
         of_thread: FrameType | None = frame
         while of_thread is not None:
             if of_thread.f_globals.get("__name__") in _COMPILERS:

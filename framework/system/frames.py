@@ -1,0 +1,23 @@
+"""Frames of the threads of this process, for those that look at what others do."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from types import FrameType
+
+
+def current_frames() -> dict[int, FrameType]:
+    """Return the innermost frame of each thread, by the thread's number, without collecting garbage meanwhile.
+
+    CPython holds the lock of its list of threads in `sys._current_frames` (3.11, Python/pystate.c). A finalizer that
+    runs there and waits, as DeepSpeed's engine logs in its own, would wait for ever for a thread that begins at that
+    moment: it has the interpreter and waits for that lock.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if was_enabled:
+            gc.enable()
