@@ -28,7 +28,6 @@ from framework.system.exits import end_in_one_line, refusing_exits
 from framework.system.launcher_rank import take_rank
 from framework.system.log import warn
 from framework.system.stopping import EVALUATE, SAVE, StopRequest
-from framework.tasks.loss_checks import refuse_without_graph
 from framework.train.monitors.base import Point, Sinks
 
 # Of weights that are spread: their places hold vectors without elements.
@@ -207,7 +206,6 @@ class OpenEngine:
         """Backward pass of a micro-batch's mean loss, 0-d; gradients are averaged over ranks and micro-batches.
         Those of several passes before one `step` are added. Weights of other open engines get none.
         """
-        refuse_without_graph(loss, key="backward")
         with explaining_overflow(self._of), explaining(self._double_backward):
             self._passes.run(loss, self._others(), retain_graph=retain_graph)
 

@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from framework.errors import TrainingError, UsageError
+from framework.tasks.loss_checks import refuse_without_graph
 
 _OFFLOAD = (
     "DeepSpeed keeps the last pass's gradient alone with offload_optimizer at ZeRO stages 1 and 2; add the losses and "
@@ -50,10 +51,12 @@ class BackwardPasses:
         """Add the gradients of a loss to those since the last step. Weights of `others` get none.
 
         Raises:
+            ConfigError: the loss has no graph.
             UsageError: the loss is no single number.
             TrainingError: a second pass cannot be added here; or an earlier one has failed.
         """
         self.refuse_broken("backward")
+        refuse_without_graph(loss, key="backward")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = tuple(getattr(loss, "shape", ()))
             reason = f"{type(loss).__name__} of shape {shape} is no loss; take its mean"

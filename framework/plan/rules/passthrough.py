@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from framework.config.base import Object, Target
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, SHARED, TYPED
@@ -81,13 +81,16 @@ def _wrong(config: RunConfig, section: str, path: str, value: Any) -> tuple[str,
 def passed_without_effect(config: RunConfig, cluster: Cluster) -> Found:
     """Keys that DeepSpeed reads, and that change nothing as the run is."""
     comms = config.deepspeed.get("comms_logger")
-    if isinstance(comms, dict) and comms.get("enabled") and not comms.get("verbose"):
+    is_profiled = config.profile is not None and config.profile.communication  # a clash: `profile_steps`
+    may_be_printed = bool(config.callbacks) or is_profiled
+    if _is_on(comms, "enabled") and not comms.get("verbose") and not may_be_printed:
         reason = "it counts, and nothing prints the counts"
-        fix = "set profile.communication: true in its place, or call deepspeed.comm.log_summary() in a callback"
+        instead = "write profile: {steps: 10-11, communication: true} in its place"
+        fix = f"{instead}, or call deepspeed.comm.log_summary() in a callback"
         yield Problem("inert-in-a-run", reason, fix, "deepspeed.comms_logger.enabled", True, severity="note")
     quantized = "zero_quantized_gradients"
     zero = config.deepspeed.get("zero_optimization")
-    if isinstance(zero, dict) and zero.get(quantized) and cluster.num_hosts == 1 and cluster.device != "cpu":
+    if _is_on(zero, quantized) and cluster.num_hosts == 1 and cluster.device != "cpu":
         reason = "gradients are quantized on the way between hosts, and the run has one"
         key = f"deepspeed.zero_optimization.{quantized}"
         yield Problem("inert-in-a-run", reason, "start it on several hosts, or remove it", key, True, severity="note")
@@ -97,12 +100,17 @@ def passed_without_effect(config: RunConfig, cluster: Cluster) -> Found:
 def quantized_on_cpu(config: RunConfig, cluster: Cluster) -> Found:
     """deepspeed/ops/op_builder/cpu/no_impl.py: the quantizer has no form for processors; stage 3 alone uses it."""
     zero = config.deepspeed.get("zero_optimization")
-    if not isinstance(zero, dict) or cluster.device != "cpu":
+    if cluster.device != "cpu":
         return
     for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
-        if zero.get(name) and config.zero.stage == 3:
+        if _is_on(zero, name) and config.zero.stage == 3:
             reason = "DeepSpeed's quantizer has no kernel for cpu devices"
             yield Problem("needs-cuda", reason, "remove it here", f"deepspeed.zero_optimization.{name}", True)
+
+
+def _is_on(section: Any, name: str) -> TypeGuard[dict[str, Any]]:
+    """Check whether a section turns something on; "auto" does not, and `deepspeed_values` refuses it."""
+    return isinstance(section, dict) and bool(section.get(name)) and section[name] != "auto"
 
 
 def _why_absent(config: RunConfig, section: str) -> str | None:

@@ -23,6 +23,10 @@ def offload(stage: int, device: str = "cpu", **rest: Any) -> dict[str, Any]:
     return {"zero": {"stage": stage, "offload_optimizer": {"device": device, **rest}}}
 
 
+def passed_at(stage: int, name: str, value: Any = True) -> dict[str, Any]:
+    return {"zero": {"stage": stage}, "deepspeed": {"zero_optimization": {name: value}}}
+
+
 def with_experts(expert: int = 2, stage: int = 1) -> dict[str, Any]:
     return MIXED | {"parallel": {"expert": expert}, "zero": {"stage": stage}}
 
@@ -435,12 +439,34 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     "deepspeed_values": [
         ({"deepspeed": {"comms_logger": {"enabled": "auto"}}}, "cuda", "auto-in-deepspeed"),
         ({"deepspeed": {"log_level": "auto"}}, "cuda", "auto-in-deepspeed"),
+        (passed_at(3, "zero_quantized_gradients", "auto"), "cuda", "auto-in-deepspeed"),
+        (passed_at(3, "zero_quantized_gradients", "auto"), "cpu", "auto-in-deepspeed"),
         ({"deepspeed": {"comms_logger": {"prof_ops": ["all", None]}}}, "cuda", "null-in-deepspeed"),
         ({"deepspeed": {"gradient_predivide_factor": float("inf")}}, "cuda", "not-json"),
         ({"deepspeed": {"timers": {"x": print}}}, "cuda", "not-json"),
         ({"deepspeed": {"expert_parallel": {"score_func": "auto"}}}, "cuda", None),
         ({"deepspeed": {"data_types": {"keep_in_fp32_modules": "auto"}}}, "cuda", None),
         ({"deepspeed": {"comms_logger": {"prof_ops": ["all"], "enabled": False}, "aio": {"x": 1.5}}}, "cuda", None),
+    ],
+    "passed_without_effect": [
+        ({"deepspeed": {"comms_logger": {"enabled": True}}}, "cuda", "inert-in-a-run"),
+        (
+            {"profile": {"steps": "1-2", "modules": True}, "deepspeed": {"comms_logger": {"enabled": True}}},
+            "cuda",
+            "inert-in-a-run",
+        ),
+        (passed_at(3, "zero_quantized_gradients"), "cuda", "inert-in-a-run"),
+        (passed_at(3, "zero_quantized_weights"), "cuda", None),
+        ({"deepspeed": {"comms_logger": {"enabled": True, "verbose": True}}}, "cuda", None),
+        ({"deepspeed": {"comms_logger": {"enabled": False}}}, "cuda", None),
+        ({"deepspeed": {"comms_logger": {"enabled": True}}, "callbacks": [{"target": "mine:Sent"}]}, "cuda", None),
+    ],
+    "quantized_on_cpu": [
+        (passed_at(3, "zero_quantized_weights"), "cpu", "needs-cuda"),
+        (passed_at(3, "zero_quantized_nontrainable_weights"), "cpu", "needs-cuda"),
+        (passed_at(3, "zero_quantized_gradients"), "cpu", "needs-cuda"),
+        (passed_at(3, "zero_quantized_weights"), "cuda", None),
+        (passed_at(3, "zero_quantized_weights"), "unknown", None),
     ],
     "lamb_with_fixed_loss_scale": [
         (LAMB | {"precision": {"dtype": "fp16", "loss_scale": 128}}, "cuda", "lamb-with-fixed-loss-scale"),
@@ -576,7 +602,10 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             "section-clash",
         ),
         (
-            {"profile": {"steps": "1-2", "modules": True}, "deepspeed": {"comms_logger": {"enabled": True}}},
+            {
+                "profile": {"steps": "1-2", "modules": True},
+                "deepspeed": {"comms_logger": {"enabled": True, "verbose": True}},
+            },
             "cuda",
             None,
         ),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+import yaml
 
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, SHARED, TYPED
 from framework.config.load import config_from_values
@@ -238,7 +240,7 @@ HOSTS = Cluster(num_hosts=2, devices_per_host=4, device="cuda")
 @pytest.mark.parametrize(
     ("passed", "cluster", "fix"),
     [
-        ({"comms_logger": {"enabled": True}}, ON_4, "profile.communication: true"),
+        ({"comms_logger": {"enabled": True}}, ON_4, "profile: {steps: 10-11, communication: true}"),
         (QUANTIZED, ON_4, "start it on several hosts"),
         (QUANTIZED, HOSTS, ""),
     ],
@@ -247,6 +249,13 @@ def test_what_does_nothing_as_the_run_is_has_a_note(passed: dict[str, Any], clus
     plan = make_plan(config_from_values({"zero": {"stage": 3}, "deepspeed": passed}), cluster)
     assert [(one.kind, one.severity) for one in plan.findings] == [("inert-in-a-run", "note")] * bool(fix)
     assert all(fix in one.fix for one in plan.findings)
+
+
+def test_what_the_note_on_counts_names_is_taken_by_the_plan() -> None:
+    (note,) = make_plan(config_from_values({"deepspeed": {"comms_logger": {"enabled": True}}}), ON_4).findings
+    section = re.search(r"profile: \{.*?\}", note.fix)
+    assert section is not None
+    assert not make_plan(config_from_values(yaml.safe_load(section[0])), ON_4).findings
 
 
 @pytest.mark.parametrize(
