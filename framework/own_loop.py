@@ -17,7 +17,7 @@ from framework.engine.distributed import rank
 from framework.engine.plain_engine import PlainEngine
 from framework.engine.protocol import EVALUATING, SAVING, StepResult, evaluate_sets
 from framework.engine.workarounds.grad_scaler import explaining_overflow
-from framework.errors import ConfigError, Problem, RunStopped, TrainingError, UsageError, explaining
+from framework.errors import ConfigError, FrameworkError, Problem, RunStopped, TrainingError, UsageError, explaining
 from framework.run import opened
 from framework.setup.assemble import make_eval_loaders, make_schedule
 from framework.setup.objects import Objects, config_with_objects
@@ -222,6 +222,8 @@ class OpenEngine:
         return [engine._passes for engine in _OPEN if engine is not self]
 
     def _double_backward(self, error: Exception) -> TrainingError | None:
+        if isinstance(error, FrameworkError):  # explained already
+            return None
         if self._plan.config.zero.stage < 3 or not _SPREAD.search(str(error)):
             return None
         reason = (
