@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.ports import free_ports
 _PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "srun")
 # Names that are addresses: nothing here resolves names of nodes, as a cluster's DNS does.
 _NODES = ("127.0.0.2", "127.0.0.3")
+# Jobs have the numbers of no other cluster: where ranks meet is made of the job's number, and all meet on this machine.
 _CONFIG = """\
 ClusterName=one
 SlurmctldHost={host}(127.0.0.1)
@@ -24,11 +26,12 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CryptoType=crypto/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={sockets}/munge.socket
 SlurmctldPort={ports[0]}
+FirstJobId={ports[0]}
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmdSpoolDir={folder}/spool-%n
+SlurmdSpoolDir={sockets}/spool-%n
 StateSaveLocation={folder}/state
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -65,16 +68,21 @@ class OneMachineSlurm:
         self.folder = folder
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         self._daemons: list[subprocess.Popen[bytes]] = []
+        # Not in pytest's folder: Slurm makes sockets here, and Linux takes no path of 108 bytes or more for one.
+        self._sockets = tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True)
 
     def __enter__(self) -> OneMachineSlurm:
-        for name in ("state", *(f"spool-{node}" for node in _NODES)):
-            (self.folder / name).mkdir(parents=True)
+        sockets = Path(self._sockets.name)
+        (self.folder / "state").mkdir(parents=True)
+        for node in _NODES:
+            (sockets / f"spool-{node}").mkdir()
         host = socket.gethostname().partition(".")[0]
-        config = _CONFIG.format(
-            folder=self.folder, host=host, ports=range(first := free_ports(3), first + 3), nodes=_NODES
-        )
+        first = free_ports(3)
+        ports = range(first, first + 3)
+        config = _CONFIG.format(folder=self.folder, sockets=sockets, host=host, ports=ports, nodes=_NODES)
         (self.folder / "slurm.conf").write_text(config)
-        key, munge_socket = self.folder / "munge.key", self.folder / "munge.socket"
+        key = self.folder / "munge.key"
+        munge_socket = sockets / "munge.socket"
         subprocess.run(["mungekey", "--create", "--keyfile", key], check=True, timeout=60)
         self._start(
             "munged",
@@ -103,6 +111,7 @@ class OneMachineSlurm:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+        self._sockets.cleanup()
 
     def call(self, *command: str) -> str:
         """What a client prints."""
