@@ -1,7 +1,8 @@
-"""Where the step counter of an optimizer is put when it is told how far a moved run has come."""
+"""Where the step counters of an optimizer are put when it is told how far a moved run has come."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +19,21 @@ def parameter() -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.zeros(3, device=META))
 
 
-def views(optimizer: Any) -> OptimizerViews:
+def views(optimizer: Any, weights: Sequence[torch.nn.Parameter]) -> OptimizerViews:
+    """Views of an optimizer of these weights; their names are their numbers."""
     engine: Any = SimpleNamespace(optimizer=optimizer)
-    return OptimizerViews(engine, {})
+    return OptimizerViews(engine, {weight: str(number) for number, weight in enumerate(weights)})
+
+
+def seven(name: str) -> float:
+    return 7.0
+
+
+def in_thirds(monkeypatch: pytest.MonkeyPatch, weights: Sequence[torch.nn.Parameter], rank: int) -> None:
+    """Make weights look as DeepSpeed cuts them at stage 3, of three ranks, with this one's place."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: rank)
+    for weight in weights:
+        vars(weight).update(ds_numel=3, partition_numel=lambda: 1)
 
 
 @pytest.mark.parametrize(
@@ -28,9 +41,11 @@ def views(optimizer: Any) -> OptimizerViews:
     [({}, CPU), ({"foreach": True}, CPU), ({"capturable": True}, META), ({"fused": True}, META)],
 )
 def test_the_step_is_where_torch_keeps_it(options: dict[str, Any], device: torch.device) -> None:
-    optimizer = torch.optim.AdamW([parameter(), parameter()])
+    weights = [parameter(), parameter()]
+    optimizer = torch.optim.AdamW(weights)
     optimizer.param_groups[0].update(options)  # the constructor would want a GPU to be there
-    views(optimizer).set_step(7.0)
+    views(optimizer, weights).set_steps(seven)
+    assert list(optimizer.state) == weights
     for state in optimizer.state.values():
         assert (state["step"].device, state["step"].dtype, state["step"].shape) == (device, torch.float32, ())
     if device == CPU:
@@ -38,21 +53,53 @@ def test_the_step_is_where_torch_keeps_it(options: dict[str, Any], device: torch
 
 
 def test_each_group_has_its_own_place() -> None:
-    optimizer = torch.optim.AdamW(
-        [{"params": [parameter()], "capturable": True}, {"params": [parameter(), parameter()]}]
-    )
-    views(optimizer).set_step(7.0)
-    assert [state["step"].device for state in optimizer.state.values()] == [META, CPU, CPU]
+    weights = [parameter(), parameter(), parameter()]
+    optimizer = torch.optim.AdamW([{"params": weights[:1], "capturable": True}, {"params": weights[1:]}])
+    views(optimizer, weights).set_steps(seven)
+    assert [optimizer.state[weight]["step"].device for weight in weights] == [META, CPU, CPU]
 
 
-def test_at_stage_3_a_sub_group_has_the_place_of_its_group() -> None:
+def test_each_weight_has_its_own_number_of_steps() -> None:
+    """A weight that was frozen for some steps has taken fewer, and one that never took a step has no state."""
+    weights = [parameter(), parameter(), parameter()]
+    optimizer = torch.optim.AdamW([{"params": weights[:2]}, {"params": weights[2:]}])
+    optimizer.state[weights[1]]["exp_avg"] = torch.zeros(3)
+    views(optimizer, weights).set_steps({"0": 7.0, "1": None, "2": 2.0}.get)
+    assert {weight: float(state["step"]) for weight, state in optimizer.state.items()} == {
+        weights[0]: 7.0,
+        weights[2]: 2.0,
+    }
+
+
+def test_at_stage_3_a_sub_group_has_the_place_of_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [parameter(), parameter(), parameter()]
     flats = [parameter(), parameter(), parameter()]
     base = torch.optim.AdamW([{"params": [parameter()]}, {"params": [parameter()], "capturable": True}])
-    wrapper = SimpleNamespace(
-        optimizer=base, fp32_partitioned_groups_flat=flats, sub_group_to_group_id={0: 0, 1: 0, 2: 1}
-    )
-    views(wrapper).set_step(7.0)
+    in_thirds(monkeypatch, weights, rank=0)
+    views(of_stage_3(base, weights, flats), weights).set_steps(seven)
     assert [base.state[flat]["step"].device for flat in flats] == [CPU, CPU, META]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_at_stage_3_a_sub_group_has_the_steps_of_its_weights(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Also on a rank that has nothing of them but padding: by its group, of which all have the same number."""
+    weights = [parameter(), parameter(), parameter()]
+    flats = [parameter(), parameter(), parameter()]
+    base = torch.optim.AdamW([{"params": [parameter()]}, {"params": [parameter()]}])
+    in_thirds(monkeypatch, weights, rank)
+    views(of_stage_3(base, weights, flats), weights).set_steps({"0": 7.0, "1": 7.0, "2": 2.0}.get)
+    assert [float(base.state[flat]["step"]) for flat in flats] == [7.0, 7.0, 2.0]
+
+
+def of_stage_3(base: Any, weights: Sequence[torch.nn.Parameter], flats: Sequence[torch.nn.Parameter]) -> Any:
+    """DeepSpeed's wrapper: three sub-groups of one weight, two of them in the first group."""
+    return SimpleNamespace(
+        optimizer=base,
+        fp16_groups=[[weight] for weight in weights],
+        fp32_partitioned_groups_flat=flats,
+        sub_group_to_group_id={0: 0, 1: 0, 2: 1},
+        dp_process_group=None,
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
