@@ -34,11 +34,16 @@ class Squares(Task):
         return outputs.float().square().mean()
 
 
+def address(storage: torch.UntypedStorage) -> int:
+    """Where its bytes are; 0 where it has none: what stands for a spread weight raises where it is asked."""
+    return storage.data_ptr() if storage.nbytes() else 0
+
+
 def live_storages() -> dict[int, torch.UntypedStorage]:
     """All storages that a tensor of this process shows, without those of tensors on no device."""
     gc.collect()
     found = [one.untyped_storage() for one in gc.get_objects() if isinstance(one, torch.Tensor)]
-    return {storage.data_ptr(): storage for storage in found if storage.data_ptr()}
+    return {address(storage): storage for storage in found if address(storage)}
 
 
 def bytes_beside(earlier: Mapping[int, torch.UntypedStorage]) -> int:
@@ -101,8 +106,8 @@ class Saved:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         # weights of stage 3 have other storages in every pass
-        if storage.data_ptr() not in {one.untyped_storage().data_ptr() for one in self._own}:
-            self._found[storage.data_ptr()] = storage.nbytes()
+        if address(storage) not in {address(one.untyped_storage()) for one in self._own}:
+            self._found[address(storage)] = storage.nbytes()
         return tensor
 
     @property
@@ -111,7 +116,7 @@ class Saved:
 
     def without(self, tensors: Sequence[torch.Tensor]) -> int:
         """The total without what was there before."""
-        known = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        known = {address(tensor.untyped_storage()) for tensor in tensors}
         return sum(size for number, size in self._found.items() if number not in known)
 
 
