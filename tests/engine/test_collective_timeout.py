@@ -61,7 +61,9 @@ def test_both_halves_of_a_save_are_given_the_time(
         module=torch.nn.Identity(),
         train=lambda: None,
         _copy_recovery_script=None,
+        _take_model_step=None,
         optimizer=None,
+        global_steps=1,
         zero_optimization_stage=lambda: 1,
     )
     plan = make_plan(config_from_values({"run": {"name": "x"}, "training": {"max_steps": 4}}), Cluster(device="cpu"))
