@@ -39,7 +39,10 @@ from framework.checkpoint.state.optimizer_shards import Names, opened
 from framework.engine.distributed import gather
 from framework.errors import TrainingError
 
-_MOST_AT_ONCE: Final = 2**24  # numbers: what is compared needs memory
+# Numbers that are compared at once, which takes 11 to 17 bytes each meanwhile: few where they lie in a cache, more
+# where every piece is some kernels to launch.
+_AT_ONCE_ON_CPU: Final = 2**17
+_AT_ONCE: Final = 2**22
 _MOST_BLOCKS: Final = 2**11  # sums of a flat buffer, by which a weight is found
 # Torch leaves these before it looks at memory, where a tensor has no elements (aten/src/ATen/native/Distributions.cpp),
 # and on GPUs those for lists of tensors (aten/src/ATen/native/cuda/MultiTensorApply.cuh).
@@ -624,10 +627,11 @@ def _batches(pairs: Pairs) -> Iterator[Pairs]:
         if not (low.is_contiguous() and copy.is_contiguous()):
             yield [(low, copy)]
             continue
-        lows, copies = (torch.split(one.view(-1), _MOST_AT_ONCE) for one in (low, copy))
+        most = _AT_ONCE_ON_CPU if low.device.type == "cpu" else _AT_ONCE
+        lows, copies = (torch.split(one.view(-1), most) for one in (low, copy))
         pieces = zip(lows, copies, strict=True)
         for piece in pieces:
-            if batch and total + piece[0].numel() > _MOST_AT_ONCE:
+            if batch and total + piece[0].numel() > most:
                 yield batch
                 batch, total = [], 0
             batch.append(piece)

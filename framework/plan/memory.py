@@ -281,7 +281,7 @@ class _Estimate:
         between = {name: between[name] for name in sorted(between, key=between.__getitem__, reverse=True)}
         kept = self.kept_gradients() if self.steps > (1 if self.pipeline is None else self.pipeline.in_flight) else {}
         moments = {
-            "start": start,
+            "start": start | self.persistent(),
             "between": between,
             "forward": between | kept | self.forward(),
             "backward": self.backward(between, kept),
