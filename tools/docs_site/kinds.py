@@ -52,6 +52,10 @@ _COMPUTED: Final[dict[str, tuple[str, str]]] = {
     "model-data-in-channels": ("plan", "the digits data has 1 channel(s); set model.in_channels: 1"),
     "model-data-mismatch": ("plan", "it reads images, and text, the data, has tokens; set model.kind or data.kind"),
     "not-expressible": ("dslint", "a run config has no such key; remove it, or train with the JSON itself"),
+    "not-in-a-run": (
+        "plan",
+        "a run does not do what the key of DeepSpeed asks for, and the reason is named; remove it",
+    ),
     "requires-grad-changed": (
         "engine",
         "the flag of a weight has changed since the start; freeze it from the start, or by training.freeze with steps",
