@@ -212,8 +212,10 @@ assert not request.signal""",
     assert process.returncode == -9
 
 
+# The main thread keeps the interpreter's lock until it waits in C: a signal that came while it still ran Python would
+# be handled, and the case would be another one. `Thread.start` waits, and so gives the lock away; `_thread` does not.
 STUCK_IN_C = """
-import ctypes, os, signal, sys, threading, time
+import _thread, ctypes, os, signal, sys, time
 from framework.system.stopping import StopRequest
 request = StopRequest()
 
@@ -230,7 +232,8 @@ mutex = ctypes.create_string_buffer(64)
 libc = ctypes.CDLL(None)
 with request.handling():
     libc.pthread_mutex_lock(mutex)
-    threading.Thread(target=look).start()
+    sys.setswitchinterval(1000)
+    _thread.start_new_thread(look, ())
     libc.pthread_mutex_lock(mutex)  # for good, and no signal ends it
 """
 
