@@ -108,25 +108,35 @@ class _TiledLoss(torch.autograd.Function):
             if has_guesses:
                 guesses[tile] = vocabulary.guesses(logits)
             local, outside = vocabulary.own(targets[tile])
-            exponentials, sums, nats = vocabulary.exponentials(logits, local, outside)
+            is_half = logits.dtype == rows.dtype and rows.dtype.itemsize == 2
+            is_fused = is_half and vocabulary.part is None
+            if is_fused:
+                shares, nats = _shares_of_half(logits, local)
+                part = part * counts.unsqueeze(-1)
+            else:
+                exponentials, sums, nats = vocabulary.exponentials(logits, local, outside)
             # Not in place: compiled by torch 2.11, an output that was written in place has no gradient.
             total = total + nats.masked_fill(~counts, 0.0).sum()
             if not any(needed):
                 continue
-            factors, local = counts / sums, local.unsqueeze(-1)
-            of_target = exponentials.gather(-1, local).squeeze(-1) * factors - (counts & ~outside).float()
-            shares = logits if logits.dtype == rows.dtype else torch.empty_like(logits, dtype=rows.dtype)
-            torch.mul(exponentials, factors.unsqueeze(-1), out=shares)
-            shares.scatter_(-1, local, of_target.unsqueeze(-1).to(shares.dtype))
+            if not is_fused:
+                factors, local = counts / sums, local.unsqueeze(-1)
+                of_target = exponentials.gather(-1, local).squeeze(-1) * factors - (counts & ~outside).float()
+                shares = logits if logits.dtype == rows.dtype else torch.empty_like(logits, dtype=rows.dtype)
+                torch.mul(exponentials, factors.unsqueeze(-1), out=shares)
+                shares.scatter_(-1, local, of_target.unsqueeze(-1).to(shares.dtype))
+                del exponentials
             if of_bias is not None:
                 of_bias += shares.sum(0, dtype=torch.float32)
             if of_rows is not None:
                 torch.mm(shares, weight, out=of_rows[tile])
+                if is_fused:
+                    of_rows[tile] *= counts.unsqueeze(-1)
             if of_weight is not None and shares.dtype == torch.float32:
                 of_weight.addmm_(shares.T, part)
             elif of_weight is not None:
                 of_weight += shares.T @ part
-            del shares, exponentials, logits  # or the next tile's logits would stand beside them
+            del shares, logits  # or the next tile's logits would stand beside them
         ctx.gradients = of_rows, *(None if one is None else one[:size] for one in (of_weight, of_bias))
         ctx.dtypes = rows.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(guesses)
@@ -144,6 +154,25 @@ class _TiledLoss(torch.autograd.Function):
             None if one is None else one.mul_(scale).to(dtype) for one, dtype in zip(found, ctx.dtypes, strict=True)
         )
         return *scaled, None, None, None, None
+
+
+def _shares_of_half(logits: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute probabilities, less one at the target, and the cross-entropy, in two passes.
+
+    Args:
+        logits: (positions, tokens) in half precision, of all tokens; overwritten.
+        local: targets (positions,) int64.
+
+    Returns:
+        The gradient of the cross-entropy of each position, (positions, tokens) in the memory of the logits, and the
+        cross-entropy (positions,) float32.
+    """
+    logs = torch.log_softmax(logits, -1, dtype=torch.float32)
+    places = local.unsqueeze(-1)
+    of_target = logs.gather(-1, places)
+    shares = torch.exp(logs, out=logits)
+    shares.scatter_(-1, places, (of_target.exp() - 1).to(shares.dtype))
+    return shares, -of_target.squeeze(-1)
 
 
 class _Head:

@@ -63,7 +63,7 @@ def clamped_losses() -> list[float]:
     for images, labels in digit_batches(global_size=GLOBAL_SIZE, num_steps=STEPS):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(images), labels)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         with torch.no_grad():
