@@ -70,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough; of a run he has not seen how it ended
         for stream in (sys.stdout, sys.stderr):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        return EXIT_TRAINING if _starts_a_run(words) else EXIT_OK
+        if _starts_a_run(words):
+            return EXIT_TRAINING
+        return EXIT_OK
     except KeyboardInterrupt:
         return 130
     return code
@@ -211,7 +213,8 @@ def _add_others(commands: argparse._SubParsersAction[CommandParser]) -> None:
     about = "say what a checkpoint is, and whether its files are as they were written"
     inspect = commands.add_parser("inspect", help=about)
     inspect.set_defaults(command=_inspect)
-    option, place = inspect.add_argument, "a folder global_step<N>, or a run: all of its checkpoints"
+    option = inspect.add_argument
+    place = "a folder global_step<N>, or a run: all of its checkpoints"
     option("path", metavar="CHECKPOINT|RUN", help=place)
     option("--json", action="store_true", help="print it as JSON")
     option("--no-verify", action="store_true", help="read the manifest only, not every byte of every file")
@@ -264,8 +267,10 @@ def _import(arguments: argparse.Namespace) -> int:
     from framework.dslint.import_trainers import import_arguments, read_arguments
     from framework.dslint.readers import read_deepspeed_json
 
-    path, name = Path(arguments.file), arguments.file
-    if (document := read_arguments(path, name=name)) is not None:
+    path = Path(arguments.file)
+    name = arguments.file
+    document = read_arguments(path, name=name)
+    if document is not None:
         imported = import_arguments(document)
     elif (document := read_deepspeed_json(path, name=name)) is not None:
         imported = import_document(document, release=arguments.deepspeed)
@@ -288,14 +293,16 @@ def _new(arguments: argparse.Namespace) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     from framework.commands.inspect import run_inspect
 
-    verify, unverified = not arguments.no_verify, arguments.allow_unverified
+    verify = not arguments.no_verify
+    unverified = arguments.allow_unverified
     return run_inspect(arguments.path, as_json=arguments.json, verify=verify, allow_unverified=unverified)
 
 
 def _make_plan(arguments: argparse.Namespace) -> tuple[Plan, Source]:
     from framework.load_run import load_run
 
-    run, cluster = load_run(arguments.file, arguments.words), _cluster(arguments)
+    run = load_run(arguments.file, arguments.words)
+    cluster = _cluster(arguments)
     if run.config.auto and arguments.gpu:
         from framework.plan.auto import listed_target
 

@@ -90,11 +90,17 @@ class Problem:
     severity: Severity = "error"
 
     def __str__(self) -> str:
-        place = f"{self.file}:{self.line}" if self.file and self.line else self.file
+        if self.file and self.line:
+            place = f"{self.file}:{self.line}"
+        else:
+            place = self.file
         subject = self.key
         if self.key and self.value is not MISSING:
             subject += f" = {show_value(masked(self.key, self.value))}"
-        sentence = f"{self.reason}; {self.fix}" if self.fix else self.reason
+        if self.fix:
+            sentence = f"{self.reason}; {self.fix}"
+        else:
+            sentence = self.reason
         return printable(": ".join(part for part in (place, subject, sentence) if part)) + f" [{self.kind}]"
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,7 +122,9 @@ class Problem:
 def show_value(value: Any) -> str:
     """A value as YAML writes it, on one line of at most 80 characters; in quotes where text would read as a number."""
     text = printable(_yaml(value, depth=0))
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+    if len(text) <= _LONGEST_VALUE:
+        return text
+    return text[: _LONGEST_VALUE - 3] + "..."
 
 
 def counted(number: int, noun: str) -> str:
@@ -158,7 +166,9 @@ def printable(text: str) -> str:
 def in_one_line(error: BaseException, *, longest: int = 200) -> str:
     """Type and text of an error that somebody else raised; their texts may fill pages."""
     text = " ".join(str(error).split())[:longest]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if text:
+        return f"{type(error).__name__}: {text}"
+    return type(error).__name__
 
 
 class FrameworkError(Exception):
@@ -197,7 +207,10 @@ class ConfigError(FrameworkError):
             self.problems: Sequence[Problem] = ()
             super().__init__(problems)
             return
-        self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        if isinstance(problems, Problem):
+            self.problems = (problems,)
+        else:
+            self.problems = tuple(problems)
         super().__init__("\n".join(map(str, self.problems)))
 
     @classmethod
@@ -233,7 +246,8 @@ def explaining(*explanations: Callable[[Exception], FrameworkError | None]) -> I
         yield
     except Exception as error:
         for explain in explanations:
-            if (explained := explain(error)) is not None:
+            explained = explain(error)
+            if explained is not None:
                 raise explained from error
         raise
 

@@ -65,7 +65,8 @@ class LoadedRun:
         from framework.plan.auto import resolve, target_at_hand
 
         cluster = cluster or default_cluster(self.config)
-        target, saved = target or target_at_hand(cluster), saved_manifest(self.config)
+        target = target or target_at_hand(cluster)
+        saved = saved_manifest(self.config)
         config, settings, line = resolve(
             self.config, cluster, target, source=self.source, saved=saved, is_proposal=is_proposal, work=work
         )
@@ -82,8 +83,10 @@ class LoadedRun:
     def print_notes(self, *, is_supervised: bool = False) -> None:
         """Print notes on what is allowed in the file, and seldom intended; `is_supervised`: by who starts the run."""
         notes = list(self.source.notes)
-        if (most := self.config.supervision.max_restarts) and not is_supervised:
-            reason, fix = "nobody starts the run again here", "start it by `python -m framework launch`"
+        most = self.config.supervision.max_restarts
+        if most and not is_supervised:
+            reason = "nobody starts the run again here"
+            fix = "start it by `python -m framework launch`"
             key = "supervision.max_restarts"
             notes.append(self.source.locate(Problem("not-supervised", reason, fix, key, most, severity="warning")))
         for note in notes:

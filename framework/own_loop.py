@@ -62,7 +62,10 @@ def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator
             loop of `fit` does.
     """
     end_in_one_line()
-    request = _OPEN[0].request if _OPEN else StopRequest()
+    if _OPEN:
+        request = _OPEN[0].request
+    else:
+        request = StopRequest()
     with refusing_exits():
         take_rank(os.environ)
         given = config.model_fields_set if isinstance(config, RunConfig) else config
@@ -143,10 +146,14 @@ class OpenEngine:
 
     def __init__(self, run: OpenRun, request: StopRequest) -> None:
         assert isinstance(run.engine, PlainEngine)
-        self.request, self._run, self._engine, self._of = request, run, run.engine, run.engine.engine
+        self.request = request
+        self._run = run
+        self._engine = run.engine
+        self._of = run.engine.engine
         self._plan = run.prepared.plan
         self._passes = BackwardPasses(self._of)
-        self.rank, self.world_size = rank(), self._plan.layout.world_size
+        self.rank = rank()
+        self.world_size = self._plan.layout.world_size
         self.max_steps = self._plan.length.total_steps or 0
         monitors, self._events, _ = run.open_monitors()
         run.stop.enter("")  # a loop may do for long what nobody sees
@@ -287,7 +294,8 @@ class OpenEngine:
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Hand numbers of this step, or 0-d tensors, to the run's sinks; rank 0's count."""
-        step, found = self.steps_taken, {name: float(value) for name, value in metrics.items()}
+        step = self.steps_taken
+        found = {name: float(value) for name, value in metrics.items()}
         self._measured = (self._measured if self._measured_at == step else {}) | found
         self._measured_at = step
         self._run.outcome.metrics.update(found)
@@ -317,7 +325,8 @@ class OpenEngine:
         return bool(self._run.outcome.stopped)
 
     def _close(self, error: str) -> None:
-        outcome, asked = self._run.outcome, self._plan.config.checkpoint
+        outcome = self._run.outcome
+        asked = self._plan.config.checkpoint
         outcome.step = self.steps_taken
         if not error:
             self._do_what_is_due()

@@ -93,7 +93,8 @@ def _at_work(
     described = prepared.description(order=order_of(start)) | engine.description()
     described |= start_point.describe_frozen(engine, plan.config)
     callbacks = make_callbacks(engine, prepared)
-    places, left_out = StreamPlaces(gather), start_point.steps_left_out(folder, start, plan.config)
+    places = StreamPlaces(gather)
+    left_out = start_point.steps_left_out(folder, start, plan.config)
     kept = start_point.Kept(places, best, callbacks, left_out, *filter(None, [engine.bad_steps]))
 
     def load(chosen: SavedCheckpoint | None) -> int:

@@ -57,7 +57,8 @@ def fit(
     """
     end_in_one_line()
     refuse_unknown_arguments(unknown, further=further)
-    objects, request = Objects(model, train_data, eval_data, task, optimizer, callbacks, scheduler), StopRequest()
+    objects = Objects(model, train_data, eval_data, task, optimizer, callbacks, scheduler)
+    request = StopRequest()
     with request.handling():
         with refusing_exits():
             take_rank(os.environ)

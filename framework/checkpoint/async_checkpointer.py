@@ -39,7 +39,9 @@ class AsyncCheckpointer(Checkpointer):
             StorageError: the system starts no process.
         """
         super().__init__(*arguments, **options)
-        self._rank, self._world_size, self._staged = rank, world_size, StagedFiles()
+        self._rank = rank
+        self._world_size = world_size
+        self._staged = StagedFiles()
         self._step: int | None = None  # of the save that is under way
         self._state: State = "published"
         self._failure = ""  # this rank's
@@ -67,7 +69,9 @@ class AsyncCheckpointer(Checkpointer):
         """
         self._mention_waiting(due=step)
         self.finish()
-        tag, state, written = tag_of(step), {"step": step, **self._position(step)}, dict[str, FileRecord]()
+        tag = tag_of(step)
+        state = {"step": step, **self._position(step)}
+        written = dict[str, FileRecord]()
         self._staged.clear()
 
         def stage() -> None:
@@ -142,7 +146,8 @@ class AsyncCheckpointer(Checkpointer):
 
     def _begin(self, order: Mapping[str, Any]) -> None:
         """Give the order, to a fresh writer where the last one has died."""
-        self._state, self._failure = "writing", ""
+        self._state = "writing"
+        self._failure = ""
         for is_last_try in (False, True):
             try:
                 if self._writer is None:
@@ -171,7 +176,8 @@ class AsyncCheckpointer(Checkpointer):
     def _await_answer(self, timeout: float | None = None) -> None:
         assert self._writer is not None
         answer = self._writer.answer(timeout)
-        self._state, self._failure = answer["state"], answer.get("failure", "")
+        self._state = answer["state"]
+        self._failure = answer.get("failure", "")
         if self._state == "dead":
             self._reap()
 

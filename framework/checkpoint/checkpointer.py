@@ -73,8 +73,14 @@ class Checkpointer:
             last_step: the step after which a save that fails is an error, because none follows; None where any may be
                 followed.
         """
-        self._engine, self._folder, self._retention, self._last_step = engine, folder, retention, last_step
-        self._is_main, self._gather, self._position, self._description = is_main, gather, position, description
+        self._engine = engine
+        self._folder = folder
+        self._retention = retention
+        self._last_step = last_step
+        self._is_main = is_main
+        self._gather = gather
+        self._position = position
+        self._description = description
         self._kept: dict[str, SavedCheckpoint] = {}
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> bool:
@@ -88,7 +94,9 @@ class Checkpointer:
         Raises:
             StorageError: the last save of the run failed.
         """
-        tag, state, records = tag_of(step), {"step": step, **self._position(step)}, dict[str, FileRecord]()
+        tag = tag_of(step)
+        state = {"step": step, **self._position(step)}
+        records = dict[str, FileRecord]()
 
         def write() -> None:
             records.update(self._engine.save(self._folder / SAVING, tag, state) or {})
@@ -198,7 +206,8 @@ def publish(
     Raises:
         OSError: the file system refused; the checkpoints that have a name are as they were, or the new one has its own.
     """
-    written, target = folder / SAVING / tag, folder / tag
+    written = folder / SAVING / tag
+    target = folder / tag
     complete, folders = _all_records(written, records)
     files = {name: asdict(record) for name, record in sorted(complete.items())}
     replace_text(written / MANIFEST, seal({"format": FORMAT, **stated, "files": files}))
@@ -219,7 +228,9 @@ def _all_records(written: Path, records: Mapping[str, FileRecord]) -> tuple[dict
 
     A run folder on a disk that each host has for itself is refused: its ranks write, and rank 0 sees nothing of it.
     """
-    found, folders, unseen = dict(records), [""], dict(records)
+    found = dict(records)
+    folders = [""]
+    unseen = dict(records)
     for name, entry in walk(written):
         if entry.is_dir(follow_symlinks=False):
             folders.append(name)
@@ -244,7 +255,8 @@ def _kept(folder: Path, kept: dict[str, SavedCheckpoint]) -> list[SavedCheckpoin
         del kept[tag]
     for tag in there.keys() - kept.keys():
         with suppress(OSError):  # `diagnose` tells it
-            if (found := read_checkpoint(there[tag])) is not None:
+            found = read_checkpoint(there[tag])
+            if found is not None:
                 known = {name: found.manifest[name] for name in ("step", "metrics") if name in found.manifest}
                 kept[tag] = replace(found, manifest=known)
     return [kept[tag] for tag in there if tag in kept]
@@ -260,7 +272,8 @@ def _tidy(folder: Path, replaced: Path, *, retention: Retention, newest: int, ke
         if replaced.exists():
             remove_folder(replaced)
         checkpoints = _kept(folder, kept)
-        if absence := retention.describe_absence(checkpoints, newest=newest):
+        absence = retention.describe_absence(checkpoints, newest=newest)
+        if absence:
             warn(absence)
         for old in retention.superfluous(checkpoints, newest=newest):
             # Without a name and a manifest first, so that a kill in the middle leaves nothing to resume from.
@@ -298,19 +311,23 @@ class Retention:
         if self.every_steps is not None:
             kept |= {checkpoint.step for checkpoint in own if checkpoint.step % self.every_steps == 0}
         if self.best is not None:
-            if (best := self.best_of(own)) is None:
+            best = self.best_of(own)
+            if best is None:
                 return []
             kept.add(best.step)
         return [checkpoint for checkpoint in own if checkpoint.step not in kept]
 
     def best_of(self, checkpoints: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
         """The checkpoint with the best value, the newest of equals; None where none has one."""
-        sign, known = 1 if self.best_is == "max" else -1, []
+        sign = 1 if self.best_is == "max" else -1
+        known = []
         for checkpoint in checkpoints:
             value = checkpoint.manifest.get("metrics", {}).get(self.best)
             if isinstance(value, (int, float)) and not math.isnan(value):  # NaN is best of nobody
                 known.append((sign * value, checkpoint.step, checkpoint))
-        return max(known, key=lambda entry: entry[:2])[2] if known else None
+        if known:
+            return max(known, key=lambda entry: entry[:2])[2]
+        return None
 
     def describe_absence(self, checkpoints: Sequence[SavedCheckpoint], *, newest: int) -> str:
         """Describe, at the first save of a run, a metric that was not measured at its step; else empty."""

@@ -89,7 +89,8 @@ class SavedCheckpoint:
 
     def unexpected_files(self) -> list[str]:
         """A line for each file too many: DeepSpeed, which finds files by pattern, would read it as well."""
-        expected, found = {*self.manifest["files"], MANIFEST}, []
+        expected = {*self.manifest["files"], MANIFEST}
+        found = []
         for place, folders, names in os.walk(self.path):
             for path in (Path(place, name) for name in (*folders, *names)):
                 relative = path.relative_to(self.path).as_posix()
@@ -113,7 +114,8 @@ def newest_first(folder: Path) -> Iterator[SavedCheckpoint]:
     """As `list_checkpoints`, the newest first, each read when it is asked for."""
     for _, path in reversed(named_folders(folder)):
         with contextlib.suppress(OSError):  # `diagnose` tells it
-            if (found := read_checkpoint(path)) is not None:
+            found = read_checkpoint(path)
+            if found is not None:
                 yield found
 
 
@@ -130,8 +132,13 @@ def read_checkpoint(path: Path) -> SavedCheckpoint | None:
         text = read_regular(path / MANIFEST, num_bytes=LONGEST_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    manifest = _parsed(text, step=int(name["step"])) if text is not None else None
-    return SavedCheckpoint(path.parent, path.name, manifest) if manifest is not None else None
+    if text is not None:
+        manifest = _parsed(text, step=int(name["step"]))
+    else:
+        manifest = None
+    if manifest is not None:
+        return SavedCheckpoint(path.parent, path.name, manifest)
+    return None
 
 
 def diagnose(path: Path) -> str:
@@ -180,12 +187,16 @@ def _refuse(text: str) -> float:
 
 
 def _whole(text: str) -> int:
-    return int(text) if len(text) <= _LONGEST_NUMBER else int(_refuse(text))
+    if len(text) <= _LONGEST_NUMBER:
+        return int(text)
+    return int(_refuse(text))
 
 
 def _finite(text: str) -> float:
     number = float(text)
-    return number if math.isfinite(number) else _refuse(text)
+    if math.isfinite(number):
+        return number
+    return _refuse(text)
 
 
 def _values(value: Any, path: Sequence[str]) -> Iterator[Any]:
@@ -197,7 +208,8 @@ def _values(value: Any, path: Sequence[str]) -> Iterator[Any]:
     if not path:
         yield value
         return
-    key, may_be_missing = path[0].removesuffix("?"), path[0].endswith("?")
+    key = path[0].removesuffix("?")
+    may_be_missing = path[0].endswith("?")
     if key == "*":
         parts = value.values() if isinstance(value, dict) else value
     else:
@@ -250,7 +262,8 @@ def _are_records(files: Mapping[str, Any]) -> bool:
 
 def _is_pipeline(pipeline: Mapping[str, Any]) -> bool:
     """Its cut, where it is given, goes up from 0 to the number of layers."""
-    layers, bounds = pipeline["layers"], pipeline.get("bounds")
+    layers = pipeline["layers"]
+    bounds = pipeline.get("bounds")
     return isinstance(layers, list) and (
         bounds is None
         or (all(map(_is_count, bounds)) and sorted({*bounds}) == bounds and [bounds[0], bounds[-1]] == [0, len(layers)])

@@ -109,7 +109,9 @@ def replaced_folders(folder: Path) -> list[Path]:
     Raises:
         OSError: the folder is there and does not answer.
     """
-    return sorted(path for path in folder.iterdir() if REPLACED.match(path.name)) if folder.is_dir() else []
+    if folder.is_dir():
+        return sorted(path for path in folder.iterdir() if REPLACED.match(path.name))
+    return []
 
 
 def size_of(folder: Path) -> int:
@@ -193,7 +195,10 @@ def irregular(folder: Path) -> Iterator[str]:
         for path in (Path(place, name) for name in (*folders, *names)):
             mode = path.lstat().st_mode
             if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a regular file"
+                if stat.S_ISLNK(mode):
+                    kind = "a symbolic link"
+                else:
+                    kind = "not a regular file"
                 yield f"{path.relative_to(folder).as_posix()}: it is {kind}"
 
 

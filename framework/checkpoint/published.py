@@ -56,7 +56,8 @@ class Form:
     @cached_property
     def weights(self) -> Mapping[str, Joined]:
         """All weights, by their name there."""
-        table, model = self.table, self.model
+        table = self.table
+        model = self.model
         found = dict(table["weights"])
         if getattr(model, "tie_embeddings", False):
             del found["head.weight"]
@@ -81,10 +82,14 @@ class Form:
 
     def names_in(self, names: Collection[str]) -> dict[str, str]:
         """Names as `weights` has them -> names in a file, which may lack a prefix or name norms as BERT once did."""
-        found, prefix = {}, self.table["prefix"]
+        found = {}
+        prefix = self.table["prefix"]
         for name in names:
             plain = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-            whole = plain if plain.startswith(prefix) else prefix + plain
+            if plain.startswith(prefix):
+                whole = plain
+            else:
+                whole = prefix + plain
             if not re.fullmatch(self.table["ignored"], whole):
                 found[whole if whole in self.weights else plain] = name
         return found
@@ -102,16 +107,19 @@ class Form:
     def misfits(self, described: Mapping[str, Any], file: Path) -> Iterator[Problem]:
         """Find what of a config.json keeps our model from computing the same, with the key to set."""
         for key, allowed in self.table["theirs"].items():
-            if (value := _find(described, key, allowed[0])) not in allowed:
+            value = _find(described, key, allowed[0])
+            if value not in allowed:
                 reason = f"{file} has {key.partition('|')[0]}: {show_value(value)}; ours is {show_value(allowed[0])}"
                 yield Problem("weights-differ", reason, _AS_IT_IS, _KEY)
         for ours, value in self.table["needs"].items():
-            if (own := getattr(self.model, ours)) != value:
+            own = getattr(self.model, ours)
+            if own != value:
                 fix = f"set model.{ours}: {show_value(value)}"
                 yield Problem("weights-differ", f"{file} is of a {self.name}", fix, f"model.{ours}", own)
         stated = dict[str, Any]()
         for ours, key in ((ours, key) for ours, keys in self.table["values"].items() for key in keys):
-            own, theirs = getattr(self.model, ours), self._theirs(described, key)
+            own = getattr(self.model, ours)
+            theirs = self._theirs(described, key)
             place = f"{file} has {key.partition('|')[0]}: {show_value(theirs)}"
             # Of positions the first are taken; key and value heads follow the others.
             if own == theirs or (ours == "max_positions" and own < theirs) or (key in stated and own == stated[key]):
@@ -125,9 +133,14 @@ class Form:
 
     def _theirs(self, described: Mapping[str, Any], key: str) -> Any:
         absent = self.table["absent"][key]
-        absent = absent[0] * self._theirs(described, absent[1]) if isinstance(absent, list) else absent
+        if isinstance(absent, list):
+            absent = absent[0] * self._theirs(described, absent[1])
+        else:
+            absent = absent
         found = _find(described, key, absent)
-        return found if isinstance(found, int | float) else absent
+        if isinstance(found, int | float):
+            return found
+        return absent
 
     def misnamed(self, names: Collection[str], path: str) -> Iterator[Problem]:
         """Find what is wrong with the names of the tensors there are."""
@@ -137,9 +150,13 @@ class Form:
         extra = [name for plain, name in held.items() if plain not in self.weights and name not in self.table["ties"]]
         for found, reason in ((lost, "it lacks {}"), (extra, "it has {}, which the model has not")):
             if found:
-                more = f" and {len(found) - 1} more" if found[1:] else ""
+                if found[1:]:
+                    more = f" and {len(found) - 1} more"
+                else:
+                    more = ""
                 yield Problem("weights-differ", reason.format(found[0] + more), "name weights of it", _KEY, path)
-        if drawn := [name for one in missing.values() if one.may_lack for name in one.ours]:
+        drawn = [name for one in missing.values() if one.may_lack for name in one.ours]
+        if drawn:
             reason = f"it lacks {', '.join(drawn)}, which are drawn from run.seed"
             yield Problem("weights-partial", reason, "", _KEY, path, severity="warning")
 
@@ -154,7 +171,10 @@ def form_of(model: Any) -> Form | None:
 
 
 def _form(name: str, table: dict[str, Any], model: Any) -> Form:
-    further = table.get("with_classes", {}) if getattr(model, "num_classes", None) else {}
+    if getattr(model, "num_classes", None):
+        further = table.get("with_classes", {})
+    else:
+        further = {}
     return Form(name, table | further, model)
 
 
@@ -162,21 +182,27 @@ def published_problems(config: RunConfig) -> list[Problem]:
     """What is wrong with a Hugging Face folder as `checkpoint.init_weights` of one of our models, as far as its
     config.json and the header of its safetensors show it.
     """
-    path, kind = config.checkpoint.init_weights, getattr(config.model, "kind", None)
+    path = config.checkpoint.init_weights
+    kind = getattr(config.model, "kind", None)
     if path is None or kind not in ("gpt", "bert"):
         return []
     place, is_folder = Path(path), os.path.isdir(path)  # noqa: PTH112 - pathlib raises where the name is too long
     file = (place if is_folder else place.parent) / CONFIG
     described = _read_json(file)
-    if not isinstance(type_ := described.get("model_type"), str):
+    type_ = described.get("model_type")
+    if not isinstance(type_, str):
         return []
     table = _TABLE.get(type_, {})
     if table.get("kind") != kind:
-        fix = f"set model.kind: {table['kind']}" if table else _AS_IT_IS
+        if table:
+            fix = f"set model.kind: {table['kind']}"
+        else:
+            fix = _AS_IT_IS
         reason = f"{file} is of a {show_value(type_)}, which no model.kind {kind} is"
         return [Problem("weights-differ", reason, fix, _KEY, path)]
     form = _form(type_, table, config.model)
-    found, names = list(form.misfits(described, file)), _tensors_in(place / _WEIGHTS if is_folder else place)
+    found = list(form.misfits(described, file))
+    names = _tensors_in(place / _WEIGHTS if is_folder else place)
     if names and "embed.weight" not in names and all(problem.severity != "error" for problem in found):
         found += form.misnamed(names, path)
     return found
@@ -192,11 +218,19 @@ def _read_json(file: Path, *, is_header: bool = False) -> dict[str, Any]:
     """The object in a file, or behind the length at its begin."""
     try:
         with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little") if is_header else -1
-            found = json.loads(stream.read(size)) if size < _LONGEST_HEADER else None
+            if is_header:
+                size = int.from_bytes(stream.read(8), "little")
+            else:
+                size = -1
+            if size < _LONGEST_HEADER:
+                found = json.loads(stream.read(size))
+            else:
+                found = None
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    if isinstance(found, dict):
+        return found
+    return {}
 
 
 def _find(described: Mapping[str, Any], key: str, absent: Any) -> Any:
@@ -204,7 +238,10 @@ def _find(described: Mapping[str, Any], key: str, absent: Any) -> Any:
     for path in key.split("|"):
         found: Any = described
         for part in path.split("."):
-            found = found.get(part) if isinstance(found, dict) else None
+            if isinstance(found, dict):
+                found = found.get(part)
+            else:
+                found = None
         if found is not None:
             return found
     return absent

@@ -119,7 +119,8 @@ def _other_steps(checkpoint: SavedCheckpoint, global_size: int) -> Problem | Non
 
 def _other_data(checkpoint: SavedCheckpoint, steps_per_epoch: int, data: Mapping[str, Any]) -> Problem | None:
     """The order of the samples is a function of how many there are. An older checkpoint says less, and is believed."""
-    saved, now = checkpoint.manifest, {**data, "steps_per_epoch": steps_per_epoch}
+    saved = checkpoint.manifest
+    now = {**data, "steps_per_epoch": steps_per_epoch}
     differing = [name for name in _DATA if name in saved and None not in (saved[name], now.get(name))]
     first = next((name for name in differing if saved[name] != now[name]), None)
     if first is None:
@@ -137,7 +138,8 @@ def _other_config(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> Ite
     if not checkpoint.verified:  # there is no config to be compared
         return
     saved = checkpoint.manifest["config"]
-    before, now = _flat(_completed(saved)), _flat(config)
+    before = _flat(_completed(saved))
+    now = _flat(config)
     has_args = "args" in (saved.get("optimizer") or {})  # an older release did not note them
     for key in sorted(before.keys() | now.keys()):
         if key == _COMPARED_BY_LAYOUT or (key.startswith(_OBJECT_ARGS) and not has_args):
@@ -145,7 +147,10 @@ def _other_config(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> Ite
         if key.startswith(_OF_ONE_KIND) and not (key in before and key in now):
             continue
         if before.get(key) != now.get(key) and rule_of(key) == "refused":
-            how = f"with {show_value(before[key])}" if key in before else "without it"
+            if key in before:
+                how = f"with {show_value(before[key])}"
+            else:
+                how = "without it"
             yield Problem(
                 kind="resume-config-differs",
                 key=key,
@@ -179,7 +184,8 @@ def describe_changes(checkpoint: SavedCheckpoint, *, config: Mapping[str, Any]) 
     if not checkpoint.verified:  # nobody knows with what it was trained
         return []
     saved = _completed(checkpoint.manifest["config"])
-    before, now = _flat(saved), _flat(config)
+    before = _flat(saved)
+    now = _flat(config)
     stated = [
         f"{key}: {show_value(before.get(key))} -> {show_value(now.get(key))}"
         for key in sorted(before.keys() | now.keys())
@@ -215,13 +221,15 @@ def needs_resharding(checkpoint: SavedCheckpoint, *, description: Mapping[str, A
     DeepSpeed reads its own files back where nothing has changed that decides which numbers lie in which file; otherwise
     every parameter is looked up by its name (`framework.checkpoint.state.reader`).
     """
-    before, now = _arrangement(checkpoint.manifest), _arrangement(description)
+    before = _arrangement(checkpoint.manifest)
+    now = _arrangement(description)
     return not checkpoint.verified or before != now or _are_split_otherwise(checkpoint, description)
 
 
 def describe_resharding(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) -> str:
     """Describe the differences in layout, as ``key: before -> now``; of a checkpoint without a manifest, its layout."""
-    before, now = _arrangement(checkpoint.manifest), _arrangement(description)
+    before = _arrangement(checkpoint.manifest)
+    now = _arrangement(description)
     if not checkpoint.verified:
         return f"{before['ranks']} ranks, ZeRO {before['zero.stage']}, {before['precision.dtype']}"
     both = (key for key in before if None not in (before[key], now.get(key)))  # what only one has goes with the rest
@@ -233,7 +241,8 @@ def _are_split_otherwise(checkpoint: SavedCheckpoint, description: Mapping[str, 
     """Check whether as many tensor ranks have other parts; a description from before the model is built says nothing of
     them.
     """
-    before, now = checkpoint.manifest.get("tensor"), description.get("tensor")
+    before = checkpoint.manifest.get("tensor")
+    now = description.get("tensor")
     return None not in (before, now) and before != now
 
 
@@ -255,7 +264,8 @@ def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]
         for section in _OFFLOADS:
             if (zero.get(section) or {}).get("device") == "nvme":
                 same = "which can be resumed in the very same layout only"
-                reason, value = f"{holder} state on NVMe (zero.{section}), {same}: {stated}", str(checkpoint.path)
+                reason = f"{holder} state on NVMe (zero.{section}), {same}: {stated}"
+                value = str(checkpoint.path)
                 raise ConfigError.of(
                     kind="resume-nvme-moved", key="checkpoint.resume", value=value, reason=reason, fix=fix
                 )
@@ -263,7 +273,8 @@ def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]
 
 def _arrangement(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return what decides which numbers lie in which file of DeepSpeed's."""
-    layout, config = manifest["layout"], _completed(manifest["config"])
+    layout = manifest["layout"]
+    config = _completed(manifest["config"])
     bounds = (manifest.get("pipeline") or {}).get("bounds")
     return {
         "ranks": layout["world_size"],

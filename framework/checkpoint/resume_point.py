@@ -71,11 +71,17 @@ def find_sound_checkpoint(
         damage = damage_of(candidate)
         if not damage:
             return candidate, newer
-        more = f" (and {len(damage) - 1} more)" if damage[1:] else ""
+        if damage[1:]:
+            more = f" (and {len(damage) - 1} more)"
+        else:
+            more = ""
         refused[candidate.step if candidate.verified else -1] = f"{candidate.path}/{damage[0]}{more}"
     if not refused:
         return None, []
-    stated = "no checkpoint is sound" if resume == "auto" else "the checkpoint is damaged"
+    if resume == "auto":
+        stated = "no checkpoint is sound"
+    else:
+        stated = "the checkpoint is damaged"
     raise StorageError(
         f"{_RESUME} = {resume}: {stated}: {'; '.join(refused[step] for step in sorted(refused, reverse=True))}; "
         "restore it from a copy, name another one, or start afresh with checkpoint.resume=never [checkpoint-damaged]"
@@ -141,12 +147,17 @@ def absence_at(path: str, *, key: str) -> str:
         bears_a_name = TAG.match(named.name) or REPLACED.match(named.name)
         inside = [found for folder in reversed(holders(named)) for _, found in named_folders(folder)]
         wrong = [_reported(found, key=key) for found in ([named] if bears_a_name else inside)]
-    return f"there is no finished checkpoint: {wrong[-1]}" if wrong else "there is no finished checkpoint"
+    if wrong:
+        return f"there is no finished checkpoint: {wrong[-1]}"
+    return "there is no finished checkpoint"
 
 
 def refused_unverified(path: Path, *, key: str) -> ConfigError:
     """The error for a checkpoint without a manifest that nobody asked for; `key` is what names it."""
-    word = "checkpoint.allow_unverified: true" if key.startswith("checkpoint.") else "--allow-unverified"
+    if key.startswith("checkpoint."):
+        word = "checkpoint.allow_unverified: true"
+    else:
+        word = "--allow-unverified"
     reason = (
         "it has no manifest (DeepSpeed wrote it by itself, or the manifest is lost), so nothing tells whether its "
         "files are whole, or whose they are"
@@ -161,7 +172,10 @@ def explaining_storage_errors(key: str, value: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        place = f": {error.filename}" if error.filename else ""
+        if error.filename:
+            place = f": {error.filename}"
+        else:
+            place = ""
         raise StorageError(
             f"{key} = {show_value(value)}{place}: it cannot be read: {error.strerror or error}; try again when "
             "storage answers [checkpoint-not-read]"
@@ -171,10 +185,12 @@ def explaining_storage_errors(key: str, value: str) -> Iterator[None]:
 def _at(path: str, *, key: str, allow_unverified: bool) -> tuple[list[SavedCheckpoint], dict[int, str]]:
     """Finished checkpoints at a path, the newest first; where it names their folder, also what `_unreadable` finds."""
     for named in own_names(Path(path)):
-        if checkpoint := read_checkpoint(named):
+        checkpoint = read_checkpoint(named)
+        if checkpoint:
             return [checkpoint], {}
     for folder in holders(Path(path)):
-        if found := list_checkpoints(folder):
+        found = list_checkpoints(folder)
+        if found:
             return found[::-1], _unreadable(folder, known=found, key=key)
     raw = find_raw(Path(path))
     if raw is not None and not allow_unverified:
@@ -203,10 +219,12 @@ def _reported(path: Path, *, key: str) -> str:
 
 def _refuse_replaced(candidate: SavedCheckpoint) -> None:
     """The run that goes on from it writes the checkpoints that follow beside it: it needs its own name for that."""
-    if replaced := REPLACED.match(candidate.tag):
+    replaced = REPLACED.match(candidate.tag)
+    if replaced:
         back = candidate.folder / replaced["tag"]
         fix = f"rename it back to {back}{', after what has that name now,' if back.exists() else ''} and name that"
-        reason, value = "it was set aside when the steps before it were taken again", str(candidate.path)
+        reason = "it was set aside when the steps before it were taken again"
+        value = str(candidate.path)
         raise ConfigError.of(kind="checkpoint-replaced", key=_RESUME, value=value, reason=reason, fix=fix)
 
 

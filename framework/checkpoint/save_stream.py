@@ -75,7 +75,9 @@ class StagedFiles:
 
     def clear(self) -> None:
         """The next save's files take the place of the last one's."""
-        self.files, self._used, self._capacity_before = [], 0, self._capacity
+        self.files = []
+        self._used = 0
+        self._capacity_before = self._capacity
         self._refusal = None
 
     def open(self, path: Path) -> _Stream:
@@ -130,13 +132,15 @@ class StagedFiles:
     def _let_go(self) -> None:
         if self._map is not None:
             self._map.close()
-        self._map, self._capacity = None, 0
+        self._map = None
+        self._capacity = 0
 
     def _remap(self, capacity: int) -> None:
         """The old map goes when the new one is there."""
         mapped = mmap.mmap(self.descriptor, capacity)
         self._let_go()
-        self._map, self._capacity = mapped, capacity
+        self._map = mapped
+        self._capacity = capacity
         if hasattr(mmap, "MADV_DONTFORK"):  # data loaders that are forked have no use for it
             mapped.madvise(mmap.MADV_DONTFORK)
 
@@ -159,7 +163,9 @@ class _Stream:
     """Stream that `torch.save` writes one file to."""
 
     def __init__(self, staged: StagedFiles, path: Path) -> None:
-        self._staged, self._path, self._offset = staged, path, staged.num_bytes
+        self._staged = staged
+        self._path = path
+        self._offset = staged.num_bytes
 
     def write(self, data: bytes | memoryview, /) -> int:
         return self._staged.append(data)

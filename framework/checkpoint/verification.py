@@ -29,7 +29,8 @@ class Verification:
 
     def __init__(self, folder: Path, records: Mapping[str, FileRecord], *, num_sharing: int = 1) -> None:
         """Begin; `num_sharing` processes share the processors of this host."""
-        self._folder, self._is_closed = folder, threading.Event()
+        self._folder = folder
+        self._is_closed = threading.Event()
         self._done: dict[str, int] = {}
         threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // num_sharing))
         self._threads = ThreadPoolExecutor(threads)  # hashing releases the interpreter
@@ -62,7 +63,9 @@ class Verification:
             if facts.st_size != record.num_bytes:
                 return f"{name}: {facts.st_size:,} bytes where {record.num_bytes:,} were written"
             found = hash_file(path, on_read=lambda num_bytes: self._note(name, num_bytes))
-            return "" if found == record else f"{name}: its content has changed since it was written"
+            if found == record:
+                return ""
+            return f"{name}: its content has changed since it was written"
         except OSError as error:
             return f"{name}: {error.strerror or error}"
 
@@ -74,7 +77,8 @@ class Verification:
 
 def share_of(records: Mapping[str, FileRecord], *, index: int, count: int) -> dict[str, FileRecord]:
     """The files that the one with this index of `count` reads: each has about as many bytes as any other."""
-    loads, mine = [(0, number) for number in range(count)], {}
+    loads = [(0, number) for number in range(count)]
+    mine = {}
     for name, record in sorted(records.items(), key=lambda item: (-item[1].num_bytes, item[0])):
         load, least = loads[0]
         heapq.heapreplace(loads, (load + record.num_bytes, least))
@@ -94,7 +98,10 @@ class SharedVerification:
         self, *, rank: int, gather: Gather, from_rank0: Callable[[Any], Any], print_line: Callable[[str], None]
     ) -> None:
         """Two collectives bring every rank's value, and rank 0's, to all; `print_line` is told of progress."""
-        self._rank, self._gather, self._from_rank0, self._print_line = rank, gather, from_rank0, print_line
+        self._rank = rank
+        self._gather = gather
+        self._from_rank0 = from_rank0
+        self._print_line = print_line
 
     def ask(self, checkpoint: SavedCheckpoint) -> list[str]:
         """Rank 0: what is not as it was written, as `SavedCheckpoint.damage` tells it."""
@@ -128,7 +135,8 @@ class SharedVerification:
         return sorted({line for lines in self._gather(own) for line in lines})
 
     def _meet_until_done(self, work: Verification, stated: str, path: Path) -> None:
-        beat, is_done = 0, False
+        beat = 0
+        is_done = False
         while not is_done:
             states = self._gather((work.wait(_BEAT_SECONDS), work.done_bytes))
             is_done = all(done for done, _ in states)

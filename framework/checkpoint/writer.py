@@ -66,7 +66,8 @@ class Writer:
     """Carries out orders until the rank has no more."""
 
     def __init__(self, channel: Channel, descriptor: int) -> None:
-        self._channel, self._descriptor = channel, descriptor
+        self._channel = channel
+        self._descriptor = descriptor
         self._memory = memoryview(b"")
         self._kept: dict[str, SavedCheckpoint] = {}
 
@@ -104,7 +105,8 @@ class Writer:
 
     def _publish(self, order: Mapping[str, Any]) -> None:
         """Wait for the records of all ranks, and give the checkpoint its name."""
-        folder, records = Path(order["folder"]), dict[str, FileRecord]()
+        folder = Path(order["folder"])
+        records = dict[str, FileRecord]()
         for reported in self._await_records(order):
             if reported["failure"]:
                 raise _NotWrittenError(reported["failure"])
@@ -117,18 +119,23 @@ class Writer:
         keep for a minute that a name, asked for too early, is not there.
         """
         missing = {_record({**order, "rank": rank}): rank for rank in range(order["world_size"])}
-        pause, deadline = _SHORTEST_PAUSE_SECONDS, float("inf")
+        pause = _SHORTEST_PAUSE_SECONDS
+        deadline = float("inf")
         while missing:
             with os.scandir(Path(order["folder"], SAVING)) as entries:
                 there = [path for path in (Path(entry.path) for entry in entries) if path in missing]
             for path in there:
                 del missing[path]
                 yield dict(json.loads(path.read_text(encoding="utf-8")))
-            message = self._listen(pause) if missing else {}
+            if missing:
+                message = self._listen(pause)
+            else:
+                message = {}
             if message.get("word") == GIVE_UP:
                 raise _NotWrittenError(message["failure"])
             if message.get("word") == ALL_WRITTEN:
-                deadline, pause = time.monotonic() + _LONGEST_DELAY_SECONDS, _SHORTEST_PAUSE_SECONDS
+                deadline = time.monotonic() + _LONGEST_DELAY_SECONDS
+                pause = _SHORTEST_PAUSE_SECONDS
             if time.monotonic() > deadline:
                 unseen = f"what rank {min(missing.values())} has written is not seen by rank 0"
                 raise _NotWrittenError(f"{unseen}: all hosts must share the run folder")

@@ -71,14 +71,21 @@ def bench(argv: Sequence[str]) -> int:
     sentences = [str(each["sentence"]) for each in comparisons]
     found = {"variants": [each.to_dict() for each in variants], "comparisons": comparisons, "notes": notes}
     text = json.dumps(found | {"environment": environment}, indent=2)
-    lines = [text] if asked.json else [*_table(variants), *sentences, *(f"note: {note}" for note in notes)]
+    if asked.json:
+        lines = [text]
+    else:
+        lines = [*_table(variants), *sentences, *(f"note: {note}" for note in notes)]
     if out is not None:
         title = ", ".join(dict.fromkeys(each.plan.config.run.name for each in variants))
         _write(out, text, bench_page(title, variants, sentences, notes, environment), speed_chart(variants))
         lines += [] if asked.json else [f"page: {out / 'bench.html'}"]
     write(sys.stdout, "".join(f"{visible(line)}\n" for line in lines))
     has_failed = any(each.failure for each in variants)
-    return 130 if is_interrupted else EXIT_TRAINING if has_failed else EXIT_OK
+    if is_interrupted:
+        return 130
+    if has_failed:
+        return EXIT_TRAINING
+    return EXIT_OK
 
 
 def _parser() -> CommandParser:
@@ -88,7 +95,8 @@ def _parser() -> CommandParser:
         description="Time variants of a run and compare them with the first: each is trained for real, in turn, with "
         "evaluation, checkpoints and sinks off.",
     )
-    option, numbers = bench.option, like(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", _numbers, "{}: write numbers such as 1,2")
+    option = bench.option
+    numbers = like(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", _numbers, "{}: write numbers such as 1,2")
     count, steps = (whole(least, 1_000_000, f"{{}} is no number from {least} on") for least in (1, 0))
     words = "run configs, and settings for all variants"
     bench.add_argument("words", nargs="*", default=[], metavar="CONFIG key=value", help=words)
@@ -126,10 +134,18 @@ def _checked(asked: argparse.Namespace, every: int) -> list[Variant]:
         raise UsageError("bench: name a run config, for example ds_configs/quickstart.yaml")
     if asked.hostfile and asked.num_gpus:
         raise UsageError("bench: --num_gpus and --hostfile exclude each other")
-    found, problems, taken = [], [], Counter[str]()
+    found = []
+    problems = []
+    taken = Counter[str]()
     for path, (label, *own), num in product(configs, asked.variants or [[""]], asked.num_gpus or (None,)):
-        stem = Path(path).stem if len(configs) > 1 or not label else ""
-        devices = counted(num, "device") if num and len(asked.num_gpus) > 1 else ""
+        if len(configs) > 1 or not label:
+            stem = Path(path).stem
+        else:
+            stem = ""
+        if num and len(asked.num_gpus) > 1:
+            devices = counted(num, "device")
+        else:
+            devices = ""
         name = ", ".join(filter(None, (stem, label, devices)))
         taken[name] += 1
         name += f" ({taken[name]})" if taken[name] > 1 else ""
@@ -163,7 +179,10 @@ def _folder(asked: argparse.Namespace, variants: Sequence[Variant]) -> Path | No
     if asked.json and not asked.out:
         return None
     out = Path(asked.out or variants[0].plan.config.run.output_dir)
-    out = out if asked.out else out / time.strftime("bench-%Y%m%d-%H%M%S")
+    if asked.out:
+        out = out
+    else:
+        out = out / time.strftime("bench-%Y%m%d-%H%M%S")
     with suppress(OSError):
         out.mkdir(parents=True, exist_ok=True)
     for name, mark in _MARKS.items():
@@ -197,7 +216,8 @@ def _measure(
     environment: Mapping[str, Any] = {}
     for number, num_windows in enumerate(starts, start=1):
         for each in (each for each in variants if not each.failure):
-            before, steps = _clocks(), every * dropped + asked.steps * num_windows
+            before = _clocks()
+            steps = every * dropped + asked.steps * num_windows
             run, failure = run_alone(each.plan, steps=steps, log_every=every, hostfile=asked.hostfile)
             wall, busy, own = map(sub, _clocks(), before)
             environment = environment or run.environment
@@ -227,7 +247,8 @@ def _clocks() -> tuple[float, float, float]:
 
 
 def _doubts(variants: Sequence[Variant], environment: Mapping[str, Any]) -> Iterator[str]:
-    cores, busiest = os.cpu_count() or 1, max([0.0, *(busy for each in variants for busy in each.busy_cores)])
+    cores = os.cpu_count() or 1
+    busiest = max([0.0, *(busy for each in variants for busy in each.busy_cores)])
     if busiest > _MOST_BUSY * cores:
         yield f"Other work took up to {busiest:.1f} of {cores} cores: all was slower, and is less certain"
     ranks = {each.plan.cluster.devices_per_host for each in variants}

@@ -24,7 +24,8 @@ FindCluster = Callable[[argparse.Namespace], Cluster | None]
 
 def add_options(check: argparse.ArgumentParser) -> None:
     """Add the options that `check` takes beside the cluster."""
-    option, files = check.add_argument, "run configs or DeepSpeed JSON files, and settings that win over run configs"
+    option = check.add_argument
+    files = "run configs or DeepSpeed JSON files, and settings that win over run configs"
     option("words", nargs="+", metavar="FILE|key=value", help=files)
     option("--format", choices=("text", "json", "github"), default="text", help="who reads the output")
     option("--json", action="store_const", const="json", dest="format", help="the same as --format json")
@@ -49,7 +50,8 @@ def run_check(arguments: argparse.Namespace, *, find_cluster: FindCluster) -> in
     settings = [word for word in arguments.words if is_setting(word)]
     files = [word for word in arguments.words if not is_setting(word)]
     _refuse_odd_words(arguments, files)
-    release, elsewhere = arguments.deepspeed, arguments.data_elsewhere
+    release = arguments.deepspeed
+    elsewhere = arguments.data_elsewhere
     if release is not None:  # before a file is read, whatever is in it
         from framework.dslint.keys import load_table
 
@@ -94,15 +96,20 @@ def _report(verdicts: Sequence[Verdict], format_: str, *, on_stdout: bool = True
         for lines, stream in ((fine, sys.stdout), (list(map(_as_text, problems)), sys.stderr)):
             if lines:
                 print(visible("\n".join(lines)), file=stream)
-    return EXIT_OK if all(verdict.is_fine for verdict in verdicts) else EXIT_PROBLEMS
+    if all(verdict.is_fine for verdict in verdicts):
+        return EXIT_OK
+    return EXIT_PROBLEMS
 
 
 def _as_text(problem: Problem) -> str:
     """With the column, which many editors and terminals open a file at."""
-    text, place = str(problem), f"{problem.file}:{problem.line}:"
+    text = str(problem)
+    place = f"{problem.file}:{problem.line}:"
     if problem.column and text.startswith(place):
         text = f"{place}{problem.column}:{text.removeprefix(place)}"
-    return text if problem.severity == "error" else f"{problem.severity}: {text}"
+    if problem.severity == "error":
+        return text
+    return f"{problem.severity}: {text}"
 
 
 def _as_github(problem: Problem) -> str:
@@ -142,13 +149,22 @@ def _refuse_other_config(path: Path, document: Document) -> None:
         if not path.is_file():
             return
         text = path.read_text(encoding="utf-8")
-        there = parse_hjson(text, name=str(path)).value if text.strip() else document.value
-        keys = set(there) if isinstance(there, dict) else set()
+        if text.strip():
+            there = parse_hjson(text, name=str(path)).value
+        else:
+            there = document.value
+        if isinstance(there, dict):
+            keys = set(there)
+        else:
+            keys = set()
     except OSError:  # as the writing of it will find
         return
     except (ValueError, ConfigError):
         keys = set()
-    written = document.value if isinstance(document.value, dict) else {}
+    if isinstance(document.value, dict):
+        written = document.value
+    else:
+        written = {}
     if keys.isdisjoint(written):
         reason = "a file of another origin is there, and is left alone"
         raise StorageError(f"{path}: cannot be written ({reason}); name another file [file-not-written]")
@@ -170,7 +186,8 @@ def _resolve(file: str, settings: Iterable[str], against: CheckContext, argument
         if found.problems:
             return _report([Verdict(file, found.problems)], arguments.format)
         # The number of devices may be said as an argument too.
-        world, cluster = stated.get("world_size", stated.get("num_processes")), against.cluster
+        world = stated.get("world_size", stated.get("num_processes"))
+        cluster = against.cluster
         if cluster is None and isinstance(world, int):
             cluster = Cluster(devices_per_host=world)
         document = parse_hjson(found.text, name=arguments.output or file)

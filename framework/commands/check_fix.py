@@ -47,7 +47,10 @@ def _fixed_passed_keys(text: str, path: Path, *, name: str, release: str | None)
     """Fix the keys under `deepspeed:` as those of DeepSpeed JSON, as far as no typed section decides the result."""
     for _ in range(_MOST_EDITS):
         document = document_of(text, path, name=name)
-        passed = document.value.get(_SECTION) if isinstance(document.value, dict) else None
+        if isinstance(document.value, dict):
+            passed = document.value.get(_SECTION)
+        else:
+            passed = None
         if not isinstance(passed, dict):
             break
         found = (_in_run_config(edit) for edit in safe_edits(Document("", passed), release=release))
@@ -80,7 +83,10 @@ def write_file(path: Path, text: str, *, name: str, marks: Sequence[bytes] = ())
         real = path.resolve()
         if real.exists() and not real.is_file():
             raise StorageError(f"{name}: it is no file to write to; name one [file-not-written]")
-        mode = real.stat().st_mode & 0o7777 if real.exists() else None
+        if real.exists():
+            mode = real.stat().st_mode & 0o7777
+        else:
+            mode = None
         replace_text(real, text, mode=mode)
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links, in Python 3.12 and older
         stated = getattr(error, "strerror", None) or error

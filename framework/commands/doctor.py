@@ -42,7 +42,8 @@ def doctor(argv: Sequence[str]) -> int:
         asked = _asked(arguments)
         report, need = look(asked)
     except ConfigError as error:  # the hostfile: nobody knows where to look
-        report, need = Report(before=[Check("hostfile", "cannot be used", error.problems)]), None
+        report = Report(before=[Check("hostfile", "cannot be used", error.problems)])
+        need = None
     if arguments.bench and need is not None and report.is_fine:
         report = replace(report, measured=bench(asked, need))
     # Not print: the exit code stays what was found, also where the reader has left.
@@ -70,7 +71,10 @@ def look(asked: DoctorOptions) -> tuple[Report, Need]:
 
 def _asked(arguments: argparse.Namespace) -> DoctorOptions:
     words: list[str] = list(arguments.words)
-    config = words.pop(0) if words and ("=" not in words[0] or Path(words[0]).exists()) else None
+    if words and ("=" not in words[0] or Path(words[0]).exists()):
+        config = words.pop(0)
+    else:
+        config = None
     if config is None and words:
         raise UsageError(f"doctor: {words[0]} is a setting; name the run config before it")
     idle = [f"--{name}" for name in _ONLY_WITH_HOSTS if getattr(arguments, name)]
@@ -79,7 +83,10 @@ def _asked(arguments: argparse.Namespace) -> DoctorOptions:
     master_port = arguments.master_port or DEFAULT_PORT
     names = ("include", "exclude", "num_nodes", "num_gpus", "num_gpus_flag")
     choice = {name: getattr(arguments, name) for name in names}
-    chosen = choose_hosts(arguments.hostfile, **choice) if arguments.hostfile else ()
+    if arguments.hostfile:
+        chosen = choose_hosts(arguments.hostfile, **choice)
+    else:
+        chosen = ()
     if is_this_machine(chosen, ssh_args=arguments.ssh_args):
         return DoctorOptions(config, tuple(words), (), len(chosen[0].devices), "", master_port)
     split_ssh_args(arguments.ssh_args, command="doctor")  # refuses what asks

@@ -59,8 +59,10 @@ def main(words: Sequence[str]) -> int:
             whole = module_of(checkpoint, saved, average=weights == "ema").state_dict()
             read = {name: partial(whole.__getitem__, name) for name in whole}
             prepared = replace(prepared, weights=LazyWeights(shapes_of(whole), read))
-        if not (sets := make_eval_loaders(prepared.plan, prepared.parts.splits, rank=rank())):
-            reason, fix = "the data has no evaluation set", "name data that has one, such as data.path=..."
+        sets = make_eval_loaders(prepared.plan, prepared.parts.splits, rank=rank())
+        if not sets:
+            reason = "the data has no evaluation set"
+            fix = "name data that has one, such as data.path=..."
             raise ConfigError.of("evaluation-without-data", reason, fix, "data")
         stack.enter_context(arithmetic_of(prepared.plan))
         stack.enter_context(leaving_nothing(prepared.plan.config.zero.stage))
@@ -77,7 +79,8 @@ def config_to_evaluate(
     checkpoint: SavedCheckpoint, settings: Sequence[str], *, num_ranks: int
 ) -> tuple[RunConfig, Source]:
     """The checkpoint's config for a measurement alone, on so many ranks; `settings` win over it."""
-    values, layout = saved_config(checkpoint).to_dict(), checkpoint.manifest["layout"]
+    values = saved_config(checkpoint).to_dict()
+    layout = checkpoint.manifest["layout"]
     sizes = {name: values["parallel"][name] for name in ("pipe", "tensor", "sequence", "expert")}
     if num_ranks % prod(sizes.values()):
         values["parallel"] |= dict.fromkeys(sizes, 1) | {"stages": None}

@@ -75,7 +75,10 @@ def _read(log: str) -> str:
 
 def _lines(found: Explanation, plan: Plan) -> Iterator[str]:
     shortage = found.shortage
-    where = f", {IN_WORDS[shortage.moment]} ({shortage.place})" if shortage.moment else ""
+    if shortage.moment:
+        where = f", {IN_WORDS[shortage.moment]} ({shortage.place})"
+    else:
+        where = ""
     yield f"lacking   {_LACKS[shortage.kind]}{where}"
     if shortage.sizes:
         stated = (
@@ -88,14 +91,26 @@ def _lines(found: Explanation, plan: Plan) -> Iterator[str]:
         yield f"estimate  none: {found.unknown}"
     elif found.components:
         parts = ", ".join(f"{name} {size_text(size)}" for name, size in found.components)
-        moment = "on the host" if found.on_host else IN_WORDS.get(found.at, "between steps")
+        if found.on_host:
+            moment = "on the host"
+        else:
+            moment = IN_WORDS.get(found.at, "between steps")
         yield f"estimate  {size_text(found.total)} {moment}: {parts}"
     for label, other in zip(["fixes", *[""] * len(found.fixes)], found.fixes, strict=False):
-        enough = ", enough" if found.is_enough(other) else ""
-        device = f", and {size_text(other.peak_bytes)} at most on the device" if found.on_host else ""
+        if found.is_enough(other):
+            enough = ", enough"
+        else:
+            enough = ""
+        if found.on_host:
+            device = f", and {size_text(other.peak_bytes)} at most on the device"
+        else:
+            device = ""
         yield f"{label:<10}{other}: {size_text(found.gain(other))} less{enough}{device}, by estimate"
     if not found.fixes:
-        more = "more devices at zero.stage: 3" if shortage.kind == "device" else "fewer ranks on this host"
+        if shortage.kind == "device":
+            more = "more devices at zero.stage: 3"
+        else:
+            more = "fewer ranks on this host"
         yield f"fixes     none of these settings takes less then: a smaller model, or {more}"
     if found.beyond_bytes:
         yield f"also      torch held {size_text(found.beyond_bytes)} more than this estimate has at that moment"

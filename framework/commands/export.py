@@ -63,7 +63,8 @@ _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 def main(words: Sequence[str]) -> int:
     """Run the command; returns the exit code, or raises what `export` raises."""
     arguments = vars(_parse(words))
-    source, out = arguments.pop("checkpoint"), Path(arguments.pop("out"))
+    source = arguments.pop("checkpoint")
+    out = Path(arguments.pop("out"))
     try:
         with ending_in_good_order():
             written = export(source, out, **arguments)
@@ -126,10 +127,12 @@ def export(
         model = module_of(checkpoint, config, average=weights == "ema", base=base).to(_DTYPES[dtype])
         return _write(write_program, out, model, config)
     whole, stored, ties = _plain_weights(merged, average=weights == "ema", trust=trust, base=base)
-    names, described = dict[str, str](), dict[str, Any]()
+    names = dict[str, str]()
+    described = dict[str, Any]()
     if hf and (form := form_of(_config(merged.checkpoint).model)):
         whole, stored = as_theirs(whole, stored, form)
-        names, described = form.table["weights"], form.described()
+        names = form.table["weights"]
+        described = form.described()
     elif hf:
         names, described = hf_names(merged.checkpoint, stored=stored, trust=trust)
     ties = {names.get(name, name): names.get(first, first) for name, first in ties.items() if name in names or not hf}
@@ -137,7 +140,10 @@ def export(
     num_bytes = sum(entry.num_bytes for entry in found)
     with _appearing_whole(out) as aside, _showing_progress(aside, num_bytes):
         of_run = partial(write_hub_files, aside, checkpoint, described=described, dtype=_DTYPES[dtype])
-        written = of_run(_config(checkpoint)) if hf else {}
+        if hf:
+            written = of_run(_config(checkpoint))
+        else:
+            written = {}
         if file_format in ("torch", "pt"):
             return written | {PICKLED: write_pt(aside / PICKLED, whole, found, ties=ties)}
         run = merged.checkpoint.manifest["config"]["run"]
@@ -154,7 +160,8 @@ def _write(write: Callable[..., dict[str, int]], out: Path, *of: Any, **options:
 
 def _adapter(folder: Path, merged: MergedWeights, *, dtype: torch.dtype) -> dict[str, int]:
     if not merged.checkpoint.has_adapters:
-        reason, fix = "its run trained all weights (training.lora)", "leave --adapter out"
+        reason = "its run trained all weights (training.lora)"
+        fix = "leave --adapter out"
         raise ConfigError.of("no-adapters", reason, fix, "--adapter", str(merged.checkpoint.path))
     merged.refuse_lacking()
     return write_adapter(folder, merged, dtype=dtype)
@@ -247,7 +254,10 @@ def _refuse_taken(out: Path, *, force: bool) -> None:
     if not (out.exists() or out.is_symlink()):
         return
     is_folder = out.is_dir() and not out.is_symlink()
-    names = [path.name for path in out.iterdir()] if is_folder else [""]
+    if is_folder:
+        names = [path.name for path in out.iterdir()]
+    else:
+        names = [""]
     ours = all(_OURS.fullmatch(name) for name in names)
     if not names or (force and ours):
         return
@@ -266,7 +276,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
         description="Write the weights of a checkpoint, of any layout, for other programs.",
     )
-    option, size = parser.add_argument, "largest file, such as 500MB (5GB)"
+    option = parser.add_argument
+    size = "largest file, such as 500MB (5GB)"
     option("checkpoint", metavar="CHECKPOINT", help="a .../global_step<N> folder, or a run folder: its newest one")
     option("out", metavar="OUT", help="folder to be made")
     as_trained = "as trained, or their moving average, training.ema (trained)"
@@ -291,7 +302,10 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 def _size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
-    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match and match[2].upper() in _UNITS else 0
+    if match and match[2].upper() in _UNITS:
+        size = int(float(match[1]) * _UNITS[match[2].upper()])
+    else:
+        size = 0
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a size; write for example 500MB or 5GB")
     return size
@@ -329,7 +343,8 @@ def hf_names(
         fix = "give it one that returns {its name of a weight: Hugging Face's}, or leave --hf out"
         raise refused("missing", f"{type(built).__name__} has no method hf_names()", fix)
     names = asked()
-    if wrong := _wrong(names, stored):
+    wrong = _wrong(names, stored)
+    if wrong:
         raise refused("wrong", f"hf_names() of {type(built).__name__} {wrong}", "mend it, or leave --hf out")
     return dict(names), {}
 
@@ -338,7 +353,8 @@ def _wrong(names: Any, stored: Collection[str]) -> str:
     """Describe what keeps the names from being used; empty where they can be."""
     if not isinstance(names, Mapping) or not all(isinstance(name, str) for pair in names.items() for name in pair):
         return "does not return a dict of text to text: its architecture has no counterpart, or it is not one"
-    if missing := [name for name in stored if name not in names]:
+    missing = [name for name in stored if name not in names]
+    if missing:
         return f"lacks {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
     first: dict[str, str] = {}
     for name in stored:

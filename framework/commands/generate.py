@@ -72,7 +72,8 @@ def tokens_of(prompt: bytes, tokenizer: Tokenizer | Answers, key: str) -> list[i
         if tokenizer.needs_utf8:
             prompt.decode()
     except UnicodeDecodeError as error:
-        shown, reason = ascii(os.fsdecode(prompt)), "this tokenizer takes UTF-8 only"
+        shown = ascii(os.fsdecode(prompt))
+        reason = "this tokenizer takes UTF-8 only"
         raise ConfigError.of("prompt-not-utf8", reason, "write it in UTF-8", key, shown) from error
     return tokenizer.encode([prompt])[0].tolist() or [tokenizer.special.end]
 
@@ -118,8 +119,12 @@ def sample(
     """
     # On the CPU, so that a sample does not depend on the device.
     generators = [torch.Generator().manual_seed(seed + row) for row in range(len(prompts))]
-    rows, ended = [list(prompt) for prompt in prompts], [False] * len(prompts)
-    past = Past(min(window, max(map(len, rows)) + max_new_tokens)) if remembers else None
+    rows = [list(prompt) for prompt in prompts]
+    ended = [False] * len(prompts)
+    if remembers:
+        past = Past(min(window, max(map(len, rows)) + max_new_tokens))
+    else:
+        past = None
     for _ in range(max_new_tokens):
         logits = _next_logits(model, rows, past, window=window)[:, :vocab_size].float().cpu()
         drawn = [_draw(*pair, temperature=temperature, top_k=top_k) for pair in zip(logits, generators, strict=True)]
@@ -135,7 +140,8 @@ def _next_logits(
     model: torch.nn.Module, rows: Sequence[Sequence[int]], past: Past | None, *, window: int
 ) -> torch.Tensor:
     """Logits (rows, vocabulary) of what follows each row, from its last token where the others are remembered."""
-    device, ends = next(model.parameters()).device, torch.tensor([len(row) - 1 for row in rows])
+    device = next(model.parameters()).device
+    ends = torch.tensor([len(row) - 1 for row in rows])
     fits = past is not None and int(ends.max()) < window
     if past is not None and past.held and fits:
         with past.read(ends[:, None].to(device)):
@@ -159,13 +165,17 @@ def _draw(logits: torch.Tensor, generator: torch.Generator, *, temperature: floa
 
 def as_text(tokens: Iterator[int], decode: Callable[[Sequence[int]], str], *, after: Sequence[int]) -> Iterator[str]:
     """Text in whole characters: a token may be a part of one, and its text may depend on the token before."""
-    seen, start, shown = list(after), 0, len(after)
+    seen = list(after)
+    start = 0
+    shown = len(after)
     for token in tokens:
         seen.append(token)
-        before, now = decode(seen[start:shown]), decode(seen[start:])
+        before = decode(seen[start:shown])
+        now = decode(seen[start:])
         if len(now) > len(before) and not now.endswith(_NO_CHARACTER):
             yield now[len(before) :]
-            start, shown = shown, len(seen)
+            start = shown
+            shown = len(seen)
     yield decode(seen[start:])[len(decode(seen[start:shown])) :]
 
 
@@ -197,16 +207,19 @@ def _config_of(checkpoint: SavedCheckpoint, file: str | None) -> RunConfig:
 def _refuse_other_models(model: Mapping[str, Any], *, file: str) -> None:
     kind = model.get("target") or model.get("object") or model.get("kind")
     if kind != "gpt":
-        reason, fix = "only a GPT writes text, and this is another model", "name a checkpoint of model.kind: gpt"
+        reason = "only a GPT writes text, and this is another model"
+        fix = "name a checkpoint of model.kind: gpt"
         raise ConfigError.of("not-a-gpt", reason, fix, key="model.kind", value=kind, file=file)
 
 
 def tokenizer_of(config: RunConfig, checkpoint: SavedCheckpoint, *, asked: str | None) -> Tokenizer | Answers:
     """The one asked for; what the run has kept beside its checkpoints; or that of the folder that it was trained on."""
     kept = checkpoint.folder.absolute().parent / KEPT_TOKENIZER  # a relative path may end at the folder
-    key, path = "data.path", getattr(config.data, "path", None)
+    key = "data.path"
+    path = getattr(config.data, "path", None)
     if asked is not None:
-        key, path = "--tokenizer", None if asked == "bytes" else asked
+        key = "--tokenizer"
+        path = None if asked == "bytes" else asked
     elif isinstance(config.data, Conversations):
         return Answers(open_tokenizer(str(kept)))
     elif not isinstance(config.data, (Text, TextPairs)):
@@ -219,7 +232,8 @@ def tokenizer_of(config: RunConfig, checkpoint: SavedCheckpoint, *, asked: str |
     most = getattr(config.model, "vocab_size", tokenizer.vocab_size)
     if tokenizer.vocab_size > most:
         reason = f"its tokenizer has {tokenizer.vocab_size} tokens and the model {most}"
-        fix, file = "name the tokenizer that the model was trained with", str(checkpoint.path)
+        fix = "name the tokenizer that the model was trained with"
+        file = str(checkpoint.path)
         raise ConfigError.of("model-data-vocab-size", reason, fix, key=key, value=path, file=file)
     return tokenizer
 
@@ -231,7 +245,8 @@ def _read_tokenizer(path: str | None, key: str) -> Tokenizer:
     if Path(path).is_file() or (file.is_file() and not file.with_name(META_FILE).exists()):
         return load_tokenizer(path if Path(path).is_file() else str(file))
     if key == "--tokenizer" and not Path(path).exists():
-        reason, fix = "there is no such file or folder", "name a tokenizer.json, a folder with one, or bytes"
+        reason = "there is no such file or folder"
+        fix = "name a tokenizer.json, a folder with one, or bytes"
         raise ConfigError.of("tokenizer-not-found", reason, fix, key=key, value=path)
     try:
         folder, meta = read_meta(path, key)
@@ -240,7 +255,9 @@ def _read_tokenizer(path: str | None, key: str) -> Tokenizer:
             raise
         problems = [replace(problem, fix=f"{problem.fix}, or say --tokenizer") for problem in error.problems]
         raise ConfigError(problems) from error
-    return ByteTokenizer() if meta.tokenizer == "bytes" else load_tokenizer(str(folder / TOKENIZER_FILE))
+    if meta.tokenizer == "bytes":
+        return ByteTokenizer()
+    return load_tokenizer(str(folder / TOKENIZER_FILE))
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:

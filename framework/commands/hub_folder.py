@@ -37,7 +37,8 @@ def write_hub_files(
     """
     base = config.checkpoint.init_weights or getattr(config.model, "args", {}).get("pretrained_model_name_or_path")
     numbers = dict[str, Any]()
-    if (tokenizer := _tokenizer_of_run(checkpoint, config)) is not None:
+    tokenizer = _tokenizer_of_run(checkpoint, config)
+    if tokenizer is not None:
         names = tokenizer.init_kwargs.pop("classes", None)
         described = dict(described) | ({"id2label": dict(enumerate(names))} if names and described else {})
         tokenizer.save_pretrained(folder)
@@ -50,7 +51,10 @@ def write_hub_files(
     if numbers and isinstance(config.task, CausalLM):
         of_base = Path(str(base), _GENERATION)
         values = numbers | (json.loads(of_base.read_text(encoding="utf-8")) if of_base.is_file() else {})
-        ends = values["eos_token_id"] if isinstance(values["eos_token_id"], list) else [values["eos_token_id"]]
+        if isinstance(values["eos_token_id"], list):
+            ends = values["eos_token_id"]
+        else:
+            ends = [values["eos_token_id"]]
         values["eos_token_id"] = [*dict.fromkeys(end for end in (numbers["eos_token_id"], *ends) if end is not None)]
         replace_text(folder / _GENERATION, json.dumps(values, indent=2) + "\n")
     replace_text(folder / "README.md", _card(checkpoint, config, described, str(base) if base else None))
@@ -73,11 +77,15 @@ def _tokenizer_of_run(checkpoint: SavedCheckpoint, config: RunConfig) -> Any:
 
 def _card(checkpoint: SavedCheckpoint, config: RunConfig, described: Mapping[str, Any], base: str | None) -> str:
     """Metadata as YAML, then what was trained, on what, how, and what came of it."""
-    manifest, data = checkpoint.manifest, config.data
+    manifest = checkpoint.manifest
+    data = config.data
     kind = str(next(getattr(data, key) for key in ("kind", "target", "object") if hasattr(data, key)))
     metrics = {key: value for key, value in sorted(manifest["metrics"].items()) if key.startswith("eval/")}
     pipeline = next((tag for task, tag in _PIPELINES.items() if isinstance(config.task, task)), None)
-    pipeline = "text-classification" if isinstance(data, LabelledText) else pipeline
+    if isinstance(data, LabelledText):
+        pipeline = "text-classification"
+    else:
+        pipeline = pipeline
     head: dict[str, Any] = {"library_name": "transformers" if described else "pytorch"}
     head |= {"tags": ["dsf-trainer", "deepspeed"]} | ({"pipeline_tag": pipeline} if pipeline else {})
     is_here = base is not None and Path(base).exists()
@@ -87,9 +95,17 @@ def _card(checkpoint: SavedCheckpoint, config: RunConfig, described: Mapping[str
     if found and pipeline:
         result = {"task": {"type": pipeline}, "dataset": {"name": kind, "type": kind}, "metrics": found}
         head["model-index"] = [{"name": config.run.name, "results": [result]}]
-    origin = "random weights" if base is None else f"`{Path(base).name if is_here else base}`"
-    adapters = " by low-rank adapters, which are merged into its weights" if checkpoint.has_adapters else ""
-    layout, samples, path = manifest["layout"], manifest["num_train_samples"], getattr(data, "path", None)
+    if base is None:
+        origin = "random weights"
+    else:
+        origin = f"`{Path(base).name if is_here else base}`"
+    if checkpoint.has_adapters:
+        adapters = " by low-rank adapters, which are merged into its weights"
+    else:
+        adapters = ""
+    layout = manifest["layout"]
+    samples = manifest["num_train_samples"]
+    path = getattr(data, "path", None)
     about = [
         f"# {config.run.name}",
         f"{described.get('architectures', ['A model'])[0]}, trained from {origin}{adapters} with dsf-trainer.",

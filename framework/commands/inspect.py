@@ -66,7 +66,10 @@ class Inspected:
         """A line for each file that is not as it was written, and one for all weights that are nowhere."""
         found = list(self.damage or ())
         if self.lacking:
-            more = f" and {len(self.lacking) - 1} more" if self.lacking[1:] else ""
+            if self.lacking[1:]:
+                more = f" and {len(self.lacking) - 1} more"
+            else:
+                more = ""
             found.append(f"weights: no file has the numbers of {self.lacking[0]}{more}")
         return found
 
@@ -86,7 +89,8 @@ def run_inspect(source: str, *, as_json: bool, verify: bool, allow_unverified: b
             lines, stated, is_sound = _raw(Path(source), allowed=allow_unverified)
         else:
             found = _with_lacking([_inspect(path, verify=verify) for path in paths])
-            lines, stated = _lines(found[0]) if len(found) == 1 else _table(found), map(_as_json, found)
+            lines = _lines(found[0]) if len(found) == 1 else _table(found)
+            stated = map(_as_json, found)
             is_sound = not any(one.faults for one in found)
         if as_json:  # JSON escapes all control characters by itself, but for one
             text = json.dumps(list(stated), indent=2).replace("\x7f", "\\u007f")
@@ -105,7 +109,8 @@ def _raw(path: Path, *, allowed: bool) -> tuple[Iterator[str], Iterator[dict[str
     assert folder is not None
     if not allowed:
         raise refused_unverified(folder, key="inspect")
-    names, damage = read_names(folder), list(irregular(folder))
+    names = read_names(folder)
+    damage = list(irregular(folder))
     ranks = f"{names.ranks or 'any number of'} rank{'' if names.ranks == 1 else 's'}"
     stages = f"ZeRO stage {' or '.join(map(str, names.stages))}"
     rows = {
@@ -133,9 +138,13 @@ def _checkpoints_at(path: Path) -> list[Path]:
         if (TAG.match(named.name) or REPLACED.match(named.name)) and named.is_dir():
             return [named]
     for folder in holders(path):
-        if found := [child for _, child in named_folders(folder) if child.is_dir()]:
+        found = [child for _, child in named_folders(folder) if child.is_dir()]
+        if found:
             return found
-    reason = "there is no checkpoint" if path.exists() else "there is no such folder"
+    if path.exists():
+        reason = "there is no checkpoint"
+    else:
+        reason = "there is no such folder"
     fix = "name a .../global_step<N> folder or a run folder that holds one"
     raise ConfigError.of("checkpoint-not-found", reason, fix, key="inspect", value=str(path))
 
@@ -163,7 +172,10 @@ def _with_lacking(found: list[Inspected]) -> list[Inspected]:
         and one.checkpoint.manifest["config"]["zero"]["stage"] == 3
         and "weights" not in one.checkpoint.manifest
     ]
-    answers = _ask_for_lacking([found[number].path for number in asked]) if asked else []
+    if asked:
+        answers = _ask_for_lacking([found[number].path for number in asked])
+    else:
+        answers = []
     result = list(found)
     for number, answer in zip(asked, answers, strict=True):
         if isinstance(answer, str):
@@ -182,14 +194,18 @@ def _ask_for_lacking(paths: list[Path]) -> list[list[str] | str]:
         done = run_child(words, environment, longest_seconds=_LONGEST_SECONDS, text=question)
         answers: list[list[str] | str] = json.loads(done.stdout.rpartition("\n")[2])
     except (NoAnswerError, ValueError) as error:
-        reason = str(error) if isinstance(error, NoAnswerError) else "it takes torch and deepspeed, which do not answer"
+        if isinstance(error, NoAnswerError):
+            reason = str(error)
+        else:
+            reason = "it takes torch and deepspeed, which do not answer"
         return [reason] * len(paths)
     return answers
 
 
 def _lines(one: Inspected) -> Iterator[str]:
     rows = {"checkpoint": str(one.path)}
-    if replaced := REPLACED.match(one.path.name):
+    replaced = REPLACED.match(one.path.name)
+    if replaced:
         back = f"mv {one.path} {one.path.with_name(replaced['tag'])} brings it back, where nothing has that name"
         rows["replaced"] = f"set aside by a resume from an earlier step; {back}"
     if one.checkpoint is not None:
@@ -208,9 +224,12 @@ def _lines(one: Inspected) -> Iterator[str]:
 
 def _rows(checkpoint: SavedCheckpoint) -> dict[str, str]:
     manifest = checkpoint.manifest
-    config, sizes, versions = manifest["config"], _sizes(checkpoint), checkpoint.versions
+    config = manifest["config"]
+    sizes = _sizes(checkpoint)
+    versions = checkpoint.versions
     parts = " + ".join(f"{name} {_size(size)}" for name, size in sizes.items() if size)
-    total_steps, ema = manifest.get("total_steps"), config.get("training", {}).get("ema")
+    total_steps = manifest.get("total_steps")
+    ema = config.get("training", {}).get("ema")
     return {
         "step": f"{checkpoint.step:,}{f' of {total_steps:,}' if total_steps else ''}{_place(manifest)}",
         "model": _name_of(config["model"]),
@@ -242,13 +261,19 @@ def _name_of(section: Mapping[str, Any]) -> str:
 def _place(manifest: Mapping[str, Any]) -> str:
     words = {"epoch": "epoch {:,}", "step_in_epoch": "step {:,} in it", "samples": "{:,} samples"}
     place = [text.format(manifest[name]) for name, text in words.items() if manifest.get(name) is not None]
-    return f" ({', '.join(place)})" if place else ""
+    if place:
+        return f" ({', '.join(place)})"
+    return ""
 
 
 def _layout(manifest: Mapping[str, Any]) -> str:
-    config, layout = manifest["config"], manifest.get("layout", {})
+    config = manifest["config"]
+    layout = manifest.get("layout", {})
     ranks = layout.get("world_size")
-    stated = [counted(ranks, "rank")] if ranks else []
+    if ranks:
+        stated = [counted(ranks, "rank")]
+    else:
+        stated = []
     sizes = [f"{layout[name]} {noun}" for name, noun in _SIZES.items() if layout.get(name, 1) > 1]
     stated += [" x ".join([*sizes, f"{layout['data_parallel_size']} data-parallel"])] if sizes else []
     stated += [f"ZeRO stage {config['zero']['stage']}", str(config["precision"]["dtype"])]
@@ -264,7 +289,8 @@ def _pipeline(pipeline: Mapping[str, Any] | None) -> str:
     """First and last layer of every stage."""
     if pipeline is None:
         return ""
-    layers, bounds = pipeline["layers"], pipeline.get("bounds") or [0, len(pipeline["layers"])]
+    layers = pipeline["layers"]
+    bounds = pipeline.get("bounds") or [0, len(pipeline["layers"])]
     spans = (layers[start:stop] for start, stop in itertools.pairwise(bounds))
     return " | ".join(f"{span[0]} .. {span[-1]}" if len(span) > 1 else span[0] for span in spans if span)
 
@@ -283,7 +309,8 @@ def _metrics(manifest: Mapping[str, Any]) -> str:
 
 def _written(checkpoint: SavedCheckpoint) -> str:
     """When it was saved; of an older release, which does not say so, the date of the file, of a copy perhaps."""
-    if stated := checkpoint.manifest.get("saved_at"):
+    stated = checkpoint.manifest.get("saved_at")
+    if stated:
         when = datetime.fromisoformat(stated)
     else:
         when = datetime.fromtimestamp((checkpoint.path / MANIFEST).stat().st_mtime)
@@ -301,7 +328,12 @@ def _sizes(checkpoint: SavedCheckpoint) -> dict[str, int]:
         elif LAYER_FILE.fullmatch(name):
             kind = "weights"
         elif MODEL_FILE.fullmatch(name):  # a pipeline's weights lie in its layers, and its optimizer here
-            kind = "weights and optimizer" if whole else "optimizer" if piped else "weights"
+            if whole:
+                kind = "weights and optimizer"
+            elif piped:
+                kind = "optimizer"
+            else:
+                kind = "weights"
         else:
             kind = "rest"
         sizes[kind] += record["num_bytes"]
@@ -311,7 +343,9 @@ def _sizes(checkpoint: SavedCheckpoint) -> dict[str, int]:
 def _size(num_bytes: float) -> str:
     for unit in ("bytes", "kB", "MB", "GB"):
         if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+            if unit == "bytes":
+                return f"{num_bytes:.0f} {unit}"
+            return f"{num_bytes:.1f} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.1f} TB"
 
@@ -339,6 +373,7 @@ def _as_json(one: Inspected) -> dict[str, Any]:
     if one.checkpoint is None:
         return stated
     manifest = dict(one.checkpoint.manifest)
-    num_files, _ = len(manifest.pop("files")), manifest.pop("sha256", None)
+    num_files = len(manifest.pop("files"))
+    _ = manifest.pop("sha256", None)
     sums = {"num_files": num_files, "num_bytes": _sizes(one.checkpoint), "written": _written(one.checkpoint)}
     return stated | manifest | sums

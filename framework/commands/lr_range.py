@@ -46,7 +46,8 @@ class Found:
     def __init__(self) -> None:
         self.rates: list[float] = []
         self.losses: list[float] = []
-        self.exploded, self._least = False, math.inf
+        self.exploded = False
+        self._least = math.inf
 
     def on_log(self, state: State) -> None:
         """Take a step, and end the run where the loss explodes."""
@@ -105,7 +106,10 @@ class Found:
     def write(self, folder: Path) -> list[Path]:
         """Draw the picture beside the table, metrics.csv; returns the places of both."""
         curves = {"loss": dict(enumerate(self.losses)), "mean": {at: mean for at, (mean, _) in self.smoothed.items()}}
-        marks = {} if self.steepest is None else {"falls fastest": self.steepest, "least": self.minimum}
+        if self.steepest is None:
+            marks = {}
+        else:
+            marks = {"falls fastest": self.steepest, "least": self.minimum}
         curves |= {f"{name}: {self.rates[at]:.2g}": {at: self.smoothed[at][0]} for name, at in marks.items()}
         lines = []
         for style, (name, curve) in enumerate(curves.items()):
@@ -120,7 +124,10 @@ class Found:
 def main(words: Sequence[str]) -> int:
     """Run the command on this rank, print on rank 0; returns the exit code."""
     arguments = _parse(words)
-    low, high, steps, found = arguments.low, arguments.high, arguments.steps, Found()
+    low = arguments.low
+    high = arguments.high
+    steps = arguments.steps
+    found = Found()
     if not 0 < low < high < math.inf:
         raise UsageError(f"lr-range: --from {low:g} --to {high:g}: the rates are to grow, from more than 0")
     asked, _ = load_with_source(arguments.config, arguments.settings)

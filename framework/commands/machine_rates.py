@@ -33,7 +33,9 @@ _LARGEST: Final = 1.0  # seconds of one operation beyond which no larger one is 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TRIES: Final = 3
 _STEPS: Final = 20
-_FEW_LAYERS, _MORE_LAYERS, _MICRO_BATCHES = 1, 9, 5
+_FEW_LAYERS = 1
+_MORE_LAYERS = 9
+_MICRO_BATCHES = 5
 
 
 def main(words: list[str]) -> int:
@@ -47,7 +49,8 @@ def main(words: list[str]) -> int:
 
 def measure() -> dict[str, Any]:
     """Everything, as `Machine.from_measured` reads it, with what it was made of under ``details``. Collective."""
-    of_device, num_ranks = device(), len(gather(None))
+    of_device = device()
+    num_ranks = len(gather(None))
     is_cpu = of_device.type == "cpu"
     steady = _repeated()
     products = {name: _products(dtype) for name, dtype in _DTYPES.items() if not (is_cpu and name == "fp16")}
@@ -56,7 +59,10 @@ def measure() -> dict[str, Any]:
         products["tf32"] = _products(torch.float32)
         torch.backends.cuda.matmul.allow_tf32 = False
     sizes = [4096, *(_MIB * 4**power for power in range(4 if is_cpu else 6))]
-    sums = list(all_reduces(sizes, of_device, seconds=_SECONDS)) if num_ranks > 1 else []
+    if num_ranks > 1:
+        sums = list(all_reduces(sizes, of_device, seconds=_SECONDS))
+    else:
+        sums = []
     steps = {stage: _step_overhead(stage) for stage in range(4)}
     memory = _bandwidth()
     steady += _repeated()
@@ -85,7 +91,10 @@ def _repeated() -> list[float]:
 def _products(dtype: torch.dtype) -> dict[int, float]:
     """Size of square matrices -> operations per second."""
     rates: dict[int, float] = {}
-    largest = 11 if device().type == "cpu" else 13
+    if device().type == "cpu":
+        largest = 11
+    else:
+        largest = 13
     for size in (2**power for power in range(8, largest + 1)):
         left = torch.randn(size, size, device=device(), dtype=dtype)
         seconds = _slowest(partial(torch.mm, left, left, out=torch.empty_like(left)))

@@ -49,7 +49,10 @@ def measure(cluster: Cluster) -> list[str]:
 def environment_of_ranks(num_ranks: int) -> dict[str, str]:
     """This process's environment for ranks that it starts: of no other job, and with cores shared as `launch` does."""
     kept = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     return {"OMP_NUM_THREADS": str(max(1, cores // num_ranks))} | kept
 
 
@@ -78,7 +81,8 @@ def _lines(found: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
     yield f"          matrix products, TFLOP/s of a rank: {rates}"
     yield f"          memory: {found['memory_bytes_per_second'] / 1e9:.1f} GB/s of a rank"
     if found["all_reduce_bytes_per_second"]:
-        bandwidth, latency = found["all_reduce_bytes_per_second"], found["all_reduce_latency_seconds"]
+        bandwidth = found["all_reduce_bytes_per_second"]
+        latency = found["all_reduce_latency_seconds"]
         yield f"          all-reduce: {bandwidth / 1e9:.2f} GB/s (bus), {latency * 1e6:.0f} µs for 4 KiB"
     steps = found["step_overhead_by_stage"]
     each = ", ".join(f"{1e3 * steps[stage]['seconds']:.1f} at ZeRO {stage}" for stage in sorted(steps))

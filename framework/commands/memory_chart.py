@@ -20,7 +20,10 @@ def draw_chart(candidates: Sequence[Candidate], *, limit_bytes: int | None, titl
     """
     moments = [(_name(each), each.memory.moments[each.memory.peak]) for each in candidates]
     bars = [(name, [*grouped(parts, MEMORY_GROUPS, BUFFERS).items()]) for name, parts in moments]
-    limit = None if limit_bytes is None else (f"usable {size(limit_bytes)}", limit_bytes)
+    if limit_bytes is None:
+        limit = None
+    else:
+        limit = (f"usable {size(limit_bytes)}", limit_bytes)
     about = f"{title}: memory of a device at its fullest, estimated"
     chart = bar_chart("memory", about, "GiB", bars, show=size, shown_unit=2**30, limit=limit)
     assert chart is not None, "every strategy takes memory"
@@ -28,7 +31,8 @@ def draw_chart(candidates: Sequence[Candidate], *, limit_bytes: int | None, titl
 
 
 def _name(candidate: Candidate) -> str:
-    settings, layout = candidate.settings, candidate.plan.layout
+    settings = candidate.settings
+    layout = candidate.plan.layout
     words = [f"ZeRO {settings.get(STAGE, candidate.plan.config.zero.stage)}"]
     words += ["host" if settings.get(OFFLOAD) == "cpu" else "", "recompute" if settings.get(RECOMPUTE) else ""]
     words += [f"{key.rpartition('.')[2]} {settings[key]}" for key in SIZES if settings.get(key, 1) > 1]

@@ -36,7 +36,10 @@ def new(name: str) -> list[Path]:
     try:
         return _write(name)
     except OSError as error:
-        place = name if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]}..."
+        if len(name) <= _LONGEST_SHOWN:
+            place = name
+        else:
+            place = f"{name[:_LONGEST_SHOWN]}..."
         reason = error.strerror or error
         raise StorageError(
             f"new: {place}: cannot be written ({reason}); take another place or name [file-not-written]"

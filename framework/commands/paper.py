@@ -69,13 +69,15 @@ def paper_section(plan: Plan) -> dict[str, Any]:
     work = weights_alone(plan.config.model)
     if work is None:
         return {}
-    ranks, sizes = plan.cluster.world_size, [prod(shape) for shape in work.weights.values()]
+    ranks = plan.cluster.world_size
+    sizes = [prod(shape) for shape in work.weights.values()]
     stages = {}
     for stage in range(4):
         settings = {STAGE: stage, OFFLOAD: "none", PIPE: 1}
         with suppress(ConfigError, NotEstimatedError):
             memory = estimate(make_plan(with_settings(plan.config, settings), plan.cluster))
-            between, most = memory.total("between"), memory.total(memory.peak)
+            between = memory.total("between")
+            most = memory.total(memory.peak)
             stages[str(stage)] = {"is_estimate": True, "between_bytes": between, "most_bytes": most}
     failures = 1 / (FAILURES_PER_SECOND * ranks)
     saves = []
@@ -104,7 +106,8 @@ def paper_lines(plan: Plan) -> Iterator[str]:
     for name, size in found["formula_bytes"].items():
         yield f"          {name:<40}{size_text(size):>14}"
     for stage, sizes in found["stages"].items():
-        between, most = size_text(sizes["between_bytes"]), size_text(sizes["most_bytes"])
+        between = size_text(sizes["between_bytes"])
+        most = size_text(sizes["most_bytes"])
         name = f"DeepSpeed, stage {stage}, as planned here"
         yield f"          {name:<40}{between:>14} between steps, {most} at most, estimated"
     yield (
@@ -119,4 +122,6 @@ def paper_lines(plan: Plan) -> Iterator[str]:
 
 def counted_hours(seconds: float) -> str:
     """Hours with one digit, or minutes."""
-    return f"{seconds / _HOUR:,.1f} h" if seconds >= _HOUR else f"{seconds / 60:.0f} min"
+    if seconds >= _HOUR:
+        return f"{seconds / _HOUR:,.1f} h"
+    return f"{seconds / 60:.0f} min"

@@ -85,7 +85,8 @@ class _Question:
 
     def _is_set_here(self, key: str) -> bool:
         """Whether the command line gives the key a value, by itself or within its section."""
-        names, section = key.split("."), self.run.config
+        names = key.split(".")
+        section = self.run.config
         if self.run.source.place(tuple(names))[0] != COMMAND_LINE:
             return False
         for name in names:
@@ -97,14 +98,16 @@ class _Question:
     @property
     def request(self) -> Request:
         """What may be chosen: beside a plan what leaves its batch as it is."""
-        wide, size = {key for key in EVERYTHING if not self._is_set_here(key)}, self.plan.length.num_train_samples
+        wide = {key for key in EVERYTHING if not self._is_set_here(key)}
+        size = self.plan.length.num_train_samples
         free = wide if self.is_wide else {STAGE, OFFLOAD, RECOMPUTE}
         return Request(self.run.config, self.plan.cluster, self.target, free, size, self.work)
 
 
 def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | None) -> int:
     """Print the plan of a run with its memory and time, its stages, and the strategies; returns the exit code."""
-    cluster, gpu = cluster or default_cluster(run.config), find_gpu(arguments.gpu)
+    cluster = cluster or default_cluster(run.config)
+    gpu = find_gpu(arguments.gpu)
     if gpu:
         cluster = replace(cluster, device=gpu.device)
     if gpu and (arguments.measure or arguments.trials):
@@ -137,7 +140,10 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
     answer = _answer(question)
     if arguments.trials:
         answer = _tried(answer, arguments.trials)
-    balance = StageBalance() if plan.layout.pipe_size == 1 else find_stage_balance(plan, source=run.source)
+    if plan.layout.pipe_size == 1:
+        balance = StageBalance()
+    else:
+        balance = find_stage_balance(plan, source=run.source)
     notes = map(run.source.locate, (*missing_targets(plan.config), *balance.notes, *answer.findings))
     findings = [*plan.findings, *notes]
     if gpu:
@@ -149,7 +155,10 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
         further |= {"pipeline": balance.pipeline} if balance.pipeline else {}
         print(json.dumps(plan.to_dict() | further | {"findings": [found.to_dict() for found in findings]}, indent=2))
     else:
-        choice = [f"{'auto':<10}{run.choice.removeprefix('auto: ')}"] if run.choice else []
+        if run.choice:
+            choice = [f"{'auto':<10}{run.choice.removeprefix('auto: ')}"]
+        else:
+            choice = []
         print(*(f"{label:<10}{text}" for label, text in rows(plan).items()), *choice, *answer.head, sep="\n")
         print(*balance.lines, *answer.lines, sep="\n", end="\n" if balance.lines or answer.lines else "")
         if arguments.paper:
@@ -170,7 +179,10 @@ def _own_work(run: LoadedRun, cluster: Cluster) -> tuple[ModelWork | None, str]:
     # What is to be chosen does not change the model; these are values that go with everything.
     plain = {"zero.stage": 1, "parallel.pipe": 1, "batch.micro_size": None}
     settings = {key: value for key, value in plain.items() if key in run.config.auto}
-    config = with_settings(run.config, settings) if settings else run.config
+    if settings:
+        config = with_settings(run.config, settings)
+    else:
+        config = run.config
     plan = make_plan(config, cluster, source=run.source)
     why = find_own_optimizer(plan)
     try:
@@ -192,9 +204,12 @@ class _Answer:
 
 
 def _answer(question: _Question) -> _Answer:
-    plan, target, wide = question.plan, question.target, question.is_wide
+    plan = question.plan
+    target = question.target
+    wide = question.is_wide
     try:
-        planned, found = judge(plan, target, work=question.work), _SEARCHES[question.arguments.goal](question.request)
+        planned = judge(plan, target, work=question.work)
+        found = _SEARCHES[question.arguments.goal](question.request)
     except NotEstimatedError as error:
         reason = f"{error}{question.why and f' ({question.why})'}"
         return _Answer({"memory": {"unknown": reason}}, (f"{'memory':<10}not estimated: {reason}",))
@@ -210,7 +225,10 @@ def _answer(question: _Question) -> _Answer:
     knob = find_knob(shown[0].plan if wide and shown else plan, target, work=question.work)
     if target.memory_bytes is not None or wide:
         lost = list(loser_lines(found, shown=in_order))
-        more = [f"and {len(lost) - _MOST_LOSERS} more: --json has all"] if len(lost) > _MOST_LOSERS else []
+        if len(lost) > _MOST_LOSERS:
+            more = [f"and {len(lost) - _MOST_LOSERS} more: --json has all"]
+        else:
+            more = []
         rest = [*lost[:_MOST_LOSERS], *more]
         lines += [f"{'' if number else 'others':<10}{line}" for number, line in enumerate(rest)]
     lines += [f"{'knob':<10}{knob}"] if knob else []
@@ -227,7 +245,8 @@ def _tried(answer: _Answer, count: int) -> _Answer:
     """The answer with its best strategies, and the plan as it stands, in the order in which they were measured."""
     from framework.commands.trials import fastest, run_trials, table
 
-    tried, planned = list(answer.candidates[:count]), answer.planned
+    tried = list(answer.candidates[:count])
+    planned = answer.planned
     if planned is not None and all(each.choice != planned.choice for each in tried):
         tried.append(planned)
     trials = run_trials(tried)
@@ -247,16 +266,29 @@ def _is_alternative(one: Candidate, planned: Candidate) -> bool:
 def _order(shown: Sequence[Candidate], target: Target) -> str:
     if any(each.time is not None for each in shown):
         return "the fastest first, estimated"
-    why = f"not all rates of {target.name} are listed" if target.name else "no device named (--gpu)"
+    if target.name:
+        why = f"not all rates of {target.name} are listed"
+    else:
+        why = "no device named (--gpu)"
     return f"the least traffic first, speed unknown: {why}"
 
 
 def _memory_lines(memory: Memory, target: Target, *, kept: int) -> Iterator[str]:
-    peak, host = memory.peak, sum(memory.host.values())
-    stage = "" if memory.stage is None else f", stage {memory.stage}, the fullest"
-    lacks = f", without activations: {memory.lacks}" if memory.lacks else ""
+    peak = memory.peak
+    host = sum(memory.host.values())
+    if memory.stage is None:
+        stage = ""
+    else:
+        stage = f", stage {memory.stage}, the fullest"
+    if memory.lacks:
+        lacks = f", without activations: {memory.lacks}"
+    else:
+        lacks = ""
     usable = target.usable_bytes(memory)
-    of = f" of {size_text(usable)} usable" if usable else ""
+    if usable:
+        of = f" of {size_text(usable)} usable"
+    else:
+        of = ""
     yield (
         f"{'memory':<10}{size_text(memory.total('between'))} on each rank between steps, "
         f"{size_text(memory.total(peak))} at most ({_MOMENTS[peak]}){of}"
@@ -271,7 +303,8 @@ def _memory_lines(memory: Memory, target: Target, *, kept: int) -> Iterator[str]
         sizes = sorted(found.items(), key=lambda item: -item[1])
         if sizes:
             yield f"          {label}: {', '.join(f'{name} {size_text(size)}' for name, size in sizes)}"
-    one, most = size_text(memory.saved_bytes), size_text((kept + 1) * memory.saved_bytes)
+    one = size_text(memory.saved_bytes)
+    most = size_text((kept + 1) * memory.saved_bytes)
     yield f"          on disk: {one} a checkpoint, {most} for {kept} kept and one being written"
 
 
@@ -290,15 +323,22 @@ def _time_lines(time: StepTime | None, target: Target) -> Iterator[str]:
 
 def _findings(question: _Question, planned: Candidate, found: Found) -> Iterator[Problem]:
     """A plan that does not fit, with the nearest that does."""
-    target, key = question.target, "zero.stage"
-    if not (reason := target.lacking(planned.memory)):
+    target = question.target
+    key = "zero.stage"
+    reason = target.lacking(planned.memory)
+    if not reason:
         return
     if found.ranked:
-        best, cluster = found.ranked[0], found.ranked[0].plan.cluster
-        where = "" if cluster == planned.plan.cluster else f"use {cluster}, and "
+        best = found.ranked[0]
+        cluster = found.ranked[0].plan.cluster
+        if cluster == planned.plan.cluster:
+            where = ""
+        else:
+            where = f"use {cluster}, and "
         fix = f"{where}set {settings_text(best.changes(planned)) or 'as above'}"
     else:
-        reason, fix = f"{reason}; nothing fits: {found.block}", _devices_that_fit(question, planned)
+        reason = f"{reason}; nothing fits: {found.block}"
+        fix = _devices_that_fit(question, planned)
     stage = planned.plan.config.zero.stage
     yield Problem("memory-too-small", reason, fix, key, stage, severity="warning")
 
@@ -316,14 +356,17 @@ def _devices_that_fit(question: _Question, planned: Candidate) -> str:
 
 def _print_nearest(run: LoadedRun, cluster: Cluster) -> None:
     _, size = look_at_data(run.config, data_elsewhere=True)
-    if found := nearest_plan(run.config, cluster, num_train_samples=size):
-        change, layout = found[0], str(found[1].layout)
+    found = nearest_plan(run.config, cluster, num_train_samples=size)
+    if found:
+        change = found[0]
+        layout = str(found[1].layout)
         write(sys.stdout, f"{'nearest':<10}{layout if change == layout else f'{change}: {layout}'}\n")
 
 
 def _act(question: _Question, answer: _Answer) -> None:
     """Write what was asked for: the choice into the file, and the chart."""
-    arguments, run = question.arguments, question.run
+    arguments = question.arguments
+    run = question.run
     out = sys.stderr if arguments.json else sys.stdout
     if not (arguments.apply or arguments.chart):
         return
@@ -332,15 +375,18 @@ def _act(question: _Question, answer: _Answer) -> None:
     if arguments.apply:
         if arguments.goal == "fewest-devices":
             write(out, f"devices   {answer.candidates[0].plan.cluster}\n")
-        best, planned = answer.candidates[0], answer.planned
-        source, before = run.source, planned.choice if planned else {}
+        best = answer.candidates[0]
+        planned = answer.planned
+        source = run.source
+        before = planned.choice if planned else {}
         asked = {
             key for key in best.settings if source.is_override(tuple(key.split("."))) or key in run.config.was_auto
         }
         settings = {key: value for key, value in best.settings.items() if key in asked or before.get(key) != value}
         diff = write_choice(run.config_path, arguments.words, settings)
         write(out, f"{diff or f'{run.config_path}: it says so already'}\n")
-        if further := [word for word in arguments.words if word.partition("=")[0] not in settings]:
+        further = [word for word in arguments.words if word.partition("=")[0] not in settings]
+        if further:
             write(out, f"note      chosen with {' '.join(further)}, which {run.config_path} does not hold\n")
     if arguments.chart:
         from framework.commands.check_fix import write_file

@@ -47,17 +47,26 @@ _SHORTEST_BEGIN: Final = len('{"input": "')
 def main(words: Sequence[str]) -> int:
     """Run the command on this rank; returns the exit code."""
     arguments = _parse(words)
-    checkpoint, out, size = find_source(arguments.checkpoint), Path(arguments.out), arguments.batch_size
+    checkpoint = find_source(arguments.checkpoint)
+    out = Path(arguments.out)
+    size = arguments.batch_size
     config = saved_config(checkpoint, "model", "task", trust=arguments.trust)
     inputs = find_inputs(arguments.inputs, config)
-    names, label = list(inputs), f"{config.run.name}/{checkpoint.tag} {arguments.weights}"
+    names = list(inputs)
+    label = f"{config.run.name}/{checkpoint.tag} {arguments.weights}"
     with process_group(config.run.backend):
-        found = _attempt(str(out), find_rows, out, names, label) if rank() == 0 else None
+        if rank() == 0:
+            found = _attempt(str(out), find_rows, out, names, label)
+        else:
+            found = None
         rows = from_rank0(found)
         start = rows.count
         model = module_to_ask(checkpoint, config, average=arguments.weights == "ema")
         kept = checkpoint.folder.absolute().parent / KEPT_TOKENIZER
-        reads = open_tokenizer(str(kept)) if isinstance(config.data, LabelledText) else None
+        if isinstance(config.data, LabelledText):
+            reads = open_tokenizer(str(kept))
+        else:
+            reads = None
         ask = partial(_outputs, model, config, reads)
         if isinstance(config.task, CausalLM):
             tokenizer = tokenizer_of(config, checkpoint, asked=arguments.tokenizer)
@@ -114,7 +123,10 @@ def _samples(file: Path, config: RunConfig) -> dict[str, Any]:
     elif file.suffix == ".npz":
         arrays = dict(np.load(file))
         rows = [dict(zip(arrays, row, strict=True)) for row in zip(*arrays.values(), strict=True)]
-        rows = rows if len(arrays) > 1 else arrays.popitem()[1]
+        if len(arrays) > 1:
+            rows = rows
+        else:
+            rows = arrays.popitem()[1]
     elif isinstance(config.data, ImageFolder):
         return {str(file): file}
     else:
@@ -187,7 +199,10 @@ def find_rows(out: Path, names: Sequence[str], label: str) -> Rows:
     try:
         with open_own(out, "r+b") as file:
             while line := file.readline(_LONGEST_ROW):
-                name = names[rows.count] if rows.count < len(names) else None
+                if rows.count < len(names):
+                    name = names[rows.count]
+                else:
+                    name = None
                 if not _is_row(line, name, label, is_first=not rows.count):
                     raise _of_others(out, f"it holds something else than these inputs by {label}")
                 if line.endswith(b"\n"):
@@ -226,7 +241,8 @@ def _outputs(
     model: torch.nn.Module, config: RunConfig, tokenizer: Any, place: int, inputs: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Classes and their probabilities; otherwise the outputs as they are."""
-    like, names = next(model.parameters()), getattr(tokenizer, "init_kwargs", {}).get("classes")
+    like = next(model.parameters())
+    names = getattr(tokenizer, "init_kwargs", {}).get("classes")
     if tokenizer is None:
         batch = default_collate([read_sample(one, config) for one in inputs.values()])
     else:
@@ -238,8 +254,13 @@ def _outputs(
     outputs = getattr(outputs, "logits", outputs)
     if isinstance(config.task, Classification):
         rows = [{"class": row.index(max(row)), "probabilities": row} for row in outputs.float().softmax(1).tolist()]
-        return [{**row, "name": names[row["class"]]} for row in rows] if names else rows
-    named = outputs if isinstance(outputs, Mapping) else {"output": outputs}
+        if names:
+            return [{**row, "name": names[row["class"]]} for row in rows]
+        return rows
+    if isinstance(outputs, Mapping):
+        named = outputs
+    else:
+        named = {"output": outputs}
     columns = {name: value.float().tolist() for name, value in named.items()}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 

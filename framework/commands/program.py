@@ -30,8 +30,10 @@ def write_program(folder: Path, model: torch.nn.Module, config: RunConfig) -> di
     args, named = _example(config, next(model.parameters()).dtype)
     takes_any = isinstance(model, LayeredModel)  # values by their order
     if takes_any:
-        args, named = (*args, *named.values()), {}
-    if hasattr(described := getattr(model, "config", config), "use_cache"):
+        args = (*args, *named.values())
+        named = {}
+    described = getattr(model, "config", config)
+    if hasattr(described, "use_cache"):
         described.use_cache = False  # of transformers; a cache is no output of a program
     is_text = all(one.ndim == 2 and not one.is_floating_point() for one in tree_leaves((args, named)))
     for dims in ((0, 1), (0,)) if is_text else ((0,),):
@@ -52,7 +54,10 @@ def write_program(folder: Path, model: torch.nn.Module, config: RunConfig) -> di
 
 def _example(config: RunConfig, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and named inputs."""
-    section = config.data.model_copy(update={"packing": False}) if hasattr(config.data, "packing") else config.data
+    if hasattr(config.data, "packing"):
+        section = config.data.model_copy(update={"packing": False})
+    else:
+        section = config.data
     dataset = as_splits(call_factory(section.factory(), key="data")).train
     batch = (own_collate(dataset) or collate)([dataset[0], dataset[min(1, len(dataset) - 1)]])
     inputs, _ = as_task(load_task(config)).split(batch)

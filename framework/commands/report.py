@@ -62,7 +62,10 @@ def run_report(arguments: argparse.Namespace) -> int:
 
         serve(newest_page, port=arguments.port)
         return EXIT_OK
-    out = Path(arguments.out) if arguments.out else folders[0] / REPORT
+    if arguments.out:
+        out = Path(arguments.out)
+    else:
+        out = folders[0] / REPORT
     try:
         if arguments.out:
             refuse_foreign(out, marks=[MARK])

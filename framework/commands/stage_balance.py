@@ -42,7 +42,8 @@ def find_stage_balance(plan: Plan, *, source: Source, longest_seconds: float = _
         raise ConfigError(source.locate(Problem.from_dict(each)) for each in reported["problems"])
     if "missing" in reported:
         return _unknown(plan, str(source.locate(Problem.from_dict(reported["missing"][0]))))
-    parallel, notes = plan.config.parallel, []
+    parallel = plan.config.parallel
+    notes = []
     if parallel.partition == "measured" and parallel.stages is None:
         # Times on another machine say nothing of those on the devices of the run, so nothing is timed here.
         reason = "the layers are timed on the device when the run starts; until then the stages share the parameters"

@@ -67,7 +67,10 @@ def table_lines(candidates: Sequence[Candidate], *, planned: Candidate | None) -
     among them.
     """
     shown = [*candidates, *([planned] if planned and not any(is_same(planned, each) for each in candidates) else [])]
-    unit = ("GiB", 2**30) if any(each.peak_bytes >= 2**30 for each in shown) else ("MiB", 2**20)
+    if any(each.peak_bytes >= 2**30 for each in shown):
+        unit = ("GiB", 2**30)
+    else:
+        unit = ("MiB", 2**20)
     is_longest = any(LENGTH in each.settings for each in shown)
     rows = [
         _row(each, *unit, is_planned=planned is not None and is_same(planned, each), has_tokens=is_longest)
@@ -91,8 +94,11 @@ def is_same(one: Candidate, other: Candidate) -> bool:
 
 
 def _row(candidate: Candidate, unit: str, unit_bytes: int, *, is_planned: bool, has_tokens: bool) -> dict[str, str]:
-    plan, memory, time = candidate.plan, candidate.memory, candidate.time
-    config, layout = plan.config, plan.layout
+    plan = candidate.plan
+    memory = candidate.memory
+    time = candidate.time
+    config = plan.config
+    layout = plan.layout
     row = {
         "": "*" if is_planned else " ",
         "ZeRO": str(config.zero.stage),
@@ -118,7 +124,9 @@ def _row(candidate: Candidate, unit: str, unit_bytes: int, *, is_planned: bool, 
 
 
 def _in_units(size: float) -> str:
-    return f"{size:.2f}" if size < 100 else f"{size:,.0f}"
+    if size < 100:
+        return f"{size:.2f}"
+    return f"{size:,.0f}"
 
 
 def loser_lines(found: Found, *, shown: Sequence[Candidate]) -> Iterator[str]:
@@ -142,7 +150,8 @@ def _why_slower(one: Candidate, best: Candidate) -> str:
     if share < 0.02:
         return f"as fast, and sends or takes more; {size_text(one.peak_bytes)} at most"
     each, other = (grouped(time.seconds, _TIME_GROUPS, _SENT) for time in (one.time, best.time))
-    samples, others = one.time.num_samples, best.time.num_samples
+    samples = one.time.num_samples
+    others = best.time.num_samples
     name = max(each, key=lambda part: each[part] / samples - other[part] / others)
     return f"{share:.0%} slower: {name} {each[name]:.3g} s of {one.time.total:.3g} s"
 
@@ -184,7 +193,10 @@ def write_choice(file: str, words: Sequence[str], settings: Settings) -> str:
 
     before = read_text(Path(file), name=file)
     document = document_of(before, Path(file), name=file)
-    values = document.value if isinstance(document.value, dict) else {}
+    if isinstance(document.value, dict):
+        values = document.value
+    else:
+        values = {}
     batch = values.get("batch") or {}
     if "accumulation_steps" not in batch and "global_size" in batch:  # it follows
         settings = {key: value for key, value in settings.items() if key != ACCUMULATION}
@@ -218,7 +230,8 @@ def _edits(values: Mapping[str, Any], key: str, value: Any) -> Iterator[Edit]:
                 is_inner = 0 < depth < len(path) - 1  # a new section inside of another one goes in as a value
                 yield InsertMember(path[:-1], {path[-1]: value}) if is_inner else InsertMember(path, value)
             return
-        home, section = section, section[name]
+        home = section
+        section = section[name]
     if section != value:
         if key == OFFLOAD:  # the other keys of the section belong to the other kind
             yield from (RemoveMember((*path[:-1], other)) for other in home if other != path[-1])

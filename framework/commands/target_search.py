@@ -27,8 +27,14 @@ def missing_targets(config: RunConfig) -> Iterator[Problem]:
     sections = {name: getattr(config, name) for name in type(config).model_fields}
     sections |= {f"monitors.others.{number}": other for number, other in enumerate(config.monitors.others)}
     for name, section in sections.items():
-        target = getattr(section, "target", None) if isinstance(section, Target) else None
-        missing = _missing_module(target.partition(":")[0]) if isinstance(target, str) else None
+        if isinstance(section, Target):
+            target = getattr(section, "target", None)
+        else:
+            target = None
+        if isinstance(target, str):
+            missing = _missing_module(target.partition(":")[0])
+        else:
+            missing = None
         if missing is not None:
             reason = f"there is no module {missing} here"
             fix = f"check the spelling, or start where {missing.partition('.')[0]} can be imported"
@@ -38,7 +44,8 @@ def missing_targets(config: RunConfig) -> Iterator[Problem]:
 def missing_sinks(config: RunConfig) -> Iterator[Problem]:
     """A warning for each monitor whose package is not here, but for TensorBoard: that comes with the train extra."""
     for key, name in config.monitors.missing_packages(but="tensorboard"):
-        reason, fix = f"{name} is not installed here", f"pip install {name} where it trains, or set {key}: false"
+        reason = f"{name} is not installed here"
+        fix = f"pip install {name} where it trains, or set {key}: false"
         yield Problem("package-missing", reason, fix, key, severity="warning")
 
 
@@ -51,7 +58,10 @@ def _missing_module(module: str) -> str | None:
     places = [os.getcwd(), str(Path(framework.__file__).parents[1])]
     try:
         for depth, part in enumerate(parts, start=1):
-            spec = importlib.machinery.PathFinder.find_spec(part, places) if places else None
+            if places:
+                spec = importlib.machinery.PathFinder.find_spec(part, places)
+            else:
+                spec = None
             spec = spec or (importlib.util.find_spec(part) if depth == 1 else None)
             if spec is None:
                 return ".".join(parts[:depth])

@@ -41,13 +41,20 @@ def run_alone(
     Returns:
         its records, and why it did not end well: `INTERRUPTED` after Ctrl-C, nothing where it did.
     """
-    base = Path.cwd() if hostfile else None
+    if hostfile:
+        base = Path.cwd()
+    else:
+        base = None
     with tempfile.TemporaryDirectory(prefix="dsf-timed-", dir=base, ignore_cleanup_errors=True) as folder:
-        config, out = Path(folder, "run.json"), Path(folder, "timed")
+        config = Path(folder, "run.json")
+        out = Path(folder, "timed")
         values = config_alone(plan.config, steps=steps, log_every=log_every).to_dict()
         values["run"] |= {"name": out.name, "output_dir": folder}
         config.write_text(json.dumps(values), encoding="utf-8")
-        where = ["-H", hostfile] if hostfile else ["--num_gpus", str(plan.cluster.devices_per_host)]
+        if hostfile:
+            where = ["-H", hostfile]
+        else:
+            where = ["--num_gpus", str(plan.cluster.devices_per_host)]
         failure = ""
         try:
             words = ["-m", "framework", "launch", str(config), *where]

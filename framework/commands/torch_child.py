@@ -40,7 +40,8 @@ def ask_child(module: str, plan: Plan, *, longest_seconds: float, needs: tuple[s
         if importlib.util.find_spec(name) is None:
             raise NoAnswerError(f"it takes {name}, which is not installed")
     question: Mapping[str, Any] = {"config": plan.config.to_dict(), "cluster": asdict(plan.cluster), **further}
-    words, environment = ["-m", f"framework.setup.{module}"], {"DS_ACCELERATOR": "cpu", **os.environ}
+    words = ["-m", f"framework.setup.{module}"]
+    environment = {"DS_ACCELERATOR": "cpu", **os.environ}
     done = run_child(words, environment, longest_seconds=longest_seconds, text=json.dumps(question))
     try:
         return json.loads(done.stdout)

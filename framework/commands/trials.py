@@ -46,7 +46,9 @@ class Trial:
     @property
     def median_seconds(self) -> float | None:
         """Median of the rounds' medians; None where it does not run."""
-        return median(self.medians) if self.medians and not self.failure else None
+        if self.medians and not self.failure:
+            return median(self.medians)
+        return None
 
     @property
     def medians(self) -> list[float]:
@@ -122,12 +124,19 @@ def _run(trial: Trial) -> None:
 
 def table(trials: Sequence[Trial]) -> Iterator[str]:
     """Lines for a person: estimate and measurement of each, the fastest marked."""
-    best, is_noise = fastest(trials), within_noise(trials)
+    best = fastest(trials)
+    is_noise = within_noise(trials)
     yield f"{'trials':<10}step of each: median of {_ROUNDS} rounds of {_STEPS} steps, the first {_LOG_EVERY} left out"
     for number, trial in enumerate(trials):
-        estimate = "not known" if trial.estimate_seconds is None else f"{1000 * trial.estimate_seconds:,.1f} ms"
+        if trial.estimate_seconds is None:
+            estimate = "not known"
+        else:
+            estimate = f"{1000 * trial.estimate_seconds:,.1f} ms"
         seconds = trial.median_seconds
         low, *_, high = [f"{1000 * each:,.1f}" for each in trial.medians * 2 or [0.0, 0.0]]
-        measured = trial.failure if seconds is None else f"{1000 * seconds:,.1f} ms ({low} to {high})"
+        if seconds is None:
+            measured = trial.failure
+        else:
+            measured = f"{1000 * seconds:,.1f} ms ({low} to {high})"
         mark = f"  <- fastest{', within noise: try again, or take either of the two' * is_noise}" * (number == best)
         yield f"          {trial.name}: estimate {estimate}, measured {measured}{mark}"

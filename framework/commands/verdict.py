@@ -103,7 +103,8 @@ def check_document(document: Document, against: CheckContext) -> Verdict:
     from framework.dslint.other_tools import without_placeholders
     from framework.dslint.readers import NAMES, as_read, assumption, foreign_problem, reader_of
 
-    if (foreign := foreign_problem(document)) is not None:
+    foreign = foreign_problem(document)
+    if foreign is not None:
         return Verdict(document.name, (foreign,))
     table = load_table(against.release)
     reader, assumed = reader_of(document) if against.reader is None else (against.reader, None)
@@ -113,7 +114,10 @@ def check_document(document: Document, against: CheckContext) -> Verdict:
         *lint(as_it_reads, release=against.release, topology=against.topology(), reader=reader),
     ]
     found = without_placeholders(found, file=document.name)
-    first = "" if reader == "deepspeed" else f"{NAMES[reader]} and "
+    if reader == "deepspeed":
+        first = ""
+    else:
+        first = f"{NAMES[reader]} and "
     notes = [
         *_release_note(document.name, against),
         *assumption(document, as_run_config=False),
@@ -135,13 +139,18 @@ def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext
         run = load_run(file, overrides, text=text)
         target = _target(against)
         run = run.chosen(against.cluster, target, is_proposal=True)
-        source, plan = run.source, run.plan_with_data(against.cluster, data_elsewhere=against.data_elsewhere)
+        source = run.source
+        plan = run.plan_with_data(against.cluster, data_elsewhere=against.data_elsewhere)
     except ConfigError as error:
         is_yaml = Path(file).suffix.lower() in YAML_ENDINGS
         document = with_last_of_duplicates(text, error, name=file, is_yaml=is_yaml) or _document(text, file)
-        if (foreign := foreign_problem(document)) is not None:
+        foreign = foreign_problem(document)
+        if foreign is not None:
             return Verdict(file, (foreign,))
-        passed = document.value.get("deepspeed") if isinstance(document.value, dict) else None
+        if isinstance(document.value, dict):
+            passed = document.value.get("deepspeed")
+        else:
+            passed = None
         further = judge_passed_alone(passed, release=against.release)
         reported = sorted(_all(error.problems, _errors_of_known(document, overrides, against)), key=_place)
         found = without_placeholders(_all(reported, map(Source(document).locate, further)), file=file)
@@ -173,8 +182,10 @@ def _too_large(plan: Plan, target: Target | None) -> Iterator[Problem]:
     if target is None:
         return
     with suppress(NotEstimatedError):
-        if reason := target.lacking(target.with_beside(estimate(plan), plan)):
-            fix, stage = f"`plan --search --gpu {target.name}` finds what fits", plan.config.zero.stage
+        reason = target.lacking(target.with_beside(estimate(plan), plan))
+        if reason:
+            fix = f"`plan --search --gpu {target.name}` finds what fits"
+            stage = plan.config.zero.stage
             yield Problem("memory-too-small", f"{reason}, by estimate", fix, "zero.stage", stage, severity="warning")
 
 
@@ -206,7 +217,8 @@ def _release_note(file: str, against: CheckContext) -> Iterator[Problem]:
     judged = load_table(against.release).release
     written = against.release.strip().removeprefix("v").partition("+")[0]
     if judged != written and not judged.startswith(f"{written}."):
-        reason, fix = f"there is no table of DeepSpeed {written}, so {judged} was taken", "check the keys that it names"
+        reason = f"there is no table of DeepSpeed {written}, so {judged} was taken"
+        fix = "check the keys that it names"
         yield Problem("release-without-table", reason, fix, file=file, severity="note")
 
 

@@ -32,12 +32,16 @@ from pydantic_core import CoreSchema, core_schema
 
 def _whole(value: Any) -> Any:
     """Let 5e8 be a count: YAML and JSON read it as a float, and people write bucket sizes that way."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
 def _as_text(value: Any) -> Any:
     """Let 10 be a range of one step."""
-    return str(value) if type(value) is int else value
+    if type(value) is int:
+        return str(value)
+    return value
 
 
 Count = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
@@ -64,7 +68,9 @@ StepRange = Annotated[_Steps, BeforeValidator(_as_text, json_schema_input_type=A
 def _suggest_import_path(text: str) -> str:
     module, _, name = text.rpartition(".")
     guess = f"{module}:{name}"
-    return f"write {guess}" if re.match(_IMPORT_PATH, guess) else "write package.module:name"
+    if re.match(_IMPORT_PATH, guess):
+        return f"write {guess}"
+    return "write package.module:name"
 
 
 def _suggest_run_name(text: str) -> str:
@@ -163,12 +169,17 @@ class OneOf:
         return core_schema.tagged_union_schema(choices, self._tag)
 
     def _tag(self, value: Any) -> str | None:
-        get = value.get if isinstance(value, Mapping) else partial(getattr, value)
+        if isinstance(value, Mapping):
+            get = value.get
+        else:
+            get = partial(getattr, value)
         for own in OF_ONES_OWN if self.key == "kind" else ():
             if get(own, None) is not None:
                 return own
         tag = get(self.key, None)
-        return tag if isinstance(tag, str) else None
+        if isinstance(tag, str):
+            return tag
+        return None
 
 
 def members_of(union: Any) -> dict[str, type[BaseModel]]:
@@ -217,4 +228,6 @@ def plain_values(value: Any) -> Any:
         return value
     if isinstance(value, Integral):
         return int(value)
-    return float(value) if isinstance(value, Real) else value
+    if isinstance(value, Real):
+        return float(value)
+    return value

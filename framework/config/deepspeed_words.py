@@ -58,4 +58,6 @@ def place_here(name: str) -> str:
     """Describe where a run config takes a DeepSpeed key; empty where the name is none."""
     if name in OWNED:
         return f"DeepSpeed's {name} is {OWNED[name]} here"
-    return f"write it as deepspeed.{name}, where DeepSpeed's further keys go" if name in PASSED_THROUGH else ""
+    if name in PASSED_THROUGH:
+        return f"write it as deepspeed.{name}, where DeepSpeed's further keys go"
+    return ""

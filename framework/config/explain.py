@@ -58,7 +58,10 @@ def numbers_for_text(error: ValidationError, model: type[BaseModel]) -> Iterator
 
 def _problem(details: ErrorDetails, model: type[BaseModel], texts: Mapping[KeyPath, str]) -> tuple[KeyPath, Problem]:
     path, owner, annotation = descend(details["loc"], model)
-    key, kind, value, context = ".".join(map(str, path)), details["type"], details["input"], details.get("ctx", {})
+    key = ".".join(map(str, path))
+    kind = details["type"]
+    value = details["input"]
+    context = details.get("ctx", {})
     if kind == "extra_forbidden":
         return path, _unknown_key(path, value, owner, model)
     if kind == "missing":
@@ -96,13 +99,15 @@ def descend(loc: Sequence[str | int], model: type[BaseModel]) -> tuple[KeyPath, 
             annotation = members[str(part)]
         elif isinstance(part, int) and get_args(annotation):  # an item of a list
             path.append(part)
-            owner, annotation = annotation, get_args(annotation)[0]
+            owner = annotation
+            annotation = get_args(annotation)[0]
             while not members_of(annotation) and get_args(annotation):
                 annotation = get_args(annotation)[0]
         elif part != "[key]":
             path.append(part)
             field = fields_of(annotation).get(str(part))
-            owner, annotation = annotation, None if field is None else field.annotation
+            owner = annotation
+            annotation = None if field is None else field.annotation
             if get_args(annotation)[1:] == (type(None),):  # a section that may be left out is the section
                 annotation = get_args(annotation)[0]
     return tuple(path), owner, annotation
@@ -110,23 +115,33 @@ def descend(loc: Sequence[str | int], model: type[BaseModel]) -> tuple[KeyPath, 
 
 def fields_of(owner: Any) -> Mapping[str, FieldInfo]:
     """The fields of a section by name; none of anything else."""
-    return owner.model_fields if isinstance(owner, type) and issubclass(owner, BaseModel) else {}
+    if isinstance(owner, type) and issubclass(owner, BaseModel):
+        return owner.model_fields
+    return {}
 
 
 def _unknown_key(path: KeyPath, value: Any, owner: Any, root: type[BaseModel]) -> Problem:
-    name, key, known = str(path[-1]), ".".join(map(str, path)), fields_of(owner)
+    name = str(path[-1])
+    key = ".".join(map(str, path))
+    known = fields_of(owner)
     reason = "there is no such key"
-    guess, homes = nearest(name, known), list(homes_of(name, root))
+    guess = nearest(name, known)
+    homes = list(homes_of(name, root))
     if name == "kind" and "target" in known:
-        reason, fix = "the section names a target as well", "keep kind or target, not both"
+        reason = "the section names a target as well"
+        fix = "keep kind or target, not both"
     elif (place := place_here(name)) and (len(path) == 1 or name in OWNED):
         fix = place
     elif homes:
-        reason, fix = "there is no such key here", f"it exists as {' and '.join(homes[:3])}"
+        reason = "there is no such key here"
+        fix = f"it exists as {' and '.join(homes[:3])}"
     elif guess:
         fix = f"did you mean '{guess}'?"
     else:
-        fix = f"known here: {', '.join(known)}" if known else "remove it"
+        if known:
+            fix = f"known here: {', '.join(known)}"
+        else:
+            fix = "remove it"
     return Problem("unknown-key", reason, fix, key, value)
 
 
@@ -149,25 +164,36 @@ def _unknown_kind(path: KeyPath, value: Any, members: Mapping[str, type[BaseMode
     if not isinstance(value, Mapping):
         reason, fix = _wrong_type(value, _SECTION)
         if isinstance(value, str):
-            guess = value if value in choices else nearest(value, choices) or choices[0]
+            if value in choices:
+                guess = value
+            else:
+                guess = nearest(value, choices) or choices[0]
             fix = f"write {{{tag_key}: {guess}}}"
         return path, Problem("wrong-type", reason, fix, ".".join(map(str, path)), value)
     found = value.get(tag_key)
-    named = tag_key if found is not None or value.get("target") is None else "target"
+    if found is not None or value.get("target") is None:
+        named = tag_key
+    else:
+        named = "target"
     path = (*path, named)
     key = ".".join(map(str, path))
     if named == "target":
-        reason, fix = "this section takes no code of your own", f"use {tag_key}: one of {listed}"
+        reason = "this section takes no code of your own"
+        fix = f"use {tag_key}: one of {listed}"
         return path, Problem("unsupported-target", reason, fix, key, value["target"])
     if found is None:
-        reason, fix = "the section does not say which kind it is", f"add {tag_key}: one of {listed}"
+        reason = "the section does not say which kind it is"
+        fix = f"add {tag_key}: one of {listed}"
         if path[:-1] == ("data",) and tag_key not in value:
             fix += "; keys without a kind belong to data that Python hands over (train_data=...), and none was"
         return path, Problem("missing-kind", reason, fix, key)
     if path[0] == "optimizer" and (elsewhere := _OTHER_OPTIMIZERS.get(str(found).lower())):
         return path, Problem("unknown-kind", *elsewhere, key, found)
     meant = nearest(str(found), choices)
-    fix = f"did you mean '{meant}'? known: {listed}" if meant else f"known: {listed}"
+    if meant:
+        fix = f"did you mean '{meant}'? known: {listed}"
+    else:
+        fix = f"known: {listed}"
     return path, Problem("unknown-kind", "there is no such kind", fix, key, found)
 
 
@@ -181,7 +207,10 @@ def _wrong_type(value: Any, wanted: str) -> tuple[str, str]:
         return reason, f"write {value.strip()} without quotes"
     if wanted == "true or false" and str(value).lower() in TRUTH:
         return reason, f"write {TRUTH[str(value).lower()]}"
-    text = value.strip().lower() if isinstance(value, str) else ""
+    if isinstance(value, str):
+        text = value.strip().lower()
+    else:
+        text = ""
     if wanted == "a number" and text.lstrip("+-.") in ("nan", "inf", "infinity"):
         return reason, "write a finite number"
     return reason, f"write {wanted}"

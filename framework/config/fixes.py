@@ -69,7 +69,9 @@ def _spoils(edit: Edit, problem: KeyPath) -> bool:
     """Check whether a new problem speaks against the edit. What is wrong inside of a renamed section was wrong before,
     unseen.
     """
-    return problem[:1] == edit.to[:1] if isinstance(edit, MoveMember) else problem == (edit.made or edit.path)
+    if isinstance(edit, MoveMember):
+        return problem[:1] == edit.to[:1]
+    return problem == (edit.made or edit.path)
 
 
 def _found(values: Mapping[str, Any]) -> list[tuple[KeyPath, list[Answer]]]:
@@ -85,7 +87,8 @@ def _found(values: Mapping[str, Any]) -> list[tuple[KeyPath, list[Answer]]]:
 
 def _answers(details: ErrorDetails, values: Mapping[str, Any]) -> Iterator[Answer]:
     path, owner, annotation = descend(details["loc"], RunConfig)
-    kind, value = details["type"], details["input"]
+    kind = details["type"]
+    value = details["input"]
     if not path or not all(isinstance(part, str) for part in path):
         return
     if kind == "extra_forbidden":
@@ -99,10 +102,12 @@ def _answers(details: ErrorDetails, values: Mapping[str, Any]) -> Iterator[Answe
 
 
 def _for_unknown_key(path: KeyPath, owner: Any, values: Mapping[str, Any]) -> Iterator[Answer]:
-    name, known = str(path[-1]), fields_of(owner)
+    name = str(path[-1])
+    known = fields_of(owner)
     if name == "kind" and "target" in known:
         return
-    elsewhere, guess = list(homes_of(name, RunConfig)), only_alike(name, known, least=_ALIKE)
+    elsewhere = list(homes_of(name, RunConfig))
+    guess = only_alike(name, known, least=_ALIKE)
     siblings = at(values, path[:-1])
     is_plain = not isinstance(siblings[name], (Mapping, list))
     if guess is not None and not elsewhere and guess not in siblings:
@@ -137,5 +142,7 @@ def _as_wanted(value: Any, wanted: str) -> Any:
         except ConfigError:
             return None
         is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-        return number if is_number and abs(number) < float("inf") else None
+        if is_number and abs(number) < float("inf"):
+            return number
+        return None
     return None

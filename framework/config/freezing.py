@@ -16,7 +16,9 @@ def patterns_of(entry: FreezeEntry) -> list[str]:
     """List the patterns of an entry."""
     if isinstance(entry, str):
         return [entry]
-    return [entry.match] if isinstance(entry.match, str) else list(entry.match)
+    if isinstance(entry.match, str):
+        return [entry.match]
+    return list(entry.match)
 
 
 def always_frozen(entries: Iterable[FreezeEntry]) -> list[str]:
@@ -47,7 +49,8 @@ def refuse_bad_freeze(names: Iterable[str], entries: Sequence[FreezeEntry]) -> N
     if not entries:
         return
     names = list(names)
-    if problems := [*_unmatched(names, entries)] or [*_overlaps(names, entries)]:
+    problems = [*_unmatched(names, entries)] or [*_overlaps(names, entries)]
+    if problems:
         raise ConfigError(problems)
     own = {name: entry_of(name, entries) for name in names}
     steps = [1, *(entry.from_step for entry in scheduled(entries).values() if entry.from_step)]
@@ -77,7 +80,10 @@ def _unmatched(names: Sequence[str], entries: Sequence[FreezeEntry]) -> Iterator
     for number, entry in enumerate(entries):
         for pattern in patterns_of(entry):
             if not any(re.fullmatch(pattern, name) for name in names):
-                key = f"{_KEY}.{number}" if isinstance(entry, str) else f"{_KEY}.{number}.match"
+                if isinstance(entry, str):
+                    key = f"{_KEY}.{number}"
+                else:
+                    key = f"{_KEY}.{number}.match"
                 yield Problem("freeze-matches-nothing", reason, unmatched_pattern(pattern, names), key, pattern)
 
 
@@ -101,7 +107,8 @@ def _shown(entry: FrozenSteps) -> Mapping[str, object]:
 def length_for_freeze(entries: Sequence[FreezeEntry], total_steps: int | None) -> Iterator[Problem]:
     """Find steps that a run of this length never reaches."""
     for number, entry in scheduled(entries).items():
-        until, first = entry.until_step, entry.from_step
+        until = entry.until_step
+        first = entry.from_step
         if not total_steps:
             return
         run = f"the run has {total_steps} steps"

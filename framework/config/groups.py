@@ -59,22 +59,35 @@ def group_values(
         optimizer: a section of the config; of the user's own code all weights have the same values.
         layers: names of all layers of the model in order, where `shapes` has those of a pipeline's stage only.
     """
-    decay, base = getattr(optimizer, "weight_decay", 0.0), getattr(optimizer, "lr", None) or 1.0
+    decay = getattr(optimizer, "weight_decay", 0.0)
+    base = getattr(optimizer, "lr", None) or 1.0
     on_all = getattr(optimizer, "weight_decay_on", "all") == "all"
     groups: Sequence[Group] = getattr(optimizer, "groups", ())
     each_layer = getattr(optimizer, "layer_decay", 1.0)
-    depths = layer_depths(layers or shapes) if each_layer < 1.0 else {}
+    if each_layer < 1.0:
+        depths = layer_depths(layers or shapes)
+    else:
+        depths = {}
     most = max(depths.values(), default=0)
     found = {}
     for name, shape in shapes.items():
         group = next((group for group in groups if re.fullmatch(group.match, name)), None)
         by_muon = isinstance(optimizer, Muon) and stepped_by_muon(name, shape, optimizer)
-        rate = optimizer.adam_lr if isinstance(optimizer, Muon) and not by_muon else base
+        if isinstance(optimizer, Muon) and not by_muon:
+            rate = optimizer.adam_lr
+        else:
+            rate = base
         ratio = (rate if group is None or group.lr is None else group.lr) / base
         if depths:
             ratio *= each_layer ** (most - _depth_of(name, depths))
-        own = decay if on_all or is_matrix(shape) else 0.0
-        own = own if group is None or group.weight_decay is None else group.weight_decay
+        if on_all or is_matrix(shape):
+            own = decay
+        else:
+            own = 0.0
+        if group is None or group.weight_decay is None:
+            own = own
+        else:
+            own = group.weight_decay
         found[name] = GroupValues(ratio, own, by_muon)
     return found
 
@@ -87,7 +100,8 @@ def stepped_by_muon(name: str, shape: Sequence[int], optimizer: Muon) -> bool:
     """
     named = next((at for at, pattern in enumerate(optimizer.matrices) if re.fullmatch(pattern, name)), None)
     if named is not None and len(shape) != 2:
-        reason, key = f"{name} has the shape {tuple(shape)}, and Muon steps matrices", f"optimizer.matrices.{named}"
+        reason = f"{name} has the shape {tuple(shape)}, and Muon steps matrices"
+        key = f"optimizer.matrices.{named}"
         fix = "leave it out, for example with .*weight, or name single weights"
         raise ConfigError.of("muon-needs-matrices", reason, fix, key, optimizer.matrices[named])
     is_inside = not optimizer.matrices and len(shape) == 2 and _INSIDE_BLOCK.fullmatch(name) is not None
@@ -121,7 +135,10 @@ def refuse_unmatched_groups(shapes: Mapping[str, Sequence[int]], optimizer: Any)
         for key, pattern in patterns.items()
         if not any(re.fullmatch(pattern, name) for name in names)
     ]
-    muon = optimizer if isinstance(optimizer, Muon) and not problems else None
+    if isinstance(optimizer, Muon) and not problems:
+        muon = optimizer
+    else:
+        muon = None
     if muon and not sum(stepped_by_muon(name, shape, muon) for name, shape in shapes.items()):
         reason = "no trained matrix of the model is in a layer inside a numbered block, such as blocks.3.mlp.up.weight"
         fix = "name the weights that Muon steps, or use adamw"
@@ -184,8 +201,12 @@ def is_inside_saved(weight: str, lora: LoRA) -> bool:
 
 def unmatched_modules(lora: LoRA, modules: Sequence[str]) -> list[Problem]:
     """A problem of kind ``lora-matches-nothing`` for everything that names no module of a model."""
-    targets, known = lora.target_modules, [*{module.rpartition(".")[2]: None for module in modules}, *modules]
-    listed: Sequence[str] = [] if isinstance(targets, str) else targets
+    targets = lora.target_modules
+    known = [*{module.rpartition(".")[2]: None for module in modules}, *modules]
+    if isinstance(targets, str):
+        listed: Sequence[str] = []
+    else:
+        listed = targets
     missing = [("target_modules", name) for name in listed if not any(is_named(one, [name]) for one in modules)]
     missing += [
         ("modules_to_save", name) for name in lora.modules_to_save if not any(m.endswith(name) for m in modules)

@@ -36,7 +36,8 @@ class Source:
         self.texts: dict[KeyPath, str] = dict(self._document.texts)
         """How numbers and truth values are written, where that is not how they would be shown."""
         if self._document.name and self._document.is_empty:
-            reason, fix = "the file is empty: every default holds", "write at least {} if that is meant"
+            reason = "the file is empty: every default holds"
+            fix = "write at least {} if that is meant"
             self.notes.append(Problem("config-empty", reason, fix, file=self._document.name, severity="note"))
 
     def override(self, path: KeyPath, texts: Mapping[KeyPath, str] | None = None) -> None:
@@ -97,7 +98,10 @@ def load_with_source(
         text: what the file holds, where it has been read already.
     """
     name = str(path)
-    document = read_document(Path(path), name=name) if text is None else document_of(text, Path(path), name=name)
+    if text is None:
+        document = read_document(Path(path), name=name)
+    else:
+        document = document_of(text, Path(path), name=name)
     values, source = _with_overrides(document, overrides)
     problems = [source.locate(problem) for problem in _handed_over(values)]
     try:

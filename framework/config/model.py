@@ -199,7 +199,10 @@ class _LanguageModel(ModelKind):
         default: str = cls.model_fields["size"].default
         size = values.get("size", default)
         # An unknown size is filled in too, so that pydantic complains of it and of nothing else.
-        known = size if isinstance(size, str) and size in cls.sizes else default
+        if isinstance(size, str) and size in cls.sizes:
+            known = size
+        else:
+            known = default
         return {**_scaled(cls.sizes[known], values), **values}
 
     @classmethod

@@ -194,8 +194,13 @@ OptimizerSection = Annotated[
 
 def optimizer_lr(optimizer: OptimizerSection) -> float | None:
     """The learning rate that the config gives the optimizer."""
-    lr = optimizer.args.get("lr") if isinstance(optimizer, Target) else optimizer.lr
-    return float(lr) if isinstance(lr, (int, float)) else None
+    if isinstance(optimizer, Target):
+        lr = optimizer.args.get("lr")
+    else:
+        lr = optimizer.lr
+    if isinstance(lr, (int, float)):
+        return float(lr)
+    return None
 
 
 class Constant(Section):

@@ -162,7 +162,10 @@ def _without(values: Mapping[str, Any], keys: frozenset[str]) -> dict[str, Any]:
 
 def kind_of_default(section: str) -> dict[str, str]:
     """Return the default of a section that is left out, such as ``{"kind": "adamw"}``; empty where it has no kinds."""
-    default = RunConfig.model_fields[section].default if section in RunConfig.model_fields else None
+    if section in RunConfig.model_fields:
+        default = RunConfig.model_fields[section].default
+    else:
+        default = None
     return {key: value for key in TAG_KEYS if isinstance(value := getattr(default, key, None), str)}
 
 

@@ -17,8 +17,13 @@ _DEEPSPEED: Final = Path(__file__).parents[1] / "dslint/deepspeed.schema.json"
 
 def schema_text() -> str:
     """The JSON Schema as packaged, which a test keeps current; built anew where the file is missing or empty."""
-    text = PACKAGED.read_text(encoding="utf-8") if PACKAGED.exists() else ""
-    return text if text.strip() else new_schema_text()
+    if PACKAGED.exists():
+        text = PACKAGED.read_text(encoding="utf-8")
+    else:
+        text = ""
+    if text.strip():
+        return text
+    return new_schema_text()
 
 
 def new_schema_text() -> str:

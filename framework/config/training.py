@@ -115,7 +115,11 @@ def _switch(value: Any) -> Any:
     """Let true stand for a section of defaults, and false for none."""
     if not isinstance(value, (bool, Mapping, Section, type(None))):
         raise PydanticKnownError("bool_type")
-    return {} if value is True else None if value is False else value
+    if value is True:
+        return {}
+    if value is False:
+        return None
+    return value
 
 
 _Compile = Annotated[Compile | None, BeforeValidator(_switch, json_schema_input_type=bool | Compile | None)]
@@ -150,7 +154,9 @@ class BadSteps(Section):
 
 
 def _as_policy(value: Any) -> Any:
-    return {"policy": value} if isinstance(value, str) else value
+    if isinstance(value, str):
+        return {"policy": value}
+    return value
 
 
 _BadSteps = Annotated[BadSteps | None, BeforeValidator(_as_policy, json_schema_input_type=Policy | BadSteps | None)]
@@ -178,7 +184,9 @@ def _freeze_entry(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
 
 
 def _plain_entry(value: str | FrozenSteps) -> str | dict[str, Any]:
-    return value if isinstance(value, str) else value.model_dump(exclude_none=True)
+    if isinstance(value, str):
+        return value
+    return value.model_dump(exclude_none=True)
 
 
 if TYPE_CHECKING:
@@ -536,7 +544,9 @@ class TensorSplit(Section):
 
 
 def _as_split(value: Any) -> Any:
-    return {"split": value} if isinstance(value, str) else value
+    if isinstance(value, str):
+        return {"split": value}
+    return value
 
 
 _Split = Annotated[TensorSplit, BeforeValidator(_as_split, json_schema_input_type=str | TensorSplit)]

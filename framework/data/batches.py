@@ -62,8 +62,14 @@ def _unstackable(values: Sequence[Any], *, place: str = "") -> Problem | None:
 
 def _shape(value: Any) -> str:
     if isinstance(value, (Tensor, np.ndarray)):
-        kind = "tensor" if isinstance(value, Tensor) else "array"
-        of_objects = " of objects" if isinstance(value, np.ndarray) and value.dtype.kind not in "biufc" else ""
+        if isinstance(value, Tensor):
+            kind = "tensor"
+        else:
+            kind = "array"
+        if isinstance(value, np.ndarray) and value.dtype.kind not in "biufc":
+            of_objects = " of objects"
+        else:
+            of_objects = ""
         return f"{'an' if kind == 'array' else 'a'} {kind}{of_objects} of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):
         return f"a dict with the keys {', '.join(sorted(map(str, value)))}"
@@ -72,7 +78,9 @@ def _shape(value: Any) -> str:
     if isinstance(value, (bool, int, float, np.number, np.bool_)):
         return "a number"
     kind = f"{type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
-    return "None" if value is None else f"of type {kind}"
+    if value is None:
+        return "None"
+    return f"of type {kind}"
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,8 @@ class _GeneratorStates:
     """States of torch's CPU, numpy's and Python's global generators, taken when it is made."""
 
     def __init__(self) -> None:
-        self._torch, self._python = torch.get_rng_state(), random.getstate()
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
         self._numpy: Any = np.random.get_state()
         self._words = _words_of_numpy()
 
@@ -276,11 +285,13 @@ class LoaderSamples(_Wrapper):
     def __init__(self, dataset: Any, *, own: Collate | None, seed: int) -> None:
         """`dataset` is read by `SampleKey`s or plain indices; `own` is its `collate_fn`, which `seed` is for."""
         super().__init__(dataset)
-        self.own, self.seed = own, seed
+        self.own = own
+        self.seed = seed
 
     def __getitems__(self, keys: Sequence[SampleKey] | Sequence[int]) -> Any:
         with refusing_exits():
-            samples, first = fetched(self.dataset, keys), keys[0]
+            samples = fetched(self.dataset, keys)
+            first = keys[0]
             if self.own is None:
                 return samples
             return seeded_collate(self.own, samples, self.seed, first if isinstance(first, tuple) else (first,))
@@ -301,4 +312,6 @@ def as_it_is(batch: Any) -> Any:
 def fetched(dataset: Any, indices: Sequence[Any]) -> Any:
     """The samples, as the dataset's `__getitems__` returns them if it has one, otherwise as a list."""
     fetch_all = getattr(dataset, "__getitems__", None)
-    return fetch_all(indices) if fetch_all is not None else [dataset[index] for index in indices]
+    if fetch_all is not None:
+        return fetch_all(indices)
+    return [dataset[index] for index in indices]

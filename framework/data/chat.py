@@ -60,13 +60,15 @@ def open_tokenizer(path: str | None, template: str | None = None) -> Any:
             names = {"eos" if kind == "end" else kind: found for kind, found in special_names(made).items()}
             found = fast(tokenizer_object=made, **{f"{kind}_token": name for kind, name in names.items()})
     except Exception as error:  # its files are anybody's
-        reason, fix = f"it cannot be read ({in_one_line(error)})", "name a folder with tokenizer.json"
+        reason = f"it cannot be read ({in_one_line(error)})"
+        fix = "name a folder with tokenizer.json"
         raise ConfigError.of("tokenizer-unreadable", reason, fix, "data.tokenizer", path) from error
     if template is not None and "{" not in template:
         try:
             template = Path(template).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            reason, fix = f"it is no file that can be read ({error})", "name a file, or write the template"
+            reason = f"it is no file that can be read ({error})"
+            fix = "name a file, or write the template"
             raise ConfigError.of("chat-template-missing", reason, fix, _KEY, template) from error
     found.chat_template = template or found.chat_template
     return found
@@ -130,7 +132,8 @@ def tokenized(
     except ConfigError:
         raise
     except Exception as error:  # of jinja, or of anybody's template
-        reason, fix = f"it fails on {place}: {in_one_line(error)}", "mend the template, or the messages"
+        reason = f"it fails on {place}: {in_one_line(error)}"
+        fix = "mend the template, or the messages"
         raise ConfigError.of("chat-template-wrong", reason, fix, _KEY) from error
     return np.array(ids, np.uint32), learnt
 
@@ -144,7 +147,8 @@ class Answers:
     needs_utf8 = True
 
     def __init__(self, tokenizer: Any) -> None:
-        self._made, self.vocab_size = tokenizer, vocab_size_of(tokenizer)
+        self._made = tokenizer
+        self.vocab_size = vocab_size_of(tokenizer)
         self.special = SpecialTokens(end=tokenizer.eos_token_id)
 
     def encode(self, texts: Sequence[bytes]) -> list[Numbers]:

@@ -37,8 +37,12 @@ class Conversations(torch.utils.data.Dataset[Any]):
 
     def __init__(self, held: HostValue, part: int, *, tokenizer: Any, row_size: int) -> None:
         """`held`: for each part what `_laid_out` returns; `row_size`: 0 where none is packed."""
-        self._held, self._part, self.tokenizer = held, part, tokenizer
-        self.vocab_size, self._pad, self._row_size = vocab_size_of(tokenizer), pad_of(tokenizer), row_size
+        self._held = held
+        self._part = part
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size_of(tokenizer)
+        self._pad = pad_of(tokenizer)
+        self._row_size = row_size
         self.tokens_per_sample = row_size or None
         if not row_size:
             self.collate_fn = self._padded
@@ -60,7 +64,9 @@ class Conversations(torch.utils.data.Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[Any, Tensor]:
         index = range(len(self))[index]
         numbers, learnt, starts, rows, _ = self._held.value[self._part]
-        ids, places, targets = list[Any](), list[Any](), list[Any]()
+        ids = list[Any]()
+        places = list[Any]()
+        targets = list[Any]()
         for one in range(rows[index], rows[index + 1]):
             own = slice(starts[one], starts[one + 1])
             tokens = numbers[own].astype(np.int64)
@@ -98,7 +104,9 @@ def messages_of(row: Row) -> list[Message]:
 
 
 def _as_messages(value: Any, role: str) -> list[Message]:
-    return value if isinstance(value, list) else [{"role": role, "content": value}]
+    if isinstance(value, list):
+        return value
+    return [{"role": role, "content": value}]
 
 
 def build(
@@ -132,10 +140,12 @@ def build(
         ]
 
     subject = (path, eval_path, eval_fraction, tokenizer, chat_template, sequence_length, packing, too_long)
-    held, row_size = made_once_on_host(f"{Path.cwd()} {subject}", make_parts), sequence_length * packing
+    held = made_once_on_host(f"{Path.cwd()} {subject}", make_parts)
+    row_size = sequence_length * packing
     made = partial(Conversations, held, tokenizer=chats, row_size=row_size)
     if len(made(0)) == 0:
-        reason, fix = "no conversation has an answer of the assistant within sequence_length", "look at data.path"
+        reason = "no conversation has an answer of the assistant within sequence_length"
+        fix = "look at data.path"
         raise ConfigError.of("nothing-to-learn", reason, fix, "data.path", path)
     return Splits(made(0), made(1) if len(made(1)) else None)
 
@@ -144,10 +154,12 @@ def _laid_out(pairs: list[Pair], name: str, length: int, too_long: str, packing:
     """Tokens uint32, which are targets, starts of conversations, the first conversation of every row; and what was left
     out, as text.
     """
-    limit, drops = length + 1, too_long == "drop"
+    limit = length + 1
+    drops = too_long == "drop"
     fitting = [(ids[:limit], learnt[:limit]) for ids, learnt in pairs if len(ids) <= limit or not drops]
     kept = [pair for pair in fitting if pair[1][1:].any()]
-    num_long, rows = sum(len(ids) > limit for ids, _ in pairs), list(range(len(kept) + 1))
+    num_long = sum(len(ids) > limit for ids, _ in pairs)
+    rows = list(range(len(kept) + 1))
     if packing:
         order, rows = best_fit([len(ids) - 1 for ids, _ in kept], length)
         kept = [kept[number] for number in order]
@@ -158,7 +170,8 @@ def _laid_out(pairs: list[Pair], name: str, length: int, too_long: str, packing:
     stated.append(f"{int(learnt.sum()):,} of {len(ids):,} tokens are learnt")
     if num_long:
         stated.append(f"{num_long} too long, {'left out' if drops else f'cut after {limit} tokens'}")
-    if lost := len(fitting) - len(kept):
+    lost = len(fitting) - len(kept)
+    if lost:
         stated.append(f"{lost} without an answer{' there' if num_long else ''}, left out")
     if packing and kept:
         share = (len(ids) - len(kept)) / (length * (len(rows) - 1))
@@ -172,7 +185,8 @@ def best_fit(lengths: Sequence[int], size: int) -> tuple[list[int], list[int]]:
     The longest first, each into the row that it leaves the least room in (best-fit decreasing; Ding et al. 2024, "Fewer
     Truncations Improve Language Modeling"): rows hold at most `size`.
     """
-    rows, rooms = list[list[int]](), list[tuple[int, int]]()
+    rows = list[list[int]]()
+    rooms = list[tuple[int, int]]()
     for number in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
         place = bisect_left(rooms, (lengths[number], -1))
         room, row = rooms.pop(place) if place < len(rooms) else (size, len(rows))

@@ -82,7 +82,8 @@ def files_in_folders(paths: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: kind ``text-not-a-file``, for each folder without one, and ``text-unreadable``.
     """
-    files, problems = [], []
+    files = []
+    problems = []
     for path in paths:
         if not os.path.isdir(path):  # noqa: PTH112 - pathlib raises where the name cannot be one
             files.append(path)
@@ -96,10 +97,8 @@ def files_in_folders(paths: Sequence[str]) -> list[str]:
             problems.append(_unreadable(path, error))
             continue
         if not found:
-            reason, fix = (
-                "it is a folder without a *.txt of its own",
-                f"name the files in it, for example {path}/*/*.txt",
-            )
+            reason = "it is a folder without a *.txt of its own"
+            fix = f"name the files in it, for example {path}/*/*.txt"
             problems.append(Problem("text-not-a-file", reason, fix, file=path))
         files += found
     if problems:
@@ -141,7 +140,9 @@ def _complaint(path: str, form: Format) -> Problem | None:
             'write its text as JSON lines, {"text": "..."}; or say --format jsonl for what is JSON lines already, '
             "--format text to take it as it is",
         )
-    return problem("text-compressed", f"it is compressed with {packed}", "unpack it first") if packed else None
+    if packed:
+        return problem("text-compressed", f"it is compressed with {packed}", "unpack it first")
+    return None
 
 
 def carriage_returns(paths: Sequence[str], form: Format = "auto") -> list[str]:
@@ -176,7 +177,8 @@ def read_documents(paths: Iterable[str], how: Reading) -> Iterator[Piece]:
 
 def _whole_file(stream: BinaryIO, path: str, how: Reading) -> Iterator[Piece]:
     start = position = _skip_byte_order_mark(stream)
-    num_bytes, rest = os.fstat(stream.fileno()).st_size - start, b""
+    num_bytes = os.fstat(stream.fileno()).st_size - start
+    rest = b""
     while chunk := stream.read(_CHUNK_BYTES):
         rest += chunk
         cut = len(rest)
@@ -184,7 +186,8 @@ def _whole_file(stream: BinaryIO, path: str, how: Reading) -> Iterator[Piece]:
             cut = _place_to_cut(rest)
             _check_utf8(rest[:cut], path, position=position)
         yield Piece(rest[:cut], num_bytes, starts=position == start, ends=False)
-        position, rest = position + cut, rest[cut:]
+        position = position + cut
+        rest = rest[cut:]
     if how.utf8:
         _check_utf8(rest, path, position=position)
     yield Piece(rest, num_bytes, starts=position == start)
@@ -228,7 +231,8 @@ def _paragraphs(stream: BinaryIO, path: str, how: Reading) -> Iterator[Piece]:
                 _check_utf8(line, path, line=number)
         elif lines:
             yield Piece(b"".join(lines), size)
-            lines, size = [], 0
+            lines = []
+            size = 0
     if lines:
         yield Piece(b"".join(lines), size)
 
@@ -255,9 +259,13 @@ def _text_of(line: bytes, name: str, path: str, number: int) -> bytes:
     except UnicodeDecodeError as error:
         raise _not_utf8(path, f"byte {error.start} of the line", number, is_json=True) from error
     except (ValueError, RecursionError) as error:
-        reason = "nested too deep" if isinstance(error, RecursionError) else getattr(error, "msg", str(error))
+        if isinstance(error, RecursionError):
+            reason = "nested too deep"
+        else:
+            reason = getattr(error, "msg", str(error))
         reason = reason.removesuffix(" at").removesuffix(" starting")  # the place is said in front of the line
-        reason, fix = f"the line is not JSON: {reason}", "write one JSON object per line, or remove the line"
+        reason = f"the line is not JSON: {reason}"
+        fix = "write one JSON object per line, or remove the line"
         raise refusal("text-bad-json", reason, fix, column=getattr(error, "colno", 0)) from error
     if not isinstance(row, dict):
         raise refusal("text-bad-json", "the line is no JSON object", f'write {{"{name}": "..."}}')
@@ -276,7 +284,10 @@ def _check_utf8(text: bytes, path: str, *, position: int = 0, line: int = 0) -> 
     try:
         text.decode()
     except UnicodeDecodeError as error:
-        place = f"byte {error.start} of the line" if line else f"byte {position + error.start:,} of the file"
+        if line:
+            place = f"byte {error.start} of the line"
+        else:
+            place = f"byte {position + error.start:,} of the file"
         raise _not_utf8(path, place, line) from error
     if b"\0" in text:
         raise _not_utf8(path, "a zero byte", line)

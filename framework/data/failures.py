@@ -26,7 +26,8 @@ _FROM_WORKER: Final = re.compile(r"Caught \w+ in ")
 
 def death_of_worker(error: BaseException) -> str:
     """Return one line with the way out, where torch's error says that a worker has ended; empty otherwise."""
-    if not (dead := _dead_worker(error)):
+    dead = _dead_worker(error)
+    if not dead:
         return ""
     way_out = _WAYS_OUT.get((dead[2] or "").strip(), _NO_WAY_OUT_KNOWN)
     return f"a worker that reads the data {printable(dead[1].strip())}: {way_out} [data-worker-ended]"
@@ -65,7 +66,8 @@ def _without_traceback(error: Exception, *, claims: Callable[[str], bool]) -> Fr
     """
     if not isinstance(error, FrameworkError):
         return None
-    reported, stated = error, str(error)
+    reported = error
+    stated = str(error)
     if _FROM_WORKER.match(stated):
         of_error = re.compile(rf"^(?:[\w.]+\.)?{type(error).__name__}: ", re.MULTILINE)
         reported = type(error)(of_error.split(stated)[-1].strip())

@@ -51,7 +51,8 @@ class TakenSet(_Taken):
     def __init__(self, dataset: Any, collate_fn: Any, sampler: Any) -> None:
         """`sampler` gives the order of every epoch; None: it is the run's."""
         super().__init__(dataset, collate_fn)
-        self._sampler, self.num_ordered = sampler, None if sampler is None else len(sampler)
+        self._sampler = sampler
+        self.num_ordered = None if sampler is None else len(sampler)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -66,9 +67,11 @@ class TakenSet(_Taken):
         """The order of an epoch, asked of the sampler with a seed of (seed, epoch): the same whoever asks, and when; a
         ConfigError, kind ``sampler-order``, where it has another length than the first.
         """
-        if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
+        set_epoch = getattr(self._sampler, "set_epoch", None)
+        if callable(set_epoch):
             set_epoch(epoch)
-        own, number = getattr(self._sampler, "generator", None), mix_int(_SAMPLER_SALT, seed, epoch)
+        own = getattr(self._sampler, "generator", None)
+        number = mix_int(_SAMPLER_SALT, seed, epoch)
         if isinstance(own, torch.Generator):
             own.manual_seed(number)
         with random_state_kept():
@@ -89,7 +92,8 @@ def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, An
     """
     if not isinstance(given, DataLoader):
         return as_tensors(given), {}
-    dataset, batches = as_tensors(given.dataset), given.batch_sampler
+    dataset = as_tensors(given.dataset)
+    batches = given.batch_sampler
     if given.batch_size is None and type(batches) is not BatchSampler:
         reason = f"its {'dataset' if batches is None else 'batch_sampler'} makes the batches"
         fix = "give it a batch_size and a sampler"
@@ -114,7 +118,8 @@ def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, An
         raise ConfigError.of("loader-not-taken", reason, fix, key, "DataLoader")
     if sampler is not None and not trains:  # all ranks have to draw the same
         order = TakenSet(dataset, None, sampler).epoch_order(0, seed=0)
-        dataset, sampler = Subset(dataset, order(np.arange(len(sampler))).tolist()), None
+        dataset = Subset(dataset, order(np.arange(len(sampler))).tolist())
+        sampler = None
     return (dataset if collate_fn is sampler is None else TakenSet(dataset, collate_fn, sampler)), taken
 
 
@@ -136,6 +141,11 @@ def _look_at_worker_init(given: DataLoader[Any], *, key: str) -> None:
 def as_tensors(dataset: Any) -> Any:
     """Hugging Face's datasets without a format of their own give lists, which nothing can be computed with."""
     if type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "with_format"):
-        formatting = dataset._formatting if is_stream(dataset) else dataset.format["type"]
-        return dataset.with_format("torch") if formatting is None else dataset
+        if is_stream(dataset):
+            formatting = dataset._formatting
+        else:
+            formatting = dataset.format["type"]
+        if formatting is None:
+            return dataset.with_format("torch")
+        return dataset
     return dataset

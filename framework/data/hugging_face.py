@@ -69,7 +69,8 @@ def build(
 
 def _files(pattern: str, key: str) -> list[str]:
     """The files of a pattern, in order; a range ``{000..009}`` asks for all of its numbers."""
-    if found := _RANGE.search(pattern):
+    found = _RANGE.search(pattern)
+    if found:
         first, last = found.groups()
         numbers = (f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1))
         return [name for number in numbers for name in _files(_RANGE.sub(number, pattern, count=1), key)]
@@ -81,8 +82,10 @@ def _files(pattern: str, key: str) -> list[str]:
 
 def _with_columns(rows: Any, columns: Sequence[str] | Mapping[str, str] | None, streaming: bool) -> Any:
     asked = [*(columns or ())]
-    if missing := sorted({*asked} - {*(rows.column_names or asked)}):
-        reason, fix = f"there is no column {missing[0]}", f"there are {', '.join(rows.column_names)}"
+    missing = sorted({*asked} - {*(rows.column_names or asked)})
+    if missing:
+        reason = f"there is no column {missing[0]}"
+        fix = f"there are {', '.join(rows.column_names)}"
         raise ConfigError.of("dataset-columns", reason, fix, "data.columns", asked)
     if asked:
         rows = rows.select_columns(asked)
@@ -90,9 +93,12 @@ def _with_columns(rows: Any, columns: Sequence[str] | Mapping[str, str] | None, 
         rows = rows.rename_columns({old: new for old, new in columns.items() if old != new})
     if streaming and hasattr(rows, "to_iterable_dataset"):
         rows = rows.to_iterable_dataset(num_shards=min(len(rows), 64))
-    rows, names = as_tensors(rows), None if isinstance(columns, Mapping) else columns
+    rows = as_tensors(rows)
+    names = None if isinstance(columns, Mapping) else columns
     collate_fn = partial(_collated, names=names)
-    return TakenStream(rows, collate_fn) if streaming else TakenSet(rows, collate_fn, None)
+    if streaming:
+        return TakenStream(rows, collate_fn)
+    return TakenSet(rows, collate_fn, None)
 
 
 def _collated(rows: Sequence[Mapping[str, Any]], *, names: Sequence[str] | None) -> Any:
@@ -101,4 +107,6 @@ def _collated(rows: Sequence[Mapping[str, Any]], *, names: Sequence[str] | None)
         name: value / 255 if getattr(value, "dtype", None) == torch.uint8 and value.ndim == _IMAGES else value
         for name, value in collate(rows).items()
     }
-    return batch if names is None else tuple(batch[name] for name in names)
+    if names is None:
+        return batch
+    return tuple(batch[name] for name in names)

@@ -52,7 +52,8 @@ def build(
     sub_folders = {"data.train_dir": train_dir, "data.eval_dir": eval_dir}
 
     def list_both() -> list[Any]:
-        if problems := list(_problems(folder, root=root, sub_folders=sub_folders)):
+        problems = list(_problems(folder, root=root, sub_folders=sub_folders))
+        if problems:
             raise ConfigError(problems)
         return [_list(folder / name, root=root) for name in sub_folders.values()]
 
@@ -100,7 +101,9 @@ class _Paths(Sequence[tuple[str, int]]):
     """Paths and class numbers of a folder's images; the names are one buffer that the processes of a host share."""
 
     def __init__(self, place: Path, listings: HostValue, number: int) -> None:
-        self._prefix, self._listings, self._number = _prefix(place), listings, number
+        self._prefix = _prefix(place)
+        self._listings = listings
+        self._number = number
 
     def __len__(self) -> int:
         return len(self._arrays()[2])
@@ -134,7 +137,8 @@ class _ImageFolder(ImageFolder):  # type: ignore[misc]
 
     def __init__(self, place: Path, transform: Any, listings: HostValue, number: int) -> None:
         VisionDataset.__init__(self, str(place), transform=transform)
-        self.loader, self.extensions = read_image, IMG_EXTENSIONS
+        self.loader = read_image
+        self.extensions = IMG_EXTENSIONS
         self.classes = listings.value[number][0]
         self.class_to_idx = {name: index for index, name in enumerate(self.classes)}
         self.samples = self.imgs = _Paths(place, listings, number)
@@ -148,7 +152,9 @@ def _list(place: Path, *, root: str) -> tuple[list[str], Any, Any, Any]:
     """List what torchvision finds, class by class: the names of the classes, those of the images as one buffer, where
     each of these ends (after a first 0), and the class numbers.
     """
-    names, ends, counts = bytearray(), array("q", [0]), []
+    names = bytearray()
+    ends = array("q", [0])
+    counts = []
     empty: dict[str, int] = {}
     try:
         classes, _ = find_classes(str(place))

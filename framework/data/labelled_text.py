@@ -22,7 +22,10 @@ class LabelledText(torch.utils.data.Dataset[Any]):
     """
 
     def __init__(self, rows: Sequence[tuple[str, int]], classes: Sequence[str], tokenizer: Any, length: int) -> None:
-        self.rows, self.classes, self.tokenizer, self._length = rows, classes, tokenizer, length
+        self.rows = rows
+        self.classes = classes
+        self.tokenizer = tokenizer
+        self._length = length
         tokenizer.init_kwargs["classes"] = list(classes)  # kept with it beside the checkpoints
         self.vocab_size = vocab_size_of(tokenizer)
 
@@ -71,7 +74,8 @@ def build(
     if not parts[0]:
         raise ConfigError.of("nothing-to-learn", "it has no rows", "name another file", "data.path", path)
     names = sorted({name for part in parts for _, name in part})
-    numbers, made = {name: number for number, name in enumerate(names)}, open_tokenizer(tokenizer)
+    numbers = {name: number for number, name in enumerate(names)}
+    made = open_tokenizer(tokenizer)
     if all(name.isdecimal() for name in names):
         numbers = {name: int(name) for name in names}
         names = [str(number) for number in range(max(numbers.values()) + 1)]

@@ -68,7 +68,9 @@ def is_stream(dataset: Any) -> bool:
 
 def num_samples_of(dataset: Any) -> int | None:
     """Count the samples of an epoch; None of a stream: only reading them all would tell."""
-    return None if is_stream(dataset) else getattr(dataset, "num_ordered", None) or len(dataset)
+    if is_stream(dataset):
+        return None
+    return getattr(dataset, "num_ordered", None) or len(dataset)
 
 
 class TrainLoader:
@@ -109,7 +111,10 @@ class TrainLoader:
         Raises:
             ConfigError: kinds ``dataset-smaller-than-batch``, ``data-without-lengths``.
         """
-        self._dataset, self._seed, self._rank, self._random_samples = dataset, seed, rank, random_samples
+        self._dataset = dataset
+        self._seed = seed
+        self._rank = rank
+        self._random_samples = random_samples
         share = Share(global_size, micro_size, accumulation_steps, rank, world_size)
         num_samples = num_samples_of(dataset) or 0
         options: dict[str, Any] = {

@@ -26,17 +26,21 @@ def pattern(weights: tuple[float, ...]) -> Positions:
     """The part of every position of a period: up to any position, each has its share to within one sample (Tijdeman
     1980, "The chairman assignment problem": of those that lag by 1 / (2k - 2), the one that is due first).
     """
-    exact, total = np.array(weights), sum(weights)
+    exact = np.array(weights)
+    total = sum(weights)
     if total > _PERIOD or any(weight % 1 for weight in weights):
-        exact, total = exact / total * _PERIOD, _PERIOD
+        exact = exact / total * _PERIOD
+        total = _PERIOD
     counts = np.floor(exact).astype(np.int64)
     counts[np.argsort(counts - exact, kind="stable")[: round(total) - counts.sum()]] += 1
     if not counts.all():
         fix = "give every part a share of at least 0.0001"
         raise ConfigError.of("mixture-weights", "a part would never be read", fix, "data.parts", list(weights))
     counts //= gcd(*counts.tolist())
-    shares, lag = counts / counts.sum(), 1 / max(2 * len(counts) - 2, 1)
-    taken, chosen = np.zeros(len(counts)), []
+    shares = counts / counts.sum()
+    lag = 1 / max(2 * len(counts) - 2, 1)
+    taken = np.zeros(len(counts))
+    chosen = []
     for position in range(1, counts.sum() + 1):
         behind = shares * position - taken
         due = np.where(behind >= lag - 1e-9, (1 - lag - behind) / shares, np.inf)
@@ -56,7 +60,9 @@ def _named(collate_fn: Any) -> str:
     if collate_fn is None:
         return "default"
     code = _code_of(collate_fn)
-    return f"its collate_fn with {code[2]}" if isinstance(code, tuple) else getattr(code, "__qualname__", str(code))
+    if isinstance(code, tuple):
+        return f"its collate_fn with {code[2]}"
+    return getattr(code, "__qualname__", str(code))
 
 
 class Mixture:
@@ -68,10 +74,15 @@ class Mixture:
 
     def __init__(self, parts: Sequence[tuple[float, Any]], *, shuffle: bool = True, seed: int = 0) -> None:
         """`parts`: (weight, dataset); `shuffle`: of datasets with samples by number, by the seed of the run."""
-        self._parts, self._shuffle, self.seed, self._lane, self._lanes = list(parts), shuffle, seed, 0, 1
+        self._parts = list(parts)
+        self._shuffle = shuffle
+        self.seed = seed
+        self._lane = 0
+        self._lanes = 1
         self.draws = False  # what parts draw at random is drawn by the seed
         self.num_shards = min((num_divisions(part) for _, part in parts if is_stream(part)), default=_MOST_PARTS)
-        self._count, self._places = 0, dict[int, Any]()
+        self._count = 0
+        self._places = dict[int, Any]()
         self._streams: dict[int, Lane] = {}
         owns = [own_collate(part) for _, part in parts]
         for number, own in enumerate(owns):
@@ -86,7 +97,9 @@ class Mixture:
 
     def shard(self, num_shards: int, index: int) -> Mixture:
         lane = Mixture(self._parts, shuffle=self._shuffle, seed=self.seed)
-        lane._lane, lane._lanes, lane.draws = index, num_shards, self.draws
+        lane._lane = index
+        lane._lanes = num_shards
+        lane.draws = self.draws
         return lane
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -94,7 +107,8 @@ class Mixture:
         return {"count": self._count, "places": {number: [*vars(place).values()] for number, place in places.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._count, self._places = state["count"], state["places"]
+        self._count = state["count"]
+        self._places = state["places"]
 
     def __iter__(self) -> Iterator[Any]:
         # Parts are begun here, not with the first sample: what reading up to there draws is not that sample's.
@@ -107,7 +121,8 @@ class Mixture:
             if is_stream(part):
                 own = mix_int(_PART_SALT, self.seed, number)
                 if getattr(part, "takes_seed", False):
-                    part.seed, part.draws = own, self.draws
+                    part.seed = own
+                    part.draws = self.draws
                 drawn = own if self.draws else None
                 lane = self._streams[number] = Lane(part, index=self._lane, num_lanes=self._lanes, seed=drawn)
                 lane.start(read, Place(*self._places.get(number, (0,))))
@@ -128,6 +143,7 @@ class Mixture:
         for number in count(first):
             epoch, position = divmod(number * self._lanes + self._lane, size := len(dataset))
             if epoch != known:
-                known, version = epoch, LATEST_ORDER
+                known = epoch
+                version = LATEST_ORDER
                 order = order_of_epoch(size, seed=seed, epoch=epoch, shuffle=self._shuffle, version=version)
             yield dataset[int(order(np.array([position]))[0])]

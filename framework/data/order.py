@@ -45,7 +45,10 @@ def mix(*parts: int | npt.NDArray[np.integer]) -> Seeds:
     """
     state: Seeds = np.zeros(1, dtype=np.uint64)
     for part in parts:
-        word = np.uint64(part & _MASK) if isinstance(part, int) else part.astype(np.uint64)
+        if isinstance(part, int):
+            word = np.uint64(part & _MASK)
+        else:
+            word = part.astype(np.uint64)
         state = _scrambled((state ^ word) + _GAMMA)
     return state
 
@@ -124,7 +127,8 @@ class ComputedOrder:
 
     def __init__(self, num_samples: int, *, seed: int, epoch: int) -> None:
         """N, `run.seed`, and the epoch from 0."""
-        self._num_samples, self._side = num_samples, math.isqrt(num_samples - 1) + 1
+        self._num_samples = num_samples
+        self._side = math.isqrt(num_samples - 1) + 1
         self._keys = [mix_int(_ORDER_SALT, seed, epoch, number) for number in range(_ROUNDS)]
 
     def __getitem__(self, positions: Positions) -> Positions:
@@ -179,8 +183,11 @@ class MicroBatchSampler:
         `order_of` an epoch takes their place where it is given. Epochs begin after `first_steps`, with own orders.
         """
         self._order = order_of or partial(order_of_epoch, num_samples, seed=seed, shuffle=shuffle, version=version)
-        self._first_steps, self._order_of_first = first_steps, order_of_first
-        self._share, self._start_step, self._steps_per_epoch = share, start_step, num_samples // share.global_size
+        self._first_steps = first_steps
+        self._order_of_first = order_of_first
+        self._share = share
+        self._start_step = start_step
+        self._steps_per_epoch = num_samples // share.global_size
         assert self._steps_per_epoch > 0, f"{num_samples} samples do not fill a batch of {share.global_size}"
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -199,4 +206,5 @@ class MicroBatchSampler:
                 num_steps = min(at_once, self._steps_per_epoch - first)
                 for indices in order(self._share.positions(first, num_steps)).tolist():
                     yield epoch, indices
-            epoch, step = epoch + 1, 0
+            epoch = epoch + 1
+            step = 0

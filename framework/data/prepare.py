@@ -66,7 +66,10 @@ def main(words: Sequence[str]) -> int:
         )
     windows = carriage_returns(files_in_folders(arguments.words), arguments.format)
     if windows:
-        many = f" and {len(windows) - 1} others" if len(windows) > 1 else ""
+        if len(windows) > 1:
+            many = f" and {len(windows) - 1} others"
+        else:
+            many = ""
         print(
             f"note: {windows[0]}{many}: lines end with a carriage return, which is now part of the text; dos2unix "
             "takes it away [text-carriage-returns]",
@@ -125,7 +128,10 @@ def prepare(
             texts = (piece.text for piece in pieces("training the tokenizer"))
             ready = train_bpe(texts, vocab_size=bpe_vocab_size)
         else:
-            ready = ByteTokenizer() if tokenizer == "bytes" else load_tokenizer(tokenizer)
+            if tokenizer == "bytes":
+                ready = ByteTokenizer()
+            else:
+                ready = load_tokenizer(tokenizer)
         try:
             with (
                 made_aside(Path(out).expanduser()) as folder,
@@ -155,7 +161,8 @@ class Progress:
 
     def __init__(self, stream: TextIO | None, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Report to a stream, or to nobody."""
-        self._stream, self._clock = stream, clock
+        self._stream = stream
+        self._clock = clock
         self._on_terminal = stream is not None and stream.isatty()
         self._shown_length = 0
         self.num_bytes = 0
@@ -164,7 +171,10 @@ class Progress:
         """Hand the pieces on and count their bytes."""
         started = shown = self._clock()
         done = 0
-        wait = _SECONDS_BETWEEN_UPDATES if self._on_terminal else _SECONDS_BETWEEN_LINES
+        if self._on_terminal:
+            wait = _SECONDS_BETWEEN_UPDATES
+        else:
+            wait = _SECONDS_BETWEEN_LINES
         for piece in pieces:
             yield piece
             done += len(piece.text)
@@ -175,7 +185,10 @@ class Progress:
                 line = f"{label}: {done / 1e6:,.1f} of {self.num_bytes / 1e6:,.1f} MB, {speed:,.1f} MB/s"
                 begin, end = ("\r", "") if self._on_terminal else ("", "\n")
                 print(f"{begin}{line:<{self._shown_length}}", end=end, file=self._stream, flush=True)
-                self._shown_length = len(line) if self._on_terminal else 0
+                if self._on_terminal:
+                    self._shown_length = len(line)
+                else:
+                    self._shown_length = 0
 
     def __enter__(self) -> Progress:
         return self
@@ -211,7 +224,8 @@ def _refuse_used_folder(out: str) -> None:
     except (OSError, ValueError) as error:
         raise StorageError(f"{out!r}: cannot be read ({error}) [text-not-written]") from error
     if not is_free:
-        reason, fix = "it exists and is not an empty folder", "remove it, or name another folder"
+        reason = "it exists and is not an empty folder"
+        fix = "remove it, or name another folder"
         raise ConfigError.of("output-exists", reason, fix, file=out)
 
 

@@ -92,13 +92,15 @@ def _pair(result: object, door: _Door) -> tuple[Any, Any]:
         return result, None
     if len(result) == 2:
         return result
-    reason, fix = f"a tuple of {len(result)} was {door.given}", f"{door.give} (training, evaluation)"
+    reason = f"a tuple of {len(result)} was {door.given}"
+    fix = f"{door.give} (training, evaluation)"
     raise ConfigError.of("data-target-result", reason, fix, door.train_key)
 
 
 def _checked(train: Any, evaluation: Any, door: _Door) -> Splits:
     train, taken = taken_over(train, key=door.train_key, trains=True)
-    problems, splits = [_complaint(train, door, name="training")], Splits(train, evaluation)
+    problems = [_complaint(train, door, name="training")]
+    splits = Splits(train, evaluation)
     if isinstance(evaluation, Mapping) and not evaluation:
         fix = f"{door.give} None in its place to train without evaluation"
         problems.append(Problem("data-target-result", "there is no evaluation set in it", fix, door.eval_key))
@@ -135,7 +137,10 @@ def _complaint(dataset: object, door: _Door, *, name: str) -> Problem | None:
             return None
         reason = f"({kind}) was divided over ranks (split_dataset_by_node), which the loader does"
         return problem(reason, f"{door.give} the whole stream")
-    shown = "None" if dataset is None else f"a {kind.removeprefix('builtins.')}"
+    if dataset is None:
+        shown = "None"
+    else:
+        shown = f"a {kind.removeprefix('builtins.')}"
     if isinstance(dataset, Tensor | np.ndarray):
         wrapped = "torch.utils.data.TensorDataset(inputs, targets)"
         return problem(f"is {shown}, not a dataset of samples (inputs, target)", f"{door.give} {wrapped}")

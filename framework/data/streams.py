@@ -44,7 +44,9 @@ _TIME_OF_STATES: Final = 20  # times the last one took, times lanes, to the next
 def num_divisions(dataset: Any) -> int:
     """Count the parts that a stream can be divided into."""
     found = getattr(dataset, "num_shards", None)
-    return max(found, 1) if isinstance(found, int) and callable(getattr(dataset, "shard", None)) else 1
+    if isinstance(found, int) and callable(getattr(dataset, "shard", None)):
+        return max(found, 1)
+    return 1
 
 
 def num_lanes(dataset: Any, *, global_size: int, asked: int | None = None) -> int:
@@ -75,9 +77,14 @@ class Lane:
 
     def __init__(self, source: Any, *, index: int, num_lanes: int, seed: int | None) -> None:
         """`seed` is `run.seed`, or None where samples draw nothing."""
-        self._source, self.index, self._num_lanes, self._seed = source, index, num_lanes, seed
-        self._part, self._place = source, Place(0)
-        self._gives_states, self._next_state = True, 0.0
+        self._source = source
+        self.index = index
+        self._num_lanes = num_lanes
+        self._seed = seed
+        self._part = source
+        self._place = Place(0)
+        self._gives_states = True
+        self._next_state = 0.0
 
     def start(self, count: int, place: Place) -> None:
         """Go to where `count` samples were read: to a place before that, and on by reading."""
@@ -130,7 +137,8 @@ class Lane:
 
 
 def _set_epoch(source: Any, epoch: int) -> None:
-    if callable(set_epoch := getattr(source, "set_epoch", None)):
+    set_epoch = getattr(source, "set_epoch", None)
+    if callable(set_epoch):
         set_epoch(epoch)
 
 
@@ -199,14 +207,21 @@ class StreamLoader:
         whole steps ready; `places`: where lanes can be begun, of a saved run.
         """
         if getattr(dataset, "takes_seed", False):
-            dataset.seed, dataset.draws = seed, random_samples
-        self._dataset, self._share, self._seed, self.places = dataset, share, seed, dict(places or {})
-        self._own, self._drawn = own_collate(dataset), seed if random_samples else None
+            dataset.seed = seed
+            dataset.draws = random_samples
+        self._dataset = dataset
+        self._share = share
+        self._seed = seed
+        self.places = dict(places or {})
+        self._own = own_collate(dataset)
+        self._drawn = seed if random_samples else None
         self.num_lanes = num_lanes(dataset, global_size=share.global_size, asked=lanes)
-        self.per_lane, self._per_rank = share.global_size // self.num_lanes, share.global_size // share.world_size
+        self.per_lane = share.global_size // self.num_lanes
+        self._per_rank = share.global_size // share.world_size
         first = share.rank * self._per_rank
         self._first, self._lanes = first, range(first // self.per_lane, -(-(first + self._per_rank) // self.per_lane))
-        self._num_workers, self._pin_memory = min(num_workers, len(self._lanes)), pin_memory
+        self._num_workers = min(num_workers, len(self._lanes))
+        self._pin_memory = pin_memory
         self._fetching = {"prefetch_factor": prefetch_batches} if num_workers > 0 else {}
 
     def stream(self, start_step: int = 0) -> Generator[Any, None, None]:
@@ -227,7 +242,8 @@ class StreamLoader:
 
     def _read(self, start_step: int, worker: int) -> Iterator[tuple[list[Piece], dict[int, Place]]]:
         """A worker's part of every step, and the places that are new with it."""
-        workers, all_lanes = max(self._num_workers, 1), self._lanes
+        workers = max(self._num_workers, 1)
+        all_lanes = self._lanes
         own = all_lanes[len(all_lanes) * worker // workers : len(all_lanes) * (worker + 1) // workers]
         lanes = [Lane(self._dataset, index=index, num_lanes=self.num_lanes, seed=self._drawn) for index in own]
         known: dict[int, Place] = {}
@@ -243,11 +259,14 @@ class StreamLoader:
 
     def _pieces(self, first: int, samples: Sequence[tuple[tuple[int, int], Any]]) -> Iterator[Piece]:
         """Cut samples, from the place `first` of a step on, into micro-batches, collated if whole or by default."""
-        size, offset = self._share.micro_size, self._first - first
+        size = self._share.micro_size
+        offset = self._first - first
         for number in range(self._per_rank // size):
             start = offset + number * size
-            if part := samples[max(start, 0) : max(start + size, 0)]:
-                key, values = part[0][0], [sample for _, sample in part]
+            part = samples[max(start, 0) : max(start + size, 0)]
+            if part:
+                key = part[0][0]
+                values = [sample for _, sample in part]
                 if self._own is None:
                     yield number, key, collate(values)
                 else:
@@ -276,7 +295,9 @@ def _concatenated(parts: Sequence[Any]) -> Any:
     if isinstance(first, list | tuple) and first and isinstance(first[0], str | bytes):
         return type(first)(chain.from_iterable(parts))
     joined = [_concatenated(values) for values in zip(*parts, strict=True)]
-    return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
+    if hasattr(first, "_fields"):
+        return type(first)(*joined)
+    return type(first)(joined)
 
 
 class StreamEvalLoader:
@@ -297,12 +318,17 @@ class StreamEvalLoader:
         pin_memory: bool = False,
     ) -> None:
         """Arguments are as of `EvalLoader`, and `gather`: every rank's value. One worker is started at most."""
-        self._dataset, self._size, self._most, self._gather = dataset, batch_size, max_samples, gather
-        self._own, self._fetching = (rank, world_size), {"pin_memory": pin_memory, "num_workers": min(num_workers, 1)}
+        self._dataset = dataset
+        self._size = batch_size
+        self._most = max_samples
+        self._gather = gather
+        self._own = (rank, world_size)
+        self._fetching = {"pin_memory": pin_memory, "num_workers": min(num_workers, 1)}
 
     def __iter__(self) -> Generator[tuple[Any, bool], None, None]:
         """One pass. Collective: before every batch the ranks agree on whether any has one left."""
-        batches, kept = _Read(partial(self._read, *self._own)).in_workers(**self._fetching), None
+        batches = _Read(partial(self._read, *self._own)).in_workers(**self._fetching)
+        kept = None
         while any(self._gather((batch := next(batches, None)) is not None)):
             if batch is None and kept is None:
                 kept = next(self._read(0, 1))
@@ -313,20 +339,30 @@ class StreamEvalLoader:
 
     def _read(self, part: int, parts: int, _worker: int = 0) -> Iterator[Any]:
         """The batches of one of so many parts; what they draw is the same in every pass."""
-        dataset, own, most = self._dataset, own_collate(self._dataset), self._most
+        dataset = self._dataset
+        own = own_collate(self._dataset)
+        most = self._most
         is_divided = 1 < parts <= num_divisions(dataset)
         if is_divided:
             dataset = dataset.shard(num_shards=parts, index=part)
-            most = None if most is None else most * (part + 1) // parts - most * part // parts
+            if most is None:
+                most = None
+            else:
+                most = most * (part + 1) // parts - most * part // parts
         _set_epoch(dataset, 0)
         samples = islice(dataset, most)
         for number in count():
             with random_state_kept(), refusing_exits():
                 seed_generators(mix_int(_EVALUATION_SALT, part if is_divided else 0, number))
-                if not (found := list(islice(samples, self._size))):
+                found = list(islice(samples, self._size))
+                if not found:
                     return
-                if is_kept := is_divided or number % parts == part:
-                    batch = collate(found) if own is None else own(found)
+                is_kept = is_divided or number % parts == part
+                if is_kept:
+                    if own is None:
+                        batch = collate(found)
+                    else:
+                        batch = own(found)
             if is_kept:
                 yield batch
 
@@ -344,7 +380,8 @@ class StreamPlaces:
         """What a checkpoint of this step keeps of the stream; nothing where the data is none. Collective."""
         if self.loader is None:
             return {}
-        best, end = dict[int, Place](), step * self.loader.per_lane
+        best = dict[int, Place]()
+        end = step * self.loader.per_lane
         for index, place in chain.from_iterable(each.items() for each in self._gather(self.loader.places)):
             if place.count <= end and (index not in best or best[index].count < place.count):
                 best[index] = place

@@ -24,7 +24,9 @@ class SyntheticImages(BatchDataset):
 
     def __init__(self, num_samples: int, *, image_size: int, channels: int, num_classes: int, seed: int = 0) -> None:
         """Draw the pool from a generator of its own; datasets of different seeds have other images and labels."""
-        self.num_samples, self.num_classes, self.seed = num_samples, num_classes, seed
+        self.num_samples = num_samples
+        self.num_classes = num_classes
+        self.seed = seed
         generator = torch.Generator().manual_seed(mix_int(seed))
         self._pool = torch.randn(_POOL_SIZE, channels, image_size, image_size, generator=generator)
 

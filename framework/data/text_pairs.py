@@ -95,7 +95,8 @@ class TextPairs(TextSamples):
 
     def _segments(self, indices: Ints, seeds: Seeds) -> tuple[Ints, Ints, Ints]:
         """Draw where A and B lie: their first tokens (2, B), their numbers of tokens (2, B) and the label (B,)."""
-        num_tokens, num_samples = len(self.tokens.numbers), len(self)
+        num_tokens = len(self.tokens.numbers)
+        num_samples = len(self)
         # indices * num_tokens // num_samples, in two parts: above 34 billion tokens at S = 128 the product has no room
         # in int64.
         each, rest = divmod(num_tokens, num_samples)
@@ -131,7 +132,8 @@ class TextPairs(TextSamples):
         column = np.arange(self.tokens_per_sample, dtype=np.int64)
         middle = lengths[0][:, None] + 1  # of the first [SEP]
         end = middle + lengths[1][:, None] + 1  # of the second
-        is_first, is_second = (column > 0) & (column < middle), (column > middle) & (column < end)
+        is_first = (column > 0) & (column < middle)
+        is_second = (column > middle) & (column < end)
         source = np.where(is_first, starts[0][:, None] + column - 1, starts[1][:, None] + column - middle - 1)
         is_text = is_first | is_second
         ids = self.tokens.numbers[np.where(is_text, source, 0)].astype(np.int64)

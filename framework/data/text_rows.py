@@ -41,7 +41,8 @@ def dealt(
     Raises:
         ConfigError: kind ``rows-not-read``.
     """
-    share, parts = EvaluationShare(0.0 if paths[1] else fraction), (list[Made](), list[Made]())
+    share = EvaluationShare(0.0 if paths[1] else fraction)
+    parts = (list[Made](), list[Made]())
     for number, (key, path) in enumerate(zip(("data.path", "data.eval_path"), paths, strict=True)):
         place: Any = path
         try:
@@ -63,7 +64,10 @@ def _read(file: Path) -> Iterator[tuple[str, Row]]:
             return
         for number, line in enumerate(stream, start=1):
             try:
-                found = json.loads(line) if line.strip() else None
+                if line.strip():
+                    found = json.loads(line)
+                else:
+                    found = None
             except (ValueError, RecursionError):
                 found = ()
             if found is not None and not isinstance(found, dict):

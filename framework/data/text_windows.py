@@ -21,8 +21,10 @@ class TextSamples(BatchDataset):
 
     def __init__(self, tokens: Tokens, *, sequence_length: int, vocab_size: int, special: SpecialTokens) -> None:
         """Describe the samples; nothing is read yet."""
-        self.tokens, self.tokens_per_sample = tokens, sequence_length
-        self.vocab_size, self.special = vocab_size, special
+        self.tokens = tokens
+        self.tokens_per_sample = sequence_length
+        self.vocab_size = vocab_size
+        self.special = special
 
 
 class TextWindows(TextSamples):
@@ -37,7 +39,8 @@ class TextWindows(TextSamples):
 
     def __getitems__(self, indices: Sequence[int]) -> WholeBatch:
         """A batch: ids (B, S) and targets (B, S), both int64."""
-        length, numbers = self.tokens_per_sample, self.tokens.numbers
+        length = self.tokens_per_sample
+        numbers = self.tokens.numbers
         windows = np.empty((2, len(indices), length), dtype=np.int64)
         for row, index in enumerate(indices):
             start = index * length
@@ -74,4 +77,6 @@ def text_splits(corpus: Corpus, samples: Callable[..., TextSamples]) -> Splits:
 
 def open_corpus(path: str | None) -> Corpus:
     """A token folder, or without one the sources of Python's standard library."""
-    return python_sources() if path is None else open_token_folder(path)
+    if path is None:
+        return python_sources()
+    return open_token_folder(path)

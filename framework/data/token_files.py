@@ -178,7 +178,9 @@ def _in_one_line(error: OSError | ValidationError) -> str:
         return f"it cannot be read ({error.strerror or error})"
     first = error.errors(include_url=False)[0]
     place = ".".join(map(str, first["loc"]))
-    return f"{place}: {first['msg']}" if place else first["msg"]
+    if place:
+        return f"{place}: {first['msg']}"
+    return first["msg"]
 
 
 def _size_complaint(folder: Path, name: str, wanted: int) -> str:
@@ -192,4 +194,6 @@ def _size_complaint(folder: Path, name: str, wanted: int) -> str:
         return "it is missing"
     except OSError as error:
         return _in_one_line(error)
-    return f"it has {size:,} bytes instead of {wanted:,}" if size != wanted else ""
+    if size != wanted:
+        return f"it has {size:,} bytes instead of {wanted:,}"
+    return ""

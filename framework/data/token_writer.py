@@ -80,7 +80,9 @@ class PartWriter:
         self._offsets.truncate(8 * (num_documents + 1))
         self._numbers.seek(0, os.SEEK_END)
         self._offsets.seek(0, os.SEEK_END)
-        self.num_tokens, self.num_documents, self._start = num_tokens, num_documents, start
+        self.num_tokens = num_tokens
+        self.num_documents = num_documents
+        self._start = start
         self.add(self._end[:0], ends=True)
 
     def _write(self, numbers: Numbers) -> None:
@@ -96,7 +98,8 @@ class FolderWriter:
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, *, eval_fraction: float) -> None:
         """Start both parts in a folder that exists."""
-        self._folder, self._tokenizer = folder, tokenizer
+        self._folder = folder
+        self._tokenizer = tokenizer
         self._share = EvaluationShare(eval_fraction)
         self._dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
         self.train, self.evaluation = (
@@ -107,7 +110,10 @@ class FolderWriter:
     def add(self, piece: Piece, numbers: Numbers) -> None:
         """Append the tokens of the next piece of a document."""
         if piece.starts:
-            self._current = self.evaluation if self._share.takes(piece.num_bytes) else self.train
+            if self._share.takes(piece.num_bytes):
+                self._current = self.evaluation
+            else:
+                self._current = self.train
         self._current.add(numbers, ends=piece.ends)
 
     def finish(self) -> Meta:

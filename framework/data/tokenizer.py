@@ -115,9 +115,11 @@ def load_tokenizer(path: str) -> LibraryTokenizer:
     Raises:
         ConfigError: kinds ``package-missing``, ``tokenizer-not-found``, ``tokenizer-unreadable``.
     """
-    library, file = _library(), Path(path).expanduser()
+    library = _library()
+    file = Path(path).expanduser()
     if not os.path.isfile(file):  # noqa: PTH113 - of a name that is too long as well
-        reason, fix = "there is no such file", "name a tokenizer.json, or bytes"
+        reason = "there is no such file"
+        fix = "name a tokenizer.json, or bytes"
         raise ConfigError.of("tokenizer-not-found", reason, fix, "--tokenizer", path)
     refuse_far_numbers(file, key="--tokenizer", value=path)
     try:
@@ -151,14 +153,23 @@ def refuse_far_numbers(file: Path, *, key: str, value: str | None) -> None:
 
 
 def _numbers_of(tokenizer: Any) -> Iterator[int]:
-    model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(tokenizer, dict):
+        model = tokenizer.get("model")
+    else:
+        model = None
+    if isinstance(model, dict):
+        vocabulary = model.get("vocab")
+    else:
+        vocabulary = None
     if isinstance(vocabulary, list):  # whose numbers are the places
         yield from range(len(vocabulary))
     values: list[Any] = []
     if isinstance(vocabulary, dict):
         values += vocabulary.values()
-    added = tokenizer.get("added_tokens") if isinstance(tokenizer, dict) else None
+    if isinstance(tokenizer, dict):
+        added = tokenizer.get("added_tokens")
+    else:
+        added = None
     for token in added if isinstance(added, list) else ():
         if isinstance(token, dict):
             values.append(token.get("id"))
@@ -221,7 +232,8 @@ def python_sources() -> Corpus:
     folder = Path(sysconfig.get_paths()["stdlib"])
     texts = _texts(folder)
     if len(texts) < 20:  # too few to deal between training and evaluation
-        reason, fix = f"this Python has no sources in {folder}", "name a folder made by python -m framework prepare"
+        reason = f"this Python has no sources in {folder}"
+        fix = "name a folder made by python -m framework prepare"
         raise ConfigError.of("text-not-found", reason, fix, "data.path", None)
     share = EvaluationShare(_EVAL_FRACTION)
     dealt: dict[bool, list[bytes]] = {False: [], True: []}
@@ -236,7 +248,10 @@ def _texts(folder: Path) -> list[bytes]:
     for path in sorted(folder.glob("*.py")):
         with suppress(OSError):
             # _sysconfigdata says how this one Python was compiled.
-            text = b"" if path.name.startswith("_sysconfigdata") else path.read_bytes()
+            if path.name.startswith("_sysconfigdata"):
+                text = b""
+            else:
+                text = path.read_bytes()
             room -= len(text)
             if room < 0:
                 break

@@ -59,7 +59,9 @@ class Tokens:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickled memory map is a copy of the whole file: every worker that is spawned would hold one.
-        return (map_tokens, (self.source,)) if self.source else (Tokens, (self.numbers, self.offsets))
+        if self.source:
+            return (map_tokens, (self.source,))
+        return (Tokens, (self.numbers, self.offsets))
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,8 @@ def _load(source: _Source, folder: Path, *, root: str, train: bool, augment: boo
 
 def _tensors(dataset: Any) -> tuple[Tensor, Tensor]:
     """Images (N, C, H, W) uint8 and labels (N,) int64 of either class; torchvision does not check their numbers."""
-    images, labels = torch.as_tensor(dataset.data), torch.as_tensor(dataset.targets, dtype=torch.int64)
+    images = torch.as_tensor(dataset.data)
+    labels = torch.as_tensor(dataset.targets, dtype=torch.int64)
     if len(images) != len(labels) or len(images) == 0:
         raise ValueError(f"{len(images)} images and {len(labels)} labels")
     if labels.min() < 0 or labels.max() >= _NUM_CLASSES:

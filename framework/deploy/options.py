@@ -68,14 +68,19 @@ _IMAGE: Final = re.compile(
 
 def what_is_wrong_with_image(image: object) -> str:
     """A reason to refuse the name of an image, if any: with a tag that moves, two pods may run different code."""
-    match = _IMAGE.fullmatch(image) if isinstance(image, str) else None
+    if isinstance(image, str):
+        match = _IMAGE.fullmatch(image)
+    else:
+        match = None
     if match is None:
         return "it is not the name of an image"
     if match["digest"]:
         return ""
     if match["tag"] is None:
         return "without a tag it means latest, which moves"
-    return "latest moves: two pods may run different code" if match["tag"] == "latest" else ""
+    if match["tag"] == "latest":
+        return "latest moves: two pods may run different code"
+    return ""
 
 
 # Variables that say who a process is. Only the launcher knows it.
@@ -115,8 +120,13 @@ def parse_quantity(text: object) -> Fraction | None:
     """The bytes or cores that a quantity of Kubernetes (``64Gi``, ``500m``) stands for; None: it is not one."""
     if isinstance(text, int) and not isinstance(text, bool):
         return Fraction(text)
-    match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
-    return Fraction(match[1]) * _FACTORS[match[2]] if match else None
+    if isinstance(text, str):
+        match = _QUANTITY.fullmatch(text)
+    else:
+        match = None
+    if match:
+        return Fraction(match[1]) * _FACTORS[match[2]]
+    return None
 
 
 LONGEST_LABEL: Final = 63

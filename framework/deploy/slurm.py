@@ -184,4 +184,6 @@ def _directives(request: SlurmRequest) -> list[str]:
 def _python() -> str:
     """Return the name of this Python on the nodes: a path, unless the calling shell has this environment active."""
     found = shutil.which("python", path=os.environ.get("DSF_SHELL_PATH") or os.environ.get("PATH"))
-    return "python" if found and Path(found).parent == Path(sys.executable).parent else sys.executable
+    if found and Path(found).parent == Path(sys.executable).parent:
+        return "python"
+    return sys.executable

@@ -92,10 +92,13 @@ class Remote:
     """The member on one host, asked in lines of JSON; `number` is its place among all hosts."""
 
     def __init__(self, host: Host, command: Sequence[str], *, number: int, address: str = "") -> None:
-        self.host, self.name = host, host.name.rpartition("@")[2]
-        self.number, self.address = number, address
+        self.host = host
+        self.name = host.name.rpartition("@")[2]
+        self.number = number
+        self.address = address
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - see `close`
-        pipe, errors = subprocess.PIPE, self._stderr
+        pipe = subprocess.PIPE
+        errors = self._stderr
         # A session of its own: Ctrl-C ends them by their stdin, after they have cleaned up.
         self._process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=errors, text=True, errors="replace", start_new_session=True
@@ -143,7 +146,10 @@ class Remote:
 
 def member_command(host: Host, *, ssh_args: str = "") -> list[str]:
     """The `ssh` that starts the member: same Python, same folder, as DeepSpeed's launcher expects."""
-    path = [f"PYTHONPATH={ROOT}"] if (ROOT / "pyproject.toml").is_file() else []
+    if (ROOT / "pyproject.toml").is_file():
+        path = [f"PYTHONPATH={ROOT}"]
+    else:
+        path = []
     words = ["cd", os.getcwd(), "&&", "exec", "env", *path, *_MEMBER]
     return ssh_command(host, words, ssh_args=f"{ssh_args} -o ConnectTimeout={_CONNECT_SECONDS}")
 
@@ -210,7 +216,9 @@ def _ahead(remote: Remote) -> float:
     """Half of the way there and back is taken off; the shortest of three ways is the truest."""
     measured: list[tuple[float, float]] = []
     for _ in range(3):
-        sent, clock, received = time.time(), remote.ask({"do": "clock"})["clock"], time.time()
+        sent = time.time()
+        clock = remote.ask({"do": "clock"})["clock"]
+        received = time.time()
         measured.append((received - sent, clock - (sent + received) / 2))
     return min(measured)[1]
 
@@ -224,7 +232,8 @@ def _network(remotes: Sequence[Remote], port: int, token: str) -> Check:
     for port_of_0, found in zip(of_node_0, opened[0][1:], strict=True):
         if isinstance(found, str):
             about: dict[str, Any] = {"key": "--master_port", "value": port_of_0, "file": f"node {remotes[0].name}"}
-            reason, fix = f"nobody can meet there: {found}", "choose another --master_port"
+            reason = f"nobody can meet there: {found}"
+            fix = "choose another --master_port"
             problems.append(Problem("port-not-usable", reason, fix, **about))
     plan: dict[Remote, list[tuple[Remote, int]]] = {}
     for index, remote in enumerate(remotes):
@@ -237,14 +246,18 @@ def _network(remotes: Sequence[Remote], port: int, token: str) -> Check:
         for (to, port_there), values in zip(plan[caller], answer["reached"], strict=True):
             problems += _about_call(caller.name, to.name, port_there, Reached(**values))
     count = sum(map(len, plan.values()))
-    stated = f"{len(problems)} of {count} connections fail" if problems else f"{count} connections, every one answered"
+    if problems:
+        stated = f"{len(problems)} of {count} connections fail"
+    else:
+        stated = f"{count} connections, every one answered"
     return Check("network", stated, problems)
 
 
 def _about_call(caller: str, called: str, port: int, reached: Reached) -> Iterator[Problem]:
     place = f"node {caller}"
     if reached.is_loopback:
-        reason, value = "the name of another host leads back to this one", reached.address
+        reason = "the name of another host leads back to this one"
+        value = reached.address
         yield Problem("name-loopback", reason, "mend /etc/hosts there", key=called, value=value, file=place)
     elif reached.reason:
         there = f"{called} ({reached.address or 'no address'})"
@@ -268,7 +281,10 @@ def _shared_folder(remotes: Sequence[Remote], checkpoints: str, token: str) -> C
     problems = [
         Problem(NOT_SHARED, reason, fix, folder, file=f"node {each.name}") for each, reason in reasons if reason
     ]
-    stated = f"{folder} is seen by all" if not problems else f"{folder} is not the same folder everywhere"
+    if not problems:
+        stated = f"{folder} is seen by all"
+    else:
+        stated = f"{folder} is not the same folder everywhere"
     return Check("run folder", stated, problems)
 
 
@@ -292,10 +308,12 @@ def bench(asked: DoctorOptions, need: Need) -> list[Check]:
             reasons = zip([each.name for each in remotes], [answer["reason"] for answer in answers], strict=True)
             failed = "; ".join(f"{name}: {reason}" for name, reason in reasons if reason)
         except HostFailed as error:
-            answers, failed = [], str(error)
+            answers = []
+            failed = str(error)
     result = next((answer["result"] for answer in answers if answer["result"]), None)
     if failed or result is None:
-        reason, fix = failed or "no rank told its result", "run doctor without --bench first: it names what is wrong"
+        reason = failed or "no rank told its result"
+        fix = "run doctor without --bench first: it names what is wrong"
         return [Check("bench", "not finished", [Problem("bench-failed", reason, fix, key="--bench")])]
     return list(judge(result))
 
@@ -323,7 +341,8 @@ def _pairs(rows: Sequence[Mapping[str, Any]]) -> Check:
     for row in rows:
         for name in (row["a"], row["b"]):
             best[name] = max(best.get(name, 0.0), row["bytes_per_second"])
-    usual, typical = median(best.values()), median(row["bytes_per_second"] for row in rows)
+    usual = median(best.values())
+    typical = median(row["bytes_per_second"] for row in rows)
     slow = [name for name, speed in best.items() if speed < _SLOW_SHARE * usual]
     problems = []
     for name in slow:
@@ -331,12 +350,17 @@ def _pairs(rows: Sequence[Mapping[str, Any]]) -> Check:
         fix = "look at its cable, its switch port and its driver, or leave it out"
         problems.append(warning("slow-node", reason, fix, "bandwidth", _speed(best[name]), f"node {name}"))
     for row in rows:
-        speed, ends = row["bytes_per_second"], (row["a"], row["b"])
+        speed = row["bytes_per_second"]
+        ends = (row["a"], row["b"])
         if speed < _SLOW_SHARE * typical and not {*ends} & {*slow}:
-            reason, fix = f"pairs usually get {_speed(typical)}", "look at the way between the two"
+            reason = f"pairs usually get {_speed(typical)}"
+            fix = "look at the way between the two"
             problems.append(warning("slow-link", reason, fix, f"to {ends[1]}", _speed(speed), f"node {ends[0]}"))
     last = min(rows, key=lambda row: float(row["bytes_per_second"]))
-    slowest = f"; slowest {last['a']} and {last['b']}: {_speed(last['bytes_per_second'])}" if len(rows) > 1 else ""
+    if len(rows) > 1:
+        slowest = f"; slowest {last['a']} and {last['b']}: {_speed(last['bytes_per_second'])}"
+    else:
+        slowest = ""
     stated = f"{len(rows)} measured, {_speed(typical)} each way{slowest}"
     return Check("pairs", stated, problems, {"pairs": [dict(row) for row in rows]})
 

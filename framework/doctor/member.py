@@ -72,7 +72,8 @@ def run_ranks(order: Mapping[str, Any], cluster: Cluster, *, reported: IO[str]) 
     topology = Topology(cluster.num_hosts, num_ranks, order["node"], *order["master"])
     common = {**os.environ, **added_environment(os.environ, device=cluster.device, num_ranks=num_ranks)}
     command = [sys.executable, "-m", _MODULE, *(["--folder", order["folder"]] if order["folder"] else [])]
-    opened, none = partial(tempfile.TemporaryFile, "w+", encoding="utf-8", errors="replace"), subprocess.DEVNULL
+    opened = partial(tempfile.TemporaryFile, "w+", encoding="utf-8", errors="replace")
+    none = subprocess.DEVNULL
     with ExitStack() as stack:
         outputs = [stack.enter_context(opened()) for _ in range(num_ranks)]
         started = []
@@ -135,7 +136,11 @@ class Member:
     def do_listen(self, order: Order) -> dict[str, Any]:
         """Answer at ports; returns their numbers, or why not."""
         found: list[int | str] = []
-        both = "::" if socket.has_dualstack_ipv6() else ""  # hosts may call each other by either kind of address
+        # hosts may call each other by either kind of address
+        if socket.has_dualstack_ipv6():
+            both = "::"
+        else:
+            both = ""
         for port in order["ports"]:
             try:
                 echo = Echo(port, address=both)

@@ -75,7 +75,8 @@ def resolve(
     Raises:
         UsageError: a setting that means nothing here.
     """
-    table, values = load_table(release), document.value if isinstance(document.value, Mapping) else {}
+    table = load_table(release)
+    values = document.value if isinstance(document.value, Mapping) else {}
     autos = [path for path, value in leaves(values) if value == "auto"]
     keys = {
         name: value for name, value in settings.items() if not _is_argument(name) and ("." in name or name in values)
@@ -131,7 +132,9 @@ def _unknown_name(name: str) -> str:
 
 def _in_words(argument: Mapping[str, Any]) -> str:
     words = TYPE_WORDS[argument["type"]]
-    return f"{words} of {argument['minimum']} or more" if "minimum" in argument else words
+    if "minimum" in argument:
+        return f"{words} of {argument['minimum']} or more"
+    return words
 
 
 class _Filler:
@@ -140,7 +143,10 @@ class _Filler:
     def __init__(
         self, given: Mapping[str, Any], table: KeyTable, keys: Mapping[str, Any], values: Mapping[str, Any]
     ) -> None:
-        self.given, self.table, self.keys, self.values = given, table, keys, values
+        self.given = given
+        self.table = table
+        self.keys = keys
+        self.values = values
         self.notes: list[Problem] = []
         self.reported: set[str] = set()
         self.assumed: dict[str, Any] = {}  # defaults that the value in hand needed
@@ -218,7 +224,10 @@ class _Filler:
             return 0
         if path == "scheduler.params.warmup_num_steps":
             ratio = self.given.get("warmup_ratio", 0)
-            steps = ratio if ratio and not self.given.get("warmup_steps", 0) else get("warmup_steps")
+            if ratio and not self.given.get("warmup_steps", 0):
+                steps = ratio
+            else:
+                steps = get("warmup_steps")
             # below 1 it is a share of the run; DeepSpeed refuses 0, so the Trainer writes 1 at least
             return max(1, math.ceil(get("max_steps") * steps) if 0 < steps < 1 else int(steps))
         if path in _ARGUMENT_OF:
@@ -227,7 +236,9 @@ class _Filler:
             return self._by_hidden_size(path)
         if path.startswith("zero_optimization.offload_") and path.endswith(".nvme_path"):
             section = path.split(".")[1]
-            return get(f"{section}_nvme_path") if get(f"{section}_device") == "nvme" else MISSING
+            if get(f"{section}_device") == "nvme":
+                return get(f"{section}_nvme_path")
+            return MISSING
         return MISSING
 
     def _by_hidden_size(self, path: str) -> Any:
@@ -237,7 +248,9 @@ class _Filler:
         size = self._get("hidden_size")
         if path.endswith("reduce_bucket_size"):
             return size * size
-        return int(0.9 * size * size) if "prefetch" in path else 10 * size
+        if "prefetch" in path:
+            return int(0.9 * size * size)
+        return 10 * size
 
     def _note(self, path: str, reason: str, fix: str) -> None:
         self.notes.append(Problem("auto-resolved", reason, fix, path, "auto", severity="note"))
@@ -248,7 +261,10 @@ class _Filler:
         self.reported.update(new)
         if new:
             listed = " and ".join(f"{name}={show_value(default)}" for name, default in new.items())
-            many = "s" if len(new) > 1 else ""
+            if len(new) > 1:
+                many = "s"
+            else:
+                many = ""
             self._note(
                 path,
                 f"filled in with {show_value(value)}, from Hugging Face's default{many} {listed}",
@@ -264,7 +280,9 @@ def _placed(document: Document, problems: Sequence[Problem]) -> Iterator[Problem
 
 
 def _default(key: Key) -> str:
-    return "" if key.default is MISSING else f" {show_value(key.default)}"
+    if key.default is MISSING:
+        return ""
+    return f" {show_value(key.default)}"
 
 
 def _is_json(value: Any) -> bool:

@@ -140,22 +140,41 @@ class Facts:
         if value == "auto" and path.startswith(("fp16.", "bf16.")):  # a release that reads them by hand: text is true
             return True
         if isinstance(value, bool) or not self.is_lax(path):
-            return value if isinstance(value, bool) else None
+            if isinstance(value, bool):
+                return value
+            return None
         if isinstance(value, (int, float)):
-            return bool(value) if value in (0, 1) else None
-        text = value.lower() if isinstance(value, str) else None
-        return True if text in TRUE else False if text in FALSE else None
+            if value in (0, 1):
+                return bool(value)
+            return None
+        if isinstance(value, str):
+            text = value.lower()
+        else:
+            text = None
+        if text in TRUE:
+            return True
+        if text in FALSE:
+            return False
+        return None
 
     def whole(self, path: str, default: int | None = None) -> int | None:
         """A whole number, None when it is something else."""
         value = self.get(path, default)
         if isinstance(value, bool):
-            return int(value) if self.is_lax(path) else None
+            if self.is_lax(path):
+                return int(value)
+            return None
         if isinstance(value, int) or not self.is_lax(path):
-            return value if isinstance(value, int) else None
+            if isinstance(value, int):
+                return value
+            return None
         if isinstance(value, float):
-            return int(value) if isfinite(value) and value == int(value) else None
-        return int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 19 else None
+            if isfinite(value) and value == int(value):
+                return int(value)
+            return None
+        if isinstance(value, str) and value.isdecimal() and len(value) < 19:
+            return int(value)
+        return None
 
     def number(self, path: str, default: float | None = None) -> float | None:
         """A finite number, None when it is something else."""
@@ -169,17 +188,23 @@ class Facts:
                 return None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return None
-        return value if isinstance(value, int) or isfinite(value) else None
+        if isinstance(value, int) or isfinite(value):
+            return value
+        return None
 
     def text(self, path: str, default: str | None = None) -> str | None:
         """A text, None when it is something else."""
         value = self.get(path, default)
-        return value if isinstance(value, str) else None
+        if isinstance(value, str):
+            return value
+        return None
 
     def section(self, path: str) -> Mapping[str, Any]:
         """The object under a key, empty when there is none."""
         value = self.get(path)
-        return value if isinstance(value, Mapping) else {}
+        if isinstance(value, Mapping):
+            return value
+        return {}
 
     def dtype(self, path: str) -> Dtype | None:
         """A dtype by any of the names that DeepSpeed knows (deepspeed/runtime/config.py `DtypeEnum`)."""
@@ -240,16 +265,26 @@ class Facts:
     def optimizer(self) -> str | None:
         """Name of the optimizer as DeepSpeed compares it; empty when the file has none."""
         name = self.text("optimizer.type", "")
-        known = DEEPSPEED_OPTIMIZERS if self.since("0.19.7") else DEEPSPEED_OPTIMIZERS | REMOVED_OPTIMIZERS
-        return name.lower() if name is not None and name.lower() in known else name
+        if self.since("0.19.7"):
+            known = DEEPSPEED_OPTIMIZERS
+        else:
+            known = DEEPSPEED_OPTIMIZERS | REMOVED_OPTIMIZERS
+        if name is not None and name.lower() in known:
+            return name.lower()
+        return name
 
     @cached_property
     def model_dtype(self) -> Dtype | None:
         """Dtype that DeepSpeed casts the weights to (deepspeed/runtime/engine.py `get_data_types`)."""
-        fp16, bf16 = self.flag("fp16.enabled", False), self.flag("bf16.enabled", False)
+        fp16 = self.flag("fp16.enabled", False)
+        bf16 = self.flag("bf16.enabled", False)
         if fp16 is None or bf16 is None:
             return None
-        return "fp16" if fp16 else "bf16" if bf16 else "fp32"
+        if fp16:
+            return "fp16"
+        if bf16:
+            return "bf16"
+        return "fp32"
 
     @cached_property
     def accumulation_dtype(self) -> Dtype | None:
@@ -298,7 +333,8 @@ class Facts:
         """Ranks that DeepSpeed divides the batch by, without an mpu or a PipelineModule
         (`DeepSpeedConfig.__init__`).
         """
-        world, sequence = self.topology.world_size, self.whole("sequence_parallel_size")
+        world = self.topology.world_size
+        sequence = self.whole("sequence_parallel_size")
         if world is None or (self.given("sequence_parallel_size") and not sequence):
             return None
         if sequence is None or not self.since("0.17.0"):
@@ -312,10 +348,16 @@ class Facts:
         """Today's dotted path -> (value, path as written)."""
         found: dict[str, tuple[Any, str]] = {}
         for written, value in _walk(self.values, "", 0, self.release):
-            path = "bf16" + written[8:] if written.split(".", 1)[0] == "bfloat16" else written
+            if written.split(".", 1)[0] == "bfloat16":
+                path = "bf16" + written[8:]
+            else:
+                path = written
             if path is not written and self.values.get("bf16") is not None:
                 continue  # DeepSpeed does not look at the old name then
-            name = path.rsplit(".", 1)[0] if path.startswith("tensor_parallel.tensor_parallel.") else path
+            if path.startswith("tensor_parallel.tensor_parallel."):
+                name = path.rsplit(".", 1)[0]
+            else:
+                name = path
             path = _other_names().get(name, name) + path[len(name) :]
             if path in DEPRECATED:
                 today, meaning = DEPRECATED[path]

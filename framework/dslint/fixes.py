@@ -55,7 +55,8 @@ def fixed_text(document: Document, *, release: str | None = None) -> str:
 
 def safe_edits(document: Document, *, release: str | None = None) -> Sequence[Edit]:
     """Edits that go together and of which none makes the file worse."""
-    table, problems = load_table(release), lint(document, release=release)
+    table = load_table(release)
+    problems = lint(document, release=release)
     edits = _together(edit for problem in problems for edit in _answers(problem, document.value, table))
     before = _errors(problems)
     if not edits or _is_better(document.value, edits, before, release):
@@ -97,7 +98,10 @@ def _answers(problem: Problem, values: Any, table: KeyTable) -> Iterator[Edit]:
         yield RemoveMember(path)
     elif problem.kind in ("loose-type", "wrong-type"):
         key = table.get(list(map(str, path)), variant_of(values, path))
-        meant = _in_its_type(problem.value, key, is_dropped=problem.kind == "loose-type") if key is not None else None
+        if key is not None:
+            meant = _in_its_type(problem.value, key, is_dropped=problem.kind == "loose-type")
+        else:
+            meant = None
         if meant is not None:
             yield ReplaceValue(path, meant)
 
@@ -150,19 +154,30 @@ def _in_its_type(value: Any, key: Key, *, is_dropped: bool) -> Any:
         word = value.strip().lower() if isinstance(value, str) else value
         if is_dropped and not isinstance(word, str):
             return bool(word)
-        return True if word in TRUE else False if word in FALSE else None
+        if word in TRUE:
+            return True
+        if word in FALSE:
+            return False
+        return None
     if kind not in ("integer", "number"):
         return None
     try:
         number = float(value)
-        exact = int(value) if not isinstance(value, str) or value.strip().lstrip("+-").isdecimal() else None
+        if not isinstance(value, str) or value.strip().lstrip("+-").isdecimal():
+            exact = int(value)
+        else:
+            exact = None
     except (ValueError, OverflowError):
         return None
     if not abs(number) < float("inf") or isinstance(value, bool):  # a truth value is no number that somebody meant
         return None
     if kind == "number":
         return number
-    return exact if exact is not None else int(number) if number.is_integer() else None
+    if exact is not None:
+        return exact
+    if number.is_integer():
+        return int(number)
+    return None
 
 
 def _has(values: Any, path: KeyPath) -> bool:

@@ -138,14 +138,18 @@ def _in_their_words(document: Document, problem: Problem, given: Mapping[str, st
         theirs = problem.key.removeprefix("deepspeed.")
     if theirs is None:  # several keys together, or none of the file's
         return replace(problem, file=document.name)
-    words = problem.reason if theirs == problem.key else f"{problem.reason} ({problem.key} of a run config)"
+    if theirs == problem.key:
+        words = problem.reason
+    else:
+        words = f"{problem.reason} ({problem.key} of a run config)"
     return placed(document, replace(problem, key=theirs, reason=words), at_top=False)
 
 
 def _batch(reading: Reading) -> Values:
     found: Values = {}
     for name in _BATCH:
-        value, key = reading.take(name, None), OWNED[name]
+        value = reading.take(name, None)
+        key = OWNED[name]
         if reading.comments.pop(key, None):
             reading.left_out.append(f"{name}: auto (it follows from the number of devices; {key} decides it)")
         if value is not None:
@@ -186,7 +190,10 @@ def _monitors(reading: Reading) -> Iterator[tuple[str, Any]]:
         reading.idle(section, "it is off")
         for key in ("api_key", "online", "mode", "experiment_key", "experiment_name", "samples_log_interval"):
             if reading.facts.given(path := f"{section}.{key}"):
-                value = "..." if key == "api_key" else reading.facts.get(path)
+                if key == "api_key":
+                    value = "..."
+                else:
+                    value = reading.facts.get(path)
                 reading.drop(path, value, "see monitors.comet; its key comes from COMET_API_KEY")
             reading.place(path)
 
@@ -206,7 +213,8 @@ def _with_effect(reading: Reading, written: str, value: Any) -> Any:
     if why is not None:
         reading.drop(written, value, why)
         return None
-    if (refusal := not_in_a_run(written, value)) is not None:
+    refusal = not_in_a_run(written, value)
+    if refusal is not None:
         reading.refuse(written, *refusal)
         return None
     key = reading.key(written)
@@ -282,7 +290,10 @@ def run_config_text(imported: Imported, *, name: str) -> str:
 
 
 def _lines(name: str, value: Any, key: str, comments: Mapping[str, str], indent: str) -> Iterator[str]:
-    comment = f"  # {printable(comments[key])}" if key in comments else ""
+    if key in comments:
+        comment = f"  # {printable(comments[key])}"
+    else:
+        comment = ""
     if isinstance(value, Mapping) and value:
         yield f"{indent}{_text(name)}:{comment}"
         for inner, item in value.items():
@@ -296,7 +307,9 @@ def _flow(value: Any) -> str:
         return "{" + ", ".join(f"{_text(name)}: {_flow(item)}" for name, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_flow, value)) + "]"
-    return _text(value) if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, str):
+        return _text(value)
+    return json.dumps(value)
 
 
 def _text(text: str) -> str:
@@ -390,4 +403,6 @@ def _clash(key: str, value: Any, reason: str) -> Problem:
 
 def _place(document: Document, key: str) -> str:
     line, _ = document.places.get(tuple(key.split(".")), (0, 0))
-    return f"{key} in {document.name}:{line}" if line else f"{key} in {document.name}"
+    if line:
+        return f"{key} in {document.name}:{line}"
+    return f"{key} in {document.name}"

@@ -71,7 +71,10 @@ class Reading:
             self.given[key] = self.facts.written(path)
         known = self.key(path)
         if theirs is MISSING:
-            theirs = known.default if known is not None and known.default is not MISSING else None
+            if known is not None and known.default is not MISSING:
+                theirs = known.default
+            else:
+                theirs = None
         found = self.facts.get(path, theirs)
         # sections that a model reads take "2" and 1.0 for whole numbers
         readers: dict[str, Callable[[str, Any], Any]] = {
@@ -79,8 +82,14 @@ class Reading:
             "integer": self.facts.whole,
             "number": self.facts.number,
         }
-        reader = readers.get(known.types[0]) if known is not None and len(known.types) == 1 else None
-        read = None if found is None or reader is None else reader(path, theirs)
+        if known is not None and len(known.types) == 1:
+            reader = readers.get(known.types[0])
+        else:
+            reader = None
+        if found is None or reader is None:
+            read = None
+        else:
+            read = reader(path, theirs)
         return found if read is None else read
 
     def place(self, path: str) -> None:
@@ -93,7 +102,8 @@ class Reading:
 
     def refuse(self, path: str, reason: str, fix: str) -> None:
         """A run config cannot say this."""
-        written, value = self.facts.written(path), self.facts.raw(path)
+        written = self.facts.written(path)
+        value = self.facts.raw(path)
         self.problems.append(Problem("not-expressible", reason, fix, written, value))
 
     def drop(self, path: str, value: Any, why: str) -> None:
@@ -147,7 +157,8 @@ class Reading:
 
     def why_without_effect(self, written: str, value: Any) -> str | None:
         """Why DeepSpeed does nothing with a key; None where it does something."""
-        key, release = self.key(written), self.table.release
+        key = self.key(written)
+        release = self.table.release
         if key is None:
             return f"DeepSpeed {release} has no such key"
         if key.status == "refused":
@@ -201,7 +212,9 @@ def precision(reading: Reading) -> Values:
     if on == ["bf16"]:
         check = reading.take("bf16.check_grad_overflow", BF16().check_grad_overflow)
         return {"dtype": "bf16", "check_grad_overflow": check}
-    return _autocast(reading) if on else {"dtype": "fp32"}
+    if on:
+        return _autocast(reading)
+    return {"dtype": "fp32"}
 
 
 def _is_on(reading: Reading, name: str) -> bool:
@@ -220,7 +233,9 @@ def _autocast(reading: Reading) -> Values:
     reading.given["precision.compute_dtype"] = "torch_autocast.dtype"
     section: Values = {"dtype": "autocast", "compute_dtype": _COMPUTE[dtype]}
     modules = reading.take("torch_autocast.lower_precision_safe_modules", None)
-    return section if modules is None else {**section, "lower_precision_safe_modules": modules}
+    if modules is None:
+        return section
+    return {**section, "lower_precision_safe_modules": modules}
 
 
 def zero(reading: Reading) -> Values:
@@ -313,7 +328,10 @@ def _adam(reading: Reading, name: str, params: Mapping[str, Any]) -> Values:
             return _target(reading, section.__name__, {key: params[key] for key in params if key not in _NOT_TORCHS})
     # torch.optim.AdamW decays by 0.01 where nothing is said, DeepSpeed's kernels by nothing.
     decay = section.model_fields["weight_decay"].default if is_torchs else 0.0
-    kernel = "fused" if is_torchs and reading.take("optimizer.params.fused", False) else "torch"
+    if is_torchs and reading.take("optimizer.params.fused", False):
+        kernel = "fused"
+    else:
+        kernel = "torch"
     implementation = kernel if is_torchs else "deepspeed"
     kind = section.model_fields["kind"].default
     return {"kind": kind, **_fields(reading, section, weight_decay=decay), "implementation": implementation}

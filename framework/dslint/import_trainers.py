@@ -52,7 +52,8 @@ def read_arguments(path: Path, *, name: str) -> Document | None:
     Raises:
         ConfigError: it cannot be read.
     """
-    text, is_yaml = read_text(path, name=name), path.suffix.lower() in YAML_ENDINGS
+    text = read_text(path, name=name)
+    is_yaml = path.suffix.lower() in YAML_ENDINGS
     try:
         document = parse_document(text, name=name, is_json=not is_yaml)
     except ConfigError as error:
@@ -69,7 +70,8 @@ def read_arguments(path: Path, *, name: str) -> Document | None:
             return None  # DeepSpeed's own reader takes more than JSON
     if tool_of(document.value):
         return document
-    if (foreign := foreign_problem(document)) is not None:
+    foreign = foreign_problem(document)
+    if foreign is not None:
         raise ConfigError(foreign)
     return None
 
@@ -143,7 +145,8 @@ class _Arguments:
     def take(self, name: str, default: Any = None) -> Any:
         """The value of an argument, or its default there."""
         self._taken.add(name)
-        value, usual = self.values.get(name), self.defaults.get(name, default)
+        value = self.values.get(name)
+        usual = self.defaults.get(name, default)
         if value is None:
             return usual
         if isinstance(usual, bool):
@@ -177,7 +180,8 @@ class _Arguments:
 
     def is_given(self, name: str) -> bool:
         """Check whether the file says something else than its tool does anyway."""
-        value, usual = self.values.get(name), self.defaults.get(name)
+        value = self.values.get(name)
+        usual = self.defaults.get(name)
         return value not in (None, [], {}, "") and (value or usual) != usual
 
     def put(self, key: str, value: Any, name: str = "", comment: str = "") -> None:
@@ -216,7 +220,10 @@ class _Arguments:
         if config is None:
             return
         document = self._deepspeed_json(config, name)
-        problems = [] if refused is None else list(refused(self, document.value))
+        if refused is None:
+            problems = []
+        else:
+            problems = list(refused(self, document.value))
         if problems:
             raise ConfigError([self._placed(problem) for problem in problems])
         if self.tool == "lightning.Trainer":
@@ -241,10 +248,14 @@ class _Arguments:
             return Document(self.document.name, dict(config))
         path = Path(str(config))
         beside = Path(self.document.name).parent / path
-        path = beside if beside.is_file() and not path.is_file() else path
+        if beside.is_file() and not path.is_file():
+            path = beside
+        else:
+            path = path
         document = read_deepspeed_json(path, name=str(path))
         if document is None:
-            reason, fix = "it is no DeepSpeed JSON", "name the JSON"
+            reason = "it is no DeepSpeed JSON"
+            fix = "name the JSON"
             raise ConfigError(self._placed(Problem("not-deepspeed-json", reason, fix, name, config)))
         return document
 
@@ -261,7 +272,10 @@ class _Arguments:
             differs = key in section and section[key] != asked
             if argument is not None and differs and self._gives(argument):
                 its = theirs.get(place, "its value")
-                amount = f"{its} = {show_value(section[key])}" if place in theirs else show_value(section[key])
+                if place in theirs:
+                    amount = f"{its} = {show_value(section[key])}"
+                else:
+                    amount = show_value(section[key])
                 line = (
                     f"{argument}: {show_value(self._value_of(argument))} (the DeepSpeed JSON wins, as there: {amount})"
                 )
@@ -277,7 +291,10 @@ class _Arguments:
     def _value_of(self, argument: str) -> Any:
         value: Any = self.values
         for part in argument.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+            if isinstance(value, Mapping):
+                value = value.get(part)
+            else:
+                value = None
         return value
 
     def imported(self) -> Imported:
@@ -300,7 +317,9 @@ class _Arguments:
         if answer is None:
             return f"not an argument of {self.tool} that is known here"
         kind, _, reason = answer.partition(": ")
-        return reason if kind in ("cannot", "not needed", "not a key") else f"see {answer.partition('|')[0].strip()}"
+        if kind in ("cannot", "not needed", "not a key"):
+            return reason
+        return f"see {answer.partition('|')[0].strip()}"
 
     def _in_their_words(self, problem: Problem) -> Problem:
         key = self.given.get(problem.key, problem.key)
@@ -353,7 +372,10 @@ def _hugging_face(them: _Arguments) -> None:
     else:
         epochs = float(them.take("num_train_epochs"))
         whole = max(1, round(epochs))
-        comment = "" if whole == epochs else f"{epochs:g} there; whole epochs here, or training.max_steps"
+        if whole == epochs:
+            comment = ""
+        else:
+            comment = f"{epochs:g} there; whole epochs here, or training.max_steps"
         them.put("training.max_epochs", whole, "num_train_epochs", comment)
     _every(them, "logging", "training.log_every")
     for name in ("gradient_checkpointing", "activation_checkpointing"):
@@ -364,7 +386,10 @@ def _hugging_face(them: _Arguments) -> None:
     precision = next((name for name in ("bf16", "fp16") if them.take(name)), None)
     them._taken |= {"bf16", "fp16"}
     if precision:
-        halves = {"dtype": precision} if them.take("deepspeed") else {"dtype": "autocast", "compute_dtype": precision}
+        if them.take("deepspeed"):
+            halves = {"dtype": precision}
+        else:
+            halves = {"dtype": "autocast", "compute_dtype": precision}
         for key, value in halves.items():
             them.put(f"precision.{key}", value, precision)
     elif them.take("tf32"):
@@ -394,9 +419,11 @@ def _hf_mismatches(them: _Arguments, config: Mapping[str, Any]) -> Iterator[Prob
     """List what transformers/integrations/deepspeed.py `HfTrainerDeepSpeedConfig` refuses: values of the JSON, but for
     "auto", that are not the arguments', given or by default.
     """
-    micro, steps = them.take("per_device_train_batch_size"), them.take("gradient_accumulation_steps")
+    micro = them.take("per_device_train_batch_size")
+    steps = them.take("gradient_accumulation_steps")
     betas = [them.take("adam_beta1"), them.take("adam_beta2")]
-    rate, length = them.take("learning_rate"), them.take("max_steps")
+    rate = them.take("learning_rate")
+    length = them.take("max_steps")
     pairs: list[tuple[str, Any, str]] = [
         ("gradient_accumulation_steps", steps, "gradient_accumulation_steps"),
         ("gradient_clipping", them.take("max_grad_norm"), "max_grad_norm"),
@@ -414,7 +441,10 @@ def _hf_mismatches(them: _Arguments, config: Mapping[str, Any]) -> Iterator[Prob
         pairs.append(("scheduler.params.total_num_steps", length, "max_steps"))
     warmup = float(them.take("warmup_steps") or them.values.get("warmup_ratio") or 0)
     if warmup >= 1 or warmup == 0 or length > 0:
-        number = int(warmup) if warmup >= 1 or not warmup else math.ceil(warmup * length)
+        if warmup >= 1 or not warmup:
+            number = int(warmup)
+        else:
+            number = math.ceil(warmup * length)
         pairs.append(("scheduler.params.warmup_num_steps", max(1, number), "warmup_steps"))
     for key, value, argument in pairs:
         theirs = value_at(config, key.split("."), None)
@@ -433,7 +463,8 @@ def _disagreement(key: str, theirs: Any, argument: str, value: Any, reason: str)
 
 def _compile(them: _Arguments, options: Mapping[str, Any], name: str) -> None:
     """Options of torch.compile, each of which turns it on."""
-    if given := {option: value for option, value in options.items() if value}:
+    given = {option: value for option, value in options.items() if value}
+    if given:
         them.put("training.compile", given, name)
 
 
@@ -452,8 +483,10 @@ def _hf_optimizer(them: _Arguments) -> None:
     if kind is None:
         them.left_out.append(f"optim: {name} (name its class as optimizer.target; this is adamw)")
         kind = {"kind": "adamw"}
-    rate, decay = float(them.take("learning_rate")), float(them.take("weight_decay"))
-    betas, eps = [them.take("adam_beta1"), them.take("adam_beta2")], them.take("adam_epsilon")
+    rate = float(them.take("learning_rate"))
+    decay = float(them.take("weight_decay"))
+    betas = [them.take("adam_beta1"), them.take("adam_beta2")]
+    eps = them.take("adam_epsilon")
     for key, value in kind.items():
         them.put(f"optimizer.{key}", value, "optim")
     if "target" in kind:
@@ -478,7 +511,8 @@ def _hf_schedule(them: _Arguments) -> None:
         them.left_out.append(f"lr_scheduler_type: {name} (name one as scheduler.target; this is cosine)")
         kind = "cosine"
     them.put("scheduler.kind", kind, "lr_scheduler_type")
-    warmup, steps = float(them.take("warmup_steps") or them.values.get("warmup_ratio") or 0), them.take("max_steps")
+    warmup = float(them.take("warmup_steps") or them.values.get("warmup_ratio") or 0)
+    steps = them.take("max_steps")
     them._taken.add("warmup_ratio")
     if name in ("constant", "reduce_lr_on_plateau"):  # there too warm-up means nothing to them
         warmup = 0
@@ -490,7 +524,8 @@ def _hf_schedule(them: _Arguments) -> None:
         them.put("scheduler.warmup_steps", int(warmup) or 10_000, "warmup_steps")
     options = them.take("lr_scheduler_kwargs") or {}
     for option, value in options.items():
-        if ours := _TABLES["lr_scheduler_kwargs"].get(option):
+        ours = _TABLES["lr_scheduler_kwargs"].get(option)
+        if ours:
             them.put(f"scheduler.{ours}", value, "lr_scheduler_kwargs")
         elif option not in ("num_warmup_steps", "num_training_steps"):
             them.left_out.append(f"lr_scheduler_kwargs.{option}: {show_value(value)} (no key of this schedule)")
@@ -501,7 +536,8 @@ def _hf_schedule(them: _Arguments) -> None:
 
 def _every(them: _Arguments, prefix: str, key: str) -> None:
     """Steps between two of something; a share of the run has no key."""
-    strategy, every = str(them.take(f"{prefix}_strategy")), them.take(f"{prefix}_steps")
+    strategy = str(them.take(f"{prefix}_strategy"))
+    every = them.take(f"{prefix}_steps")
     if strategy != "steps" or every is None:
         return
     if every < 1:
@@ -529,12 +565,16 @@ def _hf_cadences(them: _Arguments) -> None:
         them.put("checkpoint.keep_last", keep, "save_total_limit")
     elif them.take("save_strategy") != "no":
         them.left_out.append("save_total_limit: none (all are kept there; here checkpoint.keep_last, 3)")
-    metric, best = them.take("metric_for_best_model"), them.take("load_best_model_at_end")
+    metric = them.take("metric_for_best_model")
+    best = them.take("load_best_model_at_end")
     if metric or best:
         metric = str(metric or "loss").removeprefix("eval_")
         them.put("checkpoint.keep_best", f"eval/{metric}", "metric_for_best_model")
         greater = them.take("greater_is_better")
-        greater = not metric.endswith("loss") if greater is None else greater
+        if greater is None:
+            greater = not metric.endswith("loss")
+        else:
+            greater = greater
         them.put("checkpoint.best_is", "max" if greater else "min", "greater_is_better")
 
 
@@ -543,13 +583,20 @@ def _hf_cadences(them: _Arguments) -> None:
 
 def _accelerate(them: _Arguments) -> None:
     inner = them.section("deepspeed_config")
-    processes, machines = them.take("num_processes", 1), them.take("num_machines", 1)
+    processes = them.take("num_processes", 1)
+    machines = them.take("num_machines", 1)
     if processes > 1:
-        hosts = f"-H HOSTFILE, {machines} hosts" if machines > 1 else f"--num_gpus {processes}"
+        if machines > 1:
+            hosts = f"-H HOSTFILE, {machines} hosts"
+        else:
+            hosts = f"--num_gpus {processes}"
         them.left_out.append(f"num_processes: {processes} (at the start: ./launch.sh train FILE {hosts})")
     precision = {"bf16": "bf16", "fp16": "fp16"}.get(str(them.take("mixed_precision", "no")))
     if precision:
-        halves = {"dtype": precision} if inner else {"dtype": "autocast", "compute_dtype": precision}
+        if inner:
+            halves = {"dtype": precision}
+        else:
+            halves = {"dtype": "autocast", "compute_dtype": precision}
         for key, value in halves.items():
             them.put(f"precision.{key}", value, "mixed_precision")
     _accelerate_deepspeed(them, inner)
@@ -569,7 +616,10 @@ def _accelerate(them: _Arguments) -> None:
     backend = str(dynamo.get("dynamo_backend", old) or "no").lower()
     if backend != "no":
         options = {name: dynamo.get(f"dynamo_use_{name}") for name in ("fullgraph", "dynamic")}
-        per = "block" if dynamo.get("dynamo_use_regional_compilation") else None
+        if dynamo.get("dynamo_use_regional_compilation"):
+            per = "block"
+        else:
+            per = None
         _compile(them, options | {"backend": backend, "mode": dynamo.get("dynamo_mode"), "per": per}, "dynamo_config")
     if them.take("use_cpu"):
         them.left_out.append("use_cpu: true (the environment variable DS_ACCELERATOR=cpu)")
@@ -611,7 +661,8 @@ def _accelerate_deepspeed(them: _Arguments, inner: Section) -> None:
         key = "zero.stage3_gather_16bit_weights_on_model_save"
         them.put(key, saves_whole, "deepspeed_config.zero3_save_16bit_model")
     them.add_deepspeed(inner.get("deepspeed_config_file"), "deepspeed_config", _beside_a_file)
-    if hostfile := inner.get("deepspeed_hostfile"):
+    hostfile = inner.get("deepspeed_hostfile")
+    if hostfile:
         them.left_out.append(
             f"deepspeed_config.deepspeed_hostfile (at the start: ./launch.sh train FILE -H {hostfile})"
         )
@@ -664,12 +715,17 @@ def _lightning(them: _Arguments) -> None:
         them.put("run.seed", seed, "seed_everything")
     is_deepspeed, config = _lightning_strategy(them)
     _lightning_precision(them, is_deepspeed=is_deepspeed)
-    devices, nodes = them.take("devices"), them.take("num_nodes")
+    devices = them.take("devices")
+    nodes = them.take("num_nodes")
     if devices not in ("auto", 1, "1", None) or nodes > 1:
-        hosts = f"-H HOSTFILE, {nodes} hosts" if nodes > 1 else f"--num_gpus {devices}"
+        if nodes > 1:
+            hosts = f"-H HOSTFILE, {nodes} hosts"
+        else:
+            hosts = f"--num_gpus {devices}"
         them.left_out.append(f"devices: {devices} (at the start: ./launch.sh train FILE {hosts})")
     them.drop("accelerator", "DeepSpeed's accelerator of this machine, or DS_ACCELERATOR")
-    steps, epochs = them.take("max_steps"), them.take("max_epochs")
+    steps = them.take("max_steps")
+    epochs = them.take("max_epochs")
     if steps > 0:
         them.put("training.max_steps", steps, "max_steps")
         them.drop("max_epochs", "max_steps is the length here; the first to come is there")
@@ -684,7 +740,10 @@ def _lightning(them: _Arguments) -> None:
     every = them.take("val_check_interval")
     if isinstance(every, int):
         batches = them.take("accumulate_grad_batches") or 1
-        note = f"{every} batches there, of which a step takes {batches}" if batches > 1 else ""
+        if batches > 1:
+            note = f"{every} batches there, of which a step takes {batches}"
+        else:
+            note = ""
         them.put("evaluation.every_steps", max(1, round(every / batches)), "val_check_interval", note)
     else:
         them.put("evaluation.every_epochs", them.take("check_val_every_n_epoch") or 1, "check_val_every_n_epoch")
@@ -707,7 +766,8 @@ def _lightning_strategy(them: _Arguments) -> tuple[bool, Any]:
         options = Section(strategy.get("init_args") or {})
         name = str(strategy.get("class_path", "")).rpartition(".")[2]
     else:
-        options, name = Section({}), str(strategy)
+        options = Section({})
+        name = str(strategy)
     found = _STRATEGY.fullmatch(name)
     if found is not None:
         where = "nvme" if found["nvme"] else "cpu"
@@ -775,7 +835,12 @@ def _lightning_deepspeed(them: _Arguments, options: Values) -> None:
 
 def _lightning_precision(them: _Arguments, *, is_deepspeed: bool) -> None:
     asked = str(them.take("precision") or "32-true")
-    half = "bf16" if asked.startswith("bf16") else "fp16" if asked.startswith("16") else None
+    if asked.startswith("bf16"):
+        half = "bf16"
+    elif asked.startswith("16"):
+        half = "fp16"
+    else:
+        half = None
     if half is None:
         if not asked.startswith("32"):
             them.left_out.append(f"precision: {asked} (a run computes in fp32, fp16, bf16 or autocast)")
@@ -801,7 +866,10 @@ def _lightning_classes(them: _Arguments) -> None:
             continue
         module, _, last = str(section.get("class_path", "")).rpartition(".")
         args = dict(section.get("init_args", {}))
-        kind = _TORCHS.get(last) if module == "torch.optim" else None
+        if module == "torch.optim":
+            kind = _TORCHS.get(last)
+        else:
+            kind = None
         if kind is not None and args.keys() <= kind.model_fields.keys():
             them.found[key] = {"kind": kind.model_fields["kind"].default, "lr": 1e-3, **args}  # torch's rate
         elif not module:

@@ -44,7 +44,8 @@ def judge_rendered(
     Raises:
         UsageError: there is no table of that release.
     """
-    config, of_cluster = plan.config, Topology.from_cluster(plan.cluster, gpu)
+    config = plan.config
+    of_cluster = Topology.from_cluster(plan.cluster, gpu)
     # DeepSpeed's ranks are those that hold the same part of the weights.
     topology = replace(of_cluster, world_size=plan.layout.world_size // plan.layout.tensor_size)
     found = lint(Document("", _rendering(plan)), release=release, topology=topology)
@@ -57,7 +58,9 @@ def judge_rendered(
         known = {(problem.kind, problem.key) for problem in on_purpose}
         wanted = [p for p in wanted if p.severity == "error" or (p.kind, p.key) not in known]
     reported = [_in_its_words(problem, config) for problem in wanted]
-    return reported if source is None else [source.locate(problem) for problem in reported]
+    if source is None:
+        return reported
+    return [source.locate(problem) for problem in reported]
 
 
 def judge_passed_through(
@@ -65,7 +68,9 @@ def judge_passed_through(
 ) -> list[Problem]:
     """As `judge_rendered`, of a run whose JSON has been rendered; nothing where it passes no further keys through."""
     assert ds_config.keys() >= plan.config.deepspeed.keys(), "the rendering of another plan"
-    return judge_rendered(plan, source=source, release=release) if plan.config.deepspeed else []
+    if plan.config.deepspeed:
+        return judge_rendered(plan, source=source, release=release)
+    return []
 
 
 def judge_passed_alone(passed: Any, *, release: str | None = None) -> list[Problem]:
@@ -97,7 +102,10 @@ def _is_off_anyway(problem: Problem) -> bool:
 def _in_its_words(problem: Problem, config: RunConfig) -> Problem:
     """The same problem with every DeepSpeed key under the name that a run config gives it."""
     key = _own_key(problem.key, config)
-    value = value_at(config.to_dict(), key.split(".")) if key.partition(".")[0] != "deepspeed" else problem.value
+    if key.partition(".")[0] != "deepspeed":
+        value = value_at(config.to_dict(), key.split("."))
+    else:
+        value = problem.value
     fix = problem.fix
     for theirs, ours in _SETTINGS.items():
         fix = fix.replace(theirs, ours)
@@ -135,5 +143,9 @@ def _named(word: str, config: RunConfig) -> str:
     if word in TYPED or (word in OWNED and "_" in word):
         return _own_key(word, config)
     if "." in word and load_table().get(word) is not None:
-        return _own_key(word, config) if word in TYPED else f"deepspeed.{word}"
-    return f"deepspeed.{word}" if "_" in word and top == word and load_table().get(word) is not None else word
+        if word in TYPED:
+            return _own_key(word, config)
+        return f"deepspeed.{word}"
+    if "_" in word and top == word and load_table().get(word) is not None:
+        return f"deepspeed.{word}"
+    return word

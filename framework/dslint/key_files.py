@@ -67,14 +67,24 @@ def sentence_entry(path: str) -> Entry | None:
         words = _sentences().get(_VARIANT.sub("[*]", path))
     if words is None:
         words = next((_sentences()[text] for pattern, text in _patterns() if pattern.fullmatch(path)), None)
-    return {"sentence": words} if isinstance(words, str) else words
+    if isinstance(words, str):
+        return {"sentence": words}
+    return words
 
 
 def variant_of(values: Mapping[str, Any], path: Sequence[str | int]) -> str | None:
     """The type that the section around a path names; None where none is named, or keys do not depend on it."""
-    section = values.get(str(path[0])) if len(path) > 1 and path[0] in TYPED_SECTIONS else None
-    kind = section.get("type") if isinstance(section, Mapping) else None
-    return kind if isinstance(kind, str) else None
+    if len(path) > 1 and path[0] in TYPED_SECTIONS:
+        section = values.get(str(path[0]))
+    else:
+        section = None
+    if isinstance(section, Mapping):
+        kind = section.get("type")
+    else:
+        kind = None
+    if isinstance(kind, str):
+        return kind
+    return None
 
 
 def without_variant(path: str) -> str:
@@ -129,8 +139,13 @@ def history(path: str) -> History:
     """The history of a key, written as the tables write it: ``optimizer.params[OneBitAdam]``."""
     states = list(states_of(path))[::-1]
     reading = [release for release, entry in states if entry is not None and entry.get("status") != "refused"]
-    known, words, newest = known_releases(), sentence_entry(path) or {}, states[-1][1] or {}
-    after_last = known.index(reading[-1]) + 1 if reading else len(known)
+    known = known_releases()
+    words = sentence_entry(path) or {}
+    newest = states[-1][1] or {}
+    if reading:
+        after_last = known.index(reading[-1]) + 1
+    else:
+        after_last = len(known)
     return History(
         added=reading[0] if reading and reading[0] != known[0] else None,
         removed=known[after_last] if after_last < len(known) else None,

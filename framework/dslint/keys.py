@@ -133,11 +133,15 @@ class KeyTable:
             variant: the type that the section names, for ``optimizer.params.lr``: without it the first type that fits.
         """
         found = self._find(path, variant)
-        return self._key(found) if found is not None else None
+        if found is not None:
+            return self._key(found)
+        return None
 
     def exact(self, path: str) -> Key | None:
         """The key that the table writes just so, type and ``*`` included; None when there is none."""
-        return self._key(path) if path in self.entries else None
+        if path in self.entries:
+            return self._key(path)
+        return None
 
     def children(self, path: str = "") -> tuple[str, ...]:
         """Paths of the keys directly in a section; the top level without a path. ``*`` is among them."""
@@ -154,7 +158,10 @@ class KeyTable:
 
     def nearest(self, path: str | Sequence[str], variant: str | None = None) -> list[str]:
         """The paths that a misspelt or misplaced key most likely means, best first; at most three."""
-        parts = path.split(".") if isinstance(path, str) else list(path)
+        if isinstance(path, str):
+            parts = path.split(".")
+        else:
+            parts = list(path)
         found = self._find(parts, variant)
         if found is not None and self.entries[found].get("status") == "refused":
             return list(self.entries[found].get("replaced_by", ()))
@@ -177,7 +184,9 @@ class KeyTable:
         for depth, part in enumerate(parts):
             places = [child for place in places if (child := self._child(place, part)) is not None]
             if not places:  # ``optimizer.params[AdamW].lr``; parts are names of a file, where a dot is only a dot
-                return path if isinstance(path, str) and path in self.entries else None
+                if isinstance(path, str) and path in self.entries:
+                    return path
+                return None
             if depth < len(parts) - 1:
                 places = [table for place in places for table in self._with_variants(place, variant)]
         return places[0] if places else None
@@ -251,12 +260,18 @@ class KeyTable:
                 if likest is None or likeness(part, likest) < ALIKE:
                     return None
                 found = known[likest]
-            section = self._with_variants(found, variant)[0] if variant else found
+            if variant:
+                section = self._with_variants(found, variant)[0]
+            else:
+                section = found
         return section
 
     def _guesses(self, section: str | None, name: str) -> Iterator[tuple[float, str]]:
         """Likeness and path: keys of about this name in the section, of just this name elsewhere, or about it there."""
-        here = [] if section is None else [section, *self._variants.get(section, ())]
+        if section is None:
+            here = []
+        else:
+            here = [section, *self._variants.get(section, ())]
         close = list(self._alike(here, name, ALIKE))
         yield from ((near + 0.2, path) for near, path in close)
         peers = _MONITORS if section in _MONITORS else ()

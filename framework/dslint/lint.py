@@ -82,11 +82,15 @@ def key_problems(document: Document, *, release: str | None = None) -> list[Prob
 
 def placed(document: Document, problem: Problem, path: KeyPath | None = None, *, at_top: bool = True) -> Problem:
     """Return the problem at its key, or at the nearest section around it; at the top of the file only on demand."""
-    path = tuple(problem.key.split(".")) if path is None else path
+    if path is None:
+        path = tuple(problem.key.split("."))
+    else:
+        path = path
     line, column = (1, 1) if at_top else (0, 0)
     for length in range(len(path), -1 if at_top else 0, -1):
         spellings = (path[:length], _with_indices(path[:length]))
-        if (found := next((one for one in spellings if one in document.places), None)) is not None:
+        found = next((one for one in spellings if one in document.places), None)
+        if found is not None:
             line, column = document.places[found]
             break
     return replace(problem, file=document.name, line=line, column=column)
@@ -113,7 +117,8 @@ class _Keys:
 
     def _missing(self, path: KeyPath, values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Problem]]:
         """Keys that a section does not work without; the parameters of a type are asked once the type is known."""
-        section, variant = self._key(path), self._variant((*path, "*"))
+        section = self._key(path)
+        variant = self._variant((*path, "*"))
         if section is None or section.status == "refused" or self._is_untabled((*path, "*")):
             return
         place = dotted(path)
@@ -159,7 +164,9 @@ class _Keys:
                         yield from self._walk(item, (*path, str(index)))
 
     def _key(self, path: KeyPath) -> Key | None:
-        return self.table.get([str(part) for part in path], self._variant(path)) if path else None
+        if path:
+            return self.table.get([str(part) for part in path], self._variant(path))
+        return None
 
     def _variant(self, path: KeyPath) -> str | None:
         return variant_of(self.facts.values, path)
@@ -178,18 +185,24 @@ class _Keys:
             yield self._unknown(path, value)
         elif key.status == "refused":
             past = history(key.path)
-            when = f" since {past.removed}" if past.removed else ""
+            if past.removed:
+                when = f" since {past.removed}"
+            else:
+                when = ""
             reason = f"DeepSpeed {self.table.release} raises an error where it is present{when}"
             yield "removed-key", reason, _instead(key.replaced_by, key.instead)
         elif value != "auto":  # the rule `auto_value` speaks of these
             if key.status in _USELESS:
                 yield f"{key.status}-key", _USELESS[key.status], _instead(key.replaced_by, key.instead), "warning"
             yield from value_faults(key, value)
-            if (mismatch := class_mismatch(self.facts, key)) is not None:
+            mismatch = class_mismatch(self.facts, key)
+            if mismatch is not None:
                 yield mismatch
 
     def _unknown(self, path: KeyPath, value: Any) -> Fault:
-        section, name, whole = self._key(path[:-1]), str(path[-1]), dotted(path)
+        section = self._key(path[:-1])
+        name = str(path[-1])
+        whole = dotted(path)
         is_refused = section is not None and section.unknown == "error"
         reason = (
             f"DeepSpeed {self.table.release} {'refuses' if is_refused else 'reads no such key and drops it in silence'}"
@@ -207,17 +220,25 @@ class _Keys:
             came = f"{reason}: it came {_when(past.added)}"
             return "key-of-another-release", came, f"use DeepSpeed {past.added} or newer, or remove it"
         guesses = self.table.nearest([str(part) for part in path], self._variant(path))
-        fix = f"did you mean {' or '.join(guesses)}?" if guesses else "remove it"
+        if guesses:
+            fix = f"did you mean {' or '.join(guesses)}?"
+        else:
+            fix = "remove it"
         if not guesses and isinstance(value, Mapping) and value and all(self.table.get(str(inner)) for inner in value):
             fix = f"write {', '.join(map(str, value))} without this section around it"
         return "unknown-key", refused, fix
 
     def _sections(self, name: str, value: Any) -> str:
         """The fix of a path where a name belongs."""
-        nested = dumps(value) if isinstance(value, (str, int, float, type(None))) else "..."
+        if isinstance(value, (str, int, float, type(None))):
+            nested = dumps(value)
+        else:
+            nested = "..."
         for part in reversed(without_variant(name).split(".")):
             nested = f'{{"{part}": {nested}}}'
-        return f"write it as sections: {nested}" if self.table.get(name) is not None else "remove it"
+        if self.table.get(name) is not None:
+            return f"write it as sections: {nested}"
+        return "remove it"
 
 
 def _problem(path: KeyPath, fault: Fault, value: Any = MISSING) -> tuple[KeyPath, Problem]:
@@ -231,7 +252,9 @@ def _when(release: str) -> str:
     known = known_releases()
     before = known[max(0, known.index(release) - 1)]
     is_next = release.rpartition(".")[0] == before.rpartition(".")[0]
-    return f"with {release}" if is_next else f"after {before}, in {release} at the latest"
+    if is_next:
+        return f"with {release}"
+    return f"after {before}, in {release} at the latest"
 
 
 def _instead(replaced_by: tuple[str, ...], instead: str) -> str:

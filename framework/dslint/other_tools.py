@@ -52,7 +52,10 @@ def other_tool_problem(tool: str, values: Mapping[str, Any], *, file: str) -> Pr
     kind = "gpt-neox-config" if tool == "GPT-NeoX" else "other-tools-config"
     known = _table()[tool]["keys"]
     pairs = [f"{name} is {known[key]}" for name in values if (key := str(name).replace("-", "_")) in known]
-    by_hand = f": {', '.join(pairs)}" if pairs else ""
+    if pairs:
+        by_hand = f": {', '.join(pairs)}"
+    else:
+        by_hand = ""
     reason = f"this is a config of {tool}, neither a run config nor DeepSpeed JSON, and `import` does not read it"
     return Problem(kind, reason, f"write a run config by hand{by_hand}", "", MISSING, file, 1, 1)
 
@@ -68,7 +71,10 @@ def without_placeholders(problems: Iterable[Problem], *, file: str) -> list[Prob
         return found
     first = next(iter(names.values()))
     shown = ", ".join(list(names)[:_LONGEST_LIST])
-    more = f" and {len(names) - _LONGEST_LIST} more" if len(names) > _LONGEST_LIST else ""
+    if len(names) > _LONGEST_LIST:
+        more = f" and {len(names) - _LONGEST_LIST} more"
+    else:
+        more = ""
     reason = f"a template: {shown}{more} stand for values that a script fills in"
     template = Problem(
         "config-template", reason, "name the file that it writes", file=file, line=first.line, column=first.column
@@ -81,11 +87,17 @@ def without_placeholders(problems: Iterable[Problem], *, file: str) -> list[Prob
 def template_problem(text: str, *, file: str) -> Problem | None:
     """Return the problem of a text that cannot be read because it is a template, or None."""
     match = _JINJA.search(text)
-    name = match.group() if match is not None else ""
+    if match is not None:
+        name = match.group()
+    else:
+        name = ""
     if match is None:
         bare = (found for found in _BARE.finditer(text) if found.group(1) not in _WORDS)
         match = next(bare, None)
-        name = match.group(1) if match is not None else ""
+        if match is not None:
+            name = match.group(1)
+        else:
+            name = ""
     if match is None:
         return None
     line = text.count("\n", 0, match.start()) + 1

@@ -148,7 +148,9 @@ def _fractions(one: Any, other: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPa
 
 
 def _with(values: Any, path: KeyPath, value: Any) -> Any:
-    return {**values, path[0]: _with(values[path[0]], path[1:], value)} if path else value
+    if path:
+        return {**values, path[0]: _with(values[path[0]], path[1:], value)}
+    return value
 
 
 # Run configs and DeepSpeed JSON told apart.
@@ -194,7 +196,9 @@ def read_deepspeed_json(path: Path, *, name: str) -> Document | None:
         ConfigError: it cannot be read.
     """
     is_yaml = path.suffix.lower() in YAML_ENDINGS
-    return None if is_yaml else parse_deepspeed_json(read_text(path, name=name), path, name=name)
+    if is_yaml:
+        return None
+    return parse_deepspeed_json(read_text(path, name=name), path, name=name)
 
 
 def parse_deepspeed_json(text: str, path: Path, *, name: str) -> Document | None:
@@ -208,7 +212,9 @@ def parse_deepspeed_json(text: str, path: Path, *, name: str) -> Document | None
         document = parse_hjson(text, name=name)
     except ConfigError as error:
         raise ConfigError(template_problem(text, file=name) or error.problems) from None
-    return None if is_run_config(document.value) else document
+    if is_run_config(document.value):
+        return None
+    return document
 
 
 def is_run_config(values: Any) -> bool:
@@ -216,14 +222,19 @@ def is_run_config(values: Any) -> bool:
     if not isinstance(values, Mapping):
         return False
     optimizer = values.get("optimizer")
-    kinds = {"kind", "target"} & optimizer.keys() if isinstance(optimizer, Mapping) else set()
+    if isinstance(optimizer, Mapping):
+        kinds = {"kind", "target"} & optimizer.keys()
+    else:
+        kinds = set()
     return len(OURS & values.keys()) + len(kinds) > len(_deepspeeds(values))
 
 
 def _deepspeeds(values: Mapping[str, Any]) -> list[str]:
     """Keys that only DeepSpeed has; which are asked only where one of ours is there as well."""
     if not OURS & values.keys():
-        return ["type"] if isinstance(values.get("optimizer"), Mapping) and "type" in values["optimizer"] else []
+        if isinstance(values.get("optimizer"), Mapping) and "type" in values["optimizer"]:
+            return ["type"]
+        return []
     return [name for name in load_table().children() if name in values and name not in IN_BOTH]
 
 
@@ -232,11 +243,13 @@ def assumption(document: Document, *, as_run_config: bool) -> Iterator[Problem]:
     values = document.value
     if not isinstance(values, Mapping):
         return
-    ours, theirs = [name for name in values if name in OURS], _deepspeeds(values)
+    ours = [name for name in values if name in OURS]
+    theirs = _deepspeeds(values)
     if ours and theirs:
         taken, other = ("a run config", theirs[0]) if as_run_config else ("DeepSpeed JSON", ours[0])
         reason = f"the file was taken for {taken}, and this key is of the other kind"
-        fix, place = "keep the keys of one kind in one file", document.places.get((other,), (0, 0))
+        fix = "keep the keys of one kind in one file"
+        place = document.places.get((other,), (0, 0))
         yield Problem("kind-of-file-assumed", reason, fix, other, MISSING, document.name, *place, severity="note")
 
 
@@ -260,9 +273,11 @@ def foreign_problem(document: Document) -> Problem | None:
     values = document.value
     if not isinstance(values, Mapping):
         return None
-    if (name := other_tool(values, OURS)) is not None:
+    name = other_tool(values, OURS)
+    if name is not None:
         return other_tool_problem(name, values, file=document.name)
-    if (found := tool_of(values)) is None:
+    found = tool_of(values)
+    if found is None:
         return None
     kind, tool = _TOOLS[found]
     fix = "`import` prints the run config that it amounts to"
@@ -281,4 +296,6 @@ def with_last_of_duplicates(text: str, error: ConfigError, *, name: str, is_yaml
     except (yaml.YAMLError, ValueError, RecursionError):
         return None
     document = Document(name, values, text=text)
-    return document if foreign_problem(document) is not None else None
+    if foreign_problem(document) is not None:
+        return document
+    return None

@@ -109,7 +109,9 @@ def _items(table: KeyTable, key: Key) -> Schema:
     element = table.exact(f"{key.path}.*")
     if element is not None:
         return {"items": _schema(table, element)}
-    return {"items": {"type": key.items}} if key.items and key.items != "any" else {}
+    if key.items and key.items != "any":
+        return {"items": {"type": key.items}}
+    return {}
 
 
 def _section(table: KeyTable, key: Key) -> Schema:
@@ -125,22 +127,31 @@ def _section(table: KeyTable, key: Key) -> Schema:
     typed = list(_by_type(table, key))
     if not schema["properties"]:
         del schema["properties"]
-    return {**schema, "allOf": typed + schema.get("allOf", [])} if typed else schema
+    if typed:
+        return {**schema, "allOf": typed + schema.get("allOf", [])}
+    return schema
 
 
 def _by_type(table: KeyTable, key: Key) -> Iterator[Schema]:
     """For `optimizer` and `scheduler`: which parameters each type takes. torch's own types take what torch takes."""
-    kind, params = table.exact(f"{key.path}.type"), f"{key.path}.params"
+    kind = table.exact(f"{key.path}.type")
+    params = f"{key.path}.params"
     tables = [path for path in table if path.startswith(f"{params}[") and path.endswith("]")]
     if kind is None:
         return
     for path in tables:
         variant = path[len(params) + 1 : -1]
-        value = {"pattern": f"^{_in_any_case(variant)}$"} if kind.any_case else {"const": variant}
+        if kind.any_case:
+            value = {"pattern": f"^{_in_any_case(variant)}$"}
+        else:
+            value = {"const": variant}
         entry = table.exact(path)
         assert entry is not None
         # Of a refused type the name itself is wrong, whatever its parameters.
-        then = {"type": _schema(table, entry)} if entry.status == "refused" else {"params": _schema(table, entry)}
+        if entry.status == "refused":
+            then = {"type": _schema(table, entry)}
+        else:
+            then = {"params": _schema(table, entry)}
         yield {"if": {"required": ["type"], "properties": {"type": value}}, "then": {"properties": then}}
 
 

@@ -123,7 +123,10 @@ def _passes_as(value: Any, kind: str) -> bool:
     if not isinstance(value, str):
         return False
     try:
-        number = float(value) if kind == "number" else int(value)
+        if kind == "number":
+            number = float(value)
+        else:
+            number = int(value)
     except ValueError:
         return False
     return number == number
@@ -155,7 +158,8 @@ def mismatch(value: Any, wanted: Wanted) -> tuple[str, str, str] | None:
     """
     if value is None and wanted.get("nullable"):
         return None
-    if choices := wanted.get("enum"):
+    choices = wanted.get("enum")
+    if choices:
         is_one = any(value == choice and type(value) is type(choice) for choice in choices)
         fix = f"write {' or '.join(map(show_value, choices))}"
         return None if is_one else ("wrong-value", "not one of the choices", fix)
@@ -168,9 +172,14 @@ def mismatch(value: Any, wanted: Wanted) -> tuple[str, str, str] | None:
         return found
     if wanted["type"] == "array":
         is_list = isinstance(value, list) and all(_is_type(item, wanted["items"]) for item in value)
-        return None if is_list else ("wrong-type", "not a list of whole numbers", "write a list of whole numbers")
+        if is_list:
+            return None
+        return ("wrong-type", "not a list of whole numbers", "write a list of whole numbers")
     if "array" in wanted["type"]:  # a list has one for each group of parameters
-        values = value if isinstance(value, list) and value else [value]
+        if isinstance(value, list) and value:
+            values = value
+        else:
+            values = [value]
         return next(filter(None, (mismatch(item, {"type": wanted["items"]}) for item in values)), None)
     return _scalar_mismatch(value, wanted)
 
@@ -185,8 +194,11 @@ def _scalar_mismatch(value: Any, wanted: Wanted) -> tuple[str, str, str] | None:
     fits = not any(is_outside(value, limit) for is_outside, _, limit in limits)
     range_ = " and ".join(f"{words} {limit:g}" for _, words, limit in limits)
     if "fraction" in wanted:
-        fits, range_ = isinstance(value, float) and 0 < value < 1, "a fraction between 0 and 1"
-    return None if fits else ("wrong-value", "outside its range", f"write {range_}")
+        fits = isinstance(value, float) and 0 < value < 1
+        range_ = "a fraction between 0 and 1"
+    if fits:
+        return None
+    return ("wrong-value", "outside its range", f"write {range_}")
 
 
 def torch_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
@@ -204,7 +216,9 @@ def _typed(values: Mapping[str, Any], section: str) -> tuple[str, Mapping[str, A
     """Type and parameters; both empty where one is missing."""
     inner = values.get(section)
     kind, params = (inner.get("type"), inner.get("params")) if isinstance(inner, Mapping) else ("", {})
-    return (kind, params) if isinstance(kind, str) and isinstance(params, Mapping) else ("", {})
+    if isinstance(kind, str) and isinstance(params, Mapping):
+        return (kind, params)
+    return ("", {})
 
 
 def _of_optimizer(name: str, params: Mapping[str, Any]) -> Found:
@@ -220,7 +234,8 @@ def _of_optimizer(name: str, params: Mapping[str, Any]) -> Found:
     if name in OPTIMIZERS:
         yield from _against("optimizer", name, params, OPTIMIZERS[name])
     if name == "SGD" and params.get("nesterov") is True:  # torch/optim/sgd.py: "requires a momentum and zero dampening"
-        kind, key = "nesterov-needs-momentum", "optimizer.params"
+        kind = "nesterov-needs-momentum"
+        key = "optimizer.params"
         if not params.get("momentum"):
             yield "nesterov", kind, "there is no momentum to look ahead along", f"set {key}.momentum: 0.9"
         elif params.get("dampening"):
@@ -256,12 +271,18 @@ def _against(section: str, kind: str, params: Mapping[str, Any], known: Mapping[
     """Parameters that a class of torch does not know, or with values that it refuses ("Invalid learning rate")."""
     for name, value in params.items():
         if name in known:
-            found = mismatch(value, known[name]) if value != "auto" else None
+            if value != "auto":
+                found = mismatch(value, known[name])
+            else:
+                found = None
             if found is not None:
                 yield name, *found
         elif not (section == "optimizer" and name == "max_grad_norm"):
             guess = nearest(name, list(known))
-            fix = f"did you mean {section}.params.{guess}?" if guess else "remove it"
+            if guess:
+                fix = f"did you mean {section}.params.{guess}?"
+            else:
+                fix = "remove it"
             yield name, "unknown-key", f"torch's {kind} takes no such parameter", fix
 
 
@@ -283,7 +304,11 @@ def class_behind(facts: Facts) -> str | None:
         torch_adam = facts.flag("optimizer.params.torch_adam", False)
         if torch_adam is None:
             return None
-        return "torch.optim.AdamW" if torch_adam else "DeepSpeedCPUAdam" if on_host else "FusedAdam"
+        if torch_adam:
+            return "torch.optim.AdamW"
+        if on_host:
+            return "DeepSpeedCPUAdam"
+        return "FusedAdam"
     if facts.optimizer == "adagrad":
         return "DeepSpeedCPUAdagrad" if on_host else "torch.optim.Adagrad"
     if facts.optimizer == "lion":

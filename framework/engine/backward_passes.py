@@ -40,10 +40,12 @@ class BackwardPasses:
     def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
         self.num_passes = 0
         self.parameters = list(engine.module.parameters())
-        self._engine, self._optimizer = engine, engine.optimizer
+        self._engine = engine
+        self._optimizer = engine.optimizer
         self._is_broken = self._has_begun = False
         # Hooks on the outputs of `engine(...)` look these up when a pass reaches them.
-        self._prologue, self._per_tensor = engine._backward_prologue, engine._backward_prologue_per_tensor
+        self._prologue = engine._backward_prologue
+        self._per_tensor = engine._backward_prologue_per_tensor
         engine._backward_prologue = self._begin
         engine._backward_prologue_per_tensor = self._scale
 
@@ -112,7 +114,9 @@ class BackwardPasses:
             self._watch_pass()
 
     def _scale(self, gradient: Any) -> Any:
-        return self._per_tensor(gradient) if self in _RUNNING else gradient
+        if self in _RUNNING:
+            return self._per_tensor(gradient)
+        return gradient
 
     def _watch_pass(self) -> None:
         """Refuse the pass that has begun if it gives weights a gradient; `torch.autograd.grad` gives them none."""
@@ -174,7 +178,8 @@ def _without_gradients(parameters: Sequence[torch.nn.Parameter], others: Sequenc
     for weight in foreign:
         # torch's AccumulateGrad asks for the flag when it runs; the hooks of DeepSpeed it calls all the same.
         weight.requires_grad_(False)
-        if hooks := weight._post_accumulate_grad_hooks:
+        hooks = weight._post_accumulate_grad_hooks
+        if hooks:
             kept.append((hooks, dict(hooks)))
             hooks.clear()
     try:

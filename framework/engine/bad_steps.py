@@ -50,21 +50,30 @@ class StepWatch:
         self, engine: deepspeed.DeepSpeedEngine, asked: BadSteps, kept_norm: KeptNorm | None, *, most_steps: int
     ) -> None:
         """Look at the engine's steps from the next one on; at most so many are taken from one reading to the next."""
-        self._engine, self._asked, self._kept_norm, self._rows = engine, asked, kept_norm, most_steps
+        self._engine = engine
+        self._asked = asked
+        self._kept_norm = kept_norm
+        self._rows = most_steps
         self.loss: Callable[[], torch.Tensor] = lambda: torch.zeros((), device=engine.device)
-        self.has_news, self.keeps_weights = False, asked.policy == "skip" or asked.rerun
-        self._numbers, self._uncounted = list[int](), set[int]()  # of the rows; of those DeepSpeed did not skip
+        self.has_news = False
+        self.keeps_weights = asked.policy == "skip" or asked.rerun
+        # of the rows; of those DeepSpeed did not skip
+        self._numbers = list[int]()
+        self._uncounted = set[int]()
         # Of steps that were computed twice: whether alike, and whether the second was taken; ranks whose loss differed.
         self._reruns: dict[int, tuple[bool, bool, tuple[str, ...]]] = {}
         self._bad: torch.Tensor | None = None  # of the step that is being taken
         self._is_first_try = False
-        self._fewest, self._step_number = max(_FEWEST, asked.window_steps // 2), 0
+        self._fewest = max(_FEWEST, asked.window_steps // 2)
+        self._step_number = 0
         where: dict[str, Any] = {"dtype": torch.float64, "device": engine.device}
-        self._one, self._most = torch.ones(1, **where), torch.full((2,), _MOST, **where)
+        self._one = torch.ones(1, **where)
+        self._most = torch.full((2,), _MOST, **where)
         self._least = torch.full((2,), -math.inf, **where)
         self._least[1] = -0.5  # DeepSpeed's norm is -1 where it is not finite
         self.restore({})
-        self._take, engine._take_model_step = engine._take_model_step, self._taken
+        self._take = engine._take_model_step
+        engine._take_model_step = self._taken
         if self.keeps_weights:
             base = getattr(engine.optimizer, "optimizer", engine.optimizer)
             self._reads_on_device = not asked.rerun and _reads_on_device(base)
@@ -76,7 +85,8 @@ class StepWatch:
             return take(micro_batches)
         engine = self._engine
         batches = list[Any]()
-        before, counters = random_state.capture(), {name: getattr(engine, name) for name in _COUNTERS}
+        before = random_state.capture()
+        counters = {name: getattr(engine, name) for name in _COUNTERS}
         buffers = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
         self._is_first_try = True
         result = take(_kept(islice(micro_batches, engine.gradient_accumulation_steps()), batches))
@@ -88,10 +98,12 @@ class StepWatch:
             buffer.copy_(value)
         for name, value in counters.items():
             setattr(engine, name, value)
-        result, self.has_news = take(iter(batches)), True
+        result = take(iter(batches))
+        self.has_news = True
         step = self._numbers.pop()  # the first row stays
         first, second = self._table[len(self._numbers) - 1 : len(self._numbers) + 1].tolist()
-        is_taken, is_same = bool(second[_GOOD]), all(_is_same(first[one], second[one]) for one in (_LOSS, _NORM))
+        is_taken = bool(second[_GOOD])
+        is_same = all(_is_same(first[one], second[one]) for one in (_LOSS, _NORM))
         if is_taken:
             self._uncounted.discard(step)
         differs = not _is_same(first[_OWN], second[_OWN])
@@ -117,12 +129,20 @@ class StepWatch:
         """
         rows = self._table[: len(self._numbers)].tolist()
         found = [(step, row) for step, row in zip(self._numbers, rows, strict=True) if not row[_GOOD]]
-        losses = gather([row[_OWN] for _, row in found]) if found else []
+        if found:
+            losses = gather([row[_OWN] for _, row in found])
+        else:
+            losses = []
         bad = []
         for index, (step, row) in enumerate(found):
             is_same, is_taken, differing = self._reruns.get(step, (None, False, ()))
             ranks = tuple(f"rank {rank}" for rank, own in enumerate(losses) if not math.isfinite(own[index]))
-            verdict = "" if is_same is None else "persistent" if is_same else "transient"
+            if is_same is None:
+                verdict = ""
+            elif is_same:
+                verdict = "persistent"
+            else:
+                verdict = "transient"
             values = [value if value != _MOST else math.inf for value in row[_LOSS:_OWN]]
             bad.append(BadStep(step, *values, ranks=differing or ranks, verdict=verdict, is_taken=is_taken))
         if self.keeps_weights:
@@ -139,15 +159,23 @@ class StepWatch:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what a checkpoint holds; one of another window says nothing."""
-        size, kept, of = self._asked.window_steps, state.get(BAD_STEPS) or (), self._one
-        self._window = of.new_tensor(kept) if len(kept) == size else of.new_zeros(size, 3)  # 1, loss, norm
+        size = self._asked.window_steps
+        kept = state.get(BAD_STEPS) or ()
+        of = self._one
+        # 1, loss, norm
+        if len(kept) == size:
+            self._window = of.new_tensor(kept)
+        else:
+            self._window = of.new_zeros(size, 3)
         self._table = of.new_zeros(self._rows + 2, 7)
         self._numbers.clear()
 
     def _taken(self, *arguments: Any, **named: Any) -> None:
         """Stand in for `DeepSpeedEngine._take_model_step`; the schedule goes on with every step, taken or not."""
-        engine, self._bad = self._engine, None
-        schedule, step = engine.lr_scheduler, engine.global_steps + 1
+        engine = self._engine
+        self._bad = None
+        schedule = engine.lr_scheduler
+        step = engine.global_steps + 1
         self._step_number = step
         self._numbers.append(step)
         if self.keeps_weights:
@@ -165,7 +193,9 @@ class StepWatch:
         """Stand in for `step` of the optimizer, which ZeRO calls for each group of its weights."""
         bad = self._judged()
         if not self._reads_on_device:
-            return None if bad else step(*arguments, **named)
+            if bad:
+                return None
+            return step(*arguments, **named)
         base.found_inf = bad.float()
         try:
             return step(*arguments, **named)
@@ -183,26 +213,33 @@ class StepWatch:
         """Compare both values with their limits; each line is a kernel or two."""
         own = self.loss().float()
         pair = torch.stack((own, self._norm().float())).double()
-        if (ranks := torch.distributed.get_world_size()) > 1:
+        ranks = torch.distributed.get_world_size()
+        if ranks > 1:
             torch.distributed.all_reduce(pair.div_(ranks))
         limit = self._most
         if self._asked.spike_sigmas:
-            count, sums = self._window[:, :1].sum(0), self._window[:, 1:].sum(0)
+            count = self._window[:, :1].sum(0)
+            sums = self._window[:, 1:].sum(0)
             mean = sums / count.clamp(min=1)
             variance = self._window[:, 1:].square().sum(0).div_(count.clamp(min=1)).addcmul_(mean, mean, value=-1)
             deviation = variance.clamp_(min=0).sqrt_().add_(mean.abs(), alpha=_ROUNDING / self._asked.spike_sigmas)
             limit = torch.where(count >= self._fewest, mean.add_(deviation, alpha=self._asked.spike_sigmas), limit)
         is_good = ((pair > self._least) & (pair <= limit)).all()  # no comparison holds for NaN
         # A bad step leaves an older one in its place.
-        row, place = torch.cat((self._one, pair)), self._window[self._step_number % len(self._window)]
+        row = torch.cat((self._one, pair))
+        place = self._window[self._step_number % len(self._window)]
         place.copy_(torch.where(is_good, row, place))
         self._table[len(self._numbers) - 1] = torch.cat((row, limit, own.reshape(1).double(), is_good.reshape(1)))
         return ~is_good
 
     def _norm(self) -> torch.Tensor:
-        norm, kept = getattr(self._engine.optimizer, "_global_grad_norm", None), self._kept_norm
+        norm = getattr(self._engine.optimizer, "_global_grad_norm", None)
+        kept = self._kept_norm
         if kept is not None:
-            norm = kept.norm if self._engine.gradient_clipping() > 0 else kept.measure()
+            if self._engine.gradient_clipping() > 0:
+                norm = kept.norm
+            else:
+                norm = kept.measure()
         if isinstance(norm, torch.Tensor):
             return norm.to(self._engine.device).reshape(())
         return torch.full((), float(norm or 0.0), device=self._engine.device)

@@ -64,8 +64,12 @@ def save_bytes(
     """
     # At stage 3 every rank writes a file of its own. Elsewhere one serves many ranks, and holds the states of all; each
     # pipeline stage and tensor rank has one.
-    own_random, own_scaler = random_state.capture(), scaler_state(engine)
-    scalers = [] if own_scaler is None else gather(own_scaler)
+    own_random = random_state.capture()
+    own_scaler = scaler_state(engine)
+    if own_scaler is None:
+        scalers = []
+    else:
+        scalers = gather(own_scaler)
     random_states: Any = {rank(): own_random}
     if engine.zero_optimization_stage() < 3:
         random_states = _rows_of_ranks(own_random, everywhere=engine.mp_world_size > 1)
@@ -91,7 +95,10 @@ def save_bytes(
             exclude_frozen_parameters=leaves_out_frozen,
         )
     if lacking:
-        more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
+        if lacking[1:]:
+            more = f" and {len(lacking) - 1} more"
+        else:
+            more = ""
         raise TrainingError(
             f"{folder.parent / tag}: the checkpoint is not written: no file would have the numbers "
             f"of {lacking[0]}{more}, which DeepSpeed neither steps nor knows as frozen; name what is "
@@ -103,14 +110,17 @@ def save_bytes(
 
 def _rows_of_ranks(own: torch.Tensor, *, everywhere: bool) -> torch.Tensor | None:
     """Every rank's bytes, (ranks, bytes) uint8, on rank 0, which writes the model, or on all. Collective."""
-    num_ranks, on_device = torch.distributed.get_world_size(), own.to(device())
+    num_ranks = torch.distributed.get_world_size()
+    on_device = own.to(device())
     is_writer = rank() == 0
     rows = torch.empty(num_ranks if everywhere or is_writer else 0, len(own), dtype=torch.uint8, device=device())
     if everywhere:
         torch.distributed.all_gather(list(rows.unbind()), on_device)
     else:
         torch.distributed.gather(on_device, list(rows.unbind()) if is_writer else None, dst=0)
-    return rows.cpu() if len(rows) else None
+    if len(rows):
+        return rows.cpu()
+    return None
 
 
 def load_bytes(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str, *, partly: bool = False) -> Mapping[str, Any]:
@@ -142,7 +152,8 @@ def _refuse_lacking(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str, *
     if engine.zero_optimization_stage() < 3:
         return
     content = read_or_explain(Path(engine._get_ckpt_name(str(folder), tag)), mmap=True)
-    if lacking := _lacking(engine, content, partly=partly):
+    lacking = _lacking(engine, content, partly=partly)
+    if lacking:
         raise StorageError(describe_lacking(lacking))
 
 
@@ -253,7 +264,10 @@ def _move_in(
     engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, names: Names, layout: Layout
 ) -> Mapping[str, Any]:
     splits = splits_of(names)
-    division = Division(splits, layout.tensor_rank(rank()), layout.tensor_size) if splits else Division()
+    if splits:
+        division = Division(splits, layout.tensor_rank(rank()), layout.tensor_size)
+    else:
+        division = Division()
     stored = StoredState(checkpoint, division=division)
     _refuse_other_model(engine, stored, names)
     views = OptimizerViews(engine, names)
@@ -281,7 +295,8 @@ def _move_in(
     if schedule is not None and common.get("lr_scheduler") is not None:
         schedule.load_state_dict(common["lr_scheduler"])
         # DeepSpeed's schedules only note their place, and give the optimizer its rate with the next step: too late.
-        if (place := getattr(schedule, "last_batch_iteration", -1)) >= 0:
+        place = getattr(schedule, "last_batch_iteration", -1)
+        if place >= 0:
             schedule.step(place)
     saved = common[STATE_KEY]
     if _has_same_ranks(layout, checkpoint) and (own := stored.random_state(rank())) is not None:
@@ -308,7 +323,8 @@ def _refuse_other_model(engine: deepspeed.DeepSpeedEngine, stored: StoredState, 
 
 def _refuse_other_optimizer(views: OptimizerViews, stored: StoredState, place: Path) -> None:
     """Moments of another optimizer would be taken for this one's; only a manifest has the configs to compare."""
-    known, reason = views.known_keys(), ""
+    known = views.known_keys()
+    reason = ""
     if not stored.keys and (known is None or known):
         reason = (
             "its optimizer's state cannot be told apart (there is none, or it has several parameter groups with "

@@ -73,7 +73,10 @@ def describe_environment() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
-    gpu = torch.cuda.get_device_properties("cuda") if accelerator._name == "cuda" else None
+    if accelerator._name == "cuda":
+        gpu = torch.cuda.get_device_properties("cuda")
+    else:
+        gpu = None
     return {
         "versions": versions,
         "accelerator": accelerator._name,
@@ -132,14 +135,18 @@ def take_device_of_rank(environment: Mapping[str, str]) -> None:
     """
     if device_name() == "cpu":  # whose number DeepSpeed asks another program for
         return
-    local_rank, num_devices = environment.get("LOCAL_RANK", "0"), get_accelerator().device_count()
+    local_rank = environment.get("LOCAL_RANK", "0")
+    num_devices = get_accelerator().device_count()
     if not local_rank.isdecimal():
         return
     if int(local_rank) < num_devices:
         get_accelerator().set_device(int(local_rank))
         return
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    of = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+    if visible is not None:
+        of = f" (CUDA_VISIBLE_DEVICES={visible})"
+    else:
+        of = ""
     error = ConfigError.of(
         "more-ranks-than-devices",
         f"this process sees {counted(num_devices, 'device')}{of}, and the first one's number is 0",

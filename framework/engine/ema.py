@@ -28,7 +28,8 @@ class WeightAverage:
         is called before the weights are exchanged.
         """
         self._before = before
-        self._engine, self._settings = engine, config.training.ema
+        self._engine = engine
+        self._settings = config.training.ema
         self._is_measured = config.evaluation.weights == "ema"
         self._first: dict[torch.Tensor, torch.Tensor] = {}  # of the step that is being taken
         self._base: torch.optim.Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
@@ -69,7 +70,8 @@ class WeightAverage:
     @torch.no_grad()
     def _update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Called once for every group of flattened weights (ZeRO 1 to 3), or once for all."""
-        settings, parameters = self._settings, _stepped(optimizer)
+        settings = self._settings
+        parameters = _stepped(optimizer)
         assert settings is not None
         for parameter in parameters:
             if parameter in self._first:

@@ -56,7 +56,10 @@ def with_expert_groups(model: torch.nn.Module, parameters: list[Any]) -> list[An
             marked.add(parameter)
     if not marked:
         return parameters
-    whole = parameters if isinstance(parameters[0], dict) else [{"params": parameters}]
+    if isinstance(parameters[0], dict):
+        whole = parameters
+    else:
+        whole = [{"params": parameters}]
     name = next(iter(marked)).group_name  # type: ignore[attr-defined]
     parts = [
         {**group, **options, "params": [one for one in group["params"] if (one in marked) is bool(options)]}
@@ -104,7 +107,10 @@ def _whole_state(engine: deepspeed.DeepSpeedEngine, **options: Any) -> Mapping[s
         if mixture is None:
             found[name] = tensor
         elif (rank := torch.distributed.get_rank()) < mixture.size:  # of the first group
-            parts = [torch.empty_like(tensor) for _ in range(mixture.size)] if rank == 0 else None
+            if rank == 0:
+                parts = [torch.empty_like(tensor) for _ in range(mixture.size)]
+            else:
+                parts = None
             torch.distributed.gather(tensor.detach(), parts, dst=0, group=mixture.group)
             found |= {shift_expert(name, at * mixture.num_own): part.cpu() for at, part in enumerate(parts or ())}
     return found

@@ -72,7 +72,10 @@ def failure_of_torch_compile(error: BaseException) -> ConfigError | None:
         return None
     # torch/_inductor/exc.py `CppCompileError`: the command, which takes thousands of letters, then its output.
     _, _, output = str(error).partition("\nOutput:\n")
-    complaint = _last_complaint(output.splitlines()) if output else in_one_line(error, longest=_LONGEST_COMPLAINT)
+    if output:
+        complaint = _last_complaint(output.splitlines())
+    else:
+        complaint = in_one_line(error, longest=_LONGEST_COMPLAINT)
     reason = f"torch.compile cannot make code of the model: {complaint}"
     fix = "repair that on this machine, set training.compile.backend: aot_eager, or training.compile: false"
     return ConfigError.of("compile-failed", reason, fix, "training.compile")

@@ -81,10 +81,14 @@ def known_failure(error: BaseException, plan: Plan | None = None) -> str:
     """Return one line with the event, the way out and the kind of a known failure; empty where it is not known. A plan
     adds what the memory was taken by.
     """
-    stated, is_torchs = str(error), isinstance(error, RuntimeError)
+    stated = str(error)
+    is_torchs = isinstance(error, RuntimeError)
     lacks = "device" if isinstance(error, torch.OutOfMemoryError) else is_torchs and kind_of(stated)
     if lacks == "device":
-        way_out = _SMALLER_EVALUATION if _is_from_evaluation(error) else _SMALLER_STEPS
+        if _is_from_evaluation(error):
+            way_out = _SMALLER_EVALUATION
+        else:
+            way_out = _SMALLER_STEPS
         return f"the device has no memory left{_explained(lacks, error, plan)}; {way_out} [out-of-memory]"
     refused = failure_of_compiler(error) or failure_of_torch_compile(error) or weight_made_late(error)
     if refused is not None:
@@ -112,7 +116,9 @@ def known_failure(error: BaseException, plan: Plan | None = None) -> str:
     ):
         where = _explained("host", error, plan)
         return f"the host has no memory left for this process{where}; {_SMALLER_ON_HOST} [out-of-host-memory]"
-    return death_of_worker(error) if is_torchs else ""
+    if is_torchs:
+        return death_of_worker(error)
+    return ""
 
 
 def weight_made_late(error: BaseException) -> ConfigError | None:
@@ -168,16 +174,23 @@ def explain_failed_batch(error: BaseException) -> str:
     name = call.f_code.co_name
     first, second = (call.f_locals.get(argument) for argument in call.f_code.co_varnames[1:3])
     if name == "forward":
-        given, hint = describe(second), _hint_of_model(error, second)
+        given = describe(second)
+        hint = _hint_of_model(error, second)
     elif name == "count":
-        given, hint = f"targets {describe(first)}", ""
+        given = f"targets {describe(first)}"
+        hint = ""
     else:
         given = f"outputs {describe(first)} and targets {describe(second)}"
         is_cross_entropy = any(frame.f_code.co_name == "cross_entropy" for frame in frames)
-        hint = _hint_of_classes(first, second) if is_cross_entropy else ""
+        if is_cross_entropy:
+            hint = _hint_of_classes(first, second)
+        else:
+            hint = ""
     stated = printable(in_one_line(error, longest=_LONGEST))
     text = f"{_CALLS[name]} fails on a batch{_place(error)}: {stated}; it was given {given}"
-    return f"{text}; {hint}" if hint else text
+    if hint:
+        return f"{text}; {hint}"
+    return text
 
 
 def describe(value: Any) -> str:
@@ -203,7 +216,8 @@ def _hint_of_model(error: BaseException, inputs: Any) -> str:
     if isinstance(error, IndexError) and (numbers := [part for part in tensors if _is_whole(part) and part.numel()]):
         if any(part.device.type != "cpu" for part in numbers):
             return ""
-        low, high = min(int(part.min()) for part in numbers), max(int(part.max()) for part in numbers)
+        low = min(int(part.min()) for part in numbers)
+        high = max(int(part.max()) for part in numbers)
         needs = "an embedding needs more rows than the largest, and none is negative"
         return f"its whole numbers go from {low} to {high}: {needs}"
     if type(error).__name__ == "TorchRuntimeError" and "size=(0,)" in str(error):  # a graph's, of torch.compile
@@ -245,7 +259,8 @@ def _hint_of_classes(outputs: Any, targets: Any) -> str:
         return f"{numbers}{other if targets.is_floating_point() else ''}"
     classes = outputs.shape[1] if outputs.ndim > 1 else 0
     if classes and targets.ndim == outputs.ndim - 1 and targets.device.type == "cpu" and targets.numel():
-        low, high = int(targets.min()), int(targets.max())
+        low = int(targets.min())
+        high = int(targets.max())
         if low < 0 or high >= classes:
             numbers = f"labels go from {low} to {high}, and {classes} classes have the numbers 0 to {classes - 1}"
             return f"{numbers}: change the labels, or the model's number of classes"
@@ -263,4 +278,6 @@ def _place(error: BaseException) -> str:
     places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     engines = (at for at, (file, _) in enumerate(places) if file.startswith(_OWN) and file.endswith("_engine.py"))
     after = [place for place in places[next(engines, 0) :] if not place[0].startswith((*_FOREIGN, _OWN, "<"))]
-    return f" at {after[-1][0]}:{after[-1][1]}" if after else ""
+    if after:
+        return f" at {after[-1][0]}:{after[-1][1]}"
+    return ""

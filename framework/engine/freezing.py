@@ -30,7 +30,8 @@ class StepwiseFreezing:
         self, engine: deepspeed.DeepSpeedEngine, entries: Sequence[FreezeEntry], names: Mapping[torch.Tensor, str]
     ) -> None:
         """Freeze weights of an engine in the steps that the entries name; of weights under plain names."""
-        self._engine, self._entries = engine, entries
+        self._engine = engine
+        self._entries = entries
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         if not scheduled(entries):
             return
@@ -55,7 +56,8 @@ class StepwiseFreezing:
             self._step_part = self._optimizer._optimizer_step
             self._optimizer._optimizer_step = self._step_unless_frozen
         else:
-            base, step = self._base, self._base.step
+            base = self._base
+            step = self._base.step
             base.step = functools.wraps(step)(functools.partial(self._step, step))
 
     def close(self) -> None:
@@ -68,7 +70,9 @@ class StepwiseFreezing:
         return number is not None and is_frozen(self._entries[number], self._engine.global_steps + 1)
 
     def _gradient(self, number: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        return torch.zeros_like(gradient) if self._is_frozen(number) else None
+        if self._is_frozen(number):
+            return torch.zeros_like(gradient)
+        return None
 
     def _step(self, step: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Stand in for `step` of an optimizer that steps all groups at once."""
@@ -93,8 +97,14 @@ class StepwiseFreezing:
         changed = [number for number in self._names if step > 1 and self._changes_with(step, number)]
         for number in changed:
             names = self._names[number]
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            verb = "frozen" if is_frozen(self._entries[number], step) else "trained"
+            if len(names) > 1:
+                more = f" and {len(names) - 1} more"
+            else:
+                more = ""
+            if is_frozen(self._entries[number], step):
+                verb = "frozen"
+            else:
+                verb = "trained"
             line = f"from step {step} on {counted(len(names), 'weight')} {verb}: {names[0]}{more}"
             (print_line if torch.distributed.get_rank() == 0 else note)(line)
         self._take(*arguments, **named)

@@ -55,15 +55,22 @@ class _Bucket:
         for parameter, view in zip(self.parameters, views, strict=True):
             # What was frozen in mid-run has none; what was frozen for a part of the step only has the rest's.
             is_frozen = not parameter.requires_grad and parameter in self.without_gradient
-            parameter.grad = None if is_frozen else _as_laid_out(parameter, view)
-        self.flat, self.sending = None, None  # a handle holds what was sent
+            if is_frozen:
+                parameter.grad = None
+            else:
+                parameter.grad = _as_laid_out(parameter, view)
+        # a handle holds what was sent
+        self.flat = None
+        self.sending = None
 
 
 def _dense_gradient(parameter: Parameter) -> torch.Tensor:
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter)
-    return gradient.to_dense() if gradient.is_sparse else gradient
+    if gradient.is_sparse:
+        return gradient.to_dense()
+    return gradient
 
 
 def _as_laid_out(parameter: Parameter, gradient: torch.Tensor) -> torch.Tensor:
@@ -77,8 +84,10 @@ class GradientSums:
     """Stands in for `DeepSpeedEngine.allreduce_gradients`; may divide by what the ranks count instead of by ranks."""
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
-        self._engine, self._group = engine, engine.seq_data_parallel_group
-        self.ranks, self.device = torch.distributed.get_world_size(self._group), engine.device
+        self._engine = engine
+        self._group = engine.seq_data_parallel_group
+        self.ranks = torch.distributed.get_world_size(self._group)
+        self.device = engine.device
         # Divides losses before the counts are there: one for each sample. So gradients have their right size
         # in the backward pass as well, where a model may clip them itself.
         self.divisor = float(engine.train_batch_size())
@@ -124,7 +133,8 @@ class GradientSums:
                 self.factor = factor.nan_to_num_(1.0 / self.ranks, posinf=1.0 / self.ranks)
             for bucket in self._buckets:
                 bucket.hand_out(self.factor)
-            self._num_sent, self._count = 0, None
+            self._num_sent = 0
+            self._count = None
             self._sends_early = not self._is_nested
         for bucket in self._buckets[: self._num_hooked]:
             bucket.missing = {parameter for parameter in bucket.parameters if parameter.requires_grad}

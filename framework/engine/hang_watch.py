@@ -83,9 +83,16 @@ def watching(
         least_seconds: without one before ranks are looked at.
         asked: returns the request to stop this process, if there was one, whatever the main thread waits for.
     """
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    store: Store | None = _get_default_store() if world_size > 1 else None
-    own = None if store is None else PrefixStore(f"hang/{next(_numbers)}", store).clone()
+    rank = torch.distributed.get_rank()
+    world_size = torch.distributed.get_world_size()
+    if world_size > 1:
+        store: Store | None = _get_default_store()
+    else:
+        store = None
+    if store is None:
+        own = None
+    else:
+        own = PrefixStore(f"hang/{next(_numbers)}", store).clone()
     watch = HangWatch(
         own,
         rank=rank,
@@ -107,9 +114,11 @@ class Watched:
     """Question of a loop before every step and between the batches of an evaluation: each is a sign of life."""
 
     def __init__(self, watch: HangWatch, ask: Callable[[int], str]) -> None:
-        self._watch, self._ask = watch, ask
+        self._watch = watch
+        self._ask = ask
         self._last: int | None = None
-        self.enter, self.during = watch.enter, watch.during
+        self.enter = watch.enter
+        self.during = watch.during
 
     def __call__(self, step: int) -> str:
         if self._last is None:
@@ -171,12 +180,18 @@ class HangWatch:
         least: float,
         asked: Callable[[], str] = str,
     ) -> None:
-        self._store, self._rank, self._world_size, self._logs = store, rank, world_size, logs
-        self._end_seconds, self._least, self._asked = end_seconds, least, asked
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._logs = logs
+        self._end_seconds = end_seconds
+        self._least = least
+        self._asked = asked
         self._asked_at = math.inf
         self._num_compiled = 0
         self._is_at_prompt = self._was_paused = False
-        self._step, self._at = 0, time.monotonic()
+        self._step = 0
+        self._at = time.monotonic()
         self._first: int | None = None  # of the steps
         self._gaps = Gaps()
         self.phase = STARTING
@@ -207,11 +222,13 @@ class HangWatch:
         """Note that the loop goes on."""
         now = time.monotonic()
         self._note_gap(now - self._at)
-        self._step, self._at = step, now
+        self._step = step
+        self._at = now
 
     def enter(self, phase: str) -> str:
         """Begin a phase, and return the one that ends by it, to go back to it; in an empty one nothing is watched."""
-        before, now = self.phase, time.monotonic()
+        before = self.phase
+        now = time.monotonic()
         self._note_gap(now - self._at)
         self._at = now
         self.phase, self._note = phase, self._gaps.noted(phase)
@@ -221,7 +238,8 @@ class HangWatch:
         """Note a gap of the phase that it is of, unless something was compiled in it."""
         num_compiled = _num_compiled()
         if self._is_first(self.phase) or num_compiled != self._num_compiled or self._was_paused:
-            self._num_compiled, self._was_paused = num_compiled, False
+            self._num_compiled = num_compiled
+            self._was_paused = False
             self._gaps.excused(self.phase, seconds)
         elif self.phase not in _GAPS_TO_KNOW or not self._gaps.noted_first(self.phase, seconds):
             self._note(seconds)
@@ -252,19 +270,26 @@ class HangWatch:
 
     def _limit(self, phase: str) -> float:
         limit = self._gaps.limit(phase, least=self._least)
-        limit = max(limit, _UNKNOWN_SECONDS) if self._is_first(phase) else limit
-        return min(limit, self._end_seconds / 2) if self._end_seconds else limit
+        if self._is_first(phase):
+            limit = max(limit, _UNKNOWN_SECONDS)
+        else:
+            limit = limit
+        if self._end_seconds:
+            return min(limit, self._end_seconds / 2)
+        return limit
 
     def _watch(self) -> None:
         while not self._closing.wait(_LOOK_SECONDS):
             if self._waits_for_people():
                 faulthandler.cancel_dump_traceback_later()
-                self._at, self._was_paused = time.monotonic(), True
+                self._at = time.monotonic()
+                self._was_paused = True
                 self._stalled = None
                 self._go_on()
                 continue
             phase = self.phase  # before the time, which is stored before it
-            seconds, limit = time.monotonic() - self._at, self._limit(phase)
+            seconds = time.monotonic() - self._at
+            limit = self._limit(phase)
             if not phase:
                 faulthandler.cancel_dump_traceback_later()
                 self._go_on()
@@ -347,8 +372,11 @@ class HangWatch:
         if self._kind and self._store is not None:
             with suppress(RuntimeError):
                 self._store.delete_key(_verdict_key(self._named_at))
-        self._stalled, self._is_reported, self._kind = None, False, ""
-        self._posts, self._settle = [], _SETTLE_SECONDS / 2
+        self._stalled = None
+        self._is_reported = False
+        self._kind = ""
+        self._posts = []
+        self._settle = _SETTLE_SECONDS / 2
 
     def _note_stall(self, kind: str, *, until: float) -> None:
         assert self._stalled is not None
@@ -414,7 +442,8 @@ class HangWatch:
 
 def place_of(frame: FrameType | None) -> str:
     """Find where a thread is: the innermost line of the user's code, and the function that it is in now."""
-    innermost, own = frame, None
+    innermost = frame
+    own = None
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith((_OWN, "<")) and not any(part in name for part in _LIBRARIES):
@@ -425,11 +454,9 @@ def place_of(frame: FrameType | None) -> str:
     if frame is None:
         return "an unknown place"
     line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
-    return (
-        line
-        if innermost in (own, None)
-        else f"{line} ({innermost.f_code.co_name} of {innermost.f_globals.get('__name__', '?')})"
-    )
+    if innermost in (own, None):
+        return line
+    return f"{line} ({innermost.f_code.co_name} of {innermost.f_globals.get('__name__', '?')})"
 
 
 def is_compiling() -> bool:
@@ -446,7 +473,9 @@ def is_compiling() -> bool:
 def _num_compiled() -> int:
     """Frames that torch.compile has looked at in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["frames"]["total"])
+    if dynamo is None:
+        return 0
+    return int(dynamo.counters["frames"]["total"])
 
 
 def _verdict_key(step: int) -> str:
@@ -465,7 +494,9 @@ def kind_of(states: Mapping[int, State], *, world_size: int) -> str:
     outside = [state for state in states.values() if _waits_in(state) is None]
     if len(states) < world_size or not outside:
         return _HANG
-    return _HANG if all(state["phase"] in (*_SHORT, _FIRST_STEPS) for state in outside) else _SLOW
+    if all(state["phase"] in (*_SHORT, _FIRST_STEPS) for state in outside):
+        return _HANG
+    return _SLOW
 
 
 def collectives() -> dict[str, dict[str, Any]]:
@@ -512,7 +543,10 @@ def sentence(states: Mapping[int, State], *, world_size: int) -> str:
         return begin + who + _where(waiting, states)
     if outside:
         first = next(iter(outside))
-        is_in = "is" if len(outside) == 1 else "are"
+        if len(outside) == 1:
+            is_in = "is"
+        else:
+            is_in = "are"
         who = f"{_ranks(outside)} {is_in} at {outside[first]['place']}"
         if waiting:
             entered = _shown(next(iter(waiting.values())))
@@ -527,7 +561,9 @@ def sentence(states: Mapping[int, State], *, world_size: int) -> str:
 
 
 def _begin(phase: str, seconds: float) -> str:
-    return f"no step for {seconds:.0f} s" if phase == STEPS else f"no progress in {phase} for {seconds:.0f} s"
+    if phase == STEPS:
+        return f"no step for {seconds:.0f} s"
+    return f"no progress in {phase} for {seconds:.0f} s"
 
 
 def _waits_in(state: State) -> dict[str, Any] | None:
@@ -551,4 +587,6 @@ def _where(waiting: Mapping[int, Mapping[str, Any]], states: Mapping[int, State]
 def _ranks(ranks: Any) -> str:
     named = sorted(ranks)
     text = ", ".join(map(str, named[:4])) + (f" and {len(named) - 4} more" if len(named) > 4 else "")
-    return f"rank {text}" if len(named) == 1 else f"ranks {text}"
+    if len(named) == 1:
+        return f"rank {text}"
+    return f"ranks {text}"

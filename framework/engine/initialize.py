@@ -83,7 +83,8 @@ def initialize(
     stepped = with_expert_groups(model, groups_of_weights)
     make = make_optimizer
     if make is not None:
-        section, is_stage = plan.config.optimizer, layers is not None
+        section = plan.config.optimizer
+        is_stage = layers is not None
         make = partial(make_over_all, make, names=names, section=section, is_stage=is_stage)
     with (
         refusing_scalars(),
@@ -211,7 +212,10 @@ class Step:
         self.engine.written.refuse()
         engine, own = self.engine, loss | self.further() | self.engine.phases.read() | memory_metrics()
         slow = engine.stragglers
-        shared = over_ranks(own) if slow is None else over_ranks(own, partial(slow.note, engine.engine.global_steps))
+        if slow is None:
+            shared = over_ranks(own)
+        else:
+            shared = over_ranks(own, partial(slow.note, engine.engine.global_steps))
         return shared | {"train/lr": self.lr} | engine_metrics(engine.engine, engine.kept_norm)
 
 
@@ -229,7 +233,9 @@ class PassedStep:
 def positions_of(plan: Plan) -> Positions | None:
     """This rank's part of every sequence; None where it has all positions."""
     size = plan.layout.sequence_size
-    return Positions(plan.layout.sequence_rank(torch.distributed.get_rank()), size) if size > 1 else None
+    if size > 1:
+        return Positions(plan.layout.sequence_rank(torch.distributed.get_rank()), size)
+    return None
 
 
 class BaseEngine:
@@ -249,7 +255,10 @@ class BaseEngine:
     ) -> None:
         """`names` tells the plain names of what the engine holds, `stages` is a pipeline's process group."""
         place(task, device())
-        self.engine, self._task, self._names, self._layout = engine, task, names, plan.layout
+        self.engine = engine
+        self._task = task
+        self._names = names
+        self._layout = plan.layout
         self.modes = Modes(engine, plain_name=self.name_module, stages=stages)
         self._batches = DeviceBatches(
             device(), HALF.get(plan.config.precision.dtype), plan.config.training.channels_last, positions_of(plan)
@@ -263,8 +272,12 @@ class BaseEngine:
         self.kept_norm = keep_norm(engine, stages=stages)
         self.phases = phases_of(engine)
         self.stragglers = stragglers_of(plan, torch.distributed.get_world_size())
-        asked, most = plan.config.training.bad_steps, plan.config.training.log_every
-        watch = None if asked is None else StepWatch(engine, asked, self.kept_norm, most_steps=most)
+        asked = plan.config.training.bad_steps
+        most = plan.config.training.log_every
+        if asked is None:
+            watch = None
+        else:
+            watch = StepWatch(engine, asked, self.kept_norm, most_steps=most)
         self.bad_steps = watch
         self.trained_weights = TrainedWeights(engine, names())
         keep_gradient_order(engine, refuse_changes=self.trained_weights.refuse_changed_flags)
@@ -301,7 +314,8 @@ class BaseEngine:
             )
 
     def load(self, checkpoint: SavedCheckpoint, *, moved: bool) -> Mapping[str, Any]:
-        names, partly = self._names(), self._leaves_out_frozen
+        names = self._names()
+        partly = self._leaves_out_frozen
         if moved:
             if partly:
                 names = {
@@ -322,8 +336,13 @@ class BaseEngine:
         """Describe for the manifest of its checkpoints what they hold of the model, and how tensor ranks
         share weights. Collective.
         """
-        layout, own = self._layout, splits_of(self._names())
-        everyone = gather(own) if layout.tensor_size > 1 and layout.pipe_size > 1 else [own]  # stages have others
+        layout = self._layout
+        own = splits_of(self._names())
+        # stages have others
+        if layout.tensor_size > 1 and layout.pipe_size > 1:
+            everyone = gather(own)
+        else:
+            everyone = [own]
         found = {name: [one.dim, list(one.sections)] for splits in everyone for name, one in splits.items()}
         return self._described_weights() | ({"tensor": found} if found else {})
 
@@ -331,7 +350,8 @@ class BaseEngine:
         """Describe the weights that every save is held against; at stage 3 the files alone do not tell them."""
         if self._layout.pipe_size > 1 or self.engine.zero_optimization_stage() < 3:
             return {}
-        module, partly = self.engine.module, self._leaves_out_frozen
+        module = self.engine.module
+        partly = self._leaves_out_frozen
         each = {id(one): whole_shape(one).numel() for one in state_of(module, partly=partly).values()}
         ties = further_names(module, partly=partly)
         weights = {"weights": {"names": len(each), "elements": sum(each.values())}}

@@ -44,7 +44,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.5, help="about how long each size is measured")
     asked = parser.parse_args()
     uses_cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if uses_cuda else torch.device("cpu")
+    if uses_cuda:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        device = torch.device("cpu")
     if uses_cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if uses_cuda else "gloo", timeout=datetime.timedelta(seconds=_JOIN_SECONDS))
@@ -61,7 +64,11 @@ def measure(device: torch.device, *, seconds: float, folder: Path | None, file_b
     backend = dist.get_backend()
     hosts = _gather((socket.gethostname(), int(os.environ.get("LOCAL_RANK", "0"))))
     speak = [rank for rank, (_, local) in enumerate(hosts) if local == 0]
-    units = speak if len(speak) > 1 else list(range(len(hosts)))  # on one host its ranks are compared
+    # on one host its ranks are compared
+    if len(speak) > 1:
+        units = speak
+    else:
+        units = list(range(len(hosts)))
     labels = [hosts[rank][0] if len(speak) > 1 else f"rank {rank}" for rank in units]
     return {
         "backend": backend,
@@ -99,7 +106,8 @@ def all_reduce(num_bytes: int, device: torch.device, *, seconds: float) -> dict[
 
     dist.all_reduce(tensor)  # connects
     took = slowest(int(min(max(seconds / max(slowest(1), 1e-9), 2), 200)))
-    algorithm, count = num_bytes / took, dist.get_world_size()
+    algorithm = num_bytes / took
+    count = dist.get_world_size()
     return {"bytes": num_bytes, "seconds": took, "algorithm": algorithm, "bus": algorithm * 2 * (count - 1) / count}
 
 
@@ -110,7 +118,10 @@ def pairs(units: Sequence[int], labels: Sequence[str], device: torch.device, *, 
         dist.barrier()
         for a, b in together:
             if dist.get_rank() in (units[a], units[b]):
-                other = units[b] if dist.get_rank() == units[a] else units[a]
+                if dist.get_rank() == units[a]:
+                    other = units[b]
+                else:
+                    other = units[a]
                 speed = _exchange(other, device, num_bytes=num_bytes)
                 if dist.get_rank() == units[a]:
                     own.append({"a": labels[a], "b": labels[b], "bytes_per_second": speed})
@@ -129,7 +140,10 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 def storage(folder: Path, num_bytes: int, writers: Sequence[int]) -> list[dict[str, Any]]:
     """Each host writes, flushes and reads again, all of them at the same time as in a checkpoint. Collective."""
     dist.barrier()
-    found = _write_and_read(folder, num_bytes) if dist.get_rank() in writers else None
+    if dist.get_rank() in writers:
+        found = _write_and_read(folder, num_bytes)
+    else:
+        found = None
     return [each for each in _gather(found) if each is not None]
 
 
@@ -161,7 +175,8 @@ def _write_and_read(folder: Path, num_bytes: int) -> dict[str, Any]:
 
 def _exchange(other: int, device: torch.device, *, num_bytes: int) -> float:
     """Bytes per second in each direction, the median of five."""
-    mine, theirs = torch.zeros(num_bytes // 4, device=device), torch.empty(num_bytes // 4, device=device)
+    mine = torch.zeros(num_bytes // 4, device=device)
+    theirs = torch.empty(num_bytes // 4, device=device)
 
     def both_ways() -> None:
         operations = [dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, theirs, other)]

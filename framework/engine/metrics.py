@@ -41,7 +41,8 @@ def over_ranks(
 
     `own` are this rank's; stages of a pipeline may have others. `look` sees the times of all ranks, by the part.
     """
-    names, ranks = ("train/loss", *_TIMES, *_MEMORY, *_EXPERTS), torch.distributed.get_world_size()
+    names = ("train/loss", *_TIMES, *_MEMORY, *_EXPERTS)
+    ranks = torch.distributed.get_world_size()
     row = torch.tensor([own.get(name, -1.0) for name in names], dtype=torch.float64, device=device())
     rows = row.new_empty(ranks * len(names))
     torch.distributed.all_gather_into_tensor(rows, row)
@@ -122,7 +123,10 @@ def _number(name: str, value: Any, *, task: Task) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        shape = f"tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        if isinstance(value, torch.Tensor):
+            shape = f"tensor of shape {tuple(value.shape)}"
+        else:
+            shape = type(value).__name__
         raise ConfigError.of(
             "task-metric-result",
             f"derive() returned a {shape} for the metric {name!r}, not a number",
@@ -143,10 +147,14 @@ def time_layers(
         ConfigError: kind ``layer-failed``: what runs where the layers were looked at need not run on the device.
     """
     half = HALF.get(precision.dtype)
-    compute = HALF[precision.compute_dtype] if isinstance(precision, Autocast) else None
+    if isinstance(precision, Autocast):
+        compute = HALF[precision.compute_dtype]
+    else:
+        compute = None
     batches = DeviceBatches(device(), half)
     value = batches.as_read(batches.move(inputs))
-    seconds, tied = [], dict[str, torch.nn.Module]()
+    seconds = []
+    tied = dict[str, torch.nn.Module]()
     with torch.random.fork_rng(devices=[] if device().type == "cpu" else [device()]):
         for number, layer in enumerate(layers):
             try:
@@ -174,7 +182,10 @@ def _once(layer: Layer, module: torch.nn.Module, value: Any) -> float:
     get_accelerator().synchronize()
     begin = time.perf_counter()
     output = layer.apply(module, fresh)
-    tensors = output if isinstance(output, tuple) else (output,)
+    if isinstance(output, tuple):
+        tensors = output
+    else:
+        tensors = (output,)
     parts = [tensor.float().sum() for tensor in tensors if tensor.is_floating_point() and tensor.requires_grad]
     if parts:
         torch.autograd.backward(parts)

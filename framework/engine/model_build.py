@@ -88,7 +88,8 @@ def build_model(
         ways[:2] = reversed(ways[:2])
     if not is_cut or groups is not None:  # and one alone is tried however large it is; a part is one of the whole
         ways = [_build_whole, in_turn]
-    reason, random_state = "", capture()
+    reason = ""
+    random_state = capture()
     with refusing_scalars():
         for way in ways:
             restore(random_state)
@@ -99,7 +100,9 @@ def build_model(
                 reason = str(error) or reason
             if all(gather(model is not None)):
                 assert model is not None
-                return partition(model, ds_config, groups) if is_cut else model
+                if is_cut:
+                    return partition(model, ds_config, groups)
+                return model
     raise ConfigError.of(
         kind="init-lost-at-stage-3",
         key="zero.stage",
@@ -133,7 +136,10 @@ def _build_in_turn(
                 if is_cut:
                     parameter.data = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
                 else:  # room for what DeepSpeed will send, as it will cast it
-                    dtype = half if half is not None and parameter.is_floating_point() else parameter.dtype
+                    if half is not None and parameter.is_floating_point():
+                        dtype = half
+                    else:
+                        dtype = parameter.dtype
                     strides = parameter.stride()
                     parameter.data = torch.empty_strided(parameter.shape, strides, dtype=dtype, device=device())
         barrier()
@@ -187,8 +193,14 @@ def partition(
     """
     whole = [parameter for parameter in model.parameters() if not is_zero_param(parameter)]
     # A second one would delete what the first one has swapped to NVMe.
-    where = {} if rank_groups is None else {"data_parallel_group": rank_groups.data, "mpu": rank_groups}
-    init = deepspeed.zero.Init(module=torch.nn.Module(), **_arguments(ds_config), **where) if whole else None
+    if rank_groups is None:
+        where = {}
+    else:
+        where = {"data_parallel_group": rank_groups.data, "mpu": rank_groups}
+    if whole:
+        init = deepspeed.zero.Init(module=torch.nn.Module(), **_arguments(ds_config), **where)
+    else:
+        init = None
     for parameter in whole:
         assert init is not None
         if parameter.is_floating_point():
@@ -206,7 +218,10 @@ def partition(
 def _arguments(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what every `zero.Init` of a run is given; hpZ's group is made by the first one, and by no other."""
     has_group = ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
-    group = groups._get_zero_param_intra_parallel_group() if has_group else None
+    if has_group:
+        group = groups._get_zero_param_intra_parallel_group()
+    else:
+        group = None
     return {"config_dict_or_path": dict(ds_config), "zero_param_parallel_group": group}
 
 
@@ -238,7 +253,8 @@ class _WatchForLoss(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
             if getattr(value, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE and not _is_harmless(func):
-                place, weight = _caller(), getattr(value, "weight_of", "a weight")
+                place = _caller()
+                weight = getattr(value, "weight_of", "a weight")
                 if place is not None:
                     raise _NotThisWay(
                         f"{place} uses {weight} after its constructor has returned, when its values are gone"

@@ -54,9 +54,11 @@ def make_over_all(
         wrong = next(filter(None, gather(wrong)), None)
     if wrong is None:
         return optimizer
-    key, value = "optimizer", ""
+    key = "optimizer"
+    value = ""
     if isinstance(section, Target):
-        key, value = "optimizer.target", section.target
+        key = "optimizer.target"
+        value = section.target
     elif isinstance(section, Object):
         value = section.object
     reason, fix = wrong
@@ -67,7 +69,8 @@ def _what_is_wrong(optimizer: torch.optim.Optimizer, names: Names) -> tuple[str,
     """Return a reason and a fix, or None."""
     held = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     known = {id(weight) for weight in names}
-    if num_others := sum(id(weight) not in known for weight in held):
+    num_others = sum(id(weight) not in known for weight in held)
+    if num_others:
         shapes = [tuple(weight.shape) for weight in held if id(weight) not in known]
         reason = f"it holds {counted(num_others, 'tensor')} that it was not given, of shape {shapes[0]}"
         return reason, f"{_OVER_ALL}, and nothing else; what is to be trained belongs into the model"

@@ -36,9 +36,11 @@ class Phases:
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock, self._since = clock, 0.0
+        self._clock = clock
+        self._since = 0.0
         self._seconds: dict[str, float] = defaultdict(float)
-        self.current, self._steps = "", 0
+        self.current = ""
+        self._steps = 0
 
     def begin(self) -> None:
         """Begin a step."""
@@ -68,7 +70,8 @@ class Phases:
         device has been waited for.
         """
         self._collect()
-        steps, self._steps = max(self._steps, 1), 0
+        steps = max(self._steps, 1)
+        self._steps = 0
         found = {f"time/{name}_ms": 1000 * value / steps for name, value in self._seconds.items() if name != _REST}
         self._seconds.clear()
         return found
@@ -99,7 +102,8 @@ class Phases:
         now = self._clock()
         if self.current:
             self._seconds[self.current] += now - self._since
-        self.current, self._since = phase, now
+        self.current = phase
+        self._since = now
 
     def _collect(self) -> None:
         """Nothing is left to be read."""
@@ -121,7 +125,10 @@ class EventPhases(Phases):
         super().begin()
 
     def moment(self) -> Any:
-        event = self._free.pop() if self._free else self._make_event()
+        if self._free:
+            event = self._free.pop()
+        else:
+            event = self._make_event()
         event.record()
         return event
 
@@ -198,7 +205,8 @@ class _Timers(NoopTimer):  # type: ignore[misc]
 
 class _Timer(NoopTimer.Timer):  # type: ignore[misc]
     def __init__(self, phases: Phases) -> None:
-        self._phases, self._before = phases, ""
+        self._phases = phases
+        self._before = ""
 
     def start(self) -> None:
         self._before = self._phases.enter("communication")

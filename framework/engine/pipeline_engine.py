@@ -59,7 +59,10 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         set_mode: SetMode | None = None,
         **options: Any,
     ) -> None:
-        self._given_bounds, self._seed, self._adapt, self._layers = list(bounds), seed, adapt, tuple(layers)
+        self._given_bounds = list(bounds)
+        self._seed = seed
+        self._adapt = adapt
+        self._layers = tuple(layers)
         self._set_mode = set_mode
         self.holds_modes = False
         super().__init__(
@@ -75,9 +78,11 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         firsts: dict[str, partial[torch.nn.Module]] = {}
         specs: list[LayerSpec] = []
         for number, layer in enumerate(layers):
-            spec, make = LayerSpec(torch.nn.Module), partial(self._make, layer, number)
+            spec = LayerSpec(torch.nn.Module)
+            make = partial(self._make, layer, number)
             if layer.tied:
-                weights, make = list(layer.tied_weights), firsts.setdefault(layer.tied, make)
+                weights = list(layer.tied_weights)
+                make = firsts.setdefault(layer.tied, make)
                 spec = TiedLayerSpec(layer.tied, torch.nn.Module, forward_fn=layer.call, tied_weight_attr=weights)
             spec.build = make
             specs.append(spec)
@@ -121,7 +126,9 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
 def _contiguous(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.contiguous()
-    return tuple(map(_contiguous, value)) if type(value) is tuple else value
+    if type(value) is tuple:
+        return tuple(map(_contiguous, value))
+    return value
 
 
 def build_pipeline(
@@ -241,7 +248,10 @@ class PipelineEngine(BaseEngine):
 
     def name_module(self, name: str) -> str:
         is_layer = name.removeprefix("tied_modules.").partition(".")[0] not in ("", "tied_modules")
-        plain: str = self.engine.module.plain_name(f"{name}.") if is_layer else name
+        if is_layer:
+            plain: str = self.engine.module.plain_name(f"{name}.")
+        else:
+            plain = name
         return plain.removesuffix(".")
 
     def evaluate(

@@ -56,7 +56,8 @@ def build_engine(
     if plan.layout.sequence_size > 1:
         share_attention(model)
     names = names_of(model)
-    if (asked := plan.config.training.compile) is not None:
+    asked = plan.config.training.compile
+    if asked is not None:
         deepspeed.utils.nvtx.enable_nvtx = False  # as DeepSpeed's `engine.compile` does: it would cut graphs
         compile_model(model, asked, after_first_pass=plan.config.zero.stage == 3)
     engine = initialize(
@@ -100,7 +101,8 @@ class PlainEngine(BaseEngine):
         self._loss = StepLoss(task, micro_batches=engine.gradient_accumulation_steps(), sums=divider)
         self._tiles = _tiles(engine.module, plan, task)
         self._sharing: Callable[[], AbstractContextManager[None]] = nullcontext
-        if (positions := self._batches.positions) is not None:
+        positions = self._batches.positions
+        if positions is not None:
             group = SequenceGroup(positions.rank, positions.size, make_groups(plan.layout).sequence)
             self._sharing = group.shared
             if isinstance(plan.config.model, (Target, Object)):  # ours are held by tests
@@ -123,18 +125,24 @@ class PlainEngine(BaseEngine):
             micro_batches = self._compared(micro_batches, self._check)
             self._check = None
         watch = self.bad_steps
-        step: Step = self._take(micro_batches) if watch is None else watch.run(self._take, micro_batches)
+        if watch is None:
+            step: Step = self._take(micro_batches)
+        else:
+            step = watch.run(self._take, micro_batches)
         return step
 
     def _compared(self, micro_batches: Iterator[Any], check: PositionCheck) -> Iterator[Any]:
         """The same micro-batches, of which the first one is looked at."""
         first = next(micro_batches)
-        move, split = self._batches.move, self._task.split
+        move = self._batches.move
+        split = self._task.split
         check.look_at_batch(first, lambda batch: split(move(batch)), self._batches.as_read)
         return chain([first], micro_batches)
 
     def _take(self, micro_batches: Iterator[Any]) -> Step:
-        engine, task, phases = self.engine, self._task, self.phases
+        engine = self.engine
+        task = self._task
+        phases = self.phases
         phases.begin()
         lr = self.lr()  # before the step: DeepSpeed moves the schedule on at its end
         total: torch.Tensor | None = None
@@ -155,7 +163,10 @@ class PlainEngine(BaseEngine):
                     engine.backward(sum((one.loss for one in routings), loss), scale_wrt_gas=is_divided)
                 reported += [(one.balance, one.dropped) for one in routings]
                 phases.enter("optimizer")
-                total = loss.detach() if total is None else total + loss.detach()
+                if total is None:
+                    total = loss.detach()
+                else:
+                    total = total + loss.detach()
                 if self.bad_steps is not None:
                     self.bad_steps.loss = self._loss.mean(total)
                 engine.step()
@@ -169,7 +180,9 @@ class PlainEngine(BaseEngine):
     def evaluate(
         self, batches: Iterable[tuple[Any, bool]], *, is_stopping: Callable[[], bool] = lambda: False
     ) -> Mapping[str, float]:
-        task, sums, show = self._task, EvalSums(device()), self.show_batch
+        task = self._task
+        sums = EvalSums(device())
+        show = self.show_batch
         share_buffers(self.engine)
         with self.modes.evaluating(), torch.no_grad(), self._average.in_evaluation(), self._sharing():
             for batch, counts in batches:
@@ -189,16 +202,21 @@ def _tiles(model: torch.nn.Module, plan: Plan, task: Any) -> Callable[[Any], Abs
     """Return what lets the output layer of a model compute the loss of targets tile by tile, where it can and should; a
     ConfigError of kind ``loss-not-tiled`` where it cannot.
     """
-    tile, kind = plan.config.training.loss_tile, type(task)
+    tile = plan.config.training.loss_tile
+    kind = type(task)
     is_open = tile == "auto" and not (kind in (CausalLM, MaskedLM) and isinstance(model, LayeredModel))
     if tile == 0 or is_open:
         _warn_of_slow_rows(model, plan)
         return lambda targets: nullcontext()
-    reason, head = f"{kind.__name__} computes a loss of its own from logits", None
+    reason = f"{kind.__name__} computes a loss of its own from logits"
+    head = None
     if {getattr(kind, "loss", None), getattr(kind, "measure", None)} <= _LOSSES:
         reason = f"the output layer of {type(model).__name__} is not known, or not an nn.Linear of its own"
         is_joined = plan.layout.tensor_size > 1 and task.vocabulary is None
-        head = None if is_joined else output_head(model)
+        if is_joined:
+            head = None
+        else:
+            head = output_head(model)
     if head is None and tile == "auto":
         return lambda targets: nullcontext()
     if head is None:
@@ -226,7 +244,8 @@ def arithmetic_of(plan: Plan) -> Iterator[None]:
     """Compute as the config says meanwhile: fp32 products and convolutions in TF32 or not, and the same bits in every
     run or not.
     """
-    cudnn, matmul = torch.backends.cudnn, getattr(plan.config.precision, "matmul", "highest")
+    cudnn = torch.backends.cudnn
+    matmul = getattr(plan.config.precision, "matmul", "highest")
     before = torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     torch.set_float32_matmul_precision(matmul)

@@ -56,8 +56,11 @@ class Profiler:
     def __init__(self, engine: BaseEngine, asked: Profile, folder: Path, *, stage: int) -> None:
         """`folder` is the run's own, `stage` the one of a pipeline which this rank runs."""
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes lines for itself
-        self._engine, self._asked, self._folder = engine, asked, folder / "profile"
-        self._rank, self.is_over = torch.distributed.get_rank(), False
+        self._engine = engine
+        self._asked = asked
+        self._folder = folder / "profile"
+        self._rank = torch.distributed.get_rank()
+        self.is_over = False
         self._last_traced = asked.last - asked.waits
         self._trace: _Trace | None = None
         self._instruments: _Instruments | None = None
@@ -127,12 +130,18 @@ class _Trace:
     """Torch's profiler over some steps, with a range for each of them and for each of its phases."""
 
     def __init__(self, phases: Phases, path: Path, *, before: int) -> None:
-        self._phases, self._path, self._step = phases, path, before - 1
-        self._steps, self._ranges = list[int](), list[Any]()
+        self._phases = phases
+        self._path = path
+        self._step = before - 1
+        self._steps = list[int]()
+        self._ranges = list[Any]()
         self._sent: Mapping[str, list[int]] = {}
         self._spans: list[tuple[float, float]] = []  # Unix times of the steps
         activity = torch.profiler.ProfilerActivity
-        on_gpu = [activity.CUDA] if get_accelerator()._name == "cuda" else []
+        if get_accelerator()._name == "cuda":
+            on_gpu = [activity.CUDA]
+        else:
+            on_gpu = []
         self._marks: list[tuple[int, str, Any]] = []
         self._profiler = torch.profiler.profile(activities=[activity.CPU, *on_gpu])
         self._profiler.prepare_trace()
@@ -170,7 +179,8 @@ class _Trace:
         """Write the trace, whole or not at all; once."""
         if not self._path.name:
             return
-        path, self._path = self._path, Path()
+        path = self._path
+        self._path = Path()
         self._phases.unwatch()
         while self._ranges:  # of a step that has failed
             self._close()
@@ -192,7 +202,8 @@ class _Trace:
         tables = {"steps": self._steps, "began_seconds": self._began, "timeline": timeline}
         if has_operations:
             profiler: Any = self._profiler.profiler  # whose `events()` takes seconds where these take milliseconds
-            events, num_steps = profiler.kineto_results.events(), len(self._steps)
+            events = profiler.kineto_results.events()
+            num_steps = len(self._steps)
             tables["operations"] = operations_of(events, {phase for _, phase, _ in self._marks}, num_steps=num_steps)
             tables["collectives"] = collectives_of(events, self._sent, num_steps=num_steps)
         return tables
@@ -205,7 +216,8 @@ class _Trace:
             if phase:
                 # The end of a backward pass, after the sums that it waits for, is a part of it.
                 counts[step, phase] += names[number : number + 2] != [phase, "communication"]
-                at, length = self._phases.between(self._base, begin), self._phases.between(begin, end)
+                at = self._phases.between(self._base, begin)
+                length = self._phases.between(begin, end)
                 times = {"at_ms": round(1000 * at, 4), "ms": round(1000 * length, 4)}
                 yield {"step": step, "phase": phase, "micro_batch": counts[step, phase] - 1, **times}
 
@@ -224,7 +236,8 @@ def operations_of(events: Iterable[Any], phases: Set[str], *, num_steps: int) ->
     threads: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
     found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for event in events:
-        span, name = (event.start_ns(), event.end_ns()), event.name()
+        span = (event.start_ns(), event.end_ns())
+        name = event.name()
         if event.device_type() != DeviceType.CPU:
             if not event.is_user_annotation():
                 _add(found["device", name], 1, span[1] - span[0])
@@ -243,7 +256,10 @@ def operations_of(events: Iterable[Any], phases: Set[str], *, num_steps: int) ->
     for place in ("host", "device"):
         own = [(name, sums) for (where, name), sums in found.items() if where == place and not name.startswith(_STEP)]
         for name, (count, time_ns) in sorted(own, key=lambda pair: -pair[1][1])[:_MOST_OPERATIONS]:
-            label = f"{name}: Python and waiting" if name in phases else name
+            if name in phases:
+                label = f"{name}: Python and waiting"
+            else:
+                label = name
             rows.append({"name": label, "place": place, "count": count / num_steps, "ms": time_ns / 1e6 / num_steps})
     return rows
 
@@ -252,7 +268,8 @@ def collectives_of(events: Iterable[Any], sizes: Mapping[str, list[int]], *, num
     """Add up what was sent by kind, as means of a step, each from where it was handed over to its end. `sizes`: bytes
     of each by its name in torch's flight recorder.
     """
-    events, found = list(events), defaultdict[tuple[str, bool], list[float]](lambda: [0.0, 0.0])
+    events = list(events)
+    found = defaultdict[tuple[str, bool], list[float]](lambda: [0.0, 0.0])
     steps = [(event.start_ns(), event.end_ns()) for event in events if event.name().startswith(_STEP)]
     for event in events:
         is_in_step = any(start <= event.start_ns() < end for start, end in steps)  # and not of a save
@@ -262,8 +279,12 @@ def collectives_of(events: Iterable[Any], sizes: Mapping[str, list[int]], *, num
     rows = []
     for (name, on_host), (count, time_ns) in found.items():
         if not on_host or (name, False) not in found:  # the device's own times are the true ones
-            known, count = sizes.get(name, []), count / num_steps
-            num_bytes = sum(known) / len(known) * count if known else None
+            known = sizes.get(name, [])
+            count = count / num_steps
+            if known:
+                num_bytes = sum(known) / len(known) * count
+            else:
+                num_bytes = None
             rows.append(_row_of_sent(name.partition(":")[2], count, num_bytes, time_ns / 1e6 / num_steps))
     return sorted(rows, key=lambda row: -row["ms"])
 
@@ -273,13 +294,17 @@ def _add(sums: list[float], *values: float) -> None:
 
 
 def _row_of_sent(name: str, count: float, num_bytes: float | None, milliseconds: float) -> dict[str, Any]:
-    rate = 1000 * num_bytes / milliseconds if num_bytes and milliseconds else None
+    if num_bytes and milliseconds:
+        rate = 1000 * num_bytes / milliseconds
+    else:
+        rate = None
     return {"name": name, "count": count, "bytes": num_bytes, "ms": milliseconds, "bytes_per_second": rate}
 
 
 def _sizes_sent(spans: Sequence[tuple[float, float]]) -> Mapping[str, list[int]]:
     """Bytes of what was sent within some Unix times, of the larger side, as nccl-tests count them."""
-    dump, found = torch._C._distributed_c10d._dump_fr_trace_json, defaultdict[str, list[int]](list)
+    dump = torch._C._distributed_c10d._dump_fr_trace_json
+    found = defaultdict[str, list[int]](list)
     for entry in json.loads(dump(backend=torch.distributed.get_backend())).get("entries", []):
         if any(begin <= entry["time_created_ns"] / 1e9 <= end for begin, end in spans):
             sides = [zip(entry[f"{side}_dtypes"], entry[f"{side}_sizes"], strict=False) for side in ("input", "output")]
@@ -292,7 +317,8 @@ class _Instruments:
     """What is measured in one step by waiting for each operation."""
 
     def __init__(self, engine: BaseEngine, asked: Profile) -> None:
-        self._undo, self._tables = ExitStack(), dict[str, Any](measured_step=asked.last)
+        self._undo = ExitStack()
+        self._tables = dict[str, Any](measured_step=asked.last)
         self._reads: list[tuple[str, Callable[[], Any]]] = []
         try:
             if asked.deepspeed_timers:
@@ -318,7 +344,8 @@ class _Instruments:
             own[name] = value
 
     def _time(self, engine: deepspeed.DeepSpeedEngine) -> None:
-        timers, named = _Timers(), EngineTimers(enable_micro_timers=False, enable_global_timers=True)
+        timers = _Timers()
+        named = EngineTimers(enable_micro_timers=False, enable_global_timers=True)
         if isinstance(engine, deepspeed.PipelineEngine):
             self._put(engine._config, wall_clock_breakdown=True)
             if not engine.is_last_stage():  # it starts these itself, and may not twice
@@ -332,7 +359,8 @@ class _Instruments:
         self._reads.append(("timers", lambda: {name: timer.elapsed(reset=False) for name, timer in read().items()}))
 
     def _log_communication(self) -> None:
-        comm, found = deepspeed.comm.comm, defaultdict[str, list[float]](lambda: [0.0, 0.0, 0.0])
+        comm = deepspeed.comm.comm
+        found = defaultdict[str, list[float]](lambda: [0.0, 0.0, 0.0])
 
         def append(raw_name: str, name: str, milliseconds: float, num_bytes: int) -> None:
             """Stand in for DeepSpeed's, which ends the process at an operation that it does not know, and adds the time
@@ -363,12 +391,15 @@ class ModuleWatch:
     """
 
     def __init__(self, module: Module, phases: Phases) -> None:
-        self._module, self._phases, self._undo = module, phases, ExitStack()
+        self._module = module
+        self._phases = phases
+        self._undo = ExitStack()
         self._first = ExitStack()  # forward pass
         self._flops, self._seen = _Flops(), set[int]()  # type: ignore[no-untyped-call]
         self._inside: list[tuple[Module, float, int]] = []
         self._seconds: list[dict[Module, float]] = []  # of each pass
-        self._counted, self._kept = Counter[Module](), Counter[Module]()
+        self._counted = Counter[Module]()
+        self._kept = Counter[Module]()
 
     def __enter__(self) -> ModuleWatch:
         for module in self._module.modules():
@@ -417,7 +448,8 @@ class ModuleWatch:
         """
         rows = []
         for name, module in self._module.named_modules():
-            if times := [1000 * each[module] for each in self._seconds if module in each]:
+            times = [1000 * each[module] for each in self._seconds if module in each]
+            if times:
                 row = {"name": name_module(name), "kind": type(module).__name__, "depth": name.count(".") + bool(name)}
                 row |= {
                     "ms": mean(times[1:] or times),
@@ -435,6 +467,7 @@ class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     total = 0
 
     def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result, count = call(*args, **(kwargs or {})), flop_registry.get(call.overloadpacket)
+        result = call(*args, **(kwargs or {}))
+        count = flop_registry.get(call.overloadpacket)
         self.total += count(*args, **(kwargs or {}), out_val=result) if count is not None else 0
         return result

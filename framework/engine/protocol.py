@@ -73,14 +73,22 @@ class BadStep:
             for name, value, limit in pairs
             if not value <= limit or not math.isfinite(value)
         ]
-        where = f" ({', '.join(self.ranks)})" if self.ranks else ""
+        if self.ranks:
+            where = f" ({', '.join(self.ranks)})"
+        else:
+            where = ""
         return f"step {self.step}: {' and '.join(wrong)}{where}{self._described_rerun()}"
 
     def _described_rerun(self) -> str:
         if self.verdict == "persistent":
             return "; computed again it is the same: persistent, of the data or the model"
-        place = "the ranks named" if self.ranks else "which rank, its loss does not show"
-        return f"; computed again it is another: transient, suspect the hardware ({place})" if self.verdict else ""
+        if self.ranks:
+            place = "the ranks named"
+        else:
+            place = "which rank, its loss does not show"
+        if self.verdict:
+            return f"; computed again it is another: transient, suspect the hardware ({place})"
+        return ""
 
     def details(self) -> dict[str, Any]:
         """Return what an event holds; JSON knows no NaN."""
@@ -159,7 +167,10 @@ def evaluate_sets(
     """Measure every set: ``eval/<set>/<metric>``, of one without a name ``eval/<metric>``. Collective."""
     metrics: dict[str, float] = {}
     for name, batches in sets.items():
-        area = f"eval/{name}/" if name else "eval/"
+        if name:
+            area = f"eval/{name}/"
+        else:
+            area = "eval/"
         found = engine.evaluate(batches, is_stopping=is_stopping)
         metrics |= {area + metric.removeprefix("eval/"): value for metric, value in found.items()}
     return metrics

@@ -64,8 +64,12 @@ def restore(state: torch.Tensor | Mapping[str, Any]) -> None:
         _restore_dict(state)
         return
     host = np.frombuffer(state[: _HOST.itemsize].numpy().tobytes(), dtype=_HOST)[0]
-    python, of_numpy = host["python"], host["numpy"]
-    gauss = None if math.isnan(python["gauss"]) else float(python["gauss"])
+    python = host["python"]
+    of_numpy = host["numpy"]
+    if math.isnan(python["gauss"]):
+        gauss = None
+    else:
+        gauss = float(python["gauss"])
     random.setstate((int(python["version"]), tuple(python["words"].tolist()), gauss))
     keys = of_numpy["keys"].astype(np.uint32)
     rest = int(of_numpy["position"]), int(of_numpy["has_gauss"]), float(of_numpy["cached_gauss"])

@@ -64,5 +64,8 @@ def _own_of(rows: torch.Tensor) -> Any:
     own = None
     for row in rows.tolist():
         group = torch.distributed.new_group(row, timeout=limit_of_ranks())
-        own = group if torch.distributed.get_rank() in row else own
+        if torch.distributed.get_rank() in row:
+            own = group
+        else:
+            own = own
     return own

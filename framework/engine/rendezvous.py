@@ -54,7 +54,10 @@ def check_environment(environment: Mapping[str, str]) -> None:
     if "RANK" not in environment:
         return
     world_size = environment.get("WORLD_SIZE", "")
-    ranks = int(world_size) if world_size.isdecimal() else 0
+    if world_size.isdecimal():
+        ranks = int(world_size)
+    else:
+        ranks = 0
     rules = {
         "WORLD_SIZE": (ranks > 0, "how many ranks there are"),
         "RANK": (
@@ -67,11 +70,15 @@ def check_environment(environment: Mapping[str, str]) -> None:
             "a port from 1 to 65535",
         ),
     }
-    fix, problems = "start the ranks with deepspeed, torchrun or launch, which set it", []
+    fix = "start the ranks with deepspeed, torchrun or launch, which set it"
+    problems = []
     for name, (is_good, wanted) in rules.items():
         value: Any = environment.get(name, MISSING)
         if not is_good:
-            value = int(value) if isinstance(value, str) and value.isdecimal() else value
+            if isinstance(value, str) and value.isdecimal():
+                value = int(value)
+            else:
+                value = value
             problems.append(Problem("rendezvous-environment", f"must be {wanted}", fix, name, value))
     if problems:
         raise ConfigError(problems)
@@ -94,7 +101,9 @@ class _KeptStore:
         """Handle `INIT_METHOD` as torch does ``env://``."""
         place = tuple(map(os.environ.get, _NAMES_OF_PLACE))
         if self._store is None or place != self._place:
-            self._store, self._place, self._num_groups = next(rendezvous("env://", timeout=timeout))[0], place, 0
+            self._store = next(rendezvous("env://", timeout=timeout))[0]
+            self._place = place
+            self._num_groups = 0
         self._num_groups += 1
         room = PrefixStore(f"group{self._num_groups}", self._store)
         yield room, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -142,26 +151,35 @@ def lost_peer(error: BaseException) -> FrameworkError | None:
 
 def _not_met(error: BaseException) -> FrameworkError | None:
     """The error of joining the process group: it names the address, or what NCCL says."""
-    if (of_nccl := failure_of_nccl(error)) is not None or not isinstance(error, RuntimeError):
+    of_nccl = failure_of_nccl(error)
+    if of_nccl is not None or not isinstance(error, RuntimeError):
         return of_nccl
     reason = _reason_not_met(error)
-    return PeerLostError(reason, is_of_one_rank=True) if reason else None
+    if reason:
+        return PeerLostError(reason, is_of_one_rank=True)
+    return None
 
 
 def _reason_not_met(error: RuntimeError) -> str:
-    stated, backend_error = str(error), torch.distributed.DistBackendError
+    stated = str(error)
+    backend_error = torch.distributed.DistBackendError
     is_network = isinstance(error, torch.distributed.DistError) and not isinstance(error, backend_error)
-    rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    place, within = f"rank {rank} of {world_size}", ""
-    if waited := _WAITED.search(stated):
+    rank = os.environ.get("RANK", "0")
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    host = os.environ.get("MASTER_ADDR", "")
+    port = os.environ.get("MASTER_PORT", "")
+    place = f"rank {rank} of {world_size}"
+    within = ""
+    waited = _WAITED.search(stated)
+    if waited:
         within = f" within {int(waited[1]) / (1000 if waited[2].startswith('m') else 1):.0f} s"
     if _IN_USE.search(stated):
         return (
             f"{place}: port {port} on {socket.gethostname()} is in use, by another job, one that is still ending or a "
             "second rank 0; choose another with --master_port [rendezvous-port-in-use]"
         )
-    if joined := _JOINED.search(stated):
+    joined = _JOINED.search(stated)
+    if joined:
         return (
             f"{place}: only {joined[1]} of {joined[2]} ranks came to {host}:{port}{within}; look at what the "
             "others said, and whether every node was started with its own --node_rank [rendezvous-incomplete]"

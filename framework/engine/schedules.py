@@ -33,7 +33,10 @@ def factor(schedule: Constant | InverseSqrt, step: int, total_steps: int) -> flo
         return (step + 1) / warmup
     if isinstance(schedule, InverseSqrt):
         return math.sqrt(warmup / (step + 1))
-    first = total_steps - schedule.decay_steps if isinstance(schedule, WSD) else warmup
+    if isinstance(schedule, WSD):
+        first = total_steps - schedule.decay_steps
+    else:
+        first = warmup
     length = max(1, total_steps - first)
     progress = min(1.0, max(0.0, (step - first) / length))
     if isinstance(schedule, Cosine):
@@ -56,7 +59,8 @@ class StepSchedule:
     """Sets the rate of every parameter group; has the methods that DeepSpeed calls on a client schedule."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, factor: Callable[[int], float]) -> None:
-        self.optimizer, self._factor = optimizer, factor
+        self.optimizer = optimizer
+        self._factor = factor
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._go_to(0)
 
@@ -84,8 +88,10 @@ class OwnSchedule:
     """A schedule of the user's own, and what it has set in the parameter groups: most of torch's go on from there."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, make: MakeSchedule) -> None:
-        self.optimizer, self._schedule = optimizer, make(optimizer)
-        self.step, self.get_last_lr = self._schedule.step, self._schedule.get_last_lr
+        self.optimizer = optimizer
+        self._schedule = make(optimizer)
+        self.step = self._schedule.step
+        self.get_last_lr = self._schedule.get_last_lr
         self.get_lr = self.get_last_lr
 
     def state_dict(self) -> dict[str, Any]:
@@ -113,5 +119,8 @@ def client_schedule(
         return partial(OwnSchedule, make=make)
     if not isinstance(schedule, (Constant, InverseSqrt)) or schedule == Constant():
         return None
-    total_steps = schedule_steps(plan) if "total_steps" in type(schedule).model_fields else 0
+    if "total_steps" in type(schedule).model_fields:
+        total_steps = schedule_steps(plan)
+    else:
+        total_steps = 0
     return partial(StepSchedule, factor=partial(factor, schedule, total_steps=total_steps))

@@ -52,7 +52,9 @@ class PositionCheck:
     """Compares outputs for whole sequences with those for shared ones, of one engine."""
 
     def __init__(self, engine: Any, task: Task, group: SequenceGroup) -> None:
-        self._engine, self._task, self._group = engine, task, group
+        self._engine = engine
+        self._task = task
+        self._group = group
         self._model: nn.Module = engine.module
         self._part = Positions(group.rank, group.size)
         weights = [weight for weight in self._model.parameters() if weight.is_floating_point()]
@@ -114,7 +116,8 @@ class PositionCheck:
         Raises:
             ConfigError: kind ``sequence-needs-attention``.
         """
-        task, engine = self._task, self._engine
+        task = self._task
+        engine = self._engine
         try:
             with _looking(engine):
                 inputs, targets = _cut(split(batch), most=_MOST_POSITIONS * self._group.size)
@@ -129,9 +132,15 @@ class PositionCheck:
         except _FAILURES as error:
             _warn_of_no_look(self._model, in_one_line(error))
             return
-        mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+        if isinstance(inputs, Mapping):
+            mask = inputs.get("attention_mask")
+        else:
+            mask = None
         has_rows = isinstance(mask, Tensor) and mask.ndim == 2
-        counts = self._part.of(mask.bool(), fill=0) if mask is not None and has_rows else None
+        if mask is not None and has_rows:
+            counts = self._part.of(mask.bool(), fill=0)
+        else:
+            counts = None
         difference = self._difference(pairs, counts)
         if difference > self._bound:
             raise refused_positions(self._model, _reason(difference))
@@ -154,10 +163,12 @@ class PositionCheck:
 
     def _pairs(self, expected: Any, found: Any) -> Pairs:
         """This rank's part of each output that has positions, for whole sequences, and the same for shared ones."""
-        rank, size = self._group.rank, self._group.size
+        rank = self._group.rank
+        size = self._group.size
         pairs: Pairs = []
         for one, other in _tensors(expected, found):
-            length, own = one.shape[1], -(-one.shape[1] // size)
+            length = one.shape[1]
+            own = -(-one.shape[1] // size)
             if other.shape[1] == own != length:
                 end = max(0, min(own, length - rank * own))  # without those that were added to divide
                 pairs.append((self._part.of(one, fill=0)[:, :end], other[:, :end]))
@@ -198,7 +209,10 @@ def _quotients(loss: Tensor | Ratio | tuple[Ratio, ...]) -> Tensor:
     if isinstance(loss, Tensor):
         parts: tuple[Ratio, ...] = (Ratio(loss, 1),)
     else:
-        parts = loss if isinstance(loss, tuple) else (loss,)
+        if isinstance(loss, tuple):
+            parts = loss
+        else:
+            parts = (loss,)
     rows = [
         (torch.as_tensor(number, device=device()).detach().double() for number in (one.total, one.count))
         for one in parts
@@ -231,7 +245,10 @@ def _probe(module: nn.Module, numbering: Numbering, *, size: int) -> dict[str, T
     reads no tokens.
     """
     config: Any = module.config
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    else:
+        config = config
     vocabulary = getattr(config, "vocab_size", None)
     if not isinstance(vocabulary, int):
         return None

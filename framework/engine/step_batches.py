@@ -61,20 +61,28 @@ class DeviceBatches:
 
     def as_read(self, inputs: Any) -> Any:
         """The same inputs in the type and the layout that the model wants."""
-        return changed(inputs, self._converted) if self.half is not None or self.channels_last else inputs
+        if self.half is not None or self.channels_last:
+            return changed(inputs, self._converted)
+        return inputs
 
     def _moved(self, value: Any) -> Any:
         if isinstance(value, _TENSORS):
             return value.to(self.device, non_blocking=True)  # type: ignore[arg-type]  # PackedSequence's knows one overload
-        return value.to(self.device) if callable(getattr(value, "to", None)) else value
+        if callable(getattr(value, "to", None)):
+            return value.to(self.device)
+        return value
 
     def _converted(self, value: Any) -> Any:
         if isinstance(value, PackedSequence):
-            return value.to(self.half) if self.half is not None and value.data.is_floating_point() else value
+            if self.half is not None and value.data.is_floating_point():
+                return value.to(self.half)
+            return value
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
         converted = value.to(self.half or value.dtype)
-        return channels_last(converted) if self.channels_last and value.ndim == _IMAGE_DIMENSIONS else converted
+        if self.channels_last and value.ndim == _IMAGE_DIMENSIONS:
+            return channels_last(converted)
+        return converted
 
 
 def place(task: Task, device: torch.device) -> None:
@@ -99,7 +107,9 @@ def _placed(value: Any, device: torch.device) -> Any:
         return type(value)(_placed(item, device) for item in value)
     if type(value) is dict:
         return {key: _placed(item, device) for key, item in value.items()}
-    return value.to(device) if isinstance(value, torch.Tensor | torch.nn.Module) else value
+    if isinstance(value, torch.Tensor | torch.nn.Module):
+        return value.to(device)
+    return value
 
 
 def changed(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -133,7 +143,10 @@ class StepLoss:
 
     def __init__(self, task: Task, *, micro_batches: int, group: Any = None, sums: GradientSums | None = None) -> None:
         """Take the number of micro-batches in a step, and the process group whose losses are averaged (None: all)."""
-        self._task, self._micro_batches, self._group, self._sums = task, micro_batches, group, sums
+        self._task = task
+        self._micro_batches = micro_batches
+        self._group = group
+        self._sums = sums
         self._later: GradientSums | None = None  # divides this step's gradients
         self._has_one_count: bool | None = None  # on every batch alike
         self._is_checked = False
@@ -172,16 +185,23 @@ class StepLoss:
         mean = total / self._micro_batches if self._micro_batches > 1 else total
         if self._later is None:
             return lambda: mean
-        factor, ranks = self._later.factor, self._later.ranks
+        factor = self._later.factor
+        ranks = self._later.ranks
         return lambda: mean * (factor * ranks)
 
     def _agree(self, counts: list[Any]) -> Callable[[], Sequence[torch.Tensor]]:
         """Begin to add what all ranks count; the result waits for it when the first loss is there."""
         device = next((part.device for count in counts for part in _parts(count) if torch.is_tensor(part)), None)
         summands = [torch.stack([_number(part, device) for part in _parts(count)]) for count in counts]
-        sums = torch.stack(summands).sum(0) if len(summands) > 1 else summands[0]
+        if len(summands) > 1:
+            sums = torch.stack(summands).sum(0)
+        else:
+            sums = summands[0]
         ranks = torch.distributed.get_world_size(self._group)
-        adding = torch.distributed.all_reduce(sums, group=self._group, async_op=True) if ranks > 1 else None
+        if ranks > 1:
+            adding = torch.distributed.all_reduce(sums, group=self._group, async_op=True)
+        else:
+            adding = None
 
         @cache
         def scales() -> Sequence[torch.Tensor]:
@@ -205,7 +225,8 @@ class StepLoss:
             refuse_first_sum(self._task, loss, outputs, targets)
         if self._scales is None and isinstance(loss, torch.Tensor):
             return loss
-        sums, scales = _parts(loss), self._scales() if self._scales is not None else ()
+        sums = _parts(loss)
+        scales = self._scales() if self._scales is not None else ()
         if len(sums) != len(scales) or not all(isinstance(ratio, Ratio) for ratio in sums):
             reason = "loss() returned a framework.Ratio, and there is no count(), which a step needs before it begins"
             if self._scales is not None:
@@ -220,7 +241,9 @@ class StepLoss:
 
 
 def _parts(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
+    if isinstance(value, tuple):
+        return value
+    return (value,)
 
 
 def _number(part: Any, device: torch.device | None) -> torch.Tensor:

@@ -109,12 +109,18 @@ class StopAgreement:
         look_seconds: float = _LOOK_SECONDS,
         wait_seconds: float = _WAIT_SECONDS,
     ) -> None:
-        self._request, self._store, self._rank, self._world_size = request, store, rank, world_size
+        self._request = request
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
         self._look_seconds = look_seconds * max(1.0, world_size / _RANKS_PER_LOOK)
         self._wait_seconds = wait_seconds + self._look_seconds - look_seconds
         self._changed = threading.Condition()
-        self._clock_asks, self._round = due, 0
-        self._step, self._posted, self._last_decided = step, -1, -1
+        self._clock_asks = due
+        self._round = 0
+        self._step = step
+        self._posted = -1
+        self._last_decided = -1
         self._agreed: deque[tuple[int, str]] = deque()  # after which call what happens
         self._is_stopping = False
         self._closing = threading.Event()
@@ -141,7 +147,9 @@ class StopAgreement:
             if not self._agreed or step < self._agreed[0][0]:
                 return ""
             word = self._agreed[0][1]
-            return self._agreed.popleft()[1] if word in (EVALUATE, SAVE) else word
+            if word in (EVALUATE, SAVE):
+                return self._agreed.popleft()[1]
+            return word
 
     def leave(self) -> None:
         """This rank has trained to its end or stopped: a request that still comes need not wait for it."""
@@ -168,7 +176,8 @@ class StopAgreement:
     def _agree(self) -> None:
         """Take part in what is asked for, if anything is."""
         if self._posted < 0:
-            if asked := self._request.signal or self._clock_asks():
+            asked = self._request.signal or self._clock_asks()
+            if asked:
                 self._store.set(self._key("asked"), asked)
             elif not self._store.check([self._key("asked")]):
                 return
@@ -179,7 +188,9 @@ class StopAgreement:
         with self._changed:
             self._agreed.append((int(decided), word.decode()))
             self._is_stopping = word.decode() not in (EVALUATE, SAVE)
-            self._posted, self._last_decided, self._round = -1, int(decided), self._round + 1
+            self._posted = -1
+            self._last_decided = int(decided)
+            self._round = self._round + 1
             self._changed.notify_all()
 
     def _key(self, name: str) -> str:

@@ -82,7 +82,10 @@ def find(parts: Parts, *, sees_forward: bool) -> Straggler | None:
         return values[rank] - median(values[:rank] + values[rank + 1 :])
 
     data = totals(_OWN)
-    before = totals((*_OWN, "forward")) if sees_forward else data
+    if sees_forward:
+        before = totals((*_OWN, "forward"))
+    else:
+        before = data
     rank = before.index(max(before))
     late = excess(rank, before)
     is_on_time = sees_forward and late < _SHARE_OF_STEP * step  # for the backward pass, as all are
@@ -92,11 +95,13 @@ def find(parts: Parts, *, sees_forward: bool) -> Straggler | None:
     if late < _SHARE_OF_STEP * step or not step:
         return None
     if not is_on_time and excess(rank, data) >= late / 2:
-        part, values = "data", data
+        part = "data"
+        values = data
     else:
         names = [name for name in ("forward", "backward") if excess(rank, times[name]) > _SHARE_OF_BACKWARD * late]
         names = names or ["forward"]
-        part, values = "+".join(names), totals(names)
+        part = "+".join(names)
+        values = totals(names)
     return Straggler(rank, part, values[rank], values[rank] - excess(rank, values), data[rank], step)
 
 
@@ -104,25 +109,38 @@ class Stragglers:
     """Looks at logged points, on all ranks alike; says a finding once, and again where it has changed."""
 
     def __init__(self, hosts: Sequence[str], *, sees_forward: bool) -> None:
-        self._hosts, self._sees_forward = hosts, sees_forward
+        self._hosts = hosts
+        self._sees_forward = sees_forward
         self._step: int | None = None
         self._now: tuple[int, str] | None = None
-        self._points, self._seconds, self._gone = 0, 0.0, 0
+        self._points = 0
+        self._seconds = 0.0
+        self._gone = 0
         self._stated: dict[tuple[int, str], float] = {}
 
     def note(self, step: int, parts: Parts) -> None:
         """Look at what each rank was busy with since the point before; the first one pays for compiling."""
-        steps, self._step = step - (step if self._step is None else self._step), step
-        found = find(parts, sees_forward=self._sees_forward) if steps > 0 else None
-        now = None if found is None else (found.rank, found.part.partition("+")[0])
+        steps = step - (step if self._step is None else self._step)
+        self._step = step
+        if steps > 0:
+            found = find(parts, sees_forward=self._sees_forward)
+        else:
+            found = None
+        if found is None:
+            now = None
+        else:
+            now = (found.rank, found.part.partition("+")[0])
         if now != self._now:
-            self._now, self._points, self._seconds = now, 0, 0.0
+            self._now = now
+            self._points = 0
+            self._seconds = 0.0
         if found is None or now is None:
             self._gone += 1
             if self._gone >= _GONE_POINTS:
                 self._stated.clear()
             return
-        self._gone, self._points = 0, self._points + 1
+        self._gone = 0
+        self._points = self._points + 1
         self._seconds += 0.001 * found.excess_ms * steps
         if self._points < _FEWEST_POINTS or self._seconds < _FEWEST_SECONDS:
             return

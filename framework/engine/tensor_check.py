@@ -31,7 +31,9 @@ class GradientCheck:
 
     def __init__(self, engine: Any, names: Mapping[Tensor, str], *, group: Any, every: int, is_own_plan: bool) -> None:
         """`every` so many steps are logged; `is_own_plan`: the plan came with the model."""
-        self._group, self._every, self._is_own_plan = group, every, is_own_plan
+        self._group = group
+        self._every = every
+        self._is_own_plan = is_own_plan
         self._weights = {
             names[weight]: weight
             for weight in engine.module.parameters()
@@ -74,7 +76,8 @@ class GradientCheck:
         """
         if self._sums is None:
             return
-        own, self._sums = self._sums, None
+        own = self._sums
+        self._sums = None
         rows = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size(self._group))]
         torch.distributed.all_gather(rows, own, group=self._group)
         sums, squares = torch.stack(rows).double().unbind(2)  # (ranks, weights) each

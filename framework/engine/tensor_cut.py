@@ -43,7 +43,9 @@ class TensorCut:
     """Cuts one model; given a `task` that computes its loss from divided logits, leaves these divided."""
 
     def __init__(self, group: Any, given: Plan | None, task: Task) -> None:
-        self.part, self._given, self._task = TensorPart(group), given, task
+        self.part = TensorPart(group)
+        self._given = given
+        self._task = task
         self._keeps_logits = type(task) in (CausalLM, MaskedLM)  # a subclass may read them
         self._columns: list[tuple[str, ColumnLinear]] = []  # whose row layer is yet to come
         self._cut: set[int] = set()  # modules
@@ -67,7 +69,8 @@ class TensorCut:
         is_ours = hasattr(type(model), "tensor_plan")
         self.part.has_draws = not is_ours or any(isinstance(one, nn.Dropout) and one.p for one in model.modules())
         self._columns.clear()
-        modules, weights = dict(model.named_modules()), dict(model.named_parameters())
+        modules = dict(model.named_modules())
+        weights = dict(model.named_parameters())
         sizes = {weight: weight.numel() for weight in weights.values() if weight.ndim > 1}
         wanted = _matched(plan, [*modules, *weights], may_be_idle=self._given is None)
         shared = [name for name, entry in wanted.items() if entry.split == "shared_input"]
@@ -136,7 +139,8 @@ class TensorCut:
             self._cut_column(name, module, entry)
 
     def _cut_column(self, name: str, linear: nn.Linear, entry: TensorSplit) -> None:
-        width, is_last = linear.out_features, entry.split in ("vocabulary", "column_gathered")
+        width = linear.out_features
+        is_last = entry.split in ("vocabulary", "column_gathered")
         unit = entry.sections * (1 if is_last else self.part.size)
         if width % unit or (is_last and (entry.sections > 1 or width < self.part.size)):
             self._refuse(name, f"its {width} outputs cannot be divided over {self.part.size} ranks", "leave it out")
@@ -145,7 +149,8 @@ class TensorCut:
             self._divide(name, weight, split)
         linear.__class__, linear.out_features = ColumnLinear, len(linear.weight)
         assert isinstance(linear, ColumnLinear)
-        linear.part, linear.is_last = self.part, is_last
+        linear.part = self.part
+        linear.is_last = is_last
         if not is_last:
             self._columns.append((name, linear))
         elif entry.split == "vocabulary" and self._keeps_logits:
@@ -160,7 +165,8 @@ class TensorCut:
         if not self._columns:
             self._refuse(name, "no column layer stands before this row layer", "name its column layers as well")
         self._divide(name, linear.weight, Split(1, (linear.in_features,)))
-        linear.__class__, linear.in_features = RowLinear, linear.weight.shape[1]
+        linear.__class__ = RowLinear
+        linear.in_features = linear.weight.shape[1]
         assert isinstance(linear, RowLinear)
         linear.part = self.part
         around = _around(name, *(column for column, _ in self._columns))
@@ -191,7 +197,8 @@ class TensorCut:
         """Have an embedding look tokens up in all ranks' parts; where it has a forward of its own, such as one that
         scales the vectors, inside of that.
         """
-        kind, look_ups = type(module), _LookUps()
+        kind = type(module)
+        look_ups = _LookUps()
         if kind.forward is nn.Embedding.forward:
             module.__class__ = VocabularyEmbedding
         else:
@@ -210,7 +217,8 @@ class TensorCut:
         self._task.vocabulary = VocabularyPart(self.part, self._widths(size), joins=False)
 
     def _widths(self, width: int) -> list[int]:
-        split, size = Split(0, (width,)), self.part.size
+        split = Split(0, (width,))
+        size = self.part.size
         return [end - begin for rank in range(size) for begin, end in split.bounds(rank, size)]
 
     def _divide(self, name: str, weight: torch.Tensor, split: Split) -> None:
@@ -265,22 +273,29 @@ def _around(*names: str) -> str:
 
 def _own_plan(model: nn.Module, *, size: int) -> dict[str, TensorSplit]:
     """The plan that a model brings along: ours, or the one of the model of transformers that it is or holds."""
-    if (own := getattr(type(model), "tensor_plan", None)) is not None:
+    own = getattr(type(model), "tensor_plan", None)
+    if own is not None:
         return {name: TensorSplit(split=word) for name, word in own.items()}
     for name, module in model.named_modules():
-        if found := getattr(module, "_tp_plan", None):
-            if unknown := sorted(set(found.values()) - _OF_TRANSFORMERS.keys()):
+        found = getattr(module, "_tp_plan", None)
+        if found:
+            unknown = sorted(set(found.values()) - _OF_TRANSFORMERS.keys())
+            if unknown:
                 reason = f"the plan of {type(module).__name__} splits layers as {unknown[0]}, which is not done here"
                 raise ConfigError.of("tensor-plan", reason, "set parallel.tensor: 1, or write a plan", _KEY, None)
             _refuse_heads(getattr(module, "config", None), size)
-            prefix = f"{name}." if name else ""
+            if name:
+                prefix = f"{name}."
+            else:
+                prefix = ""
             return {f"{prefix}{key}": TensorSplit(split=_OF_TRANSFORMERS[word]) for key, word in found.items()}  # type: ignore[arg-type]
     return {}
 
 
 def _refuse_heads(config: Any, size: int) -> None:
     for key in ("num_attention_heads", "num_key_value_heads"):
-        if isinstance(count := getattr(config, key, None), int) and count % size:
+        count = getattr(config, key, None)
+        if isinstance(count, int) and count % size:
             reason = f"ranks cannot share the model's {count} {key} evenly"
             raise ConfigError.of("tensor-not-divisible", reason, "set another size", "parallel.tensor", size)
 
@@ -293,10 +308,8 @@ def _matched(plan: Plan, names: Iterable[str], *, may_be_idle: bool) -> dict[str
         regex = re.compile(re.escape(pattern).replace(r"\*", r"[^.]*"))
         matches = [name for name in names if name and regex.fullmatch(name)]
         if not matches and not may_be_idle:
-            reason, fix = (
-                "nothing in the model has such a name",
-                "write names as named_modules() has them, * for a part",
-            )
+            reason = "nothing in the model has such a name"
+            fix = "write names as named_modules() has them, * for a part"
             raise ConfigError.of("tensor-plan", reason, fix, f"{_KEY}.{pattern}", entry.split)
         found |= dict.fromkeys(matches, entry)
     return found

@@ -85,7 +85,8 @@ class TrainedWeights:
         pairs = list(zip(self._names, self._flags, flags, strict=True))
         thawed = [name for name, before, now in pairs if now and not before]
         frozen = [name for name, before, now in pairs if before and not now]
-        step, stage = self._engine.global_steps, self._engine.zero_optimization_stage()
+        step = self._engine.global_steps
+        stage = self._engine.zero_optimization_stage()
         if thawed:
             reason = "is True now, and the optimizer does not hold it: it is not trained"
             self._refuse_flags(thawed, reason, f"until_step: {step}" if step else "")
@@ -148,4 +149,6 @@ class TrainedWeights:
 
 
 def _listed(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} (and {len(names) - 1} more)"

@@ -47,7 +47,10 @@ def find_weights(path: str, *, allow_unverified: bool = False, model: Any = None
             return _named_as_ours(_read_file(file), model)
     checkpoint = newest_at(path, key=_KEY, allow_unverified=allow_unverified)
     if checkpoint is None:
-        found = "no finished checkpoint and no file of weights" if place.exists() else "nothing at that path"
+        if place.exists():
+            found = "no finished checkpoint and no file of weights"
+        else:
+            found = "nothing at that path"
         fix = "name a .../global_step<N> folder, a run folder, an export, or a .safetensors or .pt file"
         raise ConfigError.of("weights-not-found", f"there is {found}", fix, _KEY, path)
     return checkpoint
@@ -55,7 +58,9 @@ def find_weights(path: str, *, allow_unverified: bool = False, model: Any = None
 
 def _named_as_ours(found: LazyWeights, model: Any) -> LazyWeights:
     form = form_of(model)
-    return found if form is None or "embed.weight" in found.shapes else as_ours(found, form)
+    if form is None or "embed.weight" in found.shapes:
+        return found
+    return as_ours(found, form)
 
 
 def checkpoint_weights(
@@ -70,7 +75,8 @@ def checkpoint_weights(
         StorageError: the files are damaged or missing, or hold more than weights.
     """
     if checkpoint.has_adapters:
-        reason, fix = "it holds adapters, and not the weights that they belong to", "name an export of it"
+        reason = "it holds adapters, and not the weights that they belong to"
+        fix = "name an export of it"
         raise ConfigError.of("weights-are-adapters", reason, fix, _KEY, str(checkpoint.path))
     found = MergedWeights(checkpoint, average=average, damage=damage)
     names = {name: name for name in found} | dict(found.ties)
@@ -87,7 +93,8 @@ def put_weights(
     Raises:
         ConfigError: names or shapes differ; nothing was changed.
     """
-    state, held = model.state_dict(keep_vars=True), shapes_of(weights)
+    state = model.state_dict(keep_vars=True)
+    held = shapes_of(weights)
     named = {id(tensor) for name, tensor in state.items() if name in held}  # of tied weights one name is enough
     shapes = {name: whole_shape(one) for name, one in state.items() if name in held or id(one) not in named}
     elsewhere = is_elsewhere(model)
@@ -102,7 +109,8 @@ def put_weights(
                 if not gives(tensor) or whole_name not in held:
                     continue
                 own = weights[whole_name]
-                if split := split_of(tensor):
+                split = split_of(tensor)
+                if split:
                     place = torch.distributed.get_rank(tensor_group), torch.distributed.get_world_size(tensor_group)
                     own = split.part(own, *place)
                 tensor.copy_(own)
@@ -196,11 +204,16 @@ def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _refuse_differences(shapes: Mapping[str, torch.Size], found: Mapping[str, torch.Tensor], *, source: str) -> None:
-    held, reason = shapes_of(found), ""
-    if missing := sorted(shapes.keys() - held.keys() - set(getattr(found, "lacks", ()))):
+    held = shapes_of(found)
+    reason = ""
+    missing = sorted(shapes.keys() - held.keys() - set(getattr(found, "lacks", ())))
+    if missing:
         reason = f"it lacks {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
     elif extra := sorted(held.keys() - shapes.keys()):
-        more = f", and {len(extra) - 1} more" if extra[1:] else ""
+        if extra[1:]:
+            more = f", and {len(extra) - 1} more"
+        else:
+            more = ""
         reason = f"it has {extra[0]}, which the model has not{more}"
     elif other := next((name for name, shape in shapes.items() if held.get(name, shape) != shape), None):
         reason = f"{other} has shape {tuple(held[other])} there and {tuple(shapes[other])} in the model"

@@ -61,7 +61,9 @@ class WrittenWeights:
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, names: Callable[[], Names], *, log_every: int) -> None:
         """Look from the engine's next step on; `names` are the plain names of its weights."""
-        self._engine, self._optimizer, self._names = engine, engine.optimizer, names
+        self._engine = engine
+        self._optimizer = engine.optimizer
+        self._names = names
         self._log_every = log_every
         self._began = self._since = engine.global_steps
         self._groups = _flat_groups(self._optimizer)
@@ -186,7 +188,8 @@ class WrittenWeights:
     def _put_back(self, group: _FlatGroup) -> None:
         """Put what was bound to a weight (`weight.data = ...`) where DeepSpeed keeps it."""
         flat = group.flat()
-        first, size = flat.data_ptr(), flat.element_size()
+        first = flat.data_ptr()
+        size = flat.element_size()
         for parameter, shape, offset in group.members:
             if parameter.data_ptr() == first + offset * size or not shape.numel():
                 continue
@@ -201,7 +204,8 @@ class WrittenWeights:
         """Add up what all ranks should have alike, and note shares that were written since the last step."""
         for number, group in enumerate(self._groups):
             if group.ranks > 1:
-                found, before = _sums(group.flat()), self._sums[number]
+                found = _sums(group.flat())
+                before = self._sums[number]
                 self._sums[number] = found if before is None else before.add_(found)
         for number, (low, _) in enumerate(self._pairs() if self._shares else ()):
             if number in self._shares:
@@ -211,7 +215,8 @@ class WrittenWeights:
 
     def _found(self) -> tuple[list[str], list[str]]:
         """Name the weights that were written and are lost, and those that differ between ranks, on all ranks."""
-        lost, differing = list[str](), list[str]()
+        lost = list[str]()
+        differing = list[str]()
         is_open = False  # alike on all ranks
         if self._spread is not None and self._spread.has_news:
             is_open = True
@@ -255,21 +260,28 @@ class WrittenWeights:
             self._spread.forget()
 
     def _named(self, weights: Sequence[Parameter]) -> list[str]:
-        names = self._names() if weights else {}
+        if weights:
+            names = self._names()
+        else:
+            names = {}
         return [names.get(weight, "?") for weight in weights]
 
     def _refusal(self, names: Sequence[str], reason: str, fix: str, *, when: str = "") -> TrainingError:
         return TrainingError(f"{when or self._when()}: weight {_listed(names)} {reason}; {fix} [weight-written]")
 
     def _when(self) -> str:
-        first, last = self._since + 1, max(self._engine.global_steps, self._since + 1)
-        return f"step {last}" if first >= last else f"steps {first} to {last}"
+        first = self._since + 1
+        last = max(self._engine.global_steps, self._since + 1)
+        if first >= last:
+            return f"step {last}"
+        return f"steps {first} to {last}"
 
     def _pairs(self) -> Pairs:
         """This rank's shares of the module, and the copies that are stepped for them."""
         optimizer = self._optimizer
         if self._spread is not None:
-            lows, copies = optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat
+            lows = optimizer.fp16_partitioned_groups_flat
+            copies = optimizer.fp32_partitioned_groups_flat
             nothing = torch.empty(0)  # where a share lies in a file
             pairs = zip(lows, copies, strict=True)
             return [(nothing, nothing) if low is None else (low.data, copy.data) for low, copy in pairs]
@@ -303,7 +315,8 @@ class _FlatGroup:
 
     def __init__(self, optimizer: Any, number: int, names: tuple[str, str, str, str]) -> None:
         groups, self._flats, self._parts, self._copies = names
-        self._optimizer, self._number = optimizer, number
+        self._optimizer = optimizer
+        self._number = number
         self.process_group = optimizer.real_dp_process_group[number]
         self.ranks = torch.distributed.get_world_size(self.process_group)
         self.members: list[tuple[Parameter, torch.Size, int]] = []
@@ -370,14 +383,16 @@ class _SpreadWeights:
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, names: Names) -> None:
-        self._optimizer, self._device = engine.optimizer, engine.device
+        self._optimizer = engine.optimizer
+        self._device = engine.device
         self._is_exact = not engine.zero_quantized_weights()  # or what is gathered is not what is kept
         self._weights = [weight for weight in engine.module.parameters() if hasattr(weight, "ds_id")]
         self._names = [names.get(weight, "?") for weight in self._weights]
         self._numbers = {weight: number for number, weight in enumerate(self._weights)}
         self._empties = [_guard(weight, name) for weight, name in zip(self._weights, self._names, strict=True)]
         self._partitions = [weight.partition for weight in self._weights]
-        self.looks, self._is_guarded = False, True
+        self.looks = False
+        self._is_guarded = True
         for weight, partition in zip(self._weights, self._partitions, strict=True):
             weight.partition = functools.partial(self._release, weight, partition)
             self._set_empty(weight)
@@ -416,7 +431,8 @@ class _SpreadWeights:
 
     def keep_what_deepspeed_sets(self) -> None:
         optimizer = self._optimizer
-        set_full, set_local = optimizer.set_full_hp_param, optimizer.set_local_hp_param
+        set_full = optimizer.set_full_hp_param
+        set_local = optimizer.set_local_hp_param
 
         def set_full_both(value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
             set_full(value, param, optim_state_key)
@@ -434,7 +450,8 @@ class _SpreadWeights:
                 if param.ds_status is ZeroParamStatus.AVAILABLE:
                     param.data.view(-1)[start : start + own].copy_(value.flatten()[:own])
 
-        optimizer.set_full_hp_param, optimizer.set_local_hp_param = set_full_both, set_local_both
+        optimizer.set_full_hp_param = set_full_both
+        optimizer.set_local_hp_param = set_local_both
 
     def _put(self, weight: Any, share: Tensor) -> None:
         with torch.no_grad():
@@ -461,7 +478,8 @@ class _SpreadWeights:
             self._set_empty(each)
 
     def _keep(self, weight: Any) -> None:
-        kept, whole = weight.ds_tensor, weight.data
+        kept = weight.ds_tensor
+        whole = weight.data
         is_exact = self._is_exact and not hasattr(kept, "ds_quant_scale")
         if not is_exact or whole.numel() != weight.ds_numel or kept.numel() != kept.ds_numel:
             return
@@ -575,7 +593,10 @@ def written_while_spread(error: BaseException, *, place: str = "") -> str:
         for value in frame.f_locals.values():
             names += _spread_names(value)
     unique = list(dict.fromkeys(names))
-    weight = f"weight {' or '.join(unique[:2])}" if unique else "a weight"
+    if unique:
+        weight = f"weight {' or '.join(unique[:2])}"
+    else:
+        weight = "a weight"
     return (
         f"{weight} is written, or read by its address,{place} while ZeRO stage 3 has spread it over the ranks; do it "
         "within state.gathered() of a callback or engine.gathered() of a loop of your own, keep what forward moves "
@@ -584,7 +605,10 @@ def written_while_spread(error: BaseException, *, place: str = "") -> str:
 
 
 def _spread_names(value: Any) -> list[str]:
-    values = value if isinstance(value, (list, tuple)) else (value,)
+    if isinstance(value, (list, tuple)):
+        values = value
+    else:
+        values = (value,)
     tensors = [one for one in values if isinstance(one, Tensor) and not one.numel()]
     found = [_spread.get(one.untyped_storage()._cdata) for one in tensors if one.layout is torch.strided]
     return [name for name in found if name]
@@ -633,7 +657,8 @@ def _batches(pairs: Pairs) -> Iterator[Pairs]:
         for piece in pieces:
             if batch and total + piece[0].numel() > most:
                 yield batch
-                batch, total = [], 0
+                batch = []
+                total = 0
             batch.append(piece)
             total += piece[0].numel()
     if batch:
@@ -642,15 +667,19 @@ def _batches(pairs: Pairs) -> Iterator[Pairs]:
 
 def _take_over(pairs: Pairs) -> None:
     """Take the numbers that are not the copy's rounded ones; the others keep the bits that rounding drops."""
-    lows, copies = [low for low, _ in pairs], [copy for _, copy in pairs]
-    low, copy = _joined(lows), _joined(copies)
+    lows = [low for low, _ in pairs]
+    copies = [copy for _, copy in pairs]
+    low = _joined(lows)
+    copy = _joined(copies)
     taken = torch.where(copy.to(low.dtype) == low, copy, low.to(copy.dtype))
     pieces = [taken] if len(pairs) == 1 else torch.split(taken, [one.numel() for one in copies])
     torch._foreach_copy_(copies, list(pieces))
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat([one.view(-1) for one in tensors])
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat([one.view(-1) for one in tensors])
 
 
 def _as_numbers(flat: Tensor) -> Tensor:

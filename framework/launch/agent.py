@@ -77,7 +77,8 @@ async def run_attempt(
         await attempt.watch()
     finally:
         await asyncio.to_thread(ranks.clear)  # for seconds, perhaps, in which the other nodes are still heard
-    if left := ranks.not_killed:
+    left = ranks.not_killed
+    if left:
         where = f"{peers.own_name} {first_few(left)}"
         how = f"{where}: not ended {KILL_SECONDS:.0f} s after SIGKILL: it waits in the kernel"
         fix = "bring back the mount or device that it waits for, or restart this host: it may hold its GPU until then"
@@ -141,7 +142,10 @@ class _Attempt:
 
     def _ended(self, end: RankEnd) -> None:
         # Asked before it listened, a rank had nothing to save.
-        code = EXIT_STOPPED if self.stopping and end.code in (128 + signal.SIGTERM, 128 + signal.SIGINT) else end.code
+        if self.stopping and end.code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+            code = EXIT_STOPPED
+        else:
+            code = end.code
         self.codes.append(code)
         if code == EXIT_OK or self.ending_since < math.inf:
             return
@@ -211,7 +215,9 @@ class _Attempt:
             self.ranks.signal(signal.SIGTERM)
 
     def _grace(self) -> float:
-        return min(self.grace_seconds, _CUT_OFF_SECONDS) if self.requests.cut_off else self.grace_seconds
+        if self.requests.cut_off:
+            return min(self.grace_seconds, _CUT_OFF_SECONDS)
+        return self.grace_seconds
 
     def _own_code(self) -> int:
         order = {EXIT_STOPPED: 1, EXIT_OK: 2}
@@ -223,7 +229,10 @@ class _Attempt:
         if failure is not None:
             # Two nodes may meet the same error by themselves: each ends with its own code.
             mine = self.peers.own_failure
-            asked = f"; a stop was asked for ({self.peers.any_stop}) [stop-asked]" if self.peers.any_stop else ""
+            if self.peers.any_stop:
+                asked = f"; a stop was asked for ({self.peers.any_stop}) [stop-asked]"
+            else:
+                asked = ""
             line = f"{failure.what} at {failure.at}; {stopped}{asked}"
             return mine.code if mine else EXIT_PEER_LOST, line, failure.code
         if {*self.peers.ended.values(), code} == {EXIT_OK}:

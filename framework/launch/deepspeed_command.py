@@ -59,7 +59,10 @@ def local_command(
     if chosen is not None:
         where = ["--include", "localhost:" + ",".join(map(str, sorted(chosen[:num_ranks])))]
     # The launcher reads this file by default and would start its hosts, too.
-    local = ["--hostfile", os.devnull] if _DEFAULT_HOSTFILE.is_file() else []
+    if _DEFAULT_HOSTFILE.is_file():
+        local = ["--hostfile", os.devnull]
+    else:
+        local = []
     where += ["--master_addr", address] if address else []
     return [*deepspeed_program(), *local, *where, "--master_port", str(port), str(script), *arguments]
 
@@ -73,13 +76,25 @@ def node_command(
     hostfile: str | None = None,
 ) -> PlainCommand:
     """The `deepspeed` command that trains the same; its hostfile is only a list of places, with names of no meaning."""
-    numbers = sorted(devices)[: topology.slots] if devices else []
-    before, path, include = "", hostfile, []
+    if devices:
+        numbers = sorted(devices)[: topology.slots]
+    else:
+        numbers = []
+    before = ""
+    path = hostfile
+    include = []
     if path is None or numbers:
-        slots = max(numbers) + 1 if numbers else topology.slots
+        if numbers:
+            slots = max(numbers) + 1
+        else:
+            slots = topology.slots
         few = " ".join(map(str, range(topology.nnodes)))
-        places = few if topology.nnodes <= _FEW else f"$(seq 0 {topology.nnodes - 1})"
-        before, path = f"hosts=$(mktemp) && printf 'node-%s slots={slots}\\n' {places} > $hosts && ", "$hosts"
+        if topology.nnodes <= _FEW:
+            places = few
+        else:
+            places = f"$(seq 0 {topology.nnodes - 1})"
+        before = f"hosts=$(mktemp) && printf 'node-%s slots={slots}\\n' {places} > $hosts && "
+        path = "$hosts"
         if numbers:
             before += f"include=$(printf '@node-%s:{','.join(map(str, numbers))}' {places}) && "
             include = [_INCLUDE]
@@ -95,20 +110,28 @@ def hosts_command(
     names = [item.host.name for item in chosen]
     choice = options.choice
     filters = [f"--{name}={choice[name]}" for name in ("include", "exclude", "num_nodes", "num_gpus") if choice[name]]
-    before, path = "", options.hostfile
-    every = [host.name for host in read_hostfile(options.hostfile or "")] if options.include or options.exclude else []
+    before = ""
+    path = options.hostfile
+    if options.include or options.exclude:
+        every = [host.name for host in read_hostfile(options.hostfile or "")]
+    else:
+        every = []
     if any(":" in name for name in names) or any(set(name) & set("@:") for name in every):
         # pdsh reads brackets as a range, and --include takes both signs for its own.
         if not all(item.is_first and not (":" in item.host.name and "@" in item.host.name) for item in chosen):
             return None
         before = f"hosts=$(mktemp) && printf '%s slots={topology.slots}\\n' {shlex.join(names)} > $hosts && "
-        path, filters = "$hosts", []
+        path = "$hosts"
+        filters = []
     if options.remote_python or options.remote_folder:
         return None
     # A single host would be taken for this machine; without its check the launcher needs none of our options of ssh
     # there.
     how = [*(["--force_multi"] if topology.nnodes == 1 else []), *(["--no_ssh_check"] if options.ssh_args else [])]
-    port = [f"--master_port={topology.master_port}"] if topology.master_port else []
+    if topology.master_port:
+        port = [f"--master_port={topology.master_port}"]
+    else:
+        port = []
     where = [f"--hostfile={path}", *filters, *how, f"--master_addr={topology.master_addr}", *port]
     variables = {"PDSH_SSH_ARGS_APPEND": options.ssh_args} if options.ssh_args else {}
     return PlainCommand([*deepspeed_program(), *where, str(script), *arguments], before, variables)
@@ -150,8 +173,13 @@ def find_train_script() -> Path:
     checkout = package.parent
     # Where packages are installed, a train.py next to ours is somebody else's.
     is_checkout = (checkout / "train.py").is_file() and (checkout / "pyproject.toml").is_file()
-    script = checkout / "train.py" if is_checkout else package / "entry" / "train.py"
-    return Path(os.path.relpath(script)) if script.is_relative_to(Path.cwd()) else script
+    if is_checkout:
+        script = checkout / "train.py"
+    else:
+        script = package / "entry" / "train.py"
+    if script.is_relative_to(Path.cwd()):
+        return Path(os.path.relpath(script))
+    return script
 
 
 def usable_port(asked: int | None) -> int:
@@ -163,7 +191,8 @@ def usable_port(asked: int | None) -> int:
         try:
             probe.bind(("", asked))
         except OSError as error:
-            reason, fix = f"ranks cannot meet there: {error.strerror}", "leave it out, and a free one is taken"
+            reason = f"ranks cannot meet there: {error.strerror}"
+            fix = "leave it out, and a free one is taken"
             raise ConfigError.of("port-not-usable", reason, fix, "--master_port", asked, "command line") from None
     return asked
 
@@ -171,4 +200,6 @@ def usable_port(asked: int | None) -> int:
 def deepspeed_program() -> list[str]:
     """The command that belongs to this Python, whatever PATH says."""
     script = Path(sys.executable).with_name("deepspeed")
-    return [str(script)] if script.is_file() else [sys.executable, "-m", "deepspeed.launcher.runner"]
+    if script.is_file():
+        return [str(script)]
+    return [sys.executable, "-m", "deepspeed.launcher.runner"]

@@ -25,7 +25,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 def requirements(extras: Sequence[str], *, pyproject: str | None = None) -> list[str]:
     """Requirements of the base and of these extras, such as ``torch>=2.10``, as pyproject.toml writes them."""
-    text = pyproject if pyproject is not None else (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    if pyproject is not None:
+        text = pyproject
+    else:
+        text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     found: list[str] = []
     for name in ("dependencies", *extras):
         # Good for this project's own file, one quoted requirement to a line; a test holds it against a TOML reader.
@@ -70,12 +73,15 @@ def installed() -> list[str]:
 def _release(version: str) -> tuple[int, ...]:
     """Leading numbers: 2.10.0a0+git, as vendors build it, counts as 2.10.0. Enough for floors."""
     numbers = re.match(r"\d+(\.[1-9]\d*|\.0+(?=\.[1-9]))*", version)
-    return tuple(int(number) for number in numbers[0].split(".")) if numbers else ()
+    if numbers:
+        return tuple(int(number) for number in numbers[0].split("."))
+    return ()
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print what was asked for."""
-    command, extras = arguments[0], arguments[1:]
+    command = arguments[0]
+    extras = arguments[1:]
     if command == "stamp":
         print(stamp(extras))
     elif command == "installed":

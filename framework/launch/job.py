@@ -53,7 +53,10 @@ def refuse_too_few(job: LoadedRun, devices: LocalDevices, *, num_ranks: int, sta
         return
     reason = f"this machine has {devices.count} {devices.kind} devices for it"
     fix = f"at most {devices.count}{where}, or DS_ACCELERATOR=cpu to try it on processors"
-    file = "command line" if stated_by.startswith("-") else ""
+    if stated_by.startswith("-"):
+        file = "command line"
+    else:
+        file = ""
     problem = Problem("too-few-devices", reason, fix, key=stated_by, value=num_ranks, file=file)
     raise ConfigError(job.source.locate(problem) if stated_by.startswith("run.") else problem)
 

@@ -43,7 +43,10 @@ def launch(argv: Sequence[str]) -> int:
     if argv[:1] == ["node"]:
         return be_a_node(argv[1:])
     options = parse(argv)
-    alone = None if options.hostfile is None else _alone_in_hostfile(options)
+    if options.hostfile is None:
+        alone = None
+    else:
+        alone = _alone_in_hostfile(options)
     if options.hostfile is not None and alone is None:
         from framework.launch.ssh import launch_over_ssh
 
@@ -57,7 +60,9 @@ def _alone_in_hostfile(options: LaunchOptions) -> Chosen | None:
     if options.remote_python or options.remote_folder:
         return None
     chosen = choose_hosts(options.hostfile or "", **options.choice)
-    return chosen[0] if is_this_machine(chosen, ssh_args=options.ssh_args) else None
+    if is_this_machine(chosen, ssh_args=options.ssh_args):
+        return chosen[0]
+    return None
 
 
 def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chosen | None = None) -> int:
@@ -77,10 +82,13 @@ def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chose
         read_token(options.token_file)
     refuse_lone_start(os.environ, options)
     job, ranks = check(options, devices)
-    if unused := unused_gpus(devices, os.environ):
+    unused = unused_gpus(devices, os.environ)
+    if unused:
         print_problem(unused)
-    num_ranks, address = int(ranks.value), options.master_addr
-    script, port = find_train_script(), usable_port(options.master_port)
+    num_ranks = int(ranks.value)
+    address = options.master_addr
+    script = find_train_script()
+    port = usable_port(options.master_port)
     command = local_command(
         job.arguments, num_ranks=num_ranks, address=address, port=port, chosen=devices.chosen, script=script
     )
@@ -115,7 +123,8 @@ def _look_at_ops(job: LoadedRun, cluster: Cluster, environment: Mapping[str, str
     errors = [problem for problem in check_ops(need, environment).problems if problem.severity == "error"]
     if errors:
         raise ConfigError(errors)
-    if names := ops_to_compile(need, environment):
+    names = ops_to_compile(need, environment)
+    if names:
         listed = ", ".join(names)
         write(sys.stderr, f"compiling DeepSpeed's {listed}: half a minute or more each, once on this machine\n")
 
@@ -147,9 +156,14 @@ def _ranks(options: LaunchOptions, job: LoadedRun, devices: LocalDevices) -> Set
     here = slots_here(devices)
     if here is None:
         kind = os.environ.get("DS_ACCELERATOR") or devices.kind
-        how = "start ./launch.sh train CONFIG --num_gpus N" if options.fit_batch else "give --num_gpus N"
+        if options.fit_batch:
+            how = "start ./launch.sh train CONFIG --num_gpus N"
+        else:
+            how = "give --num_gpus N"
         raise UsageError(f"launch: devices of kind {kind} are not counted; {how}, or set DS_ACCELERATOR=cpu")
-    return _fitting(here, job, devices) if options.fit_batch else here
+    if options.fit_batch:
+        return _fitting(here, job, devices)
+    return here
 
 
 def _fitting(here: Setting, job: LoadedRun, devices: LocalDevices) -> Setting:
@@ -159,7 +173,9 @@ def _fitting(here: Setting, job: LoadedRun, devices: LocalDevices) -> Setting:
             cluster = Cluster(devices_per_host=count, device=devices.kind)
             job.chosen(cluster).plan(cluster)
             why = f"of {here.value} {here.source}: the most that divide batch.global_size"
-            return here if count == int(here.value) else Setting("slots", str(count), why)
+            if count == int(here.value):
+                return here
+            return Setting("slots", str(count), why)
     return here
 
 
@@ -171,9 +187,13 @@ def refuse_lone_start(environment: Mapping[str, str], options: LaunchOptions) ->
     if several and "LOCAL_RANK" not in environment and options.num_gpus is None:
         reason = "this is one of several nodes, and would train alone"
         fix = "start `launch node CONFIG`, or say --num_gpus N for this machine alone"
-        key, value = several[0].source, several[0].value
+        key = several[0].source
+        value = several[0].value
         raise ConfigError.of("several-nodes", reason, fix, key=key, value=value, file="environment")
-    task = None if "LOCAL_RANK" in environment else launched_rank(environment)
+    if "LOCAL_RANK" in environment:
+        task = None
+    else:
+        task = launched_rank(environment)
     if task is not None and task.values.get("LOCAL_WORLD_SIZE", task.size) > 1:
         reason = f"this is one of {task.size} processes that {task.launcher} started, and each would start all ranks"
         fix = f"let {task.launcher} start `train.py --config CONFIG`, or one process"

@@ -73,7 +73,10 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
         os.environ.update(read_order(sys.stdin.buffer.fileno(), requests))
         requests.hold(sys.stdin.buffer.fileno())
     devices = find_devices(os.environ).only(found.devices)
-    hosts = read_hostfile(found.hostfile) if found.hostfile else ()
+    if found.hostfile:
+        hosts = read_hostfile(found.hostfile)
+    else:
+        hosts = ()
     topology = _topology(found, devices, hosts)
     is_alone = topology.nnodes + found.spares == 1
     job = check_node(found, found.overrides, topology, devices)
@@ -81,7 +84,8 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
         raise UsageError("launch node: --spares and --min_nodes are for restarts: set supervision.max_restarts")
     if not found.from_stdin:  # who started it through ssh has told them, once for all hosts
         job.print_notes(is_supervised=True)
-    if unused := unused_gpus(devices, os.environ):
+    unused = unused_gpus(devices, os.environ)
+    if unused:
         print_problem(unused)
     script = find_train_script()
     added = added_environment(os.environ, device=devices.kind, num_ranks=topology.slots)
@@ -223,7 +227,8 @@ def run_node(
         from framework.launch.ranks import Ranks  # psutil comes with the train extra only
         from framework.launch.rendezvous.connectivity import interface_of
 
-        own, place = environment, start.topology
+        own = environment
+        place = start.topology
         if place.nnodes > 1:
             started = f"starting {place.slots} ranks of {place.world_size}"
             print_line(f"all {place.nnodes} nodes are here and agree; {started}")
@@ -287,7 +292,10 @@ def _port_problems(topology: Topology) -> Sequence[Problem]:
 def _preflight(job: LoadedRun, topology: Topology, devices: LocalDevices, environment: Mapping[str, str]) -> Look:
     from framework.doctor.node.start import look_before_start
 
-    chosen = {} if devices.chosen is None else {visible_variable(devices.kind): ",".join(map(str, devices.chosen))}
+    if devices.chosen is None:
+        chosen = {}
+    else:
+        chosen = {visible_variable(devices.kind): ",".join(map(str, devices.chosen))}
     cluster = Cluster(topology.nnodes, topology.slots, devices.kind)
     return partial(look_before_start, job.config, cluster, {**environment, **chosen}, rank=topology.node_rank)
 
@@ -342,13 +350,16 @@ def read_token(path: str | None) -> str:
     """The shared secret: of the file, of what `hide_token` has put aside, or of an ssh launcher; a ConfigError where it
     cannot be read or could be guessed.
     """
-    token, number = os.environ.pop("DSF_TOKEN", ""), os.environ.pop(_TOKEN_END, "")
+    token = os.environ.pop("DSF_TOKEN", "")
+    number = os.environ.pop(_TOKEN_END, "")
     if number.isdecimal():
         with suppress(OSError), os.fdopen(int(number), "rb") as end:
             token = end.read().decode("utf-8", "surrogateescape")
     place = "environment variable DSF_TOKEN"
     if path is not None:
-        token, reason, place = "", "it is empty", path
+        token = ""
+        reason = "it is empty"
+        place = path
         try:
             token = Path(path).read_bytes()[:_LARGEST_TOKEN_BYTES].decode("utf-8").strip()
         except (OSError, ValueError) as error:

@@ -43,7 +43,10 @@ class AsSpelled(argparse.Action):
 
 
 def _count_or_all(text: str) -> int | None:
-    return None if text in ("auto", "gpu") else count(text)  # torchrun's words for all devices
+    # torchrun's words for all devices
+    if text in ("auto", "gpu"):
+        return None
+    return count(text)
 
 
 @dataclass(frozen=True)
@@ -192,7 +195,10 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
 def refuse_idle(command: str, flags: Sequence[str]) -> None:
     """Refuse options of hosts, with a UsageError, where no hosts are named."""
     if flags:
-        verb = "goes" if len(flags) == 1 else "go"
+        if len(flags) == 1:
+            verb = "goes"
+        else:
+            verb = "go"
         raise UsageError(f"{command}: {', '.join(flags)} {verb} with a hostfile; give -H HOSTFILE")
 
 

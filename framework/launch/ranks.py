@@ -57,7 +57,8 @@ class Ranks:
         device: str = "cpu",
         devices: Sequence[int] | None = None,
     ) -> None:
-        self._command, self._topology = command, topology
+        self._command = command
+        self._topology = topology
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._give_up_at = math.inf
         numbers = range(topology.slots) if devices is None else sorted(devices)[: topology.slots]
@@ -144,7 +145,8 @@ class Ranks:
         os.close(self._write_end)
         give_up_at = time.monotonic() + _CLEAR_SECONDS
         # What is asked to end may start another process meanwhile, so we look until there is none.
-        ours, stuck = self._environment[AGENT_VARIABLE], {process.pid for process in self._running.values()}
+        ours = self._environment[AGENT_VARIABLE]
+        stuck = {process.pid for process in self._running.values()}
         while left := [each for each in psutil.process_iter() if each.pid not in stuck and _has_agent(each, ours)]:
             if time.monotonic() > give_up_at:
                 return

@@ -41,12 +41,15 @@ def answering(
         PeerLostError: too few answer.
         RunStopped: on request.
     """
-    begun, reported = time.monotonic(), time.monotonic() - _REPORT_SECONDS
+    begun = time.monotonic()
+    reported = time.monotonic() - _REPORT_SECONDS
     while True:
         here = _probe(commands, requests)
         missing = [commands[number][0] for number in expected if number not in here]
         if not missing:
-            return here if fits(len(here)) else [number for number in here if number in expected]
+            if fits(len(here)):
+                return here
+            return [number for number in here if number in expected]
         waited = time.monotonic() - begun
         if waited > enough_seconds:
             for count in range(len(here), 0, -1):

@@ -97,11 +97,15 @@ def launch_over_ssh(options: LaunchOptions) -> int:
     commands = _commands(options, chosen, topology)
     plain = hosts_command(options, topology, chosen, job.arguments, script=find_train_script())
     # The rest of an agent's order goes over its standard input.
-    shown = commands if options.verbose or len(commands) <= _REPORTED + 1 else commands[:_REPORTED]
+    if options.verbose or len(commands) <= _REPORTED + 1:
+        shown = commands
+    else:
+        shown = commands[:_REPORTED]
     rows = [
         f"agent on {item.host.name}: {shlex.join(command)}" for item, (_, command) in zip(chosen, shown, strict=False)
     ]
-    if left := len(commands) - len(shown):
+    left = len(commands) - len(shown)
+    if left:
         rows.append(f"and {left} more agents; --verbose prints them all")
     show_settings(topology, plain.as_line() if plain else _NO_PLAIN, *rows)
     if options.dry_run:
@@ -123,7 +127,10 @@ class _Starts:
     def __init__(
         self, options: LaunchOptions, chosen: Sequence[Chosen], order: Mapping[str, str], requests: StopRequests
     ) -> None:
-        self._options, self._chosen, self._order, self._requests = options, chosen, order, requests
+        self._options = options
+        self._chosen = chosen
+        self._order = order
+        self._requests = requests
         self._expected = list(range(len(chosen)))
         self._stuck: dict[str, str] = {}
         self._number = 0
@@ -148,7 +155,9 @@ class _Starts:
     def _wait_for_hosts(self, options: LaunchOptions) -> None:
         def ask(_: int, item: Chosen) -> list[str]:
             process = self._stuck.get(item.host.name.rpartition("@")[2])
-            return ["test", "!", "-e", f"/proc/{process}"] if process else ["true"]
+            if process:
+                return ["test", "!", "-e", f"/proc/{process}"]
+            return ["true"]
 
         fit = partial(fits, options, options.overrides, _topology(options, self._chosen), _ELSEWHERE)
         asks = _over_ssh(options, self._chosen, ask)
@@ -172,11 +181,13 @@ def _over_ssh(
 
 def _topology(options: LaunchOptions, chosen: Sequence[Chosen]) -> Topology:
     sources = options.sources | {"master_addr": "the first host", "master_port": "default"}
-    master, port = options.master_addr, DEFAULT_PORT
+    master = options.master_addr
+    port = DEFAULT_PORT
     if len(chosen) == 1:
         # Its ranks need no name that others know, which it might not reach itself, and no port that somebody else may
         # have.
-        master, port = master or "127.0.0.1", 0
+        master = master or "127.0.0.1"
+        port = 0
         sources |= {"master_addr": "one host", "master_port": "one that the host finds"}
     sources |= {name: f"--{name}" for name in ("master_addr", "master_port") if getattr(options, name)}
     master = master or address_of(chosen[0].host.name, ssh_args=options.ssh_args)
@@ -185,8 +196,14 @@ def _topology(options: LaunchOptions, chosen: Sequence[Chosen]) -> Topology:
 
 def agent_command(options: LaunchOptions, chosen: Chosen, node_rank: int, topology: Topology) -> list[str]:
     """Build the command that a host runs."""
-    port = ["--control_port", str(options.control_port)] if options.control_port else []
-    devices = [] if chosen.is_first else ["--devices", ",".join(map(str, chosen.devices))]
+    if options.control_port:
+        port = ["--control_port", str(options.control_port)]
+    else:
+        port = []
+    if chosen.is_first:
+        devices = []
+    else:
+        devices = ["--devices", ",".join(map(str, chosen.devices))]
     root = str(Path(framework.__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     # The package may be found by PYTHONPATH alone, and the folder need not be the checkout.
@@ -387,7 +404,8 @@ class Agents:
                 for line in lines:
                     if line.startswith("launch: "):
                         self._last_words[name] = line.removeprefix("launch: ")
-                    if found := _STUCK.match(line):
+                    found = _STUCK.match(line)
+                    if found:
                         self.stuck[name] = found[1]
                 write(out, "".join(f"{name}: {line}\n" for line in lines if line))
             kept[:] = rest
@@ -397,7 +415,8 @@ class Agents:
 
     def _look_for_ends(self) -> None:
         for node, process in list(self._running.items()):
-            code, name = process.poll(), self._commands[node][0]
+            code = process.poll()
+            name = self._commands[node][0]
             if code is None:
                 continue
             del self._running[node]
@@ -414,7 +433,12 @@ class Agents:
                     self._give_up_after(saves=code == EXIT_STOPPED)
 
     def _pass_on_request(self, requests: StopRequests) -> None:
-        wish = "kill" if requests.insists else "stop" if requests.asked else ""
+        if requests.insists:
+            wish = "kill"
+        elif requests.asked:
+            wish = "stop"
+        else:
+            wish = ""
         if wish and wish != self._reported:
             self._reported = wish
             self._give_up_after(saves=wish == "stop")

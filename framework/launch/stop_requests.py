@@ -54,13 +54,15 @@ class StopRequests:
             return
         words = os.read(self._life_line, 4096).split()
         if not words:
-            self._life_line, self.cut_off = None, True
+            self._life_line = None
+            self.cut_off = True
             self.ask(_LAUNCHER_GONE)
         self.lost = self.lost or b"lost" in words
         if b"stop" in words:
             self.ask("the launcher's request")
         if b"kill" in words:
-            self.asked, self.insists = self.asked or "the launcher's request", True
+            self.asked = self.asked or "the launcher's request"
+            self.insists = True
 
     def refuse_start(self) -> None:
         """Raise RunStopped if somebody has asked before there was anything to stop."""
@@ -109,7 +111,10 @@ def read_order(descriptor: int, requests: StopRequests) -> dict[str, str]:
         line += character
     with suppress(ValueError):
         order = json.loads(line)
-        environment = order.get("environment") if isinstance(order, dict) else None
+        if isinstance(order, dict):
+            environment = order.get("environment")
+        else:
+            environment = None
         if isinstance(environment, dict) and all(isinstance(value, str) for value in environment.values()):
             return environment
     raise UsageError("launch node: --from_stdin is for `launch -H`, which sends what belongs there")

@@ -85,7 +85,8 @@ class Restarts:
 
     def __init__(self, config: RunConfig) -> None:
         """Look at the folder of the run, where this machine sees it; the first start begins now."""
-        self._most, self._wait_seconds = config.supervision.max_restarts, config.supervision.wait_seconds
+        self._most = config.supervision.max_restarts
+        self._wait_seconds = config.supervision.wait_seconds
         self._folder = _Folder(config.run.folder, goes_on=config.checkpoint.resume == "auto")
         self._number = self._idle = 0
         self._last = ""
@@ -111,7 +112,8 @@ class Restarts:
 
     def begin(self) -> None:
         """Note what is saved when a start begins, and look at what it saves."""
-        self._step, self._begun = self._folder.newest_step(), time.time()
+        self._step = self._folder.newest_step()
+        self._begun = time.time()
         self._folder.look()
 
     @property
@@ -122,7 +124,8 @@ class Restarts:
     @property
     def used_up(self) -> str:
         """Say why there is no other start, where node 0 was lost; empty where there is one."""
-        if gone := self._folder.gone:
+        gone = self._folder.gone
+        if gone:
             return gone
         if self._idle >= _MOST_IDLE or self._number > self._most:
             return f"node 0 was lost: {_given_up(is_again=False, idle=self._idle, left=0, most=self._most)}"
@@ -150,23 +153,31 @@ class Restarts:
         newest = self._note_saved()
         if _LOST in end.line:
             self._folder.note_lost()
-        if gone := self._folder.gone:
+        gone = self._folder.gone
+        if gone:
             print_line(f"{gone}; the job ends [no-restart]")
             write_termination_log(f"{end.line}; {gone}")
             self.code = EXIT_STORAGE
             return None
         is_again = self._idle > 1 and end.code in _OWN_ERRORS and end.fingerprint == self._last
         self._last = end.fingerprint
-        if why := _given_up(is_again=is_again, idle=self._idle, left=self._most - self._number, most=self._most):
+        why = _given_up(is_again=is_again, idle=self._idle, left=self._most - self._number, most=self._most)
+        if why:
             print_line(f"{why}; the job ends [no-restart]")
             write_termination_log(f"{end.line}; {why}")
             self.code = end.code if self._number == self._most else EXIT_NO_PROGRESS
             return None
         longest = _LONGEST_WAIT_SECONDS
-        seconds = min(self._wait_seconds * 2 ** (self._idle - 1), longest) if self._idle else 0.0
-        goes_on = (
-            f"from step {newest}" if newest >= 0 else "from its checkpoint" if self.resumes else "from the beginning"
-        )
+        if self._idle:
+            seconds = min(self._wait_seconds * 2 ** (self._idle - 1), longest)
+        else:
+            seconds = 0.0
+        if newest >= 0:
+            goes_on = f"from step {newest}"
+        elif self.resumes:
+            goes_on = "from its checkpoint"
+        else:
+            goes_on = "from the beginning"
         self._number += 1
         why = f"start {self._number + 1} of at most {self._most + 1}, {goes_on}, in {seconds:.0f} s [restart]"
         print_line(why)
@@ -216,7 +227,9 @@ def _given_up(*, is_again: bool, idle: int, left: int, most: int) -> str:
         return "the same error at the same step again"
     if idle >= _MOST_IDLE:
         return f"{idle} starts in a row without a new checkpoint"
-    return "" if left else f"{counted(most, 'restart')} used up (supervision.max_restarts)"
+    if left:
+        return ""
+    return f"{counted(most, 'restart')} used up (supervision.max_restarts)"
 
 
 class _Folder:
@@ -226,7 +239,10 @@ class _Folder:
         """Look at the folder; `goes_on`: the job continues with a checkpoint that is there already."""
         self._path = path
         self._before = self._saved() or {}
-        self._seen = max(self._before, default=-1) if goes_on else -1
+        if goes_on:
+            self._seen = max(self._before, default=-1)
+        else:
+            self._seen = -1
         self._is_lost = False
         self._looks = threading.Event()
         self._events_before = (0, 0)  # number and size of the file

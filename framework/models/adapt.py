@@ -155,11 +155,15 @@ def compile_model(model: nn.Module, asked: Compile, *, after_first_pass: bool = 
         ConfigError: kind ``no-blocks``.
     """
     torch.compiler.reset()  # graphs of earlier runs count as well
-    parts = [model] if asked.per == "model" else list(_blocks(model))
+    if asked.per == "model":
+        parts = [model]
+    else:
+        parts = list(_blocks(model))
     if isinstance(model, LayeredModel) and model.recompute_every:
         parts = [layer.build() for layer in model.layers()]
     if not parts:
-        reason, fix = f"{type(model).__name__} has no two blocks of one class", "set training.compile.per: model"
+        reason = f"{type(model).__name__} has no two blocks of one class"
+        fix = "set training.compile.per: model"
         raise ConfigError.of("no-blocks", reason, fix, "training.compile.per", asked.per)
 
     def compile_parts() -> None:
@@ -211,7 +215,9 @@ def parameter_groups(
     has_steps = bool(scheduled(freeze))
     if not has_groups(optimizer):
         plain = list(trained.values())
-        return _apart([{"params": plain}], trained, freeze) if has_steps else plain
+        if has_steps:
+            return _apart([{"params": plain}], trained, freeze)
+        return plain
     values = group_values(shapes, optimizer, layers=layers or ())
     each = in_order(values.values())
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": one.weight_decay} for one in each]
@@ -222,7 +228,9 @@ def parameter_groups(
             group |= {"lr": optimizer.lr * one.lr_ratio, LR_RATIO: one.lr_ratio}
     for name, parameter in trained.items():
         groups[each.index(values[name])]["params"].append(parameter)
-    return _apart(groups, trained, freeze) if has_steps else groups
+    if has_steps:
+        return _apart(groups, trained, freeze)
+    return groups
 
 
 def _apart(
@@ -261,5 +269,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for by_muon, inner in self._inner.items():
-            inner.state, inner.param_groups = self.state, self._groups(by_muon)  # loading has replaced them
+            # loading has replaced them
+            inner.state = self.state
+            inner.param_groups = self._groups(by_muon)
             inner.step()

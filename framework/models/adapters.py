@@ -62,7 +62,8 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
     from peft import LoraConfig, inject_adapter_in_model  # here: it imports transformers, which takes seconds
 
     modules = [name for name, _ in model.named_modules() if name]
-    if problems := unmatched_modules(lora, modules):
+    problems = unmatched_modules(lora, modules)
+    if problems:
         raise ConfigError(problems)
     tied = _tied(model)
     trained = [module for name, module in model.named_modules() if name and is_saved(name, lora)]
@@ -73,12 +74,14 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
         try:
             model = inject_adapter_in_model(config, model)
         except ValueError as error:
-            reason, fix = str(error).partition(". ")[0], "name linear layers, convolutions or embeddings"
+            reason = str(error).partition(". ")[0]
+            fix = "name linear layers, convolutions or embeddings"
             key = "training.lora.target_modules"
             if "4 dimensions" in reason:
                 fix = "set zero.stage: 2 for convolutions"  # 3 spreads kernels
             raise ConfigError.of("lora-not-adaptable", reason, fix, key, lora.target_modules) from error
-    if adapted := sorted(tied & {name.partition(LORA)[0] for name, _ in model.named_parameters() if is_adapter(name)}):
+    adapted = sorted(tied & {name.partition(LORA)[0] for name, _ in model.named_parameters() if is_adapter(name)})
+    if adapted:
         raise ConfigError([tied_problem(adapted[0], lora.target_modules)])
     # torch's encoder layers would read frozen weights in evaluation themselves, past all modules and their adapters.
     torch.backends.mha.set_fastpath_enabled(False)
@@ -95,7 +98,9 @@ def _tied(model: nn.Module) -> set[str]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
     tied = {name for names in owners.values() if len(names) > 1 for name in names}
-    return tied | {layer.name for layer in model.recipes if layer.tied} if isinstance(model, LayeredModel) else tied
+    if isinstance(model, LayeredModel):
+        return tied | {layer.name for layer in model.recipes if layer.tied}
+    return tied
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:

@@ -79,7 +79,8 @@ class OtherEmbeddings(nn.Module):
         self.positions = nn.Parameter(torch.empty(shape.max_positions, shape.hidden_size))
         draw(self.positions, std=DEFAULT_STD, truncated=True)
         self.types = DrawnEmbedding(shape.num_types, shape.hidden_size, truncated=True)
-        self.norm, self.dropout = shape.make_norm(), nn.Dropout(shape.dropout)
+        self.norm = shape.make_norm()
+        self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, value: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Shapes as for `TiedTokenEmbedding`; ValueError for a sequence that is too long."""
@@ -96,7 +97,9 @@ class MaskedAttention(nn.Module):
 
     def __init__(self, shape: BERTShape) -> None:
         super().__init__()
-        self.head_size, self.dropout, size = shape.hidden_size // shape.num_heads, shape.dropout, shape.hidden_size
+        self.head_size = shape.hidden_size // shape.num_heads
+        self.dropout = shape.dropout
+        size = shape.hidden_size
         self.query, self.key, self.value, self.output = (shape.linear(size, size) for _ in range(4))
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
@@ -115,10 +118,12 @@ class BERTBlock(nn.Module):
 
     def __init__(self, shape: BERTShape) -> None:
         super().__init__()
-        self.attention, self.attention_norm = MaskedAttention(shape), shape.make_norm()
+        self.attention = MaskedAttention(shape)
+        self.attention_norm = shape.make_norm()
         self.up = shape.linear(shape.hidden_size, shape.mlp_size)
         self.down = shape.linear(shape.mlp_size, shape.hidden_size)
-        self.mlp_norm, self.dropout = shape.make_norm(), nn.Dropout(shape.dropout)
+        self.mlp_norm = shape.make_norm()
+        self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         hidden, mask = value
@@ -137,11 +142,13 @@ class PoolerAndTransform(nn.Module):
     def __init__(self, shape: BERTShape) -> None:
         super().__init__()
         self.pooler = shape.linear(shape.hidden_size, shape.hidden_size)
-        self.transform, self.norm = shape.linear(shape.hidden_size, shape.hidden_size), shape.make_norm()
+        self.transform = shape.linear(shape.hidden_size, shape.hidden_size)
+        self.norm = shape.make_norm()
 
     def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
         hidden, _ = value
-        transformed, pooled = self.norm(gelu(self.transform(hidden))), torch.tanh(self.pooler(hidden[:, :1]))
+        transformed = self.norm(gelu(self.transform(hidden)))
+        pooled = torch.tanh(self.pooler(hidden[:, :1]))
         return torch.cat((transformed, pooled.to(transformed.dtype)), dim=1)
 
 
@@ -169,7 +176,8 @@ class ClassHead(nn.Module):
     def __init__(self, shape: BERTShape) -> None:
         super().__init__()
         assert shape.num_classes is not None
-        self.pooler, self.dropout = shape.linear(shape.hidden_size, shape.hidden_size), nn.Dropout(shape.dropout)
+        self.pooler = shape.linear(shape.hidden_size, shape.hidden_size)
+        self.dropout = nn.Dropout(shape.dropout)
         self.output = shape.linear(shape.hidden_size, shape.num_classes)
 
     def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:

@@ -123,8 +123,12 @@ class Mixture(nn.Module):
         super().__init__()
         self.shape = shape
         self.router = Router(hidden_size, shape.num_experts, bias=False)
-        self.group, self.size, rank, self.varies = None, 1, 0, False
-        if (found := _group.get()) is not None:
+        self.group = None
+        self.size = 1
+        rank = 0
+        self.varies = False
+        found = _group.get()
+        if found is not None:
             self.group, self.varies = found
             self.size, rank = torch.distributed.get_world_size(self.group), torch.distributed.get_rank(self.group)
         self.num_own = shape.num_experts // self.size
@@ -135,8 +139,10 @@ class Mixture(nn.Module):
                 self.experts[str(number)] = expert
 
     def forward(self, hidden: Tensor) -> Tensor:
-        tokens, shape = hidden.flatten(0, -2), self.shape
-        count, room = shape.num_experts, shape.capacity(hidden.shape[:-1].numel(), training=self.training)
+        tokens = hidden.flatten(0, -2)
+        shape = self.shape
+        count = shape.num_experts
+        room = shape.capacity(hidden.shape[:-1].numel(), training=self.training)
         width = self._most(room)
         logits = self.router(self._jittered(tokens))
         probabilities = logits.softmax(-1)
@@ -181,7 +187,9 @@ class Mixture(nn.Module):
     def _jittered(self, tokens: Tensor) -> Tensor:
         """Noise on what the router sees, by which it tries other experts (Switch, section 2.4)."""
         noise = self.shape.jitter if self.training else 0.0
-        return tokens * torch.empty_like(tokens).uniform_(1.0 - noise, 1.0 + noise) if noise else tokens
+        if noise:
+            return tokens * torch.empty_like(tokens).uniform_(1.0 - noise, 1.0 + noise)
+        return tokens
 
     def _report(self, logits: Tensor, probabilities: Tensor, is_first: Tensor, fits: Tensor) -> None:
         """Report losses; computed even where nobody collects them, as recomputation wants the same tensors again."""
@@ -190,5 +198,6 @@ class Mixture(nn.Module):
         loss = shape.balance_loss * balance
         if shape.z_loss:
             loss = loss + shape.z_loss * logits.logsumexp(-1).square().mean()
-        if (found := _collected.get()) is not None:
+        found = _collected.get()
+        if found is not None:
             found.append(Routing(loss, balance.detach(), 1.0 - fits.float().mean()))

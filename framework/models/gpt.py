@@ -39,13 +39,15 @@ def rotate(*heads: Tensor, theta: float, places: Tensor | None = None) -> tuple[
     patch and half-precision casts would round them, and a checkpoint would hold what is no weight.
     """
     some = heads[0]
-    dtype, width = torch.promote_types(some.dtype, torch.float32), some.shape[-1]
+    dtype = torch.promote_types(some.dtype, torch.float32)
+    width = some.shape[-1]
     pairs = torch.arange(0, width, 2, device=some.device).to(dtype)
     if places is None:
         first = first_position(some.shape[-2])
         places = torch.arange(first, first + some.shape[-2], device=some.device)[None]
     angles = places.to(dtype)[:, None, :, None] * theta ** (-pairs / width)
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     halves = (one.to(dtype).chunk(2, dim=-1) for one in heads)
     return tuple(
         torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(some.dtype)
@@ -138,7 +140,8 @@ class Past:
         if self.places is None:
             self.held[attention] = pad(torch.stack((key, value)), (0, 0, 0, self.capacity - key.shape[2]))
             return key, value, None
-        held, rows = self.held[attention], torch.arange(len(key), device=key.device)
+        held = self.held[attention]
+        rows = torch.arange(len(key), device=key.device)
         for kept, new in zip(held, (key, value), strict=True):
             kept[rows, :, self.places[:, 0]] = new[:, :, 0]
         seen = torch.arange(self.capacity, device=key.device) <= self.places
@@ -160,7 +163,10 @@ class LearnedPositions(nn.Module):
     def forward(self, embedded: Tensor, places: Tensor | None = None) -> Tensor:
         """Shapes as in the class docstring; ValueError for a sequence that is too long."""
         places = _past.places if _past is not None else places
-        added = positions_of(embedded, self.weight) if places is None else self.weight[places]
+        if places is None:
+            added = positions_of(embedded, self.weight)
+        else:
+            added = self.weight[places]
         dropped: Tensor = self.dropout(embedded + added)
         return dropped
 
@@ -175,14 +181,16 @@ class CausalAttention(nn.Module):
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
-        self.shape, kv_size = shape, shape.num_kv_heads * shape.head_size
+        self.shape = shape
+        kv_size = shape.num_kv_heads * shape.head_size
         self.query = shape.linear(shape.hidden_size, shape.hidden_size)
         self.key = shape.linear(shape.hidden_size, kv_size)
         self.value = shape.linear(shape.hidden_size, kv_size)
         self.output = shape.linear(shape.hidden_size, shape.hidden_size, std=shape.residual_std)
 
     def forward(self, hidden: Tensor, places: Tensor | None = None) -> Tensor:
-        shape, seen = self.shape, None
+        shape = self.shape
+        seen = None
         query, key, value = (
             split_heads(matrix(hidden), shape.head_size) for matrix in (self.query, self.key, self.value)
         )
@@ -224,9 +232,14 @@ class GPTBlock(nn.Module):
 
     def __init__(self, shape: GPTShape, number: int = 0) -> None:
         super().__init__()
-        self.attention_norm, self.attention = shape.make_norm(), CausalAttention(shape)
-        self.mlp_norm, make = shape.make_norm(), partial(MLP, shape)
-        moe = shape.moe if shape.moe is not None and shape.moe.is_in(number) else None
+        self.attention_norm = shape.make_norm()
+        self.attention = CausalAttention(shape)
+        self.mlp_norm = shape.make_norm()
+        make = partial(MLP, shape)
+        if shape.moe is not None and shape.moe.is_in(number):
+            moe = shape.moe
+        else:
+            moe = None
         self.mlp = Mixture(moe, shape.hidden_size, make_expert=make) if moe is not None else make()
         self.dropout = nn.Dropout(shape.dropout)
 
@@ -238,11 +251,15 @@ class GPTBlock(nn.Module):
 
 
 def _beside_places(module: nn.Module, value: Any) -> Any:
-    return (module(value[0]), value[1]) if isinstance(value, tuple) else module(value)
+    if isinstance(value, tuple):
+        return (module(value[0]), value[1])
+    return module(value)
 
 
 def _with_places(module: nn.Module, value: Any) -> Any:
-    return (module(*value), value[1]) if isinstance(value, tuple) else module(value)
+    if isinstance(value, tuple):
+        return (module(*value), value[1])
+    return module(value)
 
 
 def _without_places(module: nn.Module, value: Any) -> Any:

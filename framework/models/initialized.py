@@ -21,11 +21,14 @@ DEFAULT_STD = 0.02
 
 class _Drawn(nn.Module):
     def __init__(self, *sizes: int, std: float = DEFAULT_STD, truncated: bool = False, **options: Any) -> None:
-        self.std, self.truncated = std, truncated  # torch's constructor draws, and needs them
+        # torch's constructor draws, and needs them
+        self.std = std
+        self.truncated = truncated
         super().__init__(*sizes, **options)
 
     def reset_parameters(self) -> None:
-        weight, bias = self._parameters["weight"], self._parameters.get("bias")
+        weight = self._parameters["weight"]
+        bias = self._parameters.get("bias")
         assert weight is not None
         draw(weight, std=self.std, truncated=self.truncated)
         if bias is not None:
@@ -54,15 +57,22 @@ class TokenEmbedding(DrawnEmbedding):
     def forward(self, value: Any, *, as_head: bool = False) -> Any:
         if isinstance(value, tuple):
             return self.look_up(value[0]), value[1]
-        return self.logits(value) if as_head else self.look_up(value)
+        if as_head:
+            return self.logits(value)
+        return self.look_up(value)
 
     def look_up(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) if self.vocabulary is None else self.vocabulary.look_up(tokens, self.weight)
+        if self.vocabulary is None:
+            return super().forward(tokens)
+        return self.vocabulary.look_up(tokens, self.weight)
 
     def logits(self, hidden: Tensor) -> Tensor | TiledLoss:
-        if (loss := tiled_loss(hidden, self.weight, *self.head_bias)) is not None:
+        loss = tiled_loss(hidden, self.weight, *self.head_bias)
+        if loss is not None:
             return loss
-        return linear(hidden, self.weight) if self.vocabulary is None else self.vocabulary.logits(hidden, self.weight)
+        if self.vocabulary is None:
+            return linear(hidden, self.weight)
+        return self.vocabulary.logits(hidden, self.weight)
 
 
 def as_head(module: nn.Module, value: Tensor) -> Any:
@@ -81,8 +91,10 @@ def positions_of(embedded: Tensor, positions: Tensor) -> Tensor:
     Raises:
         ValueError: the sequence is too long.
     """
-    first, most = first_position(embedded.shape[1]), positions.shape[0]
-    if (end := first + embedded.shape[1]) > most:
+    first = first_position(embedded.shape[1])
+    most = positions.shape[0]
+    end = first + embedded.shape[1]
+    if end > most:
         raise ValueError(f"a sequence of {end} tokens; the model has {most} positions")
     return positions[first:end]
 

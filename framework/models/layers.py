@@ -107,11 +107,15 @@ class Layer:
     def make_copy(self, number: int, *, seed: int) -> nn.Module:
         """`make`, but never the module that will train: running it may change its buffers (batch norm)."""
         module = self.make(number, seed=seed)
-        return copy.deepcopy(module) if self.is_built else module
+        if self.is_built:
+            return copy.deepcopy(module)
+        return module
 
     def apply(self, module: nn.Module, value: Any) -> Any:
         """The layer's output for the output of the layer before."""
-        return module(value) if self.call is None else self.call(module, value)
+        if self.call is None:
+            return module(value)
+        return self.call(module, value)
 
 
 @contextmanager
@@ -174,7 +178,10 @@ class LayeredModel(nn.Module):
         Named inputs are taken in their order.
         """
         inputs += tuple(named.values())
-        value = inputs[0] if len(inputs) == 1 else inputs
+        if len(inputs) == 1:
+            value = inputs[0]
+        else:
+            value = inputs
         every = self.recompute_every
         if not every or not torch.is_grad_enabled():
             return self._run(value, 0, len(self.recipes))
@@ -189,7 +196,9 @@ class LayeredModel(nn.Module):
 
     def place_of(self, layer: Layer) -> str:
         """Return the name under which the layer's module is registered: that of the first that is tied to it."""
-        return next(first.name for first in self.recipes if first.tied == layer.tied) if layer.tied else layer.name
+        if layer.tied:
+            return next(first.name for first in self.recipes if first.tied == layer.tied)
+        return layer.name
 
 
 def as_layers(model: Any) -> list[Layer]:
@@ -275,7 +284,8 @@ def _reported(model: nn.Module) -> list[Layer]:
     reported = {id(tensor) for _, module in pairs for tensor in (*module.parameters(), *module.buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in reported:
-            reason, fix = f"its layers() leaves out {name}", "name the module that holds it"
+            reason = f"its layers() leaves out {name}"
+            fix = "name the module that holds it"
             raise refusal("model-layers-incomplete", reason, fix)
     return [_built(name, module) for name, module in pairs]
 

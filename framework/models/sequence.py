@@ -43,7 +43,8 @@ class SequenceGroup:
         which may run layers again, has threads of its own.
         """
         global _shared
-        before, _shared = _shared, self
+        before = _shared
+        _shared = self
         try:
             yield
         finally:
@@ -68,7 +69,8 @@ _shared: SequenceGroup | None = None
 def whole() -> Iterator[None]:
     """Within this block the models of this process see all positions, also inside of `SequenceGroup.shared`."""
     global _shared
-    before, _shared = _shared, None
+    before = _shared
+    _shared = None
     try:
         yield
     finally:
@@ -114,7 +116,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | Non
     Raises:
         ConfigError: kind ``sequence-not-shared``, where the heads do not divide.
     """
-    if (part := _shared) is None:
+    part = _shared
+    if part is None:
         return _attention(query, key, value, attn_mask, options)
     if query.shape[1] % part.size:
         reason = f"the {query.shape[1]} heads of attention cannot be shared evenly"
@@ -135,7 +138,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | Non
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1 and mask is not None:  # no fast kernel takes both
-        key, value, repeats = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), 1
+        key = key.repeat_interleave(repeats, 1)
+        value = value.repeat_interleave(repeats, 1)
+        repeats = 1
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=repeats > 1, **options)
 
 
@@ -156,7 +161,10 @@ def share_attention(model: nn.Module) -> None:
 
 
 def _refusal(model: nn.Module, reason: str, fix: str = "") -> ConfigError:
-    fix = f"{fix}; or set {_KEY}: 1" if fix else f"set {_KEY}: 1"
+    if fix:
+        fix = f"{fix}; or set {_KEY}: 1"
+    else:
+        fix = f"set {_KEY}: 1"
     return ConfigError.of("sequence-needs-attention", reason, fix, "model", type(model).__name__)
 
 
@@ -212,7 +220,8 @@ def _their_attention(
     is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    if unknown := [name for name in _UNKNOWN_OPTIONS if options.get(name) is not None]:
+    unknown = [name for name in _UNKNOWN_OPTIONS if options.get(name) is not None]
+    if unknown:
         raise _refusal(module, f"its attention has options that torch's has not: {', '.join(unknown)}")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)

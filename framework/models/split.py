@@ -77,8 +77,10 @@ class TensorPart:
     """
 
     def __init__(self, group: Any, *, has_draws: bool = True) -> None:
-        self.group, self.has_draws = group, has_draws
-        self.rank, self.size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+        self.group = group
+        self.has_draws = has_draws
+        self.rank = torch.distributed.get_rank(group)
+        self.size = torch.distributed.get_world_size(group)
         self._copied: tuple[Tensor, Tensor] | None = None
         self._common: list[Tensor] | None = None  # states of the generators
 
@@ -142,7 +144,9 @@ class ColumnLinear(nn.Linear):
         part = self.part
         if self.is_last:
             output = linear(part.copy(input), self.weight, self.bias)
-            return output if self.widths is None else part.join(output, self.widths)
+            if self.widths is None:
+                return output
+            return part.join(output, self.widths)
         output = linear(part.copy_once(input) if self.copies else input, self.weight, self.bias)
         part.begin(draws=self.training)
         return output
@@ -170,9 +174,12 @@ class VocabularyPart:
     """
 
     def __init__(self, part: TensorPart | None, widths: Sequence[int], *, joins: bool) -> None:
-        self.part, self.widths, self.joins = part, widths, joins
+        self.part = part
+        self.widths = widths
+        self.joins = joins
         rank = 0 if part is None else part.rank
-        self.first, self.size = sum(widths[:rank]), widths[rank]
+        self.first = sum(widths[:rank])
+        self.size = widths[rank]
 
     def look_up(self, tokens: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
         """Vectors (..., hidden) of tokens (...,) int64 of the whole vocabulary; `weight` (own tokens, hidden)."""
@@ -188,7 +195,9 @@ class VocabularyPart:
         """Logits of hidden (..., hidden): (..., own tokens), or joined."""
         assert self.part is not None
         logits = linear(self.part.copy(hidden), weight)
-        return self.part.join(logits, self.widths) if self.joins else logits
+        if self.joins:
+            return self.part.join(logits, self.widths)
+        return logits
 
     def nats(self, logits: Tensor, targets: Tensor, *, ignore_index: int) -> Tensor:
         """Cross-entropy (positions,) float32 of logits (positions, own tokens) and targets (positions,) int64, 0 where
@@ -219,7 +228,10 @@ class VocabularyPart:
         float32; their sums over all tokens (positions,), and the cross-entropy (positions,). As `shares`.
         """
         largest = self._largest(logits).unsqueeze(-1)
-        found = logits.sub_(largest) if logits.dtype == torch.float32 else torch.sub(logits, largest)
+        if logits.dtype == torch.float32:
+            found = logits.sub_(largest)
+        else:
+            found = torch.sub(logits, largest)
         target = found.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0.0)
         sums = found.exp_().sum(-1)
         if self.part is not None:

@@ -98,19 +98,27 @@ def _walk(
         if layer.tied:
             first, first_module = firsts.setdefault(layer.tied, (layer, module))
             _refuse_bad_tie(first, first_module, layer, module)
-            place, module = first.name, first_module
+            place = first.name
+            module = first_module
         for name, parameter in module.named_parameters():
             if f"{place}.{name}" in frozen:
                 parameter.requires_grad_(False)
-        counter = FlopCounterMode(display=False) if counts_flops else None
+        if counts_flops:
+            counter = FlopCounterMode(display=False)
+        else:
+            counter = None
         try:
             with counter or nullcontext():
                 value = layer.apply(module, value)
         except Exception as error:
             reason = f"the layer fails on the output of the layer before, {_shown(value)}: {in_one_line(error)}"
-            fix, name = "mend the layer, or the order of the layers", f"{layer.name} ({type(module).__name__})"
+            fix = "mend the layer, or the order of the layers"
+            name = f"{layer.name} ({type(module).__name__})"
             raise ConfigError.of("layer-failed", reason, fix, "model", name) from error
-        tensors = value if isinstance(value, tuple) else (value,)
+        if isinstance(value, tuple):
+            tensors = value
+        else:
+            tensors = (value,)
         yield Surveyed(
             layer=layer,
             kind=type(module).__name__,
@@ -128,7 +136,10 @@ def _why_not(value: Any, tensors: Sequence[Any]) -> str:
     """Describe what DeepSpeed's pipeline would fail at, or hang on, in the middle of the first step."""
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         other = next(type(tensor).__name__ for tensor in tensors if not isinstance(tensor, Tensor))
-        kinds = f"a tuple with a {other}" if isinstance(value, tuple) else f"a {other}"
+        if isinstance(value, tuple):
+            kinds = f"a tuple with a {other}"
+        else:
+            kinds = f"a {other}"
         return f"it returns {kinds}, not a tensor or a tuple of tensors"
     for tensor in tensors:
         if tensor.dtype not in _SENDABLE:
@@ -144,7 +155,8 @@ def _why_not(value: Any, tensors: Sequence[Any]) -> str:
 
 def _refuse_bad_tie(first: Layer, first_module: nn.Module, layer: Layer, module: nn.Module) -> None:
     """Refuse tied weights that are absent, differ between both ends, or are not all that the ends share."""
-    weights, own = dict(first_module.named_parameters()), dict(module.named_parameters())
+    weights = dict(first_module.named_parameters())
+    own = dict(module.named_parameters())
     refusal = partial(ConfigError.of, key="model", value=f"{layer.name} ({type(module).__name__})")
     for name in layer.tied_weights:
         if name not in own:
@@ -155,7 +167,8 @@ def _refuse_bad_tie(first: Layer, first_module: nn.Module, layer: Layer, module:
         if shape != other:
             reason = f"its {name} has the shape {shape}, and that of {first.name}, to which it is tied, {other}"
             raise refusal("tied-layers-differ", reason, "build both alike")
-    if left_out := [name for name in (*weights, *own) if name not in layer.tied_weights]:
+    left_out = [name for name in (*weights, *own) if name not in layer.tied_weights]
+    if left_out:
         reason = f"it is tied as {layer.tied}, and its {left_out[0]} is not: every stage would train one of its own"
         raise refusal("tied-weight-left-out", reason, "add it to tied_weights, or put it into a layer of its own")
 
@@ -163,7 +176,9 @@ def _refuse_bad_tie(first: Layer, first_module: nn.Module, layer: Layer, module:
 def _shown(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    return f"({', '.join(map(_shown, value))})" if isinstance(value, tuple) else f"a {type(value).__name__}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))})"
+    return f"a {type(value).__name__}"
 
 
 def _bytes(tensor: Tensor, float_bytes: int) -> int:
@@ -171,7 +186,9 @@ def _bytes(tensor: Tensor, float_bytes: int) -> int:
 
 
 def _on_meta(value: Any) -> Any:
-    return tuple(map(_on_meta, value)) if isinstance(value, tuple) else value.to("meta")
+    if isinstance(value, tuple):
+        return tuple(map(_on_meta, value))
+    return value.to("meta")
 
 
 def _meta_module(layer: Layer, number: int, seed: int) -> nn.Module:
@@ -215,7 +232,8 @@ def refuse_untrue_layers(model: nn.Module, inputs: Any, *, seed: int) -> None:
             return tree_flatten(run(own.eval(), values))
 
     try:
-        own, reported = outputs(_forward), outputs(_in_turn)
+        own = outputs(_forward)
+        reported = outputs(_in_turn)
         difference = _difference(own, reported)
         # Thrice: two draws of a noise may happen to be alike.
         is_noise = bool(difference) and any(_difference(own, outputs(_forward)) for _ in range(3))
@@ -235,13 +253,21 @@ def refuse_untrue_layers(model: nn.Module, inputs: Any, *, seed: int) -> None:
 def _is_too_much(model: nn.Module, inputs: Any) -> bool:
     """By its weights, and for token numbers by how many of them pass each weight."""
     num_weights = sum(weight.numel() for weight in model.parameters())
-    first = inputs[0] if isinstance(inputs, tuple) else inputs
-    num_tokens = 1 if first.is_floating_point() else first.numel()
+    if isinstance(inputs, tuple):
+        first = inputs[0]
+    else:
+        first = inputs
+    if first.is_floating_point():
+        num_tokens = 1
+    else:
+        num_tokens = first.numel()
     return num_weights > _MOST_WEIGHTS or num_weights * num_tokens > _MOST_PRODUCTS
 
 
 def _forward(model: nn.Module, inputs: Any) -> Any:
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    if isinstance(inputs, tuple):
+        return model(*inputs)
+    return model(inputs)
 
 
 def _in_turn(model: nn.Module, value: Any) -> Any:
@@ -252,11 +278,16 @@ def _in_turn(model: nn.Module, value: Any) -> Any:
 
 def _few(inputs: Any) -> Any:
     """The first samples, where the tensors agree on how many there are: a whole batch takes its time on a CPU."""
-    tensors = inputs if isinstance(inputs, tuple) else (inputs,)
+    if isinstance(inputs, tuple):
+        tensors = inputs
+    else:
+        tensors = (inputs,)
     if any(tensor.ndim == 0 or len(tensor) != len(tensors[0]) for tensor in tensors):
         return inputs
     few = tuple(tensor[:_FEW_SAMPLES] for tensor in tensors)
-    return few if isinstance(inputs, tuple) else few[0]
+    if isinstance(inputs, tuple):
+        return few
+    return few[0]
 
 
 def _difference(own: tuple[list[Any], Any], reported: tuple[list[Any], Any]) -> str:
@@ -269,7 +300,8 @@ def _difference(own: tuple[list[Any], Any], reported: tuple[list[Any], Any]) -> 
     for one, other in zip(outputs, others, strict=True):
         if one.shape != other.shape:
             return f"shapes {tuple(one.shape)} and {tuple(other.shape)}"
-        one, other = one.double(), other.double()
+        one = one.double()
+        other = other.double()
         largest, scale = (
             float(numbers.abs().nan_to_num(0.0).max()) if one.numel() else 0.0 for numbers in (one - other, one)
         )

@@ -32,7 +32,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         shape = [1, -1, *[1] * (values.ndim - 2)]
         count = values.new_full((1,), values.numel() // values.shape[1])
         total = _SumOverRanks.apply(torch.cat((values.sum(axes), count)), self._group())
-        sums, count = total[:-1], total[-1].detach()
+        sums = total[:-1]
+        count = total[-1].detach()
         centred = values - (sums / count).view(shape)
         squares = _SumOverRanks.apply(centred.square().sum(axes), self._group())
         self._count_batch((sums / count).detach(), (squares / (count - 1)).detach())
@@ -49,7 +50,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             return
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        if self.momentum is None:
+            share = 1.0 / float(self.num_batches_tracked)
+        else:
+            share = self.momentum
         for running, value in ((self.running_mean, mean), (self.running_var, variance)):
             running.mul_(1 - share).add_(value.to(running.dtype), alpha=share)
 
@@ -89,7 +93,9 @@ def with_sync_batch_norm(model: nn.Module, *, process_group: Any = None) -> nn.M
             if child is not None and _is_plain(child):
                 done[child] = done[child] if child in done else _synchronised(child, process_group)
                 parent.add_module(name, done[child])
-    return _synchronised(model, process_group) if _is_plain(model) else model
+    if _is_plain(model):
+        return _synchronised(model, process_group)
+    return model
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -101,7 +107,8 @@ def _synchronised(norm: Any, process_group: Any) -> SyncBatchNorm:
     new = SyncBatchNorm(
         norm.num_features, norm.eps, norm.momentum, affine=False, track_running_stats=False, process_group=process_group
     )
-    new.affine, new.track_running_stats = norm.affine, norm.track_running_stats
+    new.affine = norm.affine
+    new.track_running_stats = norm.track_running_stats
     for name, parameter in norm._parameters.items():
         new.register_parameter(name, parameter)
     for name, buffer in norm._buffers.items():

@@ -32,7 +32,8 @@ class TiledLoss(NamedTuple):
     nats: Tensor
 
     def __truediv__(self, _: Any) -> NoReturn:
-        reason, fix = "the model changes its logits after the output layer", "set training.loss_tile: 0"
+        reason = "the model changes its logits after the output layer"
+        fix = "set training.loss_tile: 0"
         raise ConfigError.of("loss-not-tiled", reason, fix, "training.loss_tile")
 
 
@@ -61,8 +62,12 @@ def tiled_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ti
     if targets is None:
         return None
     is_cast = torch.is_autocast_enabled(hidden.device.type)
-    dtype = torch.get_autocast_dtype(hidden.device.type) if is_cast else hidden.dtype
-    if not (positions := positions_of_tile(tile, targets.numel(), len(weight), is_half=dtype.itemsize == 2)):
+    if is_cast:
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+    else:
+        dtype = hidden.dtype
+    positions = positions_of_tile(tile, targets.numel(), len(weight), is_half=dtype.itemsize == 2)
+    if not positions:
         return None
     if vocabulary is None:
         vocabulary = VocabularyPart(None, [len(weight)], joins=False)
@@ -88,18 +93,31 @@ class _TiledLoss(torch.autograd.Function):
         positions: int,
         has_guesses: bool,
     ) -> tuple[Tensor, Tensor]:
-        needed, size = ctx.needs_input_grad[:3], len(weight)
+        needed = ctx.needs_input_grad[:3]
+        size = len(weight)
         padding = -size % HALF_ROWS if rows.dtype.itemsize == 2 else 0
         if padding:
-            weight, bias = pad(weight, (0, 0, 0, padding)), None if bias is None else pad(bias, (0, padding))
+            weight = pad(weight, (0, 0, 0, padding))
+            bias = None if bias is None else pad(bias, (0, padding))
         zeros = partial(torch.zeros, dtype=torch.float32, device=rows.device)
-        of_rows = torch.empty_like(rows) if needed[0] else None
-        of_weight = zeros(weight.shape) if needed[1] else None
-        of_bias = zeros(len(weight)) if needed[2] else None
-        total, guesses = zeros(()), targets.new_empty(len(targets) if has_guesses else 0)
+        if needed[0]:
+            of_rows = torch.empty_like(rows)
+        else:
+            of_rows = None
+        if needed[1]:
+            of_weight = zeros(weight.shape)
+        else:
+            of_weight = None
+        if needed[2]:
+            of_bias = zeros(len(weight))
+        else:
+            of_bias = None
+        total = zeros(())
+        guesses = targets.new_empty(len(targets) if has_guesses else 0)
         for start in range(0, len(rows), positions):
             tile = slice(start, start + positions)
-            part, counts = rows[tile], targets[tile] >= 0
+            part = rows[tile]
+            counts = targets[tile] >= 0
             logits = part @ weight.T
             if bias is not None:
                 logits = logits.float().add_(bias)
@@ -120,9 +138,13 @@ class _TiledLoss(torch.autograd.Function):
             if not any(needed):
                 continue
             if not is_fused:
-                factors, local = counts / sums, local.unsqueeze(-1)
+                factors = counts / sums
+                local = local.unsqueeze(-1)
                 of_target = exponentials.gather(-1, local).squeeze(-1) * factors - (counts & ~outside).float()
-                shares = logits if logits.dtype == rows.dtype else torch.empty_like(logits, dtype=rows.dtype)
+                if logits.dtype == rows.dtype:
+                    shares = logits
+                else:
+                    shares = torch.empty_like(logits, dtype=rows.dtype)
                 torch.mul(exponentials, factors.unsqueeze(-1), out=shares)
                 shares.scatter_(-1, local, of_target.unsqueeze(-1).to(shares.dtype))
                 del exponentials
@@ -146,7 +168,9 @@ class _TiledLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, _: Any, gradient: Tensor) -> Any:
-        found, ctx.gradients = ctx.gradients, None  # which are scaled in place
+        # which are scaled in place
+        found = ctx.gradients
+        ctx.gradients = None
         if found is None:
             raise RuntimeError("a loss in tiles has one backward pass; set training.loss_tile: 0 for several")
         scale = gradient.view(1)  # of one dimension: a product with half precision is made in fp32

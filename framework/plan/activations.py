@@ -57,20 +57,29 @@ def passes_over(layers: Sequence[Part], loss: Part | None, *, recompute_every: i
     groups = [layers[start : start + every] for start in range(0, len(layers), every)]
     outputs = [0, *(layer.output_bytes for layer in layers)]  # of the layer before
     held = list(accumulate(outputs[::every][: len(groups)]))  # inputs of the groups up to each one
-    kept = held[-1] if recompute_every else sum(layer.saved_bytes for layer in layers)
-    forward, backward, behind = [], [], 0
-    names, ties = {layer.name for layer in layers}, dict[str, int]()
+    if recompute_every:
+        kept = held[-1]
+    else:
+        kept = sum(layer.saved_bytes for layer in layers)
+    forward = []
+    backward = []
+    behind = 0
+    names = {layer.name for layer in layers}
+    ties = dict[str, int]()
     if loss is not None:
         forward = [Moment(kept, loss.saved_bytes + loss.peak_bytes)]
         backward = [Moment(kept, loss.saved_bytes + loss.backward_bytes)]
     for number in reversed(range(len(groups))):
-        group, reduced = groups[number], behind
+        group = groups[number]
+        reduced = behind
         beside = held[number] - (group[0].input_bytes if number else 0)
         saved = list(accumulate((layer.saved_bytes for layer in group), initial=beside))
         for place in reversed(range(len(group))):
-            layer, before = group[place], outputs[number * every + place]
+            layer = group[place]
+            before = outputs[number * every + place]
             is_last = loss is not None and number * every + place == len(layers) - 1
-            here, own = saved[place + 1], layer.num_params + layer.shared_params
+            here = saved[place + 1]
+            own = layer.num_params + layer.shared_params
             if recompute_every:
                 forward.append(_moment(held[number], layer.passing_bytes - (0 if place else before), 0, is_last))
                 beside_held = layer.peak_bytes - (0 if place or layer.input_bytes else before)

@@ -81,7 +81,10 @@ def with_settings(config: RunConfig, settings: Mapping[str, Any], *, source: Sou
     values = config.written()
     for key, value in settings.items():
         first, *sections, last = key.split(".")
-        place = values[first] if first in values else values.setdefault(first, kind_of_default(first))
+        if first in values:
+            place = values[first]
+        else:
+            place = values.setdefault(first, kind_of_default(first))
         for name in sections:
             place = place.setdefault(name, {})
         if last in {"device", "dtype"} and place.get(last) != value:
@@ -97,4 +100,6 @@ def settings_text(settings: Mapping[str, Any]) -> str:
 
 def size_text(size: float) -> str:
     """Bytes for a person, in MiB or GiB."""
-    return f"{size / _MIB:,.1f} MiB" if size < 1024 * _MIB else f"{size / 1024 / _MIB:,.2f} GiB"
+    if size < 1024 * _MIB:
+        return f"{size / _MIB:,.1f} MiB"
+    return f"{size / 1024 / _MIB:,.2f} GiB"

@@ -44,12 +44,16 @@ def target_at_hand(cluster: Cluster, environment: Mapping[str, str] = os.environ
     """The devices of this machine, as far as they can be found without torch: NVIDIA's by their driver, processors by
     the memory of the host, of which each rank gets its share, others by ``DSF_GPU``.
     """
-    ranks, host = cluster.devices_per_host, host_memory_bytes()
-    if name := environment.get(GPU_VARIABLE):
+    ranks = cluster.devices_per_host
+    host = host_memory_bytes()
+    name = environment.get(GPU_VARIABLE)
+    if name:
         return listed_target(name, devices_per_host=ranks, host_bytes=host)
     if cluster.device == "cpu":
         measured = measured_target(cluster)
-        return measured if measured is not None and measured.name == "cpu" else Target("cpu", host // ranks)
+        if measured is not None and measured.name == "cpu":
+            return measured
+        return Target("cpu", host // ranks)
     if cluster.device == "cuda" and (found := _ask_driver()):
         name, memory = found
         known = _listed_name(name, memory)
@@ -65,7 +69,9 @@ def peaks_at_hand(cluster: Cluster, environment: Mapping[str, str] = os.environ)
     """
     with suppress(UsageError):  # a name that is not listed
         machine = target_at_hand(cluster, environment).machine
-        return dict(machine.device.flops_per_second) if machine is not None and not machine.measured else {}
+        if machine is not None and not machine.measured:
+            return dict(machine.device.flops_per_second)
+        return {}
     return {}
 
 
@@ -80,11 +86,18 @@ def listed_target(
 def measured_target(cluster: Cluster) -> Target | None:
     """This machine by its measured rates; None for several hosts, or where none were measured with so many ranks."""
     ranks = cluster.world_size
-    found = measured_rates(ranks) if cluster.num_hosts == 1 else None
+    if cluster.num_hosts == 1:
+        found = measured_rates(ranks)
+    else:
+        found = None
     if found is None:
         return None
-    is_cpu, machine = found["identity"]["is_cpu"], Machine.from_measured(found, devices_per_host=ranks)
-    own = Target("cpu", host_memory_bytes() // ranks) if is_cpu else Target("this machine")
+    is_cpu = found["identity"]["is_cpu"]
+    machine = Machine.from_measured(found, devices_per_host=ranks)
+    if is_cpu:
+        own = Target("cpu", host_memory_bytes() // ranks)
+    else:
+        own = Target("this machine")
     return replace(own, machine=machine, rates=conditions(found))
 
 
@@ -93,7 +106,10 @@ def conditions(found: Mapping[str, Any]) -> str:
     if "time_seconds" not in found:
         return "rates measured at an unknown time"
     hours = (time.time() - found["time_seconds"]) / 3600
-    spread = f", unsteady: the same took up to {found['spread']:.0%} longer" if found["spread"] > MOST_SPREAD else ""
+    if found["spread"] > MOST_SPREAD:
+        spread = f", unsteady: the same took up to {found['spread']:.0%} longer"
+    else:
+        spread = ""
     return f"rates measured {hours:,.1f} h ago at a load of {found['load_average']:.1f}{spread}"
 
 
@@ -158,24 +174,24 @@ def resolve(
         ConfigError: nothing fits, the device is not known, or the model's memory is not.
     """
     source = source or Source()
-    if settings := _as_saved(config, cluster, saved or {}):
+    settings = _as_saved(config, cluster, saved or {})
+    if settings:
         with suppress(ConfigError):  # what else was changed may not go with them
             kept = _with(config, settings, source)
             make_plan(kept, cluster)
             return kept, settings, f"auto: {settings_text(settings)}, as in the checkpoint"
     key = min(config.auto)
     if target.memory_bytes is None and not is_proposal:
-        reason, ranks = "it cannot be chosen without knowing the device", cluster.world_size
+        reason = "it cannot be chosen without knowing the device"
+        ranks = cluster.world_size
         fix = f"write what `plan CONFIG --num_gpus {ranks} --gpu KIND` proposes, or set {GPU_VARIABLE} to the kind"
         raise _refused("auto-without-device", reason, fix, key, source)
     free = config.auto | ({ACCUMULATION} if config.batch.accumulation_steps is None else set())
     try:
         found = search(Request(config, cluster, target, free, num_train_samples, work))
     except NotEstimatedError as error:
-        reason, fix = (
-            f"the memory of this run is not known: {error}",
-            "let `plan CONFIG --apply` look at it and write it",
-        )
+        reason = f"the memory of this run is not known: {error}"
+        fix = "let `plan CONFIG --apply` look at it and write it"
         raise _refused("auto-not-estimated", reason, fix, key, source) from None
     if not found.ranked:
         fix = "use more devices, or `plan` with --search, which may also offload and recompute"
@@ -193,7 +209,8 @@ def chosen_here(
     """Choose for the devices of this machine, and print the choice to stderr, on one rank."""
     if not config.auto:
         return config
-    saved, target = saved_manifest(config), target_at_hand(cluster)
+    saved = saved_manifest(config)
+    target = target_at_hand(cluster)
     config, _, line = resolve(config, cluster, target, source=source, saved=saved)
     if os.environ.get("RANK", "0") == "0":
         write(sys.stderr, f"{line}\n")
@@ -203,10 +220,16 @@ def chosen_here(
 def choice_text(best: Candidate, target: Target) -> str:
     """Memory and speed of a choice, in words that say how far they are known."""
     usable = target.usable_bytes(best.memory)
-    of = f" of {size_text(usable)}" if usable else ""
+    if usable:
+        of = f" of {size_text(usable)}"
+    else:
+        of = ""
     memory = f"{size_text(best.peak_bytes)}{of} on each rank at most ({fullest(best.memory)})"
     if best.samples_per_second is None:
-        why = f"that of {target.name} is not listed" if target.name else "no device named"
+        if target.name:
+            why = f"that of {target.name} is not listed"
+        else:
+            why = "no device named"
         return f"{memory}, estimated; speed unknown: {why}, so the least traffic is taken"
     return f"{memory}, {best.samples_per_second:,.0f} samples per second; estimated for {target.text}"
 
@@ -217,7 +240,8 @@ def _with(config: RunConfig, settings: Mapping[str, Any], source: Source) -> Run
 
 def _as_saved(config: RunConfig, cluster: Cluster, saved: Mapping[str, Any]) -> dict[str, Any]:
     """The values that the run had so far; none where it ran on another number of ranks."""
-    layout, before = saved.get("layout"), saved.get("config")
+    layout = saved.get("layout")
+    before = saved.get("config")
     if not isinstance(layout, Mapping) or not isinstance(before, Mapping):
         return {}
     if layout.get("world_size") != cluster.world_size:
@@ -226,7 +250,9 @@ def _as_saved(config: RunConfig, cluster: Cluster, saved: Mapping[str, Any]) -> 
     with suppress(KeyError, TypeError):
         found["zero.stage"] = before["zero"]["stage"]
     kept = {key: found[key] for key in sorted(config.auto) if isinstance(found.get(key), int)}
-    return kept if kept.keys() == config.auto else {}
+    if kept.keys() == config.auto:
+        return kept
+    return {}
 
 
 def _refused(kind: str, reason: str, fix: str, key: str, source: Source) -> ConfigError:

@@ -106,11 +106,9 @@ class StageTable:
         """One line per stage for a person; what was not timed is estimated by its share of the FLOPs."""
         total = sum(layer.flops or 0 for layer in self.layers)
         for number, stage in enumerate(self.stages()):
-            first, last, count = (
-                self.layers[stage.start].name,
-                self.layers[stage.stop - 1].name,
-                stage.stop - stage.start,
-            )
+            first = self.layers[stage.start].name
+            last = self.layers[stage.stop - 1].name
+            count = stage.stop - stage.start
             span = f"{counted(count, 'layer')} ({first if count == 1 else f'{first} .. {last}'})"
             parts = [span, f"{stage.num_params:,} parameters", f"{stage.param_bytes / 1e6:,.1f} MB"]
             if stage.seconds is not None:
@@ -124,7 +122,9 @@ class StageTable:
 
 def _total(values: Sequence[Number | None]) -> Number | None:
     known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
+    if len(known) == len(values):
+        return sum(known)
+    return None
 
 
 def cut(layers: Sequence[LayerFacts], parallel: Parallel, *, same_groups: bool = False) -> StageTable | Problem:
@@ -138,7 +138,8 @@ def cut(layers: Sequence[LayerFacts], parallel: Parallel, *, same_groups: bool =
             runtime/fp16/unfused_optimizer.py `step`): stages with one group and stages with two would wait for each
             other for ever.
     """
-    if problem := next(stage_problems(parallel, len(layers), [layer.name for layer in layers]), None):
+    problem = next(stage_problems(parallel, len(layers), [layer.name for layer in layers]), None)
+    if problem:
         return problem
     all_groups = _has_all_groups(layers)
     if parallel.stages is not None:
@@ -157,7 +158,8 @@ def cut(layers: Sequence[LayerFacts], parallel: Parallel, *, same_groups: bool =
             return Problem("stage-without-parameters", reason, fix, f"parallel.{key}", value)
         if same_groups and not all_groups(stage.start, stage.stop):
             only = " and ".join(sorted(frozenset().union(*(layer.groups for layer in own))))
-            span, key = f"stage {number} ({own[0].name} .. {own[-1].name})", "optimizer.weight_decay_on"
+            span = f"stage {number} ({own[0].name} .. {own[-1].name})"
+            key = "optimizer.weight_decay_on"
             reason = f"{span} has only {only}, and with ZeRO or in fp16 every stage must have both"
             return Problem("stage-with-one-group", reason, f"set {key}: all, or fewer stages", key, "matrices")
     return table
@@ -174,16 +176,22 @@ def needs_same_groups(config: RunConfig) -> bool:
 
 def stage_problems(parallel: Parallel, num_layers: int | None, names: Sequence[str] = ()) -> Iterator[Problem]:
     """Find what is wrong with the cut as it is written; `num_layers` None: not known yet."""
-    stages, pipe, key = parallel.stages, parallel.pipe, "parallel.stages"
+    stages = parallel.stages
+    pipe = parallel.pipe
+    key = "parallel.stages"
     if num_layers is not None and num_layers < pipe:
         reason = f"the model has only {counted(num_layers, 'layer')}"
         fix = f"set parallel.pipe: {num_layers}{' or less' if num_layers > 1 else ''}"
         yield Problem("pipe-exceeds-layers", reason, fix, "parallel.pipe", pipe)
     if stages is None:
-        fix, method = "write for example type:Linear", parallel.partition
+        fix = "write for example type:Linear"
+        method = parallel.partition
         yield from pattern_problem(method.removeprefix("type:"), key="parallel.partition", value=method, fix=fix)
     elif num_layers is not None and len(stages) != num_layers:
-        reported = f": {', '.join(names)}" if names else ""
+        if names:
+            reported = f": {', '.join(names)}"
+        else:
+            reported = ""
         reason = f"it names {len(stages)} layers and the model has {num_layers}{reported}"
         yield Problem("stages-differ-from-layers", reason, "write one stage for each", key, stages)
     elif sorted(stages) != stages or set(stages) != set(range(pipe)):
@@ -221,13 +229,15 @@ def _has_all_groups(layers: Sequence[LayerFacts]) -> MayBe:
 
 
 def _chosen(layers: Sequence[LayerFacts], parallel: Parallel, *, may_be: MayBe | None) -> Bounds | Problem:
-    method, pipe = parallel.partition, parallel.pipe
+    method = parallel.partition
+    pipe = parallel.pipe
     if method.startswith("type:"):
         pattern = re.compile(method.removeprefix("type:"), re.IGNORECASE)
         costs = [float(bool(pattern.search(layer.kind))) for layer in layers]
         if sum(costs) < pipe:
             kinds = ", ".join(sorted({layer.kind for layer in layers}))
-            reason, fix = f"it matches {int(sum(costs))} layers, fewer than stages", f"the layers are of {kinds}"
+            reason = f"it matches {int(sum(costs))} layers, fewer than stages"
+            fix = f"the layers are of {kinds}"
             return Problem("type-matches-too-few", reason, fix, "parallel.partition", method)
     elif method == "uniform":
         costs = [1.0] * len(layers)
@@ -276,7 +286,9 @@ def balanced(
             if found:
                 cuts[stop] = min(found)
         best = cuts
-    return best[len(costs)][2] if len(costs) in best else None
+    if len(costs) in best:
+        return best[len(costs)][2]
+    return None
 
 
 def with_seconds(layers: Sequence[LayerFacts], seconds: Sequence[float]) -> list[LayerFacts]:

@@ -66,9 +66,14 @@ class Cluster:
         return Cluster(num_hosts=world_size // local, devices_per_host=local, device=device)
 
     def __str__(self) -> str:
-        kind = "" if self.device == "unknown" else f"{self.device} "
+        if self.device == "unknown":
+            kind = ""
+        else:
+            kind = f"{self.device} "
         devices = counted(self.devices_per_host, f"{kind}device")
-        return devices if self.num_hosts == 1 else f"{self.num_hosts} hosts x {devices}"
+        if self.num_hosts == 1:
+            return devices
+        return f"{self.num_hosts} hosts x {devices}"
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:

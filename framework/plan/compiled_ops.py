@@ -45,7 +45,10 @@ def needed_ops(ds_config: Mapping[str, Any], *, device: Device) -> tuple[Op, ...
         return ()
     zero = ds_config.get("zero_optimization") or {}
     devices = {key: (zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param")}
-    named = {"deepspeed_shm_comm": "ranks on processors talk through shared memory"} if device == "cpu" else {}
+    if device == "cpu":
+        named = {"deepspeed_shm_comm": "ranks on processors talk through shared memory"}
+    else:
+        named = {}
     on_host = devices["offload_optimizer"] in ("cpu", "nvme")
     named |= _op_of_optimizer(ds_config.get("optimizer") or {}, on_host=on_host)
     for key, where in devices.items():
@@ -62,7 +65,8 @@ def needed_ops(ds_config: Mapping[str, Any], *, device: Device) -> tuple[Op, ...
 
 def _op_of_optimizer(optimizer: Mapping[str, Any], *, on_host: bool) -> dict[str, str]:
     """As runtime/engine.py `_configure_basic_optimizer` chooses."""
-    kind, prefix = str(optimizer.get("type", "")).lower(), "cpu" if on_host else "fused"
+    kind = str(optimizer.get("type", "")).lower()
+    prefix = "cpu" if on_host else "fused"
     if kind in ("adam", "adamw") and not (optimizer.get("params") or {}).get("torch_adam", False):
         return {f"{prefix}_adam": "optimizer.implementation is deepspeed"}
     if kind == "adagrad" and on_host:
@@ -91,7 +95,10 @@ def missing_compiler(device: Device, environment: Mapping[str, str]) -> Problem 
     `cpp.cxx`), elsewhere C for what starts Triton's kernels (triton/runtime/build.py `_find_compiler`).
     """
     variable, names = ("CXX", ["g++"]) if device == "cpu" else ("CC", ["gcc", "clang"])
-    names = environment[variable].split()[:1] if environment.get(variable) else names
+    if environment.get(variable):
+        names = environment[variable].split()[:1]
+    else:
+        names = names
     if any(shutil.which(name, path=environment.get("PATH")) for name in names):
         return None
     reason = f"its backend inductor needs a compiler, and {' or '.join(names)} is not on this machine"
@@ -101,8 +108,11 @@ def missing_compiler(device: Device, environment: Mapping[str, str]) -> Problem 
 
 def path_of_compilers(environment: Mapping[str, str]) -> str:
     """Return PATH with this Python's own programs first, its ninja among them, as an active environment has it."""
-    own, path = sysconfig.get_path("scripts"), environment.get("PATH") or os.defpath
-    return path if path.split(os.pathsep)[0] == own else os.pathsep.join((own, path))
+    own = sysconfig.get_path("scripts")
+    path = environment.get("PATH") or os.defpath
+    if path.split(os.pathsep)[0] == own:
+        return path
+    return os.pathsep.join((own, path))
 
 
 def extensions_folder(environment: Mapping[str, str], *, torch_version: str) -> Path:

@@ -137,7 +137,8 @@ class Machine:
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain values, each with its origin; those that are not known are left out."""
-        device, network = self.device, self.network
+        device = self.device
+        network = self.network
         figures: dict[str, float | None] = {
             "memory_bytes": device.memory_bytes,
             **{f"flops_per_second.{dtype}": value for dtype, value in device.flops_per_second.items()},
@@ -184,7 +185,9 @@ def tables() -> Mapping[str, Any]:
 
 def value_of(figure: Any) -> Any:
     """A figure without its sources."""
-    return figure["value"] if isinstance(figure, dict) else figure
+    if isinstance(figure, dict):
+        return figure["value"]
+    return figure
 
 
 def find_device(name: str) -> Device:
@@ -215,9 +218,13 @@ def find_network(name: str) -> Network:
 
 
 def _listed(table: str, what: str, name: str) -> dict[str, Any]:
-    listed, wanted = tables()[table], name.lower()
+    listed = tables()[table]
+    wanted = name.lower()
     if wanted not in listed:
         meant = nearest(wanted, listed) or next((known for known in listed if known.startswith(wanted)), None)
-        guess = f"did you mean {meant}? " if meant else ""
+        if meant:
+            guess = f"did you mean {meant}? "
+        else:
+            guess = ""
         raise UsageError(f"{what} {name}: not known; {guess}known are {', '.join(listed)}")
     return {key: value_of(figure) for key, figure in listed[wanted].items()}

@@ -53,7 +53,9 @@ class RankShare:
         return back.view(batch, length // self.sequence, size)
 
     def _exchanged(self, tape: Tape, value: Value, shape: tuple[int, ...]) -> Value:
-        return value if self.sequence == 1 else tape.run(value, shape=(*shape, value.shape[-1]))
+        if self.sequence == 1:
+            return value
+        return tape.run(value, shape=(*shape, value.shape[-1]))
 
 
 UNDIVIDED: Final = RankShare()
@@ -68,13 +70,17 @@ def forward_of(model: models.ModelSection, share: RankShare = UNDIVIDED) -> Laye
     if isinstance(model, models.BERT):
         return _bert(model, share)
     found = _FORWARDS.get(type(model))
-    return None if found is None or share != UNDIVIDED else found(model)
+    if found is None or share != UNDIVIDED:
+        return None
+    return found(model)
 
 
 def num_layers(model: models.ModelSection) -> int | None:
     """Count what a pipeline can cut a named model into; None for a model of the user's."""
     layers = forward_of(model)
-    return None if layers is None else sum(count for *_, count in layers)
+    if layers is None:
+        return None
+    return sum(count for *_, count in layers)
 
 
 def _flatten(tape: Tape, value: Value) -> Value:
@@ -113,12 +119,17 @@ def _residual(width: int, *, kernels: Sequence[int], expansion: int, stride: int
     strided = kernels.index(3)
 
     def run(tape: Tape, images: Value) -> Value:
-        value, last = images, width * expansion
+        value = images
+        last = width * expansion
         for number, kernel in enumerate(kernels):
-            outputs, by = (last if number == len(kernels) - 1 else width), (stride if number == strided else 1)
+            outputs = last if number == len(kernels) - 1 else width
+            by = stride if number == strided else 1
             value = tape.convolution(value, outputs, f"conv{number + 1}", kernel=kernel, stride=by)
             value = tape.batch_norm(value, f"{norm}{number + 1}")
-            value = tape.relu(value) if number < len(kernels) - 1 else value
+            if number < len(kernels) - 1:
+                value = tape.relu(value)
+            else:
+                value = value
         if stride > 1 or images.shape[1] != last:
             images = tape.convolution(images, last, f"{shortcut}.0", kernel=1, stride=stride)
             images = tape.batch_norm(images, f"{shortcut}.1")
@@ -159,7 +170,9 @@ def _resnet(model: models.Classifier, **shape: Any) -> Layers:
 def _gpt(model: models.GPT, share: RankShare) -> Layers:
     def norm(tape: Tape, value: Value, name: str = "") -> Value:
         is_rms = model.norm == "rmsnorm"
-        return tape.rms_norm(value, name) if is_rms else tape.layer_norm(value, name, has_bias=model.bias)
+        if is_rms:
+            return tape.rms_norm(value, name)
+        return tape.layer_norm(value, name, has_bias=model.bias)
 
     def positions(tape: Tape, value: Value) -> Value:
         flows = tape.own((model.max_positions, model.hidden_size)) or value.has_gradient
@@ -180,7 +193,10 @@ def _gpt(model: models.GPT, share: RankShare) -> Layers:
         yield "blocks.{}", partial(_gpt_block, model, share, norm, model.moe), model.num_layers
     else:
         for block in range(model.num_layers):
-            moe = model.moe if model.moe.is_in(block) else None
+            if model.moe.is_in(block):
+                moe = model.moe
+            else:
+                moe = None
             yield f"blocks.{block}", partial(_gpt_block, model, share, norm, moe), 1
     yield "norm", norm, 1
     yield "head", head, 1
@@ -194,7 +210,9 @@ def _gpt_block(
     tape: Tape,
     hidden: Value,
 ) -> Value:
-    size, head_size, own = model.hidden_size, model.hidden_size // model.num_heads, share.of(model.hidden_size)
+    size = model.hidden_size
+    head_size = model.hidden_size // model.num_heads
+    own = share.of(model.hidden_size)
 
     def linear(value: Value, outputs: int, name: str, *, split: bool) -> Value:
         return tape.linear(value, outputs, name, has_bias=model.bias, split=split)
@@ -213,12 +231,16 @@ def _gpt_block(
     mixed = share.rows(tape, mixed, own)
     hidden = tape.add(hidden, tape.dropout(linear(mixed, size, "attention.output", split=False), model.dropout))
     normed = norm(tape, hidden, "mlp_norm")
-    added = _mixture(model, moe, tape, normed) if moe else _perceptron(model, share, tape, normed, "mlp")
+    if moe:
+        added = _mixture(model, moe, tape, normed)
+    else:
+        added = _perceptron(model, share, tape, normed, "mlp")
     return tape.add(hidden, tape.dropout(added, model.dropout))
 
 
 def _perceptron(model: models.GPT, share: RankShare, tape: Tape, value: Value, name: str) -> Value:
-    linear, inner_size = partial(tape.linear, has_bias=model.bias), share.of(model.mlp_size)
+    linear = partial(tape.linear, has_bias=model.bias)
+    inner_size = share.of(model.mlp_size)
     if model.mlp == "swiglu":  # the first of the weights, and the second that is used
         tape.own((inner_size, model.hidden_size), f"{name}.gate", has_bias=model.bias)
     inner = linear(value, inner_size, f"{name}.up", split=True)
@@ -231,11 +253,16 @@ def _perceptron(model: models.GPT, share: RankShare, tape: Tape, value: Value, n
 
 def _mixture(model: models.GPT, moe: models.MoE, tape: Tape, normed: Value) -> Value:
     """Every expert computes all rows that it has room for; `flops` are those of tokens, as if each found room."""
-    size, wide, tokens, experts = model.hidden_size, model.mlp_size, prod(normed.shape[:-1]), moe.num_experts
-    choices, rows = moe.top_k * tokens, experts * moe.capacity(tokens)
+    size = model.hidden_size
+    wide = model.mlp_size
+    tokens = prod(normed.shape[:-1])
+    experts = moe.num_experts
+    choices = moe.top_k * tokens
+    rows = experts * moe.capacity(tokens)
     flat = normed.view(tokens, size)
     exact = tape.cast(flat, 4)
-    flows, work = tape.own((experts, size), "mlp.router") or normed.has_gradient, 2 * tokens * experts * size
+    flows = tape.own((experts, size), "mlp.router") or normed.has_gradient
+    work = 2 * tokens * experts * size
     logits = tape.run(exact, shape=(tokens, experts), saves=[exact], flops=work, has_gradient=flows)
     chosen = Value((moe.top_k, choices), 8, has_gradient=False)
     weights = tape.run(tape.relu(logits), shape=(choices, 1), saves=[chosen])
@@ -246,17 +273,23 @@ def _mixture(model: models.GPT, moe: models.MoE, tape: Tape, normed: Value) -> V
     for number in range(experts):  # in the order of the model
         for name, shape in {**gate, "up": (wide, size), "down": (size, wide)}.items():
             tape.own(shape, f"mlp.experts.{number}.{name}", has_bias=model.bias)
-    tape.count, before = experts, tape.flops
+    tape.count = experts
+    before = tape.flops
     made = _perceptron(model, RankShare(), tape, given.view(rows, size), "mlp.experts.0")
-    tape.count, idle = 1, (tape.flops - before) * (rows - choices) // rows
-    tape.flops, tape.masked_flops = tape.flops - idle, tape.masked_flops - idle
+    tape.count = 1
+    idle = (tape.flops - before) * (rows - choices) // rows
+    tape.flops = tape.flops - idle
+    tape.masked_flops = tape.masked_flops - idle
     made = tape.run(tape.run(made, shape=made.shape), shape=(rows + 1, size))
     mixed = tape.multiply(tape.run(made, shape=(choices, size)), tape.cast(weights, made.width))
-    return tape.run(mixed, shape=normed.shape) if moe.top_k > 1 else mixed.view(*normed.shape)
+    if moe.top_k > 1:
+        return tape.run(mixed, shape=normed.shape)
+    return mixed.view(*normed.shape)
 
 
 def _bert(model: models.BERT, share: RankShare) -> Layers:
-    size, vocab_size = model.hidden_size, share.of(model.vocab_size)
+    size = model.hidden_size
+    vocab_size = share.of(model.vocab_size)
 
     def embeddings(tape: Tape, value: Value) -> Value:
         flows = tape.own((model.max_positions, size), weight="positions") or value.has_gradient

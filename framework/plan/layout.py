@@ -98,11 +98,15 @@ def make_layout(
     sizes = {"pipe_size": pipe_size, "tensor_size": tensor_size, "sequence_size": sequence_size}
     if remainder:
         return _devices_do_not_divide(world_size, sizes)
-    given_global, micro, accumulation = batch.global_size, batch.micro_size, batch.accumulation_steps
+    given_global = batch.global_size
+    micro = batch.micro_size
+    accumulation = batch.accumulation_steps
     if given_global is None:
-        micro, accumulation = micro or DEFAULT_MICRO_SIZE, accumulation or 1
+        micro = micro or DEFAULT_MICRO_SIZE
+        accumulation = accumulation or 1
         return Layout(world_size, parallel, micro * accumulation * parallel, micro, accumulation, **sizes)
-    samples, devices = counted(given_global, "sample"), counted(parallel, "device")
+    samples = counted(given_global, "sample")
+    devices = counted(parallel, "device")
     if given_global % parallel:
         return _does_not_divide(batch, parallel, f"{samples} cannot be split evenly over {devices}")
     if micro is None:
@@ -123,9 +127,15 @@ def make_layout(
 def _devices_do_not_divide(world_size: int, sizes: Mapping[str, int]) -> Problem:
     together = prod(sizes.values())
     below = world_size // together * together
-    counts = f"{below} or {below + together}" if below else str(together)
+    if below:
+        counts = f"{below} or {below + together}"
+    else:
+        counts = str(together)
     pipe, tensor, sequence = sizes.values()
-    parts = f"pipelines of {counted(pipe, 'stage')}" if pipe > 1 else "groups"
+    if pipe > 1:
+        parts = f"pipelines of {counted(pipe, 'stage')}"
+    else:
+        parts = "groups"
     parts += f" of {tensor} tensor-parallel" if tensor > 1 else ""
     parts += f"{' x' if tensor > 1 else ' of'} {sequence} sequence-parallel" if sequence > 1 else ""
     parts += " ranks" if tensor * sequence > 1 else ""
@@ -139,7 +149,8 @@ def _devices_do_not_divide(world_size: int, sizes: Mapping[str, int]) -> Problem
 
 def _does_not_divide(batch: Batch, parallel: int, reason: str) -> Problem:
     assert batch.global_size is not None
-    unit, key = _unit(batch, parallel), "batch.global_size"
+    unit = _unit(batch, parallel)
+    key = "batch.global_size"
     below = largest_global_size(batch, parallel=parallel, at_most=batch.global_size)
     fix = f"set {key}: {f'{below} or {below + unit}' if below else unit}"
     if batch.micro_size is not None and batch.accumulation_steps is not None:

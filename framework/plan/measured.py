@@ -92,7 +92,9 @@ def kept_state(optimizer: Target) -> OptimizerState | None:
     `keep_state` writes it.
     """
     path = state_file(optimizer.target, json.dumps(optimizer.args, sort_keys=True, default=str))
-    return None if path is None else _kept(path)
+    if path is None:
+        return None
+    return _kept(path)
 
 
 def keep_state(optimizer: Target, state: OptimizerState) -> None:
@@ -135,7 +137,8 @@ def stamps_of(folder: Path) -> Iterator[tuple[str, int, int]]:
         for name in sorted(files):
             if not name.endswith(".py"):
                 continue
-            if (count := count + 1) > _MOST_FILES:
+            count = count + 1
+            if count > _MOST_FILES:
                 raise LookupError(folder)
             found = Path(place, name).stat()
             yield f"{place}/{name}", found.st_size, found.st_mtime_ns

@@ -110,16 +110,19 @@ def estimate(plan: Plan, *, work: ModelWork | None = None) -> Memory:
         NotEstimatedError: the plan has something that is not modelled.
     """
     _refuse_unknown(plan)
-    config, layout, lacks = plan.config, plan.layout, ""
+    config = plan.config
+    layout = plan.layout
+    lacks = ""
     is_shared = layout.tensor_size * layout.sequence_size > 1
-    found = work_of_rank(plan) if is_shared else work or work_of(plan)
+    if is_shared:
+        found = work_of_rank(plan)
+    else:
+        found = work or work_of(plan)
     if found is None and is_shared:
         raise NotEstimatedError("a model of your own is shared by tensor or sequence parallelism")
     if found is None:
-        found, lacks = (
-            weights_alone(config.model, always_frozen(config.training.freeze), config.training.lora),
-            "the size of the images is not known",
-        )
+        found = weights_alone(config.model, always_frozen(config.training.freeze), config.training.lora)
+        lacks = "the size of the images is not known"
     if found is None:
         raise NotEstimatedError("the model is one of your own")
     work = found
@@ -136,7 +139,8 @@ def estimate(plan: Plan, *, work: ModelWork | None = None) -> Memory:
 
 def _of_rank(work: ModelWork, plan: Plan) -> ModelWork:
     """The weights that a rank holds where experts are divided: as many as any other."""
-    if (size := plan.layout.expert_size) == 1:
+    size = plan.layout.expert_size
+    if size == 1:
         return work
     count = plan.config.model.moe.num_experts // size  # type: ignore[union-attr]  # a rule has seen to it
 
@@ -152,16 +156,21 @@ def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
     if not work.parts[1:] or (parallel.partition.startswith("type:") and parallel.stages is None):
         raise NotEstimatedError("the layers of the stages are not known")
     *layers, loss = work.layers()
-    stages = None if parallel.stages is None else tuple(parallel.stages)
+    if parallel.stages is None:
+        stages = None
+    else:
+        stages = tuple(parallel.stages)
     same_groups = needs_same_groups(config)
     bounds = _bounds(work.facts, parallel.pipe, parallel.partition, stages, same_groups)
     if isinstance(bounds, Problem):
         raise NotEstimatedError(bounds.reason)
     found = []
     for number, (start, stop) in enumerate(pairwise(bounds)):
-        own, is_last = layers[start:stop], stop == len(layers)
+        own = layers[start:stop]
+        is_last = stop == len(layers)
         passes = passes_over(own, loss if is_last else None, recompute_every=config.training.recompute_every)
-        received, sent = layers[start - 1].output_bytes if start else 0, layers[stop - 1].output_bytes
+        received = layers[start - 1].output_bytes if start else 0
+        sent = layers[stop - 1].output_bytes
         names = {layer.name for layer in own}
         shared = sum(layer.shared_params for layer in own if layer.shares not in names)
         stage = _Stage(min(parallel.pipe - number, plan.layout.accumulation_steps), received, sent, is_last, shared)
@@ -176,7 +185,9 @@ def _bounds(
 ) -> Bounds | Problem:
     parallel = Parallel(pipe=pipe, partition=partition, stages=None if stages is None else list(stages))
     table = cut(facts, parallel, same_groups=same_groups)
-    return table if isinstance(table, Problem) else table.bounds
+    if isinstance(table, Problem):
+        return table
+    return table.bounds
 
 
 def _of_layers(work: ModelWork, layers: Sequence[Part]) -> ModelWork:
@@ -185,7 +196,8 @@ def _of_layers(work: ModelWork, layers: Sequence[Part]) -> ModelWork:
     trained, frozen = (
         {name: weights[name] for name in names if name in weights} for weights in (work.weights, work.frozen)
     )
-    own, whole = sum(map(prod, trained.values())), work.num_params
+    own = sum(map(prod, trained.values()))
+    whole = work.num_params
     return replace(work, weights=trained, frozen=frozen, buffer_bytes=work.buffer_bytes * own // whole)
 
 
@@ -205,7 +217,10 @@ class _Stage:
         """Bytes that stay: what values and gradients are received in, and in the last stage's two slots its outputs,
         whose graph holds what came in and its gradient.
         """
-        slots = min(2, micro_batches) * (self.sent + 2 * self.received) if self.is_last else self.sent
+        if self.is_last:
+            slots = min(2, micro_batches) * (self.sent + 2 * self.received)
+        else:
+            slots = self.sent
         return self.received + slots
 
     @property
@@ -223,7 +238,8 @@ def _refuse_unknown(plan: Plan) -> None:
         or bool(zero.keys() - _HARMLESS),
         "optimizer: its state is not measured": _state_of(config.optimizer, {}) is None,
     }
-    if found := [name for name, is_unknown in reasons.items() if is_unknown]:
+    found = [name for name, is_unknown in reasons.items() if is_unknown]
+    if found:
         raise NotEstimatedError(f"not modelled with {', '.join(found)}")
 
 
@@ -234,9 +250,14 @@ class _Estimate:
         self, plan: Plan, work: ModelWork, passes: Passes, stage: _Stage | None = None, elsewhere: int = 0
     ) -> None:
         """Take what a rank has; `elsewhere`: elements of experts on other ranks, which the model's file has too."""
-        config, self.elsewhere = plan.config, elsewhere
-        self.config, self.passes, self.buffers, self.pipeline = config, passes, work.buffer_bytes, stage
-        self.ranks, self.steps = plan.layout.num_replicas, plan.layout.accumulation_steps
+        config = plan.config
+        self.elsewhere = elsewhere
+        self.config = config
+        self.passes = passes
+        self.buffers = work.buffer_bytes
+        self.pipeline = stage
+        self.ranks = plan.layout.num_replicas
+        self.steps = plan.layout.accumulation_steps
         self.tensor_size = plan.layout.tensor_size
         self.zero: dict[str, Any] = config.zero.model_dump()
         self.stage = config.zero.stage
@@ -250,14 +271,16 @@ class _Estimate:
         self.reduce_width = _FP32 if reduction else self.width
         state = _state_of(config.optimizer, work.weights)
         assert state is not None  # refused before
-        self.moment_bytes, self.weights_of = state.bytes_per_element, work.weights
+        self.moment_bytes = state.bytes_per_element
+        self.weights_of = work.weights
         # Experts that are divided have groups of their own, over the ranks that hold the same ones.
         kinds: dict[int, dict[str, Shape]] = {}
         for name, shape in work.weights.items():
             over = self.ranks // (plan.layout.expert_size if _EXPERTS in name else 1)
             kinds.setdefault(over, {})[name] = shape
         found = [(group, over) for over, shapes in kinds.items() for group in _groups(shapes, config)]
-        self.groups, self.over = [group for group, _ in found], [over for _, over in found]
+        self.groups = [group for group, _ in found]
+        self.over = [over for _, over in found]
         self.sizes = [size for group in self.groups for size in group]
         self.total, self.largest = sum(self.sizes), max(self.sizes)
         # DeepSpeed pads each group to a multiple of 2 x ranks at stages 1 and 2, each weight to one of ranks at 3.
@@ -273,13 +296,22 @@ class _Estimate:
         self.held = [*self.sizes, *self.frozen]
 
     def memory(self) -> Memory:
-        made_at_once = self.optimizer_state() if isinstance(self.config.optimizer, Adagrad) else {}
+        if isinstance(self.config.optimizer, Adagrad):
+            made_at_once = self.optimizer_state()
+        else:
+            made_at_once = {}
         start = self.weights() | self.buckets() | made_at_once
-        stays = {} if self.pipeline is None else {"pipeline buffers": self.pipeline.buffers(self.steps)}
+        if self.pipeline is None:
+            stays = {}
+        else:
+            stays = {"pipeline buffers": self.pipeline.buffers(self.steps)}
         states = start | self.optimizer_state() | stays
         between = states | self.persistent()
         between = {name: between[name] for name in sorted(between, key=between.__getitem__, reverse=True)}
-        kept = self.kept_gradients() if self.steps > (1 if self.pipeline is None else self.pipeline.in_flight) else {}
+        if self.steps > (1 if self.pipeline is None else self.pipeline.in_flight):
+            kept = self.kept_gradients()
+        else:
+            kept = {}
         moments = {
             "start": start | self.persistent(),
             "between": between,
@@ -287,9 +319,11 @@ class _Estimate:
             "backward": self.backward(between, kept),
             "step": self.step(states),  # for which stage 3 lets go of small weights too
         }
-        moments, shares = {name: _positive(each) for name, each in moments.items()}, self.shares()
+        moments = {name: _positive(each) for name, each in moments.items()}
+        shares = self.shares()
         host, (model, own, _) = shares.host(is_staged=self.config.checkpoint.mode == "async"), shares.saved()
-        drive, saved_bytes = _positive(shares.drive()), self.tensor_size * (model + self.ranks * own)
+        drive = _positive(shares.drive())
+        saved_bytes = self.tensor_size * (model + self.ranks * own)
         return Memory(moments, _positive(host), drive, saved_bytes, self.total)
 
     def shares(self) -> Shares:
@@ -369,7 +403,10 @@ class _Estimate:
         if self.stage == 3:
             return {}
         if self.stage == 2:
-            own = self.share if self.sum_width > self.width else max(self.touched())
+            if self.sum_width > self.width:
+                own = self.share
+            else:
+                own = max(self.touched())
             return {"gradients": 0 if self.is_offloaded else self.sum_width * own}
         found = {"gradients": self.sum_width * self.total}
         return found | ({"reduce bucket": self.bucket} if self.stage and self.pipeline is None else {})
@@ -385,7 +422,8 @@ class _Estimate:
         """
         totals = [0] * (self.ranks + 1)
         for group, over in [*zip(self.groups, self.over, strict=True)][:groups]:
-            part, alike = ceil(sum(group) / (2 * over)) * 2, self.ranks // over
+            part = ceil(sum(group) / (2 * over)) * 2
+            alike = self.ranks // over
             for size, end in zip(group, accumulate(group), strict=True):
                 totals[(end - size) // part * alike] += size
                 totals[((end - 1) // part + 1) * alike] -= size
@@ -401,11 +439,15 @@ class _Estimate:
         if self.stage < 3 or self.ranks == 1:
             return {}
         live, spread, whole = self.zero["stage3_max_live_parameters"], self.spread, sum(self.spread)
-        largest, ahead = max(spread, default=0), min(self.zero["stage3_prefetch_bucket_size"], live)
+        largest = max(spread, default=0)
+        ahead = min(self.zero["stage3_prefetch_bucket_size"], live)
         stays = live if ahead or live >= whole else 0
         elements = min(whole, stays + ahead + 2 * largest)
         if forward:  # several weights are gathered into one buffer, and copied out of it
-            copies = min(whole, ahead + largest) if len(spread) > 1 else 0
+            if len(spread) > 1:
+                copies = min(whole, ahead + largest)
+            else:
+                copies = 0
             elements = min(whole, max(stays or min(live, 2 * largest), largest)) + copies
         return {"gathered weights": self.width * elements}
 
@@ -424,7 +466,8 @@ class _Estimate:
     def values(self, moment: Moment) -> dict[str, int]:
         """Values at one moment, with those of the other micro-batches in flight."""
         found = {"activations": moment.activations, "logits and loss": moment.loss}
-        if (stage := self.pipeline) is not None:
+        stage = self.pipeline
+        if stage is not None:
             found["activations"] += (stage.in_flight - 1) * self.passes.kept_bytes
             found["pipeline buffers"] = stage.buffers(self.steps) + stage.passing
         return found
@@ -450,7 +493,8 @@ class _Estimate:
             """Gradients of this backward pass: below stage 2 each stays; at 2 they lie in the bucket up to the first
             sum, which makes room for all of the rank's share, and later are there twice.
             """
-            bucket, filled = self.zero["reduce_bucket_size"], moment.gradients - moment.waiting
+            bucket = self.zero["reduce_bucket_size"]
+            filled = moment.gradients - moment.waiting
             if self.stage == 2 and filled <= bucket:
                 has_room = filled + moment.own > bucket and not self.is_offloaded and self.sum_width == self.width
                 return self.width * (moment.waiting + (max(self.touched()) if has_room else 0))
@@ -476,18 +520,26 @@ class _Estimate:
         """
         bucket: int = self.zero["reduce_bucket_size"]
         filling = min(self.flight + min(self.largest, bucket), self.total)
-        first = (3 if self.ranks > 1 else 2) * self.sizes[0] if self.sizes[0] > bucket else 0
+        if self.sizes[0] > bucket:
+            first = (3 if self.ranks > 1 else 2) * self.sizes[0]
+        else:
+            first = 0
         return max(self.width * filling, self.width * max(2 * self.flight, first) - gathered)
 
     def summed_gradients(self, kept: Bytes) -> dict[str, int]:
         """Gradients, their copies and buckets below stage 3."""
-        bucket, flight, width = self.zero["reduce_bucket_size"], self.flight, self.sum_width
+        bucket = self.zero["reduce_bucket_size"]
+        flight = self.flight
+        width = self.sum_width
         if self.stage == 0:
             bucket = _STAGE_0_BUCKET if self.pipeline is None else _PIPELINE_BUCKET
             sent = min(max(bucket, self.largest), self.total)
             found = {"gradients": self.reduce_width * self.total}
             return found | ({"reduce bucket": self.width * sent} if self.ranks > 1 or self.pipeline else {})
-        own = 0 if self.is_offloaded else max(self.touched())
+        if self.is_offloaded:
+            own = 0
+        else:
+            own = max(self.touched())
         if self.stage == 1 and not (self.overlaps and self.steps == 1):
             copied = flight if width > self.width else 0
             return {
@@ -495,7 +547,10 @@ class _Estimate:
                 "reduce bucket": self.bucket,
             }
         # What is reduced is there twice; where weights are larger than a bucket their gradients stay beside the copy.
-        reduced = 2 * flight if self.largest > bucket else min(2 * flight, self.total)
+        if self.largest > bucket:
+            reduced = 2 * flight
+        else:
+            reduced = min(2 * flight, self.total)
         reduced += flight if self.is_offloaded else 0  # on its way to the host
         if width > self.width:  # summed into the rank's own share, which is kept
             gradients = width * self.share + self.width * reduced
@@ -506,22 +561,32 @@ class _Estimate:
 
     def step(self, states: Bytes) -> Bytes:
         """What the optimizer computes with: gradients in fp32 and its own copies."""
-        share, copies, found = self.largest_share, self.step_copies(), dict(states)
+        share = self.largest_share
+        copies = self.step_copies()
+        found = dict(states)
         if self.is_offloaded:
             waiting = _FP32 * self.shares().unswapped_gradients
             return found | ({"gradients": waiting} if waiting else {})
         if self.stage == 0:
             found["gradients"] = self.stepped_gradients()
             found["optimizer copies"] = copies * (share if self.is_cpu else self.total)
-            if isinstance(optimizer := self.config.optimizer, Muon):
+            optimizer = self.config.optimizer
+            if isinstance(optimizer, Muon):
                 found["optimizer copies"] = self.muon_copies(optimizer)
             return found
-        own = max(self.touched()) if self.stage < 3 else 0
+        if self.stage < 3:
+            own = max(self.touched())
+        else:
+            own = 0
         # DeepSpeed lets go of gradients that it has copied, but not of those of an earlier group.
-        stays = self.sum_width * max(self.touched(-1)) if self.stage < 3 else 0
+        if self.stage < 3:
+            stays = self.sum_width * max(self.touched(-1))
+        else:
+            stays = 0
         if self.stage == 1 and self.steps > 1 and self.sum_width == _FP32:
             own = self.total
-        flat, single = self.sum_width * share, _FP32 * share if self.sum_width < _FP32 else 0
+        flat = self.sum_width * share
+        single = _FP32 * share if self.sum_width < _FP32 else 0
         copied = self.sum_width * own + flat + single
         if self.stage < 3 and self.largest > share:  # of one weight alone nothing is copied: it stays whole
             flat = self.sum_width * self.largest
@@ -564,7 +629,10 @@ class _Estimate:
         """
         optimizer = self.config.optimizer
         if isinstance(optimizer, Target):
-            return state.copies_per_element if (state := kept_state(optimizer)) else 0
+            state = kept_state(optimizer)
+            if state:
+                return state.copies_per_element
+            return 0
         if _is_fused(optimizer):
             return 0
         decayed = _FP32 if optimizer.weight_decay and type(optimizer) not in (AdamW, Adafactor) else 0  # type: ignore[union-attr]
@@ -578,7 +646,9 @@ def _state_of(optimizer: OptimizerSection, shapes: Mapping[str, Shape]) -> Optim
     measured.
     """
     if isinstance(optimizer, Target | Object):
-        return kept_state(optimizer) if isinstance(optimizer, Target) else None
+        if isinstance(optimizer, Target):
+            return kept_state(optimizer)
+        return None
     if isinstance(optimizer, SGD):
         return OptimizerState(_FP32 if optimizer.momentum else 0)
     if isinstance(optimizer, Muon | Adafactor) and shapes:
@@ -591,7 +661,9 @@ def _state_numbers(name: str, shape: Shape, optimizer: Muon | Adafactor) -> int:
     """Numbers that it keeps of a weight: Adafactor of a matrix the means of rows and of columns."""
     if isinstance(optimizer, Muon):
         return prod(shape) * (1 if stepped_by_muon(name, shape, optimizer) else 2)
-    return prod(shape) if len(shape) < 2 else prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]
+    if len(shape) < 2:
+        return prod(shape)
+    return prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]
 
 
 def _is_fused(optimizer: object) -> bool:

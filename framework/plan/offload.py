@@ -78,7 +78,9 @@ class Shares:
     @property
     def optimizer_place(self) -> str:
         """Return where the optimizer's state is: ``none`` (the device), ``cpu`` or ``nvme``."""
-        return str(self._optimizer["device"]) if self.stage else "none"
+        if self.stage:
+            return str(self._optimizer["device"])
+        return "none"
 
     @property
     def _swapped(self) -> list[int]:
@@ -98,7 +100,9 @@ class Shares:
     @property
     def unswapped_gradients(self) -> int:
         """Elements of the gradients that are too small to be swapped out: they wait on the device, in fp32."""
-        return sum(self._shares) - sum(self._swapped_gradients) if self._swapped else 0
+        if self._swapped:
+            return sum(self._shares) - sum(self._swapped_gradients)
+        return 0
 
     def host(self, *, is_staged: bool) -> dict[str, int]:
         """Bytes of host memory, by component; `is_staged`: saves are written in the background."""
@@ -151,7 +155,8 @@ class Shares:
     def drive(self) -> dict[str, int]:
         """Bytes of the swapper's files, by component."""
         found = {}
-        if swapped := self._swapped:
+        swapped = self._swapped
+        if swapped:
             found["fp32 weights"] = sum(_aligned(_FP32 * part) for part in swapped)
             found["optimizer state"] = sum(_aligned(int(self.state_bytes * part)) for part in swapped)
             found["gradients"] = sum(_aligned(_FP32 * share) for share in self._swapped_gradients)
@@ -166,7 +171,8 @@ class Shares:
         kept = self.frozen if self.saves_frozen else ()
         of_tensors = _PER_TENSOR * (len(self.weights) + len(kept))
         stepped = _FP32 * self.has_copies + self.state_bytes
-        frozen, share = sum(kept), sum(self.parts)
+        frozen = sum(kept)
+        share = sum(self.parts)
         if self.stage == 3:
             own = stepped * share + self.width * ceil(frozen / self.ranks) + self.buffers + of_tensors
             return 0, int(own), _FP32 * max(self.parts)

@@ -128,12 +128,18 @@ class Shortage:
 
 def read_shortage(text: str) -> Shortage | None:
     """Find the first message of memory that is not there, and the traceback before it; None where there is none."""
-    plain = re.sub(r"\s*│\s*\n\s*│\s*|[│❱╭╮╰╯]", " ", text) if "│" in text else text
+    if "│" in text:
+        plain = re.sub(r"\s*│\s*\n\s*│\s*|[│❱╭╮╰╯]", " ", text)
+    else:
+        plain = text
     lines = plain.splitlines()
     for kind, pattern in _KINDS.items():
         at = next((number for number, line in enumerate(lines) if pattern.search(line)), None)
         if at is not None:
-            message = " ".join(lines[at : at + 3]) if kind == "device" else lines[at]
+            if kind == "device":
+                message = " ".join(lines[at : at + 3])
+            else:
+                message = lines[at]
             return shortage_of(kind, message, _frames_before(lines, at))
     return None
 
@@ -166,10 +172,14 @@ def shortage_of(kind: str, message: str, frames: Frames) -> Shortage:
         "activations" if moment == "forward" else "",
     )
     if any(function == "pin_memory" for _, function in frames) and kind in ("device", "host"):
-        kind, component = "pinned", ""
+        kind = "pinned"
+        component = ""
     elif "NCCL" in message or "calloc" in message or "Cuda failure" in message:
         component = "buffers of NCCL"
-    short = f"{'/'.join(place[0].rsplit('/', 3)[-3:])}: {place[1]}" if moment else ""
+    if moment:
+        short = f"{'/'.join(place[0].rsplit('/', 3)[-3:])}: {place[1]}"
+    else:
+        short = ""
     is_stage_3 = any(file.endswith("zero/stage3.py") for file, _ in frames)
     return Shortage(kind, message.strip(), moment, short, component, is_stage_3, _sizes(message))
 
@@ -192,7 +202,8 @@ def _prefix(line: str) -> str:
 def _sizes(message: str) -> dict[str, int]:
     found = {}
     for name, pattern in _NUMBERS.items():
-        if match := re.search(pattern, message):
+        match = re.search(pattern, message)
+        if match:
             size = _bytes(next(filter(None, match.groups())))
             if size is not None:
                 found[name] = size
@@ -245,7 +256,8 @@ class Explanation:
 
     def is_enough(self, other: Alternative) -> bool:
         """Check whether what was asked for would have been there with an alternative, and all fits by estimate."""
-        sizes, left = self.shortage.sizes or {}, sum(self._of(other.memory).values())
+        sizes = self.shortage.sizes or {}
+        left = sum(self._of(other.memory).values())
         fits = left <= sizes.get("capacity", left) - sizes.get("others", 0)
         return "asked" in sizes and fits and self.gain(other) >= sizes["asked"] - sizes.get("free", 0)
 
@@ -262,12 +274,16 @@ class Explanation:
         """Bytes that torch held beyond the estimate, where these are a tenth of it or more; else 0."""
         held = (self.shortage.sizes or {}).get("allocated", 0)
         more = held - self.total
-        return more if self.memory is not None and not self.on_host and 10 * more >= self.total else 0
+        if self.memory is not None and not self.on_host and 10 * more >= self.total:
+            return more
+        return 0
 
     @property
     def components(self) -> list[tuple[str, int]]:
         """Component and bytes at that moment, the largest first."""
-        return [] if self.memory is None else sorted(self._of(self.memory).items(), key=lambda item: -item[1])
+        if self.memory is None:
+            return []
+        return sorted(self._of(self.memory).items(), key=lambda item: -item[1])
 
 
 def explain(shortage: Shortage, plan: Plan, *, work: ModelWork | None = None) -> Explanation:
@@ -288,11 +304,16 @@ def explain(shortage: Shortage, plan: Plan, *, work: ModelWork | None = None) ->
 
 def _choices(plan: Plan) -> Iterator[dict[str, Any]]:
     """Settings that may take less, one knob at a time but for the last."""
-    batch, zero, layout = plan.config.batch, plan.config.zero, plan.layout
+    batch = plan.config.batch
+    zero = plan.config.zero
+    layout = plan.layout
     if layout.micro_size > 1:
         part = 2 if layout.micro_size % 2 == 0 else layout.micro_size
         accumulates = batch.accumulation_steps is not None or batch.global_size is None
-        further = {"batch.accumulation_steps": layout.accumulation_steps * part} if accumulates else {}
+        if accumulates:
+            further = {"batch.accumulation_steps": layout.accumulation_steps * part}
+        else:
+            further = {}
         yield {"batch.micro_size": layout.micro_size // part} | further
     yield {"training.recompute_every": 1}
     yield from ({"zero.stage": stage} for stage in range(zero.stage + 1, 4))
@@ -305,25 +326,42 @@ def _choices(plan: Plan) -> Iterator[dict[str, Any]]:
 def in_one_sentence(shortage: Shortage, plan: Plan | None, *, most: int = 3) -> str:
     """Sizes, moment, components and settings, to follow "no memory left" in an error message."""
     sizes = {name: size_text(size) for name, size in (shortage.sizes or {}).items()}
-    parts = [f"{sizes['asked']} were asked for"] if "asked" in sizes else []
+    if "asked" in sizes:
+        parts = [f"{sizes['asked']} were asked for"]
+    else:
+        parts = []
     parts += [f"{sizes['free']} of {sizes['capacity']} are free"] if {"free", "capacity"} <= sizes.keys() else []
-    text = f" ({', '.join(parts)})" if parts else ""
+    if parts:
+        text = f" ({', '.join(parts)})"
+    else:
+        text = ""
     text += f" {IN_WORDS[shortage.moment]}" if shortage.moment else ""
-    found = explain(shortage, plan) if plan is not None else None
+    if plan is not None:
+        found = explain(shortage, plan)
+    else:
+        found = None
     if found is not None and (components := found.components):
         named = ", ".join(f"{name} {size_text(size)}" for name, size in components[:most])
         text += f"; by estimate {size_text(found.total)} then: {named}"
         fixes = " or ".join(f"{each} ({size_text(found.gain(each))} less)" for each in found.fixes[:most])
         text += f"; set {fixes}" if fixes else ""
-    pieces = next(iter(advice(shortage)), "") if shortage.is_fragmented else ""
-    return f"{text}; {pieces}" if pieces else text
+    if shortage.is_fragmented:
+        pieces = next(iter(advice(shortage)), "")
+    else:
+        pieces = ""
+    if pieces:
+        return f"{text}; {pieces}"
+    return text
 
 
 def advice(shortage: Shortage, plan: Plan | None = None) -> Iterable[str]:
     """Explain what lies beside the config: pieces, other processes, and where the host's memory goes."""
     sizes = shortage.sizes or {}
     if shortage.is_fragmented:
-        enough = "more than was asked for" if sizes["unused"] >= sizes.get("asked", 2**63) else "a tenth of the device"
+        if sizes["unused"] >= sizes.get("asked", 2**63):
+            enough = "more than was asked for"
+        else:
+            enough = "a tenth of the device"
         yield (
             f"torch holds {size_text(sizes['unused'])} in unused pieces, {enough}: set "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (PYTORCH_ALLOC_CONF in later releases; `launch` sets it)"

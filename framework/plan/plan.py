@@ -58,8 +58,12 @@ class Length:
         steps = counted(self.total_steps, "step")
         if self.steps_per_epoch is None or self.total_steps < self.steps_per_epoch / 1e6:  # a loop with data of its own
             return steps
-        left, epochs = self.unused_samples_per_epoch, self.total_steps / self.steps_per_epoch
-        in_words = counted(int(epochs), "epoch") if epochs.is_integer() else f"{epochs:.2f} epochs"
+        left = self.unused_samples_per_epoch
+        epochs = self.total_steps / self.steps_per_epoch
+        if epochs.is_integer():
+            in_words = counted(int(epochs), "epoch")
+        else:
+            in_words = f"{epochs:.2f} epochs"
         in_words = "less than 0.01 epochs" if epochs < 0.01 else in_words
         return f"{steps} = {in_words} of {self.steps_per_epoch}{f', {left} samples left out of each' if left else ''}"
 
@@ -100,7 +104,10 @@ class Plan:
         """The plan with the real size of the training data, None of a stream; a ConfigError where that is too small for
         a step, or a stream has no length.
         """
-        size = self.config.data.num_train_samples() if num_train_samples is None else num_train_samples
+        if num_train_samples is None:
+            size = self.config.data.num_train_samples()
+        else:
+            size = num_train_samples
         length = _length(self.config, self.layout, size)
         if length.total_steps is None:
             raise ConfigError(source.locate(_WITHOUT_LENGTH))
@@ -110,11 +117,12 @@ class Plan:
                 ("checkpoint", self.config.checkpoint.every_epochs),
             ]
             fix = "set every_steps or every_minutes; or data.train_samples, the samples of an epoch"
-            if found := [
+            found = [
                 replace(_WITHOUT_LENGTH, fix=fix, key=f"{key}.every_epochs", value=every)
                 for key, every in asked
                 if every
-            ]:
+            ]
+            if found:
                 raise ConfigError(list(map(source.locate, found)))
         before = list(map(source.locate, _length_findings(self.config, self.layout, self.length)))
         kept = [finding for finding in self.findings if finding not in before]
@@ -150,7 +158,8 @@ def make_plan(
     """
     source = source or Source()
     if config.auto:
-        reason, fix = "it has not been chosen", "write a number, or let `check`, `plan`, `launch` or `fit` choose it"
+        reason = "it has not been chosen"
+        fix = "write a number, or let `check`, `plan`, `launch` or `fit` choose it"
         found = [Problem("auto-not-chosen", reason, fix, key, AUTO) for key in sorted(config.auto)]
         raise ConfigError(map(source.locate, found))
     findings = [*rules.apply_rules(config, cluster), *overruled(config, source)]
@@ -177,7 +186,8 @@ def errors_of_known(config: RunConfig, unknown: Set[str], cluster: Cluster | Non
     """
     unknown = unknown | {key.partition(".")[0] for key in config.auto}
     sections = {name: getattr(config, name) for name in RunConfig.model_fields.keys() - unknown}
-    known, where = cast(RunConfig, SimpleNamespace(**sections)), cluster or cast(Cluster, SimpleNamespace())
+    known = cast(RunConfig, SimpleNamespace(**sections))
+    where = cluster or cast(Cluster, SimpleNamespace())
     with suppress(AttributeError):
         where = cluster or default_cluster(known)
 
@@ -199,7 +209,8 @@ def _errors(findings: Iterable[Problem], source: Source) -> list[Problem]:
 
 def accepted(findings: Iterable[Problem], source: Source) -> tuple[Problem, ...]:
     """The findings with their places; a ConfigError where some of them are errors."""
-    if errors := _errors(findings, source):
+    errors = _errors(findings, source)
+    if errors:
         raise ConfigError(errors)
     return tuple(map(source.locate, findings))
 
@@ -215,10 +226,14 @@ def _length(config: RunConfig, layout: Layout, num_samples: int | None) -> Lengt
 def _length_findings(config: RunConfig, layout: Layout, length: Length) -> Iterator[Problem]:
     """Find contradictions to the length of the run."""
     if length.num_train_samples is not None and not length.steps_per_epoch:
-        samples, key = length.num_train_samples, "batch.global_size"
+        samples = length.num_train_samples
+        key = "batch.global_size"
         largest = largest_global_size(config.batch, parallel=layout.data_parallel_size, at_most=samples)
         reason = f"the training data has only {samples} samples, not enough for one step"
-        fix = f"set {key}: {largest} or less" if largest else "use fewer devices or smaller micro-batches"
+        if largest:
+            fix = f"set {key}: {largest} or less"
+        else:
+            fix = "use fewer devices or smaller micro-batches"
         yield Problem("dataset-smaller-than-batch", reason, fix, key, layout.global_size)
     if length.total_steps is None and getattr(config.data, "streaming", False):
         yield _WITHOUT_LENGTH
@@ -237,27 +252,34 @@ def loss_tile(config: RunConfig, micro_size: int) -> int:
     """Positions whose logits are there at once, as `training.loss_tile` has it for a micro-batch of so many samples; 0:
     all, and where the model or the task is the user's own.
     """
-    model, lora, parallel = config.model, config.training.lora, config.parallel
+    model = config.model
+    lora = config.training.lora
+    parallel = config.parallel
     is_named_task = isinstance(config.task, CausalLM | MaskedLM)
     if not isinstance(model, GPT | BERT) or not is_named_task or parallel.pipe > 1:
         return 0
     if lora and not getattr(model, "tie_embeddings", True) and is_adapted("head", lora):
         return 0
     length = getattr(config.data, "sequence_length", None) or model.max_positions
-    positions, tokens = micro_size * ceil(length / parallel.sequence), ceil(model.vocab_size / parallel.tensor)
+    positions = micro_size * ceil(length / parallel.sequence)
+    tokens = ceil(model.vocab_size / parallel.tensor)
     is_half = config.precision.dtype != "fp32"
     return positions_of_tile(config.training.loss_tile, positions, tokens, is_half=is_half)
 
 
 def _slow_vocabulary(config: RunConfig, cluster: Cluster, layout: Layout) -> Iterator[Problem]:
     """Find an output layer that GPUs compute slowly in half precision: tiles would be filled up, and there are none."""
-    model, is_half = config.model, config.precision.dtype != "fp32"
+    model = config.model
+    is_half = config.precision.dtype != "fp32"
     if cluster.device != "cuda" or not is_half or not isinstance(model, GPT | BERT):
         return
     tokens = ceil(model.vocab_size / layout.tensor_size)
     if isinstance(config.task, CausalLM | MaskedLM) and tokens % FAST_ROWS and not loss_tile(config, layout.micro_size):
         filled = (model.vocab_size + -model.vocab_size % HALF_ROWS) * (layout.tensor_size == 1)
-        size = f"{filled}" if filled else f"a multiple of {HALF_ROWS * layout.tensor_size}"
+        if filled:
+            size = f"{filled}"
+        else:
+            size = f"a multiple of {HALF_ROWS * layout.tensor_size}"
         reason = f"{slow_rows(tokens)}; no text has the tokens that fill it up"
         yield Problem(
             "slow-vocabulary", reason, f"set it to {size}", "model.vocab_size", model.vocab_size, severity="note"
@@ -286,7 +308,10 @@ def _zero(plan: Plan) -> str:
         "optimizer state and gradients are spread",
         "optimizer state, gradients and weights are spread",
     )
-    over = f" over {counted(plan.layout.num_replicas, 'rank')}" if zero.stage else ""
+    if zero.stage:
+        over = f" over {counted(plan.layout.num_replicas, 'rank')}"
+    else:
+        over = ""
     offloads = [
         f"{what} on {device}"
         for what, device in (("optimizer", zero.offload_optimizer.device), ("weights", zero.offload_param.device))

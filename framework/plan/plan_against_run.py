@@ -55,7 +55,9 @@ class PlanAgainstRun:
             print_line: where the lines go.
             estimated: makes the estimates; left out: for this machine.
         """
-        self._plan, self._file, self._print_line = plan, folder / "plan.json", print_line
+        self._plan = plan
+        self._file = folder / "plan.json"
+        self._print_line = print_line
         self._estimated = estimated or estimates_here
         self._memory: dict[str, float | None] = {}
         self._time: dict[str, float | bool | None] = {}
@@ -72,7 +74,8 @@ class PlanAgainstRun:
         if not self._step:
             self._memory = {"measured": point.metrics.get("memory/device_peak_bytes")}
         self._time = {"measured": seconds / 1000, "with_warm_up": not self._step}
-        self._is_done, self._step = bool(self._step), point.step
+        self._is_done = bool(self._step)
+        self._step = point.step
         if self._is_done:
             self._compare()
 
@@ -90,7 +93,8 @@ class PlanAgainstRun:
         for name, values, text in (("peak memory", self._memory, size_text), ("step time", self._time, _milliseconds)):
             if values["measured"] and values["estimate"] is not None:
                 ratio = values["estimate"] / values["measured"] - 1
-                estimated, measured = text(values["estimate"]), text(values["measured"])
+                estimated = text(values["estimate"])
+                measured = text(values["measured"])
                 self._print_line(f"plan against run: {name}: estimate {estimated}, measured {measured} ({ratio:+.1%})")
         self._unwritten = {
             "step": self._step,

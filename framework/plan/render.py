@@ -76,7 +76,10 @@ def _precision(plan: Plan) -> Json:
 def _sums(plan: Plan) -> Json:
     """What half-precision gradients are summed in; where it is their own type DeepSpeed needs no word."""
     accumulation, reduction = sums_of(plan.config, plan.layout)
-    section: Json = {"data_types": {"grad_accum_dtype": accumulation}} if accumulation else {}
+    if accumulation:
+        section: Json = {"data_types": {"grad_accum_dtype": accumulation}}
+    else:
+        section = {}
     return section | ({"communication_data_type": reduction} if reduction else {})
 
 
@@ -103,7 +106,8 @@ def _zero(zero: Zero) -> Json:
 
 
 def _optimizer(plan: Plan) -> Json:
-    optimizer, offloaded = plan.config.optimizer, plan.config.zero.offload_optimizer.device != "none"
+    optimizer = plan.config.optimizer
+    offloaded = plan.config.zero.offload_optimizer.device != "none"
     if isinstance(optimizer, (Target, Object, Muon)):
         # Built by us and handed to deepspeed.initialize; the two flags only let ZeRO accept it.
         return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": not offloaded}

@@ -82,7 +82,9 @@ class Target:
 
     def usable_bytes(self, memory: Memory) -> int | None:
         """Memory that is left to tensors, beside what else a run takes of a GPU."""
-        return None if self.memory_bytes is None else max(self.memory_bytes - sum(memory.beside.values()), 0)
+        if self.memory_bytes is None:
+            return None
+        return max(self.memory_bytes - sum(memory.beside.values()), 0)
 
     def with_beside(self, memory: Memory, plan: Plan) -> Memory:
         """A plan's memory with what it takes of these devices beside its tensors."""
@@ -90,7 +92,8 @@ class Target:
 
     def lacking(self, memory: Memory) -> str:
         """Reason why a run does not fit; empty where it does, or where the memory of the devices is not known."""
-        limit, peak_bytes = self.usable_bytes(memory), memory.total(memory.peak)
+        limit = self.usable_bytes(memory)
+        peak_bytes = memory.total(memory.peak)
         if limit is None or peak_bytes <= limit:
             return ""
         return f"each rank takes {size_text(peak_bytes)}, and {self.name} has {size_text(limit)} usable"
@@ -142,7 +145,8 @@ class Candidate:
     @property
     def choice(self) -> dict[str, Any]:
         """What was chosen, or would be: every key of a strategy and its batch, with its value in the plan."""
-        config, layout = self.plan.config, self.plan.layout
+        config = self.plan.config
+        layout = self.plan.layout
         return {
             STAGE: config.zero.stage,
             OFFLOAD: config.zero.offload_optimizer.device,
@@ -170,10 +174,12 @@ class Candidate:
         a step, at 1 the gathering of weights as well, at 2 an all-reduce for each micro-batch, at 3 two gatherings and
         a reduction for each.
         """
-        config, layout = self.plan.config, self.plan.layout
+        config = self.plan.config
+        layout = self.plan.layout
         if layout.num_replicas == 1:
             return 0.0
-        steps, width = layout.accumulation_steps, 2 if config.precision.dtype in ("bf16", "fp16") else 4
+        steps = layout.accumulation_steps
+        width = 2 if config.precision.dtype in ("bf16", "fp16") else 4
         again = bool(config.training.recompute_every)
         passes = (2, 3, 2 * steps + 1, (3 + again) * steps)[config.zero.stage]
         return width * passes * self.memory.num_params / layout.global_size
@@ -231,11 +237,16 @@ class Found:
         if self.ranked:
             return ""
         if self.smallest is None:
-            return self.losers[0].why if self.losers else "there is nothing to choose from"
-        found, memory = self.smallest, self.smallest.memory
-        limit, host = self.target.usable_bytes(memory), self.target.host_bytes
+            if self.losers:
+                return self.losers[0].why
+            return "there is nothing to choose from"
+        found = self.smallest
+        memory = self.smallest.memory
+        limit = self.target.usable_bytes(memory)
+        host = self.target.host_bytes
         if limit is None or found.peak_bytes <= limit:
-            ranks, on_host = found.plan.cluster.devices_per_host, sum(memory.host.values())
+            ranks = found.plan.cluster.devices_per_host
+            on_host = sum(memory.host.values())
             return (
                 f"{counted(ranks, 'rank')} take {size_text(ranks * on_host)} of a host that has {size_text(host or 0)}"
             )
@@ -276,10 +287,15 @@ def search_longest_sequence(asked: Request) -> Found:
     """The search with the longest sequence on which something fits, to an eighth of its length; a UsageError where the
     length is no key of the data, or the device's memory is not known.
     """
-    config, memory = asked.config, asked.target.memory_bytes
-    length, positions = getattr(config.data, "sequence_length", None), getattr(config.model, "max_positions", None)
+    config = asked.config
+    memory = asked.target.memory_bytes
+    length = getattr(config.data, "sequence_length", None)
+    positions = getattr(config.model, "max_positions", None)
     if length is None or positions is None or memory is None:
-        missing = "the device, as --gpu names it" if memory is None else "data and a model with a length"
+        if memory is None:
+            missing = "the device, as --gpu names it"
+        else:
+            missing = "data and a model with a length"
         raise UsageError(f"the longest sequence takes {missing}")
 
     def at(tokens: int) -> Found:
@@ -288,14 +304,18 @@ def search_longest_sequence(asked: Request) -> Found:
         named = (replace(each, settings={LENGTH: tokens, **each.settings}) for each in found.ranked)
         return replace(found, ranked=tuple(named))
 
-    best, step = at(length), length
+    best = at(length)
+    step = length
     while best.ranked and length < _LONGEST_SEQUENCE and (longer := at(2 * length)).ranked:
-        best, length = longer, 2 * length
+        best = longer
+        length = 2 * length
         step = length
     while best.ranked and step > max(length // 8, 1):
         step //= 2
-        if (longer := at(length + step)).ranked:
-            best, length = longer, length + step
+        longer = at(length + step)
+        if longer.ranked:
+            best = longer
+            length = length + step
     return best
 
 
@@ -307,9 +327,17 @@ def judge(
     Raises:
         NotEstimatedError: its memory is not known.
     """
-    work = work_of(plan) if work is None else work.of_samples(plan.layout.micro_size)
-    memory, machine, time = estimate(plan, work=work), target and target.machine, None
-    memory = target.with_beside(memory, plan) if target else memory
+    if work is None:
+        work = work_of(plan)
+    else:
+        work = work.of_samples(plan.layout.micro_size)
+    memory = estimate(plan, work=work)
+    machine = target and target.machine
+    time = None
+    if target:
+        memory = target.with_beside(memory, plan)
+    else:
+        memory = memory
     if machine and work:
         with suppress(NotEstimatedError):  # a figure of the device that nobody has published
             time = estimate_time(plan, work, machine)
@@ -320,7 +348,8 @@ class _Judge:
     """Tries candidates on one cluster, and remembers why they lost."""
 
     def __init__(self, asked: Request, *, is_quick: bool) -> None:
-        self.asked, self.is_quick = asked, is_quick
+        self.asked = asked
+        self.is_quick = is_quick
         self.too_large: list[Candidate] = []
         self.unknown: NotEstimatedError | None = None
         self._refused: dict[str, list[Settings]] = {}
@@ -329,9 +358,13 @@ class _Judge:
 
     def best(self, strategy: Settings) -> Candidate | None:
         """The best candidate of one strategy that fits, its micro-batches tried from the smallest on."""
-        best, smallest, reasons = None, None, []
-        batch, grows = self.asked.config.batch, self.asked.target.memory_bytes is not None
-        is_free, plain = batch.global_size is None, batch.micro_size or DEFAULT_MICRO_SIZE
+        best = None
+        smallest = None
+        reasons = []
+        batch = self.asked.config.batch
+        grows = self.asked.target.memory_bytes is not None
+        is_free = batch.global_size is None
+        plain = batch.micro_size or DEFAULT_MICRO_SIZE
         for sizes in _batches(self.asked, strategy, grows=grows):
             if smallest is not None and sizes.get(ACCUMULATION, 1) > (1 if self.is_quick else strategy[PIPE]):
                 continue  # larger micro-batches, as many of them in flight, and gradients are kept as well
@@ -342,7 +375,10 @@ class _Judge:
                     continue
                 break  # whatever the batch
             if not self.fits(tried):
-                smallest = tried if smallest is None else min(smallest, tried, key=lambda each: each.peak_bytes)
+                if smallest is None:
+                    smallest = tried
+                else:
+                    smallest = min(smallest, tried, key=lambda each: each.peak_bytes)
                 if is_free:  # no larger one will; with a fixed global size more micro-batches may take more
                     break
             elif best is None or _is_better(tried, best, by=_LEAST_GAIN if is_free else 1.0):
@@ -363,7 +399,8 @@ class _Judge:
         try:
             changed = with_settings(asked.config, settings)
             plan = make_plan(changed, asked.cluster, num_train_samples=asked.num_train_samples)
-            micro, work = plan.layout.micro_size, asked.work
+            micro = plan.layout.micro_size
+            work = asked.work
             key = (micro, plan.config.zero.stage == 3)
             if key not in self._works:
                 self._works[key] = work_of(plan) if work is None else work.of_samples(micro)
@@ -380,7 +417,8 @@ class _Judge:
 
     def fits(self, candidate: Candidate) -> bool:
         """Check whether the device, and the host with its other ranks, hold it."""
-        limit, host = self.asked.target.usable_bytes(candidate.memory), self.asked.target.host_bytes
+        limit = self.asked.target.usable_bytes(candidate.memory)
+        host = self.asked.target.host_bytes
         on_host = sum(candidate.memory.host.values()) * self.asked.cluster.devices_per_host
         return (limit is None or candidate.peak_bytes <= limit) and (host is None or on_host <= host)
 
@@ -388,7 +426,8 @@ class _Judge:
         """Those that fit on no device, the smallest first, then those that are refused, by reason."""
         large: dict[str, list[Settings]] = {}
         for found in sorted(self.too_large, key=lambda found: found.peak_bytes):
-            layout, size = found.plan.layout, size_text(found.peak_bytes)
+            layout = found.plan.layout
+            size = size_text(found.peak_bytes)
             why = f"{size} with micro-batches of {layout.micro_size}: {fullest(found.memory)}"
             large.setdefault(why, []).append({key: found.settings[key] for key in STRATEGY})
         for why, those in large.items():
@@ -435,11 +474,15 @@ def nearest_plan(
 
     Tried in this order: another micro-batch, another global size, fewer pipeline stages, fewer devices.
     """
-    batch, pipe = config.batch, config.parallel.pipe
+    batch = config.batch
+    pipe = config.parallel.pipe
     tries: list[tuple[Settings, Cluster]] = []
     for stages in (pipe, *(count for count in range(pipe - 1, 0, -1) if cluster.world_size % count == 0)):
         below = (batch.global_size or 0) // (ranks := max(cluster.world_size // stages, 1)) * ranks
-        sizes = [] if batch.global_size is None else [{GLOBAL: below or ranks}, {GLOBAL: below + ranks}]
+        if batch.global_size is None:
+            sizes = []
+        else:
+            sizes = [{GLOBAL: below or ranks}, {GLOBAL: below + ranks}]
         own = {} if stages == pipe else {PIPE: stages}
         free = {MICRO: None, ACCUMULATION: None}
         tries += [({**own, **size, **more}, cluster) for size in ({}, *sizes) for more in ({}, free)]
@@ -449,7 +492,8 @@ def nearest_plan(
         with suppress(ConfigError):
             changed = with_settings(config, settings)
             plan = make_plan(changed, where, num_train_samples=num_train_samples)
-            shown, micro = {key: value for key, value in settings.items() if value}, plan.layout.micro_size
+            shown = {key: value for key, value in settings.items() if value}
+            micro = plan.layout.micro_size
             shown |= {MICRO: micro} if MICRO in settings and batch.micro_size not in (None, micro) else {}
             return settings_text(shown) or (str(where) if where != cluster else str(plan.layout)), plan
     return None
@@ -468,7 +512,8 @@ def _ranked(found: Sequence[Candidate]) -> list[Candidate]:
 
 def _rank(candidate: Candidate) -> tuple[float, ...]:
     """Order of candidates, the best one first: by speed, else by what costs time, traffic and memory."""
-    config, speed = candidate.plan.config, candidate.samples_per_second
+    config = candidate.plan.config
+    speed = candidate.samples_per_second
     costs = (config.zero.offload_optimizer.device != "none", bool(config.training.recompute_every))
     layout = candidate.plan.layout
     together = layout.world_size // layout.data_parallel_size
@@ -478,8 +523,10 @@ def _rank(candidate: Candidate) -> tuple[float, ...]:
 
 def _strategies(asked: Request) -> Iterator[Settings]:
     """Every combination of what is free beside the batch."""
-    config, free = asked.config, asked.free
-    offload, recompute = config.zero.offload_optimizer.device, config.training.recompute_every
+    config = asked.config
+    free = asked.free
+    offload = config.zero.offload_optimizer.device
+    recompute = config.training.recompute_every
     values: dict[str, Sequence[Any]] = {
         STAGE: range(4) if STAGE in free else [config.zero.stage],
         OFFLOAD: ["none", "cpu"] if OFFLOAD in free and offload != "nvme" else [offload],
@@ -494,7 +541,8 @@ def _sizes(asked: Request) -> Iterator[dict[str, int]]:
 
     Tensor and sequence groups stay on a host: what they send between is on the way of every block.
     """
-    config, free = asked.config, asked.free
+    config = asked.config
+    free = asked.free
     given = {key: getattr(config.parallel, key.rpartition(".")[2]) for key in SIZES}
     yield given
     plain = {key: 1 if key in free else size for key, size in given.items()}
@@ -516,16 +564,24 @@ def _pipes(config: RunConfig, cluster: Cluster) -> list[int]:
 
 def _batches(asked: Request, strategy: Settings, *, grows: bool) -> Iterator[Settings]:
     """Micro-batches and their number in a step, the smallest first; whether they divide is the layout's to judge."""
-    batch, pipe, free = asked.config.batch, strategy[PIPE], asked.free
+    batch = asked.config.batch
+    pipe = strategy[PIPE]
+    free = asked.free
     together = prod(strategy[key] for key in SIZES)
     if MICRO not in free:
         yield {}
         return
     fixed = None if ACCUMULATION in free else batch.accumulation_steps
-    given = {batch.micro_size} if batch.micro_size else set[int]()
+    if batch.micro_size:
+        given = {batch.micro_size}
+    else:
+        given = set[int]()
     if batch.global_size is not None:
         share = max(batch.global_size * together // asked.cluster.world_size, 1)
-        sizes = {max(share // fixed, 1)} if fixed else {share, *_powers(share), *given}
+        if fixed:
+            sizes = {max(share // fixed, 1)}
+        else:
+            sizes = {share, *_powers(share), *given}
         for size in sorted(size for size in sizes if fixed or share % size == 0):
             yield {MICRO: size, ACCUMULATION: fixed or share // size}
         return
@@ -545,20 +601,26 @@ def find_knob(plan: Plan, target: Target | None = None, *, work: ModelWork | Non
     """Find the setting beside the strategy that frees most on the fullest rank; None where none frees one part in a
     hundred.
     """
-    planned, found = judge(plan, work=work).peak_bytes, []
+    planned = judge(plan, work=work).peak_bytes
+    found = []
     machine = target.machine if target else None
-    half = "bf16" if machine is None or "bf16" in machine.device.flops_per_second else "fp16"
+    if machine is None or "bf16" in machine.device.flops_per_second:
+        half = "bf16"
+    else:
+        half = "fp16"
     for key, before, after in knobs(plan, half=half):
         freed = (planned - each.peak_bytes for each in alternatives(plan, [{key: after}], work=work))
         found += [Knob(key, before, after, size) for size in freed]
     best = max(found, key=lambda knob: knob.freed_bytes, default=None)
-    return best if best is not None and best.freed_bytes >= planned / 100 else None
+    if best is not None and best.freed_bytes >= planned / 100:
+        return best
+    return None
 
 
 def _number(value: Any) -> str:
-    return (
-        f"{value:.0e}".replace("e+0", "e").replace("e+", "e") if isinstance(value, int) and value > 9999 else str(value)
-    )
+    if isinstance(value, int) and value > 9999:
+        return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
+    return str(value)
 
 
 def fullest(memory: Memory) -> str:

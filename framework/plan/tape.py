@@ -107,8 +107,13 @@ class Tape:
 
     def start(self, prefix: str) -> None:
         """Begin a part, whose weights' names begin like this."""
-        self.prefix, self.flops, self.masked_flops, self.moved_bytes, self.products = prefix, 0, 0, 0, 0
-        self._new, self._operations = [], []
+        self.prefix = prefix
+        self.flops = 0
+        self.masked_flops = 0
+        self.moved_bytes = 0
+        self.products = 0
+        self._new = []
+        self._operations = []
 
     @property
     def saved_bytes(self) -> int:
@@ -138,13 +143,23 @@ class Tape:
         holds: Sequence[Value] = (),
     ) -> Value:
         """Write an operation down; returns what it makes. `width` 0: as what it reads first."""
-        flows = any(value.has_gradient for value in reads) if has_gradient is None else has_gradient
-        split = any(value.is_split for value in reads) if is_split is None else is_split
+        if has_gradient is None:
+            flows = any(value.has_gradient for value in reads)
+        else:
+            flows = has_gradient
+        if is_split is None:
+            split = any(value.is_split for value in reads)
+        else:
+            split = is_split
         made = Value(shape, width or reads[0].width, flows, is_split=split)
         self._save(saves if flows else ())
-        kept = tuple(saves) if flows else ()
+        if flows:
+            kept = tuple(saves)
+        else:
+            kept = ()
         self._operations.append(_Operation(reads, made, kept, temporary, passes, tuple(holds)))
-        self.flops, self.products = self.flops + flops, self.products + (flops > 0)
+        self.flops = self.flops + flops
+        self.products = self.products + (flops > 0)
         if not flops:
             beside = {*saves} - {*reads}
             self.moved_bytes += sum(value.num_bytes for value in (*reads, made, *beside))
@@ -173,7 +188,9 @@ class Tape:
         for number, operation in enumerate(self._operations):
             for value in (*operation.reads, operation.made, *operation.holds):
                 last[value.storage] = number
-        kept, live, most = self.saved if keeps else set[Value](), set[Value](), 0
+        kept = self.saved if keeps else set[Value]()
+        live = set[Value]()
+        most = 0
         for number, operation in enumerate(self._operations):
             live |= {value.storage for value in (*operation.reads, operation.made, *operation.saves)}
             most = max(most, sum(v.num_bytes for v in live if v not in kept or v in self._new))
@@ -191,12 +208,21 @@ class Tape:
         most = saved + sum(gradients.values())
         for number in range(len(self._operations) - 1, -1, -1):
             operation = self._operations[number]
-            reads = [v for v in operation.reads if v.has_gradient] if operation.made.storage in gradients else []
+            if operation.made.storage in gradients:
+                reads = [v for v in operation.reads if v.has_gradient]
+            else:
+                reads = []
             given = gradients.pop(operation.made.storage, 0)
-            made = 0 if operation.passes else sum(value.num_bytes for value in reads)
+            if operation.passes:
+                made = 0
+            else:
+                made = sum(value.num_bytes for value in reads)
             most = max(most, saved + sum(gradients.values()) + given + made + operation.temporary)
             for place, value in enumerate(reads):  # where it is passed on, one of them stands for all
-                size = (given if place == 0 else 0) if operation.passes else value.num_bytes
+                if operation.passes:
+                    size = given if place == 0 else 0
+                else:
+                    size = value.num_bytes
                 gradients[value.storage] = max(gradients.get(value.storage, 0), size)
             saved -= sum(value.num_bytes for value in self._new if firsts[value] == number)
         return most - self.saved_bytes
@@ -214,9 +240,11 @@ class Tape:
         return any(map(self.is_trained, own))
 
     def embedding(self, tokens: Value, count: int, size: int, name: str = "") -> Value:
-        flows, shape = self.own((count, size), name), (*tokens.shape, size)
+        flows = self.own((count, size), name)
+        shape = (*tokens.shape, size)
         made = self.run(tokens, shape=shape, width=self.weight_width, saves=[tokens], has_gradient=flows)
-        if (lora := self._adapts(name, is_linear=False)) is None:
+        lora = self._adapts(name, is_linear=False)
+        if lora is None:
             return made
         first, second = (self.place(name, f"lora_embedding_{each}.default") for each in "AB")
         self.weights |= {first: (lora.r, count), second: (size, lora.r)}
@@ -229,7 +257,8 @@ class Tape:
     ) -> Value:
         """(..., inputs) to (..., outputs); `split`: whether tensor parallelism divides its outputs, or its inputs."""
         shape = (*value.shape[:-1], outputs)
-        is_first, weight = self.place(name) not in self.weights, (outputs, value.shape[-1])
+        is_first = self.place(name) not in self.weights
+        weight = (outputs, value.shape[-1])
         made = self._product(value, shape, weight, name, has_bias=has_bias, split=split)
         if not is_first or (lora := self._adapts(name)) is None:  # a tied head is an embedding
             return made
@@ -251,7 +280,8 @@ class Tape:
         sizes = convolved(value.shape[2:], kernel, stride, kernel // 2 if padding is None else padding)
         weight = (outputs, value.shape[1], kernel, kernel)
         made = self._product(value, (value.shape[0], outputs, *sizes), weight, name, has_bias=has_bias)
-        if (lora := self._adapts(name, is_linear=False)) is None:
+        lora = self._adapts(name, is_linear=False)
+        if lora is None:
             return made
         low = self._low(value, name, (value.shape[0], lora.r, *sizes), (lora.r, *weight[1:]))
         return self._adapted(made, low, name, (outputs, lora.r, 1, 1))
@@ -260,7 +290,9 @@ class Tape:
         """How a module of this part is adapted, if it is."""
         if self.lora is None or self.lora.target_modules == ALL_LINEAR:
             return self.lora if is_linear else None
-        return self.lora if is_named(self.place(name, ""), self.lora.target_modules) else None
+        if is_named(self.place(name, ""), self.lora.target_modules):
+            return self.lora
+        return None
 
     def _low(self, value: Value, name: str, shape: Shape, weight: Shape) -> Value:
         """What an adapter's A makes of the inputs of its module."""
@@ -276,9 +308,12 @@ class Tape:
     def _product(
         self, value: Value, shape: Shape, weight: Shape, name: str, *, has_bias: bool, split: bool | None = None
     ) -> Value:
-        flows, is_trained = self.own(weight, name, has_bias=has_bias), self.is_trained(self.place(name))
-        given, value = value, self.cast(value, self.product_width)
-        saves, temporary = ([value] if is_trained else []), 0
+        flows = self.own(weight, name, has_bias=has_bias)
+        is_trained = self.is_trained(self.place(name))
+        given = value
+        value = self.cast(value, self.product_width)
+        saves = [value] if is_trained else []
+        temporary = 0
         if self.keeps_inputs and len(weight) == 2 and self.place(name) != "embed.weight":  # which is no linear layer
             saves = [given]
         elif self.product_width < self.weight_width:  # autograd keeps the copy of the weight
@@ -297,7 +332,9 @@ class Tape:
         )
 
     def cast(self, value: Value, width: int) -> Value:
-        return value if value.width == width else self.run(value, shape=value.shape, width=width)
+        if value.width == width:
+            return value
+        return self.run(value, shape=value.shape, width=width)
 
     def add(self, *values: Value) -> Value:
         return self.run(*values, shape=values[0].shape, width=max(each.width for each in values), passes=True)
@@ -326,7 +363,8 @@ class Tape:
         return self._norm(value, flows, Value((2, *value.shape[:-1]), width, has_gradient=False))
 
     def rms_norm(self, value: Value, name: str = "") -> Value:
-        statistics, flows = Value(value.shape[:-1], _FP32, has_gradient=False), self.own(value.shape[-1:], name)
+        statistics = Value(value.shape[:-1], _FP32, has_gradient=False)
+        flows = self.own(value.shape[-1:], name)
         if self.device == "cuda":
             return self._norm(value, flows, statistics)
         wide = self.cast(value, _FP32)  # on a processor it is made of several operations, all in fp32
@@ -334,7 +372,8 @@ class Tape:
         return self.cast(self._norm(scaled, flows), value.width)
 
     def batch_norm(self, value: Value, name: str = "") -> Value:
-        width, channels = self.weight_width if self.device == "cpu" else _FP32, value.shape[1]
+        width = self.weight_width if self.device == "cpu" else _FP32
+        channels = value.shape[1]
         self.buffer_bytes += 2 * _FP32 * channels + _INT64
         flows = self.own((channels,), name, has_bias=True)
         return self._norm(value, flows, Value((2, channels), width, has_gradient=False))
@@ -371,8 +410,12 @@ class Tape:
     ) -> Value:
         """(batch, heads, sequence, head size), with fewer heads of key and value, to the shape of the query."""
         batch, heads, length, size = query.shape
-        flops, saves = 4 * batch * heads * length * length * size, [query, key, value]
-        bias = [] if mask is None else [Value(mask.shape, query.width, has_gradient=False)]
+        flops = 4 * batch * heads * length * length * size
+        saves = [query, key, value]
+        if mask is None:
+            bias = []
+        else:
+            bias = [Value(mask.shape, query.width, has_gradient=False)]
         if self.device == "cuda" or not dropout:  # fused: keeps its output, and a sum for each row
             self.masked_flops += masked(flops, length) if is_causal else 0
             sums = Value((batch, heads, length), _FP32, has_gradient=False)
@@ -404,11 +447,16 @@ class Tape:
         """(..., inputs) to the loss of so many logits of each position, 0-d, by tiles (`models.tiled_loss`): what is
         kept are gradients of the inputs and, in fp32, of the weight.
         """
-        weight, rows = (outputs, value.shape[-1]), prod(value.shape[:-1])
-        is_trained, is_half, flows = self.own(weight), self.product_width < _FP32, value.has_gradient
+        weight = (outputs, value.shape[-1])
+        rows = prod(value.shape[:-1])
+        is_trained = self.own(weight)
+        is_half = self.product_width < _FP32
+        flows = value.has_gradient
         filled = outputs + is_half * (-outputs % HALF_ROWS), weight[1]
-        value, work = self.cast(value, self.product_width), rows * prod(weight)
-        of_rows, of_weight = Value((rows, weight[1]), value.width), Value(filled, _FP32)
+        value = self.cast(value, self.product_width)
+        work = rows * prod(weight)
+        of_rows = Value((rows, weight[1]), value.width)
+        of_weight = Value(filled, _FP32)
         made = partial(self.run, has_gradient=False)
         before = self.moved_bytes
         copies = [made(value, shape=weight)] * (self.product_width < self.weight_width)

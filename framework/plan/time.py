@@ -90,8 +90,10 @@ class Parallelism:
     @staticmethod
     def from_plan(plan: Plan) -> Parallelism:
         """Read the distribution off a plan."""
-        config, layout = plan.config, plan.layout
-        precision, zero = config.precision, config.zero
+        config = plan.config
+        layout = plan.layout
+        precision = config.precision
+        zero = config.zero
         is_half = isinstance(precision, BF16 | FP16)
         dtype: str = precision.dtype
         if isinstance(precision, FP32):
@@ -105,7 +107,8 @@ class Parallelism:
             moments = 1
         elif isinstance(optimizer, Adafactor):
             moments = 0
-        stage, overlap = zero.stage, zero.overlap_comm
+        stage = zero.stage
+        overlap = zero.overlap_comm
         return Parallelism(
             data=layout.data_parallel_size,
             pipe=layout.pipe_size,
@@ -167,7 +170,9 @@ class StepTime:
     @property
     def tokens_per_second_per_device(self) -> float | None:
         """Tokens of one device."""
-        return None if self.num_tokens is None else self.num_tokens / self.total / self.num_devices
+        if self.num_tokens is None:
+            return None
+        return self.num_tokens / self.total / self.num_devices
 
     @property
     def mfu(self) -> float:
@@ -282,12 +287,16 @@ class _Step:
     """Sizes and rates that the components follow from."""
 
     def __init__(self, work: ModelWork, parallelism: Parallelism, machine: Machine, rates: Rates) -> None:
-        self.work, self.by, self.machine, self.rates = work, parallelism, machine, rates
+        self.work = work
+        self.by = parallelism
+        self.machine = machine
+        self.rates = rates
         device = machine.device
         self.samples = parallelism.micro_size / work.num_samples
         self.peak = _needed(device.flops_per_second.get(parallelism.dtype), f"peak in {parallelism.dtype}", device)
         self.bandwidth = rates.memory * _needed(device.memory_bytes_per_second, "memory bandwidth", device)
-        best, bf16 = device.matmul_flops_per_second, device.flops_per_second.get("bf16")
+        best = device.matmul_flops_per_second
+        bf16 = device.flops_per_second.get("bf16")
         self.fastest = self.peak * (best / bf16 if best and bf16 else rates.best)
         self.num_params = sum(part.num_params * part.count for part in work.parts)
         self.stage_params = self.num_params / parallelism.pipe / parallelism.tensor
@@ -298,7 +307,8 @@ class _Step:
     def time(self) -> StepTime:
         by = self.by
         forward, backward = self.slowest_stage()
-        one, back = sum(forward.values()), sum(backward.values())
+        one = sum(forward.values())
+        back = sum(backward.values())
         seconds = {
             **{name: by.accumulation * (forward[name] + backward[name]) for name in forward},
             "host work of stage 3": by.accumulation * self.host_work(one, back),
@@ -324,7 +334,8 @@ class _Step:
 
     def overhead(self) -> float:
         """Time of the engine."""
-        by, weights = self.by, self.work.weights.values()
+        by = self.by
+        weights = self.work.weights.values()
         sizes = [prod(shape) for shape in weights][: ceil(len(weights) / by.pipe)]
         return self.machine.overhead_seconds(
             by.zero_stage, sizes=sizes, micro_batches=by.accumulation, persistent=by.persistent
@@ -332,7 +343,8 @@ class _Step:
 
     def slowest_stage(self) -> tuple[Seconds, Seconds]:
         """Forward and backward seconds of a micro-batch on the slowest pipeline stage, or on the only one."""
-        parts, pipe = self.work.parts, self.by.pipe
+        parts = self.work.parts
+        pipe = self.by.pipe
         found = [self.part(part, is_loss=number == len(parts) - 1) for number, part in enumerate(parts)]
         times = [sum(forward.values()) + sum(backward.values()) for forward, backward in found]
         candidates = [[float(part.count) for part in parts]]
@@ -355,9 +367,11 @@ class _Step:
 
     def stages(self, repeated: int) -> Iterator[list[float]]:
         """How often each part is on the last stage, and on one in the middle, where weights are shared evenly."""
-        parts, pipe = self.work.parts, self.by.pipe
+        parts = self.work.parts
+        pipe = self.by.pipe
         weights = [self.weights(part) for part in parts]
-        block, head = weights[repeated], sum(weights[repeated + 1 :])
+        block = weights[repeated]
+        head = sum(weights[repeated + 1 :])
         total = sum(weight * part.count for weight, part in zip(weights, parts, strict=True))
         blocks = parts[repeated].count
         last = min(max(round((total / pipe - head) / block), 0), blocks)
@@ -377,7 +391,9 @@ class _Step:
 
         What no weight takes part in is counted as scores of attention, without masked ones.
         """
-        by, rates, tokens = self.by, self.rates, self.work.num_tokens
+        by = self.by
+        rates = self.rates
+        tokens = self.work.num_tokens
         weights = self.weights(part)
         if not part.flops:
             return 0.0
@@ -394,9 +410,13 @@ class _Step:
 
     def part(self, part: Part, *, is_loss: bool) -> tuple[Seconds, Seconds]:
         """Forward and backward seconds of one part and one micro-batch."""
-        by, product = self.by, self.products(part)
+        by = self.by
+        product = self.products(part)
         # Tensor parallelism splits between its products what it splits of the saved values.
-        split = 1.0 if is_loss else part.split_bytes / max(part.saved_bytes, 1)
+        if is_loss:
+            split = 1.0
+        else:
+            split = part.split_bytes / max(part.saved_bytes, 1)
         moved = self.samples * part.moved_bytes * (1 - split + split / by.tensor) / by.sequence / self.bandwidth
         least = self.rates.launch_seconds if part.flops else 0.0
         launch = max(least - product - moved, 0.0)
@@ -416,7 +436,10 @@ class _Step:
                 ("sequence parallel", by.sequence, by.tensor, (4, 4), self.scatter),
                 ("expert parallel", by.expert, by.tensor * by.sequence, (2, 2), self.scatter),
             ):
-                each = one(output, ranks, stride) if ranks > 1 else 0.0
+                if ranks > 1:
+                    each = one(output, ranks, stride)
+                else:
+                    each = 0.0
                 forward[name], backward[name] = num[0] * each, (num[1] + again * num[0]) * each
         return forward, backward
 
@@ -432,7 +455,10 @@ class _Step:
         one = (self.scatter if by.scatters else self.all_reduce)(
             by.gradient_bytes * self.stage_params / num, self.ranks, by.tensor
         )
-        hidden = (num - 1) * min(one, self.rates.overlap * backward / num) if by.overlaps else 0.0
+        if by.overlaps:
+            hidden = (num - 1) * min(one, self.rates.overlap * backward / num)
+        else:
+            hidden = 0.0
         return (by.accumulation if by.zero_stage > 1 else 1) * (num * one - hidden)
 
     def weight_gathers(self, forward: float, backward: float) -> float:
@@ -466,7 +492,10 @@ class _Step:
         """Copies in the device's memory: of gradients into sums and buckets, of gathered weights into place."""
         by = self.by
         gradients = 3 * by.gradient_bytes
-        weights = 2 * by.weight_bytes * self.gathers if by.zero_stage == 3 and self.ranks > 1 else 0
+        if by.zero_stage == 3 and self.ranks > 1:
+            weights = 2 * by.weight_bytes * self.gathers
+        else:
+            weights = 0
         moved = self.stage_params * gradients + self.held_params * weights
         return by.accumulation * moved / self.bandwidth
 
@@ -477,11 +506,13 @@ class _Step:
 
     def offload_transfers(self, backward: float) -> float:
         """Gradients to the host, beside the backward pass, and weights back from it."""
-        by, device = self.by, self.machine.device
+        by = self.by
+        device = self.machine.device
         if not by.is_offloaded and not by.weights_offloaded:
             return 0.0
         link = _needed(device.host_bytes_per_second, "bandwidth to host memory", device)
-        weights, seconds = by.weight_bytes * self.share / link, 0.0
+        weights = by.weight_bytes * self.share / link
+        seconds = 0.0
         if by.is_offloaded:
             gradients = by.gradient_bytes * self.share / link
             seconds += weights + by.accumulation * max(gradients - self.rates.overlap * backward, 0.0)
@@ -493,11 +524,15 @@ class _Step:
         """The optimizer's step, bound by memory: it reads gradients, reads and writes its state and fp32 weights, and
         writes weights; in half precision without ZeRO the host looks at each gradient.
         """
-        by, device = self.by, self.machine.device
+        by = self.by
+        device = self.machine.device
         moved = self.share * (2 * by.state_bytes + 4 + 2 * by.gradient_bytes + by.weight_bytes)
         if not by.is_offloaded:
             moved += self.share * self.rates.joined_bytes * by.joins_gradients
-            looked_at = len(self.work.weights) if by.halves_alone else 0
+            if by.halves_alone:
+                looked_at = len(self.work.weights)
+            else:
+                looked_at = 0
             return moved / self.bandwidth + self.rates.half_weight_seconds * looked_at
         host = _needed(device.host_memory_bytes_per_second, "memory bandwidth of the host", device)
         return moved * self.machine.devices_per_host / host / self.rates.memory
@@ -524,7 +559,10 @@ class _Step:
         """
         tensor = self.by.tensor
         inside, hosts = self.placed(2, self.ranks * tensor)
-        gathered = self.scatter(size, tensor, 1) if tensor > 1 else 0.0
+        if tensor > 1:
+            gathered = self.scatter(size, tensor, 1)
+        else:
+            gathered = 0.0
         sent = size / tensor / self.ring_bandwidth(inside, hosts)
         return self.start + (self.hop if hosts > 1 else 0) + sent + gathered
 
@@ -545,7 +583,8 @@ class _Step:
 
     def ring_bandwidth(self, inside: int, hosts: int) -> float:
         """Bytes per second of a ring: of the links within a host, or of the network of all its members on a host."""
-        device, network = self.machine.device, self.machine.network
+        device = self.machine.device
+        network = self.machine.network
         links = device.collective_bytes_per_second or device.link_bytes_per_second
         if inside > 1:
             links = _needed(links, "bandwidth between devices", device)
@@ -553,7 +592,9 @@ class _Step:
             return links or 0.0
         between = _needed(network.bytes_per_second if network else None, "network between hosts", device)
         across = self.rates.network * between * inside
-        return across if inside == 1 else min(across, links or across)
+        if inside == 1:
+            return across
+        return min(across, links or across)
 
 
 # NCCL's tuning.cc: start of a ring, and a step over NVLink, both with the protocol of large messages.
@@ -589,7 +630,8 @@ def flops_per_step(plan: Plan, work: ModelWork | None, peaks: Mapping[str, float
     by = Parallelism.from_plan(plan)
     forward = work.flops * by.accumulation * by.data / by.num_devices
     amounts = {"throughput/tflops": 3 * forward / 1e12}
-    if peak := peaks.get(by.dtype):
+    peak = peaks.get(by.dtype)
+    if peak:
         amounts["throughput/mfu"] = 3 * forward / peak
         if by.recomputed:  # the loss belongs to no layer, and is kept
             again = by.recomputed * (1 - work.parts[-1].flops / work.flops)

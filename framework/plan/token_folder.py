@@ -46,7 +46,10 @@ def look_at_data(config: RunConfig, *, data_elsewhere: bool = True) -> tuple[lis
         folder, meta = read_meta(data.path, _KEY)
     except ConfigError as error:
         return [_not_here(each, data_elsewhere=data_elsewhere) for each in error.problems], None
-    count = num_windows if isinstance(data, Text) else num_pairs
+    if isinstance(data, Text):
+        count = num_windows
+    else:
+        count = num_pairs
     problems = [*size_problems(folder, meta, data.path, _KEY), *_unfit(config, data, meta)]
     return problems, count(meta.parts["train"].num_tokens, data.sequence_length) or None
 
@@ -64,7 +67,10 @@ def _missing_images(data: ImageFolder) -> Iterator[Problem]:
 def _not_here(problem: Problem, *, data_elsewhere: bool) -> Problem:
     if problem.kind not in ("text-not-found", "dataset-not-found"):
         return problem
-    fix = "make it with python -m framework prepare" if problem.kind == "text-not-found" else "name the folder"
+    if problem.kind == "text-not-found":
+        fix = "make it with python -m framework prepare"
+    else:
+        fix = "name the folder"
     fix += ", or start where it is" if data_elsewhere else "; where another machine has it: check --data_elsewhere"
     severity = "warning" if data_elsewhere else problem.severity
     return replace(problem, severity=severity, reason="there is no such folder here", fix=fix)

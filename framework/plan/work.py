@@ -112,7 +112,10 @@ class ModelWork:
             sizes = {name: size * count // self.num_samples for name, size in vars(part).items() if name in _GROWS}
             return replace(part, **sizes)
 
-        tokens = None if self.num_tokens is None else self.num_tokens * count // self.num_samples
+        if self.num_tokens is None:
+            tokens = None
+        else:
+            tokens = self.num_tokens * count // self.num_samples
         return replace(self, parts=tuple(map(grown, self.parts)), num_samples=count, num_tokens=tokens)
 
     @cached_property
@@ -146,7 +149,8 @@ class ModelWork:
         for layer in list(self.layers())[:-1]:
             shapes = [self.weights[name] for name in self.names_of(layer) if name in self.weights]
             groups = frozenset("matrices" if len(shape) > 1 else "biases and norms" for shape in shapes)
-            num_params, may_start = layer.num_params + layer.shared_params, layer.may_start_stage
+            num_params = layer.num_params + layer.shared_params
+            may_start = layer.may_start_stage
             found.append(LayerFacts(layer.name, layer.name, num_params, may_start_stage=may_start, groups=groups))
         return tuple(found)
 
@@ -155,7 +159,10 @@ class ModelWork:
         for part in self.parts:
             path, _, first = part.name.rpartition(".")
             for number in range(part.count):
-                name = part.name if part.count == 1 else f"{path}.{int(first) + number}"
+                if part.count == 1:
+                    name = part.name
+                else:
+                    name = f"{path}.{int(first) + number}"
                 yield replace(part, name=name, count=1)
 
 
@@ -167,10 +174,14 @@ def named_work(
     Where only the user's own data knows the length of sequences, the model's longest is taken; a loss of the user's own
     counts as the one that belongs to the model.
     """
-    shape, model = config.data.image_shape(), config.model
+    shape = config.data.image_shape()
+    model = config.model
     image_size = getattr(model, "image_size", None) or (shape.size if shape else None)
     share = replace(share, tile=loss_tile(config, micro_size))
-    in_half: Arithmetic = "half" if isinstance(config.precision, BF16 | FP16) else "fp32"
+    if isinstance(config.precision, BF16 | FP16):
+        in_half: Arithmetic = "half"
+    else:
+        in_half = "fp32"
     return model_work(
         model,
         micro_size=micro_size,
@@ -187,7 +198,8 @@ def named_work(
 
 def work_of_rank(plan: Plan) -> ModelWork | None:
     """`work_of` a rank of a tensor or sequence group; None as that, and where the model is not divided."""
-    layout, config = plan.layout, plan.config
+    layout = plan.layout
+    config = plan.config
     device: Device = "cpu" if plan.cluster.device == "cpu" else "cuda"
     share = RankShare(layout.tensor_size, layout.sequence_size)
     return named_work(config, layout.micro_size, device=device, share=share)
@@ -254,7 +266,8 @@ def _work(
     is_stage3: bool,
     share: RankShare,
 ) -> ModelWork | None:
-    model, lora = asked.model, asked.lora
+    model = asked.model
+    lora = asked.lora
     layers = forward_of(model, share)
     if layers is None:
         return None
@@ -304,13 +317,17 @@ def _parts(tape: Tape, layers: Layers, inputs: Value) -> Iterator[Part]:
                 tape.weights |= weights
                 parts[-1] = replace(parts[-1], count=parts[-1].count + 1)
                 continue
-            before, flows = len(tape.weights), getattr(value, "has_gradient", True)
+            before = len(tape.weights)
+            flows = getattr(value, "has_gradient", True)
             part, value = _part(tape, place, run, value)
             parts.append(part)
             own = {full.removeprefix(f"{place}."): tape.weights[full] for full in [*tape.weights][before:]}
             key = ([tape.is_trained(f"{place}.{weight}") for weight in own], flows)
         yield from parts
-    outputs = value if isinstance(value, tuple) else (value,)
+    if isinstance(value, tuple):
+        outputs = value
+    else:
+        outputs = (value,)
     yield _part(tape, "loss", _loss, outputs)[0]
 
 
@@ -332,7 +349,8 @@ def _part(tape: Tape, name: str, run: Run, value: Any) -> tuple[Part, Any]:
     tape.start(name)
     made = run(tape, value)
     inputs, outputs = (each if isinstance(each, tuple) else (each,) for each in (value, made))
-    shares, shared = tape.prefix if tape.prefix != name else "", tape.place("")
+    shares = tape.prefix if tape.prefix != name else ""
+    shared = tape.place("")
     is_new = bool(inputs) and tape.saves_first(inputs[0])
     part = Part(
         name,

@@ -52,7 +52,9 @@ def _lines(runs: Sequence[Run], metric: str, *, factor: float = 1.0, shows_point
 
 
 def _scaled(series: Series, factor: float) -> Series:
-    return series if factor == 1 else Series(series.steps, [factor * value for value in series.values])
+    if factor == 1:
+        return series
+    return Series(series.steps, [factor * value for value in series.values])
 
 
 def marks_of(run: Run) -> list[Mark]:
@@ -72,7 +74,8 @@ def marks_of(run: Run) -> list[Mark]:
 
 
 def _loss(runs: Sequence[Run]) -> Iterator[Chart]:
-    lines, several = [], len(runs) > 1
+    lines = []
+    several = len(runs) > 1
     for style, run in enumerate(runs):
         losses = [name for name in ("train/loss", *_names([run], "eval/")) if name in run.metrics and _is_loss(name)]
         # Of one run, a colour each; of several, each its own, and evaluations as points of it.
@@ -85,11 +88,15 @@ def _loss(runs: Sequence[Run]) -> Iterator[Chart]:
             )
             for number, name in enumerate(losses)
         ]
-    marks = [] if several else marks_of(runs[0])
+    if several:
+        marks = []
+    else:
+        marks = marks_of(runs[0])
     for run in runs:
         loss = run.metrics.get("train/loss", Series())
         marks += [Mark("nan", s) for s, v in zip(loss.steps, loss.values, strict=True) if not isfinite(v)]
-    if chart := line_chart("loss", "Loss", "loss", lines, marks=marks, has_wide=True):
+    chart = line_chart("loss", "Loss", "loss", lines, marks=marks, has_wide=True)
+    if chart:
         yield chart
 
 
@@ -99,9 +106,13 @@ def _is_loss(name: str) -> bool:
 
 def _curves(runs: Sequence[Run]) -> Iterator[Chart]:
     for name, (title, unit) in _CURVES.items():
-        marks = [mark for mark in marks_of(runs[0]) if mark.kind == "skip"] if len(runs) == 1 else []
+        if len(runs) == 1:
+            marks = [mark for mark in marks_of(runs[0]) if mark.kind == "skip"]
+        else:
+            marks = []
         is_log = False if name == "train/lr" else None
-        if chart := line_chart(name.replace("/", "-"), title, unit, _lines(runs, name), marks=marks, is_log=is_log):
+        chart = line_chart(name.replace("/", "-"), title, unit, _lines(runs, name), marks=marks, is_log=is_log)
+        if chart:
             yield chart
 
 
@@ -109,7 +120,8 @@ def _evaluations(runs: Sequence[Run]) -> Iterator[Chart]:
     names = [name for name in _names(runs, "eval/") if not _is_loss(name)]
     for index, name in enumerate(names[:_MOST_OTHERS]):
         lines = _lines(runs, name, shows_points=True)
-        if chart := line_chart(f"evaluation-{index}", f"Evaluation: {name.removeprefix('eval/')}", name, lines):
+        chart = line_chart(f"evaluation-{index}", f"Evaluation: {name.removeprefix('eval/')}", name, lines)
+        if chart:
             yield chart
 
 
@@ -119,16 +131,25 @@ def _rates(runs: Sequence[Run]) -> Iterator[Chart]:
         if has_tokens and name == "throughput/samples_per_sec":
             continue  # the same curve in another unit
         lines = _lines(runs, name, factor=factor)
-        planned = _planned_step(runs[0]) if name == "time/step_ms" and len(runs) == 1 else None
-        if chart := line_chart(name.replace("/", "-"), title, unit, lines, from_zero=True, reference=planned):
+        if name == "time/step_ms" and len(runs) == 1:
+            planned = _planned_step(runs[0])
+        else:
+            planned = None
+        chart = line_chart(name.replace("/", "-"), title, unit, lines, from_zero=True, reference=planned)
+        if chart:
             yield chart
 
 
 def _planned_step(run: Run) -> tuple[str, float] | None:
     """Time of a step that the plan has estimated, in milliseconds."""
     compared = run.section("measured").get("step_seconds")
-    seconds = compared.get("estimate") if isinstance(compared, Mapping) else run.section("time").get("step_seconds")
-    return ("plan", 1000.0 * seconds) if isinstance(seconds, int | float) and 0 < seconds < 1e9 else None
+    if isinstance(compared, Mapping):
+        seconds = compared.get("estimate")
+    else:
+        seconds = run.section("time").get("step_seconds")
+    if isinstance(seconds, int | float) and 0 < seconds < 1e9:
+        return ("plan", 1000.0 * seconds)
+    return None
 
 
 def step_bars(splits: Sequence[tuple[str, Mapping[str, float]]]) -> Chart | None:
@@ -142,9 +163,13 @@ def step_bars(splits: Sequence[tuple[str, Mapping[str, float]]]) -> Chart | None
 
 
 def _split(runs: Sequence[Run]) -> Iterator[Chart]:
-    if chart := step_bars([(run.name, time_split(means(run))) for run in runs]):
+    chart = step_bars([(run.name, time_split(means(run))) for run in runs])
+    if chart:
         yield chart
-    parts = _parts_over_time(runs[0]) if len(runs) == 1 else []
+    if len(runs) == 1:
+        parts = _parts_over_time(runs[0])
+    else:
+        parts = []
     # Of waits for data and the rest alone, the curve of the whole shows as much.
     if len(parts) > 2 and (chart := area_chart("step-parts-over-time", *_OVER_TIME, parts)):
         yield chart
@@ -174,8 +199,12 @@ def _parts_over_time(run: Run) -> list[tuple[str, Series]]:
 
 def _timelines(runs: Sequence[Run]) -> Iterator[Chart]:
     for index, run in enumerate(runs):
-        name = f"{run.name}: " if len(runs) > 1 else ""
-        if chart := timeline_of(run.profile, slug=f"timeline-{index}", run=name):
+        if len(runs) > 1:
+            name = f"{run.name}: "
+        else:
+            name = ""
+        chart = timeline_of(run.profile, slug=f"timeline-{index}", run=name)
+        if chart:
             yield chart
 
 
@@ -183,18 +212,29 @@ def _memory(runs: Sequence[Run]) -> Iterator[Chart]:
     gib = 1.0 / (1 << 30)
     bars = []
     for run in runs:
-        prefix = f"{run.name}: " if len(runs) > 1 else ""
+        if len(runs) > 1:
+            prefix = f"{run.name}: "
+        else:
+            prefix = ""
         bars += [(f"{prefix}{label}", parts) for label, parts in _memory_bars(run)]
     title = "Peak memory of a device: plan and run"
-    if chart := bar_chart("memory-plan", title, "GiB", bars, show=size, shown_unit=1 << 30):
+    chart = bar_chart("memory-plan", title, "GiB", bars, show=size, shown_unit=1 << 30)
+    if chart:
         yield chart
     for index, name in enumerate(_names(runs, "memory/")[:_MOST_OTHERS]):
         where = name.removeprefix("memory/").removesuffix("_bytes").replace("_", " ")
         lines = _lines(runs, name, factor=gib if name.endswith("_bytes") else 1.0)
-        unit = "GiB" if name.endswith("_bytes") else name
-        known = plan_peak(runs[0]) if len(runs) == 1 and name == "memory/device_peak_bytes" else None
+        if name.endswith("_bytes"):
+            unit = "GiB"
+        else:
+            unit = name
+        if len(runs) == 1 and name == "memory/device_peak_bytes":
+            known = plan_peak(runs[0])
+        else:
+            known = None
         reference = ("plan", known * gib) if known else None
-        if chart := line_chart(f"memory-{index}", f"Memory: {where}", unit, lines, from_zero=True, reference=reference):
+        chart = line_chart(f"memory-{index}", f"Memory: {where}", unit, lines, from_zero=True, reference=reference)
+        if chart:
             yield chart
 
 
@@ -204,7 +244,10 @@ def _memory_bars(run: Run) -> Iterator[tuple[str, list[tuple[str, float]]]]:
     """
     memory = run.section("memory")
     by_moment = memory.get("bytes")
-    components = by_moment.get(memory.get("peak")) if isinstance(by_moment, Mapping) else None
+    if isinstance(by_moment, Mapping):
+        components = by_moment.get(memory.get("peak"))
+    else:
+        components = None
     if isinstance(components, Mapping) and (parts := _positive(components)):
         yield "plan", parts
     elif (known := plan_peak(run)) is not None:
@@ -216,12 +259,19 @@ def _memory_bars(run: Run) -> Iterator[tuple[str, list[tuple[str, float]]]]:
 
 def plan_peak(run: Run) -> float | None:
     """Peak of a device that the plan has estimated, in bytes; None where it has not."""
-    memory, compared = run.section("memory"), run.section("measured").get("device_peak_bytes")
-    totals, peak = memory.get("total_bytes"), memory.get("peak")
-    known = totals.get(peak) if isinstance(totals, Mapping) else None
+    memory = run.section("memory")
+    compared = run.section("measured").get("device_peak_bytes")
+    totals = memory.get("total_bytes")
+    peak = memory.get("peak")
+    if isinstance(totals, Mapping):
+        known = totals.get(peak)
+    else:
+        known = None
     if known is None and isinstance(compared, Mapping):
         known = compared.get("estimate")
-    return float(known) if isinstance(known, int | float) and isfinite(known) and known > 0 else None
+    if isinstance(known, int | float) and isfinite(known) and known > 0:
+        return float(known)
+    return None
 
 
 def _positive(values: Mapping[str, Any]) -> list[tuple[str, float]]:
@@ -237,7 +287,8 @@ def _goodput(runs: Sequence[Run]) -> Iterator[Chart]:
     longest = max((sum(value for _, value in parts) for _, parts in found), default=0.0)
     unit, divisor = ("h", 3600.0) if longest > 7200 else ("min", 60.0) if longest > 120 else ("s", 1.0)
     title = "What the time of the run was spent on"
-    if chart := bar_chart("goodput", title, unit, found, show=duration, shown_unit=divisor):
+    chart = bar_chart("goodput", title, unit, found, show=duration, shown_unit=divisor)
+    if chart:
         yield chart
 
 

@@ -155,7 +155,10 @@ class _Frame:
 
     def y(self, value: float) -> float:
         low, high = (math.log10(self.low), math.log10(self.high)) if self.is_log else (self.low, self.high)
-        value = math.log10(max(value, 1e-300)) if self.is_log else value
+        if self.is_log:
+            value = math.log10(max(value, 1e-300))
+        else:
+            value = value
         return self.bottom - (value - low) / ((high - low) or 1) * (self.bottom - self.top)
 
 
@@ -170,12 +173,18 @@ def thin(series: Series, columns: int) -> list[list[tuple[int, float]]]:
 
 
 def _extremes(series: Series, columns: int) -> Series:
-    steps, values = series.steps, series.values
+    steps = series.steps
+    values = series.values
     kept = Series()
-    begin, first, last = 0, steps[0], steps[-1]
+    begin = 0
+    first = steps[0]
+    last = steps[-1]
     for column in range(columns):
         bound = first + (last - first) * (column + 1) / columns
-        end = len(steps) if column + 1 == columns else bisect_left(steps, bound, begin)
+        if column + 1 == columns:
+            end = len(steps)
+        else:
+            end = bisect_left(steps, bound, begin)
         here = range(begin, end)
         finite = [index for index in here if math.isfinite(values[index])]
         if finite:
@@ -193,7 +202,8 @@ def _extremes(series: Series, columns: int) -> Series:
 def ticks(low: float, high: float, *, most: int = 5, is_log: bool = False) -> list[float]:
     """Round values between two others, at most so many."""
     if is_log:
-        first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+        first = math.ceil(math.log10(low) - 1e-9)
+        last = math.floor(math.log10(high) + 1e-9)
         stride = max(1, -(-(last - first + 1) // most))
         powers = [10.0**power for power in range(first, last + 1, stride)]
         if len(powers) > 1:
@@ -204,7 +214,8 @@ def ticks(low: float, high: float, *, most: int = 5, is_log: bool = False) -> li
     rough = (high - low) / most
     unit = 10.0 ** math.floor(math.log10(rough))
     stride_ = next((unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough * 0.999), unit * 10)
-    first, last = math.ceil(low / stride_ - 1e-9), math.floor(high / stride_ + 1e-9)
+    first = math.ceil(low / stride_ - 1e-9)
+    last = math.floor(high / stride_ + 1e-9)
     return [index * stride_ for index in range(first, min(last, first + 2 * most) + 1)]
 
 
@@ -249,14 +260,19 @@ def line_chart(
     values = [value for line in lines for _, value in line.series.finite]
     if not values:
         return None
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if reference:
-        low, high = min(low, reference[1]), max(high, reference[1])
+        low = min(low, reference[1])
+        high = max(high, reference[1])
     if is_log is None:
         is_log = low > 0 and high > 30 * low
     if from_zero and not is_log:
         low = min(0.0, low)
-    axis = f"{unit} (log scale)" if is_log else unit
+    if is_log:
+        axis = f"{unit} (log scale)"
+    else:
+        axis = unit
     shown = [line for line in lines if line.series.finite]
     counts = ", ".join(f"{line.label}: {number(line.series.finite[-1][1])} at the end" for line in shown[:8])
     described = f"{axis} over {across[0]}s; from {number(low)} to {number(high)}. {counts}."
@@ -267,7 +283,10 @@ def line_chart(
         )
 
     columns, rows, note = _table(shown)
-    wide = drawn(980, 340) if has_wide else ""
+    if has_wide:
+        wide = drawn(980, 340)
+    else:
+        wide = ""
     return Chart(slug, title, drawn(400, 250), columns, rows, wide, note)
 
 
@@ -284,7 +303,8 @@ def _lines_svg(
     across: _Across,
 ) -> str:
     low, high, is_log = span
-    first, last = min(line.series.steps[0] for line in lines), max(line.series.steps[-1] for line in lines)
+    first = min(line.series.steps[0] for line in lines)
+    last = max(line.series.steps[-1] for line in lines)
     entries = [
         (
             line.label,
@@ -292,7 +312,10 @@ def _lines_svg(
         )
         for line in lines
     ]
-    entries = entries if len(lines) > 1 or marks or reference else []
+    if len(lines) > 1 or marks or reference:
+        entries = entries
+    else:
+        entries = []
     kinds = dict.fromkeys(mark.kind for mark in marks)
     entries += [
         (_MARKS[kind][0], f'<path {_MARKS[kind][1]} transform="translate(10,{4 if kind == "save" else -4})"/>')
@@ -301,7 +324,10 @@ def _lines_svg(
     if reference:
         entries.append((f"{reference[0]}: {number(reference[1])}", '<path class="r" d="M0 0h20"/>'))
     legend, top = _legend(entries, size[0])
-    pad = 0.0 if is_log else 0.04 * (high - low) or abs(high) * 0.1 or 1.0
+    if is_log:
+        pad = 0.0
+    else:
+        pad = 0.04 * (high - low) or abs(high) * 0.1 or 1.0
     low, high = (low, high) if low < high else (low * 0.9, high * 1.1) if is_log else (low, high)
     bottom_value = low if is_log or (low == 0 and high > 0) else low - pad
     heights = ticks(bottom_value, high + pad, is_log=is_log)
@@ -334,7 +360,8 @@ _MARKS: Final = {
 
 
 def _curve(line: Line, frame: _Frame, columns: int) -> str:
-    pieces, drawn = thin(line.series, columns), []
+    pieces = thin(line.series, columns)
+    drawn = []
     for piece in pieces:
         at = [f"{frame.x(step):.1f} {frame.y(value):.1f}" for step, value in piece]
         drawn.append("M" + "L".join(at) + ("h.1" if len(at) == 1 else ""))
@@ -367,12 +394,18 @@ def _axes(frame: _Frame, heights: Sequence[float], axis: str, top: float, across
 
 def _legend(entries: Sequence[tuple[str, str]], width: float) -> tuple[str, float]:
     """Return the legend below the title, and where it ends."""
-    x, y, parts = 6.0, 38.0, []
+    x = 6.0
+    y = 38.0
+    parts = []
     for label, symbol in entries:
-        name = label if len(label) <= _LONGEST_NAME else label[: _LONGEST_NAME - 3] + "..."
+        if len(label) <= _LONGEST_NAME:
+            name = label
+        else:
+            name = label[: _LONGEST_NAME - 3] + "..."
         needed = 36 + _CHARACTER * len(visible(name, keeps=""))
         if x > 6 and x + needed > width:
-            x, y = 6.0, y + 16
+            x = 6.0
+            y = y + 16
         parts.append(
             f'<g transform="translate({x:.1f},{y - 4:.1f})">{symbol}<text x="25" y="4">{text(name)}</text></g>'
         )
@@ -397,7 +430,10 @@ def _table(lines: Sequence[Line]) -> tuple[list[str], list[list[str]], str]:
     chosen = sorted({*steps[::-1][::stride], steps[0]})
     found = [dict(zip(line.series.steps, line.series.values, strict=True)) for line in lines]
     rows = [[f"{step:,}", *(number(each[step]) if step in each else "" for each in found)] for step in chosen]
-    note = f"{len(chosen)} of {len(steps):,} steps; metrics.jsonl has all" if stride > 1 else ""
+    if stride > 1:
+        note = f"{len(chosen)} of {len(steps):,} steps; metrics.jsonl has all"
+    else:
+        note = ""
     return ["step", *(line.label for line in lines)], rows, note
 
 
@@ -428,10 +464,15 @@ def bar_chart(
     most = max([0.0, *sums, limit[1] if limit else 0.0, *(max(high, *points) for _, high, points in spans)])
     if not most > 0:
         return None
-    single = dict(bars[0][1]) if len(bars) == 1 and not spans else {}
+    if len(bars) == 1 and not spans:
+        single = dict(bars[0][1])
+    else:
+        single = {}
 
     def labelled(name: str) -> str:
-        return f"{name} {show(single[name])} ({single[name] / most:.0%})" if name in single else name
+        if name in single:
+            return f"{name} {show(single[name])} ({single[name] / most:.0%})"
+        return name
 
     styles = [_STYLE_OF_PART.get(name, place % 8) for place, name in enumerate(names)]
     entries = [(labelled(name), _swatch(style)) for name, style in zip(names, styles, strict=True)]
@@ -447,8 +488,12 @@ def bar_chart(
         parts.append(f'<text x="{x:.1f}" y="{frame.bottom + 16:.1f}" text-anchor="middle">{tick(value)}</text>')
     parts.append(f'<text x="200" y="{height - 5:.1f}" text-anchor="middle">{text(unit)}</text>')
     for row, ((label, values), total) in enumerate(zip(bars, sums, strict=True)):
-        y, x = top + 34 * row + 14, frame.left
-        short = label if len(label) <= 44 else label[:41] + "..."
+        y = top + 34 * row + 14
+        x = frame.left
+        if len(label) <= 44:
+            short = label
+        else:
+            short = label[:41] + "..."
         parts.append(f'<text x="14" y="{y - 3:.1f}">{text(short)}: {text(show(total))}</text>')
         for name, value in values:
             width = value / most * (frame.right - frame.left)
@@ -507,7 +552,8 @@ def area_chart(slug: str, title: str, unit: str, parts: Sequence[tuple[str, Seri
     heights = ticks(0, most * 1.04)
     left = 14 + _CHARACTER * max(len(tick(value)) for value in heights)
     frame = _Frame(left, top + 18, 386, size[1] - 36, bins[0][0], bins[-1][1], 0, most * 1.04)
-    drawn, below = [legend, _axes(frame, heights, unit, top)], [0.0] * len(bins)
+    drawn = [legend, _axes(frame, heights, unit, top)]
+    below = [0.0] * len(bins)
     for index, style in enumerate(styles):
         above = [low + values[index] for low, (*_, values) in zip(below, bins, strict=True)]
         edges = [(edge, a, b) for c, a, b in zip(bins, above, below, strict=True) for edge in c[:2]]
@@ -526,7 +572,8 @@ def _bins(series: Sequence[Series], most: int) -> Iterator[tuple[int, int, list[
     and the mean of each series.
     """
     steps = series[0].steps
-    stride, begin = -(-len(steps) // most), 0
+    stride = -(-len(steps) // most)
+    begin = 0
     for start in range(0, len(steps), stride):
         end = steps[min(start + stride, len(steps)) - 1]
         parts = [[value for value in each.values[start : start + stride] if math.isfinite(value)] for each in series]
@@ -563,12 +610,14 @@ def timeline_chart(slug: str, title: str, rows: Sequence[tuple[str, Sequence[tup
             y = top + 34 * row + 14
             svg.append(f'<text x="14" y="{y - 3:.1f}">{text(label)}</text>')
             for at, each, name, place in parts:
-                x, wide = frame.x(at - begin), each / (length or 1) * (frame.right - frame.left)
+                x = frame.x(at - begin)
+                wide = each / (length or 1) * (frame.right - frame.left)
                 if wide >= 0.15:
                     shape = f'x="{x:.2f}" y="{y:.1f}" width="{wide:.2f}" height="14"'
                     about = f"<title>{text(name)} {place}: {number(each)} ms</title>"
                     svg.append(f'<rect class="p{styles[name]}" {shape}>{about}</rect>')
-                if (ink := _INK_ON_PART.get(name)) and wide >= 4 + _CHARACTER * len(str(place)):
+                ink = _INK_ON_PART.get(name)
+                if ink and wide >= 4 + _CHARACTER * len(str(place)):
                     middle = f'x="{x + wide / 2:.1f}" y="{y + 11:.1f}" text-anchor="middle"'
                     svg.append(f'<text {middle} style="fill:{ink}">{place}</text>')
         return _svg(slug, title, described, (width, height), svg)

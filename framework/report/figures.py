@@ -37,7 +37,8 @@ def means(run: Run) -> Mapping[str, float]:
         if name.startswith(("time/", "throughput/", "ranks/")):
             pairs = list(zip(weights(series), series.values, strict=True))
             pairs = [(weight, value) for weight, value in pairs[1:] or pairs if math.isfinite(value)]
-            if total := sum(weight for weight, _ in pairs):
+            total = sum(weight for weight, _ in pairs)
+            if total:
                 # A rate is averaged over time, of which slow intervals take more.
                 if name.endswith("_per_sec") and all(value > 0 for _, value in pairs):
                     found[name] = total / sum(weight / value for weight, value in pairs)
@@ -74,14 +75,18 @@ def _saving_share(run: Run) -> float:
     found = goodput(run)
     parts = found.parts if found else {}
     saving = parts.get("saving", 0.0)
-    return saving / (saving + parts.get("training", 0.0) + parts.get("waiting for data", 0.0)) if saving else 0.0
+    if saving:
+        return saving / (saving + parts.get("training", 0.0) + parts.get("waiting for data", 0.0))
+    return 0.0
 
 
 def device_bytes(run: Run) -> float | None:
     """Memory of one device; None where the run did not record it."""
     values = run.metrics.get("memory/device_total_bytes", Series()).finite
     known = values[-1][1] if values else run.environment.get("device_memory_bytes")
-    return float(known) if isinstance(known, int | float) and known > 0 else None
+    if isinstance(known, int | float) and known > 0:
+        return float(known)
+    return None
 
 
 def total_steps(run: Run) -> int:
@@ -98,8 +103,12 @@ def is_finished(run: Run) -> bool:
 
 def state(run: Run) -> str:
     """How far the run has come, and how it ended, in a few words."""
-    steps, planned = run.last_step, total_steps(run)
-    reached = f"{steps:,} of {planned:,} steps" if planned else f"{steps:,} steps"
+    steps = run.last_step
+    planned = total_steps(run)
+    if planned:
+        reached = f"{steps:,} of {planned:,} steps"
+    else:
+        reached = f"{steps:,} steps"
     if is_finished(run):
         return f"finished after {steps:,} steps"
     if [event["kind"] for event in run.happened("start", "resume", "stop")[-1:]] == ["stop"]:
@@ -128,12 +137,15 @@ def goodput_line(found: Goodput) -> str:
 
 def headline(run: Run) -> list[tuple[str, str]]:
     """Figures for the top of the page: label and text."""
-    mean, last = means(run), {name: points[-1] for name, each in run.metrics.items() if (points := each.finite)}
+    mean = means(run)
+    last = {name: points[-1] for name, each in run.metrics.items() if (points := each.finite)}
     planned = total_steps(run)
     rows = [("steps", f"{run.last_step:,}" + (f" of {planned:,}" if planned > run.last_step else ""))]
-    if epochs := run.epochs.finite:
+    epochs = run.epochs.finite
+    if epochs:
         rows.append(("epochs", f"{epochs[-1][1]:.4g}"))
-    if spent := seconds(run):
+    spent = seconds(run)
+    if spent:
         rows.append(("duration", duration(spent)))
     if "train/loss" in last:
         rows.append(("last train/loss", number(last["train/loss"][1])))
@@ -149,12 +161,14 @@ def headline(run: Run) -> list[tuple[str, str]]:
         rows.append(("MFU", f"{mean['throughput/mfu']:.1%}"))
     if "time/step_ms" in mean:
         rows.append(("mean step", f"{number(mean['time/step_ms'])} ms"))
-    if (factor := mean.get("ranks/slowest_factor", 0.0)) >= SLOW_RANK:
+    factor = mean.get("ranks/slowest_factor", 0.0)
+    if factor >= SLOW_RANK:
         rows.append(("slowest rank", f"{last['ranks/slowest'][1]:.0f} works {factor:.2f} times as long"))
     for name, label in (("memory/device_peak_bytes", "device memory"), ("memory/host_peak_bytes", "host memory")):
         if name in mean:
             rows.append((f"peak {label}", size(mean[name])))
-    if (found := goodput(run)) is not None:
+    found = goodput(run)
+    if found is not None:
         rows.append(("goodput", f"{found.share:.1%}"))
     return rows
 
@@ -167,7 +181,9 @@ def best(name: str, series: Series) -> tuple[int, float]:
 
 def summary(run: Run) -> dict[str, Any]:
     """Everything as plain values, for ``--json``."""
-    verdict, found, mean = verdict_of(run), goodput(run), means(run)
+    verdict = verdict_of(run)
+    found = goodput(run)
+    mean = means(run)
     finite = {name: points for name, each in run.metrics.items() if (points := each.finite)}
     return {
         "name": run.name,
@@ -199,7 +215,9 @@ def number(value: float) -> str:
     """A number with four digits that count."""
     if not math.isfinite(value):
         return "NaN"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+    if 1000 <= abs(value) < 1e9:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def size(num_bytes: float) -> str:
@@ -217,7 +235,9 @@ def duration(spent: float) -> str:
         return f"{spent:.3g} s"
     minutes, rest = divmod(round(spent), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours:,} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+    if hours:
+        return f"{hours:,} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s"
 
 
 def moment(stamp: float) -> str:
@@ -229,4 +249,6 @@ def moment(stamp: float) -> str:
 
 
 def _count(value: Any, *, least: int = 1) -> int:
-    return max(least, value) if isinstance(value, int) else least
+    if isinstance(value, int):
+        return max(least, value)
+    return least

@@ -45,7 +45,9 @@ class Goodput:
     @property
     def share(self) -> float:
         """Share of the time that trained something which was kept."""
-        return self.parts.get("training", 0.0) / self.total if self.total else math.nan
+        if self.total:
+            return self.parts.get("training", 0.0) / self.total
+        return math.nan
 
 
 @dataclass
@@ -69,7 +71,9 @@ class _Attempt:
         first = self.first_step()
         if first is not None:
             return max(self.begin, _stamp(first) - _seconds(first))
-        return max(self.begin, _stamp(self.events[0])) if self.events else self.begin
+        if self.events:
+            return max(self.begin, _stamp(self.events[0]))
+        return self.begin
 
     def last(self) -> float:
         """Its last sign of life."""
@@ -118,7 +122,8 @@ def goodput(run: Run) -> Goodput | None:
 
     restarts = 0
     for attempt, later in zip(attempts, [*attempts[1:], None], strict=True):
-        loop_begin, last = attempt.loop_begin(), attempt.last()
+        loop_begin = attempt.loop_begin()
+        last = attempt.last()
         kept = last
         if later is not None:
             kept = min(last, attempt.kept_until(later.events[0].get("step", 0)))
@@ -132,7 +137,10 @@ def goodput(run: Run) -> Goodput | None:
             hanging = min(_seconds(hang), last - kept)
         add("hanging", hanging)
         add("steps taken again", last - kept - hanging)
-        end = later.begin if later is not None else max([last, *map(_stamp, attempt.events)])
+        if later is not None:
+            end = later.begin
+        else:
+            end = max([last, *map(_stamp, attempt.events)])
         was_asked = any("error" not in event for event in attempt.happened("end"))
         went_back = bool(attempt.happened("roll_back"))
         category = "between restarts"
@@ -314,7 +322,8 @@ def _shift(attempt: _Attempt, later: _Attempt) -> float:
     """Seconds by which the clock of a start differs from that of the one before, where both are known to a machine's
     clock that nothing sets; otherwise none that lets it begin before the last sign of life.
     """
-    start, resume = attempt.events[0], later.events[0]
+    start = attempt.events[0]
+    resume = later.events[0]
     boot = start.get("boot")
     if boot and boot == resume.get("boot"):
         since = _boot_seconds(resume) - _seconds(resume) - _boot_seconds(start) + _seconds(start)
@@ -326,7 +335,9 @@ def _shift(attempt: _Attempt, later: _Attempt) -> float:
 
 def _boot_seconds(event: Mapping[str, Any]) -> float:
     value = event.get("boot_seconds")
-    return float(value) if isinstance(value, int | float) else math.nan
+    if isinstance(value, int | float):
+        return float(value)
+    return math.nan
 
 
 def _weighted(series: Series) -> Iterator[tuple[int, float, float]]:

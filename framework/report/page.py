@@ -84,8 +84,14 @@ def page(runs: Sequence[Run], *, refresh_seconds: int = 0) -> str:
         runs: at least one.
         refresh_seconds: after how long a browser loads it anew; 0 for never.
     """
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
-    title = title if len(title) <= 160 else title[:157] + "..."
+    if len(runs) == 1:
+        title = runs[0].name
+    else:
+        title = f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
+    if len(title) <= 160:
+        title = title
+    else:
+        title = title[:157] + "..."
     charts = charts_of(runs)
     sections = [(name, figures(found)) for name, found in charts.items()]
     sections += [(name, content) for name, content in _tables(runs) if content]
@@ -102,7 +108,10 @@ def document(
         f'<section aria-labelledby="{_anchor(name)}"><h2 id="{_anchor(name)}">{name}</h2>{content}</section>'
         for name, content in sections
     )
-    refresh = f'<meta http-equiv="refresh" content="{refresh_seconds}">' if refresh_seconds else ""
+    if refresh_seconds:
+        refresh = f'<meta http-equiv="refresh" content="{refresh_seconds}">'
+    else:
+        refresh = ""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{text(title)}</title>{refresh}'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"><link rel="icon" href="data:,">'
@@ -124,8 +133,12 @@ def _top(runs: Sequence[Run]) -> str:
     """Verdict of each run, how far it came, and what its folder lacks."""
     parts = []
     for style, run in enumerate(runs):
-        verdict, several = verdict_of(run), len(runs) > 1
-        name = f"{text(run.name)}: " if several else ""
+        verdict = verdict_of(run)
+        several = len(runs) > 1
+        if several:
+            name = f"{text(run.name)}: "
+        else:
+            name = ""
         notes = _list([*run.notes, *([f"last error: {run.last_error}"] if run.last_error else [])])
         parts.append(
             f'<div class="verdict" style="border-left-color:var(--l{style % 6})"><p><strong>{name}'
@@ -141,7 +154,8 @@ def _sentence(words: str) -> str:
 
 def _where(run: Run) -> str:
     """Devices, model and dates in a line, as far as they are known."""
-    config, cluster = run.config, run.section("cluster")
+    config = run.config
+    cluster = run.section("cluster")
     stamps = [value for _, value in run.clock.finite]
     facts = [
         f"model {show_value(_of(config, 'model', 'kind') or _of(config, 'model', 'target') or 'unknown')}",
@@ -154,7 +168,9 @@ def _where(run: Run) -> str:
 
 def _of(values: Mapping[str, Any], section: str, key: str) -> Any:
     found = values.get(section)
-    return found.get(key) if isinstance(found, Mapping) else None
+    if isinstance(found, Mapping):
+        return found.get(key)
+    return None
 
 
 def _figures(runs: Sequence[Run]) -> str:
@@ -181,7 +197,10 @@ def _figure(chart: Chart) -> str:
     drawings = chart.svg
     if chart.wide:
         drawings = f'<div class="small">{chart.svg}</div><div class="large">{chart.wide}</div>'
-    note = f'<p class="soft">{text(chart.note)}</p>' if chart.note else ""
+    if chart.note:
+        note = f'<p class="soft">{text(chart.note)}</p>'
+    else:
+        note = ""
     table = _table(chart.columns, chart.rows, label=f"Data of {chart.title}")
     return (
         f'<figure{" class=wide" if chart.wide else ""} id="chart-{chart.slug}">{drawings}'
@@ -203,7 +222,9 @@ def _tables(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
 
 
 def _heading(run: Run, runs: Sequence[Run]) -> str:
-    return f"<h3>{text(run.name)}</h3>" if len(runs) > 1 else ""
+    if len(runs) > 1:
+        return f"<h3>{text(run.name)}</h3>"
+    return ""
 
 
 def _profile(run: Run) -> str:
@@ -230,7 +251,9 @@ def _evaluation(run: Run) -> str:
 
 
 def _marked(value: float | None, *, is_best: bool) -> str:
-    return "" if value is None else number(value) + (" (best)" if is_best else "")
+    if value is None:
+        return ""
+    return number(value) + (" (best)" if is_best else "")
 
 
 def _events(run: Run) -> str:
@@ -251,10 +274,19 @@ def _events(run: Run) -> str:
         rows = [["", f"{mark.step:,}", names[mark.kind], "", ""] for mark in marks]
     known = {str(event.get("text", event.get("message", ""))) for event in run.happened("warning", "straggler")}
     warnings = [_shortened(warning) for warning in run.warnings if warning not in known]
-    left_out = f"{len(rows) - _MOST_ROWS:,} events in between are left out" if len(rows) > _MOST_ROWS else ""
-    rows = rows if not left_out else [*rows[: _MOST_ROWS // 2], *rows[-_MOST_ROWS // 2 :]]
+    if len(rows) > _MOST_ROWS:
+        left_out = f"{len(rows) - _MOST_ROWS:,} events in between are left out"
+    else:
+        left_out = ""
+    if not left_out:
+        rows = rows
+    else:
+        rows = [*rows[: _MOST_ROWS // 2], *rows[-_MOST_ROWS // 2 :]]
     columns = ["time (UTC)", "step", "event", "duration", "details"]
-    table = _table(columns, rows, label="Events", is_tall=True) if rows else ""
+    if rows:
+        table = _table(columns, rows, label="Events", is_tall=True)
+    else:
+        table = ""
     listed = [left_out] if left_out else []
     listed += [f"warning: {warning}" for warning in warnings[:_MOST_WARNINGS]]
     listed += [f"{len(warnings) - _MOST_WARNINGS} more warnings"] if len(warnings) > _MOST_WARNINGS else []
@@ -267,7 +299,9 @@ def _details(event: Mapping[str, Any]) -> str:
 
 
 def _shortened(words: str) -> str:
-    return words if len(words) <= _LONGEST_TEXT else words[: _LONGEST_TEXT - 3] + "..."
+    if len(words) <= _LONGEST_TEXT:
+        return words
+    return words[: _LONGEST_TEXT - 3] + "..."
 
 
 def _differences(runs: Sequence[Run]) -> str:
@@ -289,7 +323,10 @@ def _config(run: Run) -> str:
     except OSError:
         return ""
     words = content.decode("utf-8", "replace")
-    words = words if len(content) <= _LONGEST_CONFIG else words[:_LONGEST_CONFIG] + "\n... (cut off)"
+    if len(content) <= _LONGEST_CONFIG:
+        words = words
+    else:
+        words = words[:_LONGEST_CONFIG] + "\n... (cut off)"
     lines = "\n".join(map(text, words.splitlines()))
     place = _scroll(f"<pre>{lines}</pre>", f"config.yaml of {run.name}", is_tall=True)
     return f"<details><summary>config.yaml of {text(run.name)}, with every default</summary>{place}</details>"
@@ -297,12 +334,16 @@ def _config(run: Run) -> str:
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, is_tall: bool = False) -> str:
     def row_of(cells: Sequence[str], scope: str) -> str:
-        first = f'<th scope="{scope}">{text(cells[0])}</th>' if cells[0] else "<td></td>"
+        if cells[0]:
+            first = f'<th scope="{scope}">{text(cells[0])}</th>'
+        else:
+            first = "<td></td>"
         name = "th scope=col" if scope == "col" else "td"
         rest = (f"<{name}{_class(cell)}>{text(cell)}</{name[:2]}>" for cell in cells[1:])
         return f"<tr>{first}{''.join(rest)}</tr>"
 
-    head, body = row_of(columns, "col"), "".join(row_of(row, "row") for row in rows)
+    head = row_of(columns, "col")
+    body = "".join(row_of(row, "row") for row in rows)
     return _scroll(f"<table><thead>{head}</thead><tbody>{body}</tbody></table>", label, is_tall=is_tall)
 
 
@@ -310,7 +351,9 @@ table: Final = _table  # for pages of other things than runs
 
 
 def _class(cell: str) -> str:
-    return ' class="best"' if cell.endswith(" (best)") else ""
+    if cell.endswith(" (best)"):
+        return ' class="best"'
+    return ""
 
 
 def _scroll(content: str, label: str, *, is_tall: bool = False) -> str:
@@ -321,7 +364,9 @@ def _scroll(content: str, label: str, *, is_tall: bool = False) -> str:
 
 def _list(lines: Sequence[str]) -> str:
     items = "".join(f"<li>{text(_shortened(line))}</li>" for line in lines)
-    return f"<ul>{items}</ul>" if items else ""
+    if items:
+        return f"<ul>{items}</ul>"
+    return ""
 
 
 def _anchor(name: str) -> str:

@@ -28,13 +28,17 @@ def png_of(svg: str) -> bytes:
         ConfigError: resvg is not installed, or finds no font.
     """
     frame = '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20">{}</svg>'
-    text, blank = frame.format('<text y="15" font-family="sans-serif">x</text>'), frame.format("")
+    text = frame.format('<text y="15" font-family="sans-serif">x</text>')
+    blank = frame.format("")
     family = next((each for each in _FAMILIES if _drawn(text, each) != _drawn(blank, each)), "")
     if not family:
         fix = "install one, such as the system's package fonts-dejavu-core, or take the SVG"
         raise ConfigError.of("font-missing", "PNG: this machine has no font, and a chart would have no words", fix)
     found = _STYLE.search(svg)
-    style = _MEDIA.sub("", found[0]) if found else ""
+    if found:
+        style = _MEDIA.sub("", found[0])
+    else:
+        style = ""
     values = dict(re.findall(r"--([\w-]+):([^;{}]+)", style))
     # resvg knows no variables of CSS: they stand in the style, and as the colour of the ground.
     style = _USE.sub(lambda use: values[use[1]], style)

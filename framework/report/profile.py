@@ -26,16 +26,25 @@ def timeline_of(ranks: Sequence[Mapping[str, Any]], *, slug: str, run: str) -> C
     except _DAMAGED:
         return None
     title = f"{run}Where the time of step {step} goes, by rank and micro-batch"
-    return timeline_chart(slug, title, rows) if rows else None
+    if rows:
+        return timeline_chart(slug, title, rows)
+    return None
 
 
 def _timeline(ranks: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, list[Any]]], int]:
-    steps = set.intersection(*(set(rank.get("steps", ())) for rank in ranks)) if ranks else set()
-    step, rows = max(steps, default=0), list[tuple[str, list[Any]]]()
+    if ranks:
+        steps = set.intersection(*(set(rank.get("steps", ())) for rank in ranks))
+    else:
+        steps = set()
+    step = max(steps, default=0)
+    rows = list[tuple[str, list[Any]]]()
     for rank in ranks if steps else ():
         began = 1000.0 * rank["began_seconds"]
         parts = [part for part in rank["timeline"] if part["step"] == step]
-        stage = f", stage {rank['stage']}" if any(each["stage"] for each in ranks) else ""
+        if any(each["stage"] for each in ranks):
+            stage = f", stage {rank['stage']}"
+        else:
+            stage = ""
         bars = [
             (began + part["at_ms"], part["ms"], PHASE_NAMES.get(part["phase"], part["phase"]), part["micro_batch"])
             for part in parts[: _MOST_INTERVALS // len(ranks)]
@@ -47,7 +56,9 @@ def _timeline(ranks: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, list[
 def tables_of(ranks: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Make the tables of the profiled steps: of rank 0, and the modules of every stage."""
     try:
-        return list(_tables(ranks)) if ranks else []
+        if ranks:
+            return list(_tables(ranks))
+        return []
     except _DAMAGED:
         return [("Damaged", ["file"], [["profile/tables*.json"]])]
 
@@ -56,20 +67,26 @@ def _tables(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
     first = ranks[0]
     steps = ", ".join(map(str, first.get("steps", ())))
     measured = first.get("measured_step")
-    if rows := _rows(first.get("operations"), name=str, place=str, count=number, ms=_ms):
+    rows = _rows(first.get("operations"), name=str, place=str, count=number, ms=_ms)
+    if rows:
         title = f"Operations by their own time, per step (rank 0, steps {steps})"
         yield title, ["operation", "where", "calls", "time"], rows
     for name, title in (
         ("collectives", f"Sent, per step (steps {steps})"),
         ("communication", _LOGGED.format(measured)),
     ):
-        if rows := _rows(first.get(name), name=str, count=number, bytes=size, ms=_ms, bytes_per_second=_rate):
+        rows = _rows(first.get(name), name=str, count=number, bytes=size, ms=_ms, bytes_per_second=_rate)
+        if rows:
             yield f"{title}, rank 0", ["kind", "count", "bytes", "time", "bandwidth"], rows
     for rank in ranks:
         is_new_stage = all(rank is each or rank["stage"] != each["stage"] for each in ranks[: ranks.index(rank)])
         modules = sorted(rank.get("modules", ()), key=lambda row: row["depth"])[:_MOST_ROWS]
-        modules = [row for row in rank.get("modules", ()) if row in modules] if is_new_stage else []
-        if rows := _rows(modules, name=str, kind=str, ms=_ms, flops=number, params=number, kept_bytes=size):
+        if is_new_stage:
+            modules = [row for row in rank.get("modules", ()) if row in modules]
+        else:
+            modules = []
+        rows = _rows(modules, name=str, kind=str, ms=_ms, flops=number, params=number, kept_bytes=size)
+        if rows:
             rows = [[row[0] or "(all)", *row[1:]] for row in rows]
             columns = ["module", "kind", "time", "FLOPs", "parameters", "kept for backward"]
             yield (
@@ -77,7 +94,8 @@ def _tables(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
                 columns,
                 rows,
             )
-    if timers := first.get("timers"):
+    timers = first.get("timers")
+    if timers:
         rows = [[name, _ms(value)] for name, value in timers.items()]
         yield f"DeepSpeed's timers (rank 0, step {measured})", ["timer", "time"], rows
 

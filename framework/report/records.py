@@ -120,7 +120,9 @@ class Run:
     def section(self, name: str) -> Mapping[str, Any]:
         """A section of the plan; empty where it has none."""
         found = self.plan.get(name)
-        return found if isinstance(found, Mapping) else {}
+        if isinstance(found, Mapping):
+            return found
+        return {}
 
     def happened(self, *kinds: str) -> list[dict[str, Any]]:
         """Events of some kinds."""
@@ -187,7 +189,8 @@ def _has_only_grown(path: Path, place: Place | None) -> bool:
 
 
 def _read_metrics(run: Run, most_points: int | None) -> None:
-    stride, last = _stride(run.folder / "metrics.jsonl", most_points), b""
+    stride = _stride(run.folder / "metrics.jsonl", most_points)
+    last = b""
     place = run.places.setdefault("metrics.jsonl", Place())
     for line in _lines(run, "metrics.jsonl", place):
         if place.num_lines % stride and b'"eval/' not in line:
@@ -323,7 +326,10 @@ def _lines(run: Run, name: str, place: Place, *, is_expected: bool = True) -> It
 def _mapping(run: Run, name: str, read: Callable[[str], Any]) -> Mapping[str, Any]:
     try:
         content = read_regular(run.folder / name, num_bytes=_LARGEST_TEXT + 1)
-        found = None if content is None or len(content) > _LARGEST_TEXT else read(content.decode("utf-8", "replace"))
+        if content is None or len(content) > _LARGEST_TEXT:
+            found = None
+        else:
+            found = read(content.decode("utf-8", "replace"))
     except FileNotFoundError:
         run.notes.append(f"{name} is missing")
         return {}
@@ -354,7 +360,8 @@ def _profile(folder: Path) -> Iterator[Mapping[str, Any]]:
 def _saved_steps(folder: Path) -> Iterator[int]:
     try:
         for entry in folder.iterdir():
-            if match := TAG.fullmatch(entry.name):
+            match = TAG.fullmatch(entry.name)
+            if match:
                 yield int(match["step"])
     except OSError:
         return
@@ -390,7 +397,9 @@ def _number(value: Any) -> float:
     """A number of a file; NaN where it is none."""
     if isinstance(value, int | float):
         try:
-            return float(value) if math.isfinite(value) else math.nan
+            if math.isfinite(value):
+                return float(value)
+            return math.nan
         except OverflowError:
             pass
     return math.nan

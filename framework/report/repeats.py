@@ -39,7 +39,9 @@ class Variant:
     def rates(self) -> list[list[float]]:
         """Samples per second of every window, by start; none where it failed."""
         of_a_second = 1000.0 * self.plan.layout.global_size
-        return [] if self.failure else [[of_a_second / each["time/step_ms"] for each in start] for start in self.rounds]
+        if self.failure:
+            return []
+        return [[of_a_second / each["time/step_ms"] for each in start] for start in self.rounds]
 
     @property
     def windows(self) -> list[float]:
@@ -49,12 +51,16 @@ class Variant:
     @property
     def quartiles(self) -> list[float]:
         """Quartiles of `windows`, of which there is at least one; linear between neighbours."""
-        return quantiles(self.windows, n=4, method="inclusive") if len(self.windows) > 1 else 3 * self.windows
+        if len(self.windows) > 1:
+            return quantiles(self.windows, n=4, method="inclusive")
+        return 3 * self.windows
 
     def means(self) -> dict[str, float]:
         """Mean of every metric over all windows, so that parts of a step add up to the whole."""
         windows = [*chain(*self.rounds)]
-        return {name: mean(each.get(name, 0.0) for each in windows) for name in windows[0]} if self.windows else {}
+        if self.windows:
+            return {name: mean(each.get(name, 0.0) for each in windows) for name in windows[0]}
+        return {}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, with every window."""
@@ -72,7 +78,9 @@ def interval_of_ratio(base: Sequence[Sequence[float]], other: Sequence[Sequence[
     A bootstrap of rounds, and of windows within each: what was slow for both in a round stays together, and is no
     difference (a block bootstrap: Davison and Hinkley 1997, section 3.8).
     """
-    chance, rounds, ratios = random.Random(0), range(min(len(base), len(other))), []
+    chance = random.Random(0)
+    rounds = range(min(len(base), len(other)))
+    ratios = []
     for _ in range(_DRAWS):
         chosen = chance.choices(rounds, k=len(rounds))
         below, above = (
@@ -85,9 +93,11 @@ def interval_of_ratio(base: Sequence[Sequence[float]], other: Sequence[Sequence[
 
 def compare(variants: Sequence[Variant]) -> list[dict[str, Any]]:
     """Compare every variant that ran with the first that did; no interval where one was started only once."""
-    found, ran = [], [each for each in variants if each.windows]
+    found = []
+    ran = [each for each in variants if each.windows]
     for base, other in ((ran[0], other) for other in ran[1:]):
-        ratio, ends = median(other.windows) / median(base.windows), None
+        ratio = median(other.windows) / median(base.windows)
+        ends = None
         sentence = f"{other.name} is {ratio:.3g} times as fast as {base.name}"
         if min(len(base.rates), len(other.rates)) < 2:
             sentence += "; noise is not known from one start"
@@ -95,7 +105,10 @@ def compare(variants: Sequence[Variant]) -> list[dict[str, Any]]:
             ends = interval_of_ratio(base.rates, other.rates)
             sure = f"95 %: {ends[0]:.3g} to {ends[1]:.3g}"
             noise = f"{other.name} and {base.name}: no difference beyond noise (ratio {ratio:.3g}, {sure})"
-            sentence = noise if ends[0] <= 1 <= ends[1] else f"{sentence} ({sure})"
+            if ends[0] <= 1 <= ends[1]:
+                sentence = noise
+            else:
+                sentence = f"{sentence} ({sure})"
         found.append({"variant": other.name, "over": base.name, "ratio": ratio, "interval": ends, "sentence": sentence})
     return found
 

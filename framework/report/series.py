@@ -74,7 +74,10 @@ class Series:
 
     def _thin(self) -> None:
         """Keep two of each four points."""
-        num = self._num_thinned if self._stride > 1 else len(self.steps)
+        if self._stride > 1:
+            num = self._num_thinned
+        else:
+            num = len(self.steps)
         num -= num % 4
         kept: list[tuple[int, float]] = []
         for begin in range(0, num, 4):

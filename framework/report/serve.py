@@ -48,7 +48,8 @@ def make_server(make_page: Callable[[], str], *, port: int) -> ThreadingHTTPServ
                 with lock:  # a page of a large run takes memory: one at a time
                     content = make_page()
             except FrameworkError as error:
-                status, content = 500, f"<!doctype html><title>report</title><p>{text(error)}</p>"
+                status = 500
+                content = f"<!doctype html><title>report</title><p>{text(error)}</p>"
             body = content.encode()
             self.send_response(status)
             self.send_header("Content-Type", "text/html; charset=utf-8")

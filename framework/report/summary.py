@@ -82,7 +82,8 @@ def print_start(
     """
     for finding in plan.findings:
         print_line(f"{finding.severity}: {finding}")
-    expected, found = plan.config.data.num_train_samples(), plan.length.num_train_samples
+    expected = plan.config.data.num_train_samples()
+    found = plan.length.num_train_samples
     if None not in (expected, found) and expected != found:
         print_line(
             f"note: {found:,} training samples found ({expected:,} expected); steps and schedule follow what was found"
@@ -92,7 +93,10 @@ def print_start(
             print_line(line)
     for line in stages.lines() if stages else ():
         print_line(line)
-    begin = f"from step {start_step} " if start_step else ""
+    if start_step:
+        begin = f"from step {start_step} "
+    else:
+        begin = ""
     steps = counted(plan.length.total_steps or 0, "step")
     print_line(
         f"training {plan.config.run.name} {begin}on {plan.cluster}: {steps}, {plan.layout}, "
@@ -105,9 +109,13 @@ def print_start(
 def _sizes(plan: Plan, num_params: int, num_trained: int) -> Iterator[tuple[str, str]]:
     config, save = plan.config, plan.config.checkpoint
     model = next(getattr(config.model, tag) for tag in ("kind", "target", "object") if hasattr(config.model, tag))
-    trained = f", {num_trained:,} of them trained ({num_trained / num_params:.2%})" if num_trained < num_params else ""
+    if num_trained < num_params:
+        trained = f", {num_trained:,} of them trained ({num_trained / num_params:.2%})"
+    else:
+        trained = ""
     yield "model", f"{model}, {num_params:,} parameters{trained}"
-    if (compiled := config.training.compile) is not None:
+    compiled = config.training.compile
+    if compiled is not None:
         yield "compiled", f"per {compiled.per} by {compiled.backend}, in the first step and where shapes change"
     yield "length", str(plan.length)
     with suppress(NotEstimatedError):
@@ -127,7 +135,9 @@ def _sizes(plan: Plan, num_params: int, num_trained: int) -> Iterator[tuple[str,
 
 
 def _size(count: float) -> str:
-    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
+    if count >= 1e9:
+        return f"{count / 1e9:,.1f} GB"
+    return f"{count / 1e6:,.1f} MB"
 
 
 def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
@@ -141,7 +151,8 @@ def _without_evaluation_data(plan: Plan) -> Iterator[str]:
     """List evaluations that are configured and will not happen; evaluating the last step is a default and not
     listed.
     """
-    evaluation, metric = plan.config.evaluation, plan.config.checkpoint.keep_best or ""
+    evaluation = plan.config.evaluation
+    metric = plan.config.checkpoint.keep_best or ""
     for name in ("every_steps", "every_epochs", "every_minutes", "at_start"):
         if getattr(evaluation, name):
             value = getattr(evaluation, name)
@@ -185,7 +196,9 @@ def describe_goodput(folder: Path) -> str:
 
         if (folder / "metrics.jsonl").stat().st_size <= _LARGEST_METRICS:
             found = goodput(read_run(folder, most_points=MOST_POINTS_AT_END))
-            return "" if found is None else goodput_line(found)
+            if found is None:
+                return ""
+            return goodput_line(found)
     return ""
 
 
@@ -197,7 +210,10 @@ def print_end(
     if result.step == result.start_step:
         print_line(f"{plan.config.run.name}: nothing left to do, step {result.step} was reached before")
     else:
-        early = f" of {plan.length.total_steps}: {result.ended_early}" if result.ended_early else ""
+        if result.ended_early:
+            early = f" of {plan.length.total_steps}: {result.ended_early}"
+        else:
+            early = ""
         print_line(f"{plan.config.run.name}: finished after {counted(result.step, 'step')}{early}")
     rows = [
         (f"final {name}", f"{value:.4f}") for name, value in sorted(result.metrics.items()) if name.startswith("eval/")
@@ -207,7 +223,10 @@ def print_end(
     if "train/loss" in result.metrics:
         rows.append(("final train/loss", f"{result.metrics['train/loss']:.4f}"))
     if result.samples_per_sec:
-        tokens = f" = {result.tokens_per_sec:,.0f} tokens/s" if result.tokens_per_sec else ""
+        if result.tokens_per_sec:
+            tokens = f" = {result.tokens_per_sec:,.0f} tokens/s"
+        else:
+            tokens = ""
         rows.append(("throughput", f"{result.samples_per_sec:,.0f} samples/s{tokens}"))
     rows += _bounded_by(result.metrics)
     if goodput:
@@ -256,10 +275,16 @@ def print_next(plan: Plan, words: Sequence[str], *, environment: Mapping[str, st
         print_line(f"try next: the same command with {' '.join(changed)}")
         return
     python = _program(Path(sys.executable).name, environment)
-    door = f"{environment[DOOR]} train" if DOOR in environment else f"{python} -m framework launch"
+    if DOOR in environment:
+        door = f"{environment[DOOR]} train"
+    else:
+        door = f"{python} -m framework launch"
     implied = config.run.world_size or (RANKS_ON_CPU if plan.cluster.device == "cpu" else None)
     ranks = plan.cluster.world_size
-    where = [] if ranks == implied else ["--num_gpus", str(ranks)]
+    if ranks == implied:
+        where = []
+    else:
+        where = ["--num_gpus", str(ranks)]
     print_line(f"try next: {door} {shlex.join([*words, *where, *changed])}")
 
 

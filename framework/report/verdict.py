@@ -164,12 +164,16 @@ def _causes(
 
 def _of_the_device(shares: Mapping[str, float], metrics: Mapping[str, float], device_bytes: float | None) -> Verdict:
     """Judge a run that waits for nothing: is its memory full, its device busy, or is it unknown?"""
-    mfu, peak = metrics.get("throughput/mfu"), metrics.get("memory/device_peak_bytes")
+    mfu = metrics.get("throughput/mfu")
+    peak = metrics.get("memory/device_peak_bytes")
     full = peak / device_bytes if peak and device_bytes else 0.0
     if full >= MEMORY_SHARE and not (mfu is not None and mfu >= GOOD_MFU):
         text = f"memory-bound: {full:.0%} of a device's memory is in use at the peak, so no larger micro-batch fits"
         return Verdict("memory-bound", text, _LESS_MEMORY, full)
-    utilization = "" if mfu is None else f", at {mfu:.0%} of the device's peak (MFU)"
+    if mfu is None:
+        utilization = ""
+    else:
+        utilization = f", at {mfu:.0%} of the device's peak (MFU)"
     if mfu is not None and mfu < IDLE_MFU:
         text = f"host-bound: the device reaches {mfu:.1%} of its peak (MFU) and waits for nothing that was measured"
         return Verdict("host-bound", text, "raise batch.micro_size, compile the model, or use bf16", mfu)
@@ -186,8 +190,14 @@ def _of_the_device(shares: Mapping[str, float], metrics: Mapping[str, float], de
     if mfu is not None:
         advice = "lower precision (precision.dtype: bf16), compiled kernels, or more devices"
         return Verdict("compute-bound", f"compute-bound: the run waits for no data{utilization}", advice, mfu)
-    waits = f": waiting for data takes {_percent(shares['data'])} of a step, and" if "data" in shares else ":"
-    text = f"not data-bound{waits} its other parts were not timed" if "data" in shares else "unknown: no part was timed"
+    if "data" in shares:
+        waits = f": waiting for data takes {_percent(shares['data'])} of a step, and"
+    else:
+        waits = ":"
+    if "data" in shares:
+        text = f"not data-bound{waits} its other parts were not timed"
+    else:
+        text = "unknown: no part was timed"
     return Verdict("unknown", text, "train with a release that times the parts of a step (time/forward_ms and others)")
 
 
@@ -198,8 +208,12 @@ _LESS_MEMORY: Final = (
 
 
 def _percent(share: float) -> str:
-    return f"{share:.1%}" if share >= 0.0005 else "less than 0.1%"
+    if share >= 0.0005:
+        return f"{share:.1%}"
+    return "less than 0.1%"
 
 
 def _milliseconds(value: float) -> str:
-    return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"
+    if value >= 100:
+        return f"{value:,.0f} ms"
+    return f"{value:.3g} ms"

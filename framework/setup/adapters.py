@@ -43,7 +43,8 @@ def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -
     """
     checkpoint = weights.checkpoint
     lora = checkpoint.manifest["config"]["training"]["lora"]
-    untrained, adapted = [*untrained_adapters(weights)], [name for name in weights if ".lora_B." in name]
+    untrained = [*untrained_adapters(weights)]
+    adapted = [name for name in weights if ".lora_B." in name]
     adapted += [name for name in weights if ".lora_embedding_B." in name]
     if weights.ties:
         one, other = next(iter(weights.ties.items()))
@@ -86,7 +87,8 @@ def merged_model(
     Raises:
         ConfigError: they are not there, or not those that the adapters were trained on.
     """
-    lora, source = config.training.lora, base or config.checkpoint.init_weights
+    lora = config.training.lora
+    source = base or config.checkpoint.init_weights
     assert lora is not None
     seed_everything(config.run.seed)
     model = as_fp32(build())

@@ -71,14 +71,18 @@ _IN_FP16: Final = 4
 
 def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
     """Build the model with its optimizer, whole or as this rank's stage of a pipeline. Collective."""
-    plan, parts = prepared.plan, prepared.parts
+    plan = prepared.plan
+    parts = prepared.parts
     random_state.seed_everything(plan.config.run.seed)  # the same weights on every rank
     # A dataset's own `collate_fn` pads as it likes.
     splits = parts.splits.by_name().values()
     varying_shapes = any(callable(getattr(split, "collate_fn", None)) for split in splits)
     if prepared.cut is not None:
         return _assemble_stage(prepared, prepared.cut, varying_shapes=varying_shapes)
-    groups = make_groups(plan.layout) if plan.layout.tensor_size > 1 else None
+    if plan.layout.tensor_size > 1:
+        groups = make_groups(plan.layout)
+    else:
+        groups = None
     engine = build_engine(
         plan,
         ds_config=prepared.ds_config,
@@ -94,7 +98,9 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
 
 
 def _assemble_stage(prepared: Prepared, cut: CutModel, *, varying_shapes: bool) -> PipelineEngine:
-    plan, parts, weights = prepared.plan, prepared.parts, prepared.weights
+    plan = prepared.plan
+    parts = prepared.parts
+    weights = prepared.weights
     assert not isinstance(weights, SavedCheckpoint), "they are read when the ranks have met"
 
     def adapt(module: torch.nn.Module, layer: str, data_parallel_group: Any) -> torch.nn.Module:
@@ -130,7 +136,9 @@ def _assemble_stage(prepared: Prepared, cut: CutModel, *, varying_shapes: bool) 
 
 def _whole_model(prepared: Prepared, groups: RankGroups | None, *, varying_shapes: bool) -> torch.nn.Module:
     """Build this rank's model, its share of one in a tensor group, partitioned at stage 3. Collective."""
-    plan, parts, weights = prepared.plan, prepared.parts, prepared.weights
+    plan = prepared.plan
+    parts = prepared.parts
+    weights = prepared.weights
     config = plan.config
     assert not isinstance(weights, SavedCheckpoint), "they are read when the ranks have met"
     # Modules of our own draw in their own constructors.
@@ -163,8 +171,10 @@ def _whole_model(prepared: Prepared, groups: RankGroups | None, *, varying_shape
 @torch.no_grad()
 def _refuse_mixing(engine: PlainEngine, task: Task) -> None:
     """Refuse a model in which one of the texts that are packed in a row changes what comes of the next. Collective."""
-    module, places = engine.engine.module, torch.arange(4, device=device()).repeat(1, 2)
-    if hasattr(own := getattr(module, "config", task), "use_cache"):
+    module = engine.engine.module
+    places = torch.arange(4, device=device()).repeat(1, 2)
+    own = getattr(module, "config", task)
+    if hasattr(own, "use_cache"):
         own.use_cache = False  # with one transformers' masks follow no places
     found = list[torch.Tensor]()
     reason = "in this model a conversation sees those before it in a row, whatever its places are"
@@ -185,10 +195,8 @@ def watch_samples(
     engine: Engine, plan: Plan, monitors: Sequence[Monitor], folder: RunFolder
 ) -> tuple[Every, Callable[[int], object]] | None:
     """Let TensorBoard see samples of evaluations, and return when and how it looks at the weights."""
-    asked, board = (
-        plan.config.monitors.tensorboard,
-        next((each for each in monitors if each.name == "tensorboard"), None),
-    )
+    asked = plan.config.monitors.tensorboard
+    board = next((each for each in monitors if each.name == "tensorboard"), None)
     if asked is None:
         return None
     if isinstance(board, Behind) and asked.samples and isinstance(engine, PlainEngine):
@@ -246,7 +254,8 @@ def make_schedule(
     `per_step` as the schedule has it.
     """
     config, precision = plan.config, plan.config.precision
-    steps_per_epoch, total_steps = plan.length.epoch, plan.length.total_steps or 0
+    steps_per_epoch = plan.length.epoch
+    total_steps = plan.length.total_steps or 0
     assert total_steps, "prepare() plans with the real size of the data"
     in_fp16 = isinstance(precision, FP16) or (isinstance(precision, Autocast) and precision.compute_dtype == "fp16")
 
@@ -281,7 +290,8 @@ def make_checkpointer(
     Raises:
         StorageError: the process that would write in the background does not start.
     """
-    asked, in_background = plan.config.checkpoint, plan.config.checkpoint.mode == "async"
+    asked = plan.config.checkpoint
+    in_background = plan.config.checkpoint.mode == "async"
     # Where each rank measures a value of its own, all save rank 0's.
     is_own = asked.keep_best is not None and not asked.keep_best.startswith(("train/", "eval/"))
 
@@ -314,7 +324,8 @@ def make_monitors(
     """The files of metrics, written behind the look at whether the folder is `held`, the console, and what talks to
     servers. But for ``metrics.jsonl``, one that cannot be made costs a warning.
     """
-    asked, run = config.monitors, Described(folder, config.run.name, config.to_dict(), from_step)
+    asked = config.monitors
+    run = Described(folder, config.run.name, config.to_dict(), from_step)
     files: list[Monitor] = [JsonlFile(folder / "metrics.jsonl", from_step=from_step)]
     if asked.csv:
         files += made("metrics.csv", lambda: CsvFile(folder / "metrics.csv", from_step=from_step))
@@ -353,4 +364,6 @@ def make_eval_loaders(plan: Plan, splits: Splits, *, rank: int) -> dict[str, Exp
 
 
 def _eval_loader(dataset: Any, **options: Any) -> EvalLoader | StreamEvalLoader:
-    return StreamEvalLoader(dataset, gather=gather, **options) if is_stream(dataset) else EvalLoader(dataset, **options)
+    if is_stream(dataset):
+        return StreamEvalLoader(dataset, gather=gather, **options)
+    return EvalLoader(dataset, **options)

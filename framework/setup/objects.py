@@ -74,9 +74,12 @@ class Objects:
             ConfigError: they are no datasets, or there are none for training.
         """
         if self.eval_data is not None and self.train_data is None:
-            reason, fix = "it was handed over without train_data", "hand over train_data as well"
+            reason = "it was handed over without train_data"
+            fix = "hand over train_data as well"
             raise ConfigError.of("train-data-not-given", reason, fix, "eval_data")
-        return None if self.train_data is None else given_splits(self.train_data, self.eval_data)
+        if self.train_data is None:
+            return None
+        return given_splits(self.train_data, self.eval_data)
 
 
 def config_with_objects(values: RunConfig | Mapping[str, Any], objects: Objects) -> RunConfig:
@@ -93,14 +96,14 @@ def config_with_objects(values: RunConfig | Mapping[str, Any], objects: Objects)
     if isinstance(values, Mapping):
         values = _with_sections(plain_values(values), objects)
     config = config_from_values(values)
-    key, asked = "run.world_size", config.run.world_size or 1
+    key = "run.world_size"
+    asked = config.run.world_size or 1
     if asked == 1:
-        key, asked = "parallel", math.prod(config.parallel.sizes().values()) * config.parallel.expert
+        key = "parallel"
+        asked = math.prod(config.parallel.sizes().values()) * config.parallel.expert
     if asked > int(os.environ.get("WORLD_SIZE", "1")) and hasattr(builtins, "__IPYTHON__"):
-        reason, fix = (
-            "a notebook is one process with one device",
-            f"start a script: deepspeed --num_gpus {asked} train.py",
-        )
+        reason = "a notebook is one process with one device"
+        fix = f"start a script: deepspeed --num_gpus {asked} train.py"
         raise ConfigError.of("devices-of-notebook", reason, fix, key, asked)
     return describe_objects(config, objects)
 
@@ -113,26 +116,36 @@ def describe_objects(config: RunConfig, objects: Objects) -> RunConfig:
     """The config with the sections of handed-over objects saying so."""
     found = _sections(objects)
     changes: dict[str, Any] = {name: Object(**found[name]) for name in ("model", "task", "scheduler") if name in found}
-    if (splits := objects.splits) is not None:
-        known, taken = config.data.model_dump(include={*DataObject.model_fields} - {"object"}), dict(splits.taken)
-        size, eval_size = taken.pop("micro_size", None), taken.pop("eval_size", None)
+    splits = objects.splits
+    if splits is not None:
+        known = config.data.model_dump(include={*DataObject.model_fields} - {"object"})
+        taken = dict(splits.taken)
+        size = taken.pop("micro_size", None)
+        eval_size = taken.pop("eval_size", None)
         if "num_workers" in config.data.model_fields_set:
             taken.pop("num_workers", None)
         changes["data"] = DataObject(**known | taken | found["data"])
-        batch, measured = config.batch, config.evaluation
+        batch = config.batch
+        measured = config.evaluation
         is_open = batch.micro_size is None and "batch.micro_size" not in config.auto
         if is_open and None in (batch.global_size, batch.accumulation_steps):
             changes["batch"] = batch.model_copy(update={"micro_size": size})
         changes["evaluation"] = measured.model_copy(update={"batch_size": measured.batch_size or eval_size})
     if "optimizer" in found:
-        stated = config.optimizer.lr if isinstance(config.optimizer, OptimizerObject) else None
+        if isinstance(config.optimizer, OptimizerObject):
+            stated = config.optimizer.lr
+        else:
+            stated = None
         changes["optimizer"] = OptimizerObject(**{"lr": stated, **found["optimizer"]})
     return config.model_copy(update=changes)
 
 
 def type_name(value: Any) -> str:
     """Of a class or function its own name, of anything else that of its type, as ``module.name``."""
-    kind = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
+    if inspect.isroutine(value) or inspect.isclass(value):
+        kind = value
+    else:
+        kind = type(value)
     return f"{kind.__module__ or 'builtins'}.{kind.__qualname__}"
 
 
@@ -142,7 +155,8 @@ def _with_sections(values: dict[str, Any], objects: Objects) -> dict[str, Any]:
         section = values.get(name, {})
         if not isinstance(section, Mapping) or any(tag in section for tag in _TAGS):
             continue
-        stated, rate = section.get("lr"), found.get("lr")
+        stated = section.get("lr")
+        rate = found.get("lr")
         if name == "optimizer" and None not in (stated, rate) and stated != rate:
             reason = f"the optimizer that was handed over has lr={rate:g}"
             raise ConfigError.of("object-lr-differs", reason, "give one", "optimizer.lr", stated)
@@ -155,7 +169,8 @@ def _sections(objects: Objects) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     if objects.model is not None:
         found["model"] = {"object": type_name(objects.model)}
-    if (splits := objects.splits) is not None:
+    splits = objects.splits
+    if splits is not None:
         found["data"] = {"object": type_name(splits.train)}
         if splits.num_train is not None:
             found["data"]["train_samples"] = splits.num_train
@@ -165,7 +180,10 @@ def _sections(objects: Objects) -> dict[str, dict[str, Any]]:
         found["scheduler"] = {"object": type_name(getattr(objects.scheduler, "func", objects.scheduler))}
     if objects.optimizer is not None:
         # Of a `functools.partial` as much as JSON has: a run that goes on must have the same.
-        keywords = objects.optimizer.keywords if isinstance(objects.optimizer, partial) else {}
+        if isinstance(objects.optimizer, partial):
+            keywords = objects.optimizer.keywords
+        else:
+            keywords = {}
         args = {name: plain_values(value) for name, value in keywords.items() if name != "lr" and is_plain(value)}
         found["optimizer"] = {"object": type_name(objects.optimizer), "args": args}
         lr = keywords.get("lr")  # one that is no plain number (a tensor) is the optimizer's business
@@ -190,7 +208,8 @@ def refuse_unknown_arguments(names: Iterable[str], *, further: Sequence[Any] = (
         reason = "only the config is taken by its place, as the first argument"
         fix = f"write fit(config, {'=..., '.join(_KNOWN[1:])}=...)"
         raise ConfigError.of("unknown-argument", reason, fix, "fit", given)
-    if problems := [Problem("unknown-argument", "fit() takes no such argument", _fix(name), name) for name in names]:
+    problems = [Problem("unknown-argument", "fit() takes no such argument", _fix(name), name) for name in names]
+    if problems:
         raise ConfigError(problems)
 
 
@@ -199,10 +218,13 @@ def _fix(name: str) -> str:
         return _MEANT[name]
     if name in RunConfig.model_fields:
         return f"set the section {name} in the config"
-    if homes := list(homes_of(name, RunConfig)):
+    homes = list(homes_of(name, RunConfig))
+    if homes:
         return f"set {' or '.join(homes[:3])} in the config"
     meant = nearest(name, _KNOWN)
-    return f"did you mean '{meant}'?" if meant else f"known: {', '.join(_KNOWN)}; everything else is set in the config"
+    if meant:
+        return f"did you mean '{meant}'?"
+    return f"known: {', '.join(_KNOWN)}; everything else is set in the config"
 
 
 def load_target(path: str, *, key: str) -> Any:
@@ -221,7 +243,10 @@ def load_target(path: str, *, key: str) -> Any:
     try:
         found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` exits, perhaps with code 0
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if isinstance(error, ModuleNotFoundError):
+            missing = error.name
+        else:
+            missing = None
         if not missing:
             raise refuse("target-import-failed", f"importing it failed: {summary(error)}", "mend the module") from error
         if module_name == missing or module_name.startswith(f"{missing}."):
@@ -235,7 +260,10 @@ def load_target(path: str, *, key: str) -> Any:
             found = getattr(found, part)
         except AttributeError as error:
             guess = nearest(part, [known for known in dir(found) if not known.startswith("_")])
-            fix = f"did you mean '{guess}'?" if guess else "check the spelling"
+            if guess:
+                fix = f"did you mean '{guess}'?"
+            else:
+                fix = "check the spelling"
             raise refuse("target-not-found", f"{walked} has no {part}", fix) from error
         except Exception as error:  # modules that import on first use
             reason = f"reading {part} failed: {summary(error)}"
@@ -262,7 +290,8 @@ def call_factory(factory: Factory, *, key: str) -> Any:
 
 def call_failed(error: BaseException, path: str, *, key: str) -> ConfigError:
     """The problem of a target that was called and raised."""
-    reason, fix = f"calling it failed: {summary(error)}", f"check {key}.args and the code"
+    reason = f"calling it failed: {summary(error)}"
+    fix = f"check {key}.args and the code"
     return ConfigError.of("target-failed", reason, fix, f"{key}.target", path)
 
 
@@ -278,7 +307,8 @@ def takes(function: Any, kwargs: Mapping[str, Any], *, positional: int = 0) -> b
 def check_arguments(function: Any, kwargs: Mapping[str, Any], *, key: str, positional: int = 0) -> None:
     """Refuse something that cannot be called with these keyword arguments (after `positional` others)."""
     if not callable(function):
-        value, fix = f"a {type(function).__name__}", "name a class or a function"
+        value = f"a {type(function).__name__}"
+        fix = "name a class or a function"
         raise ConfigError.of("target-not-callable", "it cannot be called", fix, f"{key}.target", value)
     try:
         # A decorator may supply arguments that the function beneath it asks for: what is called counts.
@@ -311,7 +341,10 @@ def check_handed_over(function: Any, *, key: str, call: str, fix: str, num_value
 
 def summary(error: BaseException) -> str:
     """An exception in one line, with the innermost place in the code."""
-    stated = error.msg if isinstance(error, SyntaxError) and error.filename else str(error)
+    if isinstance(error, SyntaxError) and error.filename:
+        stated = error.msg
+    else:
+        stated = str(error)
     text = " ".join(stated.split())[:300]
     return f"{type(error).__name__}{f': {text}' if text else ''}{_place(error)}"
 
@@ -322,4 +355,6 @@ def _place(error: BaseException) -> str:
         return f" ({error.filename}:{error.lineno})"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen ")]
     own = [frame for frame in frames if frame.filename not in (__file__, importlib.__file__)]
-    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    if own:
+        return f" ({own[-1].filename}:{own[-1].lineno})"
+    return ""

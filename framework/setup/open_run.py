@@ -89,9 +89,13 @@ class OpenRun:
 
     def print_end(self) -> None:
         """Write the report, and print what was reached; on rank 0, when the engine is closed."""
-        plan, folder = self.prepared.plan, self.folder.path
+        plan = self.prepared.plan
+        folder = self.folder.path
         note_closed(folder / "events.jsonl", step=self.outcome.step)
-        report = write_report(folder) if plan.config.monitors.report else None
+        if plan.config.monitors.report:
+            report = write_report(folder)
+        else:
+            report = None
         goodput = describe_goodput(folder)
         if not self.outcome.stopped:
             print_end(self.result, plan, environment=os.environ, report=report, goodput=goodput)
@@ -100,8 +104,11 @@ class OpenRun:
 
     def open_monitors(self) -> tuple[list[Monitor], Events | None, tuple[int, Mapping[str, float]]]:
         """Open monitors, on rank 0 events, and count earlier starts and peaks of the devices. Collective."""
-        plan, folder, start_step = self.prepared.plan, self.folder, self.start_step
-        total_steps, held = plan.length.total_steps or 0, Behind(HeldFolder(folder))
+        plan = self.prepared.plan
+        folder = self.folder
+        start_step = self.start_step
+        total_steps = plan.length.total_steps or 0
+        held = Behind(HeldFolder(folder))
         monitors: list[Monitor] = [held, self.best, LogLines(total_steps)]
         events: list[Events] = []  # on rank 0
         self._settle = held.settle
@@ -121,9 +128,14 @@ class OpenRun:
 
     def train_data(self) -> ExplainedData:
         """This rank's loader of the training data, in the order that the run began with."""
-        plan, parts, order = self.prepared.plan, self.prepared.parts, order_of(self.start)
+        plan = self.prepared.plan
+        parts = self.prepared.parts
+        order = order_of(self.start)
         # A loss of sums: the step counts all of its micro-batches before the first forward pass.
-        at_once = plan.layout.accumulation_steps if type(parts.task).count is not Task.count else 1
+        if type(parts.task).count is not Task.count:
+            at_once = plan.layout.accumulation_steps
+        else:
+            at_once = 1
         return ExplainedData(
             make_train_loader(plan, parts.splits, rank=rank(), order=order, places=self.places, read_at_once=at_once),
             claims=claims_error_report,
@@ -138,12 +150,17 @@ class OpenRun:
 
 def build_trainer(run: OpenRun) -> Trainer:
     """Build the Trainer of a run with its data and its monitors. Collective."""
-    prepared, engine, start = run.prepared, run.engine, run.start
-    plan, splits, start_step = prepared.plan, prepared.parts.splits, run.start_step
+    prepared = run.prepared
+    engine = run.engine
+    start = run.start
+    plan = prepared.plan
+    splits = prepared.parts.splits
+    start_step = run.start_step
     monitors, events, (restarts, peaks) = run.open_monitors()
     look = watch_samples(engine, plan, monitors, run.folder)
     per_step = flops_per_step(plan, work_of(plan), peaks)
-    asked, watch = plan.config.training.bad_steps, engine.bad_steps
+    asked = plan.config.training.bad_steps
+    watch = engine.bad_steps
     policy = None
     if asked is not None and watch is not None:
         policy = BadStepPolicy(asked.policy, asked.max_roll_backs, watch, run.left_out, engine.pass_over)

@@ -179,7 +179,8 @@ def _compared(make: MakeOptimizer, trial: _Trial, stage: int, is_divided: bool, 
         shares = [_Share(make, start, number, stage, key=key, value=value) for number in range(_NUM_SHARES)]
     except NotJudgedError as error:
         return f"it cannot be made for its share of the weights ({error})"
-    begin, farthest = _joined(start), 0.0
+    begin = _joined(start)
+    farthest = 0.0
     for step in range(trial.num_steps):
         gradients = trial.gradients(whole.weights, step)
         whole.step(gradients, step)
@@ -207,7 +208,9 @@ class _Stepped:
     number = 0
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, key: str, value: str) -> None:
-        self.optimizer, self._key, self._value = optimizer, key, value
+        self.optimizer = optimizer
+        self._key = key
+        self._value = value
         if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
             reason = (
                 "it has train() and eval(), and weights of two kinds: the run would evaluate and save the wrong ones"
@@ -256,8 +259,10 @@ class _Share(_Stepped):
         given = [_as_given(weight, stage) for weight in start]
         optimizer = made_optimizer(make, given)
         places = _places(given, start)
-        self.number, self._alone = number + 1, stage == 3
-        self._places, self._flat = [], []
+        self.number = number + 1
+        self._alone = stage == 3
+        self._places = []
+        self._flat = []
         flat_start = _joined(start)
         for group in optimizer.param_groups:
             of_group = torch.cat([places[id(parameter)] for parameter in group["params"]])
@@ -297,14 +302,16 @@ def _as_given(weight: Tensor, stage: int) -> torch.nn.Parameter:
     if stage < 3:
         return torch.nn.Parameter(weight.clone())
     empty: Any = torch.nn.Parameter(weight.new_empty(0))
-    empty.ds_shape, empty.ds_numel = weight.shape, weight.numel()
+    empty.ds_shape = weight.shape
+    empty.ds_numel = weight.numel()
     made: torch.nn.Parameter = empty
     return made
 
 
 def _places(given: Sequence[Tensor], start: Sequence[Tensor]) -> Mapping[int, Tensor]:
     """Return where in the joined vector the numbers of each weight are, by its id."""
-    places, begin = {}, 0
+    places = {}
+    begin = 0
     for parameter, weight in zip(given, start, strict=True):
         places[id(parameter)] = torch.arange(begin, begin + weight.numel())
         begin += weight.numel()
@@ -316,11 +323,13 @@ def _scalars(optimizer: torch.optim.Optimizer, held: Sequence[Sequence[Tensor]])
     found: dict[str, list[float]] = {}
     for index, (group, weights) in enumerate(zip(optimizer.param_groups, held, strict=False)):
         for name, one in group.items():
-            if (number := _number(one)) is not None:
+            number = _number(one)
+            if number is not None:
                 found.setdefault(f"{name} of group {index}", []).append(number)
         for weight in weights:
             for name, one in optimizer.state.get(weight, {}).items():
-                if (number := _number(one)) is not None:
+                number = _number(one)
+                if number is not None:
                     found.setdefault(f"{name} of group {index}'s state", []).append(number)
     return found
 
@@ -328,13 +337,16 @@ def _scalars(optimizer: torch.optim.Optimizer, held: Sequence[Sequence[Tensor]])
 def _number(value: Any) -> float | None:
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
         return float(value)
-    return float(value) if isinstance(value, (int, float)) else None
+    if isinstance(value, (int, float)):
+        return float(value)
+    return None
 
 
 def _other_scalar(whole: Mapping[str, list[float]], share: Mapping[str, list[float]]) -> str:
     for name, numbers in share.items():
         both = [*numbers, *whole.get(name, [])]
-        least, most = min(both), max(both)
+        least = min(both)
+        most = max(both)
         if most - least > 1e-4 * max(abs(most), abs(least)):
             return name
     return ""
@@ -348,7 +360,8 @@ class _EqualDraws(TorchDispatchMode):
 
     def __init__(self, step: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._normal, self._uniform = 1.4 * sin(2.4 * step + 1), 0.5 + 0.45 * sin(1.7 * step)
+        self._normal = 1.4 * sin(2.4 * step + 1)
+        self._uniform = 0.5 + 0.45 * sin(1.7 * step)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         drawn = func(*args, **(kwargs or {}))
@@ -364,8 +377,11 @@ class _EqualDraws(TorchDispatchMode):
         if name == "bernoulli":
             chance: Any = named.get("p", 0.5 if full_name.endswith("_") else named["self"])
             return drawn.copy_(torch.full_like(drawn, self._uniform) < chance)
-        low, high = named.get("from", 0.0), named.get("to", 1.0)
-        return drawn.fill_(low + (high - low) * self._uniform) if drawn.is_floating_point() else drawn.fill_(0)
+        low = named.get("from", 0.0)
+        high = named.get("to", 1.0)
+        if drawn.is_floating_point():
+            return drawn.fill_(low + (high - low) * self._uniform)
+        return drawn.fill_(0)
 
 
 @contextmanager

@@ -73,15 +73,20 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
     """
     _refuse_objects_from_files(config, objects)
     splits = objects.splits or _load_data(config.data, key="data")
-    task = as_task(load_task(config)) if objects.task is None else _given_task(objects.task)
+    if objects.task is None:
+        task = as_task(load_task(config))
+    else:
+        task = _given_task(objects.task)
     _check_labels_and_tokens(config, splits)
     refuse_unmeasured(config, splits)
     if objects.optimizer is not None:
         make_optimizer: MakeOptimizer | None = _given_optimizer(objects.optimizer)
-        key, value = "optimizer", type_name(objects.optimizer)
+        key = "optimizer"
+        value = type_name(objects.optimizer)
     else:
         make_optimizer = optimizer_maker(config)
-        key, value = "optimizer.target", getattr(config.optimizer, "target", "")
+        key = "optimizer.target"
+        value = getattr(config.optimizer, "target", "")
     if make_optimizer is not None and not isinstance(config.optimizer, Muon):
         size = config.parallel.tensor
         check_optimizer(make_optimizer, stage=config.zero.stage, key=key, value=value, tensor=size)
@@ -135,8 +140,12 @@ def make_train_loader(
     `read_at_once`: micro-batches that a step takes before it begins; the workers have that many ready together.
     `places`: of the lanes of a stream.
     """
-    data, layout = plan.config.data, plan.layout
-    workers = (data.num_workers or splits.taken.get("num_workers", 0)) if num_workers is None else num_workers
+    data = plan.config.data
+    layout = plan.layout
+    if num_workers is None:
+        workers = data.num_workers or splits.taken.get("num_workers", 0)
+    else:
+        workers = num_workers
     share = Share(
         layout.global_size,
         layout.micro_size,
@@ -167,11 +176,14 @@ def make_train_loader(
 
 def _check_labels_and_tokens(config: RunConfig, splits: Splits) -> None:
     """Of what some datasets only know from their files: a class that the model lacks would fail in a GPU kernel."""
-    found, expected = getattr(splits.train, "classes", None), getattr(config.model, "num_classes", None)
+    found = getattr(splits.train, "classes", None)
+    expected = getattr(config.model, "num_classes", None)
     if isinstance(found, Sized) and expected is not None and len(found) > expected:
-        reason, key = f"the training data has {len(found)} classes", "model.num_classes"
+        reason = f"the training data has {len(found)} classes"
+        key = "model.num_classes"
         raise ConfigError.of("model-data-num-classes", reason, f"set {key}: {len(found)}", key, expected)
-    if problems := tuple(vocabulary_problem(getattr(splits.train, "vocab_size", None), config.model)):
+    problems = tuple(vocabulary_problem(getattr(splits.train, "vocab_size", None), config.model))
+    if problems:
         raise ConfigError(problems)
 
 
@@ -210,7 +222,9 @@ def load_task(config: RunConfig) -> Any:
     may_be_loss = not inspect.isclass(found) and takes(found, {}, positional=2)
     if may_be_loss and not (section.args and takes(found, section.args)):
         check_arguments(found, section.args, key="task", positional=2)
-        return partial(found, **section.args) if section.args else found
+        if section.args:
+            return partial(found, **section.args)
+        return found
     return call_factory(section.factory(), key="task")
 
 
@@ -286,7 +300,10 @@ def _given_optimizer(make: Any) -> MakeOptimizer:
     fix = "hand over a function from parameters to an optimizer, such as functools.partial(torch.optim.SGD, lr=0.1)"
     if not callable(make):
         built = "it is built already, over parameters that are yet to move to their device"
-        reason = built if isinstance(make, torch.optim.Optimizer) else "it cannot be called"
+        if isinstance(make, torch.optim.Optimizer):
+            reason = built
+        else:
+            reason = "it cannot be called"
         if len(getattr(make, "param_groups", ())) > 1:
             fix += "; groups by name go into the config: optimizer: {kind: adamw, groups: [{match: '.*bias', "
             fix += "weight_decay: 0}]}"
@@ -308,7 +325,8 @@ def _schedule_maker(
     config: RunConfig, given: MakeSchedule | None, make_optimizer: MakeOptimizer | None
 ) -> MakeSchedule | None:
     """The schedule of the user's own, tried over an optimizer of one weight; None where the config names another."""
-    section, make = config.scheduler, given
+    section = config.scheduler
+    make = given
     if isinstance(section, Target):
         found = load_target(section.target, key="scheduler.target")
         check_arguments(found, section.args, key="scheduler", positional=1)
@@ -316,7 +334,8 @@ def _schedule_maker(
     if make is None:
         return None
     key, path = ("scheduler", type_name(given)) if given is not None else ("scheduler.target", section.target)  # type: ignore[union-attr]
-    weights, lr = [torch.nn.Parameter(torch.zeros(1))], optimizer_lr(config.optimizer) or 1.0
+    weights = [torch.nn.Parameter(torch.zeros(1))]
+    lr = optimizer_lr(config.optimizer) or 1.0
     plain = partial(torch.optim.AdamW if hasattr(config.optimizer, "betas") else torch.optim.SGD, lr=lr)
     check_schedule(make, (make_optimizer or plain)(weights), key=key, value=path)
     return make

@@ -79,11 +79,15 @@ class Prepared:
 
     def pipeline(self) -> dict[str, Any] | None:
         """The layers of the model and where they are cut, as plain values; None without a pipeline."""
-        return None if self.cut is None else self.cut.table.to_dict()
+        if self.cut is None:
+            return None
+        return self.cut.table.to_dict()
 
     def description(self, *, order: int = LATEST_ORDER) -> dict[str, Any]:
         """Describe the run for its checkpoints; `order` is the version of the order of its samples."""
-        plan, pipeline, text = self.plan, self.pipeline(), tokens_sha256(self.parts.splits.train)
+        plan = self.plan
+        pipeline = self.pipeline()
+        text = tokens_sha256(self.parts.splits.train)
         return {
             **({"pipeline": pipeline} if pipeline else {}),
             "order": order,
@@ -118,7 +122,9 @@ def prepare(
     Raises:
         ConfigError, StorageError: the run cannot work.
     """
-    objects, source, device = objects or Objects(), source or Source(), cast(Device, device_name())
+    objects = objects or Objects()
+    source = source or Source()
+    device = cast(Device, device_name())
     config = describe_objects(config, objects)
     # What is wrong with the config alone is told before anything is imported.
     if plan is None:
@@ -140,25 +146,35 @@ def prepare(
     ds_config = render(plan)
     problems = accepted(judge_passed_through(plan, ds_config, source=source), source)
     with _placing(source):
-        cut = cut_model(plan, parts) if plan.layout.pipe_size > 1 else None
+        if plan.layout.pipe_size > 1:
+            cut = cut_model(plan, parts)
+        else:
+            cut = None
         if cut is None:
             check_recomputed(plan, parts)
         # What adapters were trained on is in no checkpoint.
         begins = resumed is None or config.training.lora is not None
         published = accepted(published_problems(config) if begins else (), source)
-        weights = _first_weights(config, cut) if begins else None
+        if begins:
+            weights = _first_weights(config, cut)
+        else:
+            weights = None
     return Prepared(
         replace(plan, findings=(*plan.findings, *further, *problems, *published)), ds_config, parts, cut, weights
     )
 
 
 def _num_lanes(plan: Plan, parts: Parts) -> int:  # 0 where the data is no stream
-    train, asked = parts.splits.train, getattr(plan.config.data, "lanes", None)
-    return num_lanes(train, global_size=plan.layout.global_size, asked=asked) if is_stream(train) else 0
+    train = parts.splits.train
+    asked = getattr(plan.config.data, "lanes", None)
+    if is_stream(train):
+        return num_lanes(train, global_size=plan.layout.global_size, asked=asked)
+    return 0
 
 
 def _shared_lanes(plan: Plan, parts: Parts) -> Iterator[Problem]:
-    lanes, ranks = _num_lanes(plan, parts), plan.layout.data_parallel_size
+    lanes = _num_lanes(plan, parts)
+    ranks = plan.layout.data_parallel_size
     if lanes % ranks:
         reason = (
             f"{ranks} ranks share {counted(lanes, 'part')} of the training stream: several read a part, each its share"
@@ -171,8 +187,10 @@ def _find_resumed(config: RunConfig) -> SavedCheckpoint | None:
     """Look up the checkpoint that is resumed from, where a path must lead to one or first weights depend on it. Whether
     its bytes are those that were written is found out when the run folder is held.
     """
-    asked, unverified = config.checkpoint.resume, config.checkpoint.allow_unverified
-    own, first_weights = RunFolder(config.run.folder).checkpoints, config.checkpoint.init_weights
+    asked = config.checkpoint.resume
+    unverified = config.checkpoint.allow_unverified
+    own = RunFolder(config.run.folder).checkpoints
+    first_weights = config.checkpoint.init_weights
     if first_weights is None and asked in ("auto", "never"):
         return None
     try:
@@ -185,7 +203,8 @@ def _find_resumed(config: RunConfig) -> SavedCheckpoint | None:
 
 def _first_weights(config: RunConfig, cut: CutModel | None) -> LazyWeights | SavedCheckpoint | None:
     """Find what `checkpoint.init_weights` names; None where weights are drawn."""
-    path, unverified = config.checkpoint.init_weights, config.checkpoint.allow_unverified
+    path = config.checkpoint.init_weights
+    unverified = config.checkpoint.allow_unverified
     if path is None:
         return None
     found = find_weights(path, allow_unverified=unverified, model=config.model)
@@ -207,7 +226,8 @@ def _compile_problems(asked: Compile | None, device: Device) -> Iterator[Problem
     if asked is None:
         return
     if asked.backend not in (known := torch.compiler.list_backends(exclude_tags=())):
-        reason, fix = "torch knows no such backend here", f"write one of {', '.join(known)}"
+        reason = "torch knows no such backend here"
+        fix = f"write one of {', '.join(known)}"
         yield Problem("unknown-backend", reason, fix, "training.compile.backend", asked.backend)
     elif lost := lost_gradients(torch.__version__):
         yield lost
@@ -222,7 +242,8 @@ def _check_packages(config: RunConfig, device: Device) -> None:
         for key, name in config.monitors.missing_packages()
     ]
     if config.training.lora is not None and importlib.util.find_spec("peft") is None:
-        reason, fix = "peft, which adds adapters to models, is not installed", "pip install peft"
+        reason = "peft, which adds adapters to models, is not installed"
+        fix = "pip install peft"
         problems.append(Problem("package-missing", reason, fix, "training.lora"))
     problems += _compile_problems(config.training.compile, device)
     if problems:

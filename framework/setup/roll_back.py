@@ -35,7 +35,8 @@ def train(run: OpenRun) -> Outcome:
 def _go_back(run: OpenRun, found: RolledBack) -> None:
     """Load the checkpoint, note what is left out, and set aside what was saved since. Collective."""
     run.began = time.monotonic()
-    bad, asked = found.bad, run.prepared.plan.config.training.bad_steps
+    bad = found.bad
+    asked = run.prepared.plan.config.training.bad_steps
     assert asked is not None
     run.checkpointer.finish()
     start = _choose(run, bad.step, before=bad.step - asked.roll_back_steps)
@@ -47,7 +48,8 @@ def _go_back(run: OpenRun, found: RolledBack) -> None:
     run.left_out.add([window])
     run.best.found = None
     run.load(start)
-    run.start, run.outcome = start, Outcome(step=start.step)
+    run.start = start
+    run.outcome = Outcome(step=start.step)
 
     def note() -> None:
         """Without the event a run that is resumed meets the same step, and goes back again."""

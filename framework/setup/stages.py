@@ -163,8 +163,10 @@ def cut_as_saved(model: CutModel, plan: Plan, manifest: Mapping[str, Any]) -> Cu
     """The same model, cut as a checkpoint says that its run was by measurement; None where it had other layers or
     stages.
     """
-    saved, parallel = manifest.get("pipeline") or {}, plan.config.parallel
-    bounds, layers = saved.get("bounds"), [layer.name for layer in model.table.layers]
+    saved = manifest.get("pipeline") or {}
+    parallel = plan.config.parallel
+    bounds = saved.get("bounds")
+    layers = [layer.name for layer in model.table.layers]
     was_measured = manifest["config"].get("parallel", {}).get("partition") == parallel.partition
     if not was_measured or saved.get("layers") != layers or not isinstance(bounds, list):
         return None
@@ -263,11 +265,15 @@ def describe(asked: Mapping[str, Any]) -> dict[str, Any]:
         ``lines`` and ``pipeline`` of the table; or ``missing``, what this machine lacks to know it; or ``problems``,
         why it cannot be cut. Problems as plain values.
     """
-    config, cluster = config_from_values(asked["config"]), Cluster(**asked["cluster"])
+    config = config_from_values(asked["config"])
+    cluster = Cluster(**asked["cluster"])
     try:
         parts = gather_parts(config, Objects())
     except ConfigError as error:
-        reported = "problems" if any(problem.kind in _WRONG_ANYWHERE for problem in error.problems) else "missing"
+        if any(problem.kind in _WRONG_ANYWHERE for problem in error.problems):
+            reported = "problems"
+        else:
+            reported = "missing"
         return {reported: [problem.to_dict() for problem in error.problems]}
     try:
         table = cut_model(make_plan(config, cluster, num_train_samples=parts.splits.num_train), parts).table

@@ -53,7 +53,8 @@ class Kept:
     """Parts that a checkpoint holds beside the engine's state."""
 
     def __init__(self, places: StreamPlaces, *others: _HasState) -> None:
-        self._places, self._others = places, others
+        self._places = places
+        self._others = others
 
     def state(self, step: int) -> dict[str, Any]:
         """Gather it for the checkpoint of a step. Collective."""
@@ -111,7 +112,10 @@ def agreed_weights(prepared: Prepared, start: SavedCheckpoint | None, *, average
     of = prepared.weights
     if not isinstance(of, SavedCheckpoint):
         return prepared
-    damage = _verification().verify(of, on_every_host=True) if of.verified else of.damage()
+    if of.verified:
+        damage = _verification().verify(of, on_every_host=True)
+    else:
+        damage = of.damage()
     error = None
     try:
         weights = checkpoint_weights(of, average=average, damage=damage)
@@ -172,14 +176,16 @@ def measure_cut(prepared: Prepared, start: SavedCheckpoint | None) -> Prepared:
 
     A run that goes on is cut as it was: no two measurements are the same, and another cut would be a move.
     """
-    plan, cut = prepared.plan, prepared.cut
+    plan = prepared.plan
+    cut = prepared.cut
     if cut is None or plan.config.parallel.partition != "measured" or plan.config.parallel.stages is not None:
         return prepared
     if start is not None and (as_saved := cut_as_saved(cut, plan, start.manifest)):
         if rank() == 0:
             print_line("resume: the pipeline is cut as it was measured at the first start")
         return replace(prepared, cut=as_saved)
-    seed, precision = plan.config.run.seed, plan.config.precision
+    seed = plan.config.run.seed
+    precision = plan.config.precision
     seconds = from_rank0(on_rank0(lambda: time_layers(cut.layers, cut.inputs, seed=seed, precision=precision)))
     return replace(prepared, cut=cut_by_time(cut, plan, seconds))
 
@@ -196,7 +202,8 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
 
     Returns its generation, for hosts that may still see another folder of its name.
     """
-    config, plan = prepared.plan.config, prepared.plan
+    config = prepared.plan.config
+    plan = prepared.plan
     if start is not None:
         described = prepared.description()
         check_movable(start, description=described)
@@ -230,10 +237,12 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
         plan=plan.to_dict() | ({"pipeline": pipeline} if pipeline else {}),
         environment=describe_environment(),
     )
-    if tokenizer := getattr(prepared.parts.splits.train, "tokenizer", None):
+    tokenizer = getattr(prepared.parts.splits.train, "tokenizer", None)
+    if tokenizer:
         tokenizer.save_pretrained(folder.path / KEPT_TOKENIZER)
         for split in vars(prepared.parts.splits).values():
-            if stated := getattr(split, "stated", ""):
+            stated = getattr(split, "stated", "")
+            if stated:
                 print_line(stated)
     elif tokens := getattr(config.data, "path", None):
         keep_tokenizer(tokens, folder.path)
@@ -249,7 +258,8 @@ def _report_resume(start: SavedCheckpoint | None, plan: Plan, folder: RunFolder)
     print_line(f"resume: {'auto: ' if plan.config.checkpoint.resume == 'auto' else ''}from {start.path}")
     for change in describe_changes(start, config=plan.config.to_dict()):
         print_line(f"resume: changed since the save, and applied: {change}")
-    if versions := describe_versions(start, versions=describe_environment()["versions"]):
+    versions = describe_versions(start, versions=describe_environment()["versions"])
+    if versions:
         print_line(
             f"note: other releases wrote this checkpoint ({versions}); an unbroken run may differ in the last bits"
         )
@@ -259,7 +269,9 @@ def _report_resume(start: SavedCheckpoint | None, plan: Plan, folder: RunFolder)
 
 def _changed_schedule(start: SavedCheckpoint, plan: Plan) -> Iterator[str]:
     """A run that is made longer stretches a schedule that ends with it: allowed, but never silently."""
-    scheduler, before, now = plan.config.scheduler, start.manifest.get("total_steps"), plan.length.total_steps
+    scheduler = plan.config.scheduler
+    before = start.manifest.get("total_steps")
+    now = plan.length.total_steps
     ends_with_run = "total_steps" in type(scheduler).model_fields and getattr(scheduler, "total_steps", None) is None
     if ends_with_run and before is not None and before != now:
         yield (
@@ -277,7 +289,8 @@ def describe_frozen(engine: Engine, config: RunConfig) -> dict[str, Any]:
 
 def steps_left_out(folder: RunFolder, start: SavedCheckpoint | None, config: RunConfig) -> LeftOut:
     """Know the roll backs of a run from its events: a checkpoint from before one holds nothing of it. Collective."""
-    left_out, own = LeftOut(), folder.checkpoints.resolve()
+    left_out = LeftOut()
+    own = folder.checkpoints.resolve()
     if config.training.bad_steps is not None and start is not None and start.folder.resolve() == own:
         left_out.add(from_rank0(on_rank0(lambda: noted_windows(folder.events))))
     return left_out

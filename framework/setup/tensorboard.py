@@ -21,7 +21,9 @@ from framework.train.monitors.tensorboard_events import Histogram, Image, Shown,
 
 _CHUNK: Final = 2**22  # elements at once: their buckets take 8 bytes each
 _GROWTH: Final = 1.1  # of an edge to the next, as TensorBoard draws them
-_SMALLEST, _NUM_EDGES = 1e-10, 340  # up to about 1e4
+# up to about 1e4
+_SMALLEST = 1e-10
+_NUM_EDGES = 340
 _SHOWN_TOKENS: Final = 64
 
 
@@ -37,7 +39,8 @@ def weight_histograms(module: torch.nn.Module, plan: Plan) -> list[Shown]:
 
     Waits for the device. Sent between ranks: 700 counts for each weight.
     """
-    is_spread, counts = plan.config.zero.stage == 3, {}
+    is_spread = plan.config.zero.stage == 3
+    counts = {}
     if is_spread or plan.layout.data_parallel_rank(rank()) < plan.layout.expert_size:
         for name, weight in module.named_parameters():
             counts[name] = _count(_own_share(weight) if is_spread else weight.detach())
@@ -63,15 +66,23 @@ def _own_share(weight: Any) -> Tensor:
 
 def _count(values: Tensor) -> Histogram:
     counts = torch.zeros(2 * _NUM_EDGES + 2, dtype=torch.int64)
-    edges, flat = _edges().to(values.device), values.flatten()
-    low, high, total, squares, num = float("inf"), float("-inf"), 0.0, 0.0, 0
+    edges = _edges().to(values.device)
+    flat = values.flatten()
+    low = float("inf")
+    high = float("-inf")
+    total = 0.0
+    squares = 0.0
+    num = 0
     for first in range(0, flat.numel(), _CHUNK):
         part = flat[first : first + _CHUNK].float()
         part = part[part.isfinite()]
         if part.numel():
             counts += torch.bincount(torch.bucketize(part, edges), minlength=counts.numel()).cpu()
-            low, high, num = min(low, part.min().item()), max(high, part.max().item()), num + part.numel()
-            total, squares = total + part.double().sum().item(), squares + part.double().square().sum().item()
+            low = min(low, part.min().item())
+            high = max(high, part.max().item())
+            num = num + part.numel()
+            total = total + part.double().sum().item()
+            squares = squares + part.double().square().sum().item()
     limits = [*_edges().tolist(), 1.8e308]
     filled = counts.nonzero().flatten().tolist()
     return Histogram("", low, high, num, total, squares, {limits[n]: int(counts[n]) for n in filled})
@@ -90,12 +101,19 @@ class SampleWatch:
         *,
         step: Callable[[], int] | None = None,
     ) -> None:
-        self._show, self._folder, self._count, self._step = show, folder, count, step
-        self._has_failed, self._shown_at = False, -1
+        self._show = show
+        self._folder = folder
+        self._count = count
+        self._step = step
+        self._has_failed = False
+        self._shown_at = -1
 
     def __call__(self, inputs: Any, targets: Any, outputs: Any) -> None:
         """Take one batch and what the model made of it."""
-        step = self._shown_at + 1 if self._step is None else self._step()
+        if self._step is None:
+            step = self._shown_at + 1
+        else:
+            step = self._step()
         if self._has_failed or step == self._shown_at:
             return
         self._shown_at = step
@@ -111,7 +129,9 @@ class SampleWatch:
     @cache  # noqa: B019 - lives as long as the run
     def _tokenizer(self) -> Any:
         kept = self._folder / KEPT_TOKENIZER / TOKENIZER_FILE
-        return load_tokenizer(str(kept)) if kept.is_file() else ByteTokenizer()
+        if kept.is_file():
+            return load_tokenizer(str(kept))
+        return ByteTokenizer()
 
 
 def samples(
@@ -123,10 +143,14 @@ def samples(
     Raises:
         ValueError: the task's batches are of another kind.
     """
-    first, logits, wanted = _first_tensor(inputs), _first_tensor(outputs), _first_tensor(targets)
+    first = _first_tensor(inputs)
+    logits = _first_tensor(outputs)
+    wanted = _first_tensor(targets)
     if first is None or logits is None or wanted is None:
         raise ValueError("inputs, targets or outputs hold no tensor")
-    first, wanted, chosen = first[:count].cpu(), wanted[:count].cpu(), logits[:count].argmax(-1).cpu()
+    first = first[:count].cpu()
+    wanted = wanted[:count].cpu()
+    chosen = logits[:count].argmax(-1).cpu()
     if first.ndim == 4 and first.shape[1] in (1, 3) and logits.ndim == 2:
         for number, image in enumerate(first.float()):
             yield Image(f"samples/{number}", image.shape[1], image.shape[2], png(image))
@@ -166,7 +190,8 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def png(image: Tensor) -> bytes:
     """PNG of floats (1 or 3, height, width), stretched from their least to their largest value."""
-    low, high = image.min(), image.max()
+    low = image.min()
+    high = image.max()
     whole = ((image - low) / (high - low).clamp(min=1e-12) * 255).byte()
     lines = b"".join(b"\0" + bytes(line.flatten().tolist()) for line in whole.permute(1, 2, 0))
     header = struct.pack(">IIBBBBB", image.shape[2], image.shape[1], 8, 2 if image.shape[0] == 3 else 0, 0, 0, 0)

@@ -65,7 +65,8 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, known: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.records = [_Record("inputs")]
-        self.current, self.way = self.records[0], "forward"
+        self.current = self.records[0]
+        self.way = "forward"
         self.first: list[Any] = []  # an edge of the graph: the tensor itself would be kept alive
         self._own = {tensor.untyped_storage()._cdata for tensor in known}
         self._live: set[int] = set()
@@ -87,7 +88,8 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        number, size = storage._cdata, storage.nbytes()
+        number = storage._cdata
+        size = storage.nbytes()
         if number in self._live or number in self._own:
             return
         self._live.add(number)
@@ -111,7 +113,8 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         count = flop_registry.get(func._overloadpacket)
-        reads, tensors = _tensors((args, kwargs)), _tensors(made)
+        reads = _tensors((args, kwargs))
+        tensors = _tensors(made)
         if self.way == "forward" and count is not None:
             is_causal = args[4:5] == (True,)  # of the fused attention of processors; no other has a truth value there
             self.count(int(count(*args, **(kwargs or {}), out_val=made)), args[0].shape[-2] if is_causal else 0)
@@ -139,7 +142,10 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         is_alike = query.shape[-1] == value.shape[-1]
-        made = torch.empty_like(query) if is_alike else query.new_empty(*query.shape[:-1], value.shape[-1])
+        if is_alike:
+            made = torch.empty_like(query)
+        else:
+            made = query.new_empty(*query.shape[:-1], value.shape[-1])
         ctx.save_for_backward(query, key, value, made, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return made
 
@@ -265,7 +271,9 @@ def _nothing_drawn() -> Iterator[None]:
 def _num_tokens(inputs: Any) -> int | None:
     """Elements of the first input, where it is of whole numbers."""
     first = next(iter(_tensors(inputs)), None)
-    return None if first is None or first.is_floating_point() else first.numel()
+    if first is None or first.is_floating_point():
+        return None
+    return first.numel()
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
@@ -318,7 +326,8 @@ def _watch(ledger: _Ledger, name: str, module: nn.Module) -> Iterator[Any]:
     def after(module: nn.Module, args: Any, kwargs: Any, made: Any) -> None:
         record = ledger.current
         record.figures["input"] = sum(_bytes(each) for each in record.unsaved if ledger.has_saved(each))
-        record.unsaved, tensors = [], _tensors(made)
+        record.unsaved = []
+        tensors = _tensors(made)
         record.figures["output"] = sum(map(_bytes, tensors))
         for tensor in tensors:
             if tensor.requires_grad:
@@ -346,11 +355,20 @@ def _parts(ledger: _Ledger, model: nn.Module) -> Iterator[Part]:
     for number, record in enumerate(ledger.records):
         if not number and not sum(record.figures.values()) and {*map(id, model.parameters())} <= within:
             continue  # nothing stands before the first part
-        own = [id(weight) for weight in record.module.parameters()] if record.module else []
-        own = [each for each in own if each in weights] if number else [each for each in weights if each not in within]
+        if record.module:
+            own = [id(weight) for weight in record.module.parameters()]
+        else:
+            own = []
+        if number:
+            own = [each for each in own if each in weights]
+        else:
+            own = [each for each in weights if each not in within]
         shared = [each for each in own if each in first_of]
         saved += record.figures["saved"]
-        name = record.name if not shared or len(shared) < len(own) else f"{record.name}-{number}"
+        if not shared or len(shared) < len(own):
+            name = record.name
+        else:
+            name = f"{record.name}-{number}"
         yield Part(
             name,
             num_params=sum(weights[each] for each in own if each not in first_of),
@@ -379,7 +397,8 @@ def describe(asked: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         ``work`` as plain values, or ``unknown``, the reason why it is not known.
     """
-    config, cluster = config_from_values(asked["config"]), Cluster(**asked["cluster"])
+    config = config_from_values(asked["config"])
+    cluster = Cluster(**asked["cluster"])
     if asked.get("optimizer"):
         try:
             make = optimizer_maker(config)

@@ -42,7 +42,8 @@ def load(
     checkpoint = find_source(str(source), key="load")
     config = RunConfig()
     if model is None or checkpoint.has_adapters:
-        sections, trusted = ("model",) if model is None else (), str(checkpoint.path) if trust else None
+        sections = ("model",) if model is None else ()
+        trusted = str(checkpoint.path) if trust else None
         config = saved_config(checkpoint, *sections, trust=trusted, otherwise="hand over model=...")
     return module_of(checkpoint, config, model, average={"trained": False, "ema": True}[weights])
 
@@ -67,7 +68,9 @@ def module_to_ask(checkpoint: SavedCheckpoint, config: RunConfig, *, average: bo
     for module in model.modules():
         if isinstance(module, Mixture):
             module.shape = module.shape.model_copy(update={"eval_capacity_factor": None})
-    return model.cuda(int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else model
+    if torch.cuda.is_available():
+        return model.cuda(int(os.environ.get("LOCAL_RANK", "0")))
+    return model
 
 
 def find_source(path: str, *, allow_unverified: bool = False, key: str = KEY) -> SavedCheckpoint:
@@ -95,7 +98,8 @@ def saved_config(
     Raises:
         ConfigError: at `key`, of `kind` or ``target-not-trusted``; `otherwise` is what can be done instead.
     """
-    refused, lost = partial(ConfigError.of, key=key, file=str(checkpoint.path)), kind or "object-not-given"
+    refused = partial(ConfigError.of, key=key, file=str(checkpoint.path))
+    lost = kind or "object-not-given"
     if not checkpoint.verified:
         raise refused(kind or UNVERIFIED, "without a manifest nothing in it says what model it is of", otherwise)
     try:
@@ -105,7 +109,8 @@ def saved_config(
         raise refused(lost, reason, f"use the release that wrote it, or {otherwise}") from None
     places = [place.resolve() for place in (checkpoint.path, checkpoint.folder, checkpoint.folder.absolute().parent)]
     for name in sections:
-        if isinstance(section := getattr(config, name), Object):
+        section = getattr(config, name)
+        if isinstance(section, Object):
             reason = f"{section.object} was handed over from Python, and nobody can ask it here"
             raise refused(lost, reason, f"name it in the config ({name}.target), or {otherwise}")
         if isinstance(section, Target) and (trust is None or Path(trust).resolve() not in places):

@@ -48,7 +48,9 @@ def savable(optimizer: torch.optim.Optimizer, *, key: str, value: str) -> torch.
 def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
-    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return value
 
 
 def _comes_back(value: Any) -> bool:
@@ -73,13 +75,16 @@ def check_schedule(make: MakeSchedule, optimizer: torch.optim.Optimizer, *, key:
     try:
         schedule = make(optimizer)
     except (Exception, SystemExit) as error:
-        reason, fix = f"calling it with an optimizer failed: {in_one_line(error)}", "check its arguments and the code"
+        reason = f"calling it with an optimizer failed: {in_one_line(error)}"
+        fix = "check its arguments and the code"
         raise ConfigError.of("schedule-target-result", reason, fix, key, value) from error
     fix = "return what has torch's LRScheduler as a base, or step(), get_last_lr(), state_dict() and load_state_dict()"
-    if missing := [name for name in _OF_SCHEDULES if not callable(getattr(schedule, name, None))]:
+    missing = [name for name in _OF_SCHEDULES if not callable(getattr(schedule, name, None))]
+    if missing:
         reason = f"it returned {type_name(schedule)}, which has no {missing[0]}()"
     elif isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        reason, fix = "its step needs a metric", "use the callback reduce_on_plateau"
+        reason = "its step needs a metric"
+        fix = "use the callback reduce_on_plateau"
     elif not _comes_back(schedule.state_dict()):
         reason = "its state_dict() holds what no checkpoint could give back"
         fix = "keep only numbers, text, tensors and lists of them there"

@@ -77,7 +77,9 @@ def option(
 
 def flags_of(each: Field[Any]) -> tuple[str, ...]:
     """The names of the option that a field is; none: it is not one."""
-    return (each.metadata["names"] or (f"--{each.name}",)) if each.metadata else ()
+    if each.metadata:
+        return each.metadata["names"] or (f"--{each.name}",)
+    return ()
 
 
 def add_options(

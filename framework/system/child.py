@@ -29,7 +29,8 @@ class Channel:
     """One end of a pair of sockets between two processes: each message is a line of JSON."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._end, self._read = end, b""
+        self._end = end
+        self._read = b""
         self._poll = select.poll()  # `select.select` refuses descriptors above 1023, of which a rank may have many
         self._poll.register(end, select.POLLIN)
 
@@ -105,7 +106,9 @@ class Child(Channel):
         """Return how it ended, as the rest of a sentence."""
         with suppress(subprocess.TimeoutExpired):
             code = self._process.wait(_END_SECONDS)
-            return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            if code < 0:
+                return f"was killed by signal {-code}"
+            return f"ended with code {code}"
         return "has closed its channel"
 
 

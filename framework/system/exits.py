@@ -59,7 +59,8 @@ def _is_known(hook: Any) -> bool:
     """Python's, or torch's around that or around ours: torch keeps the hook that it found, perhaps the script's own."""
     is_torchs = False
     while getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":
-        is_torchs, hook = True, inspect.getclosurevars(hook).nonlocals.get("old_hook")
+        is_torchs = True
+        hook = inspect.getclosurevars(hook).nonlocals.get("old_hook")
     return hook is sys.__excepthook__ or (is_torchs and isinstance(hook, _Hook))
 
 
@@ -163,4 +164,6 @@ def exited(end: SystemExit) -> TrainingError:
 def _place(end: SystemExit) -> str:
     frames = traceback.extract_tb(end.__traceback__)
     callers = [frame for frame in frames if not _EXITS.search(frame.filename)] or frames
-    return f"{callers[-1].filename}:{callers[-1].lineno}" if callers else "a part of the run"
+    if callers:
+        return f"{callers[-1].filename}:{callers[-1].lineno}"
+    return "a part of the run"

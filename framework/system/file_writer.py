@@ -36,7 +36,8 @@ class _Writer:
         if thread is None or thread is current_thread() or not thread.is_alive():  # as in a process that was forked
             write()
             return
-        was_late, self._newest = not self._newest.done(), (done := Future[None]())
+        was_late = not self._newest.done()
+        self._newest = (done := Future[None]())
         self._writes.put((write, done))
         if settles or self._writes.qsize() > _LONGEST_QUEUE:
             done.result()

@@ -44,7 +44,8 @@ class NewFile:
 
     def __init__(self, path: Path) -> None:
         self._descriptor = _create(path)
-        self._hash, self._num_bytes = hashlib.sha256(), 0
+        self._hash = hashlib.sha256()
+        self._num_bytes = 0
 
     def write(self, data: bytes | memoryview) -> int:
         """Append; returns the number of bytes."""
@@ -101,7 +102,8 @@ def digest_of(data: memoryview) -> str:
 
 def hash_file(path: Path, *, on_read: Callable[[int], None] = lambda _: None) -> FileRecord:
     """Size and SHA-256 of a file; `on_read` is told of the bytes so far."""
-    digest, num_bytes = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    num_bytes = 0
     with path.open("rb") as stream:
         while block := stream.read(_HASH_BLOCK):
             digest.update(block)

@@ -102,7 +102,11 @@ def made_once_on_host(subject: str, make: Callable[[], object]) -> HostValue:
         subject: tells apart the values that ranks make.
         make: returns a picklable value, the same on each of the host's ranks; where it raises, all of them do.
     """
-    file = _locked(subject) if (num_ranks := _num_ranks()) > 1 else None
+    num_ranks = _num_ranks()
+    if num_ranks > 1:
+        file = _locked(subject)
+    else:
+        file = None
     if file is None:
         return HostValue.of(make())
     failed = None
@@ -114,7 +118,8 @@ def made_once_on_host(subject: str, make: Callable[[], object]) -> HostValue:
             try:
                 found = HostValue.of(make())
             except Exception as error:
-                failed, found = error, HostValue.of(error)
+                failed = error
+                found = HostValue.of(error)
         with suppress(OSError, ValueError):  # where the disk is full, the others make it themselves
             file.truncate(0)
             file.write(b"%s\n%d" % (found.address, int(num_taken) + 1))

@@ -158,7 +158,10 @@ def _rank_of(environment: Mapping[str, str], launcher: str, sources: Mapping[str
     values: dict[str, int] = {}
     for name, variable in sources.items():
         text = environment[variable]
-        least = 1 if name.endswith("SIZE") else 0
+        if name.endswith("SIZE"):
+            least = 1
+        else:
+            least = 0
         if not (text.isascii() and text.isdecimal() and least <= int(text) < _LARGEST):
             raise ConfigError.of(KIND, f"no number that can be {name}", "leave it to the launcher", variable, text)
         values[name] = int(text)
@@ -186,7 +189,9 @@ def _slurm_local_size(environment: Mapping[str, str], size: int) -> dict[str, in
     counts = {int(tasks) for tasks, _ in _TASKS.findall(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))}
     if len(counts) == 1:
         return {"LOCAL_WORLD_SIZE": counts.pop()}
-    return {} if counts or environment.get("SLURM_STEP_NUM_NODES") != "1" else {"LOCAL_WORLD_SIZE": size}
+    if counts or environment.get("SLURM_STEP_NUM_NODES") != "1":
+        return {}
+    return {"LOCAL_WORLD_SIZE": size}
 
 
 def _contradictions(environment: Mapping[str, str], found: LauncherRank) -> Iterator[Problem]:
@@ -204,7 +209,8 @@ def _missing(environment: Mapping[str, str], found: LauncherRank) -> Iterator[Pr
     def problem(key: str, reason: str, fix: str) -> Problem:
         return Problem(KIND, f"{found.launcher} started {found.size} processes, and {reason}", fix, key=key)
 
-    rank, local_rank = found.values["RANK"], found.values.get("LOCAL_RANK", environment.get("LOCAL_RANK"))
+    rank = found.values["RANK"]
+    local_rank = found.values.get("LOCAL_RANK", environment.get("LOCAL_RANK"))
     local_size = found.values.get("LOCAL_WORLD_SIZE")
     if rank >= found.size:
         yield problem("RANK", f"this one is number {rank}", "start the ranks by torchrun or `launch`")

@@ -93,7 +93,10 @@ def require(wanted: int, what: str, *, fix: str = "") -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    if hard == resource.RLIM_INFINITY:
+        allowed = wanted
+    else:
+        allowed = min(hard, wanted)
     if allowed > soft:
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

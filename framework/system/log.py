@@ -26,7 +26,9 @@ _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 # For the log alone; errors also on ranks that leave it to another one to tell them.
-note, note_warning, note_error = _LOGGER.info, _LOGGER.warning, _LOGGER.error
+note = _LOGGER.info
+note_warning = _LOGGER.warning
+note_error = _LOGGER.error
 
 
 def print_line(line: str = "") -> None:
@@ -81,7 +83,8 @@ def _reported(error: Exception) -> str:
     """Its text where that was written for a user, with what lies behind it; for others the traceback."""
     if not isinstance(error, FrameworkError):
         return traceback.format_exc().rstrip()
-    reported, cause = [str(error)], error.__cause__
+    reported = [str(error)]
+    cause = error.__cause__
     while isinstance(cause, FrameworkError):  # of a data loader's worker: its text is the worker's traceback
         reported += [str(cause)] if str(cause) not in reported else []
         cause = cause.__cause__

@@ -16,7 +16,9 @@ _SECRET: Final = re.compile(
 
 def masked(key: object, value: Any) -> Any:
     """The value of a key such as ``comet.api_key``, for a log: of a secret nothing but that there is one."""
-    return "***" if value and _SECRET.search(str(key).rpartition(".")[2]) else value
+    if value and _SECRET.search(str(key).rpartition(".")[2]):
+        return "***"
+    return value
 
 
 def visible(text: str, *, keeps: str = "\n\t") -> str:

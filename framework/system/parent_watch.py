@@ -63,7 +63,10 @@ def watch_parent(
     Raises:
         ConfigError: ``DSF_AGENT`` cannot be read.
     """
-    parent = os.getppid() if "LOCAL_RANK" in environment else None
+    if "LOCAL_RANK" in environment:
+        parent = os.getppid()
+    else:
+        parent = None
     agent = _agent(environment)
     if parent is None and agent is None:
         return
@@ -104,7 +107,8 @@ def _agent(environment: Mapping[str, str]) -> str | None:
         return None
     pid, colon, started = text.partition(":")
     if not (pid.isdecimal() and int(pid) and colon and (started.isdecimal() or not started)):
-        reason, fix = "not <process id>:<start time>", "leave the variable to the launcher"
+        reason = "not <process id>:<start time>"
+        fix = "leave the variable to the launcher"
         raise ConfigError.of("agent-not-named", reason, fix, key=AGENT_VARIABLE, value=text)
     return text
 
@@ -133,7 +137,8 @@ def report_asked(name: str) -> None:
 
 
 def _report(text: str) -> None:
-    number, agent = os.environ.get(REPORT_VARIABLE, ""), os.environ.get(AGENT_VARIABLE)
+    number = os.environ.get(REPORT_VARIABLE, "")
+    agent = os.environ.get(AGENT_VARIABLE)
     with suppress(OSError):
         if number.isdecimal() and identity(os.getppid()) == agent and stat.S_ISFIFO(os.fstat(int(number)).st_mode):
             line = f"{os.environ.get('RANK', '0')}\t{text}\n"

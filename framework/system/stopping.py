@@ -91,7 +91,8 @@ class StopRequest:
     """Request to stop this process, and the signal that brought it; `began` is when this start did."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self.began = clock, clock()
+        self._clock = clock
+        self.began = clock()
         self._lock = threading.RLock()  # a handler may run in the thread that holds it
         self._phase: Literal["before", "training", "over", "failed"] = "before"
         self._insistence = Insistence()
@@ -111,7 +112,9 @@ class StopRequest:
     @property
     def signal(self) -> str:
         """Name of the first signal, ``SIGTERM``; empty when nobody asked."""
-        return signal.Signals(self._number).name if self._number is not None else ""
+        if self._number is not None:
+            return signal.Signals(self._number).name
+        return ""
 
     @property
     def is_over(self) -> bool:
@@ -171,7 +174,8 @@ class StopRequest:
 
     def _act(self, number: int) -> None:
         with self._lock:  # so that nobody goes on to train when the decision to end has been made
-            verdict, name = self.receive(number), signal.Signals(number).name
+            verdict = self.receive(number)
+            name = signal.Signals(number).name
             if verdict == "nothing to save":
                 _end(EXIT_STOPPED, f"{name}: stopped before the first step: nothing new to save [stopped]")
             if verdict == "now":
@@ -255,7 +259,9 @@ def _end(code: int, line: str) -> NoReturn:
 
 
 def _rank() -> str:
-    return f"rank {os.environ.get('RANK', '0')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        return f"rank {os.environ.get('RANK', '0')}: "
+    return ""
 
 
 _held = threading.local()

@@ -43,9 +43,16 @@ def waiting(what: str, *, usually: str = "", limit_seconds: float | None = None)
 
 
 def _speak(done: threading.Event, what: str, usually: str, limit_seconds: float | None, waits: int) -> None:
-    began, wait = time.time(), _FIRST_SECONDS
-    until = f", until {_clock(began + limit_seconds)}" if limit_seconds is not None else ""
-    expected = f" (usually {usually})" if usually else ""
+    began = time.time()
+    wait = _FIRST_SECONDS
+    if limit_seconds is not None:
+        until = f", until {_clock(began + limit_seconds)}"
+    else:
+        until = ""
+    if usually:
+        expected = f" (usually {usually})"
+    else:
+        expected = ""
     while not done.wait(wait):
         wait = _AGAIN_SECONDS
         if _open and _open[-1] is done and not is_at_prompt(waits):

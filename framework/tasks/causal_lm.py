@@ -90,7 +90,8 @@ def token_loss(logits: Any, targets: Tensor, *, ignore_index: int, vocabulary: V
     logits = logits_of(logits)
     if isinstance(logits, TiledLoss):
         return Ratio(logits.nats, (targets != ignore_index).sum())
-    logits, targets = logits.flatten(0, -2), targets.flatten()
+    logits = logits.flatten(0, -2)
+    targets = targets.flatten()
     if vocabulary is None:
         return class_loss(logits, targets, ignore_index=ignore_index)
     nats = vocabulary.nats(logits, targets, ignore_index=ignore_index)
@@ -106,17 +107,23 @@ def token_sums(
     Returns:
         Cross-entropy in nats, number of right guesses, number of positions: 0-d float64, on the logits' device.
     """
-    logits, targets = logits_of(logits), targets.flatten()
+    logits = logits_of(logits)
+    targets = targets.flatten()
     is_done = isinstance(logits, TiledLoss)
-    logits = logits if is_done else logits.flatten(0, -2)
     if is_done:
-        nats, guesses = logits.nats, logits.guesses.flatten()
+        logits = logits
+    else:
+        logits = logits.flatten(0, -2)
+    if is_done:
+        nats = logits.nats
+        guesses = logits.guesses.flatten()
     elif vocabulary is None:
         nats = cross_entropy(logits.float(), targets, ignore_index=ignore_index, reduction="none")
         guesses = logits.argmax(dim=-1)
     else:
         nats = vocabulary.nats(logits, targets, ignore_index=ignore_index)
         guesses = vocabulary.guesses(logits)
-    nats, counts = nats.detach().double().sum(), targets != ignore_index
+    nats = nats.detach().double().sum()
+    counts = targets != ignore_index
     correct = (guesses == targets).logical_and(counts).double().sum()
     return nats, correct, counts.double().sum()

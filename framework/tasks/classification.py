@@ -24,7 +24,8 @@ class Classification(Task):
 
         Smoothing applies to training only: the measured loss is the plain cross-entropy, comparable between runs.
         """
-        self.label_smoothing, self.ignore_index = label_smoothing, ignore_index
+        self.label_smoothing = label_smoothing
+        self.ignore_index = ignore_index
 
     def loss(self, outputs: Any, targets: Tensor) -> Ratio:
         """Cross-entropy in nats per sample, with label smoothing."""

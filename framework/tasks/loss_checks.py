@@ -45,7 +45,10 @@ def refuse_without_graph(loss: Any, outputs: Any = None, *, key: str = "task") -
         reason = f"the model's outputs depend on no weight that is trained; {causes} in forward() end the graph"
         fix = "remove what ends it, or let weights be trained that the outputs depend on"
         raise ConfigError.of("loss-without-graph", reason, fix, "model")
-    where = "between the model's outputs and the loss" if leaves else "on the way to it"
+    if leaves:
+        where = "between the model's outputs and the loss"
+    else:
+        where = "on the way to it"
     reason = f"no gradient can be computed of the loss; {causes} {where} end its graph"
     fix = "compute it from the outputs by operations that have a gradient, such as a cross-entropy of logits"
     raise ConfigError.of("loss-without-graph", reason, fix, key)
@@ -74,8 +77,14 @@ def refuse_summed(loss: Any, *, key: str) -> None:
     Raises:
         ConfigError: kind ``task-loss-result``.
     """
-    options = loss.keywords if isinstance(loss, partial) else {}
-    inner = loss.func if isinstance(loss, partial) else loss
+    if isinstance(loss, partial):
+        options = loss.keywords
+    else:
+        options = {}
+    if isinstance(loss, partial):
+        inner = loss.func
+    else:
+        inner = loss
     if "sum" in (options.get("reduction"), getattr(inner, "reduction", None)):
         raise refusal(key, 'reduction="sum"')
 
@@ -91,7 +100,10 @@ def is_sum(loss_of: Callable[[Any, Any], Any], loss: Tensor, outputs: Any, targe
     Waits for the device where the graph of the loss ends in a sum.
     """
     leaves = [leaf for leaf in tree_leaves(targets) if isinstance(leaf, Tensor)]
-    size = len(leaves[0]) if leaves and leaves[0].ndim else 0
+    if leaves and leaves[0].ndim:
+        size = len(leaves[0])
+    else:
+        size = 0
     if size < 2 or not _ends_in_sum(loss.grad_fn, size, _DEEPEST):
         return False
     devices = [loss.device] if loss.device.type == "cuda" else []
@@ -117,7 +129,8 @@ def _ends_in_sum(node: Any, size: int, depth: int) -> bool:
     """
     if node is None or not depth:
         return False
-    name, inner = _name(node), [before for before, _ in node.next_functions]
+    name = _name(node)
+    inner = [before for before, _ in node.next_functions]
     if name in _SUMS or getattr(node, "_saved_reduction", None) == _SUM:
         return True
     if name in _ADDED:
@@ -155,7 +168,10 @@ def _is_large(node: Any, size: int) -> bool:
         constant = float(constant)
     if not isinstance(constant, (int, float)) or not constant:
         return False
-    factor = constant if _name(node) == "Mul" else 1 / constant
+    if _name(node) == "Mul":
+        factor = constant
+    else:
+        factor = 1 / constant
     return abs(factor) * size > 1.5
 
 
@@ -164,6 +180,8 @@ def _part(value: Any, rows: slice, size: int) -> Any:
 
     def part(leaf: Any) -> Any:
         is_batch = isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size
-        return leaf.detach()[rows] if is_batch else leaf
+        if is_batch:
+            return leaf.detach()[rows]
+        return leaf
 
     return tree_map(part, value)

@@ -38,7 +38,10 @@ class MaskedLM(Task):
             ConfigError: kind ``task-batch``, where the data yields anything else.
         """
         if not isinstance(batch, (tuple, list)) or len(batch) != _NUM_INPUTS + 2:
-            size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+            if isinstance(batch, (tuple, list)):
+                size = f" of {len(batch)}"
+            else:
+                size = ""
             reason = f"the data yields a {type(batch).__name__}{size} per batch, and masked_lm reads {_FIELDS}"
             fix = "set data: {kind: text_pairs}, or yield these five"
             raise ConfigError.of("task-batch", reason, fix, "task", "masked_lm")
@@ -50,7 +53,10 @@ class MaskedLM(Task):
         """
         (ids, types, mask), (labels, nsp_label) = inputs, targets
         shared = positions.of(ids, fill=0), positions.of(types, fill=0), positions.whole(mask, fill=0)
-        own_label = nsp_label if positions.rank == 0 else torch.full_like(nsp_label, self.ignore_index)
+        if positions.rank == 0:
+            own_label = nsp_label
+        else:
+            own_label = torch.full_like(nsp_label, self.ignore_index)
         return shared, (positions.of(labels, fill=self.ignore_index), own_label)
 
     def loss(self, outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) -> tuple[Ratio, Ratio]:

@@ -34,7 +34,9 @@ class ModelLoss(Task):
         """Set the key of the labels, and what the model's loss is a mean over: samples, labels that are not
         `ignore_index`, or those of them that are not first in their row.
         """
-        self.labels, self.mean_over, self.ignore_index = labels, mean_over, ignore_index
+        self.labels = labels
+        self.mean_over = mean_over
+        self.ignore_index = ignore_index
         self._num_looked_at = self._num_padded = 0
 
     def split(self, batch: Any) -> tuple[Any, Any]:
@@ -45,7 +47,10 @@ class ModelLoss(Task):
         """
         if isinstance(batch, Mapping) and isinstance(batch.get(self.labels), Tensor):
             return batch, batch[self.labels]
-        found = f"with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        if isinstance(batch, Mapping):
+            found = f"with {', '.join(map(str, batch))}"
+        else:
+            found = f"a {type(batch).__name__}"
         reason = f"a batch is a mapping with {self.labels}, and the data yields one that is {found}"
         raise ConfigError.of("task-batch", reason, "name the key of the labels", "task.labels", self.labels)
 

@@ -55,8 +55,10 @@ class Positions:
         Raises:
             ConfigError: kind ``sequence-not-divisible``, where there is no such value.
         """
-        length, shape = tensor.shape[dim], list(tensor.shape)
-        if not (missing := -length % self.size):
+        length = tensor.shape[dim]
+        shape = list(tensor.shape)
+        missing = -length % self.size
+        if not missing:
             return tensor
         if fill is None:
             reason = f"sequences of {length} positions cannot be shared evenly"
@@ -85,12 +87,18 @@ class Task(ABC):
         Raises:
             ConfigError: kind ``task-batch``, for anything else: override `split` then.
         """
-        name = next((name for name in _LABELS if name in batch), None) if isinstance(batch, Mapping) else None
+        if isinstance(batch, Mapping):
+            name = next((name for name in _LABELS if name in batch), None)
+        else:
+            name = None
         if name is not None and len(batch) > 1:
             return {key: value for key, value in batch.items() if key != name}, batch[name]
         is_row = isinstance(batch, Sequence) and not isinstance(batch, str | bytes)
         if not is_row or len(batch) < 2:
-            size = f" of {len(batch)}" if is_row else ""
+            if is_row:
+                size = f" of {len(batch)}"
+            else:
+                size = ""
             raise ConfigError.of(
                 "task-batch",
                 f"the data yields a {type(batch).__name__}{size} per batch, and the task can divide only "
@@ -100,7 +108,9 @@ class Task(ABC):
                 "task",
                 self.shown_name(),
             )
-        return (batch[0], batch[1]) if len(batch) == 2 else (tuple(batch[:-1]), batch[-1])
+        if len(batch) == 2:
+            return (batch[0], batch[1])
+        return (tuple(batch[:-1]), batch[-1])
 
     def shown_name(self) -> str:
         """Return the name that problems have for it: that of the function, where it is one."""
@@ -205,7 +215,9 @@ class Task(ABC):
             several sums.
         """
         parts = [value for name, value in metrics.items() if name.startswith("loss_")]
-        return {"loss": sum(parts)} if parts and "loss" not in metrics else {}
+        if parts and "loss" not in metrics:
+            return {"loss": sum(parts)}
+        return {}
 
     def num_samples(self, targets: Any) -> int:
         """Count the samples of a batch, from its targets.
@@ -251,25 +263,36 @@ def as_task(obj: object, *, handed_over: bool = False) -> Task:
     if isinstance(obj, type):
         raise refuse(f"the class {obj.__module__}.{obj.__qualname__} was {was}", f"{give} an instance")
     if not callable(obj):
-        what = "None" if obj is None else f"a {type(obj).__module__}.{type(obj).__qualname__}".replace("builtins.", "")
+        if obj is None:
+            what = "None"
+        else:
+            what = f"a {type(obj).__module__}.{type(obj).__qualname__}".replace("builtins.", "")
         raise refuse(f"{what} was {was}", f"{give} a Task or a callable loss(outputs, targets)")
     if isinstance(obj, nn.Module) and any(True for _ in obj.parameters()):
         reason = f"the loss {type(obj).__qualname__} has parameters, and the optimizer updates the model's only"
         raise refuse(reason, "make it a part of the model", kind="task-loss-parameters")
     refuse_summed(obj, key=key)
     by_class = _class_loss_of(obj)
-    return _CallableTask(obj, key=key) if by_class is None else _ClassLossTask(by_class)
+    if by_class is None:
+        return _CallableTask(obj, key=key)
+    return _ClassLossTask(by_class)
 
 
 def _class_loss_of(obj: object) -> nn.CrossEntropyLoss | nn.NLLLoss | None:
     """torch's loss of classes that a callable is, alone or with options; None where it is another or no mean."""
-    options = obj.keywords if isinstance(obj, partial) and not obj.args else {}
+    if isinstance(obj, partial) and not obj.args:
+        options = obj.keywords
+    else:
+        options = {}
     function = obj.func if isinstance(obj, partial) else obj
     if function is cross_entropy and not options.keys() - {"weight", "ignore_index", "reduction", "label_smoothing"}:
-        function, options = nn.CrossEntropyLoss(**options), {}
+        function = nn.CrossEntropyLoss(**options)
+        options = {}
     # A subclass may compute something else.
     is_mean = type(function) in (nn.CrossEntropyLoss, nn.NLLLoss) and cast(nn.CrossEntropyLoss, function).reduction
-    return cast(nn.CrossEntropyLoss, function) if is_mean == "mean" and not options else None
+    if is_mean == "mean" and not options:
+        return cast(nn.CrossEntropyLoss, function)
+    return None
 
 
 class _ClassLossTask(Task):
@@ -299,16 +322,23 @@ class _ClassLossTask(Task):
 
 class _CallableTask(Task):
     def __init__(self, function: Callable[[Any, Any], Any], *, key: str) -> None:
-        self.function, self._key = function, key
+        self.function = function
+        self._key = key
 
     def shown_name(self) -> str:
-        function = self.function.func if isinstance(self.function, partial) else self.function
+        if isinstance(self.function, partial):
+            function = self.function.func
+        else:
+            function = self.function
         return getattr(function, "__name__", type(function).__name__)
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         loss = self.function(_in_float32(outputs), targets)
         if not isinstance(loss, Tensor) or loss.ndim != 0:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            if isinstance(loss, Tensor):
+                what = f"a tensor of shape {tuple(loss.shape)}"
+            else:
+                what = f"a {type(loss).__name__}"
             reason = f"the loss function returned {what}, not the mean over the batch as a 0-d tensor"
             fix = "return loss.mean(), or leave reduction='none' out"
             raise ConfigError.of("task-loss-result", reason, fix, self._key)
@@ -318,7 +348,9 @@ class _CallableTask(Task):
 def _in_float32(outputs: Any) -> Any:
     """Floating tensors as float32, inside plain tuples, lists and dicts too; objects of other types are left alone."""
     if isinstance(outputs, Tensor):
-        return outputs.float() if outputs.is_floating_point() else outputs
+        if outputs.is_floating_point():
+            return outputs.float()
+        return outputs
     if type(outputs) in (tuple, list):
         return type(outputs)(map(_in_float32, outputs))
     if type(outputs) is dict:

@@ -134,11 +134,17 @@ def read_text(path: Path, *, name: str) -> str:
     try:
         mode = path.stat().st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):  # not even opened: some devices act on that
-            reason = "this is a folder" if stat.S_ISDIR(mode) else "it is a device or a socket, and no file"
+            if stat.S_ISDIR(mode):
+                reason = "this is a folder"
+            else:
+                reason = "it is a device or a socket, and no file"
             raise refuse("config-unreadable", reason, "name a .yaml or .json file" + " in it" * stat.S_ISDIR(mode))
         # Without O_NONBLOCK, opening a pipe waits for its writer, perhaps for ever.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
-            data = _read_pipe(stream.fileno(), refuse) if stat.S_ISFIFO(mode) else stream.read(MAX_BYTES + 1)
+            if stat.S_ISFIFO(mode):
+                data = _read_pipe(stream.fileno(), refuse)
+            else:
+                data = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
         if path.is_symlink():
             raise refuse("config-not-found", "it is a link to a file that is not there", "mend the link") from None
@@ -160,7 +166,9 @@ def read_text(path: Path, *, name: str) -> str:
 
 def _read_pipe(descriptor: int, refuse: Callable[[str, str, str], ConfigError]) -> bytes:
     """All that comes; a writer may open a named pipe a moment after its reader."""
-    data, begin, fix = b"", time.monotonic(), "write the text to a file"
+    data = b""
+    begin = time.monotonic()
+    fix = "write the text to a file"
     while len(data) <= MAX_BYTES:
         waited = time.monotonic() - begin
         try:
@@ -249,7 +257,10 @@ class _NodeReader(Builder):
         text = document.text.removeprefix(BYTE_ORDER_MARK)
         self.offset = len(document.text) - len(text)
         is_json = document.syntax == "json"
-        value = self._json_value(text) if is_json else None
+        if is_json:
+            value = self._json_value(text)
+        else:
+            value = None
         if is_json:  # what PyYAML reads with the same places: no tabs, no halves of UTF-16 pairs
             text = _SURROGATE.sub(r"\\u003f", text.replace("\t", " "))
         try:
@@ -296,7 +307,8 @@ class _NodeReader(Builder):
             num_nodes += isinstance(event, yaml.NodeEvent)
             self.num_values = num_nodes // 2  # a value has at most one key
             self.count(depth, (event.start_mark.line + 1, 0))
-            if tag := getattr(event, "tag", None):
+            tag = getattr(event, "tag", None)
+            if tag:
                 reason = f"the tag {tag.replace('tag:yaml.org,2002:', '!!')} is not allowed"
                 fix = "write a plain value; text may stand in quotes"
                 self.stop("config-syntax", _place(event.start_mark), reason, fix)
@@ -336,9 +348,13 @@ class _NodeReader(Builder):
                 self.add_duplicate(here, place)
                 continue
             self.document.places[here] = place
-            written, value = self._extent(key_node), self._extent(value_node)
+            written = self._extent(key_node)
+            value = self._extent(value_node)
             if path in self.document.spans and value >= written:  # the value of an alias stands before its key
-                comma = _COMMA.match(self.document.text, value[1]) if node.flow_style else None
+                if node.flow_style:
+                    comma = _COMMA.match(self.document.text, value[1])
+                else:
+                    comma = None
                 self.document.spans[here] = Span(written, value, comma.end() - 1 if comma else None)
             values[key] = self._value(value_node, here)
         return values
@@ -352,9 +368,13 @@ def _place(mark: Any) -> tuple[int, int]:
 
 
 def _syntax_error(error: yaml.YAMLError, text: str, *, is_json: bool) -> tuple[tuple[int, int], str, str]:
-    mark, began = getattr(error, "problem_mark", None), getattr(error, "context_mark", None)
+    mark = getattr(error, "problem_mark", None)
+    began = getattr(error, "context_mark", None)
     stated = getattr(error, "problem", None)
-    place = _place(mark) if mark else (0, 0)
+    if mark:
+        place = _place(mark)
+    else:
+        place = (0, 0)
     if is_json:  # valid JSON that PyYAML cannot walk, for example a key of more than 1,024 characters
         reason = f"a layout that cannot be read: {stated or 'an odd character'}"
         return place, reason, "lay it out as `python -m json.tool` does"
@@ -366,7 +386,8 @@ def _syntax_error(error: yaml.YAMLError, text: str, *, is_json: bool) -> tuple[t
     if mark is not None:
         line = dict(enumerate(text.split("\n"))).get(mark.line, "")
         if "\t" in line[: mark.column + 1]:
-            reason, fix = "a tab stands where only spaces may", "indent with spaces"
+            reason = "a tab stands where only spaces may"
+            fix = "indent with spaces"
         elif began is not None and began.line != mark.line:
             reason += f" (in what began in line {began.line + 1})"
     return place, reason, fix
@@ -378,4 +399,6 @@ def _plain(text: str) -> Any:
         return _SPECIAL[text]
     if _INT.match(text):
         return int(text.replace("_", ""))
-    return float(text.replace("_", "")) if _FLOAT.match(text) else text
+    if _FLOAT.match(text):
+        return float(text.replace("_", ""))
+    return text

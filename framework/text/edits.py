@@ -154,7 +154,10 @@ def edited_value(value: Any, edits: Iterable[Edit]) -> Any:
     for path, addition in additions:
         section = value
         for key in path[:-1]:
-            section = section.setdefault(key, {}) if isinstance(section, dict) else section[key]
+            if isinstance(section, dict):
+                section = section.setdefault(key, {})
+            else:
+                section = section[key]
         section[path[-1]] = addition
     for path in sorted(names, key=len, reverse=True):  # the inner ones while their path still leads there
         section = at(value, path)
@@ -178,7 +181,8 @@ def clash(first: Edit, second: Edit) -> bool:
 def unified_diff(before: str, after: str, name: str) -> str:
     """Format the changes as `diff -u` does; characters that would control the terminal are shown as escapes."""
     if before.endswith("\n") and after.endswith("\n"):  # what stands behind the last line end is no line
-        before, after = before[:-1], after[:-1]
+        before = before[:-1]
+        after = after[:-1]
     old, new = ([visible(line.removesuffix("\r"), keeps="\t") for line in text.split("\n")] for text in (before, after))
     return "\n".join(difflib.unified_diff(old, new, name, name, lineterm=""))
 
@@ -192,7 +196,9 @@ def _reads_as(document: Document, text: str, expected: Any) -> bool:
 
 
 def _check_fits(document: Document, edit: Edit) -> None:
-    touched, made, spans = edit.touched, edit.made, document.spans
+    touched = edit.touched
+    made = edit.made
+    spans = document.spans
     fits = touched is None or (
         touched != () and touched in spans and (isinstance(edit, ReplaceValue) or spans[touched].key is not None)
     )

@@ -78,7 +78,8 @@ class _Reader(Builder):
         self._misleading: int | None = None  # the last text without quotes that holds what looks like Hjson
         try:
             if len(text.encode()) > MAX_BYTES:
-                reason, fix = f"more than {MAX_BYTES:,} bytes", "a DeepSpeed config is a few kilobytes of text"
+                reason = f"more than {MAX_BYTES:,} bytes"
+                fix = "a DeepSpeed config is a few kilobytes of text"
                 self.stop("config-too-large", (0, 0), reason, fix)
         except UnicodeEncodeError:
             self.stop("config-not-text", (0, 0), "half of a UTF-16 pair is no text", "save the text as UTF-8")
@@ -141,7 +142,8 @@ class _Reader(Builder):
 
     def _members(self, at: int, path: KeyPath, *, closing: str) -> tuple[dict[str, Any], int]:
         values: dict[str, Any] = {}
-        begin, at = at, self._skip(at)
+        begin = at
+        at = self._skip(at)
         while at < len(self.text):
             if closing and self.text.startswith(closing, at):
                 return values, at + 1
@@ -154,7 +156,8 @@ class _Reader(Builder):
             at = self._skip(at + 1)
             if len(key) > MAX_KEY:
                 self._refuse(key_at, f"a key of {len(key):,} characters", "check the quotes and the colons before it")
-            here, place = (*path, key), self._place(key_at)
+            here = (*path, key)
+            place = self._place(key_at)
             if key not in values:
                 self.document.places[here] = place
             if at == len(self.text):
@@ -173,11 +176,13 @@ class _Reader(Builder):
 
     def _elements(self, at: int, path: KeyPath) -> tuple[list[Any], int]:
         values: list[Any] = []
-        begin, at = at, self._skip(at)
+        begin = at
+        at = self._skip(at)
         while not self.text.startswith("]", at):
             if at == len(self.text):
                 self._refuse_open(begin - 1, "]")
-            here, value_at = (*path, len(values)), at
+            here = (*path, len(values))
+            value_at = at
             self.document.places[here] = self._place(at)
             value, end = self._value(at, here)
             at, comma = self._past_comma(end)
@@ -187,10 +192,13 @@ class _Reader(Builder):
 
     def _past_comma(self, end: int) -> tuple[int, int | None]:
         at = self._skip(end)
-        return (self._skip(at + 1), at) if self.text.startswith(",", at) else (at, None)
+        if self.text.startswith(",", at):
+            return (self._skip(at + 1), at)
+        return (at, None)
 
     def _refuse_open(self, opening: int, closing: str) -> NoReturn:
-        reason, fix = f"the {self.text[opening]} that opens here is never closed", f"add the {closing}"
+        reason = f"the {self.text[opening]} that opens here is never closed"
+        fix = f"add the {closing}"
         if self._misleading is not None:
             word = _match(_FIRST_WORD, self.text, self._misleading)[0]
             if word in _FOREIGN:
@@ -222,11 +230,15 @@ class _Reader(Builder):
         if self.text.startswith(('"', "'"), at):
             return self._quoted(at)
         match = _match(_KEY, self.text, at)
-        written, stop = match[0], self.text[match.end() : match.end() + 1]
+        written = match[0]
+        stop = self.text[match.end() : match.end() + 1]
         if not written:
             self._refuse(at, *_NO_KEY.get(stop, (f"a {stop} where a key belongs", "check the brackets before it")))
         if stop != ":":
-            name = written.split(maxsplit=1)[0] if written.strip() else written
+            if written.strip():
+                name = written.split(maxsplit=1)[0]
+            else:
+                name = written
             self._refuse(at, f"no colon after {show_value(name)}", "write key: value")
         bare = written.rstrip(_BLANKS)
         if any(blank in bare for blank in _BLANKS):
@@ -242,9 +254,11 @@ class _Reader(Builder):
             return self._quoted(at)
         if text[at] in "}],:":
             self._refuse(at, f"a {text[at]} where a value belongs", "write the value, or remove what asks for one")
-        if word := _WORD.match(text, at):
+        word = _WORD.match(text, at)
+        if word:
             return _WORDS[word[1]], at + len(word[0].rstrip(" \t"))
-        if number := _NUMBER.match(text, at):
+        number = _NUMBER.match(text, at)
+        if number:
             return self._number(number), at + len(number[0].rstrip(" \t"))
         written = _match(_LINE, text, at)[0]
         return written.strip(), at + len(written.rstrip(" \t"))
@@ -258,7 +272,9 @@ class _Reader(Builder):
         number = float(written)
         if isinf(number):
             self._refuse(match.start(), "too large for a number", "write a smaller one")
-        return int(number) if number.is_integer() and abs(number) < 1e10 else number
+        if number.is_integer() and abs(number) < 1e10:
+            return int(number)
+        return number
 
     def _quoted(self, begin: int) -> tuple[str, int]:
         text, quote, at = self.text, self.text[begin], begin + 1
@@ -273,7 +289,8 @@ class _Reader(Builder):
             if mark == "\\":
                 part, at = self._escape(at)
             elif mark and mark in "\"'":
-                part, at = mark, at + 1
+                part = mark
+                at = at + 1
             elif mark in ("", "\r", "\n"):
                 self._refuse(begin, "the quotes that begin here do not end on their line", f"add the closing {quote}")
             else:

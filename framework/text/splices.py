@@ -73,10 +73,16 @@ class TextEditor:
     """
 
     def __init__(self, document: Document) -> None:
-        self.text, self.spans, self.root, self.syntax = document.text, document.spans, document.value, document.syntax
+        self.text = document.text
+        self.spans = document.spans
+        self.root = document.value
+        self.syntax = document.syntax
         self.newline = "\r\n" if "\r\n" in self.text else "\n"
         first = next((path for path in self.spans if len(path) == 1), ())
-        self.indent_unit = "  " if self.syntax == "yaml" else self._own_indent(first) or "    "
+        if self.syntax == "yaml":
+            self.indent_unit = "  "
+        else:
+            self.indent_unit = self._own_indent(first) or "    "
         self._splices: list[Splice] = []
         self._sections: dict[KeyPath, _Section] = {}
 
@@ -95,7 +101,11 @@ class TextEditor:
             if start == end or self.text[start] in "|>" or isinstance(old, (dict, list)):
                 raise EditError("a value that has no place of its own")
             keeps = _is_number(value) and isinstance(old, str) and parse_scalar(old.strip()) == value
-            written = old.strip() if keeps else self._json(value, None)  # keeps its digits: 1e-3, not 0.001
+            # keeps its digits: 1e-3, not 0.001
+            if keeps:
+                written = old.strip()
+            else:
+                written = self._json(value, None)
         else:
             written = self._json(value, self._own_indent(path))
         if written[-1] not in '"]}' and self.syntax == "hjson" and not self._ends_number(end):
@@ -113,10 +123,17 @@ class TextEditor:
     def move(self, path: KeyPath, to: KeyPath) -> None:
         """The text of a member, from behind its key, at another place."""
         self.remove(path)
-        span, begin = self.spans[path], self._key(path)[1]
-        end = self._line(path)[1] if self._is_block(path[:-1]) else span.value[1]
+        span = self.spans[path]
+        begin = self._key(path)[1]
+        if self._is_block(path[:-1]):
+            end = self._line(path)[1]
+        else:
+            end = span.value[1]
         has_many_lines = "'''" in self.text[begin:end]
-        inside = [inner for inner in self.spans if inner[: len(path)] == path] if has_many_lines else [path]
+        if has_many_lines:
+            inside = [inner for inner in self.spans if inner[: len(path)] == path]
+        else:
+            inside = [path]
         quoted = [(start - begin, stop - begin, text) for start, stop, text in self._quoted(inside, also_plain=path)]
         tail = spliced(self.text[begin:end], quoted)
         self._add(to, _Value(tail=tail, indent=self._line_indent(span.start)[0]))
@@ -216,7 +233,9 @@ class TextEditor:
     def _separator(self, members: Sequence[KeyPath]) -> str:
         """Return the separator of members on lines of their own: nothing where several stand without commas."""
         is_bare = len(members) > 1 and all(self.spans[path].comma is None for path in members)
-        return "" if is_bare and self._own_indent(members[-1]) is not None else ","
+        if is_bare and self._own_indent(members[-1]) is not None:
+            return ""
+        return ","
 
     def _ends_number(self, at: int) -> bool:
         """Check whether a number may stand before an offset: what follows on the line would otherwise make it text."""
@@ -265,7 +284,9 @@ class TextEditor:
         """The comma that would stand before the closing brace, where none stood before."""
         kept = [path for path in members if path not in removed]
         stays = not kept or members[-1] not in removed or self.spans[members[-1]].comma is not None
-        return [] if stays else _comma(self.spans[kept[-1]])
+        if stays:
+            return []
+        return _comma(self.spans[kept[-1]])
 
     def _deletions(self, cuts: Sequence[tuple[int, int]]) -> list[Splice]:
         """The cuts, joined over the blanks between them, with the line and the blanks that nobody needs afterwards."""
@@ -316,7 +337,8 @@ class TextEditor:
 
     def _append(self, members: Sequence[KeyPath], new: _New) -> list[Splice]:
         """New members behind the last one: on lines of their own where it has one."""
-        last, comma = self.spans[members[-1]], self._separator(members)
+        last = self.spans[members[-1]]
+        comma = self._separator(members)
         is_plain = self._is_plain(members[-1])
         indent = self._own_indent(members[-1])
         if indent is None and is_plain:  # its text goes to the end of the line
@@ -336,7 +358,12 @@ class TextEditor:
 
     def _members(self, new: _New, *, indent: str | None = None, like: Span | None = None, comma: str = ",") -> str:
         key = like.key if like else None
-        quoting = self.text[slice(*key)] if key else _PLAIN if self.syntax == "yaml" else '"'
+        if key:
+            quoting = self.text[slice(*key)]
+        elif self.syntax == "yaml":
+            quoting = _PLAIN
+        else:
+            quoting = '"'
         between = comma + (" " if indent is None else self.newline + indent)
         return between.join(self._member(name, body, indent, quoting) for name, body in new.items())
 
@@ -380,7 +407,9 @@ class TextEditor:
 
 def _match_end(pattern: re.Pattern[str], text: str, at: int) -> int:
     match = pattern.match(text, at)
-    return match.end() if match else -1
+    if match:
+        return match.end()
+    return -1
 
 
 def _comma(span: Span) -> list[tuple[int, int]]:

@@ -32,10 +32,13 @@ def unmatched_pattern(pattern: str, names: Sequence[str]) -> str:
     """What to write for a regular expression that matches no name from beginning to end: around a name that contains
     it, for those who expect a search, or the nearest one.
     """
-    if containing := [name for name in names if pattern and re.search(pattern, name)]:
+    containing = [name for name in names if pattern and re.search(pattern, name)]
+    if containing:
         return f"it must match the whole name, as in {containing[0]}; write {pattern}.* or .*{pattern}.*"
     guess = nearest(pattern, names) or next(iter(names), "")
-    return f"did you mean {guess}?" if guess else "remove it"
+    if guess:
+        return f"did you mean {guess}?"
+    return "remove it"
 
 
 def only_alike(word: str, known: Iterable[str], *, least: float) -> str | None:
@@ -43,12 +46,15 @@ def only_alike(word: str, known: Iterable[str], *, least: float) -> str | None:
     written = _plain(word[:100])
     ratios = ((difflib.SequenceMatcher(None, written, _plain(name)).ratio(), name) for name in known)
     (best, name), (second, _) = sorted([*ratios, (0.0, ""), (0.0, "")], reverse=True)[:2]
-    return name if best >= least and (second < _SECOND or best - second >= _AHEAD) else None
+    if best >= least and (second < _SECOND or best - second >= _AHEAD):
+        return name
+    return None
 
 
 def means(written: str, known: str) -> bool:
     """Check whether the written name can only be a slip for the known one."""
-    one, two = _plain(written).replace(" ", ""), _plain(known)
+    one = _plain(written).replace(" ", "")
+    two = _plain(known)
     if one == two:
         return True
     digits = [sorted(letter for letter in name if letter.isdigit()) for name in (one, two)]
@@ -76,11 +82,14 @@ def distance(one: str, two: str) -> int:
 @cache
 def likeness(word: str, other: str) -> float:
     """From 0 to 1; a name that holds the other one whole is a good guess as well."""
-    one, two = _plain(word[:100]), _plain(other[:100])
+    one = _plain(word[:100])
+    two = _plain(other[:100])
     if (len(one) >= _LONG_ENOUGH and one in two) or (len(one) >= _BEGINNING and one == other.partition("_")[0]):
         return 0.8
     matcher = difflib.SequenceMatcher(None, one, two)
-    return matcher.ratio() if matcher.real_quick_ratio() >= ALIKE and matcher.quick_ratio() >= ALIKE else 0.0
+    if matcher.real_quick_ratio() >= ALIKE and matcher.quick_ratio() >= ALIKE:
+        return matcher.ratio()
+    return 0.0
 
 
 def _plain(name: str) -> str:

@@ -40,7 +40,9 @@ class LeftOut:
 
     def state(self) -> dict[str, Any]:
         """Return them for a checkpoint; empty where there are none."""
-        return {_KEY: [list(window) for window in self.windows]} if self.windows else {}
+        if self.windows:
+            return {_KEY: [list(window) for window in self.windows]}
+        return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Add those of a checkpoint."""

@@ -31,12 +31,16 @@ class BestSoFar:
 
     def __init__(self, metric: str | None, *, best_is: Literal["max", "min"]) -> None:
         """Without a metric it follows nothing."""
-        self._metric, self._best_is = metric, best_is
+        self._metric = metric
+        self._best_is = best_is
         self.found: Best | None = None
 
     def write(self, point: Point) -> None:
         """Take one point. What is not finite is nobody's best."""
-        value = point.metrics.get(self._metric) if self._metric is not None else None
+        if self._metric is not None:
+            value = point.metrics.get(self._metric)
+        else:
+            value = None
         if self._metric is None or value is None or not math.isfinite(value):
             return
         sign = 1 if self._best_is == "max" else -1
@@ -48,7 +52,9 @@ class BestSoFar:
 
     def state(self) -> dict[str, Any]:
         """Return the record of the best for a checkpoint; empty where there is none."""
-        return {} if self.found is None else {"best": {**asdict(self.found), "best_is": self._best_is}}
+        if self.found is None:
+            return {}
+        return {"best": {**asdict(self.found), "best_is": self._best_is}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what a checkpoint says. The best of another metric, or in the other direction, is none of this
@@ -66,4 +72,6 @@ def best_in(manifest: Mapping[str, Any]) -> Best | None:
         LookupError, TypeError, ValueError: it says something else.
     """
     saved = manifest.get("best")
-    return None if saved is None else Best(str(saved["metric"]), float(saved["value"]), int(saved["step"]))
+    if saved is None:
+        return None
+    return Best(str(saved["metric"]), float(saved["value"]), int(saved["step"]))

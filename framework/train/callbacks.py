@@ -116,8 +116,12 @@ class Callbacks:
             event: [(name, getattr(one, event)) for name, one in self._named if callable(getattr(one, event, None))]
             for event in EVENTS
         }
-        self._gather, self._is_main, self._model, self._scale_lr = gather, is_main, model, scale_lr
-        self._gathered, self._explain = gathered, explain
+        self._gather = gather
+        self._is_main = is_main
+        self._model = model
+        self._scale_lr = scale_lr
+        self._gathered = gathered
+        self._explain = explain
         self._requests = Requests()
 
     def __bool__(self) -> bool:
@@ -154,7 +158,8 @@ class Callbacks:
 
     def agreed(self) -> Requests:
         """What any rank has asked for, once; rates are scaled here. Collective."""
-        own, self._requests = self._requests, Requests(metrics=self._requests.metrics)
+        own = self._requests
+        self._requests = Requests(metrics=self._requests.metrics)
         everyone: list[Requests] = self._gather(own)
         factor = everyone[0].lr_factor
         if factor != 1.0:
@@ -188,8 +193,10 @@ class _Watch:
         patience: int = 3,
         min_change: float = 0,
     ) -> None:
-        self._metric, self._sign = metric, 1.0 if best_is == "max" else -1.0
-        self._patience, self._min_change = patience, min_change
+        self._metric = metric
+        self._sign = 1.0 if best_is == "max" else -1.0
+        self._patience = patience
+        self._min_change = min_change
         self._best: float | None = None
         self._waited = 0
 
@@ -200,7 +207,8 @@ class _Watch:
             known = ", ".join(sorted(name for name in state.metrics if name.startswith("eval/")))
             raise LookupError(f"no metric {self._metric} is measured; there are {known}")
         if math.isfinite(value) and (self._best is None or self._sign * (value - self._best) > self._min_change):
-            self._best, self._waited = value, 0
+            self._best = value
+            self._waited = 0
             return
         self._waited += 1
         if self._waited >= self._patience:
@@ -213,7 +221,8 @@ class _Watch:
         return {"best": self._best, "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._best, self._waited = state["best"], state["waited"]
+        self._best = state["best"]
+        self._waited = state["waited"]
 
 
 class EarlyStopping(_Watch):
@@ -225,8 +234,12 @@ class EarlyStopping(_Watch):
             self._is_due(state)
 
     def _is_due(self, state: State) -> None:
-        waited, best = counted(self._waited, "evaluation"), self._best
-        shown = "never was a number" if best is None else f"has not been better than {best:.4g}"
+        waited = counted(self._waited, "evaluation")
+        best = self._best
+        if best is None:
+            shown = "never was a number"
+        else:
+            shown = f"has not been better than {best:.4g}"
         state.stop(f"{self._metric} {shown} for {waited}")
 
 

@@ -44,7 +44,9 @@ class Events:
         Raises:
             OSError: it cannot be opened.
         """
-        self._clock, self._step, self._skipped = clock, from_step, None if from_step else 0.0
+        self._clock = clock
+        self._step = from_step
+        self._skipped = None if from_step else 0.0
         lines = []
         if os.path.lexists(path):
             with open_own(path, "r") as stream:
@@ -69,7 +71,10 @@ class Events:
         """
         self._step = step
         event = {"time_seconds": round(self._clock(), 3), "step": step, "kind": kind}
-        duration = {} if seconds is None else {"seconds": round(seconds, 6)}
+        if seconds is None:
+            duration = {}
+        else:
+            duration = {"seconds": round(seconds, 6)}
         hand_over(partial(self._append, step, json.dumps(event | duration | details)))
 
     @staticmethod
@@ -125,7 +130,8 @@ def carry_over(before: Path, after: Path) -> None:
         text = file.read()
         if _kind(text.rstrip("\n").rpartition("\n")[2]) != "restart":  # another job's
             return
-        if reached := _last_point(before / "metrics.jsonl"):
+        reached = _last_point(before / "metrics.jsonl")
+        if reached:
             text += json.dumps(reached | {"kind": "reached"}) + "\n"
         with open_own(after / "events.jsonl", "a") as out:
             out.write(text)

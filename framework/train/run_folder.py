@@ -205,7 +205,10 @@ class RunFolder:
             return
         try:
             there = (self.path / _LOCK).lstat()
-            lost = "" if os.path.samestat(os.fstat(self._lock.fileno()), there) else "its lock is another run's"
+            if os.path.samestat(os.fstat(self._lock.fileno()), there):
+                lost = ""
+            else:
+                lost = "its lock is another run's"
         except OSError as error:
             lost = "it was removed or renamed" if error.errno in _GONE else ""
         if lost:

@@ -32,7 +32,8 @@ class Stopwatch:
     ) -> None:
         """`per_step`: further metrics, as their amount in one step; each becomes an amount per second."""
         self._clock = clock
-        self._samples_per_step, self._tokens_per_step = samples_per_step, tokens_per_step
+        self._samples_per_step = samples_per_step
+        self._tokens_per_step = tokens_per_step
         self._per_step = per_step
         self._started = clock()
         self._excluded = 0.0
@@ -43,7 +44,8 @@ class Stopwatch:
 
     def begin(self) -> None:
         """The first step is about to begin: what was before is none of its time."""
-        self._started, self._excluded = self._clock(), 0.0
+        self._started = self._clock()
+        self._excluded = 0.0
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches, with the wait for each of them noted."""
@@ -84,7 +86,8 @@ class Stopwatch:
                 ``time/other_ms``. Without them only the wait for data is known.
         """
         now = self._clock()
-        seconds, steps = now - self._started - self._excluded, self._steps
+        seconds = now - self._started - self._excluded
+        steps = self._steps
         if not steps or seconds <= 0:
             return {}
         metrics = {
@@ -100,7 +103,9 @@ class Stopwatch:
         if self._tokens_per_step is not None:
             metrics["throughput/tokens_per_sec"] = self._tokens_per_step * steps / seconds
         self._intervals.append((steps, seconds))
-        self._started, self._excluded, self._steps = now, 0.0, 0
+        self._started = now
+        self._excluded = 0.0
+        self._steps = 0
         self._waits.clear()
         return metrics
 
@@ -115,7 +120,9 @@ class Stopwatch:
     def _steps_per_second(self) -> float:
         intervals = self._intervals[1:] or self._intervals
         seconds = sum(seconds for _, seconds in intervals)
-        return sum(steps for steps, _ in intervals) / seconds if seconds else 0.0
+        if seconds:
+            return sum(steps for steps, _ in intervals) / seconds
+        return 0.0
 
 
 # Losses that jump: OLMo 2 (2025, section 3.2) counts values far from the mean of those before them.
@@ -140,7 +147,8 @@ class SpikeScore:
             return {}
         is_finite = math.isfinite(loss)
         if len(self._losses) >= _FEWEST_BEFORE:
-            count, before = len(self._losses), tuple(self._losses)
+            count = len(self._losses)
+            before = tuple(self._losses)
             mean = sum(before) / count
             deviation = math.dist(before, (mean,) * count) / math.sqrt(count)
             # Equal losses have no deviation but that of rounding.
@@ -148,7 +156,9 @@ class SpikeScore:
             self._is_off.append(not is_finite or abs(loss - mean) > limit)
         if is_finite:
             self._losses.append(loss)
-        return {"train/spike_score": sum(self._is_off) / len(self._is_off)} if self._is_off else {}
+        if self._is_off:
+            return {"train/spike_score": sum(self._is_off) / len(self._is_off)}
+        return {}
 
 
 # Steps that DeepSpeed skips because their gradients are not finite: some are a part of fp16, all of them train
@@ -166,7 +176,8 @@ class SkippedSteps:
     """Counts from one logged point to the next, from numbers that are read there anyway."""
 
     def __init__(self, start_step: int, cause: str = "its gradients were not finite") -> None:
-        self._step, self._cause = start_step, cause
+        self._step = start_step
+        self._cause = cause
         self._skipped: float | None = (
             None if start_step else 0.0
         )  # what a checkpoint has brought is told at the first point
@@ -180,15 +191,19 @@ class SkippedSteps:
         Raises:
             TrainingError: kind ``every-step-skipped``: not one of many steps was taken, or none of the whole run.
         """
-        skipped, scale = metrics.get("train/skipped_steps", 0.0), metrics.get("train/loss_scale")
+        skipped = metrics.get("train/skipped_steps", 0.0)
+        scale = metrics.get("train/loss_scale")
         steps = step - self._step
         # In fp16 the scale falls until gradients fit: those steps are skipped for a while, and rightly.
         may_be_falling = scale is not None and scale != self._scale
         if self._skipped is None or not steps or skipped - self._skipped < steps or may_be_falling:
             self._steps_in_row = self._points_in_row = 0
         else:
-            self._steps_in_row, self._points_in_row = self._steps_in_row + steps, self._points_in_row + 1
-        self._step, self._skipped, self._scale = step, skipped, scale
+            self._steps_in_row = self._steps_in_row + steps
+            self._points_in_row = self._points_in_row + 1
+        self._step = step
+        self._skipped = skipped
+        self._scale = scale
         if not self._points_in_row:
             return
         of_all = is_last and self._steps_in_row == step

@@ -80,7 +80,8 @@ class Minutes:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Count minutes, `often` for ``evaluate`` and ``save`` from now, `most` for the run from `began` on."""
-        self._clock, now = clock, clock()
+        self._clock = clock
+        now = clock()
         self._seconds = {word: 60 * minutes for word, minutes in often.items() if minutes is not None}
         self._at = {word: now + seconds for word, seconds in self._seconds.items()}
         if most is not None:
@@ -88,7 +89,10 @@ class Minutes:
 
     def due(self) -> str:
         """What is due; an evaluation or a save not again before it was restarted."""
-        now = self._clock() if self._at else 0.0
+        if self._at:
+            now = self._clock()
+        else:
+            now = 0.0
         for word, moment in self._at.items():
             if now >= moment:
                 if word != TIME_IS_UP:
@@ -204,23 +208,40 @@ class Trainer:
             constants: metrics of every logged point.
             clock: seconds, for throughput.
         """
-        self._engine, self._agenda, self._profile = engine, agenda, profile
-        take = engine.train_step if profile is None else partial(self._profiled_step, profile)
+        self._engine = engine
+        self._agenda = agenda
+        self._profile = profile
+        if profile is None:
+            take = engine.train_step
+        else:
+            take = partial(self._profiled_step, profile)
         self._train_step: Callable[[Iterator[Any]], StepResult] = partial(self._first_step, take)
-        self._train_data, self._eval_data = train_data, eval_data
-        self._enter, self._clock = enter, clock
+        self._train_data = train_data
+        self._eval_data = eval_data
+        self._enter = enter
+        self._clock = clock
         self._aside_seconds = self._profile_seconds = 0.0
-        self._sinks, self._save, self._stop = Sinks(monitors), save, stop
-        self._minutes, self._asked = minutes or Minutes(), set[str]()  # by the clock
-        self._evaluates_first, self._look = evaluates_first, look
-        self._record, self._constants = record or _ignore, constants
-        self._callbacks, self._bad_steps = callbacks, bad_steps
+        self._sinks = Sinks(monitors)
+        self._save = save
+        self._stop = stop
+        # by the clock
+        self._minutes = minutes or Minutes()
+        self._asked = set[str]()
+        self._evaluates_first = evaluates_first
+        self._look = look
+        self._record = record or _ignore
+        self._constants = constants
+        self._callbacks = callbacks
+        self._bad_steps = bad_steps
         self._hears_steps = callbacks is not None and callbacks.hears("on_step")
         self._checkpoint: dict[str, float] = {}  # to be logged with the next point
         self._spikes = SpikeScore()
         self._saved_step = -1
         self._not_finite = 0  # logged losses in a row, up to now
-        cause = ["its numbers were bad (training.bad_steps)"] if bad_steps is not None else []
+        if bad_steps is not None:
+            cause = ["its numbers were bad (training.bad_steps)"]
+        else:
+            cause = []
         self._skipped_steps = SkippedSteps(start_step, *cause)
         self._outcome = Outcome(step=start_step)
         self._measured: dict[str, float] = {}  # at this very step
@@ -243,7 +264,8 @@ class Trainer:
             StorageError: the run is to stop, and what it has reached cannot be saved; or its folder is lost.
             RolledBack: a step was bad, and the run is to go on from an earlier one.
         """
-        agenda, outcome = self._agenda, self._outcome
+        agenda = self._agenda
+        outcome = self._outcome
         start_step = outcome.step
         with ExitStack() as ending:
             ending.callback(self._close_monitors)
@@ -279,7 +301,8 @@ class Trainer:
         return outcome
 
     def _first_step(self, take: Callable[[Iterator[Any]], StepResult], micro_batches: Iterator[Any]) -> StepResult:
-        begun, self._train_step = self._clock(), take
+        begun = self._clock()
+        self._train_step = take
         with ExitStack() as computing:
 
             def announced() -> Iterator[Any]:
@@ -325,7 +348,10 @@ class Trainer:
         if isinstance(error, RolledBack):
             return
         if error is None:
-            early = {"ended_early": self._outcome.ended_early} if self._outcome.ended_early else {}
+            if self._outcome.ended_early:
+                early = {"ended_early": self._outcome.ended_early}
+            else:
+                early = {}
             self._record("end", self._outcome.step, is_finished=not self._outcome.stopped, **early)
         else:
             self._record("end", self._outcome.step, error=str(error) or type(error).__name__)
@@ -339,7 +365,8 @@ class Trainer:
         save = self._save is not None and self._due(agenda.save)
         if self._asked:
             is_time = EVALUATE in self._asked and self._outcome.step >= agenda.evaluate.start_step
-            evaluate, save = evaluate or (is_time and bool(self._eval_data)), save or SAVE in self._asked
+            evaluate = evaluate or (is_time and bool(self._eval_data))
+            save = save or SAVE in self._asked
             for word in self._asked:
                 self._minutes.restart(word)
             self._asked.clear()
@@ -369,7 +396,8 @@ class Trainer:
         """Call the callbacks; returns what they log."""
         if self._callbacks is None or not self._callbacks.hears(event):
             return {}
-        outcome, agenda = self._outcome, self._agenda
+        outcome = self._outcome
+        agenda = self._agenda
         return self._callbacks.call(
             event,
             step=outcome.step,
@@ -478,7 +506,10 @@ class Trainer:
     def _read(self, result: StepResult) -> None:
         """Read a step, and all since the last one that was read for what was bad. Collective."""
         policy = self._bad_steps
-        found = [] if policy is None else policy.watch.read()
+        if policy is None:
+            found = []
+        else:
+            found = policy.watch.read()
         for bad in found:
             self._record("bad_step", bad.step, **bad.details())
         self._log(result.read())
@@ -487,7 +518,9 @@ class Trainer:
 
     def _log(self, metrics: Mapping[str, float]) -> None:
         parts = {name: value for name, value in metrics.items() if name.startswith("time/")}
-        spikes, checkpoint, self._checkpoint = self._spikes.note(metrics.get("train/loss")), self._checkpoint, {}
+        spikes = self._spikes.note(metrics.get("train/loss"))
+        checkpoint = self._checkpoint
+        self._checkpoint = {}
         found = {**metrics, **spikes, **self._stopwatch.read(parts), **checkpoint, **self._constants}
         self._report(found | self._call("on_log", found))
         is_fine = self._bad_steps is not None or math.isfinite(metrics.get("train/loss", 0.0))
@@ -499,7 +532,8 @@ class Trainer:
             self._skipped_steps.note(self._outcome.step, metrics, is_last=is_last)
 
     def _diverged(self) -> TrainingError:
-        loss, repeated = self._outcome.metrics["train/loss"], f", as {self._not_finite} logged losses in a row"
+        loss = self._outcome.metrics["train/loss"]
+        repeated = f", as {self._not_finite} logged losses in a row"
         return TrainingError(
             f"step {self._outcome.step}: train/loss = {loss}{repeated if self._not_finite > 1 else ''}: training has "
             "diverged; lower optimizer.lr, set training.clip_grad_norm, or start again from an earlier checkpoint "

@@ -69,7 +69,10 @@ class AtomicCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Forget the last save; the files of the next one lie in `root`, and are opened with `open_file`; `look` is
         called with the content of each that this rank writes.
         """
-        self._root, self._records, self._failure, self._open = root, {}, None, open_file
+        self._root = root
+        self._records = {}
+        self._failure = None
+        self._open = open_file
         self._look = look or _ignore
 
     def end(self) -> dict[str, FileRecord]:
@@ -146,14 +149,17 @@ def _may_pin(num_bytes: int) -> bool:
     """Check whether a storage may pass through locked memory; what is free is asked for large ones alone."""
     if num_bytes <= _ALWAYS_PINNED:
         return True
-    found, num_ranks = room(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    found = room()
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return found is not None and num_bytes <= found.num_bytes * _PINNED_SHARE / num_ranks
 
 
 def _largest_on_device(value: Any) -> int:
     """Bytes of the largest storage that is to be copied from a device."""
     if isinstance(value, torch.Tensor):
-        return 0 if value.device.type == "cpu" else value.untyped_storage().nbytes()
+        if value.device.type == "cpu":
+            return 0
+        return value.untyped_storage().nbytes()
     values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
     return max(map(_largest_on_device, values), default=0)
 
@@ -169,7 +175,8 @@ def _saving_as_we_do(*, through_pinned_memory: bool) -> Iterator[None]:
     """
     save = save_options.save
     before = save.compute_crc32, save.use_pinned_memory_for_d2h
-    save.compute_crc32, save.use_pinned_memory_for_d2h = False, through_pinned_memory
+    save.compute_crc32 = False
+    save.use_pinned_memory_for_d2h = through_pinned_memory
     try:
         yield
     finally:
@@ -230,7 +237,8 @@ def keeping_copies(files: AtomicCheckpointEngine) -> Iterator[None]:
 
 def use_atomic_files(engine: deepspeed.DeepSpeedEngine) -> AtomicCheckpointEngine:
     """Give an engine such files; a failure to copy DeepSpeed's recovery script is kept like theirs."""
-    files, copy = AtomicCheckpointEngine(), engine._copy_recovery_script
+    files = AtomicCheckpointEngine()
+    copy = engine._copy_recovery_script
     engine.checkpoint_engine = files
     engine._copy_recovery_script = lambda save_path: files.keep_failure(lambda: copy(save_path))
     return files

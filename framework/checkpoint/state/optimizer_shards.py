@@ -95,14 +95,17 @@ class OptimizerViews:
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, names: Names) -> None:
         """Take the engine and the plain names of its parameters."""
-        self._optimizer, self._names = engine.optimizer, names
+        self._optimizer = engine.optimizer
+        self._names = names
         self._base = getattr(engine.optimizer, "optimizer", engine.optimizer)
 
     def known_keys(self) -> set[str] | None:
         """Keys of the state that this optimizer keeps of every number; None for one that is not known here."""
         options = self._base.param_groups[0]
         if type(self._base).__name__ == "SGD":
-            return {"momentum_buffer"} if options.get("momentum") else set()
+            if options.get("momentum"):
+                return {"momentum_buffer"}
+            return set()
         if options.get("amsgrad"):
             return None
         return _KEYS.get(type(self._base).__name__)
@@ -138,7 +141,8 @@ class OptimizerViews:
                 offset = 0
                 for parameter in group:
                     size = parameter.partition_numel()
-                    if (own := min(size, parameter.ds_numel - size * rank)) > 0:
+                    own = min(size, parameter.ds_numel - size * rank)
+                    if own > 0:
                         yield parameter, flat, size * rank, offset, own
                     offset += size
         elif fragments := self._fragments():
@@ -147,7 +151,8 @@ class OptimizerViews:
             for number, (group, flat) in enumerate(zip(*fragments, strict=True)):
                 offset = -flat.numel() * torch.distributed.get_rank(group=optimizer.real_dp_process_group[number])
                 for parameter in group:
-                    start, stop = max(offset, 0), min(offset + parameter.numel(), flat.numel())
+                    start = max(offset, 0)
+                    stop = min(offset + parameter.numel(), flat.numel())
                     if start < stop:
                         yield parameter, flat, start - offset, start, stop - start
                     offset += parameter.numel()
@@ -188,7 +193,10 @@ class OptimizerViews:
             )
             # As torch makes it: these two read it in kernels, where a tensor of the host is an illegal address.
             is_on_device = options.get("fused") or options.get("capturable")
-            where = parameter.device if is_on_device else torch.device("cpu")
+            if is_on_device:
+                where = parameter.device
+            else:
+                where = torch.device("cpu")
             state["step"] = torch.tensor(float(step), device=where) if as_tensor else int(step)
 
     def set_groups(self, group_of: Callable[[str], Mapping[str, Any] | None]) -> None:
@@ -209,7 +217,9 @@ class OptimizerViews:
                 members[optimizer.sub_group_to_group_id[number]] += part
             return members
         fragments = self._fragments()
-        return stepped_groups(optimizer) if fragments is None else [list(group) for group in fragments[0]]
+        if fragments is None:
+            return stepped_groups(optimizer)
+        return [list(group) for group in fragments[0]]
 
     def set_loss_scale(self, values: Mapping[str, float]) -> None:
         """Put back fp16's dynamic loss scale and its counters, where this optimizer has one that moves."""
@@ -227,7 +237,8 @@ class OptimizerViews:
             Those of the model that are whole, and now as they shall be.
         """
         optimizer = self._optimizer
-        if (fragments := self._fragments()) is not None:  # stages 1 and 2, bf16 pipelines
+        fragments = self._fragments()
+        if fragments is not None:  # stages 1 and 2, bf16 pipelines
             optimizer.update_lp_params()
             return set(chain(*fragments[0]))
         for number, flat in enumerate(getattr(optimizer, "fp32_partitioned_groups_flat", ())):  # stage 3
@@ -248,7 +259,8 @@ class OptimizerViews:
 
     def _stepped(self) -> Iterator[tuple[torch.nn.Parameter, Mapping[str, Any]]]:
         """Tensors that the wrapped optimizer steps (flat pieces, or the model's own parameters), and their groups."""
-        optimizer, groups = self._optimizer, self._base.param_groups
+        optimizer = self._optimizer
+        groups = self._base.param_groups
         if hasattr(optimizer, "fp32_partitioned_groups_flat"):
             for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
                 yield flat, groups[optimizer.sub_group_to_group_id[number]]

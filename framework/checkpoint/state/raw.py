@@ -33,7 +33,8 @@ def describe_raw(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
     if checkpoint.verified or "step" in checkpoint.manifest:
         return checkpoint
     folder = checkpoint.path
-    if damage := checkpoint.damage():
+    damage = checkpoint.damage()
+    if damage:
         raise _refused(folder, damage[0])
     names = read_names(folder)
     _refuse_other_kinds(folder, names)
@@ -86,7 +87,9 @@ def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
     }
     first = _read(folder / files["model"][0])
     counters = {name: _count(first[name], name) for name in _COUNTERS}
-    step, samples, ranks = counters["global_steps"], counters["global_samples"], counters["dp_world_size"]
+    step = counters["global_steps"]
+    samples = counters["global_samples"]
+    ranks = counters["dp_world_size"]
     if names.step is not None and names.step != step:
         raise _refused(folder, f"its name says step {names.step} and its files say step {step}")
     for kind, found in files.items():
@@ -102,7 +105,10 @@ def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
                 else f"{ranks} ranks wrote it, and there is no {kind} file of rank {missing}",
             )
     per_step = samples // step if step and samples % step == 0 else None  # None: the steps were not all alike
-    written_with = first["ds_config"] if isinstance(first["ds_config"], Mapping) else {}
+    if isinstance(first["ds_config"], Mapping):
+        written_with = first["ds_config"]
+    else:
+        written_with = {}
     stage = 0
     if names.stages != (0,):
         stage = int(_read(folder / files["optimizer"][0])["optimizer_state_dict"]["zero_stage"])

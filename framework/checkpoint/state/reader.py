@@ -39,7 +39,9 @@ class StoredState:
 
     def __init__(self, checkpoint: SavedCheckpoint, *, division: Division = Division()) -> None:  # noqa: B008
         """Open its files, whose checksums have been verified, for a rank of this place in the run's tensor group."""
-        self._path, self._division, self._tensor_size = checkpoint.path, division, checkpoint.tensor_size
+        self._path = checkpoint.path
+        self._division = division
+        self._tensor_size = checkpoint.tensor_size
         with self._reading():
             self._map = map_checkpoint(checkpoint)
             self._files = self._map.files
@@ -58,7 +60,10 @@ class StoredState:
         """Return the `keys` that a parameter has: Muon and Adafactor keep other state of matrices than of vectors."""
         with self._reading():
             place = self._of(name).first_state
-            state = self._files.value(place) if place else {}
+            if place:
+                state = self._files.value(place)
+            else:
+                state = {}
             return [key for key in self.keys if key in state]
 
     def step_of(self, name: str) -> float | None:
@@ -67,8 +72,13 @@ class StoredState:
         """
         with self._reading():
             place = self._of(name).first_state
-            state = self._files.value(place) if place else {}
-            return float(state.get(_STEP, self._most_steps)) if state else None
+            if place:
+                state = self._files.value(place)
+            else:
+                state = {}
+            if state:
+                return float(state.get(_STEP, self._most_steps))
+            return None
 
     @cached_property
     def _most_steps(self) -> float:
@@ -92,9 +102,14 @@ class StoredState:
         with self._reading():
             content = self._files[self._places[0].file]
             held = content.get("optimizer_state_dict") or content["optimizer"]
-            values = vars(held["loss_scaler"]) if "loss_scaler" in held else held
+            if "loss_scaler" in held:
+                values = vars(held["loss_scaler"])
+            else:
+                values = held
             # A fixed scale has no overflows to count.
-            return {key: values[key] for key in _LOSS_SCALE if key in values} if _LOSS_SCALE[-1] in values else {}
+            if _LOSS_SCALE[-1] in values:
+                return {key: values[key] for key in _LOSS_SCALE if key in values}
+            return {}
 
     def random_state(self, rank: int) -> Any:
         """The random generators of a rank; None where nothing is known of them. At stage 3 they are in the rank's own
@@ -105,11 +120,14 @@ class StoredState:
             if isinstance(states, Mapping) and rank not in states:
                 own = model_file_of(rank, tensor_size=self._tensor_size)
                 states = self._files[own][STATE_KEY]["random_states"]
-            return states[rank] if len(states) else None
+            if len(states):
+                return states[rank]
+            return None
 
     def read(self, name: str, key: str, start: int, count: int) -> torch.Tensor:
         """Numbers of this rank's flattened tensor from `start` on, float32, one-dimensional."""
-        result, found = torch.empty(count, dtype=torch.float32), 0
+        result = torch.empty(count, dtype=torch.float32)
+        found = 0
         for piece in self._pieces(name, start, start + count):
             with self._reading():
                 result[found : found + piece.num] = self._files.numbers(piece, state="" if key == FP32 else key)
@@ -120,7 +138,8 @@ class StoredState:
 
     def _pieces(self, name: str, start: int, stop: int) -> Iterator[Piece]:
         """The stretches that together are these numbers of what this rank has of a weight."""
-        stored, own = self._of(name), self._division
+        stored = self._of(name)
+        own = self._division
         split = own.splits.get(name)
         if split is None:
             yield from stored.pieces(start, stop)
@@ -141,7 +160,8 @@ class StoredState:
 
     def refuse_other_shape(self, name: str, shape: torch.Size) -> None:
         """Numbers of another shape would come to stand in wrong places where a tensor is read as flat."""
-        if (stored := self._of(name)).shape != shape:
+        stored = self._of(name)
+        if stored.shape != shape:
             raise self._lacks(name, f"shape {tuple(stored.shape)}, and the run has {tuple(shape)}")
 
     def refuse_others(self, names: Iterable[str], *, is_elsewhere: Callable[[str], bool]) -> None:
@@ -154,7 +174,10 @@ class StoredState:
             if name not in known and one.shape.numel() and not is_elsewhere(name)
         )
         if more:
-            also = f" (and {len(more) - 1} more)" if more[1:] else ""
+            if more[1:]:
+                also = f" (and {len(more) - 1} more)"
+            else:
+                also = ""
             raise self._lacks(more[0] + also, "numbers, and the run's model has nothing of that name")
 
     def _of(self, name: str) -> Stored:
@@ -205,15 +228,23 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         """
         checkpoint = describe_raw(checkpoint)
         warn_of(checkpoint)
-        self.checkpoint, self._place, self._average = checkpoint, checkpoint.path, average
+        self.checkpoint = checkpoint
+        self._place = checkpoint.path
+        self._average = average
         if average and not (checkpoint.manifest["config"].get("training") or {}).get("ema"):
             reason = "its run kept no moving average of the weights (training.ema)"
             fix = "leave --weights out to take the trained ones"
             file = str(checkpoint.path)
             raise ConfigError.of("ema-not-kept", reason, fix, key="--weights", value="ema", file=file)
-        damage = checkpoint.damage() if damage is None else damage
+        if damage is None:
+            damage = checkpoint.damage()
+        else:
+            damage = damage
         if damage:
-            more = f", and {len(damage) - 1} more" if damage[1:] else ""
+            if damage[1:]:
+                more = f", and {len(damage) - 1} more"
+            else:
+                more = ""
             raise self._not_read(f"it is damaged: {damage[0]}{more}")
         try:
             found = map_checkpoint(checkpoint)
@@ -241,7 +272,9 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         """
         if stored.parts:
             parts = tuple(map(self._averaged, stored.parts))
-            return stored if parts == stored.parts else replace(stored, parts=parts)
+            if parts == stored.parts:
+                return stored
+            return replace(stored, parts=parts)
         place = stored.first_state
         if place is None or stored.state is None or EMA_KEY not in self._files.value(place):
             return stored
@@ -271,7 +304,10 @@ class MergedWeights(Mapping[str, torch.Tensor]):
 
 def describe_lacking(names: Sequence[str]) -> str:
     """Describe names that nothing in a checkpoint has numbers for."""
-    more = f" and {len(names) - 1} more" if names[1:] else ""
+    if names[1:]:
+        more = f" and {len(names) - 1} more"
+    else:
+        more = ""
     return (
         f"no file has the numbers of {names[0]}{more}: its optimizer did not hold them, or they "
         "are further names of other weights, which an earlier release did not note"

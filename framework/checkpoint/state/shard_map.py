@@ -108,22 +108,31 @@ class Stored:
 
     def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[Piece]:
         """The stretches that together are numbers `start` to `stop` of the flattened tensor, in order."""
-        stop = self.shape.numel() if stop is None else min(stop, self.shape.numel())
+        if stop is None:
+            stop = self.shape.numel()
+        else:
+            stop = min(stop, self.shape.numel())
         if self.split is not None:
             for rank, first, num in self.split.to_parts(self.shape, len(self.parts), start, stop):
                 yield from self.parts[rank].pieces(first, first + num)
             return
         while start < stop:
             rank, within = divmod(self.offset + start, self.size)
-            count, file = min(self.size - within, stop - start), self.files[rank]
-            state = None if self.state is None else Place(self.state_file or file, self.state)
+            count = min(self.size - within, stop - start)
+            file = self.files[rank]
+            if self.state is None:
+                state = None
+            else:
+                state = Place(self.state_file or file, self.state)
             yield Piece(Place(file, self.keys), self.start + within, count, state)
             start += count
 
     @property
     def first_state(self) -> Place | None:
         """The state in the first file, which has the same keys as in the others."""
-        return None if self.state is None else Place(self.state_file or self.files[0], self.state)
+        if self.state is None:
+            return None
+        return Place(self.state_file or self.files[0], self.state)
 
 
 class CheckpointFiles:
@@ -159,7 +168,10 @@ class CheckpointFiles:
     def numbers(self, piece: Piece, *, state: str = "") -> torch.Tensor:
         """A stretch, one-dimensional, still in the file; of the optimizer's `state` of that name, if one is given."""
         assert not state or piece.state is not None
-        place = piece.state.then(state) if state and piece.state else piece.place
+        if state and piece.state:
+            place = piece.state.then(state)
+        else:
+            place = piece.place
         flat: torch.Tensor = self.value(place)
         return flat.reshape(-1).narrow(0, piece.start, piece.num)
 
@@ -194,14 +206,16 @@ def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
     """Find everything in a checkpoint whose checksums have been verified; raises errors of any type where it cannot be
     read, or is laid out in another way.
     """
-    files, manifest = CheckpointFiles(checkpoint.path), checkpoint.manifest
+    files = CheckpointFiles(checkpoint.path)
+    manifest = checkpoint.manifest
     if (checkpoint.path / SWAPPED).is_dir():
         raise ValueError("its state lies in the files of DeepSpeed's NVMe swapper, which nobody else reads")
     size = checkpoint.tensor_size
     stored, ties, lacking = _map_of_rank(files, manifest, 0, size)
     if checkpoint.has_adapters:  # frozen weights are left out, and may have further names
         lacking = [name for name in lacking if is_adapter(name)]
-    if splits := manifest.get("tensor"):
+    splits = manifest.get("tensor")
+    if splits:
         ranks = [stored, *(_map_of_rank(files, manifest, rank, size)[0] for rank in range(1, size))]
         for name, (dim, sections) in splits.items():
             own = ties.get(name, name)
@@ -228,7 +242,10 @@ def _map_of_rank(
         for pattern in (MODEL_FILE, OPTIMIZER_FILE)
     )
     pipeline = manifest.get("pipeline")
-    of_layers = _of_layers(files, pipeline, None if size == 1 else rank) if pipeline else None
+    if pipeline:
+        of_layers = _of_layers(files, pipeline, None if size == 1 else rank)
+    else:
+        of_layers = None
     wholes = of_layers or _of_dict(files, models[0, 0], "module")
     stored, ties = _each_once(wholes)
     empty: set[str] = set()
@@ -298,14 +315,18 @@ def _each_once(wholes: Iterable[_Whole]) -> tuple[dict[str, Stored], dict[str, s
 def _numbered(files: CheckpointFiles, file: str, stored: Mapping[str, Stored], seen: set[str]) -> _Found:
     """Stage 0. The optimizer knows its parameters by number only; our own state names them, group by group."""
     optimizer = files[file]["optimizer"] or {}
-    names = files[file][STATE_KEY]["names"] if STATE_KEY in files[file] else names_by_shape(files[file])
+    if STATE_KEY in files[file]:
+        names = files[file][STATE_KEY]["names"]
+    else:
+        names = names_by_shape(files[file])
     inner = (_INNER,) if _INNER in optimizer else ()
     states = optimizer.get(_INNER, optimizer).get("state", {})
     number = 0
     for group, members in enumerate(names):
         start = 0
         for index, name in enumerate(members):
-            whole, key = stored[name], group if _FLAT in optimizer else number
+            whole = stored[name]
+            key = group if _FLAT in optimizer else number
             state = ("optimizer", *inner, "state", key) if key in states else None
             one = replace(whole, state=state, state_file=file)
             if _FLAT in optimizer or _COPIES in optimizer:
@@ -315,7 +336,8 @@ def _numbered(files: CheckpointFiles, file: str, stored: Mapping[str, Stored], s
             if name not in seen:
                 yield name, one
             seen.add(name)
-            number, start = number + 1, start + whole.shape.numel()
+            number = number + 1
+            start = start + whole.shape.numel()
 
 
 def _slices(
@@ -328,7 +350,8 @@ def _slices(
     """Stages 1 and 2: the parameters of a group lie in a row, of which every rank has an equal part."""
     stage_of: dict[str, int] = {}
     for stage in sorted({stage for _, stage in optimizers}):
-        model, ranks = files[models[0, stage]], _of_ranks(optimizers, stage)
+        model = files[models[0, stage]]
+        ranks = _of_ranks(optimizers, stage)
         rows: list[dict[str, Stored]] = []
         notes: dict[str, list[tuple[Mapping[str, Stored], int]]] = {file: [] for file in ranks}
         for group, shapes in enumerate(model["param_shapes"]):
@@ -351,7 +374,10 @@ def _divided(
     shapes: Mapping[str, torch.Size], ranks: Sequence[str], count: int, size: int
 ) -> Iterator[tuple[Sequence[str], Mapping[str, torch.Size]]]:
     """The rows of a group of parameters, each with its files: of `count` experts those of every of `size` ranks."""
-    size = size if any(map(EXPERT.search, shapes)) else 1
+    if any(map(EXPERT.search, shapes)):
+        size = size
+    else:
+        size = 1
     for place in range(size):
         first = place * count // size
         yield ranks[place::size], {shift_expert(name, first): shape for name, shape in shapes.items()}
@@ -362,11 +388,19 @@ def _sliced(
 ) -> dict[str, Stored]:
     """One group's parameters, in the order of its row."""
     top = files.value(Place(ranks[0], ("optimizer_state_dict",)))
-    own, offset, row = top[_SLICES][group], 0, {}
-    paddings = top["param_alignment_paddings"][group] if "param_alignment_paddings" in top else [0] * len(shapes)
+    own = top[_SLICES][group]
+    offset = 0
+    row = {}
+    if "param_alignment_paddings" in top:
+        paddings = top["param_alignment_paddings"][group]
+    else:
+        paddings = [0] * len(shapes)
     keys = ("optimizer_state_dict", _SLICES, group)
     has_state = group in top["base_optimizer_state"]["state"]
-    state = ("optimizer_state_dict", "base_optimizer_state", "state", group) if has_state else None
+    if has_state:
+        state = ("optimizer_state_dict", "base_optimizer_state", "state", group)
+    else:
+        state = None
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
         row[name] = Stored(shape, own.dtype, ranks, keys, own.numel(), offset, state=state)
         offset += shape.numel() + padding
@@ -378,7 +412,8 @@ def _check_slices(parts: Sequence[tuple[Mapping[str, Stored], int]], content: An
     for (row, rank), noted in zip(parts, content["optimizer_state_dict"]["param_slice_mappings"], strict=True):
         expected = {}
         for name, one in row.items():
-            begin, end = one.offset - rank * one.size, one.offset + one.shape.numel() - rank * one.size
+            begin = one.offset - rank * one.size
+            end = one.offset + one.shape.numel() - rank * one.size
             if max(begin, 0) < min(end, one.size):
                 expected[name] = (max(begin, 0), min(end, one.size) - max(begin, 0))
         if {name: (part.start, part.numel) for name, part in noted.items() if part.numel} != expected:
@@ -388,7 +423,8 @@ def _check_slices(parts: Sequence[tuple[Mapping[str, Stored], int]], content: An
 def _of_ranks(files: Mapping[tuple[int, int], str], stage: int = 0) -> list[str]:
     """The files of one pipeline stage, in the order of its data-parallel ranks."""
     own = {rank: file for (rank, of), file in files.items() if of == stage}
-    if (missing := next((rank for rank in range(len(own)) if rank not in own), None)) is not None:
+    missing = next((rank for rank in range(len(own)) if rank not in own), None)
+    if missing is not None:
         raise LookupError(f"there is no optimizer file of rank {missing}")
     return [own[rank] for rank in range(len(own))]
 
@@ -408,19 +444,25 @@ def _rows(
     files: CheckpointFiles, models: Mapping[tuple[int, int], str], optimizers: Mapping[tuple[int, int], str]
 ) -> _Found:
     """Stage 3: an equal piece of every parameter from every rank; and of the frozen ones, which no optimizer has."""
-    ranks, model = _of_ranks(optimizers), files[models[0, 0]]
+    ranks = _of_ranks(optimizers)
+    model = files[models[0, 0]]
     top = files.value(Place(ranks[0], ("optimizer_state_dict",)))
-    flats, states = top[_ROWS], top["optimizer_state_dict"]["state"]
+    flats = top[_ROWS]
+    states = top["optimizer_state_dict"]["state"]
     sizes = [flat.numel() for flat in flats]
     files.expect(dict.fromkeys(ranks, partial(_check_rows, sizes)))
     group = start = 0
     for name, shape in chain.from_iterable(group.items() for group in model["param_shapes"]):
         size = -(-shape.numel() // len(ranks))
         while group < len(sizes) and start == sizes[group]:
-            group, start = group + 1, 0
+            group = group + 1
+            start = 0
         if size > sizes[group] - start:
             raise ValueError(f"{ranks[0]} cuts {name} elsewhere than its shape says")
-        state = ("optimizer_state_dict", "optimizer_state_dict", "state", group) if group in states else None
+        if group in states:
+            state = ("optimizer_state_dict", "optimizer_state_dict", "state", group)
+        else:
+            state = None
         keys = ("optimizer_state_dict", _ROWS, group)
         yield name, Stored(shape, flats[group].dtype, ranks, keys, size, start=start, state=state)
         start += size
@@ -429,7 +471,8 @@ def _rows(
     frozen = model["frozen_param_shapes"] or {}
     for name, shape in frozen.items():
         place = Place(models[0, 0], ("frozen_param_fragments", name))
-        held, dtype = _of_ranks(models), files.value(place).dtype
+        held = _of_ranks(models)
+        dtype = files.value(place).dtype
         yield name, Stored(shape, dtype, held, place.keys, -(-shape.numel() // len(held)))
 
 
@@ -452,16 +495,21 @@ def names_by_shape(content: Mapping[str, Any]) -> list[list[str]]:
     shapes = {name: tensor.shape for name, tensor in weights.items()}
     flats: Sequence[torch.Tensor] = optimizer.get("fp32_groups_flat", ())
     if flats:  # laid end to end: where there is one group, it is everything or it is not known
-        sizes, names = [shape.numel() for shape in shapes.values()], [list(shapes)]
+        sizes = [shape.numel() for shape in shapes.values()]
+        names = [list(shapes)]
         is_whole = len(flats) == 1 and flats[0].numel() == sum(sizes)
-        return names if is_whole and _are_copies([list(torch.split(flats[0], sizes))], names, weights) else []
+        if is_whole and _are_copies([list(torch.split(flats[0], sizes))], names, weights):
+            return names
+        return []
     groups = _shapes_in_groups(optimizer, inner)
     group_of = {shape: number for number, members in enumerate(groups) for shape in members}
     if sum(len(set(members)) for members in groups) != len(group_of):
         return []  # two groups hold weights of one shape
     found = [[name for name, shape in shapes.items() if group_of.get(shape) == number] for number in range(len(groups))]
     reported = [[shapes[name] for name in names] for names in found]
-    return found if reported == groups and _are_copies(optimizer.get("fp32_groups", ()), found, weights) else []
+    if reported == groups and _are_copies(optimizer.get("fp32_groups", ()), found, weights):
+        return found
+    return []
 
 
 def _are_copies(
@@ -480,7 +528,8 @@ def _are_copies(
 
 def _parameters(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The module's weights in its order, each under its first name."""
-    buffers, seen = set(content["buffer_names"]), set()
+    buffers = set(content["buffer_names"])
+    seen = set()
     found = {}
     for name, tensor in content["module"].items():
         one = (tensor.data_ptr(), tensor.shape)

@@ -65,7 +65,8 @@ class Split:
     def to_whole(self, shape: torch.Size, rank: int, size: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield where numbers `start` to `stop` of a rank's part lie in the whole weight: first number, how many."""
         spans, rows = _spans(self, shape, size)
-        own, width = [span for span in spans if span.rank == rank], sum(rows)
+        own = [span for span in spans if span.rank == rank]
+        width = sum(rows)
         for row, span, within, num in _follow([span.part for span in own], own, start, stop):
             yield row * width + span.whole + within, num
 
@@ -90,7 +91,9 @@ def _spans(split: Split, shape: torch.Size, size: int) -> tuple[list[_Span], lis
     """Return what lies side by side in a row of a weight (its numbers from the divided dimension on), and how many
     numbers each rank has of a row.
     """
-    inner, rows, spans = shape[split.dim + 1 :].numel(), [0] * size, []
+    inner = shape[split.dim + 1 :].numel()
+    rows = [0] * size
+    spans = []
     for shares in zip(*(split.bounds(rank, size) for rank in range(size)), strict=True):
         for rank, (begin, end) in enumerate(shares):
             spans.append(_Span(rank, begin * inner, rows[rank], (end - begin) * inner))
@@ -136,5 +139,8 @@ def splits_of(names: Mapping[torch.Tensor, str]) -> dict[str, Split]:
 
 def whole_shape(weight: torch.Tensor) -> torch.Size:
     """Return the shape of a weight before a tensor group (its attribute `split`) and ZeRO-3 took their parts."""
-    shape, split = torch.Size(getattr(weight, "ds_shape", weight.shape)), split_of(weight)
-    return shape if split is None else split.whole_shape(shape)
+    shape = torch.Size(getattr(weight, "ds_shape", weight.shape))
+    split = split_of(weight)
+    if split is None:
+        return shape
+    return split.whole_shape(shape)

@@ -56,7 +56,9 @@ class LazyWeights(Mapping[str, torch.Tensor]):
 
     def __init__(self, shapes: Mapping[str, torch.Size], read: Mapping[str, Read], lacks: Collection[str] = ()) -> None:
         assert shapes.keys() == read.keys()
-        self.shapes, self._read, self.lacks = dict(shapes), dict(read), lacks
+        self.shapes = dict(shapes)
+        self._read = dict(read)
+        self.lacks = lacks
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._read[name]()
@@ -69,7 +71,8 @@ class LazyWeights(Mapping[str, torch.Tensor]):
 
     def let_go(self) -> None:
         """Close the files; nothing can be read any more."""
-        self.shapes, self._read = {}, {}
+        self.shapes = {}
+        self._read = {}
 
 
 def shapes_of(weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Size]:
@@ -104,7 +107,8 @@ def read_exported(path: Path) -> LazyWeights:
         shapes |= more_shapes
         read |= more_read
         ties |= more_ties
-    if missing := sorted(placed.keys() - shapes.keys()):
+    missing = sorted(placed.keys() - shapes.keys())
+    if missing:
         raise _not_read(index, f"{missing[0]} is in none of its shards")
     own = {name: first for name, first in ties.items() if first in shapes}  # other ties are another file's to give
     return LazyWeights(
@@ -118,7 +122,9 @@ def _open(file: Path) -> tuple[dict[str, torch.Size], dict[str, Read], dict[str,
     try:
         from safetensors import safe_open  # here: no other run needs it
     except ModuleNotFoundError as error:
-        key, reason, fix = "checkpoint.init_weights", "safetensors is not installed", "pip install safetensors"
+        key = "checkpoint.init_weights"
+        reason = "safetensors is not installed"
+        fix = "pip install safetensors"
         raise ConfigError.of(kind="package-missing", key=key, value=str(file), reason=reason, fix=fix) from error
     try:
         opened: Any = safe_open(file, framework="pt")  # checks the header against the size of the file
@@ -152,7 +158,9 @@ def as_ours(found: LazyWeights, form: Form) -> LazyWeights:
     """Weights under their names, under ours; names that are neither's stay, to be refused, further ones of a weight go.
     Tokens that theirs lacks get the mean of all rows, as in transformers; of more positions the first are taken.
     """
-    held, shapes, read = form.names_in(found), dict[str, torch.Size](), {}
+    held = form.names_in(found)
+    shapes = dict[str, torch.Size]()
+    read = {}
     for plain, name in held.items():
         first = held.get(form.table["ties"].get(name, ""))
         if plain not in form.weights and (first is None or not torch.equal(found[name], found[first])):
@@ -186,7 +194,8 @@ def as_theirs(
 
 def _part_of(found: LazyWeights, name: str, one: Joined, number: int, rows: int) -> torch.Tensor:
     whole = found[name].T if one.transposed else found[name]
-    if (more := rows - len(whole)) > 0:
+    more = rows - len(whole)
+    if more > 0:
         mean = whole.float().mean(0, keepdim=True).to(whole.dtype)
         return torch.cat((whole, mean.expand(more, *whole.shape[1:])))
     return whole.narrow(0, number * rows, rows).contiguous()
@@ -227,7 +236,8 @@ def entries(held: Mapping[str, Stored | torch.Tensor], *, dtype: torch.dtype, na
     found = []
     for name, stored in held.items():
         if stored.dtype not in _NAMES:
-            reason, fix = "safetensors has no such type", "export with --format pt"
+            reason = "safetensors has no such type"
+            fix = "export with --format pt"
             raise ConfigError.of("export-dtype", reason, fix, key=name, value=str(stored.dtype))
         written_as = dtype if stored.dtype.is_floating_point else stored.dtype
         found.append(Entry(name, names.get(name, name), stored.shape, written_as))
@@ -257,7 +267,10 @@ def write_safetensors(
         OSError: the file system refused.
     """
     count = len(shards)
-    names = [f"model-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)] if count > 1 else [WHOLE]
+    if count > 1:
+        names = [f"model-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]
+    else:
+        names = [WHOLE]
     placed = dict(zip(names, shards, strict=True))
     written = {name: write_one(folder / name, weights, shard, metadata=metadata) for name, shard in placed.items()}
     if count > 1:
@@ -297,7 +310,8 @@ def converted(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
     result = tensor.to(entry.dtype)
     if entry.dtype == torch.float16 and bool((result.isinf() & tensor.isfinite()).any()):
         largest = float(tensor.abs()[tensor.isfinite()].max())
-        reason, fix = "fp16 ends at 65504", "export with --dtype bf16 or fp32"
+        reason = "fp16 ends at 65504"
+        fix = "export with --dtype bf16 or fp32"
         raise ConfigError.of("export-overflow", reason, fix, key=entry.name, value=largest)
     return result.contiguous()
 

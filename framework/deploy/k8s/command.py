@@ -46,15 +46,24 @@ def _render(request: K8sRequest, words: Sequence[str]) -> str:
     """The manifest, checked: the run against the cluster, the objects by our own rules."""
     config = load_run(request.config, request.overrides).config
     max_restarts = config.supervision.max_restarts
-    restarts = (max_restarts or _RESTARTS) if request.restarts < 0 else request.restarts
+    if request.restarts < 0:
+        restarts = max_restarts or _RESTARTS
+    else:
+        restarts = request.restarts
     request = replace(request, restarts=restarts, max_restarts=max_restarts, token=token_hex(32))
     if request.ckpt_pvc and request.restarts:  # without a claim nothing but that path outlives a pod
         refuse_one_start(config, place="launch k8s --ckpt_pvc", once="with --restarts 0")
     is_set = last_setting(request.overrides, "run.output_dir") is not None
-    added = [] if is_set else [f"run.output_dir={request.ckpt_path}"]
+    if is_set:
+        added = []
+    else:
+        added = [f"run.output_dir={request.ckpt_path}"]
     added += resume_setting(request.overrides, config) if request.ckpt_pvc else []
     name = request.name or as_service_name(config.run.name)
-    text = read_text(Path(request.config), name=request.config) if request.config_map else ""
+    if request.config_map:
+        text = read_text(Path(request.config), name=request.config)
+    else:
+        text = ""
     request = replace(request, words=[*request.words, *added], name=name, config_text=text)
     request.refuse_secrets("launch k8s")
     load_run(request.config, request.overrides).checked_plan(request.cluster)
@@ -76,12 +85,16 @@ def _refuse_lone_folders(request: K8sRequest) -> None:
         fix = "give a ReadWriteMany claim: --ckpt_pvc CLAIM"
         raise ConfigError.of("shared-storage-missing", reason, fix, "--ckpt_pvc", file="command line")
     if not PurePosixPath(folder).is_relative_to(request.ckpt_path):
-        reason, fix = f"the pods' volume is at {request.ckpt_path}", "leave it out, or change --ckpt_path"
+        reason = f"the pods' volume is at {request.ckpt_path}"
+        fix = "leave it out, or change --ckpt_path"
         raise ConfigError.of("outside-the-volume", reason, fix, "run.output_dir", folder, file="command line")
 
 
 def _heading(request: K8sRequest, words: Sequence[str]) -> str:
-    namespace = f"-n {request.namespace} " if request.namespace else ""
+    if request.namespace:
+        namespace = f"-n {request.namespace} "
+    else:
+        namespace = ""
     logs = f"kubectl logs -f -l app.kubernetes.io/instance={request.name} --prefix --tail=-1"
     if request.nodes > _LOGS_AT_ONCE:
         logs += f" --max-log-requests={request.nodes}"

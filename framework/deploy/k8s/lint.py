@@ -65,10 +65,16 @@ def broken(kind: str, work: Workload) -> Findings:
 def _of_check(check: Mapping[str, Any], work: Workload) -> Findings:
     def is_there(part: str, *keys: str) -> bool:
         found = getattr(work, part)
-        value = found.get(*keys) if found and keys else found
+        if found and keys:
+            value = found.get(*keys)
+        else:
+            value = found
         return value is not None and value is not False
 
-    wanted = getattr(work, check["of"]) if "of" in check else check.get("is")
+    if "of" in check:
+        wanted = getattr(work, check["of"])
+    else:
+        wanted = check.get("is")
     part, *keys = check["at"]
     if (
         not is_there(part)
@@ -121,14 +127,18 @@ def lint(manifests: Sequence[Manifest]) -> list[Problem]:
 
 
 def _number(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return None
 
 
 # A Job, a JobSet and their policies.
 
 
 def _failure_rules(work: Workload) -> list[Part]:
-    return work.job.items("podFailurePolicy", "rules") if work.job else []
+    if work.job:
+        return work.job.items("podFailurePolicy", "rules")
+    return []
 
 
 @rule
@@ -181,7 +191,10 @@ def _retries(work: Workload) -> Findings:
 
 @rule
 def _jobset_policy(work: Workload) -> Findings:
-    rules = work.jobset.items("failurePolicy", "rules") if work.jobset else []
+    if work.jobset:
+        rules = work.jobset.items("failurePolicy", "rules")
+    else:
+        rules = []
     found = {word for rule in rules if rule.get("action") == "FailJobSet" for word in rule.words("onJobFailureReasons")}
     if work.jobset and (missing := [reason for reason in FINAL_REASONS[:2] if reason not in found]):
         reason = f"a job that ended with {missing[0]} would start again until maxRestarts"
@@ -227,9 +240,13 @@ def _ports(work: Workload) -> Findings:
     text = work.option("master_port")
     if not work.num_nodes or not text.isdecimal():
         return
-    ranks, agents = int(text), int(text) + 1
+    ranks = int(text)
+    agents = int(text) + 1
     found = work.headless
-    listed = [(found.at("spec", "ports"), "port")] if found else []
+    if found:
+        listed = [(found.at("spec", "ports"), "port")]
+    else:
+        listed = []
     listed += [(work.container.at("ports"), "containerPort")] if work.container.items("ports") else []
     for place, key in listed:
         if not {ranks, agents} <= {number for port in place.items() if isinstance(number := port.get(key), int)}:
@@ -257,7 +274,10 @@ def _namespace(work: Workload) -> Findings:
     for found in work.objects(*kinds):
         place = found.at("metadata", "namespace")
         if place.get() != own:
-            fix = f"namespace: {own}" if own else "leave it out"
+            if own:
+                fix = f"namespace: {own}"
+            else:
+                fix = "leave it out"
             yield place, f"the job is in {own or 'the default one'}", fix
 
 
@@ -292,7 +312,10 @@ def _gpu_count(work: Workload) -> Findings:
 @rule
 def _grace(work: Workload) -> Findings:
     budget = work.template.get("metadata", "annotations", BUDGET_ANNOTATION)
-    needed = int(budget) if isinstance(budget, str) and budget.isdecimal() else 60
+    if isinstance(budget, str) and budget.isdecimal():
+        needed = int(budget)
+    else:
+        needed = 60
     place = work.pod.at("terminationGracePeriodSeconds")
     seconds = place.get()
     given = work.option("grace_seconds")
@@ -310,7 +333,12 @@ def _command(work: Workload) -> Findings:
         words = words[1:]
     program, *rest = words or [""]
     name = PurePosixPath(program).name
-    rest = rest if name == "dsf" else rest[1:] if name in ("python", "python3") and rest[:1] == ["-m"] else []
+    if name == "dsf":
+        rest = rest
+    elif name in ("python", "python3") and rest[:1] == ["-m"]:
+        rest = rest[1:]
+    else:
+        rest = []
     if rest[:2] != ["launch", "node"] and rest[:3] != ["framework", "launch", "node"]:
         yield (
             work.program.at("command"),
@@ -322,14 +350,17 @@ def _command(work: Workload) -> Findings:
 @rule
 def _image(work: Workload) -> Findings:
     place = work.program.at("image")
-    if reason := what_is_wrong_with_image(place.get()):
+    reason = what_is_wrong_with_image(place.get())
+    if reason:
         yield place, reason, "NAME:TAG or NAME@sha256:DIGEST"
 
 
 def _setting(work: Workload, key: str) -> object:
     """The container's own, or else the pod's."""
     own = work.container.get("securityContext", key)
-    return work.pod.get("securityContext", key) if own is None else own
+    if own is None:
+        return work.pod.get("securityContext", key)
+    return own
 
 
 @rule
@@ -363,8 +394,12 @@ def _literal_secret(work: Workload) -> Findings:
 def _token(work: Workload) -> Findings:
     if work.num_nodes < 2 or any(part.get("name") == "DSF_TOKEN" for part in work.variables()):
         return
-    path, place = work.option("token_file"), work.program.at("command")
-    volume = work.volume(path) if path else None
+    path = work.option("token_file")
+    place = work.program.at("command")
+    if path:
+        volume = work.volume(path)
+    else:
+        volume = None
     if volume is None or not volume.mapping().keys() & {"secret", "csi", "projected"}:
         reason = f"--token_file {path or 'is left out'}: agents would take anybody for a node"
         yield place, reason, "--token_file PATH of a key in a Secret that is mounted, as `launch k8s` prints it"
@@ -414,7 +449,8 @@ def _shm(work: Workload) -> Findings:
         yield work.container.at("volumeMounts"), reason, "mount an emptyDir with medium: Memory at /dev/shm"
         return
     place = volume.at("emptyDir", "sizeLimit")
-    size, memory = parse_quantity(place.get()), parse_quantity(work.resources.get("limits", "memory"))
+    size = parse_quantity(place.get())
+    memory = parse_quantity(work.resources.get("limits", "memory"))
     if size is None:
         yield place, "it may take all of the node's memory", "sizeLimit: a part of the memory limit"
     elif memory is not None and size >= memory:
@@ -436,7 +472,10 @@ def _shared_storage(work: Workload) -> Findings:
     if work.num_nodes < 2:
         return
     folder = last_setting(work.command, "run.output_dir") or ""
-    volume = work.volume(folder) if folder.startswith("/") else None
+    if folder.startswith("/"):
+        volume = work.volume(folder)
+    else:
+        volume = None
     if volume is None or "emptyDir" in volume.mapping():
         reason = f"run.output_dir {folder or 'is left out'}: each pod would keep its own part"
         yield work.program.at("command"), reason, "run.output_dir=PATH in a volume that all pods share"
@@ -454,7 +493,10 @@ def _caches(work: Workload) -> Findings:
     for name in CACHE_VARIABLES:
         place = found.get(name, work.container.at("env"))
         value = place.get()
-        volume = work.volume(value) if isinstance(value, str) else None
+        if isinstance(value, str):
+            volume = work.volume(value)
+        else:
+            volume = None
         if volume is None or "emptyDir" not in volume.mapping():
             of_user = "must be a folder that the user may write, on the node: locks on network volumes stay behind"
             yield place, f"{name} {of_user}", f"{name}: a path in an emptyDir"
@@ -472,9 +514,18 @@ def _mount(work: Workload) -> Findings:
 @rule
 def _config_file(work: Workload) -> Findings:
     words = work.command
-    config = words[words.index("node") + 1] if "node" in words[:-1] else ""
-    volume = work.volume(config) if config.startswith("/") else None
-    name = volume.get("configMap", "name") if volume else None
+    if "node" in words[:-1]:
+        config = words[words.index("node") + 1]
+    else:
+        config = ""
+    if config.startswith("/"):
+        volume = work.volume(config)
+    else:
+        volume = None
+    if volume:
+        name = volume.get("configMap", "name")
+    else:
+        name = None
     for data in (found.at("data") for found in work.objects("ConfigMap") if found.manifest.name == name):
         keys = data.mapping()
         wrong = [key for key in keys if not (isinstance(key, str) and CONFIG_KEY.fullmatch(key))]

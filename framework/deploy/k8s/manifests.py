@@ -26,13 +26,17 @@ class Manifest:
     def kind(self) -> str:
         """As written; empty if it is not text."""
         kind = self.value.get("kind")
-        return kind if isinstance(kind, str) else ""
+        if isinstance(kind, str):
+            return kind
+        return ""
 
     @property
     def name(self) -> str:
         """``metadata.name``; empty if there is none."""
         name = Part(self).get("metadata", "name")
-        return name if isinstance(name, str) else ""
+        if isinstance(name, str):
+            return name
+        return ""
 
 
 @dataclass(frozen=True)
@@ -61,18 +65,25 @@ class Part:
     def mapping(self, *keys: str | int) -> Mapping[str, Any]:
         """The mapping below; an empty one if there is none."""
         value = self.get(*keys)
-        return value if isinstance(value, Mapping) else {}
+        if isinstance(value, Mapping):
+            return value
+        return {}
 
     def items(self, *keys: str | int) -> list[Part]:
         """The mappings in the list below."""
         value = self.get(*keys)
-        values = value if isinstance(value, list) else []
+        if isinstance(value, list):
+            values = value
+        else:
+            values = []
         return [self.at(*keys, index) for index, item in enumerate(values) if isinstance(item, Mapping)]
 
     def words(self, *keys: str | int) -> list[str]:
         """The text of the list below."""
         value = self.get(*keys)
-        return [str(item) for item in value] if isinstance(value, list) else []
+        if isinstance(value, list):
+            return [str(item) for item in value]
+        return []
 
     def problem(self, kind: str, reason: str, fix: str) -> Problem:
         """Something wrong with the value, at its line or at the one of what should hold it."""
@@ -104,7 +115,8 @@ def parse_manifests(text: str, *, name: str) -> list[Manifest]:
         if isinstance(document.value, dict):
             found += _unlisted(Manifest(document.value, name, lines))
         elif document.value is not None:  # nothing between two separators
-            reason, fix = "an object is a mapping with apiVersion and kind", "compare with what `launch k8s` prints"
+            reason = "an object is a mapping with apiVersion and kind"
+            fix = "compare with what `launch k8s` prints"
             raise ConfigError.of("k8s-no-object", reason, fix, file=name, line=lines[()])
     return found
 
@@ -137,8 +149,10 @@ class Workload:
     """
 
     def __init__(self, manifest: Manifest, manifests: Sequence[Manifest]) -> None:
-        self.head, self.manifests = Part(manifest), manifests
-        job, jobset = None, None
+        self.head = Part(manifest)
+        self.manifests = manifests
+        job = None
+        jobset = None
         if manifest.kind == "Job":
             job = self.head.at("spec")
         elif manifest.kind == "JobSet":
@@ -152,12 +166,17 @@ class Workload:
             job = jobset.at("replicatedJobs", 0, "template", "spec")
         patch = self.head.at("spec", "runtimePatches", 0, "trainingRuntimeSpec", "template", "spec")
         of_patch = patch.at("replicatedJobs", 0, "template", "spec", "template")
-        self.job, self.jobset, self.template = job, jobset, job.at("template") if job else of_patch
+        self.job = job
+        self.jobset = jobset
+        self.template = job.at("template") if job else of_patch
         containers = self.pod.items("containers")
         ours = [container for container in containers if "framework" in _command(container)]
         self.container = (ours or containers or [self.pod.at("containers", 0)])[0]
         is_trainjob = manifest.kind == "TrainJob"
-        self.program = self.head.at("spec", "trainer") if is_trainjob else self.container
+        if is_trainjob:
+            self.program = self.head.at("spec", "trainer")
+        else:
+            self.program = self.container
         self.resources = self.program.at("resourcesPerNode" if is_trainjob else "resources")
 
     @property
@@ -244,7 +263,9 @@ class Workload:
             for mount in self.container.items("volumeMounts")
         ]
         around = [(path, name) for path, name in mounts if mount_path == path or mount_path.startswith(f"{path}/")]
-        return names.get(max(around)[1]) if around else None
+        if around:
+            return names.get(max(around)[1])
+        return None
 
 
 def find_workloads(manifests: Sequence[Manifest]) -> list[Workload]:
@@ -253,7 +274,9 @@ def find_workloads(manifests: Sequence[Manifest]) -> list[Workload]:
 
 
 def _number(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 7 else 0
+    if text.isascii() and text.isdigit() and len(text) < 7:
+        return int(text)
+    return 0
 
 
 def _command(part: Part) -> list[str]:

@@ -33,7 +33,12 @@ class _Dumper(yaml.SafeDumper):
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     plain = _PLAIN.fullmatch(text) and text.lower() not in _TRUTH and not text.endswith(":")
-    style = "|" if "\n" in text else None if plain else '"'
+    if "\n" in text:
+        style = "|"
+    elif plain:
+        style = None
+    else:
+        style = '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
@@ -111,13 +116,22 @@ class _Values(dict[str, Any]):
 
     def __init__(self, request: K8sRequest) -> None:
         labels = {"app.kubernetes.io/name": "dsf-trainer", "app.kubernetes.io/instance": request.name}
-        kind, queue, topology, user = request.kind, request.queue, request.topology, request.run_as_user
+        kind = request.kind
+        queue = request.queue
+        topology = request.topology
+        user = request.run_as_user
         # This label gives the job to Kueue, which starts all pods or none. Where it chooses the nodes by topology, it
         # does not look at affinity, and pods would hang.
         by_queue = {"kueue.x-k8s.io/queue-name": queue} if queue else {}
-        within = {"kueue.x-k8s.io/podset-required-topology": topology} if queue and topology else {}
+        if queue and topology:
+            within = {"kueue.x-k8s.io/podset-required-topology": topology}
+        else:
+            within = {}
         is_exclusive = kind == "jobset" and topology and not queue
-        exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": topology} if is_exclusive else {}
+        if is_exclusive:
+            exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": topology}
+        else:
+            exclusive = {}
         # Volcano reads there how many are to start together: one, unless it is told.
         is_gang = request.scheduler == "volcano" and request.nodes > 1
         annotations = ({_VOLCANO_GANG: str(request.nodes)} if is_gang else {}) | dict(request.annotation)
@@ -179,7 +193,9 @@ class _Values(dict[str, Any]):
             found = [(item, self.filled(item)) for item in node]
             parts = (value if str(item).startswith("$*") else [value] for item, value in found)
             return [value for part in parts for value in part if value not in _EMPTY]
-        return dict(self._pairs(node)) if isinstance(node, dict) else node
+        if isinstance(node, dict):
+            return dict(self._pairs(node))
+        return node
 
     def reason(self, found: re.Match[str]) -> tuple[str, str]:
         """A key, and the comment above it."""
@@ -212,13 +228,19 @@ def _sizes(request: K8sRequest) -> dict[str, str]:
 def _toleration(text: str) -> dict[str, str]:
     taint, _, effect = text.partition(":")
     key, equals, value = taint.partition("=")
-    found = {"key": key, "operator": "Equal", "value": value} if equals else {"key": key, "operator": "Exists"}
+    if equals:
+        found = {"key": key, "operator": "Equal", "value": value}
+    else:
+        found = {"key": key, "operator": "Exists"}
     return found | ({"effect": effect} if effect else {})
 
 
 def _command(request: K8sRequest) -> list[str]:
     """The command of one node; its rank comes from the environment."""
-    config = f"{CONFIG_PATH}/{as_config_key(request.config)}" if request.config_map else request.config
+    if request.config_map:
+        config = f"{CONFIG_PATH}/{as_config_key(request.config)}"
+    else:
+        config = request.config
     options = {
         "--nnodes": request.nodes,
         "--num_gpus": request.ranks,

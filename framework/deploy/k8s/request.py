@@ -131,7 +131,9 @@ class K8sRequest(JobRequest):
         """Port where ranks meet; the next one is the agents'. On a node's network, jobs must not meet each other."""
         if self.master_port is not None:
             return self.master_port
-        return _HOST_PORTS[zlib.crc32(self.name.encode()) % len(_HOST_PORTS)] if self.host_network else DEFAULT_PORT
+        if self.host_network:
+            return _HOST_PORTS[zlib.crc32(self.name.encode()) % len(_HOST_PORTS)]
+        return DEFAULT_PORT
 
     def refuse_contradictions(self) -> None:
         """Raise a UsageError where options contradict each other, or lack one."""

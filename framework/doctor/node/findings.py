@@ -103,8 +103,14 @@ class Report:
         """
         lines = [check.as_row(indent="") for check in self.before]
         for node in self.nodes:
-            shown = node.checks if len(self.nodes) == 1 else [each for each in node.checks if each.status != "ok"]
-            fine = f", {len(node.checks) - len(shown)} of {len(node.checks)} fine" if len(self.nodes) > 1 else ""
+            if len(self.nodes) == 1:
+                shown = node.checks
+            else:
+                shown = [each for each in node.checks if each.status != "ok"]
+            if len(self.nodes) > 1:
+                fine = f", {len(node.checks) - len(shown)} of {len(node.checks)} fine"
+            else:
+                fine = ""
             lines += [f"node {node.name}, looked at in {node.seconds:.1f} s{fine}", *map(Check.as_row, shown)]
         for title, checks in (("across nodes", self.across), ("measured", self.measured)):
             lines += [title, *map(Check.as_row, checks)] if checks else []
@@ -131,8 +137,16 @@ class Report:
 def _finding(problem: Problem) -> dict[str, Any]:
     """Build the record for tools; `node` is empty where it is about none in particular."""
     found = problem.to_dict()
-    subject = f"{problem.key} = {found['value']}: " if "value" in found else f"{problem.key}: " if problem.key else ""
-    node = problem.file.removeprefix("node ") if problem.file.startswith("node ") else ""
+    if "value" in found:
+        subject = f"{problem.key} = {found['value']}: "
+    elif problem.key:
+        subject = f"{problem.key}: "
+    else:
+        subject = ""
+    if problem.file.startswith("node "):
+        node = problem.file.removeprefix("node ")
+    else:
+        node = ""
     return {
         "id": problem.kind,
         "severity": problem.severity,
@@ -147,6 +161,10 @@ def size_text(num_bytes: float) -> str:
     """``512 MiB``, ``1.5 GiB``: two or three digits, in powers of 1024."""
     unit = 0
     while num_bytes >= 1000 and unit < len(_UNITS) - 1:
-        num_bytes, unit = num_bytes / 1024, unit + 1
-    digits = 0 if num_bytes >= 100 or num_bytes == int(num_bytes) else 1
+        num_bytes = num_bytes / 1024
+        unit = unit + 1
+    if num_bytes >= 100 or num_bytes == int(num_bytes):
+        digits = 0
+    else:
+        digits = 1
     return f"{num_bytes:.{digits}f} {_UNITS[unit]}"

@@ -44,14 +44,23 @@ def check_devices(need: Need, environment: Mapping[str, str]) -> Check:
         unused = unused_gpus(found, environment)
         if found.kind == "cpu" and need.cluster.device in ("cuda", "npu"):
             unused = _too_few(0, ranks, need.cluster.device)
-        on = "processors" if found.kind == "cpu" else f"{found.kind} devices, which nobody counts"
+        if found.kind == "cpu":
+            on = "processors"
+        else:
+            on = f"{found.kind} devices, which nobody counts"
         stated = f"{'no accelerator, ' if found.kind == 'cpu' else ''}{counted(ranks, 'rank')} on {on}"
         return Check("devices", stated, (unused,) if unused else (), facts)
-    seen = _ask_nvidia_smi("gpu", _PER_GPU, environment) if found.kind == "cuda" else []
+    if found.kind == "cuda":
+        seen = _ask_nvidia_smi("gpu", _PER_GPU, environment)
+    else:
+        seen = []
     by_index = {row["index"]: row for row in seen}
     taken = by_index if found.chosen is None else map(str, found.chosen)  # by the ranks, in their order
     used = [by_index[index] for index in taken if index in by_index][:ranks]
-    problems = [_too_few(found.count, ranks, found.kind)] if found.count < ranks else []
+    if found.count < ranks:
+        problems = [_too_few(found.count, ranks, found.kind)]
+    else:
+        problems = []
     if used:
         problems += _about(used, _ask_nvidia_smi("compute-apps", _PER_PROCESS, environment))
     names = sorted({row["name"] for row in used})
@@ -89,7 +98,10 @@ def _about(gpus: Sequence[Row], processes: Sequence[Row]) -> Iterator[Problem]:
             yield warning("gpu-memory-used", reason, "look with nvidia-smi on the host", key=label, value=stated)
         errors = _number(gpu["ecc.errors.uncorrected.volatile.total"])
         if errors or gpu["retired_pages.pending"].lower() == "yes":
-            found = f"{errors} uncorrected memory errors" if errors else "memory pages that wait for their retirement"
+            if errors:
+                found = f"{errors} uncorrected memory errors"
+            else:
+                found = "memory pages that wait for their retirement"
             reason = f"it has {found} since the driver was loaded"
             fix = "reset the GPU, or take the host out of service"
             yield warning("gpu-memory-errors", reason, fix, key=label, value=gpu["uuid"])
@@ -103,10 +115,15 @@ def _about(gpus: Sequence[Row], processes: Sequence[Row]) -> Iterator[Problem]:
 
 
 def _too_few(count: int, ranks: int, kind: str) -> Problem:
-    fix = f"at most {count} ranks on this host" if count else "DS_ACCELERATOR=cpu to try it on processors"
+    if count:
+        fix = f"at most {count} ranks on this host"
+    else:
+        fix = "DS_ACCELERATOR=cpu to try it on processors"
     return Problem("too-few-devices", f"{ranks} ranks want a {kind} device each", fix, key="devices", value=count)
 
 
 def _number(text: str) -> int:
     """0 for what a GPU does not count, such as ``[N/A]``."""
-    return int(text) if text.isdecimal() else 0
+    if text.isdecimal():
+        return int(text)
+    return 0

@@ -174,7 +174,8 @@ def mark(folder: Path, token: str, node: int) -> Iterator[None]:
 
 def unseen(folder: Path, token: str, nodes: Iterable[int], *, seconds: float = _SEE_SECONDS) -> list[int]:
     """Nodes whose marks are not seen here, after waiting for them."""
-    marks, seen = {str(mark_path(folder, token, node)): node for node in nodes}, set[str]()
+    marks = {str(mark_path(folder, token, node)): node for node in nodes}
+    seen = set[str]()
     deadline = time.monotonic() + seconds
     while (missing := absent({*marks}, seen)) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -83,8 +83,10 @@ def check_shared_memory(need: Need, folder: Path = SHARED_MEMORY) -> Check:
         reason = "ranks of one host cannot share memory"
         problem = Problem("shm-missing", reason, "mount a tmpfs there", key=str(folder))
         return Check("shared memory", f"{folder}: {error.strerror}", [problem])
-    total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    stated, problems = f"{size_text(free)} free of {size_text(total)}", []
+    total = found.f_blocks * found.f_frsize
+    free = found.f_bavail * found.f_frsize
+    stated = f"{size_text(free)} free of {size_text(total)}"
+    problems = []
     # What DeepSpeed's own op maps for ranks on processors is not touched by training.
     wanted_by = ""
     if need.num_workers:
@@ -92,7 +94,10 @@ def check_shared_memory(need: Need, folder: Path = SHARED_MEMORY) -> Check:
     elif need.cluster.device == "cuda" and need.cluster.devices_per_host > 1:
         wanted_by = "NCCL passes data between GPUs of a host through it"
     if wanted_by and free < _COMFORTABLE_BYTES:
-        default = ", a container's default," if total == _CONTAINER_DEFAULT_BYTES else ""
+        if total == _CONTAINER_DEFAULT_BYTES:
+            default = ", a container's default,"
+        else:
+            default = ""
         less = f"that{default} is less than {size_text(_COMFORTABLE_BYTES)}"
         reason = f"{less}, and {wanted_by}: SIGBUS or `No space left on device`"
         fix = "docker run --shm-size=1g; in a pod an emptyDir of medium Memory mounted there"
@@ -105,7 +110,10 @@ def check_locked_memory(folder: Path = RDMA_DEVICES) -> Check:
     if not any(folder.glob("uverbs*")):
         return Check("locked memory", "no RDMA device here, not needed")
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    shown = "unlimited" if limit == resource.RLIM_INFINITY else size_text(limit)
+    if limit == resource.RLIM_INFINITY:
+        shown = "unlimited"
+    else:
+        shown = size_text(limit)
     if _can_lock(_LOCKED_BYTES):
         return Check("locked memory", f"{size_text(_LOCKED_BYTES)} locked, limit {shown}")
     reason = f"{size_text(_LOCKED_BYTES)} cannot be locked, so RDMA fails and NCCL takes TCP in silence"
@@ -132,16 +140,24 @@ def check_open_files(need: Need) -> Check:
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return Check("open files", f"up to {'unlimited' if soft == resource.RLIM_INFINITY else soft}")
     may_raise = hard == resource.RLIM_INFINITY or hard >= wanted
-    fix = f"ulimit -n {wanted}" if may_raise else "raise LimitNOFILE, or limits.conf"
-    reason, kind = f"{need.cluster.world_size} ranks may need about {wanted}", warning if soft >= 256 else Problem
+    if may_raise:
+        fix = f"ulimit -n {wanted}"
+    else:
+        fix = "raise LimitNOFILE, or limits.conf"
+    reason = f"{need.cluster.world_size} ranks may need about {wanted}"
+    kind = warning if soft >= 256 else Problem
     return Check("open files", f"up to {soft}", [kind("nofile-low", reason, fix, key="ulimit -n", value=soft)])
 
 
 def check_cores(need: Need, environment: Mapping[str, str]) -> Check:
     """Threads of all ranks against the cores that this process may use."""
-    ranks, cores = need.cluster.devices_per_host, min(usable_cores(), _quota())
+    ranks = need.cluster.devices_per_host
+    cores = min(usable_cores(), _quota())
     text = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
-    threads = int(text) if text.isdecimal() else 0
+    if text.isdecimal():
+        threads = int(text)
+    else:
+        threads = 0
     stated = f"{cores} for {counted(ranks, 'rank')}{f' x OMP_NUM_THREADS={threads}' if threads else ''}"
     problems = []
     if need.cluster.device == "cpu" and ranks * threads > cores and threads > 1:
@@ -176,7 +192,10 @@ def check_name(need: Need, environment: Mapping[str, str]) -> Check:
         fix = f"one of {', '.join(known)}"
         problems.append(Problem("interface-unknown", reason, fix, key="GLOO_SOCKET_IFNAME", value=chosen))
     elif need.cluster.num_hosts > 1 and not chosen and not leads_away:
-        leads = f"leads to {', '.join(addresses)}" if addresses else "leads nowhere"
+        if addresses:
+            leads = f"leads to {', '.join(addresses)}"
+        else:
+            leads = "leads nowhere"
         by_hand = "started with `deepspeed` or `torchrun` by hand, gloo sends other hosts there and hangs"
         fix = "give it the host's own address in /etc/hosts, or set GLOO_SOCKET_IFNAME"
         problems.append(warning("hostname-loopback", f"it {leads}; {by_hand}", fix, key="hostname", value=name))
@@ -198,7 +217,9 @@ def check_user(environment: Mapping[str, str]) -> Check:
 
 def _check_clock(environment: Mapping[str, str]) -> Check:
     """The time is compared between nodes; alone it says whether there is a clock at all."""
-    now, boot, problems = time.time(), "", []
+    now = time.time()
+    boot = ""
+    problems = []
     with contextlib.suppress(OSError):
         boot = _BOOT.read_text(encoding="ascii").strip()
     facts = {"clock": now, "boot": boot, "pid": os.getpid(), "platform": platform.machine()}

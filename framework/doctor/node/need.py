@@ -59,13 +59,15 @@ class Need:
 
 def need_of(plan: Plan) -> Need:
     """Return the requirements of this plan on every host that it names."""
-    config, cluster = plan.config, plan.cluster
+    config = plan.config
+    cluster = plan.cluster
     try:
         rendered = render(plan)
     except ConfigError:  # only the length of a schedule is missing, which comes with the data
         rendered = render(replace(plan, config=config.model_copy(update={"scheduler": Constant()})))
     offloads = (config.zero.offload_optimizer, config.zero.offload_param)
-    kept, checkpoint = _kept(plan), config.checkpoint
+    kept = _kept(plan)
+    checkpoint = config.checkpoint
     sections = [getattr(config, name) for name in type(config).model_fields]
     return Need(
         cluster=cluster,
@@ -97,7 +99,8 @@ def config_hash(config: RunConfig) -> str:
 
 def _kept(plan: Plan) -> dict[str, int]:
     """Count the checkpoints that each rule keeps at the end of the run, at most: several may keep the same one."""
-    checkpoint, total_steps = plan.config.checkpoint, plan.length.total_steps
+    checkpoint = plan.config.checkpoint
+    total_steps = plan.length.total_steps
     kept = {f"checkpoint.keep_last: {checkpoint.keep_last}": checkpoint.keep_last}
     if checkpoint.keep_every is not None and total_steps is not None:
         saved = checkpoint.every_steps if checkpoint.every_epochs is None else None
@@ -124,7 +127,10 @@ def check_inputs(need: Need) -> Check:
     problems = []
     for key, path in need.inputs:
         if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
-            reason = "it cannot be read" if os.path.lexists(path) else "it is not on this node"
+            if os.path.lexists(path):
+                reason = "it cannot be read"
+            else:
+                reason = "it is not on this node"
             fix = "name a path that every node has, or bring it there"
             problems.append(Problem("input-not-found", reason, fix, key=key, value=str(path)))
     stated = ", ".join(str(path) for _, path in need.inputs)

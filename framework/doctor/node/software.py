@@ -65,7 +65,10 @@ def check_versions(need: Need) -> Check:
     versions.setdefault("torch", "none")
     stated = ", ".join(f"{name} {version}" for name, version in versions.items())
     # torch's wheels bring NCCL as a package of its own, named after the release of CUDA.
-    nccl = version_of(f"nvidia-nccl-cu{cuda.partition('.')[0]}") if cuda else None
+    if cuda:
+        nccl = version_of(f"nvidia-nccl-cu{cuda.partition('.')[0]}")
+    else:
+        nccl = None
     facts = all_of_them | versions | ({"nccl": nccl} if nccl else {})
     return Check("versions", stated, problems, {"versions": facts})
 
@@ -75,7 +78,10 @@ def check_code(need: Need) -> Check:
     hashes = {"framework": hash_of_framework()}
     hashes |= {module: hash_of_files(place) for module in need.targets if (place := _place_of(module)) is not None}
     stated = ", ".join(f"{name} {value}" for name, value in hashes.items())
-    config = f"config {need.config_hash}, " if need.config_hash else ""
+    if need.config_hash:
+        config = f"config {need.config_hash}, "
+    else:
+        config = ""
     return Check("code", f"{config}{stated}", (), {"code": hashes, "config": need.config_hash})
 
 
@@ -86,7 +92,8 @@ def hash_of_framework() -> str:
 
 def hash_of_files(place: Path, *endings: str) -> str:
     """Of the names and contents of a folder's files, by default those of Python, or of one file; wherever it lies."""
-    digest, endings = hashlib.sha256(), endings or (".py",)
+    digest = hashlib.sha256()
+    endings = endings or (".py",)
     found = sorted(file for ending in endings for file in place.rglob(f"*{ending}"))
     folder, files = (place, found[:_MOST_FILES]) if place.is_dir() else (place.parent, [place])
     for file in files:
@@ -131,7 +138,9 @@ def _place_of(module: str) -> Path | None:
     spec = importlib.machinery.PathFinder.find_spec(module.partition(".")[0], [os.getcwd(), str(ROOT)])
     folders = (spec and spec.submodule_search_locations) or []
     place = next(iter(folders), spec.origin if spec else None)
-    return Path(place) if place else None
+    if place:
+        return Path(place)
+    return None
 
 
 def check_ops(need: Need, environment: Mapping[str, str]) -> Check:
@@ -223,7 +232,11 @@ def _cuda_home(environment: Mapping[str, str]) -> Path:
     """As torch finds it (utils/cpp_extension.py `_find_cuda_home`)."""
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     found = shutil.which("nvcc", path=environment.get("PATH"))
-    return Path(home) if home else Path(found).parent.parent if found else Path("/usr/local/cuda")
+    if home:
+        return Path(home)
+    if found:
+        return Path(found).parent.parent
+    return Path("/usr/local/cuda")
 
 
 def _about_cache(folder: Path, missing: list[Op]) -> Iterator[Problem]:
@@ -247,7 +260,10 @@ def _about_lock(lock: Path) -> Iterator[Problem]:
     torch = package_folder("torch")
     if torch and (torch / "utils/_filelock.py").is_file():  # 2.15 takes locks by flock
         text = (torch / "utils/cpp_extension.py").read_text(encoding="utf-8", errors="replace")
-        age = age if "FileBaton" in text or _is_held(lock) else 0
+        if "FileBaton" in text or _is_held(lock):
+            age = age
+        else:
+            age = 0
     if age >= _OLD_LOCK_SECONDS:
         reason = "ranks wait for it before they load the op, for ever if whoever took it is gone"
         fix = f"rm {lock} if nothing compiles there now"
@@ -268,6 +284,9 @@ def _is_built_in(op: Op) -> bool:
     """Check whether DeepSpeed was installed with it (DS_BUILD_...=1)."""
     folder = package_folder("deepspeed")
     with suppress(OSError):
-        text = (folder / "git_version_info_installed.py").read_text(encoding="utf-8") if folder else ""
+        if folder:
+            text = (folder / "git_version_info_installed.py").read_text(encoding="utf-8")
+        else:
+            text = ""
         return re.search(rf"['\"]{op.name}['\"]: True", text) is not None
     return False

@@ -92,7 +92,8 @@ def look_before_start(
         for each in found
         if each.severity == "error"
     ][:_MOST_ERRORS]
-    folder, token = existing(need.checkpoints or Path.cwd()), secrets.token_hex(8)
+    folder = existing(need.checkpoints or Path.cwd())
+    token = secrets.token_hex(8)
     with ExitStack() as stack:
         if need.saves:
             with suppress(OSError):  # that it cannot be written to has been told above
@@ -134,7 +135,8 @@ def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> li
     unseen = (marks - near) | absent(near, seen)
     for name, reported in others:
         if reported["mark"] in unseen:
-            reason, value = f"what it wrote there is not seen by node {here[0]}", str(Path(reported["mark"]).parent)
+            reason = f"what it wrote there is not seen by node {here[0]}"
+            value = str(Path(reported["mark"]).parent)
             fix = f"set run.output_dir to a folder that all nodes share: {WHY_SHARED}"
             about = f"node {name}"
             problems.append(Problem(NOT_SHARED, reason, fix, key="run.output_dir", value=value, file=about))
@@ -157,7 +159,10 @@ def compare(nodes: Mapping[str, Facts]) -> list[Check]:
         "devices": list(_devices(nodes, owner)),
         "variables": list(_variables(nodes)),
     }
-    equal = {"devices": f"{len(owner)} different GPUs"} if owner else {}
+    if owner:
+        equal = {"devices": f"{len(owner)} different GPUs"}
+    else:
+        equal = {}
     return [Check(name, "differ" if each else equal.get(name, "equal"), each) for name, each in found.items()]
 
 
@@ -168,9 +173,13 @@ def python_release(version: str) -> str:
 
 def compare_clocks(offsets: Mapping[str, float]) -> Check:
     """Clocks, as seconds by which each is ahead of whoever measured. The middle one is right; between two, node 0."""
-    middle = sorted(offsets.values())[len(offsets) // 2] if len(offsets) > 2 else next(iter(offsets.values()))
+    if len(offsets) > 2:
+        middle = sorted(offsets.values())[len(offsets) // 2]
+    else:
+        middle = next(iter(offsets.values()))
     apart = {name: offset - middle for name, offset in offsets.items()}
-    problems, fix = [], "start chrony or ntpd there"
+    problems = []
+    fix = "start chrony or ntpd there"
     for name, seconds in apart.items():
         if abs(seconds) >= _CLOCK_WARN_SECONDS:
             problem = Problem if abs(seconds) >= _CLOCK_REFUSE_SECONDS else warning
@@ -206,7 +215,8 @@ def _devices(nodes: Mapping[str, Facts], owner: dict[str, str]) -> Iterator[Prob
     for name, facts in nodes.items():
         for uuid in facts.get("gpus", ()):
             if owner.setdefault(uuid, name) != name:
-                reason, fix = f"node {owner[uuid]} uses the same one", "give every node devices of its own"
+                reason = f"node {owner[uuid]} uses the same one"
+                fix = "give every node devices of its own"
                 yield Problem("gpu-shared", reason, fix, key="GPU", value=uuid, file=f"node {name}")
 
 

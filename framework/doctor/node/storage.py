@@ -29,13 +29,15 @@ def check_run_folder(need: Need, counts_replaced: bool = False) -> Check:
     facts = {"run_folder": str(need.run_folder), "run_folder_type": file_system(place)}
     if problems:
         return Check("run folder", str(need.run_folder), problems, facts)
-    free, sizes = _free(place), []
+    free = _free(place)
+    sizes = []
     with contextlib.suppress(OSError):
         sizes = [size_of(each) for _, each in named_folders(need.checkpoints)]
     stated = f"{need.run_folder}: {size_text(free)} free"
     if sizes:
         stated += f", a checkpoint takes {size_text(max(sizes))}"
-    if replaced := replaced_folders(need.checkpoints) if counts_replaced else []:
+    replaced = replaced_folders(need.checkpoints) if counts_replaced else []
+    if replaced:
         taken = size_text(sum(map(size_of, replaced)))
         stated += f", {taken} in {len(replaced)} that a resume has set aside (*.replaced)"
     return Check("run folder", stated, list(_about_room(need, free, sizes)), facts)
@@ -53,7 +55,8 @@ def _about_room(need: Need, free: int, sizes: Sequence[int]) -> Iterator[Problem
         reason = "that is little for checkpoints: weights and optimizer state take 12 to 16 bytes for each parameter"
     else:
         return
-    key, value = str(need.run_folder), f"{size_text(free)} free"
+    key = str(need.run_folder)
+    value = f"{size_text(free)} free"
     fix = "make room, or set run.output_dir to a larger disk"
     yield Problem("disk-full", reason, fix, key=key, value=value, severity=severity)
 
@@ -64,7 +67,8 @@ def check_temporary(environment: Mapping[str, str]) -> Check:
     place, problems = _probed(folder, "tmp", "set TMPDIR to a folder you can write to")
     free = _free(place)
     if not problems and free < 100 * MIB:
-        reason, value = "compilers and data workers put files there", f"{size_text(free)} free"
+        reason = "compilers and data workers put files there"
+        value = f"{size_text(free)} free"
         problems = [warning("tmp-full", reason, "make room, or set TMPDIR", key=str(folder), value=value)]
     return Check("temporary files", f"{folder}: {size_text(free)} free", problems)
 
@@ -104,7 +108,8 @@ def check_offload(need: Need) -> Check:
         stated.append(f"{folder}: {size_text(_free(place))} free")
         problems += found
         if not found and is_remote(place):
-            reason, fix = "every step would wait for the network", "set nvme_path to a local drive"
+            reason = "every step would wait for the network"
+            fix = "set nvme_path to a local drive"
             problems.append(warning("nvme-path-remote", reason, fix, key=str(folder), value=file_system(place)))
     return Check("offload", "; ".join(stated), problems)
 

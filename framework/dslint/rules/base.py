@@ -87,7 +87,9 @@ def _holds(facts: Facts, name: str, wanted: Any) -> bool:
 
 def _named(facts: Facts, name: str) -> object:
     """Return what a sentence says for a name: a fact's value, a key as the file spells it."""
-    return facts.written(name) if "." in name else getattr(facts, name)
+    if "." in name:
+        return facts.written(name)
+    return getattr(facts, name)
 
 
 def list_rows() -> None:
@@ -97,7 +99,8 @@ def list_rows() -> None:
         def find(facts: Facts, cases: list[Row] = cases_of(row)) -> Found:  # noqa: B008 - one each
             return findings(cases, partial(_holds, facts), partial(_named, facts))
 
-        find.__name__, find.__doc__ = kind.replace("-", "_"), row["source"]
+        find.__name__ = kind.replace("-", "_")
+        find.__doc__ = row["source"]
         rule(since=row.get("since", ""), before=row.get("before", ""))(find)
 
 

@@ -26,10 +26,14 @@ def batch_arithmetic(facts: Facts) -> Found:
         return  # whatever is written, elasticity sets all three
     if total is None or any(facts.given(name) and (size is None or size < 1) for name, size in sizes.items()):
         return  # nothing to multiply, or a type or a range is at fault
-    ranks, per_step = facts.data_parallel_size, (micro or 1) * (steps or 1)
+    ranks = facts.data_parallel_size
+    per_step = (micro or 1) * (steps or 1)
     if ranks is None and facts.world_size is not None:
         return  # `sequence_parallel_fraction` speaks, or a range is at fault
-    candidates = [max(1, total // per_step)] if ranks is None else [ranks]
+    if ranks is None:
+        candidates = [max(1, total // per_step)]
+    else:
+        candidates = [ranks]
     if ranks is not None and facts.given("pipeline"):
         candidates = [size for size in range(1, min(ranks, 4096) + 1) if ranks % size == 0]
     if any(_fits(total, micro, steps, candidate) for candidate in candidates):
@@ -60,16 +64,23 @@ def _fits(total: int, micro: float | None, steps: float | None, ranks: float) ->
         steps = steps or 1
         micro = total // ranks // steps
     if steps is None:
-        steps = max(total // micro // ranks, 0) if micro else 0
+        if micro:
+            steps = max(total // micro // ranks, 0)
+        else:
+            steps = 0
     return min(micro, steps) > 0 and micro * steps * ranks == total
 
 
 @rule("warning")
 def batch_with_tensor_parallel(facts: Facts) -> Found:
     """deepspeed/runtime/config.py `DeepSpeedConfig`: AutoTP without an mpu divides the batch by all ranks."""
-    size, total = facts.tensor_parallel_size, facts.whole(GLOBAL)
+    size = facts.tensor_parallel_size
+    total = facts.whole(GLOBAL)
     if size > 1 and total is not None:
-        numbers = f": a step sees {total // size} samples" if total % size == 0 else ""
+        if total % size == 0:
+            numbers = f": a step sees {total // size} samples"
+        else:
+            numbers = ""
         yield (
             GLOBAL,
             f"DeepSpeed divides the batch by {facts.world_size or 'all'} ranks though {size} at a time hold one "
@@ -81,22 +92,28 @@ def batch_with_tensor_parallel(facts: Facts) -> Found:
 @rule(since="0.17.0")
 def sequence_parallel_mesh(facts: Facts) -> Found:
     """deepspeed/__init__.py `initialize_mesh_device`: both sizes make a mesh, which must hold every rank."""
-    sequence, data = facts.whole(_SEQUENCE), facts.whole("data_parallel_size")
+    sequence = facts.whole(_SEQUENCE)
+    data = facts.whole("data_parallel_size")
     if facts.world_size and sequence and data and not _mesh_fits(facts):
         ranks = f"{data} data-parallel x {sequence} sequence-parallel ranks"
         yield _SEQUENCE, f"{ranks} are not the {facts.world_size} there are", f"start it on {data * sequence} ranks"
 
 
 def _mesh_fits(facts: Facts) -> bool:
-    sequence, data, world = facts.whole(_SEQUENCE, 1), facts.whole("data_parallel_size", 1), facts.world_size
+    sequence = facts.whole(_SEQUENCE, 1)
+    data = facts.whole("data_parallel_size", 1)
+    world = facts.world_size
     return world is None or sequence is None or data is None or sequence * data == world
 
 
 @rule(since="0.17.0")
 def sequence_parallel_fraction(facts: Facts) -> Found:
     """deepspeed/runtime/config.py `_batch_assertion` divides by `sequence_parallel_size`, and takes a fitting float."""
-    sequence, world = facts.whole(_SEQUENCE), facts.world_size
-    total, micro, steps = facts.whole(GLOBAL), facts.whole(MICRO), facts.whole(STEPS)
+    sequence = facts.whole(_SEQUENCE)
+    world = facts.world_size
+    total = facts.whole(GLOBAL)
+    micro = facts.whole(MICRO)
+    steps = facts.whole(STEPS)
     if world and sequence and sequence > 0 and not facts.given("data_parallel_size") and world % sequence:
         is_taken = total is None or _fits(total, micro, steps, world / sequence)
         yield (
@@ -125,7 +142,8 @@ def sequence_parallel_gradients(facts: Facts) -> Found:
 @rule("note", since="0.17.0")
 def sequence_parallel_alone(facts: Facts) -> Found:
     """deepspeed/runtime/config.py `DeepSpeedConfig`: by itself the key only divides the ranks of the arithmetic."""
-    sequence, world = facts.whole(_SEQUENCE) or 0, facts.world_size
+    sequence = facts.whole(_SEQUENCE) or 0
+    world = facts.world_size
     if sequence > 1 and not facts.given("data_parallel_size") and (world is None or world % sequence == 0):
         yield (
             _SEQUENCE,

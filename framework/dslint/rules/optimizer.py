@@ -21,16 +21,21 @@ _TYPE: Final = "optimizer.type"
 @rule()
 def optimizer_unknown(facts: Facts) -> Found:
     """deepspeed/runtime/engine.py `_is_supported_optimizer`: DeepSpeed's own names, or a class of torch.optim."""
-    name, removed = facts.optimizer, () if facts.since("0.19.7") else REMOVED_OPTIMIZERS
+    name = facts.optimizer
+    removed = () if facts.since("0.19.7") else REMOVED_OPTIMIZERS
     if not name or name in TORCH_OPTIMIZERS | DEEPSPEED_OPTIMIZERS or name in removed:
         return
-    reason, guess = "neither DeepSpeed nor torch.optim has such an optimizer", "AdamW"
+    reason = "neither DeepSpeed nor torch.optim has such an optimizer"
+    guess = "AdamW"
     # the class that DeepSpeed itself picks: its FusedAdam and CPU Adam decay as AdamW does
     plain = _CLASS.sub("", name).removesuffix("_8bit") or name
     if name.lower() in REMOVED_OPTIMIZERS:
         reason = "DeepSpeed 0.19.7 removed the optimizers that compress to one bit"
     elif plain.lower() != "adam":
-        mup = {"MuAdam", "MuAdamW", "MuSGD"} if name.lower().startswith("mu") else set()
+        if name.lower().startswith("mu"):
+            mup = {"MuAdam", "MuAdamW", "MuSGD"}
+        else:
+            mup = set()
         guess = nearest(plain, TORCH_OPTIMIZERS | {"Lamb", "Lion"} | mup) or guess
     yield _TYPE, reason, f'set {_TYPE}: "{guess}"'
 
@@ -82,7 +87,10 @@ def torch_scheduler_with_wrapper(facts: Facts) -> Found:
     """deepspeed/runtime/engine.py `_scheduler_from_config` hands torch's the wrapped optimizer: a TypeError."""
     wrapped = facts.stage or facts.model_dtype in ("fp16", "bf16")
     if facts.text(_SCHEDULE) in TORCH_SCHEDULES and wrapped:
-        where = f"ZeRO stage {facts.stage}" if facts.stage else str(facts.model_dtype)
+        if facts.stage:
+            where = f"ZeRO stage {facts.stage}"
+        else:
+            where = str(facts.model_dtype)
         yield _SCHEDULE, f"torch's schedules refuse the optimizer that DeepSpeed wraps for {where}", _ANOTHER
 
 
@@ -112,9 +120,13 @@ def _default_peak(facts: Facts, schedule: str) -> Found:
 def warmup_too_long(facts: Facts) -> Found:
     """deepspeed/runtime/lr_schedules.py `WarmupDecayLR`, `WarmupCosineLR`: only a log line if it is as long."""
     key = "scheduler.params.total_num_steps"
-    total, warmup = facts.whole(key) or 0, facts.whole(_STEPS, _WARMUP_STEPS) or 0
+    total = facts.whole(key) or 0
+    warmup = facts.whole(_STEPS, _WARMUP_STEPS) or 0
     if facts.text(_SCHEDULE) in ("WarmupDecayLR", "WarmupCosineLR") and 1 < total <= warmup:
-        default = "" if facts.given(_STEPS) else ", the default,"
+        if facts.given(_STEPS):
+            default = ""
+        else:
+            default = ", the default,"
         reason = f"the warm-up of {warmup} steps{default} never reaches its peak in {total} steps"
         yield key, reason, f"set {_STEPS}: {max(1, total // 10)}"
 
@@ -122,9 +134,13 @@ def warmup_too_long(facts: Facts) -> Found:
 @rule("warning")
 def warmup_falls(facts: Facts) -> Found:
     """deepspeed/runtime/lr_schedules.py `delta_lrs`: a peak below the first rate makes the warm-up fall."""
-    kind, key = facts.text(_SCHEDULE), "scheduler.params.warmup_min_lr"
+    kind = facts.text(_SCHEDULE)
+    key = "scheduler.params.warmup_min_lr"
     least = facts.number(key)
-    lr = facts.number("optimizer.params.lr") if kind == "WarmupLR" else 0.001
+    if kind == "WarmupLR":
+        lr = facts.number("optimizer.params.lr")
+    else:
+        lr = 0.001
     peak = facts.number(_PEAK, lr)
     if kind in ("WarmupLR", "WarmupDecayLR") and least is not None and peak is not None and least > peak >= 0:
         yield key, f"the warm-up falls from there to {peak}", f"set {key}: 0.0"

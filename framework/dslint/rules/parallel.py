@@ -33,7 +33,8 @@ _PATTERNS: Final = NAMES["expert_patterns"]
 @rule()
 def tensor_parallel_does_not_fit(facts: Facts) -> Found:
     """deepspeed/utils/groups.py `_init_tp_mesh_device`: the world divides into groups of this size, or it is silent."""
-    size, world = facts.tensor_parallel_size, facts.world_size
+    size = facts.tensor_parallel_size
+    world = facts.world_size
     if size > 0 and world and world % size:
         reason = f"{world} ranks do not divide into groups of {size}"
         yield _SIZE, reason, f"set {_SIZE}: {divisor_below(world, size)}"
@@ -42,7 +43,8 @@ def tensor_parallel_does_not_fit(facts: Facts) -> Found:
 @rule(since="0.18.6")
 def tensor_parallel_sizes(facts: Facts) -> Found:
     """deepspeed/runtime/engine.py `_apply_autotp_partitioning`: "does not match tensor_parallel.autotp_size"."""
-    key, size = "tensor_parallel.tp.tp_size", facts.tensor_parallel_size
+    key = "tensor_parallel.tp.tp_size"
+    size = facts.tensor_parallel_size
     other = facts.whole(key, 1)
     if size > 1 and other not in (None, 1, size):
         yield key, f"autotp_size says {size}", f"set {key}: {size} or {_SIZE}: {other}"
@@ -61,8 +63,10 @@ def tensor_parallel_preset(facts: Facts) -> Found:
 @rule(since="0.19.2", on=_EXPERTS)
 def expert_parallel_does_not_fit(facts: Facts) -> Found:
     """deepspeed/module_inject/auto_ep_folding.py `build_folding_spec`: both widths divide the world."""
-    key, world = f"{_EP}.autoep_size", facts.world_size
-    size, experts = facts.whole(key, 1) or 0, _expert_tensor_parallel_size(facts)
+    key = f"{_EP}.autoep_size"
+    world = facts.world_size
+    size = facts.whole(key, 1) or 0
+    experts = _expert_tensor_parallel_size(facts)
     if world and size > 0 and experts > 0 and world % (size * experts):
         reason = f"{world} ranks do not divide into groups of {size * experts}"
         yield key, reason, f"set {key}: {divisor_below(world, size + 1)}"
@@ -86,7 +90,8 @@ def expert_with_tensor_parallel(facts: Facts) -> Found:
         f"{_EP}.async_split_plan": ("false", facts.flag(f"{_EP}.async_split_plan") and not is_one),
         f"{_EP}.combine_impl": ('"auto"', facts.text(f"{_EP}.combine_impl") == "fused_weighted_sum"),
     }
-    together, off = f"AutoEP with AutoTP (autotp_size {facts.tensor_parallel_size})", f" or {_SIZE}: 1"
+    together = f"AutoEP with AutoTP (autotp_size {facts.tensor_parallel_size})"
+    off = f" or {_SIZE}: 1"
     yield from in_the_way(refused, f"{together} does not do it", off)
     for key in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
         if facts.given(key):
@@ -100,7 +105,8 @@ def _has_sequence_mesh(facts: Facts) -> bool:
 @rule(since="0.19.3", on=_EXPERTS)
 def presets_differ(facts: Facts) -> Found:
     """deepspeed/module_inject/auto_ep_folding.py `validate_folding_global`: "must match when both are set"."""
-    tensor, expert = facts.text("tensor_parallel.preset_model"), facts.text(f"{_EP}.preset_model")
+    tensor = facts.text("tensor_parallel.preset_model")
+    expert = facts.text(f"{_EP}.preset_model")
     if tensor and expert and tensor != expert:
         fix = f"remove tensor_parallel.preset_model or remove {_EP}.preset_model"
         yield f"{_EP}.preset_model", f"tensor_parallel.preset_model is {tensor}", fix
@@ -109,10 +115,15 @@ def presets_differ(facts: Facts) -> Found:
 @rule(since="0.19.8", on=_EXPERTS)
 def expert_options(facts: Facts) -> Found:
     """deepspeed/module_inject/auto_ep_config.py `validate_autoep_config`: options that need or exclude each other."""
-    backend, size = facts.text(f"{_EP}.comm_backend", "comm"), facts.whole(f"{_EP}.autoep_size", 1)
-    is_deepep, tokens = backend == "deepep", f"{_EP}.comm_max_tokens_per_rank"
-    gate, weighting, combine = f"{_EP}.gate_up_impl", f"{_EP}.row_weighting_impl", f"{_EP}.combine_impl"
-    groups, limited = facts.whole(f"{_EP}.num_expert_groups") or 0, facts.whole(f"{_EP}.num_limited_groups") or 0
+    backend = facts.text(f"{_EP}.comm_backend", "comm")
+    size = facts.whole(f"{_EP}.autoep_size", 1)
+    is_deepep = backend == "deepep"
+    tokens = f"{_EP}.comm_max_tokens_per_rank"
+    gate = f"{_EP}.gate_up_impl"
+    weighting = f"{_EP}.row_weighting_impl"
+    combine = f"{_EP}.combine_impl"
+    groups = facts.whole(f"{_EP}.num_expert_groups") or 0
+    limited = facts.whole(f"{_EP}.num_limited_groups") or 0
     if facts.text(gate) == "fused" and facts.flag(f"{_EP}.use_grouped_mm", True) is False:
         fix = f'set {_EP}.use_grouped_mm: true or {gate}: "separate"'
         yield gate, "fused projections need use_grouped_mm", fix
@@ -139,7 +150,10 @@ def expert_choice(facts: Facts) -> Found:
         text = facts.text(key)
         if text is not None and text not in choices:
             guess = nearest(text, choices) or choices[0]
-            reason = f"it is none of {', '.join(choices)}" if len(choices) > 1 else 'a text can only be "auto"'
+            if len(choices) > 1:
+                reason = f"it is none of {', '.join(choices)}"
+            else:
+                reason = 'a text can only be "auto"'
             yield key, reason, f'set {key}: "{guess}" or remove {key}'
 
 
@@ -150,23 +164,30 @@ def expert_part_name(facts: Facts) -> Found:
         key = f"{_EP}.{name}"
         text = facts.text(key)
         if text is not None and (not text or "." in text):
-            reason = "a name within the expert layer belongs here, no path" if text else "an empty name"
+            if text:
+                reason = "a name within the expert layer belongs here, no path"
+            else:
+                reason = "an empty name"
             yield key, reason, f"remove {key} for the name that the model's type gives"
 
 
 def _passes(facts: Facts) -> list[str]:
     passes = facts.get("compile.passes")
-    return [name for name in passes if isinstance(name, str)] if isinstance(passes, list) else []
+    if isinstance(passes, list):
+        return [name for name in passes if isinstance(name, str)]
+    return []
 
 
 @rule(since="0.19.6", on=_DEEP)
 def compile_offloads(facts: Facts) -> Found:
     """deepspeed/compile/init_z3.py `init_z3`: one of DeepCompile's three offloads at a time, and not beside ZeRO's."""
-    states, activation = facts.flag("compile.offload_opt_states"), facts.flag("compile.offload_activation")
+    states = facts.flag("compile.offload_opt_states")
+    activation = facts.flag("compile.offload_activation")
     # offload_parameters is turned on by itself when ZeRO offloads both to the host
     implied = (facts.optimizer_device, facts.param_device) == ("cpu", "cpu")
     parameters = facts.flag("compile.offload_parameters") or implied
-    key, reason = "compile.offload_opt_states", "DeepCompile offloads one thing at a time"
+    key = "compile.offload_opt_states"
+    reason = "DeepCompile offloads one thing at a time"
     if states and facts.offloads_optimizer:
         reason = "zero_optimization.offload_optimizer manages the same states"
     elif activation and (parameters or states):

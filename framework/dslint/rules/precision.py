@@ -42,7 +42,8 @@ def loss_scale_stuck(facts: Facts) -> Found:
     step. ZeRO computes the first scale as a whole number with fp16 off too (precision_config.py
     `dynamic_loss_scale_args`).
     """
-    hysteresis, key = facts.whole("fp16.hysteresis", 2), "fp16.initial_scale_power"
+    hysteresis = facts.whole("fp16.hysteresis", 2)
+    key = "fp16.initial_scale_power"
     power = facts.whole(key, 16) or 0
     if power > _POWERS_IN_MEMORY and facts.stage:
         yield key, "DeepSpeed computes 2 to this power, fp16 or not", f"set {key}: 16"
@@ -67,7 +68,12 @@ def loss_scale_boolean(facts: Facts) -> Found:
 def fp16_unsupported(facts: Facts) -> Found:
     """deepspeed/runtime/engine.py `_do_sanity_check`: "Type fp16 is not supported on your device"."""
     gpu = facts.topology.gpu
-    where = gpu.name if gpu and not gpu.fp16 else "a CPU" if facts.device == "cpu" else ""
+    if gpu and not gpu.fp16:
+        where = gpu.name
+    elif facts.device == "cpu":
+        where = "a CPU"
+    else:
+        where = ""
     if where:
         yield "fp16.enabled", f"DeepSpeed does not train fp16 on {where}", "set fp16.enabled: false"
 
@@ -84,7 +90,9 @@ def bf16_emulated(facts: Facts) -> Found:
 @rule()
 def grad_accum_dtype(facts: Facts) -> Found:
     """deepspeed/runtime/engine.py `_do_optimizer_sanity_check`: "unsupported mix of" two dtypes without ZeRO."""
-    key, model, sums = "data_types.grad_accum_dtype", facts.model_dtype, facts.accumulation_dtype
+    key = "data_types.grad_accum_dtype"
+    model = facts.model_dtype
+    sums = facts.accumulation_dtype
     if facts.stage == 0 and facts.given(key) and model and sums and model != sums:
         reason = f"without ZeRO, gradients of {model} weights cannot be summed in {sums}"
         yield key, reason, f'set {key}: "{model}" or zero_optimization.stage: 2'
@@ -93,7 +101,8 @@ def grad_accum_dtype(facts: Facts) -> Found:
 @rule(since="0.19.2")
 def param_dtype(facts: Facts) -> Found:
     """deepspeed/runtime/engine.py `_assert_valid_mixed_precision_config`: must be the dtype that fp16 or bf16 imply."""
-    key, model = "data_types.param_dtype", facts.model_dtype
+    key = "data_types.param_dtype"
+    model = facts.model_dtype
     wanted = facts.dtype(key)
     if wanted and model and wanted != model:
         yield key, f"fp16 and bf16 say that the weights are {model}", f'set {key}: "{model}"'
@@ -114,7 +123,8 @@ def master_weights_need_cpu_adam(facts: Facts) -> Found:
 
     bf16 states on the device are the exception (`bf16_optimizer_states` without offload).
     """
-    fp16, bf16 = facts.flag(FP16_MASTER), facts.flag(BF16_MASTER)
+    fp16 = facts.flag(FP16_MASTER)
+    bf16 = facts.flag(BF16_MASTER)
     is_asked = facts.stage and (facts.stage == 2 or facts.since("0.18.3")) and not facts.uses_bf16_optimizer
     if not is_asked or bool(fp16) == bool(bf16):
         return
@@ -122,7 +132,10 @@ def master_weights_need_cpu_adam(facts: Facts) -> Found:
     if (bf16 and on_device) or (facts.offloads_optimizer and facts.uses_cpu_adam is not False):
         return
     key = FP16_MASTER if fp16 else BF16_MASTER
-    states = "" if fp16 or facts.offloads_optimizer else f" or {_BF16_STATES}: true"
+    if fp16 or facts.offloads_optimizer:
+        states = ""
+    else:
+        states = f" or {_BF16_STATES}: true"
     reason = "these master weights need DeepSpeed's CPU Adam on the host"
     yield key, reason, cpu_adam_or(facts, f"{key}: false{states}")
 
@@ -132,7 +145,10 @@ def autocast_module_path(facts: Facts) -> Found:
     """deepspeed/runtime/torch_autocast.py `init_autocast_params` imports each: "Failed to import lower precision"."""
     key = "torch_autocast.lower_precision_safe_modules"
     names = facts.get(key)
-    names = names if isinstance(names, list) else []
+    if isinstance(names, list):
+        names = names
+    else:
+        names = []
     if any(isinstance(name, str) and not all(name.rpartition(".")) for name in names):
         whole = [name if "." in str(name) else f"torch.nn.{name}" for name in names]
         yield key, "a class is named with its package", f"set {key}: {dumps(whole)}"

@@ -67,7 +67,8 @@ def activation_checkpointing_waits_for_code(facts: Facts) -> Found:
 def data_efficiency_half_enabled(facts: Facts) -> Found:
     """deepspeed/runtime/engine.py `curriculum_learning_enabled` asks the inner switch alone, not those around it."""
     for section in (_CURRICULUM, _RANDOM_LTD):
-        key, parent = f"{section}.enabled", section.rpartition(".")[0]
+        key = f"{section}.enabled"
+        parent = section.rpartition(".")[0]
         off = [f"{name}.enabled" for name in ("data_efficiency", parent) if not facts.get(f"{name}.enabled")]
         if facts.get(key) and off:
             settings = " and ".join(f"{name}: true" for name in off)
@@ -104,7 +105,8 @@ def needs_cuda(facts: Facts) -> Found:
     """deepspeed/ops/op_builder/cpu/no_impl.py `NotImplementedBuilder`: "This op had not been implemented on CPU"."""
     if facts.device != "cpu":
         return
-    zero, on_device = "zero_optimization", not facts.offloads_optimizer
+    zero = "zero_optimization"
+    on_device = not facts.offloads_optimizer
     pins_memory = str(facts.get(f"{_WRITER}.type", "FAST")).upper() == "FAST"
     stage_3 = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "offload_optimizer.super_offload")
     found = {
@@ -129,7 +131,8 @@ def auto_value(facts: Facts) -> Found:
     for path in _autos(facts.values, "", 0):
         who = "Hugging Face's Trainer and Accelerate fill it in"
         fix = f"write the value; {who if path in FILLED else 'Hugging Face does not fill it in either'}"
-        if (key := load_table().exact(path)) is not None and key.knows_auto:
+        key = load_table().exact(path)
+        if key is not None and key.knows_auto:
             continue
         if facts.is_lax(path) and "." in path and path != "timers.throughput":
             yield path, "DeepSpeed drops it and takes its default", fix

@@ -71,9 +71,13 @@ def odd_allgather_bucket(facts: Facts) -> Found:
 def grad_norm_off_with_clipping(facts: Facts) -> Found:
     """deepspeed/runtime/zero/stage_1_and_2.py `compute_grad_norm`: "requires gradient_clipping=0"; left out it is 1."""
     key = "gradient_clipping"
-    clipping, is_off = facts.number(key, 1.0) or 0, facts.flag(_NORM, True) is False
+    clipping = facts.number(key, 1.0) or 0
+    is_off = facts.flag(_NORM, True) is False
     if is_off and facts.stage in (1, 2) and not facts.uses_bf16_optimizer and clipping > 0:
-        left_out = "" if facts.given(key) else ", the value when left out,"
+        if facts.given(key):
+            left_out = ""
+        else:
+            left_out = ", the value when left out,"
         reason = f"clipping at {clipping:g}{left_out} needs the norm that compute_grad_norm: false leaves out"
         yield key, reason, f"set {key}: 0.0 or {_NORM}: true"
 
@@ -98,7 +102,8 @@ def prescale_with_reduce_scatter(facts: Facts) -> Found:
 @rule()
 def hpz_does_not_divide(facts: Facts) -> Found:
     """deepspeed/utils/groups.py `_create_zero_param_parallel_group`: the world divides into groups of this size."""
-    size, world = facts.whole(_HPZ, 1) or 0, facts.world_size
+    size = facts.whole(_HPZ, 1) or 0
+    world = facts.world_size
     if facts.stage == 3 and world and 1 < size <= world and world % size:
         reason = f"{world} ranks do not divide into groups of {size}"
         yield _HPZ, reason, f"set {_HPZ}: {divisor_below(world, size)}"
@@ -107,7 +112,8 @@ def hpz_does_not_divide(facts: Facts) -> Found:
 @rule("warning")
 def hpz_larger_than_world(facts: Facts) -> Found:
     """deepspeed/utils/groups.py `_create_zero_param_parallel_group`: `min(group_size, world_size)`."""
-    size, world = facts.whole(_HPZ, 1) or 0, facts.world_size
+    size = facts.whole(_HPZ, 1) or 0
+    world = facts.world_size
     if facts.stage == 3 and world and size > world:
         reason = f"there are {world} ranks, and DeepSpeed takes that number without a word"
         yield _HPZ, reason, f"set {_HPZ}: {world}"
@@ -142,12 +148,17 @@ def partial_offload_needs_cpu_adam(facts: Facts) -> Found:
 
 def cpu_adam_or(facts: Facts, otherwise: str) -> str:
     """Return the fix that makes the file's optimizer DeepSpeed's CPU Adam, where settings can, or another one."""
-    needed = [] if facts.offloads_optimizer else [f'{_OPTIMIZER}.device: "cpu"']
+    if facts.offloads_optimizer:
+        needed = []
+    else:
+        needed = [f'{_OPTIMIZER}.device: "cpu"']
     if facts.uses_cpu_adam is False and facts.optimizer not in ("adam", "adamw"):
         needed.append('optimizer.type: "AdamW"')
     if facts.flag("optimizer.params.torch_adam"):
         needed.append("optimizer.params.torch_adam: false")
-    return f"set {' and '.join(needed)} or {otherwise}" if needed and not facts.given(_ZENFLOW) else f"set {otherwise}"
+    if needed and not facts.given(_ZENFLOW):
+        return f"set {' and '.join(needed)} or {otherwise}"
+    return f"set {otherwise}"
 
 
 @rule(since="0.17.5")
@@ -158,9 +169,14 @@ def zenflow_intervals(facts: Facts) -> Found:
     """
     if not facts.given(_ZENFLOW):
         return
-    strategy, key = facts.text(f"{_ZENFLOW}.select_strategy", "auto"), f"{_ZENFLOW}.select_interval"
-    select, update = facts.get(key, "auto"), facts.get(f"{_ZENFLOW}.update_interval", "auto")
-    number = max(update, 1) if isinstance(update, int) else 1
+    strategy = facts.text(f"{_ZENFLOW}.select_strategy", "auto")
+    key = f"{_ZENFLOW}.select_interval"
+    select = facts.get(key, "auto")
+    update = facts.get(f"{_ZENFLOW}.update_interval", "auto")
+    if isinstance(update, int):
+        number = max(update, 1)
+    else:
+        number = 1
     for name, value in (("select_interval", select), ("update_interval", update)):
         if isinstance(value, str) and value != "auto":
             right = '"auto"' if name == "update_interval" or strategy == "auto" else number

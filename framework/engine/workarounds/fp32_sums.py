@@ -22,7 +22,9 @@ def taking_zero_optimizer() -> Iterator[None]:
 
     def zero_optimizer(engine: deepspeed.DeepSpeedEngine, basic_optimizer: Any) -> Any:
         chosen = choose(engine, basic_optimizer)
-        return ZERO_OPTIMIZATION if chosen == BFLOAT16 and engine.zero_optimization() else chosen
+        if chosen == BFLOAT16 and engine.zero_optimization():
+            return ZERO_OPTIMIZATION
+        return chosen
 
     deepspeed.DeepSpeedEngine._do_optimizer_sanity_check = zero_optimizer
     try:

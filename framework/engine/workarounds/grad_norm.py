@@ -21,7 +21,9 @@ class KeptNorm:
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, *, others: Any = None, counts_whole: bool = True) -> None:
         self._counts_whole = counts_whole
-        self._engine, self._others, self._parameters = engine, others, list(engine.module.parameters())
+        self._engine = engine
+        self._others = others
+        self._parameters = list(engine.module.parameters())
         self.norm: torch.Tensor | None = None
 
     def __call__(self) -> None:
@@ -88,5 +90,6 @@ def keep_norm(engine: deepspeed.DeepSpeedEngine, *, stages: Any = None) -> KeptN
     if stages is None and engine.mpu is not None:
         group = engine.mpu.get_model_parallel_group()
         kept = KeptNorm(engine, others=group, counts_whole=torch.distributed.get_rank(group) == 0)
-    engine.clip_fp32_gradients, engine.zero_grad = kept, kept.forget_gradients
+    engine.clip_fp32_gradients = kept
+    engine.zero_grad = kept.forget_gradients
     return kept

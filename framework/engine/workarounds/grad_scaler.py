@@ -53,7 +53,8 @@ def scale_fp16_loss(engine: deepspeed.DeepSpeedEngine) -> None:
 def forget_autocast() -> None:
     """Before an engine is built: DeepSpeed notes in its module that one computes in autocast, and for ever, so that the
     next engine of the process would scale its gradients as well (at ZeRO 1 to 3, in whatever precision)."""
-    torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = False, None
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+    torch_autocast.TORCH_AUTOCAST_DTYPE = None
 
 
 def grad_scaler(engine: deepspeed.DeepSpeedEngine) -> torch.amp.GradScaler | None:
@@ -67,7 +68,9 @@ def grad_scaler(engine: deepspeed.DeepSpeedEngine) -> torch.amp.GradScaler | Non
 def scaler_state(engine: deepspeed.DeepSpeedEngine) -> dict[str, float] | None:
     """Scale and counters as plain values; None where there is no scaler."""
     scaler = grad_scaler(engine)
-    return None if scaler is None else dict(scaler.state_dict())
+    if scaler is None:
+        return None
+    return dict(scaler.state_dict())
 
 
 def restore_scaler(engine: deepspeed.DeepSpeedEngine, states: Sequence[Mapping[str, float] | None]) -> None:
@@ -76,10 +79,14 @@ def restore_scaler(engine: deepspeed.DeepSpeedEngine, states: Sequence[Mapping[s
     On as many ranks each goes on with its own: at stages 1 to 3 a rank looks for overflows in its own part only. On
     others all take the smallest. A run without a scaler, or that goes on from one without, has nothing to put back.
     """
-    scaler, known = grad_scaler(engine), [state for state in states if state is not None]
+    scaler = grad_scaler(engine)
+    known = [state for state in states if state is not None]
     if scaler is None or not known:
         return
-    own = states[torch.distributed.get_rank()] if len(states) == torch.distributed.get_world_size() else None
+    if len(states) == torch.distributed.get_world_size():
+        own = states[torch.distributed.get_rank()]
+    else:
+        own = None
     scaler.load_state_dict(dict(own or min(known, key=lambda state: state["scale"])))
 
 

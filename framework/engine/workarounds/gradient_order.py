@@ -52,7 +52,9 @@ class _GradientOrder:
     def __init__(
         self, optimizer: Any, model: torch.nn.Module, group: Any, *, at_end: Callable[[], None] | None
     ) -> None:
-        self._optimizer, self._group, self._at_end = optimizer, group, at_end
+        self._optimizer = optimizer
+        self._group = group
+        self._at_end = at_end
         self._pass_on = optimizer.reduce_ready_partitions_and_remove_grads
         self._finish = optimizer.independent_gradient_partition_epilogue
         groups = getattr(optimizer, "bit16_groups", None)  # stage 3 has others, and is not passed the group
@@ -99,8 +101,10 @@ class _GradientOrder:
         self._restart()
 
     def _restart(self) -> None:
-        self._waiting, self._unused = set[int](), set[int]()
-        self._has_asked, self._next = False, 0
+        self._waiting = set[int]()
+        self._unused = set[int]()
+        self._has_asked = False
+        self._next = 0
 
     def _is_reduced_now(self) -> bool:
         """Return whether DeepSpeed would reduce; at stage 1 it does at the last micro-batch of a step only."""
@@ -149,7 +153,8 @@ class _GradientOrder:
         of = getattr(self._optimizer, "get_gradient_for_reduction", None)
         if (of(parameter) if of is not None else parameter.grad) is None:
             shape = getattr(parameter, "ds_shape", parameter.shape)  # stage 3 may have taken the weight itself away
-            data, zeros = parameter.data, torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+            data = parameter.data
+            zeros = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
             parameter.data = zeros
             parameter.grad = zeros.clone()
             parameter.data = data
@@ -175,18 +180,22 @@ class _FetchOrder:
     def __init__(
         self, coordinator: Any, group: Any, model: torch.nn.Module, refuse_changes: Callable[[], None]
     ) -> None:
-        self._group, self._refuse_changes = group, refuse_changes
+        self._group = group
+        self._refuse_changes = refuse_changes
         names: dict[int, str] = {}  # of modules whose weights are gathered when they are called, with a first weight
         for name, module in model.named_modules():
             for weight, value in module.named_parameters(recurse=False):
                 if hasattr(value, "ds_id"):
                     names.setdefault(id(module), f"{name}.{weight}".lstrip("."))
-        self._names, self._numbers = list(names.values()), {module: number for number, module in enumerate(names)}
+        self._names = list(names.values())
+        self._numbers = {module: number for number, module in enumerate(names)}
         self._known: list[int] = []  # of the first pass; `_END` is its last entry
         self._seen: list[int] = []
         self._trains = False
-        self._fetch, self._reset = coordinator.fetch_sub_module, coordinator.reset_step
-        coordinator.fetch_sub_module, coordinator.reset_step = self._fetched, self._begin
+        self._fetch = coordinator.fetch_sub_module
+        self._reset = coordinator.reset_step
+        coordinator.fetch_sub_module = self._fetched
+        coordinator.reset_step = self._begin
 
     def _begin(self) -> None:
         """Begin a forward pass of the whole model."""
@@ -202,7 +211,9 @@ class _FetchOrder:
     def end(self) -> None:
         """End a backward pass: it has called all that the first one called."""
         self._see(_END)
-        self._known, self._seen, self._trains = self._known or self._seen, [], False
+        self._known = self._known or self._seen
+        self._seen = []
+        self._trains = False
 
     def _see(self, entry: int) -> None:
         """Compare an entry; collective in the first pass."""
@@ -213,7 +224,8 @@ class _FetchOrder:
                 if other != everyone[0]:
                     self._refuse(f"rank 0 {self._text(everyone[0])} where rank {rank} {self._text(other)}")
         elif entry != (expected := self._known[len(self._seen)]):
-            own, known = self._text(entry), self._text(expected).replace("calls", "called")
+            own = self._text(entry)
+            known = self._text(expected).replace("calls", "called")
             rank = torch.distributed.get_rank()
             self._refuse(f"rank {rank} {own} where the first step {known}", is_of_one_rank=True)
         self._seen.append(entry)

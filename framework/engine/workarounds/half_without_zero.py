@@ -44,4 +44,6 @@ def norm_of(engine: deepspeed.DeepSpeedEngine) -> float | None:
     """The gradient norm of the engine's last step, before clipping."""
     norm: float | None = engine.get_global_grad_norm()
     is_scaled = isinstance(engine.optimizer, FP16_UnfusedOptimizer)
-    return norm / float(engine.optimizer.loss_scale) if norm is not None and is_scaled else norm
+    if norm is not None and is_scaled:
+        return norm / float(engine.optimizer.loss_scale)
+    return norm

@@ -65,7 +65,8 @@ def _buckets(buffers: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     for buffer in buffers:
         if bucket and size + buffer.nbytes > _BUCKET_BYTES:
             yield bucket
-            bucket, size = [], 0
+            bucket = []
+            size = 0
         bucket.append(buffer)
         size += buffer.nbytes
     if bucket:

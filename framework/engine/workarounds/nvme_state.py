@@ -28,7 +28,8 @@ def complete_nvme_state(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: st
         return
     optimizer = engine.optimizer
     saved = read_file(Path(engine._get_zero_ckpt_name(str(folder), tag)))["optimizer_state_dict"]
-    optimizer.loss_scaler, optimizer.overflow = saved["loss_scaler"], saved["overflow"]
+    optimizer.loss_scaler = saved["loss_scaler"]
+    optimizer.overflow = saved["overflow"]
     optimizer.dynamic_loss_scale = saved["dynamic_loss_scale"]
     inner = saved["optimizer_state_dict"]
     optimizer._set_fp32_optimizer_param_groups()

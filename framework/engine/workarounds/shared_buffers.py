@@ -80,7 +80,10 @@ def remove_dead_buffers(
     """
     latest = (time.time() if now is None else now) - _YOUNG_SECONDS
     old = [path for path in folder.glob(f"{_NAME}_{os.getuid()}_*") if _is_ours_and_older(path, latest)]
-    mapped = _mapped(processes) if old else set()
+    if old:
+        mapped = _mapped(processes)
+    else:
+        mapped = set()
     removed = []
     for path in old:
         if str(path) not in mapped:
@@ -91,7 +94,8 @@ def remove_dead_buffers(
 
 
 def _own_pattern(environment: Mapping[str, str]) -> str:
-    address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+    address = environment.get("MASTER_ADDR", "")
+    port = environment.get("MASTER_PORT", "")
     return f"{_NAME}_{os.getuid()}_{address}_{port}_*"
 
 

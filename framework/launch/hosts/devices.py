@@ -19,9 +19,13 @@ from framework.plan.cluster import Device
 
 def torch_text(name: str) -> str | None:
     """A line of torch's version.py, such as ``cuda``; None where it says None or there is no torch."""
-    folder, found = package_folder("torch"), None
+    folder = package_folder("torch")
+    found = None
     with suppress(OSError):
-        text = (folder / "version.py").read_text(encoding="utf-8") if folder else ""
+        if folder:
+            text = (folder / "version.py").read_text(encoding="utf-8")
+        else:
+            text = ""
         found = re.search(rf"^{re.escape(name)}\b[^=\n]*= *'([^']*)'", text, re.MULTILINE)
     return found[1] if found else None
 
@@ -32,7 +36,9 @@ def package_folder(name: str) -> Path | None:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return None
-    return Path(spec.origin).parent if spec and spec.origin else None
+    if spec and spec.origin:
+        return Path(spec.origin).parent
+    return None
 
 
 # What hides other devices from a process, for each kind that DeepSpeed drives (its accelerators' visible_devices_envs).
@@ -68,7 +74,9 @@ class LocalDevices:
 
     def only(self, numbers: tuple[int, ...] | None) -> LocalDevices:
         """The devices that a hostfile or an option names, whatever the environment leaves visible; None: as before."""
-        return self if numbers is None else replace(self, chosen=numbers, count=len(numbers) if self.count else 0)
+        if numbers is None:
+            return self
+        return replace(self, chosen=numbers, count=len(numbers) if self.count else 0)
 
 
 def find_devices(environment: Mapping[str, str]) -> LocalDevices:
@@ -92,7 +100,8 @@ def find_devices(environment: Mapping[str, str]) -> LocalDevices:
         if not count and any((_DEV / name).exists() for name in _SIGNS):
             found = LocalDevices("cuda", 0)
     if found is None:
-        reason, fix = f"this process sees no {asked} device", "unset it, or DS_ACCELERATOR=cpu to train on processors"
+        reason = f"this process sees no {asked} device"
+        fix = "unset it, or DS_ACCELERATOR=cpu to train on processors"
         raise ConfigError.of("no-device", reason, fix, key="DS_ACCELERATOR", value=asked, file="environment")
     return found
 
@@ -103,7 +112,8 @@ def count_gpus() -> int:
     # Under cgroups (Slurm, containers) it lists what is allowed; /dev may show more.
     with suppress(OSError, subprocess.TimeoutExpired):
         if program:
-            command, limit = [program, "-L"], _PROBE_TIMEOUT_SECONDS
+            command = [program, "-L"]
+            limit = _PROBE_TIMEOUT_SECONDS
             listed = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
             return len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))
     return _count_nodes("nvidia")
@@ -119,17 +129,26 @@ def count_amd_gpus(environment: Mapping[str, str]) -> int:
             found += is_gpu and os.access(_DEV / f"dri/renderD{values.get('drm_render_minor', 0)}", os.R_OK | os.W_OK)
     for name in _VISIBLE_ON_AMD:  # these leave what CUDA_VISIBLE_DEVICES then counts from 0
         words = environment.get(name, "").split(",")
-        found = found if words == [""] else min(found, len(words) if words != ["-1"] else 0)
+        if words == [""]:
+            found = found
+        else:
+            found = min(found, len(words) if words != ["-1"] else 0)
     return found
 
 
 def unused_gpus(devices: LocalDevices, environment: Mapping[str, str]) -> Problem | None:
     """AMD's GPUs that stay idle because this torch is none of ROCm's."""
     asked = devices.kind != "cpu" or environment.get("DS_ACCELERATOR")
-    count = 0 if asked else count_amd_gpus(environment)
+    if asked:
+        count = 0
+    else:
+        count = count_amd_gpus(environment)
     if not count or torch_text("hip"):
         return None
-    gpus = "an AMD GPU" if count == 1 else f"{count} AMD GPUs"
+    if count == 1:
+        gpus = "an AMD GPU"
+    else:
+        gpus = f"{count} AMD GPUs"
     reason = f"{gpus} here, and this torch computes on processors only"
     fix = "install a ROCm build of torch, or DS_ACCELERATOR=cpu if that is meant"
     return Problem("gpus-unused", reason, fix, severity="warning")
@@ -158,7 +177,9 @@ def visible_variable(kind: str) -> str:
 
 def usable_cores() -> int:
     """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _count_nodes(prefix: str) -> int:
@@ -170,7 +191,9 @@ def _visible(kind: Device, count: int, environment: Mapping[str, str]) -> LocalD
     name = visible_variable(kind)
     text = environment.get(name)
     if not count or text is None:
-        return LocalDevices(kind, count) if count else None
+        if count:
+            return LocalDevices(kind, count)
+        return None
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words or words == ["-1"]:  # the usual ways to hide all of them
         return None

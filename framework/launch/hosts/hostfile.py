@@ -55,7 +55,9 @@ def bare(name: str) -> str:
 def bracketed(name: str) -> str:
     """The other spelling of an IPv6 address; other names as they are."""
     user, at, host = name.rpartition("@")
-    return f"{user}{at}[{host}]" if ":" in host else name
+    if ":" in host:
+        return f"{user}{at}[{host}]"
+    return name
 
 
 def is_host(name: str) -> bool:
@@ -77,7 +79,10 @@ def one_spelling(host: str) -> str:
         address = ipaddress.ip_address(host)
     except ValueError:
         return host.lower().removesuffix(".")
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    if isinstance(address, ipaddress.IPv6Address):
+        mapped = address.ipv4_mapped
+    else:
+        mapped = None
     return str(mapped or address)
 
 
@@ -113,7 +118,10 @@ def most_common(values: Iterable[Any]) -> Any:
 
 def odd_ones(counts: Mapping[str, int]) -> str:
     """``a 8, b 4``: hosts with their counts; of many, one of the usual kind and those that are not."""
-    usual = most_common(counts.values()) if counts else 0
+    if counts:
+        usual = most_common(counts.values())
+    else:
+        usual = 0
     names = list(counts)
     if len(names) > _REPORTED + 1:
         first = next(name for name in names if counts[name] == usual)
@@ -159,7 +167,10 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
         else:
             user, at, host = name.rpartition("@")
             if not is_host(host) or (at and not _USER.fullmatch(user)):
-                reason = "it is not an IPv6 address" if ":" in host else "no host can have this name"
+                if ":" in host:
+                    reason = "it is not an IPv6 address"
+                else:
+                    reason = "no host can have this name"
                 fix = "letters, digits, - _ . and user@, or an address such as 10.0.0.2 or [fd00::2]"
                 refuse("bad-name", "host", name, reason, fix, number)
             first = names.setdefault(one_spelling(host), name)
@@ -190,7 +201,8 @@ def cluster_of(hosts: Sequence[Host], *, path: str | Path = "") -> Cluster:
     """The cluster that these hosts make; a ConfigError where they have different numbers of slots."""
     counts = sorted({host.slots for host in hosts})
     if len(counts) > 1:
-        listed, fix = odd_ones({host.name: host.slots for host in hosts}), f"give every host slots={counts[0]}"
+        listed = odd_ones({host.name: host.slots for host in hosts})
+        fix = f"give every host slots={counts[0]}"
         raise ConfigError.of("hostfile-mixed-slots", _MIXED, fix, key="slots", value=listed, file=str(path))
     return Cluster(num_hosts=len(hosts), devices_per_host=counts[0])
 
@@ -262,7 +274,10 @@ def choose_hosts(
     if num_gpus:
         few = [item.host for item in left if item.host.slots < num_gpus]
         if few:
-            more = f", and {len(few) - 1} more hosts have too few" if few[1:] else ""
+            if few[1:]:
+                more = f", and {len(few) - 1} more hosts have too few"
+            else:
+                more = ""
             reason = f"{few[0].name} has slots={few[0].slots}{more}"
             problems.append(_wrong(num_gpus_flag, num_gpus, reason, "take as many"))
         left = [Chosen(item.host, item.devices[:num_gpus]) for item in left]
@@ -292,7 +307,10 @@ def _parse(text: str, hosts: Sequence[Host], *, option: str, problems: list[Prob
         if not name:
             problems.append(_unknown(option, part, list(slots)))
             continue
-        devices = set(map(int, numbers.split(","))) if numbers else set(range(slots[name]))
+        if numbers:
+            devices = set(map(int, numbers.split(",")))
+        else:
+            devices = set(range(slots[name]))
         if max(devices) >= slots[name]:
             problems.append(_wrong(option, part, f"{name} has devices 0 to {slots[name] - 1}", "name those"))
         named.setdefault(name, set()).update(devices)
@@ -309,15 +327,22 @@ def _parts(text: str, names: Collection[str]) -> Iterator[tuple[str, str, str]]:
     is_more = True
     while is_more:
         match = known.match(text)
-        part = match[0] if match else text.partition("@")[0]
+        if match:
+            part = match[0]
+        else:
+            part = text.partition("@")[0]
         yield part, spelled[match[1]] if match else "", (match[2] or "") if match else ""
-        is_more, text = len(part) < len(text), text[len(part) + 1 :]
+        is_more = len(part) < len(text)
+        text = text[len(part) + 1 :]
 
 
 def _unknown(option: str, part: str, names: Sequence[str]) -> Problem:
     if not re.fullmatch(r"[^:]+(:\d{1,4}(,\d{1,4})*)?", part, re.ASCII) and not is_host(bare(part)):
         return _wrong(option, part, "it is not HOST or HOST:DEVICE,DEVICE", "for example worker-0@worker-1:0,2")
-    name = part if is_host(bare(part)) else part.partition(":")[0]
+    if is_host(bare(part)):
+        name = part
+    else:
+        name = part.partition(":")[0]
     return _wrong(option, name, "the hostfile has no such host", f"it has {first_few(names)}")
 
 

@@ -111,7 +111,9 @@ def slots_here(devices: LocalDevices) -> Setting | None:
     if devices.count:
         among = "" if devices.chosen is None else ", of those that are visible"
         return Setting("slots", str(devices.count), f"{devices.kind} devices here{among}", is_guess=True)
-    return Setting("slots", str(RANKS_ON_CPU), "default on CPU", is_guess=True) if devices.kind == "cpu" else None
+    if devices.kind == "cpu":
+        return Setting("slots", str(RANKS_ON_CPU), "default on CPU", is_guess=True)
+    return None
 
 
 def described(environment: Mapping[str, str]) -> list[Setting]:
@@ -134,7 +136,8 @@ def _complete(chosen: dict[str, Setting]) -> Topology:
         raise ConfigError(Problem("topology-unknown", reasons[name], fixes[name], _FLAGS[name]) for name in missing)
     numbers = {name: int(chosen[name].value) for name in _LARGEST}
     if numbers["node_rank"] >= numbers["nnodes"]:
-        rank, nodes = chosen["node_rank"], chosen["nnodes"]
+        rank = chosen["node_rank"]
+        nodes = chosen["nnodes"]
         reason = f"{nodes.value} nodes ({nodes.source}) have ranks 0 to {numbers['nnodes'] - 1}"
         raise ConfigError(_problem("node-rank", rank, reason, "number the nodes from 0", value=int(rank.value)))
     sources = {name: item.source for name, item in chosen.items()}
@@ -144,11 +147,14 @@ def _complete(chosen: dict[str, Setting]) -> Topology:
 def _wrong(item: Setting) -> Problem | None:
     if item.name == "master_addr":
         fix = "write a name, or an address such as 10.0.0.2 or fd00::2; the port has a flag of its own"
-        return None if is_host(item.value) else _problem(_VALUE, item, "no host has this name or address", fix)
+        if is_host(item.value):
+            return None
+        return _problem(_VALUE, item, "no host has this name or address", fix)
     if item.name == "nnodes" and ":" in item.value:
         reason = "a range of nodes is elastic training, which DeepSpeed 0.19.8 does not have"
         return _problem(_VALUE, item, reason, "write one number")
-    least, most = 1 if item.name in ("nnodes", "slots", "master_port") else 0, _LARGEST[item.name]
+    least = 1 if item.name in ("nnodes", "slots", "master_port") else 0
+    most = _LARGEST[item.name]
     if not (item.value.isascii() and item.value.isdigit() and len(item.value) < 9 and least <= int(item.value) <= most):
         fix = f"write a whole number from {least} to {most}"
         return _problem(_VALUE, item, "it is not a number that can be meant here", fix)
@@ -160,14 +166,20 @@ def _contradictions(stated: Sequence[Setting]) -> Iterator[Problem]:
         values = [item for item in stated if item.name == name]
         other = next((item for item in values if item.value != values[0].value), None)
         if other:
-            reason, fix = f"{other.source} says {other.value}", f"unset the one that is wrong, or give {_FLAGS[name]}"
+            reason = f"{other.source} says {other.value}"
+            fix = f"unset the one that is wrong, or give {_FLAGS[name]}"
             yield _problem("topology-conflict", values[0], reason, fix)
 
 
 def _problem(kind: str, item: Setting, reason: str, fix: str, *, value: object = None) -> Problem:
     source = item.source
     in_file = "/" in source or source == "hostfile"
-    file = "command line" if source.startswith("--") else "" if in_file else "environment"
+    if source.startswith("--"):
+        file = "command line"
+    elif in_file:
+        file = ""
+    else:
+        file = "environment"
     return Problem(kind, reason, fix, key=source, value=item.value if value is None else value, file=file)
 
 

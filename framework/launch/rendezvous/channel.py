@@ -103,7 +103,8 @@ class Channel(asyncio.Protocol):
         """Sign and check every line from here on, if there is a token."""
         if token:
             key = _mac(token.encode(), "session", *nonces)
-            lead, node = _mac(key, "lead"), _mac(key, "node")
+            lead = _mac(key, "lead")
+            node = _mac(key, "node")
             self._keys = (lead, node) if is_lead else (node, lead)
 
     def send(self, kind: str, /, **content: Any) -> None:
@@ -131,7 +132,8 @@ class Channel(asyncio.Protocol):
         line = self._lines.popleft()
         try:
             if self._keys is not None:
-                given, line = line[:_SIGNATURE_CHARACTERS], line[_SIGNATURE_CHARACTERS:]
+                given = line[:_SIGNATURE_CHARACTERS]
+                line = line[_SIGNATURE_CHARACTERS:]
                 if not hmac.compare_digest(given, _signature(self._keys[1], self._num_received, line)):
                     raise NoAgent("a message is not signed with the token of this job")
                 self._num_received += 1
@@ -157,7 +159,10 @@ class Channel(asyncio.Protocol):
 
 def _parse(line: bytes) -> Message:
     try:
-        message = json.loads(line) if len(line) <= LARGEST_LINE_BYTES else None
+        if len(line) <= LARGEST_LINE_BYTES:
+            message = json.loads(line)
+        else:
+            message = None
     except (ValueError, RecursionError):
         message = None
     if not isinstance(message, dict) or not isinstance(message.get("type"), str):

@@ -52,7 +52,9 @@ class Rejections:
     def reported(self) -> str:
         """``; turned away: 10.0.0.3 (token-refused)``, or nothing: only of those that may be nodes of this job."""
         refused = [f"{address} ({kind})" for address, kind in self._refused.items()]
-        return f"; turned away: {first_few(refused)}" if refused else ""
+        if refused:
+            return f"; turned away: {first_few(refused)}"
+        return ""
 
 
 class Client:

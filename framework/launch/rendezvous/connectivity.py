@@ -126,7 +126,12 @@ def interface_of(address: str) -> str:
 def peer_name(rank: int, *, master: str, names: Sequence[str] = ()) -> str:
     """Another node as far as it is known: its name, where names are numbered as pods are, and what DNS says of it."""
     numbered = re.fullmatch(r"(.*-)0(\..*)?", master)
-    name = names[rank] if rank < len(names) else f"{numbered[1]}{rank}{numbered[2] or ''}" if numbered else ""
+    if rank < len(names):
+        name = names[rank]
+    elif numbered:
+        name = f"{numbered[1]}{rank}{numbered[2] or ''}"
+    else:
+        name = ""
     if not name:
         return f"node {rank}"
     return f"{name} ({_looked_up(name.rpartition('@')[2])})"
@@ -137,7 +142,9 @@ def _looked_up(name: str) -> str:
     wait([lookup], _LOOKUP_SECONDS)  # no longer: the answer is for a message only
     if not lookup.done():
         return "no answer from DNS"
-    return f"{lookup.result()[0]}, not connected" if lookup.result() else "no DNS record"
+    if lookup.result():
+        return f"{lookup.result()[0]}, not connected"
+    return "no DNS record"
 
 
 def is_address(host: object) -> bool:
@@ -151,7 +158,8 @@ def call_others(targets: Sequence[Target], token: str) -> dict[int, Reached]:
     """Call other nodes; returns what happened by number of the target, of those that were not reached. What fails is
     tried again for some seconds: a packet or an answer of DNS may be lost.
     """
-    deadline, failed = time.monotonic() + _AGAIN_FOR_SECONDS, dict.fromkeys(range(len(targets)), Reached(""))
+    deadline = time.monotonic() + _AGAIN_FOR_SECONDS
+    failed = dict.fromkeys(range(len(targets)), Reached(""))
     while True:
         reached = call_all([targets[number] for number in failed], token=token, seconds=_CALL_SECONDS)
         failed = {number: each for number, each in zip(failed, reached, strict=True) if each.reason}
@@ -175,7 +183,8 @@ class Round:
 
     def __init__(self, places: Mapping[int, Place], *, master: Target) -> None:
         """Begin with the calls of node 0; `master`: where the ranks will meet, by the name that they are given."""
-        self._places, self._master = places, master
+        self._places = places
+        self._master = master
         self._token = secrets.token_hex(16)
         self._failed: dict[int, Mapping[int, Reached]] = {}
         self._began_at = time.monotonic()
@@ -187,7 +196,8 @@ class Round:
 
     def hear(self, node: int, message: Message) -> None:
         """The answer of a node; one of another round, or of another shape, is none."""
-        failed, count = message.get("failed"), len(self._called(node))
+        failed = message.get("failed")
+        count = len(self._called(node))
         if message.get("token") != self._token or not isinstance(failed, list):
             return
         if all(_is_failure(each, count) for each in failed):
@@ -206,11 +216,13 @@ class Round:
         by_caller: dict[Any, list[tuple[int, int, Reached]]] = {}
         for caller, failed in sorted(self._failed.items()):
             for number, reached in failed.items():
-                called, how = self._called(caller)[number], (reached.reason, reached.is_loopback)
+                called = self._called(caller)[number]
+                how = (reached.reason, reached.is_loopback)
                 by_called.setdefault((called, how), []).append((caller, called, reached))
                 by_caller.setdefault((caller, how), []).append((caller, called, reached))
         problems = [self._problem(group) for group in min(by_called, by_caller, key=len).values()]
-        if silent := [place.name for node, place in self._places.items() if node not in self._failed]:
+        silent = [place.name for node, place in self._places.items() if node not in self._failed]
+        if silent:
             reason = f"calling the others has not ended there within {_ROUND_SECONDS:.0f} s"
             problems.append(Problem(kind="port-not-reached", file=node_names(silent), fix=_LET_THEM, reason=reason))
         return problems
@@ -222,10 +234,17 @@ class Round:
         callers = list(dict.fromkeys(self._places[caller].name for caller, _, _ in group))
         called = list(dict.fromkeys(names[called] for _, called, _ in group))
         reached = group[0][2]
-        at = f" at {reached.address}" if reached.address and len(called) == 1 else ""
-        kind, what, fix = "port-not-reached", "not reached from there", _LET_THEM
+        if reached.address and len(called) == 1:
+            at = f" at {reached.address}"
+        else:
+            at = ""
+        kind = "port-not-reached"
+        what = "not reached from there"
+        fix = _LET_THEM
         if reached.is_loopback and group[0][1] < 0 and not is_address(self._master[0]):
-            kind, what, fix = "name-loopback", "the name leads back to whoever asks", "mend /etc/hosts there"
+            kind = "name-loopback"
+            what = "the name leads back to whoever asks"
+            fix = "mend /etc/hosts there"
         return Problem(kind, f"{what}{at}: {reached.reason}", fix, key=first_few(called), file=node_names(callers))
 
     def _called(self, node: int) -> list[int]:

@@ -74,7 +74,8 @@ class Coordinator:
     """Node 0. `listen` comes first, `close` last."""
 
     def __init__(self, session: Session, listener: socket.socket) -> None:
-        self._session, self._listener = session, listener
+        self._session = session
+        self._listener = listener
         self._address = str(listener.getsockname()[0])
         self._clients = Clients(most_unknown=session.num_nodes + SPARE_CONNECTIONS)
         self._problems: list[Problem] = []
@@ -130,14 +131,17 @@ class Coordinator:
         session.begin_wait()
         if self._peers is not None:
             self._ending = {client for node, client in self._running.items() if node not in self._peers.ended}
-        self._peers, self._running, self._stopped = None, {}, None
+        self._peers = None
+        self._running = {}
+        self._stopped = None
         await session.begin_start()
         self._reported_at = time.monotonic() - _REPORT_SECONDS + _FIRST_REPORT_SECONDS
         try:
             while True:
                 if session.restarts is not None and (why := session.restarts.used_up):
                     raise PeerLostError(f"there is no other start: {why} [no-restart]")
-                if (chosen := self._judge()) is not None:
+                chosen = self._judge()
+                if chosen is not None:
                     break
                 session.look(self._waiting_for)
                 self._report_missing()
@@ -145,7 +149,10 @@ class Coordinator:
                 if self._stopped is not None:
                     raise self._stopped
         except (RunStopped, PeerLostError) as error:
-            kind = "stop" if isinstance(error, RunStopped) else "lost"
+            if isinstance(error, RunStopped):
+                kind = "stop"
+            else:
+                kind = "lost"
             await self._send_last(kind, why=str(error)[:_LONGEST_REPORT])
             raise
         except ConfigError as error:
@@ -155,7 +162,8 @@ class Coordinator:
 
     async def verdict(self, end: JobEnd) -> Verdict:
         """Decide about another start, and say so to all."""
-        session, peers = self._session, self._peers
+        session = self._session
+        peers = self._peers
         assert peers is not None
         await peers.flush()
         again = await session.decide(end, peers)
@@ -172,7 +180,8 @@ class Coordinator:
         return session.verdict(again)
 
     def _go(self, chosen: Sequence[Client]) -> Start:
-        session, is_later = self._session, self._is_later
+        session = self._session
+        is_later = self._is_later
         self._epoch += 1
         for problem in self._found:  # no errors: they have all been refused
             print_problem(problem)
@@ -224,8 +233,13 @@ class Coordinator:
         errors = [*self._problems, *ports, *(problem for problem in self._found if problem.severity == "error")]
         if not errors:
             self._differ_since = 0.0
-            chosen = None if is_patient else self._enough(present)
-            return None if chosen is None else self._connected(chosen)
+            if is_patient:
+                chosen = None
+            else:
+                chosen = self._enough(present)
+            if chosen is None:
+                return None
+            return self._connected(chosen)
         self._differ_since = self._differ_since or now
         # A node that has just died is still among them: only those that speak again count.
         alive = all(client.channel.heard_at > self._differ_since for client in present)
@@ -235,7 +249,9 @@ class Coordinator:
 
     def _enough(self, present: Sequence[Client]) -> Sequence[Client] | None:
         """All that are needed; fewer only after a while, and where the job can train on them."""
-        wanted, here, session = self._session.topology.nnodes, len(present) + 1, self._session
+        wanted = self._session.topology.nnodes
+        here = len(present) + 1
+        session = self._session
         waited = time.monotonic() - session.started_at
         if here >= wanted:
             is_time = here >= session.num_nodes or self._is_later or waited > ENOUGH_SECONDS
@@ -264,13 +280,15 @@ class Coordinator:
             self._round_version = self._clients.version
             self._round = self._begin_round(chosen)
         elif self._round.is_over:
-            if problems := self._round.problems():
+            problems = self._round.problems()
+            if problems:
                 raise ConfigError(problems)
             return chosen
         return None
 
     def _begin_round(self, chosen: Sequence[Client]) -> Round:
-        here, master = name_of(self._session.hello), self._session.topology.master_port
+        here = name_of(self._session.hello)
+        master = self._session.topology.master_port
         try:
             port = self._session.answer_at(self._address)
             self._session.answer_at(self._address, master)
@@ -310,7 +328,9 @@ class Coordinator:
             self._part(client, lost)
 
     async def _admit(self, client: Client) -> None:
-        session, channel, token = self._session, client.channel, self._session.token
+        session = self._session
+        channel = client.channel
+        token = self._session.token
         channel.send("challenge", protocol=PROTOCOL, nonce=client.nonce, token=bool(token))
         message = await channel.receive()
         if message["type"] == "refused":
@@ -323,7 +343,8 @@ class Coordinator:
         nonces = (client.nonce, nonce)
         problem = None
         if token and not is_proof(message.get("proof"), proof(token, role="node", nonces=nonces, content=hello)):
-            reason, fix = "it does not know the token of this job", "give every node the same token"
+            reason = "it does not know the token of this job"
+            fix = "give every node the same token"
             problem = Problem("token-refused", reason, fix)
         elif not is_hello(hello):
             raise foreign()
@@ -415,9 +436,11 @@ class Coordinator:
 
     def _report_missing(self) -> None:
         """The others would otherwise say only that they wait, and the log of a node may be all that somebody reads."""
-        now, state = time.monotonic(), (self._clients.version, self._clients.rejections.reported())
+        now = time.monotonic()
+        state = (self._clients.version, self._clients.rejections.reported())
         if state != self._reported and now - self._reported_at > _REPORT_SECONDS and self._round is None:
-            self._reported, self._reported_at = state, now
+            self._reported = state
+            self._reported_at = now
             self._send_to_all("waiting", text=self._waiting_for()[:_LONGEST_REPORT])
 
     def _waiting_for(self) -> str:
@@ -430,7 +453,10 @@ class Coordinator:
         known = partial(peer_name, master=topology.master_addr, names=self._session.names)
         with ThreadPoolExecutor(max_workers=_MOST_MISSED) as pool:  # each asks a name server
             reported = list(pool.map(known, absent[:_MOST_MISSED]))
-        more = f" and {len(absent) - _MOST_MISSED} more" if len(absent) > _MOST_MISSED else ""
+        if len(absent) > _MOST_MISSED:
+            more = f" and {len(absent) - _MOST_MISSED} more"
+        else:
+            more = ""
         rejected = self._clients.rejections.reported()
         return f"waiting for {len(absent)}/{topology.nnodes} nodes: {', '.join(reported)}{more}{rejected}"
 
@@ -469,7 +495,8 @@ def free_again(port: int) -> int:
 
 def _report_no_files(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """New connections stay pending until another one has closed; asyncio tries again a second later."""
-    if isinstance(error := context.get("exception"), OSError):
+    error = context.get("exception")
+    if isinstance(error, OSError):
         reason = (error.strerror or str(error)).lower()
         print_line(f"node 0 cannot let anybody else in: {reason}; raise ulimit -n")
     else:
@@ -478,5 +505,8 @@ def _report_no_files(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -
 
 def ahead(clock: float, *, sent: float, received: float) -> float:
     """Seconds by which a clock, read between two moments of ours, is ahead; what the way may take is not counted."""
-    apart, unknown = clock - (sent + received) / 2, abs(received - sent) / 2
-    return max(0.0, apart - unknown) if apart > 0 else min(0.0, apart + unknown)
+    apart = clock - (sent + received) / 2
+    unknown = abs(received - sent) / 2
+    if apart > 0:
+        return max(0.0, apart - unknown)
+    return min(0.0, apart + unknown)

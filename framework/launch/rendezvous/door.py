@@ -19,7 +19,8 @@ class Alone:
     """A job of one node: nobody to meet."""
 
     def __init__(self, session: Session) -> None:
-        self._session, self._number = session, 0
+        self._session = session
+        self._number = 0
         self._peers = Peers(0, {0: str(session.hello["host"])})
 
     async def begin(self) -> Start:

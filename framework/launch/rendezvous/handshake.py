@@ -98,8 +98,10 @@ def disagreements(hellos: Sequence[Mapping[str, Any]], *, seen: set[str]) -> lis
         problems += _differences(hellos, name, [hello[name] for hello in hellos], fix)
     for hello in hellos[1:]:
         if "master_addr" in hello:  # it looks for node 0 at itself, and has asked here only because of its hostfile
-            reason, value = f"node {name_of(hellos[0])} is not there", hello["master_addr"]
-            fix, file = f"give every node the same --master_addr, or {_ONE_HOSTFILE}", f"node {name_of(hello)}"
+            reason = f"node {name_of(hellos[0])} is not there"
+            value = hello["master_addr"]
+            fix = f"give every node the same --master_addr, or {_ONE_HOSTFILE}"
+            file = f"node {name_of(hello)}"
             problems.append(Problem("nodes-differ", reason, fix, key="master_addr", value=value, file=file))
     for fact in sorted({name for hello in hellos for name in hello["facts"]}):
         fix = _SAME_CONFIG if fact == "config" else "install the same on every node"

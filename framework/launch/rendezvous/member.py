@@ -87,7 +87,8 @@ class Member:
 
     def __init__(self, session: Session, *, visited: str = "") -> None:
         """Call node 0; or a host that is `visited` because node 0 may be there, with another idea of who that is."""
-        self._session, self._visited = session, visited
+        self._session = session
+        self._visited = visited
         self._where = visited or session.topology.master_addr
         self._channel: Channel | None = None
         self._peers: MemberPeers | None = None
@@ -141,7 +142,8 @@ class Member:
         """Wait for what node 0 decides about another start; one that is gone may come back, and is called again. Who
         was asked to stop here ends as its ranks have ended.
         """
-        session, peers = self._session, self._peers
+        session = self._session
+        peers = self._peers
         if session.restarts is None:
             return Verdict(is_again=False)
         assert peers is not None
@@ -190,7 +192,9 @@ class Member:
 
     def _waiting_for(self) -> str:
         node_0 = f"node 0: {self._where}:{self._session.port}"
-        return f"waiting for {node_0} ({self._why})" if self._welcomed_at is None else f"{node_0} is {self._waits}"
+        if self._welcomed_at is None:
+            return f"waiting for {node_0} ({self._why})"
+        return f"{node_0} is {self._waits}"
 
     # The handshake.
 
@@ -205,7 +209,9 @@ class Member:
         return channel
 
     async def _introduce(self, channel: Channel) -> None:
-        session, token, own_nonce = self._session, self._session.token, new_nonce()
+        session = self._session
+        token = self._session.token
+        own_nonce = new_nonce()
         session.local_address = channel.local_address
         challenge = await channel.receive()
         if challenge["type"] != "challenge" or not isinstance(challenge.get("nonce"), str):
@@ -213,7 +219,10 @@ class Member:
         if bool(challenge.get("token")) != bool(token):
             if self._is_known:  # the address has another owner for a while
                 raise ConnectionLost("whoever answers there is none of this job")
-            reason = "it asks for a token" if challenge.get("token") else "it has no token, and this node has one"
+            if challenge.get("token"):
+                reason = "it asks for a token"
+            else:
+                reason = "it has no token, and this node has one"
             channel.send("refused", why="token-refused")
             fix = "give every node the same token (--token_file), or none"
             raise ConfigError.of("token-refused", reason, fix, file="node 0")
@@ -239,7 +248,9 @@ class Member:
         if answer["type"] != "welcome" or not is_proof(answer.get("proof"), signed):
             raise ConnectionLost("whoever answers there does not know the token")
         channel.sign(token, is_lead=False, nonces=nonces)
-        self._welcomed_at, self._no_agent_since, self._is_known = time.monotonic(), math.inf, True
+        self._welcomed_at = time.monotonic()
+        self._no_agent_since = math.inf
+        self._is_known = True
 
     async def _next(self, channel: Channel, *, beat_seconds: float = BEAT_SECONDS) -> Message:
         receiving = asyncio.ensure_future(channel.receive())
@@ -307,7 +318,8 @@ class Member:
         """Return the places to call and what is sent to them; NoAgent where no node of this job would be there, or
         nothing was to be called: whoever answers may want us to speak to others.
         """
-        topology, token = self._session.topology, message.get("token")
+        topology = self._session.topology
+        token = message.get("token")
         if "look" not in self._session.hello or not isinstance(token, str) or not _ROUND.fullmatch(token):
             raise foreign()
         nodes = targets_of(message, most=self._session.num_nodes)
@@ -317,7 +329,8 @@ class Member:
         """Return the start that node 0 describes: who takes part, at which port, and whether it goes on. Nothing in it
         is a setting, a path or an address.
         """
-        session, own = self._session, self._session.topology.node_rank
+        session = self._session
+        own = self._session.topology.node_rank
         if not message.keys() <= _GO:
             raise foreign()
         match message:
@@ -375,8 +388,12 @@ class Member:
             self._channel.close()
         if self._hearing is not None:
             self._hearing.cancel()
-        self._channel, self._hearing, self._welcomed_at, self.is_heard = None, None, None, False
-        self._waits, self._heard = _WAITS, asyncio.Queue()
+        self._channel = None
+        self._hearing = None
+        self._welcomed_at = None
+        self.is_heard = False
+        self._waits = _WAITS
+        self._heard = asyncio.Queue()
 
     # Wrong addresses.
 
@@ -395,7 +412,10 @@ class Member:
         """Say so to whoever calls, and end, where this node, which is not node 0, has its address."""
         session = self._session
         # In a pod the name may still mean the last pod of this rank.
-        doubt = _DOUBT_SECONDS if _OF_A_POD in os.environ else _ELSEWHERE_AFTER_SECONDS
+        if _OF_A_POD in os.environ:
+            doubt = _DOUBT_SECONDS
+        else:
+            doubt = _ELSEWHERE_AFTER_SECONDS
         is_late = time.monotonic() - session.started_at > doubt
         if self._is_known or self._visited or not session.topology.node_rank or not is_late:
             return
@@ -452,12 +472,16 @@ async def _visit(session: Session, name: str) -> list[Problem]:
 
 def _host_name(reported: object) -> str:
     """The name of a host, where one can have it; else the node is known by its number."""
-    return reported if isinstance(reported, str) and is_host(reported) else ""
+    if isinstance(reported, str) and is_host(reported):
+        return reported
+    return ""
 
 
 def _code(message: Message) -> int:
     code = message.get("code")
-    return code if type(code) is int and 0 <= code < 256 else EXIT_PEER_LOST
+    if type(code) is int and 0 <= code < 256:
+        return code
+    return EXIT_PEER_LOST
 
 
 async def _call_others(channel: Channel, targets: Sequence[Target], token: str) -> None:
@@ -472,7 +496,8 @@ def _port_error(port: int, reason: str, fix: str, *, file: str = "") -> ConfigEr
 
 
 def _problems(message: Message) -> list[Problem]:
-    found, refused = message.get("problems"), []
+    found = message.get("problems")
+    refused = []
     for item in found[:200] if isinstance(found, list) else ():
         if isinstance(item, dict):
             stated: dict[str, Any] = {name: str(item.get(name, ""))[:300] for name in _STATED}
@@ -483,9 +508,14 @@ def _problems(message: Message) -> list[Problem]:
 
 def elsewhere_problem(session: Session) -> Problem:
     """Node 0 and master_addr are not on one machine; said by either."""
-    rank, value = session.topology.node_rank, session.topology.master_addr
-    is_of = f"this is the address of node {rank}, not of node 0" if rank else "node 0 does not have this address"
-    fix, file = "give node rank 0 to the host whose address is master_addr", f"node {rank} ({session.hello['host']})"
+    rank = session.topology.node_rank
+    value = session.topology.master_addr
+    if rank:
+        is_of = f"this is the address of node {rank}, not of node 0"
+    else:
+        is_of = "node 0 does not have this address"
+    fix = "give node rank 0 to the host whose address is master_addr"
+    file = f"node {rank} ({session.hello['host']})"
     return Problem("node-rank-swapped", is_of, fix, key="master_addr", value=value, file=file)
 
 
@@ -495,7 +525,8 @@ async def find_listener(session: Session) -> socket.socket:
     Raises:
         ConfigError: somebody else has the port or the address, and says so, or does not answer.
     """
-    master, caller = session.topology.master_addr, Member(session)
+    master = session.topology.master_addr
+    caller = Member(session)
     session.begin_wait()
     attempt: asyncio.Future[Start | None] | None = None
     try:
@@ -504,7 +535,10 @@ async def find_listener(session: Session) -> socket.socket:
             try:
                 # Who speaks with another node 0 hears it out: its last word lies there, perhaps, and its port is free
                 # already.
-                listener = None if caller.is_heard else listen_at(master, session.port)
+                if caller.is_heard:
+                    listener = None
+                else:
+                    listener = listen_at(master, session.port)
                 if listener is not None:
                     return listener
             except PortInUse as in_use:
@@ -518,7 +552,10 @@ async def find_listener(session: Session) -> socket.socket:
                 attempt.result()
                 attempt = None
             session.look(caller._waiting_for)
-            doubt = _DOUBT_SECONDS if _OF_A_POD in os.environ else _DOUBT_ELSEWHERE_SECONDS
+            if _OF_A_POD in os.environ:
+                doubt = _DOUBT_SECONDS
+            else:
+                doubt = _DOUBT_ELSEWHERE_SECONDS
             if waited > doubt and resolve(master):
                 raise ConfigError(elsewhere_problem(session))
     finally:

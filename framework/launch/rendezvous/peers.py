@@ -55,7 +55,8 @@ class Peers:
     """
 
     def __init__(self, node: int, hosts: Mapping[int, str], *, epoch: int = 0) -> None:
-        self._node, self._hosts = node, dict(hosts)
+        self._node = node
+        self._hosts = dict(hosts)
         self.epoch = epoch
         self._changed = asyncio.Event()
         self.failures: list[Failure] = []
@@ -77,7 +78,9 @@ class Peers:
     def name(self, node: int) -> str:
         """As people know it."""
         host = self._hosts[node]
-        return f"node {node} ({host})" if host else f"node {node}"
+        if host:
+            return f"node {node} ({host})"
+        return f"node {node}"
 
     @property
     def own_name(self) -> str:
@@ -112,14 +115,18 @@ class Peers:
 
     def _apply(self, node: int, kind: str, content: Message) -> bool:
         """Take what a node reports; returns whether it is news."""
-        why, code = content.get("why", content.get("what", "")), content.get("code", 0)
+        why = content.get("why", content.get("what", ""))
+        code = content.get("code", 0)
         if not isinstance(why, str) or type(code) is not int:
             raise foreign()
-        why, is_news = why[:_LONGEST_TEXT], False
+        why = why[:_LONGEST_TEXT]
+        is_news = False
         if kind == "stop" and not self.stop:
-            self.stop, is_news = f"{why} at {self.name(node)}", True
+            self.stop = f"{why} at {self.name(node)}"
+            is_news = True
         elif kind == "asked" and not self.asked:
-            self.asked, is_news = f"{why} at {self.name(node)}", True
+            self.asked = f"{why} at {self.name(node)}"
+            is_news = True
         elif kind == "kill" and not self.killed:
             self.killed = is_news = True
         elif kind == "failure":
@@ -186,13 +193,15 @@ class LeadPeers(Peers):
         content |= {"failures": [*map(asdict, failures)]}
         is_more = True
         while is_more:
-            nodes, self._ends = self._ends[:_MOST_ENDED], self._ends[_MOST_ENDED:]
+            nodes = self._ends[:_MOST_ENDED]
+            self._ends = self._ends[_MOST_ENDED:]
             ended = {str(node): self.ended[node] for node in nodes}
             body = body_of("news", epoch=self.epoch, **content, ended=ended)
             for channel in list(self._channels.values()):
                 with suppress(ConnectionLost):  # it is found lost where it is heard
                     channel.send_body(body)
-            content, is_more = {}, bool(self._ends)
+            content = {}
+            is_more = bool(self._ends)
 
     async def flush(self) -> None:
         """Pass on what was gathered."""
@@ -221,7 +230,8 @@ class MemberPeers(Peers):
         """Take news; ConnectionLost where they are none that node 0 sends."""
         if message["type"] != "news" or message.get("epoch") != self.epoch:
             return
-        failures, ended = message.get("failures", []), message.get("ended", {})
+        failures = message.get("failures", [])
+        ended = message.get("ended", {})
         if not isinstance(failures, list) or not isinstance(ended, dict):
             raise foreign()
         if message.get("stop"):

@@ -100,7 +100,8 @@ class Session:
     def begin_wait(self, *, is_idle: bool = False) -> None:
         """Count the time of a wait from here; `is_idle`: for as long as it takes, and with one line."""
         self.is_idle = is_idle
-        self.started_at, self._reported_at = time.monotonic(), 0.0
+        self.started_at = time.monotonic()
+        self._reported_at = 0.0
 
     def look(
         self, waiting_for: Callable[[], str], *, deadline: float | None = None, takes_requests: bool = True
@@ -155,7 +156,8 @@ class Session:
             self.requests.refuse_start()
             if peers.stop:
                 raise RunStopped(f"stopped on request ({peers.stop}) between two starts [stopped-early]")
-            if (left := until - time.monotonic()) <= 0:
+            left = until - time.monotonic()
+            if left <= 0:
                 return
             await asyncio.sleep(min(LOOK_SECONDS, left))
 

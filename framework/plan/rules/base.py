@@ -58,7 +58,9 @@ def _value(config: RunConfig, cluster: Cluster, name: str) -> Any:
 
 def _plain(value: Any) -> Any:
     """Return a section as it was written, or the switch that stands for its defaults."""
-    return (value.model_dump(exclude_unset=True) or True) if isinstance(value, Section) else value
+    if isinstance(value, Section):
+        return value.model_dump(exclude_unset=True) or True
+    return value
 
 
 def _holds(config: RunConfig, cluster: Cluster, name: str, wanted: Any) -> bool:
@@ -68,7 +70,9 @@ def _holds(config: RunConfig, cluster: Cluster, name: str, wanted: Any) -> bool:
     value = _value(config, cluster, name)
     if isinstance(wanted, list):
         return value in wanted
-    return bool(value) is (wanted == "on") if isinstance(wanted, str) else is_between(value, wanted)
+    if isinstance(wanted, str):
+        return bool(value) is (wanted == "on")
+    return is_between(value, wanted)
 
 
 def list_rows() -> None:
@@ -78,5 +82,6 @@ def list_rows() -> None:
         def find(config: RunConfig, cluster: Cluster, cases: list[Row] = cases_of(row)) -> Found:  # noqa: B008 - one each
             yield from findings(cases, partial(_holds, config, cluster), partial(_value, config, cluster))
 
-        find.__name__, find.__doc__ = kind.replace("-", "_"), row["source"]
+        find.__name__ = kind.replace("-", "_")
+        find.__doc__ = row["source"]
         rule(kind)(find)

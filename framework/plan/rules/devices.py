@@ -49,7 +49,8 @@ def half_precision_without_zero(config: RunConfig, cluster: Cluster, layout: Lay
     """
     if config.zero.stage or config.parallel.pipe > 1 or not isinstance(config.precision, BF16 | FP16):
         return
-    dtype, steps = config.precision.dtype, layout.accumulation_steps
+    dtype = config.precision.dtype
+    steps = layout.accumulation_steps
     found = [("half-precision-without-zero", f"in {dtype} every step waits for the device once for each weight there")]
     if steps > LONG_SUM:
         reason = f"the gradients of {steps} micro-batches are summed in {dtype}, which rounds each"
@@ -62,8 +63,10 @@ def half_precision_without_zero(config: RunConfig, cluster: Cluster, layout: Lay
 @rule()
 def divided_in_advance(config: RunConfig, cluster: Cluster) -> Found:
     """deepspeed/runtime/zero/stage3.py `__avg_scatter_contiguous_grads` multiplies by it again if it is another."""
-    key, parallel = "gradient_predivide_factor", config.parallel
-    factor, ranks = config.deepspeed.get(key), cluster.world_size // (parallel.pipe * parallel.tensor)
+    key = "gradient_predivide_factor"
+    parallel = config.parallel
+    factor = config.deepspeed.get(key)
+    ranks = cluster.world_size // (parallel.pipe * parallel.tensor)
     if config.zero.stage == 3 and factor == ranks > 1:
         reason = f"at stage 3 gradients stay {ranks} times too small where it is the number of ranks"
         yield Problem("predivided-by-all-ranks", reason, "remove it", f"deepspeed.{key}", factor)

@@ -32,9 +32,11 @@ def callbacks_have_evaluations(config: RunConfig, cluster: Cluster) -> Found:
     for number, callback in enumerate(config.callbacks):
         if not isinstance(callback, EarlyStopping):
             continue
-        key, moves = f"callbacks.{number}", isinstance(callback, ReduceOnPlateau)
+        key = f"callbacks.{number}"
+        moves = isinstance(callback, ReduceOnPlateau)
         if not often:
-            reason, fix = "nothing is evaluated before the end", "set evaluation.every_epochs or every_steps"
+            reason = "nothing is evaluated before the end"
+            fix = "set evaluation.every_epochs or every_steps"
             yield Problem("callback-without-evaluations", reason, fix, key, callback.kind, severity="warning")
         if moves and config.scheduler != Constant():
             reason = f"the {getattr(config.scheduler, 'kind', 'own')} schedule sets the rate of every step anew"
@@ -48,11 +50,13 @@ def length_for_ema(config: RunConfig, total_steps: int | None) -> Iterator[Probl
         return
     if ema.start_step >= total_steps:
         reason = f"the run has {total_steps} steps, and the average stays what the weights are"
-        fix, key = f"set it below {total_steps}, or leave training.ema out", "training.ema.start_step"
+        fix = f"set it below {total_steps}, or leave training.ema out"
+        key = "training.ema.start_step"
         yield Problem("ema-never-starts", reason, fix, key, ema.start_step, severity="warning")
         return
     updates = (total_steps - ema.start_step) // ema.every_steps
-    rest, key = ema.decay**updates, "training.ema.decay"
+    rest = ema.decay**updates
+    key = "training.ema.decay"
     if rest > _LARGEST_REST:
         decay = 1 - 10 / updates if updates > 20 else 0.5  # reaches back over about a tenth of the run
         after = f"after {updates:,} update{'' if updates == 1 else 's'}"
@@ -64,16 +68,21 @@ def length_for_ema(config: RunConfig, total_steps: int | None) -> Iterator[Probl
 @rule()
 def best_is_measured(config: RunConfig, cluster: Cluster) -> Found:
     """A metric that is never measured keeps no checkpoint, and nobody would see it before the best one is gone."""
-    metric, checkpoint = config.checkpoint.keep_best, config.checkpoint
+    metric = config.checkpoint.keep_best
+    checkpoint = config.checkpoint
     if metric is None:
         return
     if not metric.startswith("eval/"):
         # An area that is ours may get a metric that this list does not know; another one is a slip for certain.
-        severity: Severity = "warning" if metric.partition("/")[0] in _AREAS else "error"
+        if metric.partition("/")[0] in _AREAS:
+            severity: Severity = "warning"
+        else:
+            severity = "error"
         if metric not in LOGGED:
             yield _unknown(metric, [*LOGGED, *_evaluated(config)], "no run measures it", severity)
         return
-    evaluation, names = config.evaluation, _evaluated(config)
+    evaluation = config.evaluation
+    names = _evaluated(config)
     # Sets of one's own may have names, which `setup/parts.py` knows.
     is_of_a_set = isinstance(config.data, Target | Object) and f"eval/{metric.rpartition('/')[2]}" in names
     if names and metric not in names and not is_of_a_set:
@@ -109,7 +118,10 @@ def _unknown(metric: str, known: Sequence[str], reason: str, severity: Severity)
     alike = sorted(known, key=lambda each: not each.startswith(f"{area}/"), reverse=True)  # its own area wins
     by_name = {each.rpartition("/")[2]: each for each in alike}
     meant = next((each for each in by_name if name and each.startswith(name)), None) or nearest(name, by_name)
-    fix = f"write one of {', '.join(known)}" if meant is None else f"did you mean {by_name[meant]}?"
+    if meant is None:
+        fix = f"write one of {', '.join(known)}"
+    else:
+        fix = f"did you mean {by_name[meant]}?"
     return Problem("unknown-metric", reason, fix, _BEST, metric, severity=severity)
 
 
@@ -123,12 +135,15 @@ _CREDENTIAL: Final = re.compile(
 @rule("credential-in-config")
 def credentials_of_monitors(config: RunConfig, cluster: Cluster) -> Found:
     """What is in a config is copied to config.yaml and to the services themselves. No value is shown."""
-    reason, mlflow = "and would be copied into the run folder", config.monitors.mlflow
+    reason = "and would be copied into the run folder"
+    mlflow = config.monitors.mlflow
     if mlflow is not None and "@" in (mlflow.tracking_uri or "").partition("://")[2].partition("/")[0]:
-        fix, key = "set it in the environment", "monitors.mlflow.tracking_uri"
+        fix = "set it in the environment"
+        key = "monitors.mlflow.tracking_uri"
         yield Problem("credential-in-config", f"it holds a password, {reason}", fix, key)
     for number, other in enumerate(config.monitors.others):
         for name in other.args:
             if _CREDENTIAL.search(name):
-                fix, key = "read it from the environment in your code", f"monitors.others.{number}.args.{name}"
+                fix = "read it from the environment in your code"
+                key = f"monitors.others.{number}.args.{name}"
                 yield Problem("credential-in-config", f"it looks like a credential, {reason}", fix, key)

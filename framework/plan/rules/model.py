@@ -45,7 +45,8 @@ _ALSO: Final = {"conversations": "text"}
 @rule()
 def image_shapes_agree(config: RunConfig, cluster: Cluster) -> Found:
     """Model and data are both known by name and their shapes differ: the first forward pass would fail."""
-    model, data = config.model, config.data
+    model = config.model
+    data = config.data
     shape = data.image_shape()
     if not isinstance(model, Classifier) or isinstance(data, (Target, Object)) or shape is None:
         return
@@ -56,9 +57,15 @@ def image_shapes_agree(config: RunConfig, cluster: Cluster) -> Found:
     ]
     for key, expected, data_key, given, words in pairs:
         if expected is not None and given is not None and expected != given:
-            fixes = [f"model.{key}: {given}"] if _takes(model, key, given) else []
+            if _takes(model, key, given):
+                fixes = [f"model.{key}: {given}"]
+            else:
+                fixes = []
             fixes += [f"data.{data_key}: {expected}"] if _takes(data, data_key, expected) else []
-            fix = f"set {' or '.join(fixes)}" if fixes else "choose another model or other data"
+            if fixes:
+                fix = f"set {' or '.join(fixes)}"
+            else:
+                fix = "choose another model or other data"
             kind, reason = f"model-data-{key.replace('_', '-')}", f"the {data.kind} data has {given} {words}"
             yield Problem(kind, reason, fix, f"model.{key}", expected)
 
@@ -80,7 +87,8 @@ def parts_speak_of_the_same(config: RunConfig, cluster: Cluster) -> Found:
 @rule("sequence-too-long")
 def sequence_fits(config: RunConfig, cluster: Cluster) -> Found:
     """A position beyond the model's last one would fail inside a GPU kernel."""
-    length, most = getattr(config.data, "sequence_length", None), getattr(config.model, "max_positions", None)
+    length = getattr(config.data, "sequence_length", None)
+    most = getattr(config.model, "max_positions", None)
     if isinstance(length, int) and isinstance(most, int) and length > most:
         fix = f"set data.sequence_length: {most} or model.max_positions: {length}"
         yield "data.sequence_length", f"the model has {most} positions", fix
@@ -97,7 +105,8 @@ def vocabulary_problem(given: Any, model: ModelSection) -> Iterator[Problem]:
     """Data with so many different tokens, as soon as somebody knows how many."""
     known = getattr(model, "vocab_size", None)
     if isinstance(given, int) and isinstance(known, int) and given > known:
-        reason, fix = f"the data has {given} different tokens", f"set model.vocab_size: {given} or more"
+        reason = f"the data has {given} different tokens"
+        fix = f"set model.vocab_size: {given} or more"
         yield Problem("model-data-vocab-size", reason, fix, "model.vocab_size", known)
 
 
@@ -115,9 +124,9 @@ def _form(config: RunConfig, part: str) -> str | None:
     if isinstance(section, (Target, Object, HuggingFace, Mixture, ModelLoss)):
         return None
     if section.kind == "classification":
-        return (
-            "labelled_text" if "labelled_text" in (_form(config, "data") or _form(config, "model") or "") else "images"
-        )
+        if "labelled_text" in (_form(config, "data") or _form(config, "model") or ""):
+            return "labelled_text"
+        return "images"
     if isinstance(section, BERT) and section.num_classes:
         return "labelled_text"
     form = next((form for form, kinds in _PARTS.items() if kinds[part] == section.kind), "images")
@@ -127,10 +136,12 @@ def _form(config: RunConfig, part: str) -> str | None:
 @rule("heads-not-divisible")
 def heads_divide(config: RunConfig, cluster: Cluster) -> Found:
     """Attention splits the hidden units evenly over its heads, and shares key heads evenly; a rotation turns pairs."""
-    model, key = config.model, "model.num_heads"
+    model = config.model
+    key = "model.num_heads"
     if not isinstance(model, (GPT, BERT)):
         return
-    units, heads = model.hidden_size, model.num_heads
+    units = model.hidden_size
+    heads = model.num_heads
     if units % heads:
         reason = f"{units} hidden units cannot be split evenly over the heads"
         yield key, reason, f"set {key}: {_divisor(units, near=heads)}"
@@ -146,15 +157,21 @@ def heads_divide(config: RunConfig, cluster: Cluster) -> Found:
 @rule("sequence-not-shared")
 def sequences_are_shared(config: RunConfig, cluster: Cluster) -> Found:
     """Ranks that share sequences have a part of the heads in attention, and equal parts of the positions elsewhere."""
-    model, key, size = config.model, "parallel.sequence", config.parallel.sequence
+    model = config.model
+    key = "parallel.sequence"
+    size = config.parallel.sequence
     if size == 1 or isinstance(model, (Target, Object)):
         return
     length = getattr(config.data, "sequence_length", None)
     if not isinstance(model, (GPT, BERT)):
         yield key, f"{model.kind} reads no sequences", f"set {key}: 1"
     elif (heads := model.num_heads // config.parallel.tensor) % size:  # of a rank's tensor group
-        shared = _divisor(heads, near=size) if heads else 1
-        reason, multiple = f"the {heads} heads of attention cannot be shared evenly", size * config.parallel.tensor
+        if heads:
+            shared = _divisor(heads, near=size)
+        else:
+            shared = 1
+        reason = f"the {heads} heads of attention cannot be shared evenly"
+        multiple = size * config.parallel.tensor
         yield key, reason, f"set {key}: {shared} or model.num_heads to a multiple of {multiple}"
     elif isinstance(length, int) and length % size:
         near = max(1, length // size) * size
@@ -164,14 +181,17 @@ def sequences_are_shared(config: RunConfig, cluster: Cluster) -> Found:
 @rule("no-block-of-experts")
 def blocks_have_experts(config: RunConfig, cluster: Cluster) -> Found:
     """Of so many blocks the last has experts, and there are not so many."""
-    if (moe := getattr(config.model, "moe", None)) and moe.every > (count := config.model.num_layers):  # type: ignore[union-attr]
+    moe = getattr(config.model, "moe", None)
+    if moe and moe.every > (count := config.model.num_layers):  # type: ignore[union-attr]
         yield "model.moe.every", f"of {count} blocks none would have experts", f"write every: {count} or less"
 
 
 @rule("experts-not-divisible")
 def experts_divide(config: RunConfig, cluster: Cluster) -> Found:
     """Whole experts for every rank of a group, and whole groups."""
-    size, moe, key = config.parallel.expert, getattr(config.model, "moe", None), "parallel.expert"
+    size = config.parallel.expert
+    moe = getattr(config.model, "moe", None)
+    key = "parallel.expert"
     ranks = cluster.world_size // prod(config.parallel.sizes().values())
     for count, what in ((moe.num_experts, "experts"), (ranks, "data-parallel ranks")) if moe else ():
         if count % size:
@@ -189,7 +209,8 @@ def _divisor(number: int, *, near: int) -> int:
 @rule("recompute-whole-model", "warning")
 def recompute_in_parts(config: RunConfig, cluster: Cluster) -> Found:
     """One group of everything runs everything again and holds, while it does, as much as without."""
-    key, count = "training.recompute_every", num_layers(config.model)
+    key = "training.recompute_every"
+    count = num_layers(config.model)
     if count is not None and config.training.recompute_every >= count:
         reason = f"all {count} layers are one group, which computes them twice and saves next to no memory"
         yield key, reason, f"set {key}: 1 or a few"
@@ -200,16 +221,21 @@ def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
     """Text that is no regular expression, such as ``*.bias``; all experts, of which DeepSpeed then finds none."""
     from framework.plan.work import model_work  # here: it imports the plan, which imports the rules
 
-    entries, problems = config.training.freeze, list[Problem]()
+    entries = config.training.freeze
+    problems = list[Problem]()
     fix = "write for example .*bias for all that ends so"
     for number, entry in enumerate(entries):
-        key = f"training.freeze.{number}" if isinstance(entry, str) else f"training.freeze.{number}.match"
+        if isinstance(entry, str):
+            key = f"training.freeze.{number}"
+        else:
+            key = f"training.freeze.{number}.match"
         for pattern in patterns_of(entry):
             problems += pattern_problem(pattern, key=key, value=pattern, fix=fix)
     yield from problems
     if problems or not entries:
         return
-    if (work := model_work(config.model, micro_size=1)) is None:
+    work = model_work(config.model, micro_size=1)
+    if work is None:
         return
     if scheduled(entries):
         try:
@@ -219,7 +245,8 @@ def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
     patterns = always_frozen(entries)
     experts = [name for name in work.weights if ".experts." in name]
     if config.parallel.expert > 1 and all(any(re.fullmatch(one, name) for one in patterns) for name in experts):
-        reason, fix = "it freezes all experts, and divided ones must be trained", "set parallel.expert: 1"
+        reason = "it freezes all experts, and divided ones must be trained"
+        fix = "set parallel.expert: 1"
         yield Problem("expert-with-other", reason, fix, "training.freeze", patterns)
 
 
@@ -231,7 +258,8 @@ def freeze_by_steps(config: RunConfig, cluster: Cluster) -> Found:
         return
     shown = [entry.model_dump(exclude_none=True) for entry in entries.values()]
     for number, entry in entries.items():
-        key, value = f"training.freeze.{number}", entry.model_dump(exclude_none=True)
+        key = f"training.freeze.{number}"
+        value = entry.model_dump(exclude_none=True)
         if entry.until_step is None and entry.from_step is None:
             reason = "it does not say in which steps"
             fix = "add until_step or from_step, or write the patterns alone for the whole run"
@@ -239,7 +267,8 @@ def freeze_by_steps(config: RunConfig, cluster: Cluster) -> Found:
         elif entry.until_step is not None and entry.from_step is not None:
             fix = "keep one of until_step and from_step"
             yield Problem("freeze-steps", "an entry freezes up to a step or from one on", fix, key, value)
-    parallel, zero = config.parallel, config.zero
+    parallel = config.parallel
+    zero = config.zero
     refused = {
         # As with groups of the optimizer's own: DeepSpeed reduces a norm for each group over all stages.
         "stages of a pipeline would each have others": (
@@ -272,7 +301,8 @@ def adapted_modules(config: RunConfig, cluster: Cluster) -> Found:
     """
     from framework.plan.work import model_work
 
-    lora, key = config.training.lora, "training.lora.target_modules"
+    lora = config.training.lora
+    key = "training.lora.target_modules"
     if lora is None:
         return
     pattern = lora.target_modules
@@ -282,7 +312,8 @@ def adapted_modules(config: RunConfig, cluster: Cluster) -> Found:
         if wrong:
             return
     size = getattr(config.model, "image_size", 32)
-    if (work := model_work(config.model, micro_size=1, image_size=size, lora=lora)) is None:
+    work = model_work(config.model, micro_size=1, image_size=size, lora=lora)
+    if work is None:
         return
     names = [*work.weights, *work.frozen]
     modules = dict.fromkeys(name.rpartition(".")[0] for name in names if LORA not in name)
@@ -291,10 +322,12 @@ def adapted_modules(config: RunConfig, cluster: Cluster) -> Found:
     yield from problems
     if problems or pattern == ALL_LINEAR:
         return
-    adapted, shared = {name.partition(LORA)[0] for name in names if LORA in name}, {part.shares for part in work.parts}
+    adapted = {name.partition(LORA)[0] for name in names if LORA in name}
+    shared = {part.shares for part in work.parts}
     for module in filter(partial(is_named, names=pattern), parents):
         if module not in adapted:
-            reason, fix = f"{module} is no linear layer, convolution or embedding", "name modules that are one"
+            reason = f"{module} is no linear layer, convolution or embedding"
+            fix = "name modules that are one"
             yield Problem("lora-not-adaptable", reason, fix, key, pattern)
         elif module in shared:
             yield tied_problem(module, pattern)
@@ -305,7 +338,8 @@ def optimizer_groups(config: RunConfig, cluster: Cluster) -> Found:
     """Patterns that are none, groups that change nothing or a rate that has no share of anything, and pipelines with
     ZeRO or in fp16: there the norm is reduced once per group over all stages, and each would have to have all groups.
     """
-    optimizer, fix = config.optimizer, "write for example .*bias for all that ends so"
+    optimizer = config.optimizer
+    fix = "write for example .*bias for all that ends so"
     groups = getattr(optimizer, "groups", [])
     for number, group in enumerate(groups):
         key = f"optimizer.groups.{number}"
@@ -317,17 +351,21 @@ def optimizer_groups(config: RunConfig, cluster: Cluster) -> Found:
             reason = "a schedule moves it as a share of optimizer.lr, which is 0"
             yield Problem("group-lr-of-nothing", reason, "set optimizer.lr", f"{key}.lr", group.lr)
     is_fp16 = config.precision.dtype == "fp16"
-    how = "with ZeRO" if config.zero.stage else "in fp16" if is_fp16 else ""
+    if config.zero.stage:
+        how = "with ZeRO"
+    elif is_fp16:
+        how = "in fp16"
+    else:
+        how = ""
     if config.parallel.pipe > 1 and how and (groups or getattr(optimizer, "layer_decay", 1.0) != 1.0):
         key = "optimizer.groups" if groups else "optimizer.layer_decay"
         reason = f"{how} every stage of a pipeline must have weights of every group"
-        other = (
-            ""
-            if config.zero.stage and is_fp16
-            else "zero.stage: 0 or "
-            if how == "with ZeRO"
-            else "precision.dtype: fp32 or "
-        )
+        if config.zero.stage and is_fp16:
+            other = ""
+        elif how == "with ZeRO":
+            other = "zero.stage: 0 or "
+        else:
+            other = "precision.dtype: fp32 or "
         fix = f"set {other}parallel.pipe: 1, or use weight_decay_on: matrices alone"
         value = [group.match for group in groups] if groups else optimizer.layer_decay  # type: ignore[union-attr]
         yield Problem("groups-with-pipeline", reason, fix, key, value)
@@ -354,7 +392,8 @@ def partition_beside_stages(config: RunConfig, cluster: Cluster) -> Found:
 def idle_stages(config: RunConfig, cluster: Cluster) -> Found:
     """Share of a step in which a stage waits: (p - 1) / (m + p - 1) (Narayanan et al. 2021, "Efficient Large-Scale
     Language Model Training", section 2.2)."""
-    stages, batch = config.parallel.pipe, config.batch
+    stages = config.parallel.pipe
+    batch = config.batch
     count = batch.accumulation_steps
     if count is None and batch.global_size and batch.micro_size:
         count = batch.global_size * stages // (batch.micro_size * cluster.world_size)

@@ -47,7 +47,8 @@ def deepspeed_section(config: RunConfig, cluster: Cluster) -> Found:
     for section, values in config.deepspeed.items():
         has_further_keys = isinstance(values, dict) and section in SHARED | PASSED_THROUGH
         for path, value in _paths(values, section) if has_further_keys else [(section, values)]:
-            if found := _wrong(config, section, path, value):
+            found = _wrong(config, section, path, value)
+            if found:
                 kind, reason, fix = found
                 yield Problem(kind, reason, fix, f"deepspeed.{path}", value)
 
@@ -58,17 +59,24 @@ def _wrong(config: RunConfig, section: str, path: str, value: Any) -> tuple[str,
     ours = OWNED.get(path)
     if section in SHARED and name:
         ours = TYPED.get(path)
-        ours = ours if ours and _is_typed(config, ours) else _why_absent(config, section)
+        if ours and _is_typed(config, ours):
+            ours = ours
+        else:
+            ours = _why_absent(config, section)
     if ours is not None:
         return "section-clash", f"{ours} decides it", f"set {ours} and remove it here"
     if path in REMOVED:
         release, instead = REMOVED[path]
         return "removed-deepspeed-key", f"DeepSpeed removed it in {release} and refuses it", instead
-    if (refusal := not_in_a_run(path, value)) is not None:
+    refusal = not_in_a_run(path, value)
+    if refusal is not None:
         return "not-in-a-run", *refusal
     if not name and path not in PASSED_THROUGH and path not in _NOT_IN_A_RUN:
         guess = nearest(path, [*PASSED_THROUGH, *OWNED]) or ""
-        meant = f"{OWNED[guess]} decides '{guess}'" if guess in OWNED else f"did you mean '{guess}'?"
+        if guess in OWNED:
+            meant = f"{OWNED[guess]} decides '{guess}'"
+        else:
+            meant = f"did you mean '{guess}'?"
         reason = "DeepSpeed reads no such key and would ignore it"
         return "unknown-deepspeed-key", reason, meant if guess else "remove it"
     is_offload = section == "zero_optimization" and name in OFFLOADS and field and "." not in field
@@ -116,10 +124,14 @@ def _is_on(section: Any, name: str) -> TypeGuard[dict[str, Any]]:
 def _why_absent(config: RunConfig, section: str) -> str | None:
     """Return our setting that makes a section which the JSON does not have at all; None where it has it."""
     if section == "optimizer" and isinstance(config.optimizer, (Target, Object, Muon)):
-        return "optimizer.kind" if isinstance(config.optimizer, Muon) else "optimizer.target"
+        if isinstance(config.optimizer, Muon):
+            return "optimizer.kind"
+        return "optimizer.target"
     if section == "scheduler" and isinstance(config.scheduler, OURS):
         return "scheduler.kind"
-    return "parallel.pipe" if section == "pipeline" and config.parallel.pipe == 1 else None
+    if section == "pipeline" and config.parallel.pipe == 1:
+        return "parallel.pipe"
+    return None
 
 
 def _is_typed(config: RunConfig, key: str) -> bool:
@@ -144,7 +156,8 @@ def deepspeed_values(config: RunConfig, cluster: Cluster) -> Found:
     """DeepSpeed drops "auto" silently and fails on most nulls; JSON knows neither NaN nor Python's objects."""
     for key, value in _leaves(config.deepspeed, "deepspeed"):
         if value == "auto" and not key.startswith(_AUTO_HAS_MEANING):
-            reason, fix = "DeepSpeed drops it and takes its default", "write the value, or remove the key"
+            reason = "DeepSpeed drops it and takes its default"
+            fix = "write the value, or remove the key"
             yield Problem("auto-in-deepspeed", reason, fix, key, value)
         elif value is None:
             yield Problem("null-in-deepspeed", "DeepSpeed wants a value or no key", "remove the key", key, value)

@@ -47,7 +47,8 @@ def cycle_order(config: RunConfig, cluster: Cluster) -> Found:
     if not isinstance(cycle, OneCycle):
         return
     for name in ("lr", "momentum") if cycle.cycle_momentum else ("lr",):
-        lowest, highest = getattr(cycle, f"min_{name}"), getattr(cycle, f"max_{name}")
+        lowest = getattr(cycle, f"min_{name}")
+        highest = getattr(cycle, f"max_{name}")
         if lowest > highest:
             yield f"scheduler.min_{name}", f"it is above scheduler.max_{name} = {highest}", "exchange the two"
 
@@ -58,7 +59,8 @@ def profile_steps(config: RunConfig, cluster: Cluster) -> Found:
     profile = config.profile
     if profile is None:
         return
-    first, last = profile.first, profile.last
+    first = profile.first
+    last = profile.last
     if first > last:
         yield "profile.steps", "it ends before it begins", f"write {last}-{first}"
     elif profile.waits and first == last:
@@ -79,7 +81,8 @@ def length_for_schedule(config: RunConfig, total_steps: int | None) -> Iterator[
     scheduler, (key, needed) = config.scheduler, _ways(config)
     if not total_steps:
         return
-    run, profile = f"the run has {total_steps} steps", config.profile
+    run = f"the run has {total_steps} steps"
+    profile = config.profile
     if profile is not None and profile.last > total_steps:
         reason = f"{run} and never reaches {'them' if profile.first > total_steps else 'the last of them'}"
         fix = f"profile steps up to {total_steps}"
@@ -94,7 +97,8 @@ def length_for_schedule(config: RunConfig, total_steps: int | None) -> Iterator[
             fix = f"set scheduler.first_steps: {max(1, total_steps // 2)}{other}"
             yield Problem("cycle-too-long", reason, fix, "scheduler.first_steps", first, severity="warning")
     elif getattr(scheduler, "total_steps", None) is None and needed >= total_steps:
-        reason, given = f"{run} and never reaches the full learning rate", getattr(scheduler, key)
+        reason = f"{run} and never reaches the full learning rate"
+        given = getattr(scheduler, key)
         yield Problem("warmup-too-long", reason, "make it shorter", f"scheduler.{key}", given, severity="warning")
 
 
@@ -105,11 +109,14 @@ def overruled(config: RunConfig, source: Source) -> Iterator[Problem]:
     `training.max_steps=10` over a file's `max_epochs` is how a short trial is made: nothing is said of that.
     """
     for name, verb in (("training", "max"), ("evaluation", "every"), ("checkpoint", "every")):
-        wins, loses = f"{verb}_steps", f"{verb}_epochs"
-        winner, loser = getattr(getattr(config, name), wins), getattr(getattr(config, name), loses)
+        wins = f"{verb}_steps"
+        loses = f"{verb}_epochs"
+        winner = getattr(getattr(config, name), wins)
+        loser = getattr(getattr(config, name), loses)
         if winner is None or loser is None:
             continue
-        key, reason = f"{name}.{loses}", f"{name}.{wins} is {winner} and wins, so that this"
+        key = f"{name}.{loses}"
+        reason = f"{name}.{wins} is {winner} and wins, so that this"
         if source.is_override((name, loses)):
             fix = f"add {name}.{wins}=null, or change that one instead"
             yield Problem("overruled-key", f"{reason} would be ignored", fix, key, loser)

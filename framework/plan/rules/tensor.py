@@ -18,7 +18,8 @@ _OF_ZERO: Final = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_qu
 @rule("tensor-not-divisible")
 def parts_are_equal(config: RunConfig, cluster: Cluster) -> Found:
     """Each rank has whole heads, and equal parts of the perceptrons; vocabularies may be uneven."""
-    model, size = config.model, config.parallel.tensor
+    model = config.model
+    size = config.parallel.tensor
     if not isinstance(model, (GPT, BERT)):
         return
     for key in ("num_heads", "num_kv_heads", "mlp_size"):
@@ -32,7 +33,8 @@ def parts_are_equal(config: RunConfig, cluster: Cluster) -> Found:
 @rule()
 def other_parts(config: RunConfig, cluster: Cluster) -> Found:
     """Models of known kinds without a plan, groups that reach over hosts, and DeepSpeed's further groups of ranks."""
-    size, model = config.parallel.tensor, config.model
+    size = config.parallel.tensor
+    model = config.model
     if size == 1:
         return
     if config.parallel.tensor_plan is None and not isinstance(model, (GPT, BERT, Target, Object)):

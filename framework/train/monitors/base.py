@@ -149,7 +149,8 @@ class Behind:
     def __init__(self, monitor: Monitor, *, after: Behind | None = None) -> None:
         """Wrap it; it is told nothing more once it, or `after`, has failed."""
         self.name = monitor.name
-        self._monitor, self._after = monitor, after
+        self._monitor = monitor
+        self._after = after
         self._error: Exception | None = None
 
     def write(self, point: Point) -> None:
@@ -200,7 +201,8 @@ class Aside:
             wait_seconds: longest wait of `close`.
         """
         self.name = name
-        self._make, self._wait_seconds = make, wait_seconds
+        self._make = make
+        self._wait_seconds = wait_seconds
         self._points: Queue[Point | None] = Queue(_LONGEST_QUEUE)
         self._error: Exception | None = None
         self._is_over = False

@@ -40,10 +40,15 @@ _SHORTEST_BAR = 8
 def make_console(mode: Literal["auto", "bar", "lines", "off"], *, total_steps: int, from_step: int) -> Monitor | None:
     """The console that the mode and the terminal call for."""
     if mode == "auto":
-        mode = "bar" if sys.stdout.isatty() else "lines"
+        if sys.stdout.isatty():
+            mode = "bar"
+        else:
+            mode = "lines"
     if mode == "off":
         return None
-    return Bar(total_steps, from_step) if mode == "bar" else Lines(total_steps)
+    if mode == "bar":
+        return Bar(total_steps, from_step)
+    return Lines(total_steps)
 
 
 def describe(point: Point, *, longest: int | None = None, widths: dict[str, int] | None = None) -> str:
@@ -78,7 +83,10 @@ class Lines:
         width = len(str(self._total_steps))
         place = f"step {point.step:>{width}}/{self._total_steps}  epoch {point.epoch:.2f}"
         on_terminal = sys.stdout is not None and sys.stdout.isatty()
-        room = get_terminal_size().columns - len(place) - 2 if on_terminal else None
+        if on_terminal:
+            room = get_terminal_size().columns - len(place) - 2
+        else:
+            room = None
         # A closed terminal is no reason to lose a run.
         write(sys.stdout, f"{place}  {describe(point, longest=room, widths=self._widths)}\n")
 
@@ -98,7 +106,8 @@ class Bar:
 
         # Where the terminal is narrow, the bar shrinks and then metrics are left out: the steps and the time left stay
         # whole.
-        whole, rest = Column(no_wrap=True), Column(no_wrap=True, overflow="ellipsis", ratio=1)
+        whole = Column(no_wrap=True)
+        rest = Column(no_wrap=True, overflow="ellipsis", ratio=1)
         columns = get_console().width
         bar = max(_SHORTEST_BAR, min(40, columns - _BESIDE_THE_BAR))
         # Four blanks between the columns, "step" and the time left.

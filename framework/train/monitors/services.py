@@ -56,7 +56,8 @@ class Described:
 
     def number_of(self, sink: str, make: Callable[[], str]) -> str:
         """The number of the run at a sink: the one that an earlier process of this run has kept, or a new one."""
-        path, known = self.folder / _NUMBERS, dict[str, str]()
+        path = self.folder / _NUMBERS
+        known = dict[str, str]()
         with _locked(self.folder):
             if os.path.lexists(path):
                 with open_own(path, "r") as stream, suppress(ValueError):
@@ -93,7 +94,8 @@ class WandBRun:
         settings = wandb.Settings(**quiet, x_stats_pid=os.getppid())
         asked = {name: value for name, value in where.items() if value}
         number = run.number_of(self.name, lambda: uuid.uuid4().hex[:8])
-        mode, about = "offline" if offline else None, {"name": run.name, "config": dict(run.config)}
+        mode = "offline" if offline else None
+        about = {"name": run.name, "config": dict(run.config)}
         self._run = wandb.init(
             id=number, resume="allow", dir=str(run.folder), mode=mode, settings=settings, **about, **asked
         )
@@ -117,12 +119,16 @@ class MLflowRun:
         mlflow: Any = import_module("mlflow")
         entities: Any = import_module("mlflow.entities")
 
-        self._client, self._metric = mlflow.MlflowClient(tracking_uri=tracking_uri), entities.Metric
+        self._client = mlflow.MlflowClient(tracking_uri=tracking_uri)
+        self._metric = entities.Metric
         wanted = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
 
         def start() -> str:
             found = self._client.get_experiment_by_name(wanted)
-            number = self._client.create_experiment(wanted) if found is None else found.experiment_id
+            if found is None:
+                number = self._client.create_experiment(wanted)
+            else:
+                number = found.experiment_id
             return str(self._client.create_run(number, run_name=run.name).info.run_id)
 
         self._number = run.number_of(self.name, start)
@@ -164,7 +170,12 @@ class CometExperiment:
         )
         # Offline nothing is there to be gone on with: each process makes a part, which the upload joins by the key.
         number = run.number_of(self.name, lambda: uuid.uuid4().hex)
-        mode = None if offline and not run.from_step else "get" if run.from_step else "create"
+        if offline and not run.from_step:
+            mode = None
+        elif run.from_step:
+            mode = "get"
+        else:
+            mode = "create"
         where = {"project_name": project, "workspace": workspace, "experiment_key": number}
         self._experiment = comet_ml.start(mode=mode, online=not offline, experiment_config=about, **where)
         self._experiment.log_parameters(dict(flat(run.config)))
@@ -218,7 +229,10 @@ class ServiceProcess(Child):
         """
         super().__init__(f"{__name__}:serve", path=sys.path)
         self._end.settimeout(_ANSWER_SECONDS)  # no step waits longer for a process that somebody has stopped
-        self.name, self._is_over, self._is_hurried, self._wait_seconds = name, False, False, wait_seconds
+        self.name = name
+        self._is_over = False
+        self._is_hurried = False
+        self._wait_seconds = wait_seconds
         run_there = {**vars(run), "folder": str(run.folder)}
         self.send(name=name, run=run_there, where=where, wait_seconds=wait_seconds, argv=sys.argv)
 
@@ -245,7 +259,10 @@ class ServiceProcess(Child):
         self._is_over = True
         try:
             answer = self.receive(self._wait_seconds + _ANSWER_SECONDS)
-            failure = f"its process {self.exit_reason()}" if answer is None else answer["failure"]
+            if answer is None:
+                failure = f"its process {self.exit_reason()}"
+            else:
+                failure = answer["failure"]
         except TimeoutError:
             failure = "its process does not answer"
         super().close()
@@ -256,7 +273,8 @@ class ServiceProcess(Child):
 def serve(channel: Channel) -> None:
     """Make the service that is asked for, tell it every point, close it, and answer why it failed, if it did."""
     os.nice(_NICENESS)  # so that a processor that a rank waits for is the rank's
-    asked, failure = channel.receive(), ""
+    asked = channel.receive()
+    failure = ""
     if asked is None:
         return
     sys.argv[:] = asked["argv"]
