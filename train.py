@@ -1,4 +1,6 @@
-"""What `deepspeed`, `torchrun` or plain `python` start on every rank: train.py --config FILE [key=value ...]."""
+"""What `deepspeed`, `torchrun` or plain `python` start on every rank: train.py --config FILE
+[key=value ...].
+"""
 
 from framework.script import main
 

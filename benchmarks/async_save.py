@@ -1,11 +1,13 @@
-"""What a checkpoint costs the training loop, written at once and in the background: python -m benchmarks.async_save
+"""What a checkpoint costs the training loop, written at once and in the background: python -m
+benchmarks.async_save
 
-One CPU process, a real DeepSpeed engine at ZeRO stage 1, a state of about 1 GB. In every round, interleaved: a plain
-sequential write of the same bytes (8 MiB blocks, then fsync), a save with `checkpoint.mode: sync`, and one with
-`async`. Told are the seconds for which the loop stands still, the writer's bandwidth from the moment the loop goes on
-to the moment the checkpoint is published (hashed, flushed, manifest and renames included; the checkpoint before is
-deleted after that), and the ratios round by round. The first save in the background also pays for memory that is
-touched for the first time; it is told apart. A minute.
+One CPU process, a real DeepSpeed engine at ZeRO stage 1, a state of about 1 GB. In every round,
+interleaved: a plain sequential write of the same bytes (8 MiB blocks, then fsync), a save with
+`checkpoint.mode: sync`, and one with `async`. Told are the seconds for which the loop stands still,
+the writer's bandwidth from the moment the loop goes on to the moment the checkpoint is published
+(hashed, flushed, manifest and renames included; the checkpoint before is deleted after that), and
+the ratios round by round. The first save in the background also pays for memory that is touched for
+the first time; it is told apart. A minute.
 """
 
 from __future__ import annotations
@@ -35,10 +37,19 @@ BLOCK = 8 << 20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--hidden", type=int, default=5600, help="width of the model; the state grows with its square")
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="on the disk to be measured")
+    parser.add_argument(
+        "--hidden",
+        type=int,
+        default=5600,
+        help="width of the model; the state grows with its square",
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path.cwd(), help="on the disk to be measured"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "async_save.json")
     arguments = parser.parse_args()
     found: dict[str, Any] = {"machine": machine(), "load_at_start": load_average()}
@@ -66,7 +77,10 @@ def _engine(hidden: int) -> tuple[PlainEngine, dict[str, Any], Callable[[], None
     )
     random_state.seed_everything(0)
     engine = build_engine(
-        prepared.plan, ds_config=prepared.ds_config, model=prepared.parts.build_model(), task=prepared.parts.task
+        prepared.plan,
+        ds_config=prepared.ds_config,
+        model=prepared.parts.build_model(),
+        task=prepared.parts.task,
     )
     batches = make_train_loader(prepared.plan, prepared.parts.splits, rank=0).stream(0)
     engine.train_step(batches).read()
@@ -91,12 +105,19 @@ def _measure(folder: Path, *, rounds: int, hidden: int) -> dict[str, Any]:
     behind = AsyncCheckpointer(engine, folder / "async", rank=0, world_size=1, **options)
     steps = itertools.count(1)
     first_blocked, _ = _save_behind(behind, folder / "async", next(steps))
-    times: dict[str, list[float]] = {"plain_write": [], "sync": [], "async_blocked": [], "async_written": []}
+    times: dict[str, list[float]] = {
+        "plain_write": [],
+        "sync": [],
+        "async_blocked": [],
+        "async_written": [],
+    }
     for _ in range(rounds):
         train()  # so that no save writes the bytes of the one before
         times["sync"].append(_seconds(lambda: at_once.save(next(steps))))
         files = _files(folder / "sync")
-        times["plain_write"].append(_seconds(lambda files=files: _write_plainly(folder / "plain", files)))  # type: ignore[misc]
+        times["plain_write"].append(
+            _seconds(lambda files=files: _write_plainly(folder / "plain", files))
+        )  # type: ignore[misc]
         num_bytes = sum(map(len, files))
         del files
         for path in (folder / "plain").iterdir():
@@ -109,7 +130,9 @@ def _measure(folder: Path, *, rounds: int, hidden: int) -> dict[str, Any]:
 
 
 def _save_behind(checkpointer: AsyncCheckpointer, folder: Path, step: int) -> tuple[float, float]:
-    """Seconds for which the loop stands still, and from then on until the checkpoint is published."""
+    """Seconds for which the loop stands still, and from then on until the checkpoint is
+    published.
+    """
     blocked = _seconds(lambda: checkpointer.save(step))
     written = _seconds(lambda: _await_text(folder / "latest", f"global_step{step}"))
     checkpointer.finish()
@@ -142,9 +165,16 @@ def _write_plainly(path: Path, files: list[bytes]) -> None:
         os.close(descriptor)
 
 
-def _reported(times: dict[str, list[float]], *, num_bytes: int, first_blocked: float) -> dict[str, Any]:
-    blocked = [mine / other for mine, other in zip(times["async_blocked"], times["sync"], strict=True)]
-    bandwidth = [plain / mine for plain, mine in zip(times["plain_write"], times["async_written"], strict=True)]
+def _reported(
+    times: dict[str, list[float]], *, num_bytes: int, first_blocked: float
+) -> dict[str, Any]:
+    blocked = [
+        mine / other for mine, other in zip(times["async_blocked"], times["sync"], strict=True)
+    ]
+    bandwidth = [
+        plain / mine
+        for plain, mine in zip(times["plain_write"], times["async_written"], strict=True)
+    ]
     return {
         "state_bytes": num_bytes,
         "rounds": len(blocked),

@@ -1,12 +1,13 @@
 """How long `check` takes: one file from process start to exit, and a thousand files in one call.
 
-    python benchmarks/check_speed.py [--files 1000] [--starts 15] [--out benchmarks/results/check_speed.json]
+    python benchmarks/check_speed.py [--files 1000] [--starts 15] [--out
+    benchmarks/results/check_speed.json]
 
-The thousand are half run configs and half DeepSpeed JSON, every one different, and a quarter of each wrong in a few
-places: what a repository of experiments looks like, and nothing that a cache could answer. Starts of the process are
-repeated, and the median and the spread are told; the bare start of Python and the import of pydantic are measured
-beside it, because they are what no work here can make shorter. A process that has torch in memory at the end is a
-failure.
+The thousand are half run configs and half DeepSpeed JSON, every one different, and a quarter of
+each wrong in a few places: what a repository of experiments looks like, and nothing that a cache
+could answer. Starts of the process are repeated, and the median and the spread are told; the bare
+start of Python and the import of pydantic are measured beside it, because they are what no work
+here can make shorter. A process that has torch in memory at the end is a failure.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def timed(command: list[str]) -> tuple[float, float, str]:
 
 
 def _processor_seconds() -> float:
-    """Of children that have ended. On a machine with other work, this tells what the wall clock cannot."""
+    """Of children that have ended. On a machine with other work, this tells what the wall clock
+    cannot.
+    """
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -70,7 +73,10 @@ def starts(command: list[str], times: int) -> dict[str, Any]:
 def write_files(folder: Path, count: int) -> list[str]:
     """Run configs and DeepSpeed JSON, all different; the same ones every time."""
     chance = random.Random(0)
-    rendered = [json.loads(path.read_text()) for path in sorted((ROOT / "ds_configs/rendered").glob("*.json"))]
+    rendered = [
+        json.loads(path.read_text())
+        for path in sorted((ROOT / "ds_configs/rendered").glob("*.json"))
+    ]
     configs = [path.read_text() for path in sorted((ROOT / "ds_configs").glob("*.yaml"))]
     paths = []
     for number in range(count):
@@ -78,7 +84,10 @@ def write_files(folder: Path, count: int) -> list[str]:
         if number % 2:
             values = {**chance.choice(rendered), "steps_per_print": number + 1}
             if is_wrong:
-                values |= {chance.choice(TYPOS): number, "zero_optimization": {"stage": 4, "stge": number}}
+                values |= {
+                    chance.choice(TYPOS): number,
+                    "zero_optimization": {"stage": 4, "stge": number},
+                }
             path, text = folder / f"{number}.json", json.dumps(values, indent=2)
         else:
             wrong = f"zerro: {{stage: {number}}}\n" if is_wrong else ""
@@ -114,10 +123,16 @@ def measure(num_files: int, num_starts: int) -> dict[str, Any]:
             "system": f"{platform.system()} {platform.release()}",
             "load_average_before": round(os.getloadavg()[0], 2),
         },
-        "one_run_config": starts([sys.executable, "-m", "framework", "check", one_yaml], num_starts),
-        "one_deepspeed_json": starts([sys.executable, "-m", "framework", "check", one_json], num_starts),
+        "one_run_config": starts(
+            [sys.executable, "-m", "framework", "check", one_yaml], num_starts
+        ),
+        "one_deepspeed_json": starts(
+            [sys.executable, "-m", "framework", "check", one_json], num_starts
+        ),
         "python_alone": starts([sys.executable, "-c", ""], num_starts),
-        "python_with_pydantic": starts([sys.executable, "-c", "import pydantic, yaml; pydantic.BaseModel"], num_starts),
+        "python_with_pydantic": starts(
+            [sys.executable, "-c", "import pydantic, yaml; pydantic.BaseModel"], num_starts
+        ),
         "many_files": {
             "files": num_files,
             "calls": len(seconds),
@@ -127,7 +142,10 @@ def measure(num_files: int, num_starts: int) -> dict[str, Any]:
             "median_processor_seconds": round(statistics.median(used), 3),
         },
         "torch_in_memory": heavy != "none",
-        "targets": {"one_file_seconds": TARGET_ONE_SECONDS, "many_files_seconds": TARGET_MANY_SECONDS},
+        "targets": {
+            "one_file_seconds": TARGET_ONE_SECONDS,
+            "many_files_seconds": TARGET_MANY_SECONDS,
+        },
     }
 
 

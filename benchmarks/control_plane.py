@@ -1,10 +1,11 @@
-"""How many agents one coordinator holds: python -m benchmarks.control_plane [--agents 250 1000 4000] [--out FILE]
+"""How many agents one coordinator holds: python -m benchmarks.control_plane [--agents 250 1000
+4000] [--out FILE]
 
-Node 0 is a process of its own; all other agents are the real ones, in one process, over loopback, with a token.
-Measured
-are the time from the first call to the last GO; node 0's share of a core while nothing happens; how long a request to
-stop, and a failure, takes until the last has heard it, where every agent says it at once; and how long until the last
-knows how all have ended. The agents share one core, so that these are upper bounds: a real node has one to itself.
+Node 0 is a process of its own; all other agents are the real ones, in one process, over loopback,
+with a token. Measured are the time from the first call to the last GO; node 0's share of a core
+while nothing happens; how long a request to stop, and a failure, takes until the last has heard it,
+where every agent says it at once; and how long until the last knows how all have ended. The agents
+share one core, so that these are upper bounds: a real node has one to itself.
 """
 
 from __future__ import annotations
@@ -33,8 +34,21 @@ QUIET_SECONDS = 20.0
 
 
 def session(number: int, agents: int, port: int) -> Session:
-    hello = {"protocol": PROTOCOL, "job": "", "node_rank": number, "nnodes": agents, "spares": 0, "slots": 8}
-    hello |= {"master_port": port, "host": f"node-{number}", "machine": "", "hosts": "", "clock": time.time()}
+    hello = {
+        "protocol": PROTOCOL,
+        "job": "",
+        "node_rank": number,
+        "nnodes": agents,
+        "spares": 0,
+        "slots": 8,
+    }
+    hello |= {
+        "master_port": port,
+        "host": f"node-{number}",
+        "machine": "",
+        "hosts": "",
+        "clock": time.time(),
+    }
     hello |= {"facts": {"torch": "2", "config": "a" * 16, "code": "b" * 16}}
     topology = Topology(agents, 8, number, "127.0.0.1", port)
     return Session(topology, hello, StopRequests(), port, TOKEN)
@@ -48,7 +62,12 @@ async def lead(agents: int, port: int, ends: Connection, quiet_seconds: float) -
     await asyncio.sleep(1.0)
     cpu = time.process_time()
     await asyncio.sleep(quiet_seconds)
-    ends.send({"meet_cpu_seconds": met, "idle_core_percent": 100 * (time.process_time() - cpu) / quiet_seconds})
+    ends.send(
+        {
+            "meet_cpu_seconds": met,
+            "idle_core_percent": 100 * (time.process_time() - cpu) / quiet_seconds,
+        }
+    )
     while len(start.peers.ended) < agents - 1:
         await start.peers.wait(0.5)
     start.peers.send("ended", code=0)

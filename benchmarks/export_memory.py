@@ -1,9 +1,12 @@
-"""What `export` needs in memory: a checkpoint of ZeRO stage 2 and 3, of any size, written as DeepSpeed lays it out.
+"""What `export` needs in memory: a checkpoint of ZeRO stage 2 and 3, of any size, written as
+DeepSpeed lays it out.
 
-    python benchmarks/export_memory.py [--megabytes 1000] [--out benchmarks/results/export_memory.json]
+    python benchmarks/export_memory.py [--megabytes 1000] [--out
+    benchmarks/results/export_memory.json]
 
-The peak is told twice: all that the process had in memory, and without mapped files (which the system drops when
-somebody else needs the room). What Python, torch and DeepSpeed take before the export begins is subtracted from both.
+The peak is told twice: all that the process had in memory, and without mapped files (which the
+system drops when somebody else needs the room). What Python, torch and DeepSpeed take before the
+export begins is subtracted from both.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ print("measured", code, peak[0] - before[0], peak[1] - before[1], time.perf_coun
 
 
 def write_checkpoint(folder: Path, *, stage: int, num_bytes: int) -> Path:
-    """A checkpoint of square fp32 weights that were trained in bf16 with Adam; returns its folder."""
+    """A checkpoint of square fp32 weights that were trained in bf16 with Adam; returns its
+    folder.
+    """
     from deepspeed.utils.tensor_fragment import fragment_address
 
     count = max(2, num_bytes // (4 * HIDDEN * HIDDEN) // NUM_RANKS * NUM_RANKS)
@@ -73,17 +78,24 @@ def write_checkpoint(folder: Path, *, stage: int, num_bytes: int) -> Path:
         if stage == 2:
             own = list(shapes)[rank * count // NUM_RANKS : (rank + 1) * count // NUM_RANKS]
             slices = {
-                name: fragment_address(HIDDEN * HIDDEN, number * HIDDEN * HIDDEN) for number, name in enumerate(own)
+                name: fragment_address(HIDDEN * HIDDEN, number * HIDDEN * HIDDEN)
+                for number, name in enumerate(own)
             }
             inner = {
                 "base_optimizer_state": inner["optimizer_state_dict"],
                 "single_partition_of_fp32_groups": [flat],
                 "param_slice_mappings": [slices],
             }
-        torch.save({"optimizer_state_dict": inner}, place / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        torch.save(
+            {"optimizer_state_dict": inner},
+            place / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+        )
         if stage == 3:
             empty = {name: torch.empty(0, dtype=torch.bfloat16) for name in shapes}
-            torch.save(common | {"module": empty}, place / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+            torch.save(
+                common | {"module": empty},
+                place / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt",
+            )
     if stage == 2:
         whole = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
         torch.save(common | {"module": whole}, place / "mp_rank_00_model_states.pt")
@@ -134,7 +146,9 @@ def main() -> None:
     for stage in (2, 3):
         for options in ((), ("--dtype", "bf16", "--shard-size", "200MB")):
             with tempfile.TemporaryDirectory() as folder:
-                checkpoint = write_checkpoint(Path(folder), stage=stage, num_bytes=arguments.megabytes * 10**6)
+                checkpoint = write_checkpoint(
+                    Path(folder), stage=stage, num_bytes=arguments.megabytes * 10**6
+                )
                 name = " ".join([f"ZeRO-{stage}", *options])
                 cases[name] = measure(checkpoint, Path(folder, "out"), *options)
                 print(name, cases[name])

@@ -1,16 +1,18 @@
-"""Does a small GPT learn real text byte by byte in ten minutes, and a small BERT more than how often each byte occurs?
+"""Does a small GPT learn real text byte by byte in ten minutes, and a small BERT more than how
+often each byte occurs?
 
     python -m benchmarks.language_models [--text FILE ...] [--only gpt | bert] [--keep FOLDER]
 
-Takes about ten minutes on two free cores, and writes benchmarks/results/language_models.json. Both are trained by
-train.py under torchrun on two CPU processes of one thread each, from ds_configs/gpt_tiny.yaml and
-ds_configs/bert_tiny.yaml with the settings named below. The text is what `prepare` makes of the given files (say,
-tinyshakespeare's input.txt); without any, the sources of Python's own standard library.
+Takes about ten minutes on two free cores, and writes benchmarks/results/language_models.json. Both
+are trained by train.py under torchrun on two CPU processes of one thread each, from
+ds_configs/gpt_tiny.yaml and ds_configs/bert_tiny.yaml with the settings named below. The text is
+what `prepare` makes of the given files (say, tinyshakespeare's input.txt); without any, the sources
+of Python's own standard library.
 
-Held against: for GPT, an evaluation loss of 2.0 nats per byte within ten minutes from the start of the command, the
-start of all processes included. For BERT, the unigram entropy of the evaluation text: the loss of a model that knows
-nothing but how often each byte occurs there, which is below what any model of single bytes can reach. "Well below" is
-half a nat or more.
+Held against: for GPT, an evaluation loss of 2.0 nats per byte within ten minutes from the start of
+the command, the start of all processes included. For BERT, the unigram entropy of the evaluation
+text: the loss of a model that knows nothing but how often each byte occurs there, which is below
+what any model of single bytes can reach. "Well below" is half a nat or more.
 """
 
 from __future__ import annotations
@@ -35,9 +37,15 @@ from framework.data.tokens import Tokens
 NUM_RANKS, TIMEOUT_SECONDS = 2, 1800
 GPT_TARGET_NATS, GPT_TARGET_MINUTES, BERT_TARGET_NATS_BELOW = 2.0, 10.0, 0.5
 ALIKE = ("checkpoint.at_end=true", "monitors.tensorboard=false", "monitors.progress=off")
-# Little text and few steps: no dropout, and for BERT short sequences, of which more fit into a step.
+# Little text and few steps: no dropout, and for BERT short sequences, of which more fit into a
+# step.
 SETTINGS = {
-    "gpt": ("model.dropout=0.0", "training.max_steps=800", "evaluation.every_steps=100", "evaluation.batch_size=64"),
+    "gpt": (
+        "model.dropout=0.0",
+        "training.max_steps=800",
+        "evaluation.every_steps=100",
+        "evaluation.batch_size=64",
+    ),
     "bert": (
         "model.dropout=0.0",
         "data.sequence_length=64",
@@ -59,10 +67,16 @@ def unigram_entropy(counts: Iterable[int]) -> float:
     return -sum(count / total * math.log(count / total) for count in seen)
 
 
-def curve(rows: Sequence[Mapping[str, float]], metric: str, *, started: float) -> list[dict[str, float]]:
+def curve(
+    rows: Sequence[Mapping[str, float]], metric: str, *, started: float
+) -> list[dict[str, float]]:
     """A metric over steps and minutes since `started`, in Unix seconds."""
     return [
-        {"step": int(row["step"]), "minutes": round((row["time"] - started) / 60, 2), "loss": round(row[metric], 4)}
+        {
+            "step": int(row["step"]),
+            "minutes": round((row["time"] - started) / 60, 2),
+            "loss": round(row[metric], 4),
+        }
         for row in rows
         if metric in row
     ]
@@ -82,12 +96,16 @@ def entropy_of(tokens: Tokens) -> float:
 
 
 def tokens_for(kind: str, texts: Sequence[str], folder: Path) -> str | None:
-    """The token folder; None: the model reads Python's sources. BERT needs documents to draw pairs from."""
+    """The token folder; None: the model reads Python's sources. BERT needs documents to draw pairs
+    from.
+    """
     if not texts:
         return None
     out = str(folder / f"tokens-{kind}")
     more = ["--split-at-blank-lines"] if kind == "bert" and len(texts) < 20 else []
-    subprocess.run([sys.executable, "-m", "framework", "prepare", *texts, out, *more], cwd=ROOT, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "framework", "prepare", *texts, out, *more], cwd=ROOT, check=True
+    )
     return out
 
 
@@ -191,19 +209,28 @@ def _processor_seconds() -> float:
 
 def main() -> None:
     """Train, print, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--text", nargs="+", default=[], metavar="FILE")
     parser.add_argument("--only", choices=sorted(SETTINGS))
     parser.add_argument(
-        "--keep", type=Path, metavar="FOLDER", help="leave tokens and run folders there, an empty folder"
+        "--keep",
+        type=Path,
+        metavar="FOLDER",
+        help="leave tokens and run folders there, an empty folder",
     )
-    parser.add_argument("--out", type=Path, default=RESULTS / "language_models.json", metavar="FILE")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS / "language_models.json", metavar="FILE"
+    )
     arguments = parser.parse_args()
     texts = [str(Path(text).resolve()) for text in arguments.text]
     before = load_average()
     with tempfile.TemporaryDirectory() as name:
         folder = (arguments.keep or Path(name)).resolve()
-        models = {kind: train(kind, texts, folder) for kind in SETTINGS if arguments.only in (None, kind)}
+        models = {
+            kind: train(kind, texts, folder) for kind in SETTINGS if arguments.only in (None, kind)
+        }
         print(table(models))
         written = sample(folder / "gpt") if "gpt" in models else None
         if written:

@@ -1,10 +1,11 @@
-"""What one GPU does with GPT-2, and how near the plan comes: python -m benchmarks.one_gpu [--only NAME ...]
+"""What one GPU does with GPT-2, and how near the plan comes: python -m benchmarks.one_gpu [--only
+NAME ...]
 
-GPT-2 (124 million weights) and its larger ones, 1,024 tokens of Python's own sources, byte by byte, each case through
-`framework.fit` in its turn: ZeRO stages, precisions, optimizers, recomputation, torch.compile. A case takes 40 steps,
-with a logged point every ten; told are the median of the last two points, the highest memory that torch had allocated,
-and what the plan had estimated of both for this device. The first eight of `benchmarks/results` took 100 s on an H200;
-it takes a CUDA device.
+GPT-2 (124 million weights) and its larger ones, 1,024 tokens of Python's own sources, byte by byte,
+each case through `framework.fit` in its turn: ZeRO stages, precisions, optimizers, recomputation,
+torch.compile. A case takes 40 steps, with a logged point every ten; told are the median of the last
+two points, the highest memory that torch had allocated, and what the plan had estimated of both for
+this device. The first eight of `benchmarks/results` took 100 s on an H200; it takes a CUDA device.
 """
 
 from __future__ import annotations
@@ -31,23 +32,34 @@ CASES: dict[str, dict[str, Any]] = {
     "autocast": {"precision": {"dtype": "autocast"}},
     "fp16": {"precision": {"dtype": "fp16"}},
     "fp32": {"precision": {"dtype": "fp32"}, "zero": {"stage": 0}},
-    "DeepSpeed's fused Adam": {"optimizer": {"kind": "adamw", "lr": 6e-4, "implementation": "deepspeed"}},
+    "DeepSpeed's fused Adam": {
+        "optimizer": {"kind": "adamw", "lr": 6e-4, "implementation": "deepspeed"}
+    },
     "recomputed": {"training": {"recompute_every": 1}},
     "compiled": {"training": {"compile": {"per": "block"}}},
     "accumulated": {"batch": {"global_size": 128, "micro_size": 32}},
     "optimizer on the host": {"zero": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
     "1.6 billion, ZeRO 1": LARGER,
-    "1.6 billion, ZeRO 3, recomputed": {**LARGER, "zero": {"stage": 3}, "training": {"recompute_every": 1}},
+    "1.6 billion, ZeRO 3, recomputed": {
+        **LARGER,
+        "zero": {"stage": 3},
+        "training": {"recompute_every": 1},
+    },
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
     parser.add_argument("--out", type=Path, default=RESULTS / "one_gpu.json")
     given = parser.parse_args()
     gpu = torch.cuda.get_device_properties(0)
-    found: dict[str, Any] = {"machine": machine() | {"gpu": gpu.name, "gpu_bytes": gpu.total_memory}, "cases": {}}
+    found: dict[str, Any] = {
+        "machine": machine() | {"gpu": gpu.name, "gpu_bytes": gpu.total_memory},
+        "cases": {},
+    }
     with process_group(None), tempfile.TemporaryDirectory() as folder:
         for name in given.only:
             found["cases"][name] = measure(name, Path(folder))
@@ -76,7 +88,11 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
                 "checkpoint": {"at_end": False},
                 "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
                 **case,
-                "training": {**case.get("training", {}), "max_steps": STEPS, "log_every": LOG_EVERY},
+                "training": {
+                    **case.get("training", {}),
+                    "max_steps": STEPS,
+                    "log_every": LOG_EVERY,
+                },
             }
         )
     except (FrameworkError, RuntimeError) as error:
@@ -86,7 +102,9 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     return {
         "step_ms": round(statistics.median(row["time/step_ms"] for row in rows[-2:]), 2),
         "estimated_step_ms": _rounded(against["step_seconds"].get("estimate"), 1e3),
-        "tokens_per_second": round(statistics.median(row["throughput/tokens_per_sec"] for row in rows[-2:])),
+        "tokens_per_second": round(
+            statistics.median(row["throughput/tokens_per_sec"] for row in rows[-2:])
+        ),
         "mfu": round(statistics.median(row.get("throughput/mfu", 0.0) for row in rows[-2:]), 4),
         "peak_gib": round((rows[0]["memory/device_peak_bytes"] - before) / 2**30, 3),
         "estimated_peak_gib": _rounded(against["device_peak_bytes"].get("estimate"), 2**-30),

@@ -1,17 +1,19 @@
-"""How long a pipeline stage waits: measured on two CPU processes, held against (p - 1) / (m + p - 1).
+"""How long a pipeline stage waits: measured on two CPU processes, held against (p - 1) / (m + p -
+1).
 
     python -m benchmarks.pipeline_idle [--repeats 5] [--forward_ms 50 200 400] [--out
     benchmarks/results/pipeline_idle.json]
 
-Takes about seven minutes. The layers of the model sleep: so long in forward, twice as long in backward, in every stage
-alike. Two sleeping processes never wait for a core, so what is left over is the schedule and what DeepSpeed and our
-engine add to it. The steps are those of our `PipelineEngine`; only `train_step` is timed. For every number of
-micro-batches (4, 8, 16) an engine stands ready, and they take turns.
+Takes about seven minutes. The layers of the model sleep: so long in forward, twice as long in
+backward, in every stage alike. Two sleeping processes never wait for a core, so what is left over
+is the schedule and what DeepSpeed and our engine add to it. The steps are those of our
+`PipelineEngine`; only `train_step` is timed. For every number of micro-batches (4, 8, 16) an engine
+stands ready, and they take turns.
 
-The idle share of a step is 1 - (seconds that the stage slept on purpose) / (seconds of the step), the mean of both
-stages. "On purpose" is what the layers were told to sleep: if a sleep takes longer, that counts as idle. What a step
-costs beyond the schedule is told in milliseconds per micro-batch, for layers of several lengths: it bounds the ratio
-for layers of any length.
+The idle share of a step is 1 - (seconds that the stage slept on purpose) / (seconds of the step),
+the mean of both stages. "On purpose" is what the layers were told to sleep: if a sleep takes
+longer, that counts as idle. What a step costs beyond the schedule is told in milliseconds per
+micro-batch, for layers of several lengths: it bounds the ratio for layers of any length.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ TARGET_RATIO = 1.15
 
 
 def theory(num_micro_batches: int, num_stages: int = NUM_STAGES) -> float:
-    """Idle share of a 1F1B step whose stages take equally long (Narayanan et al. 2021, section 2.2)."""
+    """Idle share of a 1F1B step whose stages take equally long (Narayanan et al. 2021, section
+    2.2).
+    """
     return (num_stages - 1) / (num_micro_batches + num_stages - 1)
 
 
@@ -53,8 +57,12 @@ def idle_share(step_seconds: float, work_seconds: float) -> float:
     return 1 - work_seconds / step_seconds
 
 
-def summary(rows: Sequence[Mapping[str, float]], *, num_micro_batches: int, forward_seconds: float) -> dict[str, Any]:
-    """Of the steps of all repeats. A row: `step_seconds` and what both stages slept by the clock, `slept_seconds`."""
+def summary(
+    rows: Sequence[Mapping[str, float]], *, num_micro_batches: int, forward_seconds: float
+) -> dict[str, Any]:
+    """Of the steps of all repeats. A row: `step_seconds` and what both stages slept by the clock,
+    `slept_seconds`.
+    """
     asked = num_micro_batches * 3 * forward_seconds
     steps = [row["step_seconds"] for row in rows]
     shares = sorted(idle_share(seconds, asked) for seconds in steps)
@@ -69,15 +77,21 @@ def summary(rows: Sequence[Mapping[str, float]], *, num_micro_batches: int, forw
         "idle_highest": round(shares[-1], 4),
         "ratio": round(median / expected, 3),
         "ratio_by_measured_sleep": round(
-            statistics.median(idle_share(row["step_seconds"], row["slept_seconds"]) for row in rows) / expected, 3
+            statistics.median(idle_share(row["step_seconds"], row["slept_seconds"]) for row in rows)
+            / expected,
+            3,
         ),
         "step_seconds": round(statistics.median(steps), 4),
-        "added_ms_per_micro_batch": round(1000 * (statistics.median(steps) - slots * 3 * forward_seconds) / slots, 2),
+        "added_ms_per_micro_batch": round(
+            1000 * (statistics.median(steps) - slots * 3 * forward_seconds) / slots, 2
+        ),
     }
 
 
 class _Nap(torch.autograd.Function):
-    """The product of two tensors, with a sleep in forward and one of twice the length in backward."""
+    """The product of two tensors, with a sleep in forward and one of twice the length in
+    backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor, seconds: float) -> Tensor:
@@ -120,7 +134,11 @@ class Side:
         plan, cut = prepared.plan, prepared.cut
         assert cut is not None
         self.engine: PipelineEngine = build_pipeline(
-            plan, ds_config=prepared.ds_config, layers=cut.layers, bounds=cut.table.bounds, task=prepared.parts.task
+            plan,
+            ds_config=prepared.ds_config,
+            layers=cut.layers,
+            bounds=cut.table.bounds,
+            task=prepared.parts.task,
         )
         self.batches = make_train_loader(plan, prepared.parts.splits, rank=rank()).stream(0)
 
@@ -129,7 +147,10 @@ class Side:
         barrier()
         Sleeper.slept_seconds, before = 0.0, time.perf_counter()
         self.engine.train_step(self.batches)
-        return {"step_seconds": time.perf_counter() - before, "slept_seconds": Sleeper.slept_seconds}
+        return {
+            "step_seconds": time.perf_counter() - before,
+            "slept_seconds": Sleeper.slept_seconds,
+        }
 
 
 def prepared_for(num_micro_batches: int, *, forward_seconds: float, max_steps: int) -> Prepared:
@@ -145,9 +166,14 @@ def prepared_for(num_micro_batches: int, *, forward_seconds: float, max_steps: i
             "monitors": {"tensorboard": False},
         }
     )
-    layers = [Sleeper(forward_seconds / LAYERS_PER_STAGE) for _ in range(NUM_STAGES * LAYERS_PER_STAGE)]
+    layers = [
+        Sleeper(forward_seconds / LAYERS_PER_STAGE) for _ in range(NUM_STAGES * LAYERS_PER_STAGE)
+    ]
     return prepare(
-        config, objects=Objects(nn.Sequential(*layers), TensorDataset(samples, samples), None, nn.functional.mse_loss)
+        config,
+        objects=Objects(
+            nn.Sequential(*layers), TensorDataset(samples, samples), None, nn.functional.mse_loss
+        ),
     )
 
 
@@ -182,7 +208,8 @@ def run_job(forward_ms: float, repeats: int) -> list[dict[str, Any]]:
             timeout_seconds=600,
         )
         ranks = [
-            json.loads((Path(name) / f"{number}.json").read_text(encoding="utf-8")) for number in range(NUM_STAGES)
+            json.loads((Path(name) / f"{number}.json").read_text(encoding="utf-8"))
+            for number in range(NUM_STAGES)
         ]
     return [
         summary(
@@ -212,9 +239,15 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
 
 def main() -> None:
     """Measure, print, and write the results; or be one of the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--forward_ms", type=float, nargs="+", default=[50.0, 200.0, 400.0], help="of one stage and micro-batch"
+        "--forward_ms",
+        type=float,
+        nargs="+",
+        default=[50.0, 200.0, 400.0],
+        help="of one stage and micro-batch",
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS / "pipeline_idle.json", metavar="FILE")
@@ -228,7 +261,9 @@ def main() -> None:
     for forward_ms in arguments.forward_ms:
         at_start = load_average()
         rows = run_job(forward_ms, arguments.repeats)
-        jobs.append({"forward_ms": forward_ms, "load_average": [at_start, load_average()], "rows": rows})
+        jobs.append(
+            {"forward_ms": forward_ms, "load_average": [at_start, load_average()], "rows": rows}
+        )
     print(table(jobs))
     write(
         {

@@ -1,5 +1,5 @@
-"""What every benchmark here needs: the machine in words, medians with their spread, jobs of several processes, a
-results file.
+"""What every benchmark here needs: the machine in words, medians with their spread, jobs of several
+processes, a results file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
-_SET_BY_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SET_BY_LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 def machine() -> dict[str, Any]:
@@ -36,7 +44,9 @@ def machine() -> dict[str, Any]:
 
 
 def load_average() -> float:
-    """Of the last minute: above the number of cores, other work has shared them and times are too long."""
+    """Of the last minute: above the number of cores, other work has shared them and times are too
+    long.
+    """
     return round(os.getloadavg()[0], 2)
 
 
@@ -56,7 +66,14 @@ def launch(*words: str, num_ranks: int, timeout_seconds: float) -> subprocess.Co
         SystemExit: it failed; with the end of what it said.
     """
     kept = {name: value for name, value in os.environ.items() if name not in _SET_BY_LAUNCHERS}
-    job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    job = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(num_ranks),
+    ]
     done = subprocess.run(
         [*job, *words],
         cwd=ROOT,
@@ -75,7 +92,10 @@ def launch(*words: str, num_ranks: int, timeout_seconds: float) -> subprocess.Co
 
 def read_metrics(run_folder: Path) -> list[dict[str, float]]:
     """Rows of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def write(found: Mapping[str, Any], path: Path) -> None:

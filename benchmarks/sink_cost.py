@@ -1,8 +1,9 @@
-"""What sinks cost a step: python -m benchmarks.sink_cost [--services] [--out benchmarks/results/sink_cost.json]
+"""What sinks cost a step: python -m benchmarks.sink_cost [--services] [--out
+benchmarks/results/sink_cost.json]
 
-Two starts of one run differ by more than sinks cost. So LeNet trains once, and the sinks are told in every other block
-of 50 steps: what is compared are neighbouring blocks. `metrics.jsonl` is always written. `--services` adds W&B
-(offline) and MLflow (files).
+Two starts of one run differ by more than sinks cost. So LeNet trains once, and the sinks are told
+in every other block of 50 steps: what is compared are neighbouring blocks. `metrics.jsonl` is
+always written. `--services` adds W&B (offline) and MLflow (files).
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ BLOCK, NUM_BLOCKS, WARM_UP = 50, 178, 100
 
 
 class Switch:
-    """A callback that silences the sinks in every other block, and notes both clocks after each step."""
+    """A callback that silences the sinks in every other block, and notes both clocks after each
+    step.
+    """
 
     def __init__(self) -> None:
         self.is_on = True
@@ -51,7 +54,10 @@ class Switch:
     def differences(self, clock: list[float]) -> list[float]:
         """Microseconds per step by which a block with sinks is longer than the next one without."""
         steps = range(WARM_UP, WARM_UP + BLOCK * (NUM_BLOCKS - 2), 2 * BLOCK)
-        took = [(clock[step + BLOCK] - clock[step], clock[step + 2 * BLOCK] - clock[step + BLOCK]) for step in steps]
+        took = [
+            (clock[step + BLOCK] - clock[step], clock[step + 2 * BLOCK] - clock[step + BLOCK])
+            for step in steps
+        ]
         return [1e6 * (with_sinks - without) / BLOCK for with_sinks, without in took]
 
 
@@ -64,8 +70,12 @@ def interval(values: list[float]) -> list[float]:
 
 def main() -> None:
     """Train, and print what was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--services", action="store_true", help="with W&B (offline) and MLflow (files)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--services", action="store_true", help="with W&B (offline) and MLflow (files)"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "sink_cost.json")
     options = parser.parse_args()
     os.environ |= {"WANDB_SILENT": "true", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -77,7 +87,10 @@ def main() -> None:
     for kind in (Behind, ServiceProcess):
         switch.silence(kind)
     with tempfile.TemporaryDirectory() as folder:
-        services: dict[str, Any] = {"wandb": {"offline": True}, "mlflow": {"tracking_uri": f"file:{folder}/mlflow"}}
+        services: dict[str, Any] = {
+            "wandb": {"offline": True},
+            "mlflow": {"tracking_uri": f"file:{folder}/mlflow"},
+        }
         config = {
             "run": {"output_dir": folder},
             "batch": {"global_size": 128},
@@ -93,7 +106,10 @@ def main() -> None:
     found = {
         "step_ms": round(1000 * statistics.median(b - a for a, b in pairwise(switch.wall)), 3),
         "pairs_of_blocks": len(wall),
-        "microseconds_per_step": {"median": round(statistics.median(wall), 1), "interval_95": interval(wall)},
+        "microseconds_per_step": {
+            "median": round(statistics.median(wall), 1),
+            "interval_95": interval(wall),
+        },
         "processor_microseconds_per_step": {
             "median": round(statistics.median(processor), 1),
             "interval_95": interval(processor),

@@ -1,17 +1,19 @@
-"""What the Trainer costs over loops that do the same maths: plain DDP, Accelerate, Hugging Face's Trainer, DeepSpeed.
+"""What the Trainer costs over loops that do the same maths: plain DDP, Accelerate, Hugging Face's
+Trainer, DeepSpeed.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/trainer_tax.py --out
-    benchmarks/results/trainer_tax.json
-    torchrun --standalone --nproc-per-node 1 benchmarks/trainer_tax.py --model small_resnet18      # on a GPU
+    benchmarks/results/trainer_tax.json torchrun --standalone --nproc-per-node 1
+    benchmarks/trainer_tax.py --model small_resnet18      # on a GPU
 
-All sides are built from the same seed and train one model (LeNet) on the same images, a `TensorDataset` as a user would
-bring, in turn, A B C A B C, in blocks of steps: `trainer` through `Trainer.fit` with all monitors on, a logged point
-every 10 steps and an ear for requests to stop; `ddp` and `accelerate` through the loop that a user would write, with
-torch's `DataLoader` and clipping, which logs nothing at all; `bare` through such a loop around DeepSpeed's engine, with
-our batches; `hf` through Hugging Face's Trainer, which logs every 10 steps; `deaf` is the Trainer that cannot be asked
-to stop. Printed: the ratio of the median block times to each, with the spread block by block, and how far the losses of
-`trainer` and `bare` differ, which read the same batches: one divides a sum by its count and clips with other kernels,
-so in the last bits.
+All sides are built from the same seed and train one model (LeNet) on the same images, a
+`TensorDataset` as a user would bring, in turn, A B C A B C, in blocks of steps: `trainer` through
+`Trainer.fit` with all monitors on, a logged point every 10 steps and an ear for requests to stop;
+`ddp` and `accelerate` through the loop that a user would write, with torch's `DataLoader` and
+clipping, which logs nothing at all; `bare` through such a loop around DeepSpeed's engine, with our
+batches; `hf` through Hugging Face's Trainer, which logs every 10 steps; `deaf` is the Trainer that
+cannot be asked to stop. Printed: the ratio of the median block times to each, with the spread block
+by block, and how far the losses of `trainer` and `bare` differ, which read the same batches: one
+divides a sum by its count and clips with other kernels, so in the last bits.
 """
 
 from __future__ import annotations
@@ -34,7 +36,14 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 from framework.config.load import config_from_values
 from framework.data.digits import build
 from framework.engine import random_state
-from framework.engine.distributed import barrier, describe_environment, device, device_name, process_group, rank
+from framework.engine.distributed import (
+    barrier,
+    describe_environment,
+    device,
+    device_name,
+    process_group,
+    rank,
+)
 from framework.engine.metrics import over_ranks
 from framework.engine.plain_engine import arithmetic_of, build_engine
 from framework.engine.stop_agreement import agreed_stops
@@ -79,7 +88,9 @@ def main() -> None:
         if rank() == 0:
             print(json.dumps(report, indent=2))
             if arguments.out:
-                Path(arguments.out).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+                Path(arguments.out).write_text(
+                    json.dumps(report, indent=2) + "\n", encoding="utf-8"
+                )
 
 
 def images() -> TensorDataset:
@@ -87,11 +98,14 @@ def images() -> TensorDataset:
     train = build(28).train
     samples = [train[index] for index in range(len(train))]
     return TensorDataset(
-        torch.stack([image for image, _ in samples]), torch.tensor([int(label) for _, label in samples])
+        torch.stack([image for image, _ in samples]),
+        torch.tensor([int(label) for _, label in samples]),
     )
 
 
-def _measure(prepared: Prepared, sides: Mapping[str, Side], *, blocks: int, steps: int) -> dict[str, Any]:
+def _measure(
+    prepared: Prepared, sides: Mapping[str, Side], *, blocks: int, steps: int
+) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in sides}
     for block in range(blocks + 1):
         for name, side in sides.items():
@@ -105,9 +119,13 @@ def _measure(prepared: Prepared, sides: Mapping[str, Side], *, blocks: int, step
     medians = {name: statistics.median(values) for name, values in times.items()}
     environment = describe_environment()
     report: dict[str, Any] = {
-        "ratio_of_medians": {name: medians["trainer"] / medians[name] for name in sides if name != "trainer"},
+        "ratio_of_medians": {
+            name: medians["trainer"] / medians[name] for name in sides if name != "trainer"
+        },
         "block_ratios": {
-            name: sorted(ours / other for ours, other in zip(times["trainer"], times[name], strict=True))
+            name: sorted(
+                ours / other for ours, other in zip(times["trainer"], times[name], strict=True)
+            )
             for name in sides
             if name != "trainer"
         },
@@ -122,7 +140,9 @@ def _measure(prepared: Prepared, sides: Mapping[str, Side], *, blocks: int, step
     if "bare" in sides:
         logged = range(LOG_EVERY, (blocks + 1) * steps + 1, LOG_EVERY)
         found = {name: [sides[name].loss(step) for step in logged] for name in ("trainer", "bare")}
-        furthest = max(abs(ours - theirs) for ours, theirs in zip(found["trainer"], found["bare"], strict=True))
+        furthest = max(
+            abs(ours - theirs) for ours, theirs in zip(found["trainer"], found["bare"], strict=True)
+        )
         report |= {"largest_difference_of_losses": furthest, "num_losses_compared": len(logged)}
     return report
 
@@ -149,13 +169,18 @@ class Side(Protocol):
 class Ours:
     """The Trainer as `framework.fit` uses it."""
 
-    def __init__(self, prepared: Prepared, folder: Path, *, stop: Callable[[int], str] = lambda step: "") -> None:
+    def __init__(
+        self, prepared: Prepared, folder: Path, *, stop: Callable[[int], str] = lambda step: ""
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._stop = stop
         plan = prepared.plan
         random_state.seed_everything(plan.config.run.seed)
         self._engine = build_engine(
-            plan, ds_config=prepared.ds_config, model=prepared.parts.build_model(), task=prepared.parts.task
+            plan,
+            ds_config=prepared.ds_config,
+            model=prepared.parts.build_model(),
+            task=prepared.parts.task,
         )
         self._agenda = make_schedule(plan)
         self._loader = make_train_loader(prepared.plan, prepared.parts.splits, rank=rank())
@@ -209,7 +234,10 @@ class Bare:
         random_state.seed_everything(plan.config.run.seed)
         model = prepared.parts.build_model()
         self._engine, _, _, _ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=dict(prepared.ds_config), dist_init_required=False
+            model=model,
+            model_parameters=model.parameters(),
+            config=dict(prepared.ds_config),
+            dist_init_required=False,
         )
         self._device = self._engine.device
         self._accumulation = plan.layout.accumulation_steps
@@ -229,7 +257,9 @@ class Bare:
         for _ in range(start, end):
             for _ in range(self._accumulation):
                 images, labels = next(batches)
-                loss = torch.nn.functional.cross_entropy(engine(images.to(device)), labels.to(device))
+                loss = torch.nn.functional.cross_entropy(
+                    engine(images.to(device)), labels.to(device)
+                )
                 engine.backward(loss)
                 engine.step()
             self._losses.append(loss.detach())
@@ -302,14 +332,18 @@ class Accelerated(PlainDDP):
             drop_last=True,
             pin_memory=device_name() != "cpu",
         )
-        self._model, self._optimizer, self._loader = self._accelerator.prepare(model, _adamw(model), loader)
+        self._model, self._optimizer, self._loader = self._accelerator.prepare(
+            model, _adamw(model), loader
+        )
 
     def run(self, start: int, end: int) -> None:
         batches = self._batches()
         for _ in range(start, end):
             images, labels = next(batches)
             self._optimizer.zero_grad()
-            self._accelerator.backward(torch.nn.functional.cross_entropy(self._model(images), labels))
+            self._accelerator.backward(
+                torch.nn.functional.cross_entropy(self._model(images), labels)
+            )
             self._clip()
             self._optimizer.step()
 
@@ -377,7 +411,9 @@ class HuggingFace:
             dataloader_drop_last=True,
         )
         self._trainer = transformers.Trainer(
-            model=self._model, args=arguments, train_dataset=_Labelled(self._prepared.parts.splits.train)
+            model=self._model,
+            args=arguments,
+            train_dataset=_Labelled(self._prepared.parts.splits.train),
         )
         self._trainer.remove_callback(transformers.PrinterCallback)
 
@@ -399,15 +435,21 @@ class HuggingFace:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--blocks", type=int, default=5, help="timed blocks of each side")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps in a block")
     parser.add_argument("--micro_size", type=int, default=64, help="samples per step and rank")
     parser.add_argument("--model", default="lenet", help="kind of model, for images of 28 x 28")
     parser.add_argument("--stage", type=int, default=0, help="ZeRO stage")
     sides = ("bare", "ddp", "accelerate", "hf", "deaf")
-    parser.add_argument("--deterministic", action="store_true", help="the same bits in every run, on all sides")
-    parser.add_argument("--against", nargs="+", choices=sides, default=sides[:-1], help="the other sides")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="the same bits in every run, on all sides"
+    )
+    parser.add_argument(
+        "--against", nargs="+", choices=sides, default=sides[:-1], help="the other sides"
+    )
     parser.add_argument("--out", help="also write the report to this file")
     return parser.parse_args()
 

@@ -23,7 +23,12 @@ def main(path: str | None = None, output_dir: str = "runs") -> dict[str, str]:
     framework.fit(
         {
             "run": {"name": "classes", "output_dir": output_dir},
-            "model": {"kind": "bert", "size": "tiny", "vocab_size": 261, "num_classes": len(data.classes)},
+            "model": {
+                "kind": "bert",
+                "size": "tiny",
+                "vocab_size": 261,
+                "num_classes": len(data.classes),
+            },
             "data": {"kind": "labelled_text", "path": path, "sequence_length": 96},
             "task": {"kind": "classification"},
             "batch": {"global_size": 32},

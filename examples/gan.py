@@ -1,4 +1,6 @@
-"""A GAN: two models, two optimizers, two engines, one loop: python examples/gan.py, or torchrun, or deepspeed."""
+"""A GAN: two models, two optimizers, two engines, one loop: python examples/gan.py, or torchrun, or
+deepspeed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A critic with a gradient penalty (Gulrajani et al. 2017, eq. 3): python examples/gradient_penalty.py"""
+"""A critic with a gradient penalty (Gulrajani et al. 2017, eq. 3): python
+examples/gradient_penalty.py
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def critic() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
 
 
-def penalty(score: nn.Module, real: torch.Tensor, fake: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
+def penalty(
+    score: nn.Module, real: torch.Tensor, fake: torch.Tensor, mix: torch.Tensor
+) -> torch.Tensor:
     """Mean of (|gradient of the score| - 1)^2 at points between real and fake ones."""
     points = (mix * real + (1 - mix) * fake).requires_grad_()
     (slopes,) = torch.autograd.grad(score(points).sum(), points, create_graph=True)
@@ -29,13 +33,21 @@ def main(**settings: dict[str, object]) -> list[float]:
     images, losses = torch.tensor(load_digits().data / 16.0, dtype=torch.float32), []
     asked = {"training": {"max_steps": 100}, "batch": {"micro_size": BATCH}, **settings}
     asked["run"] = {"name": "critic", **settings.get("run", {})}
-    with framework.open_engine(asked, model=critic, optimizer=partial(torch.optim.Adam, lr=1e-3)) as engine:
+    with framework.open_engine(
+        asked, model=critic, optimizer=partial(torch.optim.Adam, lr=1e-3)
+    ) as engine:
         while engine.steps_taken < engine.max_steps and not engine.should_stop():
-            draw = torch.Generator().manual_seed(engine.steps_taken * engine.world_size + engine.rank)
+            draw = torch.Generator().manual_seed(
+                engine.steps_taken * engine.world_size + engine.rank
+            )
             real = engine.move(images[torch.randint(len(images), (BATCH,), generator=draw)])
             fake = engine.move(torch.rand(BATCH, 64, generator=draw))
             mix = engine.move(torch.rand(BATCH, 1, generator=draw))
-            loss = engine(fake).mean() - engine(real).mean() + WEIGHT * penalty(engine.module, real, fake, mix)
+            loss = (
+                engine(fake).mean()
+                - engine(real).mean()
+                + WEIGHT * penalty(engine.module, real, fake, mix)
+            )
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())

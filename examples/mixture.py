@@ -1,4 +1,5 @@
-"""Two sources in fixed shares: of four samples three are clean, one is noisy, whatever the number of ranks.
+"""Two sources in fixed shares: of four samples three are clean, one is noisy, whatever the number
+of ranks.
 
     python examples/mixture.py 40
 

@@ -21,7 +21,12 @@ def tiny_base(folder: Path) -> str:
     from framework.data.chat import TEMPLATE_OF_BYTES, open_tokenizer
 
     if not (folder / "config.json").exists():
-        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+        sizes = {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
         LlamaForCausalLM(LlamaConfig(vocab_size=264, **sizes)).save_pretrained(folder)
         open_tokenizer(None, TEMPLATE_OF_BYTES).save_pretrained(folder)
     return str(folder)

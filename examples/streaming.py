@@ -1,9 +1,11 @@
-"""Rows that are streamed from files by Hugging Face's `datasets`; a run that is started again goes on at the next row.
+"""Rows that are streamed from files by Hugging Face's `datasets`; a run that is started again goes
+on at the next row.
 
     python examples/streaming.py rows 20
     deepspeed --num_gpus 2 examples/streaming.py rows 40        # from step 20, on two devices
 
-Eight files are eight lanes: every step takes as many rows of each, whatever the number of ranks and workers.
+Eight files are eight lanes: every step takes as many rows of each, whatever the number of ranks and
+workers.
 """
 
 import json
@@ -20,7 +22,10 @@ def write_rows(folder: Path) -> None:
     for number in range(8):
         draw = random.Random(number)
         rows = [[round(draw.gauss(0, 1), 3) for _ in range(8)] for _ in range(100 + number)]
-        lines = [json.dumps({"x": row, "y": int(sum(row) > 0), "id": index}) for index, row in enumerate(rows)]
+        lines = [
+            json.dumps({"x": row, "y": int(sum(row) > 0), "id": index})
+            for index, row in enumerate(rows)
+        ]
         (folder / f"part{number}.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 

@@ -17,9 +17,9 @@ def main() -> int:
         if error.name not in ("pydantic", "pydantic_core", "yaml", "rich"):
             raise
         print(
-            f"{sys.executable} has no package {error.name}: this is not the environment of dsf-trainer; "
-            "source .venv/bin/activate, call ./launch.sh instead of python -m framework, or pip install -e . in the "
-            "checkout [package-missing]",
+            f"{sys.executable} has no package {error.name}: this is not the environment of "
+            "dsf-trainer; source .venv/bin/activate, call ./launch.sh instead of python -m "
+            "framework, or pip install -e . in the checkout [package-missing]",
             file=sys.stderr,
         )
         return EXIT_CONFIG
@@ -27,7 +27,8 @@ def main() -> int:
 
 if __name__ == "__main__":
     if os.getpid() == 1 and sys.argv[1:2] == ["launch"]:
-        # Process 1 of a container never gets a signal that it does not handle, and the imports take half a second.
+        # Process 1 of a container never gets a signal that it does not handle, and the imports take
+        # half a second.
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(EXIT_STOPPED))
     os.environ.setdefault(
         "DSF_SHELL_PATH", os.environ.get("PATH", "")

@@ -31,12 +31,14 @@ from framework.system.arguments import CommandParser, add_option, whole
 from framework.system.exits import refusing_exits
 from framework.system.output import write
 
-if TYPE_CHECKING:  # a check of DeepSpeed JSON needs none of it, and importing it takes a tenth of a second
+# a check of DeepSpeed JSON needs none of it, and importing it takes a tenth of a second
+if TYPE_CHECKING:
     from framework.config.load import Source
     from framework.plan.plan import Plan
 
-# Commands that need more than the base install. Their modules stand beyond the torch line, are imported by name when
-# the command is given, and by nothing else here; each has `main(words) -> exit code`.
+# Commands that need more than the base install. Their modules stand beyond the torch line, are
+# imported by name when the command is given, and by nothing else here; each has `main(words) ->
+# exit code`.
 _BELOW_THE_LINE: Final[Mapping[str, str]] = {
     "prepare": "framework.data.prepare",
     "generate": "framework.commands.generate",
@@ -48,13 +50,17 @@ _BELOW_THE_LINE: Final[Mapping[str, str]] = {
 # Commands that read their own words, as the list of all commands tells them.
 _ELSEWHERE: Final[Mapping[str, str]] = {
     "prepare": "turn text into numbered tokens: prepare INPUT... OUT_DIR",
-    "generate": "print a sample of text from a checkpoint of a GPT: generate CHECKPOINT --prompt TEXT",
+    "generate": "print a sample of text from a checkpoint of a GPT: generate CHECKPOINT --prompt "
+    "TEXT",
     "export": "write the weights of a checkpoint as safetensors: export CHECKPOINT OUT",
     "evaluate": "measure a checkpoint: evaluate CHECKPOINT [key=value ...]",
     "predict": "write what a model makes of inputs: predict CHECKPOINT INPUT... --out FILE",
-    "lr-range": "find a learning rate: lr-range CONFIG [key=value ...] [--from LR] [--to LR] [--steps N]",
-    "doctor": "is this machine, or are these hosts, fit to train? doctor [CONFIG] [-H HOSTFILE] [--bench]",
-    "bench": "time variants of a run: bench CONFIG... [key=value ...] [--variant NAME key=value ...] [--num_gpus 1,2]",
+    "lr-range": "find a learning rate: lr-range CONFIG [key=value ...] [--from LR] [--to LR] "
+    "[--steps N]",
+    "doctor": "is this machine, or are these hosts, fit to train? doctor [CONFIG] [-H HOSTFILE] "
+    "[--bench]",
+    "bench": "time variants of a run: bench CONFIG... [key=value ...] [--variant NAME key=value "
+    "...] [--num_gpus 1,2]",
     "launch": "train: launch CONFIG [key=value ...] [-H HOSTFILE]; also launch node, k8s, slurm",
 }
 
@@ -66,8 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _run(words)
-        sys.stdout.flush()  # here, and not at exit, where a reader that left would be an error message
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough; of a run he has not seen how it ended
+        # here, and not at exit, where a reader that left would be an error message
+        sys.stdout.flush()
+    except (
+        BrokenPipeError
+    ):  # the reader, such as `head`, has seen enough; of a run he has not seen how it ended
         for stream in (sys.stdout, sys.stderr):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if _starts_a_run(words):
@@ -119,7 +128,8 @@ def _run(words: Sequence[str]) -> int:
 
 def _run_below_the_line(command: str, *words: str) -> int:
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # where it is imported, DeepSpeed tells which device it found
+        # where it is imported, DeepSpeed tells which device it found
+        with contextlib.redirect_stdout(io.StringIO()):
             module = importlib.import_module(_BELOW_THE_LINE[command])
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "framework":
@@ -134,7 +144,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     """argparse takes positional words in one run only; settings may also stand behind options."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(words)
-    unexpected_files = [word for word in rest if word.startswith("-") or not hasattr(arguments, "words")]
+    unexpected_files = [
+        word for word in rest if word.startswith("-") or not hasattr(arguments, "words")
+    ]
     if unexpected_files:
         parser.error(f"unrecognized arguments: {' '.join(unexpected_files)}")
     if rest:
@@ -143,10 +155,16 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="python -m framework", description="Typed training runs on DeepSpeed.")
-    parser.add_argument("--version", action="version", version=f"dsf-trainer {framework.__version__}")
+    parser = CommandParser(
+        prog="python -m framework", description="Typed training runs on DeepSpeed."
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"dsf-trainer {framework.__version__}"
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    check = commands.add_parser("check", help="find everything that is wrong with run configs or DeepSpeed JSON")
+    check = commands.add_parser(
+        "check", help="find everything that is wrong with run configs or DeepSpeed JSON"
+    )
     checks.add_options(check)
     check.set_defaults(command=_check)
     plan = commands.add_parser("plan", help="say what will happen on a cluster")
@@ -158,14 +176,27 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--gpu", metavar="KIND", help="for this device, for example h100-80gb")
         command.add_argument("file", metavar="FILE", help="run config, YAML or JSON")
         command.add_argument(
-            "words", nargs="*", default=[], metavar="key=value", help="settings that win over the file"
+            "words",
+            nargs="*",
+            default=[],
+            metavar="key=value",
+            help="settings that win over the file",
         )
     devices = whole(1, 10**18, "{} is not a number of devices; write 1 or more")
     for command in (check, plan, render):
         where = command.add_mutually_exclusive_group()
-        where.add_argument("--num_gpus", "--num-gpus", type=devices, metavar="N", help="devices on one host")
-        command.add_argument("--nodes", type=devices, metavar="N", help="hosts, each with --num_gpus devices")
-        where.add_argument("-H", "--hostfile", metavar="FILE", help="hosts and their devices, in DeepSpeed's format")
+        where.add_argument(
+            "--num_gpus", "--num-gpus", type=devices, metavar="N", help="devices on one host"
+        )
+        command.add_argument(
+            "--nodes", type=devices, metavar="N", help="hosts, each with --num_gpus devices"
+        )
+        where.add_argument(
+            "-H",
+            "--hostfile",
+            metavar="FILE",
+            help="hosts and their devices, in DeepSpeed's format",
+        )
     _add_others(commands)
     for name, help_ in _ELSEWHERE.items():
         commands.add_parser(name, help=help_)
@@ -178,18 +209,42 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
     option("--json", action="store_true", help="print the plan as JSON")
     about = "explain an out-of-memory message by this plan: a rank's log, or - for stdin"
     option("--explain-oom", metavar="LOG", help=about)
-    option("--measure", action="store_true", help="measure this machine's rates first, about half a minute")
+    option(
+        "--measure",
+        action="store_true",
+        help="measure this machine's rates first, about half a minute",
+    )
     count = whole(1, 1000, "{} is not a number of strategies")
     about = "run the best N for some steps each, here; implies --search"
     add_option(plan, "--trials", type=count, metavar="N", help=about)
-    option("--network", metavar="NAME", help="between hosts, where it is not the usual one, such as infiniband-hdr")
-    option("--search", action="store_true", help="choose micro-batch, accumulation and pipeline as well")
+    option(
+        "--network",
+        metavar="NAME",
+        help="between hosts, where it is not the usual one, such as infiniband-hdr",
+    )
+    option(
+        "--search",
+        action="store_true",
+        help="choose micro-batch, accumulation and pipeline as well",
+    )
     about = "what the best strategy has most of, or takes least of; implies --search"
     option("--goal", choices=("throughput", "fewest-devices", "longest-sequence"), help=about)
     add_option(plan, "--top", type=count, metavar="N", help="show so many")
-    option("--apply", action="store_true", help="write the best strategy into the file; implies --search")
-    option("--paper", action="store_true", help="the usual formulas beside it, and goodput between failures")
-    option("--chart", metavar="FILE.svg", help="draw the memory of the best strategies; implies --search")
+    option(
+        "--apply",
+        action="store_true",
+        help="write the best strategy into the file; implies --search",
+    )
+    option(
+        "--paper",
+        action="store_true",
+        help="the usual formulas beside it, and goodput between failures",
+    )
+    option(
+        "--chart",
+        metavar="FILE.svg",
+        help="draw the memory of the best strategies; implies --search",
+    )
 
 
 def _add_others(commands: argparse._SubParsersAction[CommandParser]) -> None:
@@ -197,17 +252,28 @@ def _add_others(commands: argparse._SubParsersAction[CommandParser]) -> None:
     about = "print the JSON Schema of run configs or DeepSpeed JSON, for editors"
     schema = commands.add_parser("schema", help=about)
     schema.set_defaults(command=_schema)
-    schema.add_argument("of", nargs="?", choices=("run", "deepspeed"), default="run", help="what is described")
-    schema.add_argument("--deepspeed", metavar="RELEASE", help="of this release, for example 0.18.9")
+    schema.add_argument(
+        "of", nargs="?", choices=("run", "deepspeed"), default="run", help="what is described"
+    )
+    schema.add_argument(
+        "--deepspeed", metavar="RELEASE", help="of this release, for example 0.18.9"
+    )
     turn = commands.add_parser(
-        "import", help="print the run config that a file of DeepSpeed or of another trainer amounts to"
+        "import",
+        help="print the run config that a file of DeepSpeed or of another trainer amounts to",
     )
     turn.set_defaults(command=_import)
     turn.add_argument(
-        "file", metavar="FILE", help="DeepSpeed JSON, TrainingArguments, accelerate's or Lightning's config"
+        "file",
+        metavar="FILE",
+        help="DeepSpeed JSON, TrainingArguments, accelerate's or Lightning's config",
     )
-    turn.add_argument("--deepspeed", metavar="RELEASE", help="as this release reads it, for example 0.18.9")
-    new = commands.add_parser("new", help="write a small project that trains at once: model, data, task, config, test")
+    turn.add_argument(
+        "--deepspeed", metavar="RELEASE", help="as this release reads it, for example 0.18.9"
+    )
+    new = commands.add_parser(
+        "new", help="write a small project that trains at once: model, data, task, config, test"
+    )
     new.set_defaults(command=_new)
     new.add_argument("name", metavar="NAME", help="of the project and its folder")
     about = "say what a checkpoint is, and whether its files are as they were written"
@@ -217,9 +283,19 @@ def _add_others(commands: argparse._SubParsersAction[CommandParser]) -> None:
     place = "a folder global_step<N>, or a run: all of its checkpoints"
     option("path", metavar="CHECKPOINT|RUN", help=place)
     option("--json", action="store_true", help="print it as JSON")
-    option("--no-verify", action="store_true", help="read the manifest only, not every byte of every file")
-    option("--allow-unverified", action="store_true", help="describe what DeepSpeed wrote without a manifest")
-    reports.add_options(commands.add_parser("report", help="write a page on one run, or on several over each other"))
+    option(
+        "--no-verify",
+        action="store_true",
+        help="read the manifest only, not every byte of every file",
+    )
+    option(
+        "--allow-unverified",
+        action="store_true",
+        help="describe what DeepSpeed wrote without a manifest",
+    )
+    reports.add_options(
+        commands.add_parser("report", help="write a page on one run, or on several over each other")
+    )
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -254,7 +330,9 @@ def _schema(arguments: argparse.Namespace) -> int:
 
         print(json.dumps(deepspeed_schema(arguments.deepspeed), indent=2))
     elif arguments.deepspeed:
-        raise UsageError("schema: --deepspeed goes with `schema deepspeed`; a run config has one schema")
+        raise UsageError(
+            "schema: --deepspeed goes with `schema deepspeed`; a run config has one schema"
+        )
     else:
         from framework.config.schema import schema_text
 
@@ -295,7 +373,9 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
     verify = not arguments.no_verify
     unverified = arguments.allow_unverified
-    return run_inspect(arguments.path, as_json=arguments.json, verify=verify, allow_unverified=unverified)
+    return run_inspect(
+        arguments.path, as_json=arguments.json, verify=verify, allow_unverified=unverified
+    )
 
 
 def _make_plan(arguments: argparse.Namespace) -> tuple[Plan, Source]:
@@ -306,7 +386,9 @@ def _make_plan(arguments: argparse.Namespace) -> tuple[Plan, Source]:
     if run.config.auto and arguments.gpu:
         from framework.plan.auto import listed_target
 
-        target = listed_target(arguments.gpu, devices_per_host=cluster.devices_per_host if cluster else 1)
+        target = listed_target(
+            arguments.gpu, devices_per_host=cluster.devices_per_host if cluster else 1
+        )
         run = run.chosen(cluster, target)
     run = run.chosen(cluster)
     if run.choice:

@@ -8,8 +8,9 @@
     |- StorageError                74   the run folder or a checkpoint cannot be read or written
     `- RunStopped                  75   somebody asked the run to stop, and it did so in good order
 
-A `Problem` is one line: place, key, value, reason, fix, and a stable kind in brackets. Exit codes follow sysexits(3)
-where a number exists there, so that a job scheduler can tell "never retry" (64, 78) from "may work next time".
+A `Problem` is one line: place, key, value, reason, fix, and a stable kind in brackets. Exit codes
+follow sysexits(3) where a number exists there, so that a job scheduler can tell "never retry" (64,
+78) from "may work next time".
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ Severity = Literal["error", "warning", "note"]
 _LONGEST_VALUE: Final = 80
 _LARGEST_SHOWN: Final = 10**80
 _DEEPEST_SHOWN: Final = 2
-# Text that YAML would read as a number, a truth value or nothing, and text that ends where nobody sees it.
+# Text that YAML would read as a number, a truth value or nothing, and text that ends where nobody
+# sees it.
 _NEEDS_QUOTES: Final = re.compile(
-    r"|[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?|(?i:true|false|null|~|[-+]?\.(inf|nan))|\s.*|.*\s", re.DOTALL
+    r"|[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?|(?i:true|false|null|~|[-+]?\.(inf|nan))|\s.*|.*\s",
+    re.DOTALL,
 )
 _BREAKS_FLOW: Final = re.compile(r"[,\[\]{}]|: ")
 
@@ -60,7 +63,9 @@ MISSING: Final = _Missing()
 
 
 class Written(str):
-    """A number as its document writes it, such as ``007`` or ``1e3``; shown like that, without the quotes of text."""
+    """A number as its document writes it, such as ``007`` or ``1e3``; shown like that, without the
+    quotes of text.
+    """
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,8 @@ class Problem:
         kind: stable name for tools, for example ``batch-not-divisible``.
         reason: why it cannot work.
         fix: what to write instead.
-        key: dotted path in the run config, for example ``zero.stage``; empty when no single key is at fault.
+        key: dotted path in the run config, for example ``zero.stage``; empty when no single key is
+            at fault.
         value: what was found there; `MISSING` when nothing was.
         file: the file that holds the value, or ``command line``; empty when it came from Python.
         line: 1-based line in `file`, 0 when unknown.
@@ -101,10 +107,15 @@ class Problem:
             sentence = f"{self.reason}; {self.fix}"
         else:
             sentence = self.reason
-        return printable(": ".join(part for part in (place, subject, sentence) if part)) + f" [{self.kind}]"
+        return (
+            printable(": ".join(part for part in (place, subject, sentence) if part))
+            + f" [{self.kind}]"
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: the attributes, `value` only where there is one, and the line itself as ``text``."""
+        """Plain values for JSON: the attributes, `value` only where there is one, and the line
+        itself as ``text``.
+        """
         names = ("kind", "severity", "file", "line", "column", "key", "reason", "fix")
         shown: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.value is not MISSING:
@@ -115,12 +126,16 @@ class Problem:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Problem:
-        """Build a problem from the result of `to_dict`, made in another process; unknown keys are skipped."""
+        """Build a problem from the result of `to_dict`, made in another process; unknown keys are
+        skipped.
+        """
         return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
 
 
 def show_value(value: Any) -> str:
-    """A value as YAML writes it, on one line of at most 80 characters; in quotes where text would read as a number."""
+    """A value as YAML writes it, on one line of at most 80 characters; in quotes where text would
+    read as a number.
+    """
     text = printable(_yaml(value, depth=0))
     if len(text) <= _LONGEST_VALUE:
         return text
@@ -140,17 +155,28 @@ def _yaml(value: Any, *, depth: int) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
         value = value[: _LONGEST_VALUE + 1]
-        return f'"{value}"' if _NEEDS_QUOTES.fullmatch(value) or (depth and _BREAKS_FLOW.search(value)) else value
+        return (
+            f'"{value}"'
+            if _NEEDS_QUOTES.fullmatch(value) or (depth and _BREAKS_FLOW.search(value))
+            else value
+        )
     if isinstance(value, int) and abs(value) >= _LARGEST_SHOWN:
         return "a number of more than 80 digits"
     if isinstance(value, (Mapping, list, tuple)) and depth > _DEEPEST_SHOWN:
         return "..."
     if isinstance(value, Mapping):
         pairs = islice(value.items(), _LONGEST_VALUE)
-        shown = (f"{_yaml(key, depth=depth + 1)}: {_yaml(masked(key, item), depth=depth + 1)}" for key, item in pairs)
+        shown = (
+            f"{_yaml(key, depth=depth + 1)}: {_yaml(masked(key, item), depth=depth + 1)}"
+            for key, item in pairs
+        )
         return "{" + ", ".join(shown) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_yaml(item, depth=depth + 1) for item in islice(value, _LONGEST_VALUE)) + "]"
+        return (
+            "["
+            + ", ".join(_yaml(item, depth=depth + 1) for item in islice(value, _LONGEST_VALUE))
+            + "]"
+        )
     return repr(value)
 
 
@@ -172,11 +198,13 @@ def in_one_line(error: BaseException, *, longest: int = 200) -> str:
 
 
 class FrameworkError(Exception):
-    """Base of all errors meant for a user: its text is complete, no traceback is needed to understand it.
+    """Base of all errors meant for a user: its text is complete, no traceback is needed to
+    understand it.
 
     Attributes:
         exit_code: what the process ends with.
-        is_of_one_rank: other ranks do not meet it, so this one must tell it. Otherwise one rank speaks for all.
+        is_of_one_rank: other ranks do not meet it, so this one must tell it. Otherwise one rank
+            speaks for all.
     """
 
     exit_code: int = EXIT_TRAINING
@@ -202,7 +230,9 @@ class ConfigError(FrameworkError):
     exit_code = EXIT_CONFIG
 
     def __init__(self, problems: Problem | Iterable[Problem] | str) -> None:
-        """From a text it has no problems, only their lines: so torch makes the error of a worker anew."""
+        """From a text it has no problems, only their lines: so torch makes the error of a worker
+        anew.
+        """
         if isinstance(problems, str):
             self.problems: Sequence[Problem] = ()
             super().__init__(problems)
@@ -233,7 +263,9 @@ class ConfigError(FrameworkError):
 
 
 def missing_package(name: str, *, what: str, extra: str = "train") -> ConfigError:
-    """A package that `what` takes is not installed: the command line is right, and trying again does not help."""
+    """A package that `what` takes is not installed: the command line is right, and trying again
+    does not help.
+    """
     reason = f"{what} needs the package {name}, which {sys.executable} does not have"
     fix = f"in the checkout: ./launch.sh setup {extra}, or pip install -e '.[{extra}]'"
     return ConfigError.of(kind="package-missing", reason=reason, fix=fix)
@@ -241,7 +273,9 @@ def missing_package(name: str, *, what: str, extra: str = "train") -> ConfigErro
 
 @contextmanager
 def explaining(*explanations: Callable[[Exception], FrameworkError | None]) -> Iterator[None]:
-    """Raise what the first of the functions makes of an error, with that error as its cause; other errors pass."""
+    """Raise what the first of the functions makes of an error, with that error as its cause; other
+    errors pass.
+    """
     try:
         yield
     except Exception as error:
@@ -271,8 +305,8 @@ class PeerLostError(TrainingError):
 
 
 class RunStopped(FrameworkError):  # noqa: N818 - it is no error
-    """The run was asked to stop, and stopped in good order. Not a failure, and never an end like any other: exit code
-    75.
+    """The run was asked to stop, and stopped in good order. Not a failure, and never an end like
+    any other: exit code 75.
     """
 
     exit_code = EXIT_STOPPED

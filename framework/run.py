@@ -1,5 +1,5 @@
-"""The story of a run: from what `prepare` has found, before this process waited for any other, to `Trainer.fit()` and
-its end, top to bottom. From `process_group` on, all ranks walk the same way.
+"""The story of a run: from what `prepare` has found, before this process waited for any other, to
+`Trainer.fit()` and its end, top to bottom. From `process_group` on, all ranks walk the same way.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def run_prepared(prepared: Prepared, request: StopRequest) -> RunResult:
 
 @contextmanager
 def opened(prepared: Prepared, request: StopRequest) -> Iterator[OpenRun]:
-    """A run for the time of its loop: all ranks together, its folder held, its engine where it goes on from.
-    Collective, as is the end of the block, which reports what the loop has left in `outcome`.
+    """A run for the time of its loop: all ranks together, its folder held, its engine where it goes
+    on from. Collective, as is the end of the block, which reports what the loop has left in
+    `outcome`.
 
     Raises:
         RunStopped: the outcome says that the loop was stopped.
@@ -63,14 +64,18 @@ def opened(prepared: Prepared, request: StopRequest) -> Iterator[OpenRun]:
             refuse_different_ranks(prepared.fingerprint())
             with closing(folder):
                 start = start_point.choose_together(folder, config)
-                prepared = start_point.agreed_weights(start_point.measure_cut(prepared, start), start)
+                prepared = start_point.agreed_weights(
+                    start_point.measure_cut(prepared, start), start
+                )
                 start_point.open_folder(folder, prepared, start)
                 quiet_deepspeed(folder.logs / f"rank{rank()}.log")
                 with (
                     arithmetic_of(prepared.plan),
                     leaving_nothing(config.zero.stage),
                     watching(
-                        logs=folder.logs, end_seconds=config.supervision.hang_seconds, asked=request.asked
+                        logs=folder.logs,
+                        end_seconds=config.supervision.hang_seconds,
+                        asked=request.asked,
                     ) as watch,
                     _at_work(prepared, folder, start, request, watch) as run,
                 ):
@@ -81,12 +86,17 @@ def opened(prepared: Prepared, request: StopRequest) -> Iterator[OpenRun]:
 
 @contextmanager
 def _at_work(
-    prepared: Prepared, folder: RunFolder, start: SavedCheckpoint | None, request: StopRequest, watch: HangWatch
+    prepared: Prepared,
+    folder: RunFolder,
+    start: SavedCheckpoint | None,
+    request: StopRequest,
+    watch: HangWatch,
 ) -> Iterator[OpenRun]:
     plan, of_checkpoint = prepared.plan, prepared.plan.config.checkpoint
     with waiting("the model and DeepSpeed's engine"):
         engine = assemble_engine(prepared)
-    # Ranks of a tensor group draw alike; where their layers are divided, `models.split.TensorPart` sees to it.
+    # Ranks of a tensor group draw alike; where their layers are divided, `models.split.TensorPart`
+    # sees to it.
     first = rank() - plan.layout.tensor_rank(rank())
     seed_ranks(plan.config.run.seed, rank=first, step=start.step if start else 0)
     best = BestSoFar(of_checkpoint.keep_best, best_is=of_checkpoint.best_is)
@@ -102,11 +112,27 @@ def _at_work(
             return start_point.load_start(engine, chosen, kept=kept, description=described)
 
     start_step = load(start)
-    checkpointer = make_checkpointer(engine, folder.checkpoints, plan=plan, description=described, further=kept.state)
+    checkpointer = make_checkpointer(
+        engine, folder.checkpoints, plan=plan, description=described, further=kept.state
+    )
     often = {"evaluate": plan.config.evaluation.every_minutes, "save": of_checkpoint.every_minutes}
     minutes = Minutes(often, most=plan.config.training.max_minutes, began=request.began)
-    with closing(checkpointer), agreed_stops(request, start_step=start_step, due=minutes.due) as ask:
-        parts = (prepared, engine, folder, checkpointer, best, callbacks, start, places, Watched(watch, ask), minutes)
+    with (
+        closing(checkpointer),
+        agreed_stops(request, start_step=start_step, due=minutes.due) as ask,
+    ):
+        parts = (
+            prepared,
+            engine,
+            folder,
+            checkpointer,
+            best,
+            callbacks,
+            start,
+            places,
+            Watched(watch, ask),
+            minutes,
+        )
         run = OpenRun(*parts, left_out, load, outcome=Outcome(step=start_step), began=request.began)
         if rank() == 0:
             run.print_start()

@@ -1,6 +1,8 @@
-"""Entry of train.py on every rank: reads its command line, trains, and turns every end into an exit code.
+"""Entry of train.py on every rank: reads its command line, trains, and turns every end into an exit
+code.
 
-Torch is imported when everything has been checked that can be without it, and requests to stop are heard before that.
+Torch is imported when everything has been checked that can be without it, and requests to stop are
+heard before that.
 """
 
 from __future__ import annotations
@@ -31,9 +33,13 @@ def _parser() -> CommandParser:
     # The deepspeed launcher adds the first, and deepspeed.add_config_arguments the other two.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON that decides a part of the run")
+    parser.add_argument(
+        "--deepspeed_config", metavar="FILE", help="DeepSpeed JSON that decides a part of the run"
+    )
     add_log_level(parser)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that win over the file"
+    )
     return parser
 
 
@@ -42,8 +48,11 @@ def _train(request: StopRequest, arguments: argparse.Namespace) -> None:
     from framework.load_run import load_run
     from framework.plan.cluster import Cluster
 
-    job = load_run(arguments.config, arguments.overrides, deepspeed_config=arguments.deepspeed_config)
-    if AGENT_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":  # else the launcher has told them
+    job = load_run(
+        arguments.config, arguments.overrides, deepspeed_config=arguments.deepspeed_config
+    )
+    # else the launcher has told them
+    if AGENT_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":
         job.print_notes()
     cluster = Cluster.from_environment(os.environ)
     if job.config.auto:
@@ -62,7 +71,9 @@ def exit_code() -> int:
     request.listen()
     try:
         take_rank(os.environ)
-        watch_parent(os.environ, is_stopping=lambda: bool(request.signal), is_over=lambda: request.is_over)
+        watch_parent(
+            os.environ, is_stopping=lambda: bool(request.signal), is_over=lambda: request.is_over
+        )
         arguments = _parser().parse_args()
         with refusing_exits():
             _train(request, arguments)
@@ -81,8 +92,8 @@ def exit_code() -> int:
 
 
 def _let_the_other_report(request: StopRequest) -> None:
-    """A launcher ends all ranks when the first one ends: the one that speaks is given the time to, or until we are to
-    end.
+    """A launcher ends all ranks when the first one ends: the one that speaks is given the time to,
+    or until we are to end.
     """
     if request.is_over:  # the run has ended, and rank 0 has told how
         return
@@ -97,6 +108,7 @@ def main() -> NoReturn:
     code = exit_code()
     for stream in (sys.stdout, sys.stderr):
         write(stream, "")  # also where nobody reads any more
-    # Not sys.exit: after a failure exit handlers would wait for ranks that are gone, and after success DeepSpeed's
-    # native threads sometimes abort the interpreter on its way out, which would turn a finished run into a failed one.
+    # Not sys.exit: after a failure exit handlers would wait for ranks that are gone, and after
+    # success DeepSpeed's native threads sometimes abort the interpreter on its way out, which would
+    # turn a finished run into a failed one.
     os._exit(code)

@@ -13,7 +13,13 @@ from framework.engine.schedules import MakeSchedule
 from framework.plan.plan import Plan
 from framework.report.summary import RunResult, print_next
 from framework.run import run_prepared
-from framework.setup.objects import MakeOptimizer, ModelSource, Objects, config_with_objects, refuse_unknown_arguments
+from framework.setup.objects import (
+    MakeOptimizer,
+    ModelSource,
+    Objects,
+    config_with_objects,
+    refuse_unknown_arguments,
+)
 from framework.setup.prepared import prepare
 from framework.system.exits import end_in_one_line, refusing_exits
 from framework.system.launcher_rank import take_rank
@@ -34,21 +40,25 @@ def fit(
 ) -> RunResult:
     """Train, and return how it ended. Called on every rank.
 
-    In the main thread, SIGTERM, SIGINT, SIGUSR1 and SIGHUP are requests to stop: all ranks save after the same step,
-    and it raises `RunStopped`; SIGINT or SIGTERM more than two seconds later does what it did before. An error that a
-    script does not catch ends it with one line (`framework.system.exits`).
+    In the main thread, SIGTERM, SIGINT, SIGUSR1 and SIGHUP are requests to stop: all ranks save
+    after the same step, and it raises `RunStopped`; SIGINT or SIGTERM more than two seconds later
+    does what it did before. An error that a script does not catch ends it with one line
+    (`framework.system.exits`).
 
     Args:
-        config: a RunConfig, or nested dicts; the section of what is handed over may hold its other keys.
+        config: a RunConfig, or nested dicts; the section of what is handed over may hold its other
+            keys.
         model: an `nn.Module` or a list of layers, or a callable that builds one.
-        train_data, eval_data: datasets of (inputs, target), map-style or streams, or the pair of both as `train_data`;
-            for evaluation also several by name, whose metrics are ``eval/<name>/loss`` and so on.
+        train_data, eval_data: datasets of (inputs, target), map-style or streams, or the pair of
+            both as `train_data`; for evaluation also several by name, whose metrics are
+            ``eval/<name>/loss`` and so on.
         task: a `framework.Task` or a callable ``loss(outputs, targets)``.
-        optimizer: a callable from parameters to an optimizer, for example ``functools.partial(SGD, lr=0.1)``.
-        scheduler: a callable from the optimizer to a schedule like torch's, which is stepped after every step; for
-            example ``functools.partial(StepLR, step_size=100)``.
-        callbacks: objects with some of ``on_start``, ``on_step``, ``on_log``, ``on_evaluation``, ``on_save`` and
-            ``on_end``, each called with a `framework.State` on every rank.
+        optimizer: a callable from parameters to an optimizer, for example ``functools.partial(SGD,
+            lr=0.1)``.
+        scheduler: a callable from the optimizer to a schedule like torch's, which is stepped after
+            every step; for example ``functools.partial(StepLR, step_size=100)``.
+        callbacks: objects with some of ``on_start``, ``on_step``, ``on_log``, ``on_evaluation``,
+            ``on_save`` and ``on_end``, each called with a `framework.State` on every rank.
 
     Raises:
         ConfigError: the run cannot work as described; no process group was started.
@@ -66,9 +76,11 @@ def fit(
         return run_prepared(prepared, request)
 
 
-def fit_loaded(plan: Plan, source: Source, request: StopRequest, *, words: Sequence[str]) -> RunResult:
-    """Train what was read from a file and planned; `words`: the file and its settings, for the command proposed at the
-    end.
+def fit_loaded(
+    plan: Plan, source: Source, request: StopRequest, *, words: Sequence[str]
+) -> RunResult:
+    """Train what was read from a file and planned; `words`: the file and its settings, for the
+    command proposed at the end.
     """
     with refusing_exits():
         prepared = prepare(plan.config, source=source, plan=plan)

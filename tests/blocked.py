@@ -1,4 +1,6 @@
-"""A file that stands for one on storage that stalls: what is written to it waits in a full pipe until it is read."""
+"""A file that stands for one on storage that stalls: what is written to it waits in a full pipe
+until it is read.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from typing import Any
 
 
 class StalledFile:
-    """Takes the place of an open file; `resume` begins to read, and `text` is all that was written."""
+    """Takes the place of an open file; `resume` begins to read, and `text` is all that was
+    written.
+    """
 
     def __init__(self, file: Any) -> None:
         self._reader, writer = os.pipe()

@@ -1,5 +1,5 @@
-"""What holds for every test: it leaves the environment and the working folder as it found them. And checkpoints of many
-layouts.
+"""What holds for every test: it leaves the environment and the working folder as it found them. And
+checkpoints of many layouts.
 """
 
 from __future__ import annotations
@@ -20,16 +20,21 @@ from hypothesis import settings
 
 from tests import lanes, launched, ops_ahead, warm_ranks
 
-# A busy machine is no finding: how long an example takes depends on what else runs. What a build machine says depends
-# on the commit alone; elsewhere every run tries other examples, and one that fails can be had again.
-settings.register_profile("dsf-trainer", deadline=None, print_blob=True, derandomize=bool(os.environ.get("CI")))
+# A busy machine is no finding: how long an example takes depends on what else runs. What a build
+# machine says depends on the commit alone; elsewhere every run tries other examples, and one that
+# fails can be had again.
+settings.register_profile(
+    "dsf-trainer", deadline=None, print_blob=True, derandomize=bool(os.environ.get("CI"))
+)
 settings.load_profile("dsf-trainer")
 
-# A signal that the caller ignores, as whatever a script starts with `&` does, would be ignored by every process of
-# every test.
+# A signal that the caller ignores, as whatever a script starts with `&` does, would be ignored by
+# every process of every test.
 for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(_number) is signal.SIG_IGN:
-        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            _number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL
+        )
 
 # In what tests start through commands as well.
 os.environ[launched.NO_COMPILE] = "1"
@@ -44,12 +49,16 @@ _SET_BY_IMPORTS = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--exhaustive", action="store_true", help="try what is otherwise tried in part; minutes more")
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="try what is otherwise tried in part; minutes more",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """How long runs are is known when their cases are listed. Of ten thousand cases and all that they import nothing is
-    garbage: whoever looks for some looks in vain.
+    """How long runs are is known when their cases are listed. Of ten thousand cases and all that
+    they import nothing is garbage: whoever looks for some looks in vain.
     """
     launched.exhaustive = bool(config.getoption("--exhaustive"))
     gc.disable()
@@ -57,7 +66,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if importlib.util.find_spec("z3") is None:
         sys.modules["z3"] = None  # type: ignore[assignment]
     if lanes.number() is not None:
-        atexit.register(os._exit, 0)  # after all other handlers: tearing down ten thousand cases takes seconds
+        # after all other handlers: tearing down ten thousand cases takes seconds
+        atexit.register(os._exit, 0)
 
 
 def pytest_collection_finish() -> None:
@@ -101,8 +111,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run fast tests first: what they find is known in minutes. Rerun once, visibly, what depends on the timing of
-    processes. Leave out what `--exhaustive` asks for.
+    """Run fast tests first: what they find is known in minutes. Rerun once, visibly, what depends
+    on the timing of processes. Leave out what `--exhaustive` asks for.
     """
     if not config.getoption("--exhaustive"):
         left_out = {item for item in items if item.get_closest_marker("exhaustive")}
@@ -135,13 +145,17 @@ def _session_ranks_end() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def warm() -> warm_ranks.WarmRanks:
-    """Ranks in two seconds instead of ten, for every test that does not kill the process they are forked from."""
+    """Ranks in two seconds instead of ten, for every test that does not kill the process they are
+    forked from.
+    """
     return warm_ranks.session_ranks()
 
 
 @pytest.fixture(autouse=True)
 def _draws_the_same_numbers() -> None:
-    """Whatever has drawn from the global generators before: which tests share a process differs from run to run."""
+    """Whatever has drawn from the global generators before: which tests share a process differs
+    from run to run.
+    """
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
@@ -157,7 +171,9 @@ def _leaves_the_process_as_it_was() -> Iterator[None]:
     changed = sorted(
         name
         for name in before.keys() | after.keys()
-        if before.get(name) != after.get(name) and not name.startswith("PYTEST_") and name not in _SET_BY_IMPORTS
+        if before.get(name) != after.get(name)
+        and not name.startswith("PYTEST_")
+        and name not in _SET_BY_IMPORTS
     )
     stays = os.getcwd() == folder
     os.chdir(folder)

@@ -1,5 +1,5 @@
-"""A file system whose server no longer answers, as that of a dead network mount: who looks at it sleeps in the kernel
-(state D), and not even SIGKILL ends it before the server answers or is gone.
+"""A file system whose server no longer answers, as that of a dead network mount: who looks at it
+sleeps in the kernel (state D), and not even SIGKILL ends it before the server answers or is gone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def why_no_dead_disk() -> str:
 
 @contextmanager
 def dead_disk(place: Path) -> Iterator[Path]:
-    """Mount one at a new folder. At the end it is gone, and what waited for it goes on, or dies if it was killed."""
+    """Mount one at a new folder. At the end it is gone, and what waited for it goes on, or dies if
+    it was killed.
+    """
     place.mkdir()
     server = os.open("/dev/fuse", os.O_RDWR)
     mount("dead", str(place), "fuse", options=f"fd={server},rootmode=40000,user_id=0,group_id=0")
@@ -38,7 +40,9 @@ def dead_disk(place: Path) -> Iterator[Path]:
             while True:
                 _, kind, number, *_ = _REQUEST.unpack_from(os.read(server, 1 << 18))
                 if kind == _INIT:
-                    os.write(server, _ANSWER.pack(_ANSWER.size, 0, number, 7, 31, 0, 0, 0, 0, 1 << 16, 1))
+                    os.write(
+                        server, _ANSWER.pack(_ANSWER.size, 0, number, 7, 31, 0, 0, 0, 0, 1 << 16, 1)
+                    )
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
@@ -53,7 +57,8 @@ def dead_disk(place: Path) -> Iterator[Path]:
 
 def revive(place: Path) -> None:
     """Let what waits go on, with an error."""
-    subprocess.run(["umount", "-f", str(place)], check=False, capture_output=True)  # which finds the place in use
+    # which finds the place in use
+    subprocess.run(["umount", "-f", str(place)], check=False, capture_output=True)
 
 
 def is_waiting(pid: int) -> bool:

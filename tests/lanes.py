@@ -1,12 +1,13 @@
-"""Lanes for the whole suite, on two processors: a third of its time is spent waiting, for hosts that fall silent or
-launchers that grant a grace.
+"""Lanes for the whole suite, on two processors: a third of its time is spent waiting, for hosts
+that fall silent or launchers that grant a grace.
 
-One lane trains: files whose tests keep both processors busy, one after the other. One takes the fast files. One takes
-those that wait, and leaves the processors to the others. A lane that is through with its own takes a file of what is
-left: of what trains the last, where the first lane is not yet.
+One lane trains: files whose tests keep both processors busy, one after the other. One takes the
+fast files. One takes those that wait, and leaves the processors to the others. A lane that is
+through with its own takes a file of what is left: of what trains the last, where the first lane is
+not yet.
 
-Only a run of everything is split, with or without a choice by marker; `pytest tests/plan` is one process as ever, and
-so is all of it with ``-n 0``.
+Only a run of everything is split, with or without a choice by marker; `pytest tests/plan` is one
+process as ever, and so is all of it with ``-n 0``.
 """
 
 from __future__ import annotations
@@ -51,10 +52,14 @@ _DISTRIBUTION: Final = "loadscope"  # a file goes to one lane as a whole
 
 
 def choose(config: pytest.Config) -> None:
-    """Lanes for this call of pytest, where it is one for everything and xdist is there; called before xdist looks."""
+    """Lanes for this call of pytest, where it is one for everything and xdist is there; called
+    before xdist looks.
+    """
     options = config.option
     is_whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
-    has_its_own_way = options.usepdb or options.collectonly or options.capture == "no" or options.keyword
+    has_its_own_way = (
+        options.usepdb or options.collectonly or options.capture == "no" or options.keyword
+    )
     if number() is not None or not is_whole or has_its_own_way:
         return
     if getattr(options, "numprocesses", 0) is None and options.dist == "no":
@@ -70,14 +75,18 @@ def number() -> int | None:
 def next_file(left: Collection[str], *, lane: int) -> str:
     """What a lane takes of the files that are left, those that train before others."""
     own = {0: _trains, 1: _is_fast}.get(lane, _waits)
-    chosen = itertools.chain(filter(own, left), itertools.filterfalse(_trains, left), reversed([*left]))
+    chosen = itertools.chain(
+        filter(own, left), itertools.filterfalse(_trains, left), reversed([*left])
+    )
     return next(chosen)
 
 
 def sort(items: list[pytest.Item]) -> None:
     """Fast tests first; in lanes, which take whole files, those that train before others."""
     in_lanes = number() is not None
-    items.sort(key=lambda item: (in_lanes and not _trains(item.nodeid.partition("::")[0]), _is_slow(item)))
+    items.sort(
+        key=lambda item: (in_lanes and not _trains(item.nodeid.partition("::")[0]), _is_slow(item))
+    )
 
 
 def is_first() -> bool:

@@ -15,10 +15,11 @@ import pytest
 
 from tests.places import ROOT
 
-# The first start on a machine compiles DeepSpeed's shared-memory op and, for some cases, its optimizers.
+# The first start on a machine compiles DeepSpeed's shared-memory op and, for some cases, its
+# optimizers.
 TIMEOUT_SECONDS = 900
-# DeepSpeed hands a function to torch.compile when it is imported; with this, that does not import inductor, for a fifth
-# of the time of every start.
+# DeepSpeed hands a function to torch.compile when it is imported; with this, that does not import
+# inductor, for a fifth of the time of every start.
 NO_COMPILE = "TORCHDYNAMO_DISABLE"
 exhaustive = False  # set by tests/conftest.py before it reads a test
 
@@ -28,17 +29,37 @@ def job_environment(**extra: str) -> dict[str, str]:
     extra = {"DS_ACCELERATOR": "cpu", NO_COMPILE: "1"} | extra
     if extra["DS_ACCELERATOR"] != "cpu":
         extra[NO_COMPILE] = "0"
-    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    dropped = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "LOCAL_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     path = os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | extra
 
 
 def torchrun(
-    script: Path, *arguments: str, num_ranks: int, cwd: Path, timeout: float = TIMEOUT_SECONDS, **environment: str
+    script: Path,
+    *arguments: str,
+    num_ranks: int,
+    cwd: Path,
+    timeout: float = TIMEOUT_SECONDS,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script on `num_ranks` processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(num_ranks),
+    ]
     return subprocess.run(
         [*command, str(script), *arguments],
         cwd=cwd,
@@ -50,14 +71,18 @@ def torchrun(
     )
 
 
-def run_ranks(script: Path, *arguments: str, num_ranks: int, cwd: Path, timeout: float = TIMEOUT_SECONDS) -> str:
-    """Run a script on `num_ranks` processes forked from one that has imported everything; fails the test with what it
-    said.
+def run_ranks(
+    script: Path, *arguments: str, num_ranks: int, cwd: Path, timeout: float = TIMEOUT_SECONDS
+) -> str:
+    """Run a script on `num_ranks` processes forked from one that has imported everything; fails the
+    test with what it said.
     """
     from tests.warm_ranks import session_ranks  # which imports this file
 
     stated = cwd / f"said-{len(list(cwd.iterdir()))}"
-    job = session_ranks().start([*arguments], num_ranks=num_ranks, folder=stated, script=script, cwd=cwd)
+    job = session_ranks().start(
+        [*arguments], num_ranks=num_ranks, folder=stated, script=script, cwd=cwd
+    )
     codes = job.wait(timeout)
     assert not any(codes), f"job failed ({codes}):\n{job.stated()[-12000:]}"
     return job.stated()
@@ -66,7 +91,8 @@ def run_ranks(script: Path, *arguments: str, num_ranks: int, cwd: Path, timeout:
 def train_cases(
     configs: Sequence[Mapping[str, Any]], *, num_ranks: int, folder: Path, allow_fp16: bool = False
 ) -> None:
-    """Train all configs in one job; fails the test with the job's output if the job itself does not end well.
+    """Train all configs in one job; fails the test with the job's output if the job itself does not
+    end well.
 
     `allow_fp16`: also where DeepSpeed's accelerator says that it cannot (`tests.jobs.half_on_cpu`).
     """
@@ -75,8 +101,12 @@ def train_cases(
     run_ranks(ROOT / "tests/jobs/run_cases.py", cases, *words, num_ranks=num_ranks, cwd=folder)
 
 
-def train_cases_on_gpu(configs: Sequence[Mapping[str, Any]], *, num_ranks: int = 1, folder: Path) -> None:
-    """The same on CUDA devices, by torchrun: no rank is forked from a process that may have begun to use one."""
+def train_cases_on_gpu(
+    configs: Sequence[Mapping[str, Any]], *, num_ranks: int = 1, folder: Path
+) -> None:
+    """The same on CUDA devices, by torchrun: no rank is forked from a process that may have begun
+    to use one.
+    """
     cases = _write_cases(configs, num_ranks=num_ranks, folder=folder)
     script = ROOT / "tests/jobs/run_cases.py"
     done = torchrun(script, cases, num_ranks=num_ranks, cwd=folder, DS_ACCELERATOR="cuda")
@@ -90,7 +120,9 @@ def _write_cases(configs: Sequence[Mapping[str, Any]], *, num_ranks: int, folder
 
 
 def fewer(steps: int, *, of: int) -> int:
-    """Steps of a run that holds what a step computes, where others hold the drift; with `--exhaustive` all."""
+    """Steps of a run that holds what a step computes, where others hold the drift; with
+    `--exhaustive` all.
+    """
     return of if exhaustive else steps
 
 
@@ -103,7 +135,10 @@ def read_metrics(run_folder: Path) -> list[dict[str, float]]:
     """Rows of metrics.jsonl."""
     error = run_folder.with_name(run_folder.name + ".error")
     assert not error.exists(), error.read_text(encoding="utf-8")
-    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def series(run_folder: Path, name: str) -> dict[int, float]:
@@ -112,8 +147,8 @@ def series(run_folder: Path, name: str) -> dict[int, float]:
 
 
 def hold_parts(run_folder: Path, names: set[str]) -> None:
-    """The parts of a step's time are these, and `other`, and add up to it within 2 %: at the median of logged points,
-    as parts are means over ranks, of which one may be late to read its clock.
+    """The parts of a step's time are these, and `other`, and add up to it within 2 %: at the median
+    of logged points, as parts are means over ranks, of which one may be late to read its clock.
     """
     rows = [row for row in read_metrics(run_folder) if "time/step_ms" in row]
     sums = []

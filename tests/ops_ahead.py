@@ -1,9 +1,9 @@
-"""Compiles the ops that many tests need, one after the other and at low priority, while fast tests run: python -m
-tests.ops_ahead.
+"""Compiles the ops that many tests need, one after the other and at low priority, while fast tests
+run: python -m tests.ops_ahead.
 
-On a fresh machine that is minutes of a processor's time, for which slow tests would otherwise wait. Told to end, it
-ends after the op at hand: torch's lock of an op whose compilation was broken off would stay, and whoever needs it next
-would wait for ever.
+On a fresh machine that is minutes of a processor's time, for which slow tests would otherwise wait.
+Told to end, it ends after the op at hand: torch's lock of an op whose compilation was broken off
+would stay, and whoever needs it next would wait for ever.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from importlib.util import find_spec
 
 from tests.launched import ROOT, job_environment
 
-# What tests/dslint/rules asks of DeepSpeed on a processor; every start of it needs the first, and many the second.
+# What tests/dslint/rules asks of DeepSpeed on a processor; every start of it needs the first, and
+# many the second.
 BUILDERS = ("ShareMemCommBuilder", "FusedAdamBuilder", "CPUAdamBuilder")
 
 
 def start() -> subprocess.Popen[bytes] | None:
     """Start compiling in the background; None where nothing can be compiled."""
-    if platform.system() != "Linux" or any(find_spec(name) is None for name in ("torch", "deepspeed", "ninja")):
+    if platform.system() != "Linux" or any(
+        find_spec(name) is None for name in ("torch", "deepspeed", "ninja")
+    ):
         return None
     return subprocess.Popen(
         [sys.executable, "-m", "tests.ops_ahead"],

@@ -1,8 +1,8 @@
 """Ports for tests that need a number before somebody listens there.
 
-A port that the kernel gave and got back is soon given to another: lanes of tests ask for hundreds in a minute. So
-these are below the range that Linux gives from where nobody has changed it, each lane has its own, and no number comes
-twice soon.
+A port that the kernel gave and got back is soon given to another: lanes of tests ask for hundreds
+in a minute. So these are below the range that Linux gives from where nobody has changed it, each
+lane has its own, and no number comes twice soon.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from tests import lanes
 
 _NUM_PORTS: Final = 4000
 _FIRST: Final = 17_000  # and so below 29500, where launchers meet
-_turns = itertools.count(os.getpid() % _NUM_PORTS)  # so that two runs of the tests on one machine begin apart
+# so that two runs of the tests on one machine begin apart
+_turns = itertools.count(os.getpid() % _NUM_PORTS)
 
 
 def free_ports(count: int) -> int:

@@ -1,4 +1,6 @@
-"""Ranks of one host that do something before any process group exists: forked, with a launcher's variables."""
+"""Ranks of one host that do something before any process group exists: forked, with a launcher's
+variables.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,34 @@ from typing import Any
 _PATIENCE_SECONDS = 60
 
 
-def on_ranks(work: Callable[[], object], *, num_ranks: int, of: int | None = None, port: int = 29500) -> list[Any]:
-    """What `work` returned or raised on each rank, None for one that died; all live until the last one has ended.
+def on_ranks(
+    work: Callable[[], object], *, num_ranks: int, of: int | None = None, port: int = 29500
+) -> list[Any]:
+    """What `work` returned or raised on each rank, None for one that died; all live until the last
+    one has ended.
 
     `of`: ranks that their launcher started on this host.
     """
     ranks = multiprocessing.get_context("fork")
-    all_have_it, pipes, processes = ranks.Event(), [ranks.Pipe(duplex=False) for _ in range(num_ranks)], []
+    all_have_it, pipes, processes = (
+        ranks.Event(),
+        [ranks.Pipe(duplex=False) for _ in range(num_ranks)],
+        [],
+    )
     for number, (_, sender) in enumerate(pipes):
-        local = {"RANK": str(number), "LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(of or num_ranks)}
-        start = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(of or num_ranks)}
-        processes.append(ranks.Process(target=_rank, args=(work, local | start, sender, all_have_it)))
+        local = {
+            "RANK": str(number),
+            "LOCAL_RANK": str(number),
+            "LOCAL_WORLD_SIZE": str(of or num_ranks),
+        }
+        start = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(of or num_ranks),
+        }
+        processes.append(
+            ranks.Process(target=_rank, args=(work, local | start, sender, all_have_it))
+        )
         processes[-1].start()
         sender.close()
     try:
@@ -35,7 +54,9 @@ def on_ranks(work: Callable[[], object], *, num_ranks: int, of: int | None = Non
     return found
 
 
-def _rank(work: Callable[[], object], environment: dict[str, str], sender: Connection, all_have_it: Any) -> None:
+def _rank(
+    work: Callable[[], object], environment: dict[str, str], sender: Connection, all_have_it: Any
+) -> None:
     os.environ.update(environment)
     try:
         found = work()

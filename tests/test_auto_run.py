@@ -1,4 +1,6 @@
-"""A run whose ranks choose what its config leaves open: all alike, written down, and kept when it goes on."""
+"""A run whose ranks choose what its config leaves open: all alike, written down, and kept when it
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -37,4 +39,8 @@ def test_ranks_choose_alike_and_a_resume_keeps_the_choice(warm: WarmRanks, tmp_p
         run = tmp_path / "runs/open"
         assert json.loads((run / "plan.json").read_text())["auto"] == choice
         resolved = yaml.safe_load((run / "config.yaml").read_text())
-        assert (resolved["zero"]["stage"], resolved["batch"]["micro_size"], resolved["parallel"]["pipe"]) == (0, 30, 1)
+        assert (
+            resolved["zero"]["stage"],
+            resolved["batch"]["micro_size"],
+            resolved["parallel"]["pipe"],
+        ) == (0, 30, 1)

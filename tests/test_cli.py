@@ -36,7 +36,8 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("blocker")
     (folder / "sitecustomize.py").write_text(BLOCKER)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
-    environment.pop("PYTHONUNBUFFERED", None)  # output that waits in a buffer until the end is the harder case
+    # output that waits in a buffer until the end is the harder case
+    environment.pop("PYTHONUNBUFFERED", None)
     return environment
 
 
@@ -46,7 +47,9 @@ def run(*words: str, environment: dict[str, str]) -> subprocess.CompletedProcess
 
 
 def test_the_blocker_blocks(without_torch: dict[str, str]) -> None:
-    done = subprocess.run([sys.executable, "-c", "import torch"], env=without_torch, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch"], env=without_torch, capture_output=True, text=True
+    )
     assert done.returncode == 1
     assert "the light half imported torch" in done.stderr
 
@@ -55,12 +58,15 @@ COMMANDS = (["check", QUICKSTART], ["plan", QUICKSTART], ["render", QUICKSTART],
 
 
 def test_commands_answer_without_torch_and_in_little_time(without_torch: dict[str, str]) -> None:
-    """Well under half a second: processor time, as a multiple of what Python takes to import pydantic and PyYAML.
+    """Well under half a second: processor time, as a multiple of what Python takes to import
+    pydantic and PyYAML.
 
     2.2 to 3.0 times were measured for the first three, 0.8 for `schema`.
     """
     unit = min(
-        taken_by([sys.executable, "-c", "import yaml; from pydantic import BaseModel"], without_torch)[0]
+        taken_by(
+            [sys.executable, "-c", "import yaml; from pydantic import BaseModel"], without_torch
+        )[0]
         for _ in range(2)
     )
     for words in COMMANDS:
@@ -71,10 +77,14 @@ def test_commands_answer_without_torch_and_in_little_time(without_torch: dict[st
             assert done.stdout
             if seconds < most:
                 break
-            assert attempt < 3, f"{words}: {seconds:.2f} s, and importing pydantic takes {unit:.2f} s"
+            assert attempt < 3, (
+                f"{words}: {seconds:.2f} s, and importing pydantic takes {unit:.2f} s"
+            )
 
 
-def taken_by(command: list[str], environment: dict[str, str]) -> tuple[float, subprocess.CompletedProcess[str]]:
+def taken_by(
+    command: list[str], environment: dict[str, str]
+) -> tuple[float, subprocess.CompletedProcess[str]]:
     """Processor time of a command, in seconds, and how it ended."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
@@ -94,15 +104,21 @@ def test_a_wrong_config_without_torch(without_torch: dict[str, str], tmp_path: P
 
 def test_a_reader_that_leaves_early_is_no_error(without_torch: dict[str, str]) -> None:
     script = f'"{sys.executable}" -m framework schema | head -c 10; exit "${{PIPESTATUS[0]}}"'
-    done = subprocess.run(["bash", "-c", script], env=without_torch, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", script], env=without_torch, capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_reader_that_was_never_there_is_no_error(without_torch: dict[str, str]) -> None:
-    """Small output is still in the buffer when the command ends: the flush at exit meets the closed pipe."""
+    """Small output is still in the buffer when the command ends: the flush at exit meets the closed
+    pipe.
+    """
     for command in (f'check "{QUICKSTART}"', f'plan "{QUICKSTART}"', "check nowhere.yaml 2>&1"):
         script = f'"{sys.executable}" -m framework {command} | true; exit "${{PIPESTATUS[0]}}"'
-        done = subprocess.run(["bash", "-c", script], env=without_torch, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            ["bash", "-c", script], env=without_torch, capture_output=True, text=True, timeout=60
+        )
         assert done.stderr == ""
         assert done.returncode in (0, 2)
 
@@ -118,23 +134,33 @@ def test_a_reader_that_was_never_there_is_no_error(without_torch: dict[str, str]
     ],
     ids=str,
 )
-def test_without_a_reader_a_refusal_stays_one(words: list[str], code: int, without_torch: dict[str, str]) -> None:
+def test_without_a_reader_a_refusal_stays_one(
+    words: list[str], code: int, without_torch: dict[str, str]
+) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-m", "framework", *words], env=without_torch, stdout=writer, stderr=writer, timeout=60
+        [sys.executable, "-m", "framework", *words],
+        env=without_torch,
+        stdout=writer,
+        stderr=writer,
+        timeout=60,
     )
     os.close(writer)
     assert done.returncode == code
 
 
 def test_without_a_reader_an_unfit_machine_stays_one() -> None:
-    """Also where the output waits in a buffer; `doctor` looks whether torch is there, so nothing blocks it."""
+    """Also where the output waits in a buffer; `doctor` looks whether torch is there, so nothing
+    blocks it.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "framework", "doctor", "nowhere.yaml"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=writer, stderr=writer, timeout=120)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=writer, stderr=writer, timeout=120
+    )
     os.close(writer)
     assert done.returncode == 78
 
@@ -142,14 +168,21 @@ def test_without_a_reader_an_unfit_machine_stays_one() -> None:
 @pytest.mark.parametrize(
     ("command", "stated"),
     [
-        (["-m", "framework", "check", str(QUICKSTART)], "source .venv/bin/activate, call ./launch.sh"),
+        (
+            ["-m", "framework", "check", str(QUICKSTART)],
+            "source .venv/bin/activate, call ./launch.sh",
+        ),
         (["train.py", "--config", str(QUICKSTART)], "pip install -e '.[train]'"),
     ],
     ids=["command", "script"],
 )
-def test_another_python_than_the_environments_is_told_in_one_line(command: list[str], stated: str) -> None:
+def test_another_python_than_the_environments_is_told_in_one_line(
+    command: list[str], stated: str
+) -> None:
     """-S: a Python that has no packages, as the system's own."""
-    done = subprocess.run([sys.executable, "-S", *command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-S", *command], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (78, "", 1)
     assert stated in done.stderr
 
@@ -162,7 +195,11 @@ def broken(words): raise BrokenPipeError
 cli._run = broken
 sys.exit(cli.main(sys.argv[1:]))
 """
-    for words, expected in ((["launch", "x.yaml"], 70), (["launch", "k8s", "x.yaml"], 0), (["plan", "x.yaml"], 0)):
+    for words, expected in (
+        (["launch", "x.yaml"], 70),
+        (["launch", "k8s", "x.yaml"], 0),
+        (["plan", "x.yaml"], 0),
+    ):
         done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, timeout=60)
         assert done.returncode == expected
 
@@ -196,14 +233,23 @@ def write(path: Path, text: str) -> str:
         (["plan"], "the following arguments are required: FILE;"),
         (["check", "a=1"], "name at least one run config"),
         (["check", QUICKSTART, "--num_gpus", "0"], "0 is not a number of devices; write 1 or more"),
-        (["check", QUICKSTART, "--num_gpus", "two"], "two is not a number of devices; write 1 or more"),
-        (["check", QUICKSTART, "--num_gpus", "\u0661"], "\u0661 is not a number of devices; write 1 or more"),
+        (
+            ["check", QUICKSTART, "--num_gpus", "two"],
+            "two is not a number of devices; write 1 or more",
+        ),
+        (
+            ["check", QUICKSTART, "--num_gpus", "\u0661"],
+            "\u0661 is not a number of devices; write 1 or more",
+        ),
         (["check", QUICKSTART, "--num_gpus", "2", "-H", "x"], "not allowed with argument"),
         (["check", QUICKSTART, "a..b=1"], "a..b=1: not a setting"),
         (["plan"], "the following arguments are required: FILE"),
         (["plan", QUICKSTART, "foo"], "foo: not a setting"),
         (["render", QUICKSTART, "--frobnicate"], "unrecognized arguments: --frobnicate"),
-        (["check", QUICKSTART, "--json", "foo.yaml", "--frob=1"], "unrecognized arguments: --frob=1"),
+        (
+            ["check", QUICKSTART, "--json", "foo.yaml", "--frob=1"],
+            "unrecognized arguments: --frob=1",
+        ),
         (["schema", "x"], "invalid choice: 'x'"),
     ],
     ids=str,
@@ -265,7 +311,10 @@ def test_settings_may_stand_before_and_behind_options(command: str, capsys: Capt
 
 
 def test_check_json(tmp_path: Path, capsys: Capture) -> None:
-    path = write(tmp_path / "x.yaml", "optimizer: {kind: sgd, lr: .nan}\nscheduler: {kind: one_cycle, max_lr: 1}\n")
+    path = write(
+        tmp_path / "x.yaml",
+        "optimizer: {kind: sgd, lr: .nan}\nscheduler: {kind: one_cycle, max_lr: 1}\n",
+    )
     assert call("check", path, "--json") == 2
     found: list[dict[str, Any]] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert [(item["kind"], item["key"], item["file"], item["line"]) for item in found] == [
@@ -274,7 +323,10 @@ def test_check_json(tmp_path: Path, capsys: Capture) -> None:
     ]
     assert found[0]["value"] == "nan"
     assert "value" not in found[1]
-    assert found[1]["text"] == f"{path}:2: scheduler.min_lr: the key is required here; add it [missing-key]"
+    assert (
+        found[1]["text"]
+        == f"{path}:2: scheduler.min_lr: the key is required here; add it [missing-key]"
+    )
     assert call("check", QUICKSTART, "--json") == 0
     assert json.loads(capsys.readouterr().out) == []
 
@@ -306,11 +358,17 @@ def test_what_cannot_run_ends_with_78(command: str, tmp_path: Path, capsys: Capt
     assert call(command, QUICKSTART, "run.world_size=3", "--num_gpus", "2") == 78
     out, err = capsys.readouterr()
     assert out == ""
-    assert [line.rpartition("[")[2] for line in err.splitlines()] == ["config-not-found]", "world-size-differs]"]
+    assert [line.rpartition("[")[2] for line in err.splitlines()] == [
+        "config-not-found]",
+        "world-size-differs]",
+    ]
 
 
 def test_a_schedule_without_an_end_is_told_with_its_place(tmp_path: Path, capsys: Capture) -> None:
-    path = write(tmp_path / "x.yaml", "data: {target: 'a:b'}\nscheduler: {kind: warmup_decay, warmup_steps: 2}\n")
+    path = write(
+        tmp_path / "x.yaml",
+        "data: {target: 'a:b'}\nscheduler: {kind: warmup_decay, warmup_steps: 2}\n",
+    )
     assert call("render", path) == 78
     assert capsys.readouterr().err.startswith(
         f"{path}:2: scheduler.total_steps: the schedule needs the number of steps"
@@ -326,7 +384,9 @@ def test_schema_is_the_committed_one(capsys: Capture) -> None:
 def test_a_target_that_is_nowhere_is_a_warning_everywhere(
     command: str, exit_code: int, tmp_path: Path, capsys: Capture
 ) -> None:
-    path = write(tmp_path / "x.yaml", "batch: {micro_size: 4}\ntask: {target: 'nowhere.at_all:loss'}\n")
+    path = write(
+        tmp_path / "x.yaml", "batch: {micro_size: 4}\ntask: {target: 'nowhere.at_all:loss'}\n"
+    )
     assert call(command, path) == exit_code
     out, err = capsys.readouterr()
     place = f"{path}:2:8" if command == "check" else f"{path}:2"
@@ -348,16 +408,23 @@ def test_file_names_may_be_any_bytes(without_torch: dict[str, str], tmp_path: Pa
     path = os.fsencode(tmp_path) + b"/\xff.yaml"
     Path(os.fsdecode(path)).write_text("run: {name: x}\n")
     done = subprocess.run(
-        [sys.executable, "-m", "framework", "check", path], env=without_torch, capture_output=True, timeout=60
+        [sys.executable, "-m", "framework", "check", path],
+        env=without_torch,
+        capture_output=True,
+        timeout=60,
     )
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"\\udcff.yaml: fine" in done.stdout
 
 
 def test_a_deepspeed_json_is_checked_without_the_models_of_a_run_config(tmp_path: Path) -> None:
-    """With pydantic they are half of what a start of `check` takes, also where names are misspelt."""
+    """With pydantic they are half of what a start of `check` takes, also where names are
+    misspelt.
+    """
     misspelt = tmp_path / "ds.json"
-    misspelt.write_text('{"optimizer": {"type": "Adamm"}, "scheduler": {"type": "WarmpLR"}, "zero_optimisation": {}}')
+    misspelt.write_text(
+        '{"optimizer": {"type": "Adamm"}, "scheduler": {"type": "WarmpLR"}, "zero_optimisation": {}}'
+    )
     code = (
         "import sys; from framework.cli import main; "
         "code = main(['check', *sys.argv[1:]]); "

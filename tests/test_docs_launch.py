@@ -13,7 +13,11 @@ def kinds(folder: Path) -> set[str]:
     found = set()
     for path in folder.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.keyword) and node.arg == "kind" and isinstance(node.value, ast.Constant):
+            if (
+                isinstance(node, ast.keyword)
+                and node.arg == "kind"
+                and isinstance(node.value, ast.Constant)
+            ):
                 found.add(str(node.value.value))
     return found - {
         "run-folder",
@@ -25,5 +29,7 @@ def kinds(folder: Path) -> set[str]:
 
 def test_every_kind_of_finding_is_described() -> None:
     page = (ROOT / "docs/launch.md").read_text(encoding="utf-8").partition("## Preflight")[2]
-    missing = {kind for kind in kinds(ROOT / "framework/launch/preflight") if f"`{kind}`" not in page}
+    missing = {
+        kind for kind in kinds(ROOT / "framework/launch/preflight") if f"`{kind}`" not in page
+    }
     assert not missing

@@ -1,5 +1,5 @@
-"""docs/pipeline.md is true: its model code trains as plain PyTorch does, its commands print what it says, its kinds
-exist.
+"""docs/pipeline.md is true: its model code trains as plain PyTorch does, its commands print what it
+says, its kinds exist.
 """
 
 from __future__ import annotations
@@ -65,19 +65,28 @@ def test_the_models_of_the_page_train_in_two_stages_as_in_plain_pytorch(
             assert found[NUM_STEPS] < found[1]
             continue
         losses, _, _ = plain_run(values, micro_size=4, num_steps=NUM_STEPS)
-        assert max(abs(found[step] - loss) for step, loss in enumerate(losses, start=1)) < 1e-5, name
+        assert max(abs(found[step] - loss) for step, loss in enumerate(losses, start=1)) < 1e-5, (
+            name
+        )
 
 
 def lines_for(*settings: str) -> list[str]:
     config, source = load_with_source(str(CONFIG), list(settings))
     parts = gather_parts(config, Objects())
-    plan = make_plan(config, Cluster(devices_per_host=2), num_train_samples=len(parts.splits.train), source=source)
+    plan = make_plan(
+        config,
+        Cluster(devices_per_host=2),
+        num_train_samples=len(parts.splits.train),
+        source=source,
+    )
     return list(cut_model(plan, parts).table.lines())
 
 
 def test_the_tables_of_stages_are_what_is_printed() -> None:
     rows = re.findall(
-        r"^\| `([a-z:|\\]+)`.*\| ([a-z0-9 .]+) \(([\d,]+)\), ([a-z0-9 .]+) \(([\d,]+)\) \|$", PAGE, re.MULTILINE
+        r"^\| `([a-z:|\\]+)`.*\| ([a-z0-9 .]+) \(([\d,]+)\), ([a-z0-9 .]+) \(([\d,]+)\) \|$",
+        PAGE,
+        re.MULTILINE,
     )
     assert [row[0] for row in rows] == ["parameters", "uniform", "type:linear\\|conv"]
     for partition, *reported in rows:
@@ -110,9 +119,12 @@ def test_every_kind_of_the_page_is_one_that_the_code_tells() -> None:
 
 
 def test_the_one_line_is_what_makes_the_quickstart_a_pipeline() -> None:
-    """The shipped config differs from the quickstart by that line and by the size of its micro-batches."""
+    """The shipped config differs from the quickstart by that line and by the size of its
+    micro-batches.
+    """
     quickstart, pipeline = (
-        yaml.safe_load((ROOT / "ds_configs" / f"{name}.yaml").read_text()) for name in ("quickstart", "lenet_pipeline")
+        yaml.safe_load((ROOT / "ds_configs" / f"{name}.yaml").read_text())
+        for name in ("quickstart", "lenet_pipeline")
     )
     added = re.findall(r"^\+(.*)$", block("diff"), re.MULTILINE)
     changes = yaml.safe_load("\n".join(added)) | {"batch": {"global_size": 120, "micro_size": 15}}

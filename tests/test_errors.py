@@ -89,7 +89,9 @@ def test_a_list_that_holds_itself_is_shown() -> None:
 
 
 @given(reason=st.text(), key=st.text(), file=st.text(), value=ANYTHING)
-def test_a_problem_is_one_line_and_json_whatever_it_holds(reason: str, key: str, file: str, value: Any) -> None:
+def test_a_problem_is_one_line_and_json_whatever_it_holds(
+    reason: str, key: str, file: str, value: Any
+) -> None:
     problem = Problem(kind="k", reason=reason, fix=reason, key=key, file=file, value=value)
     assert str(problem).isprintable()
     as_json = json.dumps(problem.to_dict(), allow_nan=False)
@@ -101,9 +103,25 @@ def test_a_value_that_was_left_out_is_not_in_the_json() -> None:
     assert Problem(kind="k", reason="r", value=None).to_dict()["value"] is None
 
 
-@given(value=st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False, allow_infinity=False))
+@given(
+    value=st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text()
+    | st.floats(allow_nan=False, allow_infinity=False)
+)
 def test_a_problem_comes_through_json_as_it_was(value: Any) -> None:
-    every = Problem("k", "r", fix="f", key="a.b", value=value, file="x.yaml", line=3, column=4, severity="warning")
+    every = Problem(
+        "k",
+        "r",
+        fix="f",
+        key="a.b",
+        value=value,
+        file="x.yaml",
+        line=3,
+        column=4,
+        severity="warning",
+    )
     for problem in (every, Problem("k", "r")):
         assert Problem.from_dict(json.loads(json.dumps(problem.to_dict()))) == problem
     with pytest.raises(TypeError):
@@ -136,7 +154,9 @@ def test_exit_codes_stay_as_published() -> None:
         "EXIT_NO_PROGRESS": 77,
         "EXIT_CONFIG": 78,
     }
-    assert [(error.__name__, error.exit_code) for error in errors.FrameworkError.__subclasses__()] == [
+    assert [
+        (error.__name__, error.exit_code) for error in errors.FrameworkError.__subclasses__()
+    ] == [
         ("UsageError", 64),
         ("ConfigError", 78),
         ("TrainingError", 70),
@@ -157,7 +177,11 @@ def test_a_config_error_prints_every_problem() -> None:
         ("comet.api_key", 12345, "comet.api_key = ***: "),
         ("args.hub_token", "hf_x", "args.hub_token = ***: "),
         ("db_password", ["hf_x"], "db_password = ***: "),
-        ("monitor_config", {"token": "hf_x", "on": True}, "monitor_config = {token: ***, on: true}: "),
+        (
+            "monitor_config",
+            {"token": "hf_x", "on": True},
+            "monitor_config = {token: ***, on: true}: ",
+        ),
         ("comet.api_key", "", 'comet.api_key = "": '),
         ("data.eos_token", "<eos>", "data.eos_token = <eos>: "),
     ],

@@ -1,4 +1,5 @@
-"""The Dockerfile. No test builds it: that takes a daemon and five gigabytes. These hold what can be held without.
+"""The Dockerfile. No test builds it: that takes a daemon and five gigabytes. These hold what can be
+held without.
 
 Executed here is the step that decides what is installed; the rest is read.
 """
@@ -26,7 +27,10 @@ def instructions() -> list[tuple[str, str]]:
     """Name and arguments, continued lines in one."""
     lines = [line for line in TEXT.splitlines() if not line.lstrip().startswith("#")]
     whole = re.sub(r"\\\n\s*", "", "\n".join(lines))
-    return [(name, rest) for name, _, rest in (line.partition(" ") for line in whole.splitlines() if line)]
+    return [
+        (name, rest)
+        for name, _, rest in (line.partition(" ") for line in whole.splitlines() if line)
+    ]
 
 
 def of(name: str) -> list[str]:
@@ -34,7 +38,16 @@ def of(name: str) -> list[str]:
 
 
 def test_every_instruction_is_one_of_docker() -> None:
-    assert {name for name, _ in instructions()} == {"ARG", "FROM", "RUN", "ENV", "WORKDIR", "COPY", "USER", "CMD"}
+    assert {name for name, _ in instructions()} == {
+        "ARG",
+        "FROM",
+        "RUN",
+        "ENV",
+        "WORKDIR",
+        "COPY",
+        "USER",
+        "CMD",
+    }
 
 
 def test_the_base_can_be_pinned_and_does_not_move() -> None:
@@ -42,7 +55,9 @@ def test_the_base_can_be_pinned_and_does_not_move() -> None:
     name, _, base = argument.partition("=")
     assert of("FROM") == [f"${{{name}}}"]
     assert what_is_wrong_with_image(base) == ""
-    assert all(not what_is_wrong_with_image(image) for image in re.findall(rf"{name}=(\S+?)[.]?\s", TEXT))
+    assert all(
+        not what_is_wrong_with_image(image) for image in re.findall(rf"{name}=(\S+?)[.]?\s", TEXT)
+    )
 
 
 def test_it_ends_as_a_numbered_user_who_is_not_root() -> None:
@@ -54,7 +69,9 @@ def test_it_ends_as_a_numbered_user_who_is_not_root() -> None:
     assert not {"RUN", "COPY"} & set(names[names.index("USER") :])
 
 
-@pytest.mark.parametrize(("users", "made"), [("root:x:0:0", True), ("root:x:0:0\nubuntu:x:1000:1000", False)])
+@pytest.mark.parametrize(
+    ("users", "made"), [("root:x:0:0", True), ("root:x:0:0\nubuntu:x:1000:1000", False)]
+)
 def test_a_base_may_have_the_user_already(users: str, made: bool, tmp_path: Path) -> None:
     """Ubuntu's images have one of this number, and `useradd` ends with 4 for a second one."""
     (step,) = (rest for rest in of("RUN") if "useradd" in rest)
@@ -68,7 +85,11 @@ def test_a_base_may_have_the_user_already(users: str, made: bool, tmp_path: Path
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     done = subprocess.run(
-        ["sh", "-c", step], cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, timeout=60, check=False
+        ["sh", "-c", step],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0
     assert (tmp_path / "made").exists() == made
@@ -84,7 +105,9 @@ def test_what_is_installed_is_what_was_tested() -> None:
     installs = [rest for rest in of("RUN") if "pip install" in rest]
     assert all("--constraint constraints.txt" in rest or "--no-deps" in rest for rest in installs)
     assert not re.search(r"https?://|--index-url|--extra-index-url|--trusted-host", TEXT)
-    packages = [part for rest in of("RUN") for part in rest.split("apt-get ") if part.startswith("install")]
+    packages = [
+        part for rest in of("RUN") for part in rest.split("apt-get ") if part.startswith("install")
+    ]
     assert packages
     assert all("--no-install-recommends" in part for part in packages)
 
@@ -94,7 +117,11 @@ def test_nothing_secret_gets_in() -> None:
     assert not of("ADD")
     copied = [word for rest in of("COPY") for word in rest.split()[:-1]]
     assert "." not in copied
-    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    kept = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
     assert {word.partition("/")[0] for word in copied} == kept
     assert (ROOT / ".dockerignore").read_text().splitlines()[1] == "*"
 
@@ -118,14 +145,16 @@ def first_layer(folder: Path) -> str:
 
 
 def programs(folder: Path) -> dict[str, str]:
-    """The environment of a fresh venv of Python 3.11, whose setuptools is an old one, and a pip that notes what it is
-    given.
+    """The environment of a fresh venv of Python 3.11, whose setuptools is an old one, and a pip
+    that notes what it is given.
     """
     old = folder / "site/setuptools-65.5.0.dist-info"
     old.mkdir(parents=True)
     (old / "METADATA").write_text("Metadata-Version: 2.1\nName: setuptools\nVersion: 65.5.0\n")
     pip = '#!/bin/sh\necho "$@" > noted\ncat requirements.txt >> noted\nexit "${PIP_CODE:-0}"\n'
-    python = f'#!/bin/sh\n[ -z "$NO_PYTHON" ] || exit 1\nexec {shlex.quote(sys.executable)} -S "$@"\n'
+    python = (
+        f'#!/bin/sh\n[ -z "$NO_PYTHON" ] || exit 1\nexec {shlex.quote(sys.executable)} -S "$@"\n'
+    )
     (folder / "bin").mkdir()
     for name, text in (("pip", pip), ("python", python)):
         (folder / "bin" / name).write_text(text)
@@ -133,12 +162,18 @@ def programs(folder: Path) -> dict[str, str]:
     return {"PATH": f"{folder}/bin:/usr/bin:/bin", "PYTHONPATH": str(folder / "site")}
 
 
-@pytest.mark.parametrize(("broken", "code"), [({}, 0), ({"PIP_CODE": "3"}, 3), ({"NO_PYTHON": "1"}, 1)], ids=str)
-def test_the_step_that_installs_takes_everything_or_fails(broken: dict[str, str], code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("broken", "code"), [({}, 0), ({"PIP_CODE": "3"}, 3), ({"NO_PYTHON": "1"}, 1)], ids=str
+)
+def test_the_step_that_installs_takes_everything_or_fails(
+    broken: dict[str, str], code: int, tmp_path: Path
+) -> None:
     """As docker runs it: by /bin/sh, where a pipe would hide the failure of what is before it."""
     layer = tmp_path / "layer"
     step = first_layer(layer)
-    done = subprocess.run(["sh", "-c", step], cwd=layer, env=programs(tmp_path) | broken, timeout=60, check=False)
+    done = subprocess.run(
+        ["sh", "-c", step], cwd=layer, env=programs(tmp_path) | broken, timeout=60, check=False
+    )
     assert done.returncode == code
     if "NO_PYTHON" not in broken:
         words, *wanted = (layer / "noted").read_text().splitlines()

@@ -1,8 +1,8 @@
-"""The house: imports run one way, the light half never touches torch, and deepspeed is imported by the engine and its
-files alone.
+"""The house: imports run one way, the light half never touches torch, and deepspeed is imported by
+the engine and its files alone.
 
-The walk reads the source, so an import inside a function counts as well; what stands under `if TYPE_CHECKING:` does
-not.
+The walk reads the source, so an import inside a function counts as well; what stands under `if
+TYPE_CHECKING:` does not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import pytest
 from framework import cli
 from tests.places import ROOT
 
-# Part -> the parts that it may import beside itself. A part is a room of framework/, or a half of one (`HALVES`).
+# Part -> the parts that it may import beside itself. A part is a room of framework/, or a half of
+# one (`HALVES`).
 MAY_IMPORT: dict[str, set[str]] = {
     "system": set(),  # errors.py is of this floor: it prints, and what stands in system/ raises
     "text": {"system"},
@@ -34,12 +35,40 @@ MAY_IMPORT: dict[str, set[str]] = {
     "load_run": {"system", "config", "plan", "checkpoint", "dslint"},
     "hosts": {"system", "plan"},
     "node checks": {"system", "config", "plan", "checkpoint", "hosts"},
-    "launch": {"load_run", "system", "config", "plan", "checkpoint", "dslint", "hosts", "node checks"},
+    "launch": {
+        "load_run",
+        "system",
+        "config",
+        "plan",
+        "checkpoint",
+        "dslint",
+        "hosts",
+        "node checks",
+    },
     "doctor": {"load_run", "system", "config", "plan", "launch", "hosts", "node checks"},
     "deploy": {"load_run", "system", "text", "config", "plan", "launch", "hosts"},
     "report": {"system", "text", "config", "plan", "checkpoint", "engine protocol", "train"},
-    "commands": {"load_run", "system", "text", "config", "plan", "checkpoint", "train", "dslint", "report"},
-    "bench command": {"load_run", "system", "text", "plan", "launch", "hosts", "commands", "report"},
+    "commands": {
+        "load_run",
+        "system",
+        "text",
+        "config",
+        "plan",
+        "checkpoint",
+        "train",
+        "dslint",
+        "report",
+    },
+    "bench command": {
+        "load_run",
+        "system",
+        "text",
+        "plan",
+        "launch",
+        "hosts",
+        "commands",
+        "report",
+    },
     "doctor command": {"system", "config", "plan", "launch", "hosts", "node checks", "doctor"},
     # ------------------------------------------------ torch line
     "models": {"system", "text", "config"},
@@ -125,7 +154,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"system", "cli"},
     "__init__": set(),  # its names are imported on first use
 }
-# Modules of a room that another part may import without the rest of it, and rooms that are two parts.
+# Modules of a room that another part may import without the rest of it, and rooms that are two
+# parts.
 HALVES = {
     "errors": "system",
     "own_loop": "run",
@@ -174,7 +204,8 @@ LIGHT = (
     "__init__",
 )
 HEAVY = {"torch", "torchvision", "deepspeed", "numpy", "sklearn", "PIL"}
-# What a laptop has after `pip install -e .`; the rest of train's needs is imported where it is used.
+# What a laptop has after `pip install -e .`; the rest of train's needs is imported where it is
+# used.
 BASE_INSTALL = {"pydantic", "pydantic_core", "yaml", "rich"}
 OF_THE_TRAIN_EXTRA = {
     "train": {"tensorboard"},
@@ -186,7 +217,9 @@ OF_THE_TRAIN_EXTRA = {
 
 
 def part_of(module: str) -> str:
-    """Name the part that holds a module: ``framework.config.load`` -> ``config``; ``framework`` -> ``__init__``."""
+    """Name the part that holds a module: ``framework.config.load`` -> ``config``; ``framework`` ->
+    ``__init__``.
+    """
     _, *path = [name for name in module.split(".") if name != "__init__"]
     for depth in range(len(path), 0, -1):
         if half := HALVES.get(".".join(path[:depth])):
@@ -214,7 +247,11 @@ def _imports(node: ast.AST) -> Iterator[str]:
         assert node.module
         yield node.module
         yield from (f"{node.module}.{alias.name}" for alias in node.names)
-    elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+    elif (
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+    ):
         for child in node.orelse:
             yield from _imports(child)
     else:
@@ -229,14 +266,22 @@ def test_every_part_has_its_place_in_the_house() -> None:
 @pytest.mark.parametrize("name", modules())
 def test_imports_run_one_way(name: str) -> None:
     part = part_of(name)
-    others = {part_of(found) for found in imports_of(modules()[name]) if found.split(".")[0] == "framework"}
+    others = {
+        part_of(found)
+        for found in imports_of(modules()[name])
+        if found.split(".")[0] == "framework"
+    }
     wrong = others - MAY_IMPORT[part] - {part, "__init__"}
     assert not wrong, f"{name} ({part}) must not import {sorted(wrong)}"
 
 
 @pytest.mark.parametrize("name", [name for name in modules() if part_of(name) in LIGHT])
 def test_the_light_half_imports_what_a_laptop_has(name: str) -> None:
-    outside = {found.split(".")[0] for found in imports_of(modules()[name])} - {"framework"} - sys.stdlib_module_names
+    outside = (
+        {found.split(".")[0] for found in imports_of(modules()[name])}
+        - {"framework"}
+        - sys.stdlib_module_names
+    )
     assert not outside & HEAVY, f"{name} stands above the torch line"
     allowed = BASE_INSTALL | OF_THE_TRAIN_EXTRA.get(part_of(name), set())
     assert outside <= allowed, f"{name} imports {sorted(outside - allowed)}"
@@ -246,7 +291,11 @@ def test_commands_beyond_the_torch_line_are_there() -> None:
     """The walk does not see what `cli` imports by name."""
     for name in cli._BELOW_THE_LINE.values():
         assert part_of(name) not in LIGHT
-        names = {node.name for node in ast.parse(modules()[name].read_text()).body if isinstance(node, ast.FunctionDef)}
+        names = {
+            node.name
+            for node in ast.parse(modules()[name].read_text()).body
+            if isinstance(node, ast.FunctionDef)
+        }
         assert "main" in names, name
 
 
@@ -259,7 +308,8 @@ def test_deepspeed_is_imported_below_the_engine_alone(name: str) -> None:
 def test_nothing_imports_itself_in_a_circle() -> None:
     names = modules()
     edges = {
-        name: {found for found in imports_of(path) if found in names and found != name} for name, path in names.items()
+        name: {found for found in imports_of(path) if found in names and found != name}
+        for name, path in names.items()
     }
     done: set[str] = set()
 
@@ -286,11 +336,17 @@ def test_the_order_itself_has_no_circle() -> None:
 
 
 def test_programs_in_shell_scripts_import_what_is_there() -> None:
-    """What `launch.sh` and the image run stands in no module that a checker reads; where it fails a start goes on."""
+    """What `launch.sh` and the image run stands in no module that a checker reads; where it fails a
+    start goes on.
+    """
     found = [
         (file, *match.groups())
         for file in ("launch.sh", "Dockerfile")
-        for match in re.finditer(r"from (framework[\w.]*) import (\w+)", (ROOT / file).read_text(encoding="utf-8"))
+        for match in re.finditer(
+            r"from (framework[\w.]*) import (\w+)", (ROOT / file).read_text(encoding="utf-8")
+        )
     ]
     assert len([file for file, *_ in found if file == "launch.sh"]) >= 4
-    assert [place for place in found if not hasattr(importlib.import_module(place[1]), place[2])] == []
+    assert [
+        place for place in found if not hasattr(importlib.import_module(place[1]), place[2])
+    ] == []

@@ -1,4 +1,6 @@
-"""One name of the project everywhere: the former one belongs to somebody else on the package index."""
+"""One name of the project everywhere: the former one belongs to somebody else on the package
+index.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,17 @@ from functools import cache
 
 from tests.places import ROOT
 
-_FOLDERS = (".ci", "benchmarks", "deploy", "docs", "ds_configs", "framework", "hostfiles", "tests", "tools")
+_FOLDERS = (
+    ".ci",
+    "benchmarks",
+    "deploy",
+    "docs",
+    "ds_configs",
+    "framework",
+    "hostfiles",
+    "tests",
+    "tools",
+)
 FORMER = "ds" + "framework"
 # Marks in files that were written under the former name, which stay readable, and what tests that.
 READ_STILL = {
@@ -24,11 +36,17 @@ READ_STILL = {
 @cache
 def texts() -> dict[str, str]:
     """Every text of the project but the changelog, whose entries stay as they were written."""
-    files = [file for folder in _FOLDERS for file in (ROOT / folder).rglob("*")] + list(ROOT.iterdir())
-    found = (
-        file for file in files if file.is_file() and "__pycache__" not in file.parts and file.name != "CHANGELOG.md"
+    files = [file for folder in _FOLDERS for file in (ROOT / folder).rglob("*")] + list(
+        ROOT.iterdir()
     )
-    return {str(file.relative_to(ROOT)): file.read_bytes().decode("utf-8", "replace") for file in found}
+    found = (
+        file
+        for file in files
+        if file.is_file() and "__pycache__" not in file.parts and file.name != "CHANGELOG.md"
+    )
+    return {
+        str(file.relative_to(ROOT)): file.read_bytes().decode("utf-8", "replace") for file in found
+    }
 
 
 def test_the_former_name_is_read_in_old_files_and_written_nowhere() -> None:
@@ -37,6 +55,8 @@ def test_the_former_name_is_read_in_old_files_and_written_nowhere() -> None:
 
 def test_what_is_installed_is_this_checkout() -> None:
     """By its path: by name, pip would fetch what somebody else has published."""
-    by_name = re.compile(r"pip install .*?(?<![./\w-])(dsf[-_]trainer|dsf\b|framework\b|(?<=[ '\"])[a-z][\w-]*\[)")
+    by_name = re.compile(
+        r"pip install .*?(?<![./\w-])(dsf[-_]trainer|dsf\b|framework\b|(?<=[ '\"])[a-z][\w-]*\[)"
+    )
     found = [(name, match[0]) for name, text in texts().items() for match in by_name.finditer(text)]
     assert [each for each in found if each[0] != "tests/test_name.py"] == []

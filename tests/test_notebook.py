@@ -1,4 +1,6 @@
-"""`fit` in a notebook: a real kernel, several runs in it, errors as one line, and a Stop button that saves."""
+"""`fit` in a notebook: a real kernel, several runs in it, errors as one line, and a Stop button
+that saves.
+"""
 
 from __future__ import annotations
 
@@ -66,10 +68,17 @@ print("own", loss == result.metrics["train/loss"])
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """All that each cell has shown."""
     folder: Path = tmp_path_factory.mktemp("notebook")
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS.values()])
-    client = nbclient.NotebookClient(book, timeout=300, allow_errors=True, resources={"metadata": {"path": folder}})
+    book = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS.values()]
+    )
+    client = nbclient.NotebookClient(
+        book, timeout=300, allow_errors=True, resources={"metadata": {"path": folder}}
+    )
     client.execute(env=job_environment())
-    return {name: "".join(map(shown, cell.outputs)) for name, cell in zip(CELLS, book.cells, strict=True)}
+    return {
+        name: "".join(map(shown, cell.outputs))
+        for name, cell in zip(CELLS, book.cells, strict=True)
+    }
 
 
 def shown(output: Any) -> str:
@@ -78,8 +87,12 @@ def shown(output: Any) -> str:
     return str(output.get("text", output.get("data", {}).get("text/plain", "")))
 
 
-def test_runs_follow_each_other_in_one_kernel_and_their_progress_is_lines(said: dict[str, str]) -> None:
-    assert re.search(r"^step 10/20  epoch 0\.\d\d  loss \S+", said["first"], re.MULTILINE), said["first"]
+def test_runs_follow_each_other_in_one_kernel_and_their_progress_is_lines(
+    said: dict[str, str],
+) -> None:
+    assert re.search(r"^step 10/20  epoch 0\.\d\d  loss \S+", said["first"], re.MULTILINE), said[
+        "first"
+    ]
     assert "first: finished after 20 steps" in said["first"]
     assert "\x1b" not in said["first"], "no escape codes"
     assert "same True" in said["again"]
@@ -98,6 +111,8 @@ def test_errors_are_one_line_and_the_kernel_lives(said: dict[str, str]) -> None:
 
 
 def test_the_stop_button_saves_and_the_run_goes_on(said: dict[str, str]) -> None:
-    found = re.search(r"ERROR\nRunStopped: SIGINT: stopped after step (\d+) of 5000; .*complete", said["stopped"])
+    found = re.search(
+        r"ERROR\nRunStopped: SIGINT: stopped after step (\d+) of 5000; .*complete", said["stopped"]
+    )
     assert found, said["stopped"]
     assert f"went on from {found[1]}" in said["alive"]

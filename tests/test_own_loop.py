@@ -1,5 +1,5 @@
-"""Loops of one's own over our engine, on two ranks: the recipes' losses are plain PyTorch's, whole steps are those of
-`fit`.
+"""Loops of one's own over our engine, on two ranks: the recipes' losses are plain PyTorch's, whole
+steps are those of `fit`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def seeded(make: Any) -> torch.nn.Module:
     return model
 
 
-def stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer, losses: list[torch.Tensor]) -> list[float]:
+def stepped(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, losses: list[torch.Tensor]
+) -> list[float]:
     """One step on the mean of the ranks' losses, clipped as a run is by default."""
     optimizer.zero_grad()
     torch.stack(losses).mean().backward()
@@ -68,7 +70,9 @@ def plain_gan() -> list[tuple[float, float]]:
     ones, zeros, losses = torch.ones(BATCH, 1), torch.zeros(BATCH, 1), []
     for step in range(STEPS):
         pairs = [(real, g(torch.randn(BATCH, 16, generator=draw))) for real, draw in drawn(step)]
-        d_losses = stepped(d, of_d, [bce(d(real), ones) + bce(d(fake.detach()), zeros) for real, fake in pairs])
+        d_losses = stepped(
+            d, of_d, [bce(d(real), ones) + bce(d(fake.detach()), zeros) for real, fake in pairs]
+        )
         g_losses = stepped(g, of_g, [bce(d(fake), ones) for _, fake in pairs])
         losses.append((d_losses[0], g_losses[0]))
     return losses
@@ -82,7 +86,9 @@ def plain_penalty() -> tuple[list[float], torch.nn.Module]:
         own = []
         for real, draw in drawn(step):
             fake, mix = torch.rand(BATCH, 64, generator=draw), torch.rand(BATCH, 1, generator=draw)
-            own.append(model(fake).mean() - model(real).mean() + 10.0 * it.penalty(model, real, fake, mix))
+            own.append(
+                model(fake).mean() - model(real).mean() + 10.0 * it.penalty(model, real, fake, mix)
+            )
         losses.append(stepped(model, optimizer, own)[0])
     return losses, model
 
@@ -96,13 +102,17 @@ def loops(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 @pytest.mark.slow
 class TestOnTwoRanks:
-    def test_a_gan_has_the_losses_of_plain_pytorch(self, loops: tuple[Path, dict[str, Any]]) -> None:
+    def test_a_gan_has_the_losses_of_plain_pytorch(
+        self, loops: tuple[Path, dict[str, Any]]
+    ) -> None:
         for stage in (0, 1):
             for found, plain in zip(loops[1][f"gan{stage}"], plain_gan(), strict=True):
                 assert found == pytest.approx(plain, rel=1e-5)
         assert loops[1]["halves"] == loops[1]["gan1"][2:], "both go on where they were saved"
 
-    def test_a_gradient_penalty_has_the_losses_of_plain_pytorch(self, loops: tuple[Path, dict[str, Any]]) -> None:
+    def test_a_gradient_penalty_has_the_losses_of_plain_pytorch(
+        self, loops: tuple[Path, dict[str, Any]]
+    ) -> None:
         folder, found = loops
         losses, model = plain_penalty()
         for stage in (1, 2):
@@ -114,21 +124,37 @@ class TestOnTwoRanks:
             assert torch.allclose(loaded.state_dict()[name], weight, atol=1e-6)
         assert export([str(folder / "penalty1/critic"), str(folder / "exported")]) == 0
 
-    def test_whole_steps_are_those_of_fit_and_parts_of_them_too(self, loops: tuple[Path, dict[str, Any]]) -> None:
+    def test_whole_steps_are_those_of_fit_and_parts_of_them_too(
+        self, loops: tuple[Path, dict[str, Any]]
+    ) -> None:
         folder, found = loops
         for stage in (0, 2, 3):
-            assert found[f"own{stage}"] == list(series(folder / f"runs/fit{stage}", "train/loss").values())
+            assert found[f"own{stage}"] == list(
+                series(folder / f"runs/fit{stage}", "train/loss").values()
+            )
             for name in ("own", "apart"):
                 loss = read_metrics(folder / f"runs/{name}{stage}")[-1]["eval/loss"]
                 assert loss == pytest.approx(found[f"fit{stage}"], rel=1e-6)
             assert (folder / f"runs/apart{stage}/checkpoints/global_step6/manifest.json").is_file()
 
-    def test_a_signal_to_one_rank_stops_and_saves_and_the_run_goes_on(self, loops: tuple[Path, dict[str, Any]]) -> None:
+    def test_a_signal_to_one_rank_stops_and_saves_and_the_run_goes_on(
+        self, loops: tuple[Path, dict[str, Any]]
+    ) -> None:
         folder, found = loops
-        (step,) = re.findall(r"^SIGTERM: stopped after step (\d+) of 500; .* \[stopped\]$", found["stopped"])
-        events = [json.loads(line) for line in (folder / "runs/stopped/events.jsonl").read_text().splitlines()]
+        (step,) = re.findall(
+            r"^SIGTERM: stopped after step (\d+) of 500; .* \[stopped\]$", found["stopped"]
+        )
+        events = [
+            json.loads(line)
+            for line in (folder / "runs/stopped/events.jsonl").read_text().splitlines()
+        ]
         kinds = [(event["kind"], event["step"]) for event in events]
-        assert kinds[:4] == [("start", 0), ("save", int(step)), ("stop", int(step)), ("end", int(step))]
+        assert kinds[:4] == [
+            ("start", 0),
+            ("save", int(step)),
+            ("stop", int(step)),
+            ("end", int(step)),
+        ]
         assert found["rest"] == 40 - int(step)
         assert found["slow"].keys() == {"eval/loss", "eval/accuracy"}, "no hang"
         often = series(folder / "runs/often", "eval/loss")
@@ -138,7 +164,9 @@ class TestOnTwoRanks:
 
 @pytest.mark.slow
 class TestKeysOfTheConfig:
-    def test_a_killed_loop_goes_on_from_the_step_that_every_steps_saved(self, tmp_path: Path) -> None:
+    def test_a_killed_loop_goes_on_from_the_step_that_every_steps_saved(
+        self, tmp_path: Path
+    ) -> None:
         script, warm = ROOT / "tests/jobs/own_loop_saves.py", session_ranks()
 
         def run(*arguments: str) -> tuple[list[int], str]:
@@ -152,14 +180,22 @@ class TestKeysOfTheConfig:
             assert codes == [-9]
             assert "checkpoints  every 4 steps, at the end" in stated
             assert run(f"killed{asks}", "10", "-1", asks)[0] == [0]
-            losses = [series(tmp_path / f"runs/{name}{asks}", "train/loss") for name in ("whole", "killed")]
+            losses = [
+                series(tmp_path / f"runs/{name}{asks}", "train/loss")
+                for name in ("whole", "killed")
+            ]
             assert losses[0] == losses[1]
-            saved = {folder.name for folder in (tmp_path / f"runs/whole{asks}/checkpoints").glob("global_step*")}
+            saved = {
+                folder.name
+                for folder in (tmp_path / f"runs/whole{asks}/checkpoints").glob("global_step*")
+            }
             assert saved == {"global_step4", "global_step8", "global_step10"}
 
 
 class TestRefusals:
-    def test_what_the_loop_of_fit_does(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_what_the_loop_of_fit_does(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         monkeypatch.chdir(tmp_path)
         steps = {"training": {"max_steps": 2}}
         for key, config in {
@@ -178,7 +214,9 @@ class TestRefusals:
                 pass
         with (
             pytest.raises(ConfigError, match=r"^callbacks: .*\[not-in-own-loop\]$"),
-            framework.open_engine(steps, model=partial(torch.nn.Linear, 2, 2), callbacks=[object()]),
+            framework.open_engine(
+                steps, model=partial(torch.nn.Linear, 2, 2), callbacks=[object()]
+            ),
         ):
             pass
         assert list(tmp_path.iterdir()) == []
@@ -190,7 +228,9 @@ class TestRefusals:
         for line, config in {
             "training.max_steps: without train_data nothing says how long the run is; set it": {},
             "parallel.pipe: its steps are more than": {"parallel": {"pipe": 2}},
-            "parallel.tensor: its steps are more than the passes of each": {"parallel": {"tensor": 2}},
+            "parallel.tensor: its steps are more than the passes of each": {
+                "parallel": {"tensor": 2}
+            },
         }.items():
             with (
                 pytest.raises(ConfigError, match=re.escape(line)),

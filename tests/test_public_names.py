@@ -1,4 +1,6 @@
-"""The names that users import are few and frozen: adding one is a decision, removing one breaks somebody."""
+"""The names that users import are few and frozen: adding one is a decision, removing one breaks
+somebody.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What `./launch.sh` trains, to its end and as the first tutorial shows it: LeNet on digits, on two processors."""
+"""What `./launch.sh` trains, to its end and as the first tutorial shows it: LeNet on digits, on two
+processors.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,12 @@ def test_the_tutorial_shows_what_is_printed() -> None:
 
 @pytest.mark.slow
 def test_the_quickstart_trains_to_its_end(tmp_path: Path) -> None:
-    """`run.backend` is what it would be anyway; given by name it goes another way through the code."""
-    environment = job_environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin", DSF_DOOR="./launch.sh")
+    """`run.backend` is what it would be anyway; given by name it goes another way through the
+    code.
+    """
+    environment = job_environment(
+        PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin", DSF_DOOR="./launch.sh"
+    )
     environment.pop("DSF_SHELL_PATH", None)
     command = [
         sys.executable,
@@ -63,22 +69,34 @@ def test_the_quickstart_trains_to_its_end(tmp_path: Path) -> None:
         "run.backend=gloo",
     ]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     check_summary(done.stdout[done.stdout.index("quickstart: finished") :])
     run = tmp_path / "runs" / "quickstart"
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert rows[-1]["time"] - rows[0]["time"] < LONGEST_SECONDS
     names = {name for row in rows for name in row} - {"step", "epoch", "time"}
     assert {name for name in names if not name.startswith("eval/")} <= set(LOGGED)
     report = (run / "report.html").read_text(encoding="utf-8")
     assert "Finished after 220 steps." in report
-    assert {'id="chart-loss"', 'id="chart-evaluation-0"', 'id="chart-step-parts"', 'id="chart-goodput"'} <= set(
-        re.findall(r'id="chart-[\w-]+"', report)
-    )
+    assert {
+        'id="chart-loss"',
+        'id="chart-evaluation-0"',
+        'id="chart-step-parts"',
+        'id="chart-goodput"',
+    } <= set(re.findall(r'id="chart-[\w-]+"', report))
     for rank in (0, 1):
-        assert "dsf-trainer: step 220/220  epoch 20.00  loss 0." in (run / f"logs/rank{rank}.log").read_text(
-            encoding="utf-8"
-        )
+        assert "dsf-trainer: step 220/220  epoch 20.00  loss 0." in (
+            run / f"logs/rank{rank}.log"
+        ).read_text(encoding="utf-8")

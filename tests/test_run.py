@@ -25,8 +25,8 @@ class LookedError(Exception):
 def test_whatever_fails_on_rank0_is_an_answer_for_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They wait for one. It travels between processes, and is one line; the place in the code is told where it
-    happened.
+    """They wait for one. It travels between processes, and is one line; the place in the code is
+    told where it happened.
     """
 
     class OwnError(Exception):  # of a class that other processes cannot read
@@ -45,7 +45,9 @@ def test_whatever_fails_on_rank0_is_an_answer_for_the_others(
     assert start_point.on_rank0(fail) is None
 
 
-def test_no_other_run_may_end_between_the_look_and_the_taking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_other_run_may_end_between_the_look_and_the_taking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its last save would be lost, or its folder renamed as one that holds no checkpoint."""
     earlier = RunFolder(tmp_path)
     earlier.open(fresh=True)
@@ -64,11 +66,15 @@ def test_no_other_run_may_end_between_the_look_and_the_taking(tmp_path: Path, mo
 
 
 def plan(**scheduler: Any) -> Plan:
-    return make_plan(config_from_values({"training": {"max_steps": 30}, "scheduler": scheduler}), Cluster())
+    return make_plan(
+        config_from_values({"training": {"max_steps": 30}, "scheduler": scheduler}), Cluster()
+    )
 
 
 def start(total_steps: int) -> SavedCheckpoint:
-    return SavedCheckpoint(Path("runs/x/checkpoints"), "global_step10", {"step": 10, "total_steps": total_steps})
+    return SavedCheckpoint(
+        Path("runs/x/checkpoints"), "global_step10", {"step": 10, "total_steps": total_steps}
+    )
 
 
 @pytest.mark.parametrize("kind", ["cosine", "warmup_decay", "warmup_cosine"])

@@ -1,4 +1,6 @@
-"""How train.py ends on ranks that say nothing, and where something of the installation is missing."""
+"""How train.py ends on ranks that say nothing, and where something of the installation is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from pathlib import Path
 from tests.places import ROOT
 
 WITHOUT = (
-    "import sys; sys.modules[sys.argv.pop(1)] = None; from framework.script import exit_code; sys.exit(exit_code())"
+    "import sys; sys.modules[sys.argv.pop(1)] = None; "
+    "from framework.script import exit_code; sys.exit(exit_code())"
 )
 
 

@@ -1,7 +1,7 @@
 """launch.sh, .ci/run, pyproject.toml and constraints.txt.
 
-launch.sh runs here in a copy of the repository's few files that it reads, with stand-ins for Python and uv that write
-down how they were called; nothing is downloaded.
+launch.sh runs here in a copy of the repository's few files that it reads, with stand-ins for Python
+and uv that write down how they were called; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -22,9 +22,24 @@ from framework.launch.environment import requirements
 from tests.places import ROOT
 
 SCRIPTS = ["launch.sh", ".ci/run"]
-TOOLS = ["bash", "cat", "chmod", "cp", "dirname", "env", "id", "mkdir", "mktemp", "readlink", "rm", "tail", "tee"]
+TOOLS = [
+    "bash",
+    "cat",
+    "chmod",
+    "cp",
+    "dirname",
+    "env",
+    "id",
+    "mkdir",
+    "mktemp",
+    "readlink",
+    "rm",
+    "tail",
+    "tee",
+]
 
-# Stands for any Python: real for -c and for our helper, a note in $CALLS for everything that would act.
+# Stands for any Python: real for -c and for our helper, a note in $CALLS for everything that would
+# act.
 _PYTHON = f"""#!/usr/bin/env bash
 case "$*" in
     "-c import sys; sys.exit(sys.version_info < (3, 10))") exit "${{STUB_TOO_OLD:-0}}" ;;
@@ -62,16 +77,29 @@ class Machine:
     """A bare machine with a checkout."""
 
     def __init__(self, folder: Path) -> None:
-        self.checkout, self.bin, self.calls_file = folder / "check out", folder / "bin", folder / "calls"
+        self.checkout, self.bin, self.calls_file = (
+            folder / "check out",
+            folder / "bin",
+            folder / "calls",
+        )
         self.elsewhere = folder / "elsewhere"
-        for file in [*SCRIPTS, "pyproject.toml", "constraints.txt", "framework/launch/environment.py"]:
+        for file in [
+            *SCRIPTS,
+            "pyproject.toml",
+            "constraints.txt",
+            "framework/launch/environment.py",
+        ]:
             (self.checkout / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, self.checkout / file)
         self.bin.mkdir()
         self.elsewhere.mkdir()
         for tool in TOOLS:
             (self.bin / tool).symlink_to(shutil.which(tool) or tool)
-        self.environment = {"PATH": str(self.bin), "CALLS": str(self.calls_file), "TMPDIR": str(folder)}
+        self.environment = {
+            "PATH": str(self.bin),
+            "CALLS": str(self.calls_file),
+            "TMPDIR": str(folder),
+        }
 
     def program(self, name: str, text: str) -> Path:
         path = self.bin / name
@@ -123,7 +151,9 @@ def test_shellcheck_has_nothing_to_say() -> None:
     program = shutil.which("shellcheck") or Path(sys.executable).with_name("shellcheck")
     if not Path(program).exists():
         pytest.skip("shellcheck is not installed: pip install -e '.[dev]'")
-    done = subprocess.run([program, *SCRIPTS], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [program, *SCRIPTS], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.stdout == ""
 
 
@@ -136,7 +166,8 @@ def test_help_needs_no_environment(machine: Machine, word: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["nonsense"], ["--num_gpus", "2"], ["train"], ["setup", "now"], ["setup", "text", "3"]]
+    "words",
+    [["nonsense"], ["--num_gpus", "2"], ["train"], ["setup", "now"], ["setup", "text", "3"]],
 )
 def test_a_wrong_command_line_ends_with_64_and_one_line(machine: Machine, words: list[str]) -> None:
     done = machine.run(*words)
@@ -148,7 +179,9 @@ def test_a_wrong_command_line_ends_with_64_and_one_line(machine: Machine, words:
 # ----------------------------------------------------------------------------------------- an active environment
 
 
-@pytest.mark.parametrize(("variable", "kind"), [("VIRTUAL_ENV", "virtualenv"), ("CONDA_PREFIX", "conda environment")])
+@pytest.mark.parametrize(
+    ("variable", "kind"), [("VIRTUAL_ENV", "virtualenv"), ("CONDA_PREFIX", "conda environment")]
+)
 def test_an_active_environment_with_torch_is_used_as_it_is(
     machine: Machine, torch_environment: str, variable: str, kind: str
 ) -> None:
@@ -160,7 +193,9 @@ def test_an_active_environment_with_torch_is_used_as_it_is(
 
 
 def test_only_what_is_missing_is_installed_there(machine: Machine, torch_environment: str) -> None:
-    done = machine.run("setup", VIRTUAL_ENV=torch_environment, STUB_MISSING="rich>=13\ntensorboard>=2.19\n")
+    done = machine.run(
+        "setup", VIRTUAL_ENV=torch_environment, STUB_MISSING="rich>=13\ntensorboard>=2.19\n"
+    )
     assert done.returncode == 0
     assert "installing what is missing: rich>=13 tensorboard>=2.19" in done.stderr
     calls = machine.calls().splitlines()
@@ -180,7 +215,15 @@ def test_an_active_environment_without_torch_is_left_alone(machine: Machine) -> 
 
 
 def test_arguments_pass_through_exactly(machine: Machine, torch_environment: str) -> None:
-    words = ["my run.yaml", "data.args={root: '*'}", 'run.name="a b"', "", "$HOME", "--num_gpus", "2"]
+    words = [
+        "my run.yaml",
+        "data.args={root: '*'}",
+        'run.name="a b"',
+        "",
+        "$HOME",
+        "--num_gpus",
+        "2",
+    ]
     done = machine.run("train", *words, VIRTUAL_ENV=torch_environment, STUB_CODE="75")
     assert done.returncode == 75
     assert machine.calls().splitlines() == [
@@ -200,13 +243,18 @@ def test_without_a_command_the_quickstart_is_trained(
     machine: Machine, torch_environment: str, settings: list[str]
 ) -> None:
     machine.run(*settings, cwd=machine.checkout, CONDA_PREFIX=torch_environment)
-    words = "".join(f"word: {word}\n" for word in ("launch", "ds_configs/quickstart.yaml", "--fit_batch", *settings))
+    words = "".join(
+        f"word: {word}\n"
+        for word in ("launch", "ds_configs/quickstart.yaml", "--fit_batch", *settings)
+    )
     calls = machine.calls()
     assert calls.startswith(f"call: python -m framework\n{words}cwd: {machine.checkout}\n")
     assert "door: ./launch.sh\n" in calls
 
 
-def test_from_elsewhere_the_quickstart_has_whole_paths(machine: Machine, torch_environment: str) -> None:
+def test_from_elsewhere_the_quickstart_has_whole_paths(
+    machine: Machine, torch_environment: str
+) -> None:
     """What the run prints at its end are commands for the folder that it was started in."""
     machine.run("optimizer.lr=0.1", CONDA_PREFIX=torch_environment)
     assert machine.calls().startswith(
@@ -217,22 +265,32 @@ def test_from_elsewhere_the_quickstart_has_whole_paths(machine: Machine, torch_e
 
 
 def commands_of_the_command_line() -> list[str]:
-    (commands,) = (action.choices for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
+    (commands,) = (
+        action.choices
+        for action in _parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
     return list(commands)
 
 
 @pytest.mark.parametrize("command", commands_of_the_command_line())
-def test_every_command_goes_through_the_door(machine: Machine, torch_environment: str, command: str) -> None:
+def test_every_command_goes_through_the_door(
+    machine: Machine, torch_environment: str, command: str
+) -> None:
     done = machine.run(command, "--json", "a=b c", VIRTUAL_ENV=torch_environment, STUB_CODE="2")
     assert (done.returncode, done.stdout) == (2, "")
-    assert machine.calls().startswith(f"call: python -m framework\nword: {command}\nword: --json\nword: a=b c\n")
+    assert machine.calls().startswith(
+        f"call: python -m framework\nword: {command}\nword: --json\nword: a=b c\n"
+    )
     assert command in machine.run("help").stdout
 
 
 def test_test_runs_pytest_in_the_root(machine: Machine, torch_environment: str) -> None:
     link = machine.elsewhere / "link"
     link.symlink_to(os.path.relpath(machine.checkout / "launch.sh", machine.elsewhere))
-    done = machine.run("test", "-k", "a or b", script=link, VIRTUAL_ENV=torch_environment, STUB_CODE="1")
+    done = machine.run(
+        "test", "-k", "a or b", script=link, VIRTUAL_ENV=torch_environment, STUB_CODE="1"
+    )
     assert done.returncode == 1
     calls = machine.calls()
     assert calls.startswith("call: python -m pytest\nword: -k\nword: a or b\n")
@@ -240,7 +298,9 @@ def test_test_runs_pytest_in_the_root(machine: Machine, torch_environment: str) 
 
 
 def test_a_build_machine_runs_the_same_tests(machine: Machine, torch_environment: str) -> None:
-    done = machine.run(script=machine.checkout / ".ci/run", VIRTUAL_ENV=torch_environment, STUB_CODE="5")
+    done = machine.run(
+        script=machine.checkout / ".ci/run", VIRTUAL_ENV=torch_environment, STUB_CODE="5"
+    )
     assert done.returncode == 5
     assert machine.calls().startswith(f"call: python -m pytest\ncwd: {machine.checkout}\n")
 
@@ -261,7 +321,10 @@ def test_makes_an_environment_once(machine: Machine) -> None:
     ready = "environment: .venv, ready; to use it in this shell: source .venv/bin/activate\n"
     assert first.stderr.endswith(ready.replace(".venv/", str(root).replace(" ", "\\ ") + "/.venv/"))
     assert machine.run("setup", cwd=root).stderr == ready
-    assert machine.run("setup", VIRTUAL_ENV=str(root / ".venv")).stderr == "environment: .venv, ready\n"
+    assert (
+        machine.run("setup", VIRTUAL_ENV=str(root / ".venv")).stderr
+        == "environment: .venv, ready\n"
+    )
     assert machine.calls() == ""
 
 
@@ -305,9 +368,13 @@ def test_pip_is_tried_where_uv_cannot_fetch(machine: Machine) -> None:
     """A company's certificate may be one that pip alone knows."""
     done = machine.run("setup", STUB_FAIL="1")
     assert done.returncode == 0
-    assert "trying pip instead (with a certificate of your own for uv: UV_SYSTEM_CERTS=1)" in done.stderr
     assert (
-        f"call: python -m pip\nword: install\nword: -c\nword: {machine.checkout}/constraints.txt\n" in machine.calls()
+        "trying pip instead (with a certificate of your own for uv: UV_SYSTEM_CERTS=1)"
+        in done.stderr
+    )
+    assert (
+        f"call: python -m pip\nword: install\nword: -c\nword: {machine.checkout}/constraints.txt\n"
+        in machine.calls()
     )
 
 
@@ -315,7 +382,8 @@ def test_progress_is_shown_while_it_installs(machine: Machine) -> None:
     done = machine.run("setup")
     size = "(some minutes the first time, and 6 GB with the CUDA build of torch)"
     assert (
-        f"installing dsf-trainer[train] {size}\n  Resolved 90 packages\n  Downloading torch (845.2MiB)\n" in done.stderr
+        f"installing dsf-trainer[train] {size}\n  Resolved 90 packages\n  Downloading torch (845.2MiB)\n"
+        in done.stderr
     )
     assert "torch==" not in done.stderr
 
@@ -326,9 +394,13 @@ def test_pips_progress_is_a_package_and_its_size(machine: Machine) -> None:
     assert "\n      Downloading torch (539.1 MB)\n" in machine.run("setup", STUB_SAYS=wheel).stderr
 
 
-def test_the_build_of_torch_for_processors_is_taken_where_its_index_is_reached(machine: Machine) -> None:
+def test_the_build_of_torch_for_processors_is_taken_where_its_index_is_reached(
+    machine: Machine,
+) -> None:
     machine.run("setup", STUB_NO_INDEX="0")
-    assert f"--python {machine.checkout}/.venv/bin/python --torch-backend=auto -c " in machine.calls()
+    assert (
+        f"--python {machine.checkout}/.venv/bin/python --torch-backend=auto -c " in machine.calls()
+    )
 
 
 def test_further_extras_are_installed_on_request(machine: Machine) -> None:
@@ -397,7 +469,9 @@ def test_uv_is_installed_beside_if_there_is_none(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("is_active", [False, True])
-def test_an_environment_that_uv_made_is_completed_without_uv_on_the_path(machine: Machine, is_active: bool) -> None:
+def test_an_environment_that_uv_made_is_completed_without_uv_on_the_path(
+    machine: Machine, is_active: bool
+) -> None:
     """It has no pip of its own to get uv with, whether it is active or not."""
     venv = machine.checkout / ".venv"
     machine.run("setup")
@@ -438,7 +512,11 @@ def normalized(name: str) -> str:
 
 
 def pins() -> dict[str, str]:
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
     return dict(line.split("==") for line in lines)
 
 
@@ -458,7 +536,9 @@ def test_pins_are_names_and_versions_only() -> None:
 
 @pytest.mark.parametrize("file", ["pyproject.toml", "constraints.txt", *SCRIPTS])
 def test_no_address_is_written_down(file: str) -> None:
-    assert not re.search(r"://|index-url|find-links|curl|wget", (ROOT / file).read_text(encoding="utf-8"))
+    assert not re.search(
+        r"://|index-url|find-links|curl|wget", (ROOT / file).read_text(encoding="utf-8")
+    )
 
 
 def numbers(version: str) -> list[int]:

@@ -1,4 +1,6 @@
-"""Real runs that are asked to stop: they save together, say 75, and end, after all, as the run that nobody asked."""
+"""Real runs that are asked to stop: they save together, say 75, and end, after all, as the run that
+nobody asked.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ GONE_SECONDS = 20.0
 
 
 def write_config(folder: Path, *, num_workers: int = 0) -> Path:
-    """Steps of 60 ms, a save after every eighth of them, an evaluation of 400 ms after every tenth."""
+    """Steps of 60 ms, a save after every eighth of them, an evaluation of 400 ms after every
+    tenth.
+    """
     config: dict[str, Any] = {
         "run": {"name": "stops", "output_dir": str(folder)},
         "model": {"kind": "mlp", "hidden_sizes": [64, 64], "dropout": 0.3},
@@ -57,7 +61,9 @@ def write_config(folder: Path, *, num_workers: int = 0) -> Path:
 
 def logged(run: Path) -> int:
     with suppress(FileNotFoundError, IndexError):
-        return int(json.loads((run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[-2])["step"])
+        return int(
+            json.loads((run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[-2])["step"]
+        )
     return 0
 
 
@@ -74,7 +80,9 @@ def until(holds: Callable[[], object], *, lives: Callable[[], bool]) -> None:
 
 
 def start(warm: WarmRanks, folder: Path, *settings: str) -> Job:
-    return warm.start(["--config", str(write_config(folder)), *settings], num_ranks=2, folder=folder / "said")
+    return warm.start(
+        ["--config", str(write_config(folder)), *settings], num_ranks=2, folder=folder / "said"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +96,9 @@ def unbroken(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def listens(pid: int) -> bool:
     """Whether a process handles SIGTERM: one that has only been forked does not yet."""
     caught = re.search(
-        r"^SigCgt:\s*([0-9a-f]+)", Path("/proc", str(pid), "status").read_text(encoding="utf-8"), re.MULTILINE
+        r"^SigCgt:\s*([0-9a-f]+)",
+        Path("/proc", str(pid), "status").read_text(encoding="utf-8"),
+        re.MULTILINE,
     )
     return caught is not None and bool(int(caught[1], 16) >> (TERM - 1) & 1)
 
@@ -99,7 +109,9 @@ def ask(job: Job, run: Path, when: str, number: int, *ranks: int) -> int:
     if when == "save":
         until((run / "checkpoints" / ".saving").exists, lives=lambda: not job.is_over())
     elif when == "evaluation":
-        until(lambda: logged(run) > before and not logged(run) % 10, lives=lambda: not job.is_over())
+        until(
+            lambda: logged(run) > before and not logged(run) % 10, lives=lambda: not job.is_over()
+        )
     else:
         until(lambda: logged(run) >= before + 3, lives=lambda: not job.is_over())
     job.signal(number, *ranks)
@@ -128,7 +140,12 @@ def test_stopped_again_and_again_a_run_ends_as_the_unbroken_one(
     until(lambda: all(map(listens, early.pids)), lives=lambda: not early.is_over())
     early.signal(TERM, 0, 1)
     assert early.wait(SECONDS) == [75, 75], early.stated()
-    assert early.stated().count("SIGTERM: stopped before the first step: nothing new to save [stopped]") == 2
+    assert (
+        early.stated().count(
+            "SIGTERM: stopped before the first step: nothing new to save [stopped]"
+        )
+        == 2
+    )
     last = start(warm, tmp_path)
     assert last.wait(SECONDS) == [0, 0], last.stated()
     assert f"resume: auto: from {run}/checkpoints/global_step{reached}\n" in last.stated()
@@ -141,18 +158,29 @@ def test_stopped_again_and_again_a_run_ends_as_the_unbroken_one(
 def test_two_ranks_evaluate_save_and_stop_by_the_clock(warm: WarmRanks, tmp_path: Path) -> None:
     run, often = tmp_path / "stops", {"evaluation": 0.01, "checkpoint": 0.005}
     by_clock = [
-        f"{name}.{key}" for name, each in often.items() for key in ("every_steps=null", f"every_minutes={each}")
+        f"{name}.{key}"
+        for name, each in often.items()
+        for key in ("every_steps=null", f"every_minutes={each}")
     ]
     first = start(warm, tmp_path, *by_clock, "training.max_minutes=0.08", "training.max_steps=2000")
     assert first.wait(SECONDS) == [75, 75], first.stated()
-    (reached,) = re.findall(r"^training\.max_minutes: stopped after step (\d+) of 2000; ", first.stated(), re.MULTILINE)
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
-    steps = {kind: [each["step"] for each in events if each["kind"] == kind] for kind in ("evaluate", "save", "stop")}
+    (reached,) = re.findall(
+        r"^training\.max_minutes: stopped after step (\d+) of 2000; ", first.stated(), re.MULTILINE
+    )
+    events = [
+        json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    steps = {
+        kind: [each["step"] for each in events if each["kind"] == kind]
+        for kind in ("evaluate", "save", "stop")
+    }
     assert newest(run) == int(reached) == steps["stop"][0] == steps["save"][-1]
     assert len(steps["evaluate"]) >= 2
     assert len(steps["save"]) >= 3
     assert steps["evaluate"][0] > 1, "not every step"
-    last = start(warm, tmp_path, f"training.max_steps={int(reached) + 3}", "evaluation.at_start=true")
+    last = start(
+        warm, tmp_path, f"training.max_steps={int(reached) + 3}", "evaluation.at_start=true"
+    )
     assert last.wait(SECONDS) == [0, 0], last.stated()
 
 
@@ -161,7 +189,10 @@ def test_a_second_request_ends_a_rank_that_cannot_stop(warm: WarmRanks, tmp_path
     until(lambda: logged(tmp_path / "stops") >= 3, lives=lambda: not job.is_over())
     job.signal(signal.SIGSTOP, 1)  # as a rank that hangs
     job.signal(TERM, 0)
-    until(lambda: "stopping after a step that all ranks agree on" in job.stated(0), lives=lambda: not job.is_over())
+    until(
+        lambda: "stopping after a step that all ranks agree on" in job.stated(0),
+        lives=lambda: not job.is_over(),
+    )
     time.sleep(2.5)
     assert not job.is_over()
     job.signal(TERM, 0)
@@ -187,7 +218,9 @@ def launched(launcher: list[str], folder: Path, *, num_workers: int = 0) -> subp
     ]
     env = job_environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
     with (folder / "said.txt").open("w") as stated:
-        return subprocess.Popen(command, cwd=folder, env=env, stdout=stated, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            command, cwd=folder, env=env, stdout=stated, stderr=subprocess.STDOUT, text=True
+        )
 
 
 def descendants(process: psutil.Process) -> list[psutil.Process]:
@@ -195,9 +228,9 @@ def descendants(process: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in process.children(recursive=True):
         with suppress(psutil.Error):
-            if any(word.endswith("train.py") for word in child.cmdline()) and "launcher" not in " ".join(
-                child.cmdline()
-            ):
+            if any(
+                word.endswith("train.py") for word in child.cmdline()
+            ) and "launcher" not in " ".join(child.cmdline()):
                 found.append(child)
     return found
 
@@ -213,8 +246,12 @@ def test_torchrun_asks_all_ranks(tmp_path: Path) -> None:
     assert "again" not in stated
 
 
-def test_deepspeed_asks_one_rank_after_the_other_and_workers_leave_it_to_them(unbroken: Path, tmp_path: Path) -> None:
-    """launch.py signals the workers of rank 0, then rank 0, and rank 1 only when rank 0 has ended."""
+def test_deepspeed_asks_one_rank_after_the_other_and_workers_leave_it_to_them(
+    unbroken: Path, tmp_path: Path
+) -> None:
+    """launch.py signals the workers of rank 0, then rank 0, and rank 1 only when rank 0 has
+    ended.
+    """
     job = launched(launch_py(), tmp_path, num_workers=1)
     run = tmp_path / "stops"
     until(lambda: logged(run) >= 3, lives=lambda: job.poll() is None)

@@ -1,5 +1,5 @@
-"""train.py as a person starts it: three launchers, one run; and wrong input refused in one line before anything
-starts.
+"""train.py as a person starts it: three launchers, one run; and wrong input refused in one line
+before anything starts.
 """
 
 from __future__ import annotations
@@ -34,32 +34,58 @@ def launcher(name: str, num_ranks: int) -> list[str]:
     return {
         "python": [sys.executable],
         "torchrun": [str(scripts / "torchrun"), "--standalone", "--nproc-per-node", str(num_ranks)],
-        "deepspeed": [str(scripts / "deepspeed"), "--num_gpus", str(num_ranks), "--master_port", str(free_ports(1))],
+        "deepspeed": [
+            str(scripts / "deepspeed"),
+            "--num_gpus",
+            str(num_ranks),
+            "--master_port",
+            str(free_ports(1)),
+        ],
     }[name]
 
 
 def start(command: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     # PYTHONPATH of the tests would hide that train.py must find the framework by itself.
-    env = job_environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin", **environment) | {"PYTHONPATH": ""}
+    env = job_environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin", **environment) | {
+        "PYTHONPATH": ""
+    }
     return subprocess.run(
-        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+        command,
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
     )
 
 
 def learnt(run: Path) -> list[tuple[Any, ...]]:
-    return [(row["step"], row.get("train/loss"), row.get("eval/accuracy")) for row in read_metrics(run)]
+    return [
+        (row["step"], row.get("train/loss"), row.get("eval/accuracy")) for row in read_metrics(run)
+    ]
 
 
-@pytest.mark.parametrize(("num_ranks", "launchers"), [(1, ("python",)), (2, ("torchrun", "deepspeed"))])
+@pytest.mark.parametrize(
+    ("num_ranks", "launchers"), [(1, ("python",)), (2, ("torchrun", "deepspeed"))]
+)
 def test_every_launcher_gives_the_same_run(
     warm: WarmRanks, tmp_path: Path, num_ranks: int, launchers: tuple[str, ...]
 ) -> None:
     (tmp_path / "start.yaml").write_text(CONFIG, encoding="utf-8")
-    job = warm.start(["--config", "start.yaml", "run.name=ranks"], num_ranks=num_ranks, folder=tmp_path)
+    job = warm.start(
+        ["--config", "start.yaml", "run.name=ranks"], num_ranks=num_ranks, folder=tmp_path
+    )
     assert not any(job.wait(TIMEOUT_SECONDS)), job.stated()
     seen = [learnt(tmp_path / "runs/ranks")]
     for name in launchers:
-        command = [*launcher(name, num_ranks), str(ROOT / "train.py"), "--config", "start.yaml", f"run.name={name}"]
+        command = [
+            *launcher(name, num_ranks),
+            str(ROOT / "train.py"),
+            "--config",
+            "start.yaml",
+            f"run.name={name}",
+        ]
         done = start(command, tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "final eval/accuracy" in done.stdout
@@ -81,7 +107,9 @@ def test_every_launcher_gives_the_same_run(
         "logs",
         "checkpoints",
     }
-    measured = json.loads((tmp_path / "runs" / launchers[0] / "plan.json").read_text(encoding="utf-8"))["measured"]
+    measured = json.loads(
+        (tmp_path / "runs" / launchers[0] / "plan.json").read_text(encoding="utf-8")
+    )["measured"]
     assert measured["step_seconds"]["measured"] > 0
     assert measured["device_peak_bytes"]["measured"] is None  # on processors
     logs = {path.name for path in (tmp_path / "runs" / launchers[0] / "logs").iterdir()}
@@ -97,14 +125,17 @@ WRONG = {
 }
 
 
-# What takes torch to find, and so seconds, is in tests/setup/test_prepared.py; one of those is here.
+# What takes torch to find, and so seconds, is in tests/setup/test_prepared.py; one of those is
+# here.
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_input_is_one_line_and_leaves_nothing_behind(tmp_path: Path, case: str) -> None:
     (tmp_path / "start.yaml").write_text(CONFIG, encoding="utf-8")
     (tmp_path / "broken.py").write_text("import torch\n\nwidth = 1 / 0\n", encoding="utf-8")
     before = sorted(path.name for path in tmp_path.iterdir())
     overrides, code, expected = WRONG[case]
-    done = start([sys.executable, str(ROOT / "train.py"), "--config", "start.yaml", *overrides], tmp_path)
+    done = start(
+        [sys.executable, str(ROOT / "train.py"), "--config", "start.yaml", *overrides], tmp_path
+    )
     reported = [line for line in done.stderr.splitlines() if "[kind" in line or expected in line]
     assert done.returncode == code, done.stdout + done.stderr
     assert len(reported) == 1
@@ -115,12 +146,20 @@ def test_wrong_input_is_one_line_and_leaves_nothing_behind(tmp_path: Path, case:
 def test_a_missing_config_is_refused(tmp_path: Path) -> None:
     done = start([sys.executable, str(ROOT / "train.py"), "--config", "nowhere.yaml"], tmp_path)
     assert done.returncode == 78
-    assert done.stderr == ("nowhere.yaml: there is no such file; check the path [config-not-found]\n")
+    assert done.stderr == (
+        "nowhere.yaml: there is no such file; check the path [config-not-found]\n"
+    )
 
 
 def test_only_one_rank_speaks_and_the_launcher_reports_the_code(tmp_path: Path) -> None:
     (tmp_path / "start.yaml").write_text(CONFIG, encoding="utf-8")
-    command = [*launcher("deepspeed", 2), str(ROOT / "train.py"), "--config", "start.yaml", "zero.stage=7"]
+    command = [
+        *launcher("deepspeed", 2),
+        str(ROOT / "train.py"),
+        "--config",
+        "start.yaml",
+        "zero.stage=7",
+    ]
     done = start(command, tmp_path)
     assert done.returncode == 78
     assert (done.stdout + done.stderr).count("zero.stage = 7") == 1
@@ -141,7 +180,8 @@ def test_the_ten_lines_of_the_page_train_a_plain_module(tmp_path: Path) -> None:
     assert "torch.nn.modules.container.Sequential" in config
 
 
-# A line through the origin, fitted on 64 samples and evaluated on 24: the mean error must be that over all of them.
+# A line through the origin, fitted on 64 samples and evaluated on 24: the mean error must be that
+# over all of them.
 _FIT = """
 torch.manual_seed(0)
 x = torch.randn(88, 3)
@@ -195,4 +235,6 @@ def test_the_task_of_the_page_trains_and_measures(tmp_path: Path) -> None:
     assert "exit handlers" not in done.stdout
     assert "OSError: the disk is gone" in done.stderr
     assert "Traceback" in done.stderr, "it is the user's own code that failed"
-    assert "try next" not in done.stdout, "a script of one's own takes no settings from the command line"
+    assert "try next" not in done.stdout, (
+        "a script of one's own takes no settings from the command line"
+    )

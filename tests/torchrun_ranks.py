@@ -1,5 +1,5 @@
-"""Ranks of a real job that torchrun started and looks after, one of which can be killed: the launcher then ends the
-others.
+"""Ranks of a real job that torchrun started and looks after, one of which can be killed: the
+launcher then ends the others.
 
     job = TorchrunRanks().start(["--config", "run.yaml"], num_ranks=2, folder=folder)
     job.kill(1)
@@ -27,7 +27,9 @@ class TorchrunRanks:
     """Starts train.py through torchrun."""
 
     def start(self, arguments: Sequence[str], *, num_ranks: int, folder: Path) -> TorchrunJob:
-        """Start train.py on `num_ranks` ranks; what they print goes to files under ``folder/ranks``."""
+        """Start train.py on `num_ranks` ranks; what they print goes to files under
+        ``folder/ranks``.
+        """
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         command = [
@@ -103,13 +105,20 @@ class TorchrunJob:
     def left_alive(self, *, wait_seconds: float = 5.0) -> list[int]:
         """Ranks that have outlived the launcher."""
         deadline = time.monotonic() + wait_seconds
-        while (alive := [pid for pid in self._pids.values() if _is_train(pid)]) and time.monotonic() < deadline:
+        while (
+            alive := [pid for pid in self._pids.values() if _is_train(pid)]
+        ) and time.monotonic() < deadline:
             time.sleep(0.1)
         return alive
 
     def stated(self) -> str:
-        """What the ranks have printed. The launcher's own words, a traceback of its own among them, are not in it."""
-        return "".join(path.read_text(errors="replace") for path in sorted((self._folder / "ranks").rglob("std*.log")))
+        """What the ranks have printed. The launcher's own words, a traceback of its own among them,
+        are not in it.
+        """
+        return "".join(
+            path.read_text(errors="replace")
+            for path in sorted((self._folder / "ranks").rglob("std*.log"))
+        )
 
 
 def _ranks_of(launcher: int) -> dict[int, int]:
@@ -119,7 +128,11 @@ def _ranks_of(launcher: int) -> dict[int, int]:
         for pid in map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()):
             with suppress(OSError):
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                ranks = [int(text.removeprefix(b"RANK=")) for text in variables if text.startswith(b"RANK=")]
+                ranks = [
+                    int(text.removeprefix(b"RANK="))
+                    for text in variables
+                    if text.startswith(b"RANK=")
+                ]
                 if ranks and _is_train(pid):
                     found[ranks[0]] = pid
     return found

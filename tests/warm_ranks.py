@@ -1,16 +1,17 @@
-"""Ranks of a real job, forked from a process that has imported everything: train.py in two seconds instead of ten.
+"""Ranks of a real job, forked from a process that has imported everything: train.py in two seconds
+instead of ten.
 
-What follows the fork is what follows the import in a process of its own: train.py reads its command line, joins the
-process group, builds the engine. Tests that start hundreds of jobs, to kill them, would import torch for hours
-otherwise.
+What follows the fork is what follows the import in a process of its own: train.py reads its command
+line, joins the process group, builds the engine. Tests that start hundreds of jobs, to kill them,
+would import torch for hours otherwise.
 
     with WarmRanks() as warm:
         job = warm.start(["--config", "run.yaml"], num_ranks=2, folder=folder)
         job.kill(1)                       # SIGKILL; the job then ends as torchrun ends it
         codes = job.wait(60)
 
-Run as a module it is the process that forks; it takes one line of JSON for each job and ends, with its jobs, when its
-input does.
+Run as a module it is the process that forks; it takes one line of JSON for each job and ends, with
+its jobs, when its input does.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from tests.launched import NO_COMPILE, ROOT, job_environment
 from tests.ports import free_ports
 
 _READY_SECONDS = 300.0  # imports, on a machine that has other things to do
-_GRACE_SECONDS = 20.0  # between the end of one rank and SIGKILL for those that stay: torchrun gives them 30
+# between the end of one rank and SIGKILL for those that stay: torchrun gives them 30
+_GRACE_SECONDS = 20.0
 _DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 
@@ -95,13 +97,20 @@ class WarmRanks:
         script: Path | None = None,
         cwd: Path | None = None,
     ) -> Job:
-        """Start train.py, or another script, on `num_ranks` ranks; what they print goes to ``folder/rank<N>.txt``."""
+        """Start train.py, or another script, on `num_ranks` ranks; what they print goes to
+        ``folder/rank<N>.txt``.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         for rank in range(num_ranks):
             (folder / f"rank{rank}.txt").write_bytes(b"")  # a rank may be killed before it opens it
         port = free_ports(1)
         number = len(self._pids) + 1
-        order = {"arguments": [*arguments], "num_ranks": num_ranks, "folder": str(folder), "port": port}
+        order = {
+            "arguments": [*arguments],
+            "num_ranks": num_ranks,
+            "folder": str(folder),
+            "port": port,
+        }
         self._send(order | {"script": str(script or ""), "cwd": str(cwd or folder)})
         self._until(lambda: len(self._pids) >= number, seconds=60)
         return Job(self, self._pids[number - 1], folder, port)
@@ -112,7 +121,9 @@ class WarmRanks:
             return dict(self._codes)
 
     def signal(self, pid: int, number: int) -> None:
-        """Send a signal, through the parent: a process that it has not yet waited for keeps its number."""
+        """Send a signal, through the parent: a process that it has not yet waited for keeps its
+        number.
+        """
         self._send({"signal": number, "pid": pid})
 
     def _send(self, order: dict[str, Any]) -> None:
@@ -123,7 +134,10 @@ class WarmRanks:
 
     def _until(self, holds: Any, *, seconds: float) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: holds() or self._is_over, timeout=seconds) or not holds():
+            if (
+                not self._changed.wait_for(lambda: holds() or self._is_over, timeout=seconds)
+                or not holds()
+            ):
                 raise RuntimeError("the process that forks ranks does not answer")
 
     def _listen(self) -> None:
@@ -150,7 +164,8 @@ class Job:
 
     def __init__(self, warm: WarmRanks, pids: list[int], folder: Path, port: int) -> None:
         self._warm, self._pids, self._folder, self._port = warm, pids, folder, port
-        self._codes: list[int | None] = [None] * len(pids)  # kept: other processes get these numbers later
+        # kept: other processes get these numbers later
+        self._codes: list[int | None] = [None] * len(pids)
 
     @property
     def pids(self) -> list[int]:
@@ -171,7 +186,8 @@ class Job:
         """Exit code of every rank; None while it runs."""
         ended = self._warm.codes()
         self._codes = [
-            ended.get(pid) if known is None else known for pid, known in zip(self._pids, self._codes, strict=True)
+            ended.get(pid) if known is None else known
+            for pid, known in zip(self._pids, self._codes, strict=True)
         ]
         return list(self._codes)
 
@@ -181,7 +197,8 @@ class Job:
         return any(codes) or None not in codes
 
     def wait(self, seconds: float) -> list[int]:
-        """Wait for all ranks, end those that are left when one has failed, and return the exit codes.
+        """Wait for all ranks, end those that are left when one has failed, and return the exit
+        codes.
 
         Raises:
             TimeoutError: it runs longer; it is killed.
@@ -200,16 +217,22 @@ class Job:
                     self._warm.signal(pid, kind)
             time.sleep(0.2 if is_told and kind == signal.SIGTERM else 0.02)
             kind = signal.SIGKILL if time.monotonic() > first + patience else kind
-        for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{self._port}_*"):
+        for buffer in Path("/dev/shm").glob(
+            f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{self._port}_*"
+        ):
             buffer.unlink(missing_ok=True)  # 66 MiB for each rank that was killed
         if is_late:
-            raise TimeoutError(f"the job had not ended after {seconds:.0f} s; it said:\n{self.stated()[-4000:]}")
+            raise TimeoutError(
+                f"the job had not ended after {seconds:.0f} s; it said:\n{self.stated()[-4000:]}"
+            )
         return [code for code in codes if code is not None]
 
     def stated(self, rank: int | None = None) -> str:
         """What a rank, or all ranks, have printed."""
         ranks = range(len(self._pids)) if rank is None else [rank]
-        return "".join((self._folder / f"rank{number}.txt").read_text(errors="replace") for number in ranks)
+        return "".join(
+            (self._folder / f"rank{number}.txt").read_text(errors="replace") for number in ranks
+        )
 
 
 def _warm_up() -> None:
@@ -232,7 +255,8 @@ def _warm_up() -> None:
         build_shm_op()  # a rank that is killed while it compiles would leave the op broken for all
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).step()
     gc.collect()
-    gc.freeze()  # ranks look for garbage among their own objects, and leave pages that they share alone
+    # ranks look for garbage among their own objects, and leave pages that they share alone
+    gc.freeze()
 
 
 def _serve() -> None:
@@ -268,7 +292,9 @@ def _collect(running: set[int], answers: Any) -> None:
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:
             running.discard(pid)
-            answers.write(json.dumps({"pid": pid, "code": os.waitstatus_to_exitcode(status)}) + "\n")
+            answers.write(
+                json.dumps({"pid": pid, "code": os.waitstatus_to_exitcode(status)}) + "\n"
+            )
 
 
 def _obey(order: dict[str, Any], running: set[int], answers: Any) -> None:
@@ -298,7 +324,8 @@ def _be_rank(rank: int, order: dict[str, Any]) -> None:
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (output, 1), (output, 2)):
             os.dup2(source, target)
-        os.closerange(3, 256)  # the pipes to the parent: it must notice when the parent's other end is closed
+        # the pipes to the parent: it must notice when the parent's other end is closed
+        os.closerange(3, 256)
         os.chdir(order["cwd"])
         number = str(order["num_ranks"])
         os.environ.update(

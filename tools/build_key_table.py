@@ -1,4 +1,5 @@
-"""Write the table of every key that one DeepSpeed release reads: framework/dslint/tables/<release>.json.
+"""Write the table of every key that one DeepSpeed release reads:
+framework/dslint/tables/<release>.json.
 
     DS_ACCELERATOR=cpu python -m tools.build_key_table                 # the installed release
     DS_ACCELERATOR=cpu PYTHONPATH=/tmp/ds-0.18.9 python -m tools.build_key_table
@@ -6,9 +7,10 @@
     python -m tools.build_key_table --counts                           # of the tables that there are
     python -m tools.build_key_table --show 0.16.9 [SECTION]            # one release's table, whole
 
-A release is installed for this with `pip install --no-deps --target /tmp/ds-0.18.9 deepspeed==0.18.9` and
-DS_BUILD_OPS=0. The newest release is written whole, an older one as what differs from the next newer; neighbours are
-rewritten as needed. A key without a sentence in tables/sentences.json stops the build.
+A release is installed for this with `pip install --no-deps --target /tmp/ds-0.18.9
+deepspeed==0.18.9` and DS_BUILD_OPS=0. The newest release is written whole, an older one as what
+differs from the next newer; neighbours are rewritten as needed. A key without a sentence in
+tables/sentences.json stops the build.
 """
 
 from __future__ import annotations
@@ -31,17 +33,25 @@ _FAREWELL: Final = ("replaced_by", "instead")
 
 def main() -> int:
     """Build, or show what is there."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--counts", action="store_true", help="keys typed / keys read, per release")
     parser.add_argument("--show", nargs="+", metavar=("RELEASE", "SECTION"), help="print a table")
-    parser.add_argument("--check", action="store_true", help="compare the table with the installed release")
+    parser.add_argument(
+        "--check", action="store_true", help="compare the table with the installed release"
+    )
     options = parser.parse_args()
     if options.counts:
         print("\n".join(_counts()))
     elif options.show:
         section = options.show[1] if len(options.show) > 1 else ""
         table = _entries_of(options.show[0])
-        print(_as_text({"keys": {path: entry for path, entry in table.items() if path.startswith(section)}}))
+        print(
+            _as_text(
+                {"keys": {path: entry for path, entry in table.items() if path.startswith(section)}}
+            )
+        )
     else:
         release, table = read_installed()
         if options.check:
@@ -79,8 +89,16 @@ def read_installed() -> tuple[str, Table]:
 
 def _with_words(path: str, entry: Entry) -> Entry:
     """An entry with the fields that the hand-written file overrides; they never undo a refusal."""
-    words = {name: value for name, value in (key_files.sentence_entry(path) or {}).items() if name != "sentence"}
-    status = "refused" if entry.get("status") == "refused" else words.get("status", entry.get("status", "read"))
+    words = {
+        name: value
+        for name, value in (key_files.sentence_entry(path) or {}).items()
+        if name != "sentence"
+    }
+    status = (
+        "refused"
+        if entry.get("status") == "refused"
+        else words.get("status", entry.get("status", "read"))
+    )
     gone = status in ("refused", "deprecated", "inert")
     if entry.get("status") == "refused":
         words = {name: value for name, value in words.items() if name in _FAREWELL}
@@ -132,7 +150,10 @@ def _as_text(document: Mapping[str, Any]) -> str:
     absent = ",\n".join(f"    {json.dumps(path)}" for path in document.get("absent", ()))
     if "absent" in document:
         head.append(f'  "absent": [\n{absent}\n  ]' if absent else '  "absent": []')
-    lines = [f"    {json.dumps(path)}: {json.dumps(document['keys'][path])}" for path in sorted(document["keys"])]
+    lines = [
+        f"    {json.dumps(path)}: {json.dumps(document['keys'][path])}"
+        for path in sorted(document["keys"])
+    ]
     head.append('  "keys": {\n' + ",\n".join(lines) + "\n  }")
     return "{\n" + ",\n".join(head) + "\n}\n"
 
@@ -153,7 +174,9 @@ def _counts() -> list[str]:
     lines = ["release  typed / read  refused  inert"]
     for release in key_files.known_releases():
         table = _entries_of(release)
-        refused, inert = (sum(e.get("status") == word for e in table.values()) for word in ("refused", "inert"))
+        refused, inert = (
+            sum(e.get("status") == word for e in table.values()) for word in ("refused", "inert")
+        )
         read = len(table) - refused
         untyped = len(table) - _typed(table)
         lines.append(f"{release:8} {read - untyped:5} / {read:<4} {refused:8} {inert:6}")

@@ -1,8 +1,10 @@
 """Hold `check` against DeepSpeed over thousands of drawn configs, and keep the counts.
 
-    DS_ACCELERATOR=cpu python -m tools.differential --count 2000 --out benchmarks/results/differential.json
+    DS_ACCELERATOR=cpu python -m tools.differential --count 2000 --out
+    benchmarks/results/differential.json
 
-Exit 1 where DeepSpeed refuses what `check` accepts, or where `check` alone refuses something that is on no list.
+Exit 1 where DeepSpeed refuses what `check` accepts, or where `check` alone refuses something that
+is on no list.
 """
 
 from __future__ import annotations
@@ -24,15 +26,23 @@ from tests.dslint.differential.generate import questions
 
 def main() -> int:
     """Run it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=2000, help="configs")
-    parser.add_argument("--start-most", type=int, default=120, help="configs that are started and stepped as well")
+    parser.add_argument(
+        "--start-most", type=int, default=120, help="configs that are started and stepped as well"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="file for the counts")
     options = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        result = compare(list(questions(options.seed, options.count)), Path(folder), start_most=options.start_most)
+        result = compare(
+            list(questions(options.seed, options.count)),
+            Path(folder),
+            start_most=options.start_most,
+        )
     report = report_of(result, seed=options.seed, seconds=time.monotonic() - began)
     text = json.dumps(report, indent=2)
     print(text)
@@ -60,7 +70,9 @@ def report_of(result: Comparison, *, seed: int, seconds: float) -> dict[str, Any
         "parsed": result.parsed,
         "started": result.started,
         "outcomes": dict(sorted(result.counts.items())),
-        "mutations": {name: dict(sorted(counts.items())) for name, counts in sorted(result.mutations.items())},
+        "mutations": {
+            name: dict(sorted(counts.items())) for name, counts in sorted(result.mutations.items())
+        },
         "silent_harms": dict(result.harms.most_common()),
         "not_started": dict(result.not_started.most_common()),
         "accepted_by_check_alone": result.accepted_by_us_alone,

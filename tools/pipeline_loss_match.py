@@ -2,8 +2,9 @@
 
     python -m tools.pipeline_loss_match
 
-Trains cases of tests/engine/test_pipeline.py on two and on four CPU processes, each case 20 steps, and prints the
-largest difference of a step's loss to a plain PyTorch loop on the same batches. Takes about three minutes on two cores.
+Trains cases of tests/engine/test_pipeline.py on two and on four CPU processes, each case 20 steps,
+and prints the largest difference of a step's loss to a plain PyTorch loop on the same batches.
+Takes about three minutes on two cores.
 """
 
 from __future__ import annotations
@@ -38,13 +39,17 @@ def _text(folder: Path) -> Path:
     """A few real documents, as in the tests."""
     source = Path(textwrap.__file__).read_text(encoding="utf-8")
     for number in range(20):
-        (folder / f"{number:02}.txt").write_text(source[800 * number : 800 * (number + 1)], encoding="utf-8")
+        (folder / f"{number:02}.txt").write_text(
+            source[800 * number : 800 * (number + 1)], encoding="utf-8"
+        )
     prepare([str(path) for path in sorted(folder.glob("*.txt"))], str(folder / "tokens"))
     return folder / "tokens"
 
 
 def _largest_difference(case: Case, folder: Path, text: Path) -> tuple[float, float]:
-    losses, _, _ = plain_run(values(case, folder, text, global_size=16), micro_size=4, num_steps=NUM_STEPS)
+    losses, _, _ = plain_run(
+        values(case, folder, text, global_size=16), micro_size=4, num_steps=NUM_STEPS
+    )
     found = series(folder / case.name, "train/loss")
     return max(abs(found[step] - loss) for step, loss in enumerate(losses, start=1)), losses[0]
 

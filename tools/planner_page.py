@@ -1,9 +1,10 @@
-"""Writes what the planner answers into the pages that show it: outputs of commands, tables, and the chart.
+"""Writes what the planner answers into the pages that show it: outputs of commands, tables, and the
+chart.
 
 python -m tools.planner_page        after the planner has changed; a test keeps the pages current
 
-In a page, a line ``$ python -m framework plan ...`` in a block of code gets the command's output, and what stands
-between ``<!-- table: NAME -->`` and ``<!-- end -->`` gets a table of this file.
+In a page, a line ``$ python -m framework plan ...`` in a block of code gets the command's output,
+and what stands between ``<!-- table: NAME -->`` and ``<!-- end -->`` gets a table of this file.
 """
 
 from __future__ import annotations
@@ -41,14 +42,28 @@ from framework.plan.work import weights_alone
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = ("README.md", "docs/index.md", "docs/planner.md")
 CHART: Final = "docs/planner.svg"
-_COMMAND: Final = re.compile(r"^\$ python -m framework (plan .*)\n(?:(?!```|\$ ).*\n)*", re.MULTILINE)
+_COMMAND: Final = re.compile(
+    r"^\$ python -m framework (plan .*)\n(?:(?!```|\$ ).*\n)*", re.MULTILINE
+)
 # What is measured is another every time.
 _MEASURED: Final = re.compile("--(measure|trials|explain-oom)")
 _TABLE: Final = re.compile(r"(<!-- table: (\w+) -->\n)(?:.*\n)*?(<!-- end -->)")
 _LLAMA: Final[Mapping[str, Mapping[str, Any]]] = {
     "8B": {},
-    "70B": {"num_layers": 80, "hidden_size": 8192, "num_heads": 64, "num_kv_heads": 8, "mlp_size": 28672},
-    "405B": {"num_layers": 126, "hidden_size": 16384, "num_heads": 128, "num_kv_heads": 8, "mlp_size": 53248},
+    "70B": {
+        "num_layers": 80,
+        "hidden_size": 8192,
+        "num_heads": 64,
+        "num_kv_heads": 8,
+        "mlp_size": 28672,
+    },
+    "405B": {
+        "num_layers": 126,
+        "hidden_size": 16384,
+        "num_heads": 128,
+        "num_kv_heads": 8,
+        "mlp_size": 53248,
+    },
 }
 # 200 billion weights: GPT-3 with more blocks.
 _WALL: Final = {
@@ -65,9 +80,13 @@ def pages() -> dict[str, str]:
     before, here = os.environ.get("XDG_CACHE_HOME"), Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(ROOT)
-        os.environ["XDG_CACHE_HOME"] = folder  # rates that were measured on this machine are not those of a page
+        # rates that were measured on this machine are not those of a page
+        os.environ["XDG_CACHE_HOME"] = folder
         try:
-            found = {name: _filled((ROOT / name).read_text(encoding="utf-8"), Path(folder)) for name in PAGES}
+            found = {
+                name: _filled((ROOT / name).read_text(encoding="utf-8"), Path(folder))
+                for name in PAGES
+            }
             return found | {CHART: Path(folder, Path(CHART).name).read_text(encoding="utf-8")}
         finally:
             os.chdir(here)
@@ -80,7 +99,11 @@ def _filled(text: str, folder: Path) -> str:
         shown = f"$ python -m framework {match[1]}\n"
         return match[0] if _MEASURED.search(match[1]) else f"{shown}{_answer(match[1], folder)}"
 
-    tables: Mapping[str, Callable[[], Iterator[Sequence[str]]]] = {"wall": _wall, "scale": _scale, "goodput": _goodput}
+    tables: Mapping[str, Callable[[], Iterator[Sequence[str]]]] = {
+        "wall": _wall,
+        "scale": _scale,
+        "goodput": _goodput,
+    }
 
     def table(match: re.Match[str]) -> str:
         return f"{match[1]}{''.join(_rows(tables[match[2]]()))}{match[3]}"
@@ -89,7 +112,10 @@ def _filled(text: str, folder: Path) -> str:
 
 
 def _answer(command: str, folder: Path) -> str:
-    words = [str(folder / Path(word).name) if word.endswith(".svg") else word for word in shlex.split(command)]
+    words = [
+        str(folder / Path(word).name) if word.endswith(".svg") else word
+        for word in shlex.split(command)
+    ]
     with redirect_stdout(io.StringIO()) as out:
         assert main(words) == 0, command
     return out.getvalue()
@@ -103,7 +129,9 @@ def _rows(rows: Iterator[Sequence[str]]) -> Iterator[str]:
 
 def _gpt(model: Mapping[str, Any], *, length: int, **sections: Any) -> RunConfig:
     text = {"data": {"kind": "text", "sequence_length": length}, "task": {"kind": "causal_lm"}}
-    return config_from_values({"model": {"kind": "gpt", **model}, **text, "precision": {"dtype": "bf16"}, **sections})
+    return config_from_values(
+        {"model": {"kind": "gpt", **model}, **text, "precision": {"dtype": "bf16"}, **sections}
+    )
 
 
 def _wall() -> Iterator[Sequence[str]]:
@@ -113,7 +141,9 @@ def _wall() -> Iterator[Sequence[str]]:
     found: dict[str, float] = {}
     for stage in range(4):
         zero, batch = {"stage": stage}, {"micro_size": 1}
-        plan = make_plan(_gpt(_WALL, length=2048, zero=zero, batch=batch, training=training), Cluster(16, 8))
+        plan = make_plan(
+            _gpt(_WALL, length=2048, zero=zero, batch=batch, training=training), Cluster(16, 8)
+        )
         memory = estimate(plan)
         found[f"DeepSpeed, ZeRO {stage}, between steps"] = memory.total("between")
         found[f"DeepSpeed, ZeRO {stage}, at most, with activations"] = memory.total(memory.peak)
@@ -121,28 +151,62 @@ def _wall() -> Iterator[Sequence[str]]:
     assert work is not None
     sizes = [prod(shape) for shape in work.weights.values()]
     total = sum(sizes)
-    formulas = {"the weights in fp32, undivided": 4.0 * total, **formula_bytes(total, 128, largest_layer=max(sizes))}
+    formulas = {
+        "the weights in fp32, undivided": 4.0 * total,
+        **formula_bytes(total, 128, largest_layer=max(sizes)),
+    }
     for name, size in (formulas | found).items():
-        yield name, f"{size / 2**30:,.1f}", *("yes" if size <= limit * 1e9 else "no" for limit in (32, 80))
+        yield (
+            name,
+            f"{size / 2**30:,.1f}",
+            *("yes" if size <= limit * 1e9 else "no" for limit in (32, 80)),
+        )
 
 
 def _scale(sizes: Sequence[int] = (64, 512, 4096, 16_384)) -> Iterator[Sequence[str]]:
     """The best strategy of three models on so many GPUs."""
-    yield "model", "GPUs", "sequences", "best strategy", "batch", "at most", "tokens/s/GPU", "FLOPs used"
+    yield (
+        "model",
+        "GPUs",
+        "sequences",
+        "best strategy",
+        "batch",
+        "at most",
+        "tokens/s/GPU",
+        "FLOPs used",
+    )
     for name, model in _LLAMA.items():
         for gpus in sizes:
             samples = max(2048, gpus)
-            config = _gpt({"size": "llama-3-8b", **model}, length=8192, batch={"global_size": samples})
-            found = search(Request(config, Cluster(gpus // 8, 8), listed_target("h100-80gb", devices_per_host=8)))
+            config = _gpt(
+                {"size": "llama-3-8b", **model}, length=8192, batch={"global_size": samples}
+            )
+            found = search(
+                Request(
+                    config, Cluster(gpus // 8, 8), listed_target("h100-80gb", devices_per_host=8)
+                )
+            )
             start = name, f"{gpus:,}", f"{samples:,}"
             if not found.ranked:
                 yield *start, f"nothing fits: {found.block}", "", "", "", ""
                 continue
             best = found.ranked[0]
             layout, tokens = best.plan.layout, best.time and best.time.tokens_per_second_per_device
-            batch = f"{layout.micro_size} x {layout.accumulation_steps} x {layout.data_parallel_size}"
-            speed = (f"{tokens:,.0f}", f"{best.time.mfu:.0%}") if best.time and tokens else ("unknown", "unknown")
-            yield *start, settings_text(unusual(best.settings)), batch, size_text(best.peak_bytes), *speed
+            batch = (
+                f"{layout.micro_size} x {layout.accumulation_steps} x {layout.data_parallel_size}"
+            )
+            speed = (
+                (f"{tokens:,.0f}", f"{best.time.mfu:.0%}")
+                if best.time and tokens
+                else ("unknown", "unknown")
+            )
+            yield (
+                *start,
+                settings_text(unusual(best.settings)),
+                batch,
+                size_text(best.peak_bytes),
+                *speed,
+            )
 
 
 def _goodput() -> Iterator[Sequence[str]]:

@@ -1,4 +1,5 @@
-"""Writes `framework/dslint/tables/trainer_defaults.json`: the arguments of other trainers, with their defaults.
+"""Writes `framework/dslint/tables/trainer_defaults.json`: the arguments of other trainers, with
+their defaults.
 
     python -m tools.trainer_defaults
 
@@ -18,11 +19,17 @@ OUT: Final = Path(__file__).resolve().parents[1] / "framework/dslint/tables/trai
 
 
 def defaults() -> dict[str, dict[str, Any]]:
-    """Tool -> argument -> default, null where it is none or no plain value; from the installed packages."""
+    """Tool -> argument -> default, null where it is none or no plain value; from the installed
+    packages.
+    """
     lightning = import_module("pytorch_lightning")
     arguments = import_module("transformers").TrainingArguments(output_dir="o", use_cpu=True)
     return {
-        "transformers.TrainingArguments": {**arguments.to_dict(), "output_dir": None, "use_cpu": False},
+        "transformers.TrainingArguments": {
+            **arguments.to_dict(),
+            "output_dir": None,
+            "use_cpu": False,
+        },
         "lightning.Trainer": _signature(lightning.Trainer),
         "lightning.DeepSpeedStrategy": _signature(lightning.strategies.DeepSpeedStrategy),
     }
@@ -30,7 +37,13 @@ def defaults() -> dict[str, dict[str, Any]]:
 
 def _signature(of: type) -> dict[str, Any]:
     parameters = inspect.signature(of).parameters
-    return _plain({name: each.default for name, each in parameters.items() if each.default is not inspect._empty})
+    return _plain(
+        {
+            name: each.default
+            for name, each in parameters.items()
+            if each.default is not inspect._empty
+        }
+    )
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

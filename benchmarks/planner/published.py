@@ -12,7 +12,9 @@ HERE = Path(__file__).resolve().parent
 
 
 def read_points(split: str | None = None) -> list[dict[str, Any]]:
-    """Return the points, `source` and `model` replaced by their entries; those of one half of the split, or all."""
+    """Return the points, `source` and `model` replaced by their entries; those of one half of the
+    split, or all.
+    """
     file = json.loads((HERE / "points.json").read_text(encoding="utf-8"))
     points = [dict(zip(file["fields"], row, strict=True)) for row in file["points"]]
     for point in points:
@@ -24,11 +26,16 @@ def read_points(split: str | None = None) -> list[dict[str, Any]]:
 def read_devices() -> dict[str, dict[str, Any]]:
     """Return the devices' figures without their sources: numbers or None, and `disputed`."""
     devices = tables()["devices"]
-    return {name: {key: value_of(figure) for key, figure in device.items()} for name, device in devices.items()}
+    return {
+        name: {key: value_of(figure) for key, figure in device.items()}
+        for name, device in devices.items()
+    }
 
 
 def tokens_per_second_per_gpu(point: dict[str, Any]) -> float | None:
-    """Return what was printed, else what batch, sequence length and step time amount to; None where that is open."""
+    """Return what was printed, else what batch, sequence length and step time amount to; None where
+    that is open.
+    """
     if point["tokens_per_second_per_gpu"] is not None:
         return float(point["tokens_per_second_per_gpu"])
     known = [point[key] for key in ("global_batch", "sequence", "step_seconds", "num_gpus")]

@@ -1,12 +1,14 @@
 """Estimated against measured order of eight strategies of a small GPT on two CPU ranks.
 
-    python -m benchmarks.planner.ranking [--seconds 180] [--out benchmarks/results/planner_ranking.json]
+    python -m benchmarks.planner.ranking [--seconds 180] [--out
+    benchmarks/results/planner_ranking.json]
 
-First the machine is measured, as `plan --measure` does. Then one job holds an engine for every ZeRO stage with
-micro-batches of 4 and of 16 samples, 32 in a step, and they take turns after every step, so that what else the machine
-does meets them alike. Printed and written: both times of each, the rank correlation (Spearman) of their orders, and how
-much longer the strategy that the estimate puts first takes than the fastest; by the median of all steps, and by the
-quickest tenth, which other work on the machine has met least.
+First the machine is measured, as `plan --measure` does. Then one job holds an engine for every ZeRO
+stage with micro-batches of 4 and of 16 samples, 32 in a step, and they take turns after every step,
+so that what else the machine does meets them alike. Printed and written: both times of each, the
+rank correlation (Spearman) of their orders, and how much longer the strategy that the estimate puts
+first takes than the fastest; by the median of all steps, and by the quickest tenth, which other
+work on the machine has met least.
 """
 
 from __future__ import annotations
@@ -37,8 +39,12 @@ _WARM_UP_STEPS = 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=180.0, help="about how long the strategies take turns")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=180.0, help="about how long the strategies take turns"
+    )
     parser.add_argument("--out", default=str(records.RESULTS / "planner_ranking.json"))
     parser.add_argument("--job", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -50,7 +56,14 @@ def main() -> None:
     machine = Machine.from_measured(rates, devices_per_host=RANKS)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "steps.json")
-        words = ("-m", "benchmarks.planner.ranking", "--job", str(path), "--seconds", str(arguments.seconds))
+        words = (
+            "-m",
+            "benchmarks.planner.ranking",
+            "--job",
+            str(path),
+            "--seconds",
+            str(arguments.seconds),
+        )
         records.launch(*words, num_ranks=RANKS, timeout_seconds=3 * arguments.seconds + 300)
         steps: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8"))
     strategies = [
@@ -64,7 +77,8 @@ def main() -> None:
         for plan in plans()
     ]
     found = {
-        "machine": records.machine() | {"load_average_before": before, "load_average_after": records.load_average()},
+        "machine": records.machine()
+        | {"load_average_before": before, "load_average_after": records.load_average()},
         "rates": {key: value for key, value in rates.items() if key != "details"},
         **compared(strategies),
         "strategies": strategies,
@@ -103,7 +117,9 @@ def estimate(plan: Plan, machine: Machine) -> float:
 
 
 def take_turns(path: Path, *, seconds: float) -> None:
-    """Step all engines in turn; rank 0 writes the seconds of every step, as the slowest rank has them. Collective."""
+    """Step all engines in turn; rank 0 writes the seconds of every step, as the slowest rank has
+    them. Collective.
+    """
     from framework.engine.distributed import barrier, device, gather, process_group, rank
     from framework.engine.link_bench import timed
     from framework.engine.plain_engine import build_engine
@@ -118,7 +134,9 @@ def take_turns(path: Path, *, seconds: float) -> None:
             prepared = prepare(plan.config)
             seed_everything(0)
             model, task = prepared.parts.build_model(), prepared.parts.task
-            engine = build_engine(prepared.plan, ds_config=prepared.ds_config, model=model, task=task)
+            engine = build_engine(
+                prepared.plan, ds_config=prepared.ds_config, model=model, task=task
+            )
             batches = make_train_loader(prepared.plan, prepared.parts.splits, rank=rank()).stream(0)
             sides.append((steps.setdefault(name_of(plan), []), partial(engine.train_step, batches)))
         end = time.monotonic() + seconds
@@ -127,7 +145,9 @@ def take_turns(path: Path, *, seconds: float) -> None:
                 barrier()
                 times.append(max(gather(timed(step, device(), repeats=1))))
         if rank() == 0:
-            path.write_text(json.dumps({name: times[_WARM_UP_STEPS:] for name, times in steps.items()}))
+            path.write_text(
+                json.dumps({name: times[_WARM_UP_STEPS:] for name, times in steps.items()})
+            )
         barrier()
         os._exit(0)  # engines of several strategies are not let go of one by one
 

@@ -1,8 +1,10 @@
-"""The planner's estimates against published measurements: ``python -m benchmarks.planner.validate [--fit]``.
+"""The planner's estimates against published measurements: ``python -m benchmarks.planner.validate
+[--fit]``.
 
-``--fit`` chooses the constants of `framework/plan/time.py` on the `fit` half of the points alone and prints them;
-without it the errors of both halves are written to `benchmarks/results/planner.json` and to the table in
-`docs/planner.md`. Which points take part is decided by their fields (`left_out`), in both halves alike.
+``--fit`` chooses the constants of `framework/plan/time.py` on the `fit` half of the points alone
+and prints them; without it the errors of both halves are written to
+`benchmarks/results/planner.json` and to the table in `docs/planner.md`. Which points take part is
+decided by their fields (`left_out`), in both halves alike.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from framework.plan.time import RATES, Parallelism, Rates, StepTime, step_time
 from framework.plan.work import ModelWork, Part, model_work
 
 Point = dict[str, Any]
-# A bare name is the kind that most of them are; 40 GB of an A100 and 96 of a GH200 stand in `device_gb`.
+# A bare name is the kind that most of them are; 40 GB of an A100 and 96 of a GH200 stand in
+# `device_gb`.
 _DEVICES: Final = {
     "A100": "a100-80gb",
     "H100": "h100-80gb",
@@ -39,8 +42,8 @@ _DEVICES: Final = {
     "MI300X": "mi300x-192gb",
     "GH200": "gh200-96gb",
 }
-# What a source says about its network or devices where that is not the usual (`notes` in points.json; the card of the
-# model that bigscience trained names 4 Omni-Path links for 8 GPUs).
+# What a source says about its network or devices where that is not the usual (`notes` in
+# points.json; the card of the model that bigscience trained names 4 Omni-Path links for 8 GPUs).
 _NETWORKS: Final = {"bigscience-tr11": "omni-path"}
 _DEVICES_PER_HOST: Final = {"lsaie": 4}
 # Share of the forward pass that runs again. Selective, of torchtitan: every second matrix product.
@@ -48,7 +51,9 @@ _RECOMPUTED: Final = {"none": 0.0, "selective": 0.5, "full": 1.0}
 
 
 def speed(point: Point) -> float | None:
-    """Tokens per second of one device; where no batch is printed a step is one micro-batch, as frameworks have it."""
+    """Tokens per second of one device; where no batch is printed a step is one micro-batch, as
+    frameworks have it.
+    """
     found = tokens_per_second_per_gpu(point)
     known = [point[key] for key in ("micro_batch", "sequence", "step_seconds")]
     if found is not None or None in known or point["global_batch"] or point["accumulation"]:
@@ -58,9 +63,15 @@ def speed(point: Point) -> float | None:
 
 
 def vocabulary(point: Point) -> int | None:
-    """The model's vocabulary: printed, or what the printed number of parameters leaves for two matrices of it."""
+    """The model's vocabulary: printed, or what the printed number of parameters leaves for two
+    matrices of it.
+    """
     model = point["model"]
-    if model["vocab"] is not None or None in (model["layers"], model["hidden"], point["parameters"]):
+    if model["vocab"] is not None or None in (
+        model["layers"],
+        model["hidden"],
+        point["parameters"],
+    ):
         return None if model["vocab"] is None else int(model["vocab"])
     blocks = 12 * model["layers"] * model["hidden"] ** 2
     return round((point["parameters"] - blocks) / model["hidden"] / 2)
@@ -76,7 +87,8 @@ def left_out(point: Point) -> str | None:
         "shape of the model not printed": None in shape,
         "precision not modelled or not printed": point["precision"] not in ("bf16", "fp16"),
         "device not printed or not listed": point["device"] not in _DEVICES,
-        "size of the run not printed": None in [point[key] for key in ("num_gpus", "micro_batch", "sequence")],
+        "size of the run not printed": None
+        in [point[key] for key in ("num_gpus", "micro_batch", "sequence")],
         "compiled": "compile" in note.lower(),
         "power limited": "power limited" in note,
         "deterministic mode": "deterministic" in note,
@@ -88,8 +100,9 @@ def left_out(point: Point) -> str | None:
 
 
 def recompute_of(point: Point) -> str:
-    """What is computed again. Where the source leaves it open: what its own TFLOP/s count (Megatron's formula, of
-    Narayanan et al. 2021, has 4 passes with it and 3 without), else nothing, which is every framework's default.
+    """What is computed again. Where the source leaves it open: what its own TFLOP/s count
+    (Megatron's formula, of Narayanan et al. 2021, has 4 passes with it and 3 without), else
+    nothing, which is every framework's default.
     """
     printed = re.search(r"([\d.]+) TFLOP/s as printed", point["note"] or "")
     if point["recompute"] != "unknown" or not printed or point["step_seconds"] is None:
@@ -110,7 +123,9 @@ def config_of(point: Point) -> GPT:
     perceptron = model["ffn"] or 4 * model["hidden"]
     if is_llama and model["ffn"] is None:  # the printed number of parameters leaves one width
         attention = 2 * model["hidden"] ** 2 * (1 + kv_heads / model["heads"])
-        perceptron = round((point["parameters"] / model["layers"] - attention) / 3 / model["hidden"])
+        perceptron = round(
+            (point["parameters"] / model["layers"] - attention) / 3 / model["hidden"]
+        )
     return GPT(
         num_layers=model["layers"],
         hidden_size=model["hidden"],
@@ -138,8 +153,9 @@ def work_of(point: Point, micro_size: int = 1) -> ModelWork:
 
 
 def with_scores(work: ModelWork, scores: int) -> ModelWork:
-    """The work where attention writes all of its scores to memory, as before FlashAttention (Dao et al. 2022): two
-    products, a fused softmax and a dropout read and write them in half precision, and three tensors of them are saved.
+    """The work where attention writes all of its scores to memory, as before FlashAttention (Dao et
+    al. 2022): two products, a fused softmax and a dropout read and write them in half precision,
+    and three tensors of them are saved.
     """
     moved, saved = (2 + 4 + 5 + 2) * scores, 5 * scores
     parts = (
@@ -172,9 +188,12 @@ def parallelism_of(point: Point) -> Parallelism:
     if accumulation is None:
         accumulation = max((point["global_batch"] or 0) // (point["micro_batch"] * data), 1)
     is_fsdp = "DeepSpeed" not in point["source"]["framework"] and stage > 1
-    # llm-foundry's DEFAULT sums in fp32, PURE does not; bigscience does so where it trains in bf16 (`notes`).
+    # llm-foundry's DEFAULT sums in fp32, PURE does not; bigscience does so where it trains in bf16
+    # (`notes`).
     in_fp32 = "DEFAULT" in (point["note"] or "")
-    in_fp32 = in_fp32 or (point["source"]["name"] == "bigscience-tr11" and point["precision"] == "bf16")
+    in_fp32 = in_fp32 or (
+        point["source"]["name"] == "bigscience-tr11" and point["precision"] == "bf16"
+    )
     return Parallelism(
         data=data,
         pipe=pipe,
@@ -185,7 +204,8 @@ def parallelism_of(point: Point) -> Parallelism:
         dtype=point["precision"],
         gradient_bytes=4 if in_fp32 else 2,
         recomputed=_RECOMPUTED[recompute_of(point)],
-        bucket=12 * point["model"]["hidden"] ** 2 if is_fsdp else bucket_of(point),  # FSDP's is a block
+        # FSDP's is a block
+        bucket=12 * point["model"]["hidden"] ** 2 if is_fsdp else bucket_of(point),
         overlaps=is_fsdp or stage in (0, 3),
         scatters=is_fsdp or stage == 3,
         live=0 if stage == 3 else 10**12,
@@ -201,7 +221,9 @@ def machine_of(point: Point) -> Machine:
     if point["device_gb"] == 40:
         name = "a100-40gb"
     source = point["source"]["name"]
-    per_host = _DEVICES_PER_HOST.get(source, point["num_gpus"] // (point["nodes"] or 0) if point["nodes"] else 8)
+    per_host = _DEVICES_PER_HOST.get(
+        source, point["num_gpus"] // (point["nodes"] or 0) if point["nodes"] else 8
+    )
     machine = Machine.listed(name, devices_per_host=per_host)
     if source in _NETWORKS:
         machine = replace(machine, network=find_network(_NETWORKS[source]))
@@ -238,17 +260,23 @@ def cases(split: str) -> list[Case]:
         if left_out(point) is None:
             measured = speed(point)
             assert measured is not None
-            found.append(Case(point, work_of(point), parallelism_of(point), machine_of(point), measured))
+            found.append(
+                Case(point, work_of(point), parallelism_of(point), machine_of(point), measured)
+            )
     return found
 
 
 def memory_left_out(point: Point) -> str | None:
-    """Why a point's memory is not compared; decided by its fields. Nothing was fitted for memory."""
+    """Why a point's memory is not compared; decided by its fields. Nothing was fitted for
+    memory.
+    """
     reasons = {
         "no memory printed": point["memory_gib"] is None,
         "not DeepSpeed, which the estimate is of": "DeepSpeed" not in point["source"]["framework"],
-        "micro-batch or length not printed": None in [point[key] for key in ("num_gpus", "micro_batch", "sequence")],
-        "the largest at its start, not in a step": "the peak is that of the initialization" in (point["note"] or ""),
+        "micro-batch or length not printed": None
+        in [point[key] for key in ("num_gpus", "micro_batch", "sequence")],
+        "the largest at its start, not in a step": "the peak is that of the initialization"
+        in (point["note"] or ""),
         "selective recomputation": point["recompute"] == "selective",
     }
     shared = left_out(point)
@@ -267,7 +295,11 @@ def plan_of(point: Point) -> Plan:
         "task": {"kind": "causal_lm"},
         "batch": {"micro_size": by.micro_size, "accumulation_steps": by.accumulation},
         "precision": {"dtype": precision, "grad_accumulation": sums, "grad_reduction": sums},
-        "zero": {"stage": by.zero_stage, "reduce_bucket_size": by.bucket, "allgather_bucket_size": by.bucket},
+        "zero": {
+            "stage": by.zero_stage,
+            "reduce_bucket_size": by.bucket,
+            "allgather_bucket_size": by.bucket,
+        },
         "parallel": {"pipe": by.pipe},
         "optimizer": {"kind": "adamw", "implementation": "deepspeed"},
         "training": {"max_steps": 10, "recompute_every": int(by.recomputed)},
@@ -276,7 +308,9 @@ def plan_of(point: Point) -> Plan:
 
 
 def of_one_rank(work: ModelWork, tensor: int) -> ModelWork:
-    """The work of one of the tensor-parallel ranks, which split matrices and what Megatron splits between them."""
+    """The work of one of the tensor-parallel ranks, which split matrices and what Megatron splits
+    between them.
+    """
 
     def split(part: Part) -> Part:
         is_last = part.name in ("head", "loss")
@@ -289,7 +323,8 @@ def of_one_rank(work: ModelWork, tensor: int) -> ModelWork:
         return replace(part, num_params=part.num_params // tensor, output_bytes=output, **sizes)
 
     weights = {
-        name: (shape[0] // tensor, *shape[1:]) if len(shape) > 1 else shape for name, shape in work.weights.items()
+        name: (shape[0] // tensor, *shape[1:]) if len(shape) > 1 else shape
+        for name, shape in work.weights.items()
     }
     return replace(work, weights=weights, parts=tuple(map(split, work.parts)))
 
@@ -304,23 +339,32 @@ def memory_of(point: Point) -> float:
     work = work_of(point, micro_size=by.micro_size)
     found = estimate(plan_of(point), work=of_one_rank(work, by.tensor))
     moment = "between" if point["memory_kind"] == "live_allocated" else found.peak
-    # nvidia-smi shows what no tensor holds too; torch's own figure of what it reserves only its unused pieces.
+    # nvidia-smi shows what no tensor holds too; torch's own figure of what it reserves only its
+    # unused pieces.
     beside = beside_tensors(found, plan_of(point), _DEVICES[point["device"]])
-    kinds = {"nvidia_smi": {*beside}, "peak_reserved": {"fragmentation"}}.get(point["memory_kind"], set())
-    return (found.total(moment) + sum(size for name, size in beside.items() if name in kinds)) / 2**30
+    kinds = {"nvidia_smi": {*beside}, "peak_reserved": {"fragmentation"}}.get(
+        point["memory_kind"], set()
+    )
+    return (
+        found.total(moment) + sum(size for name, size in beside.items() if name in kinds)
+    ) / 2**30
 
 
 def unused_share() -> float:
-    """Fit the `unused_share` of devices.json: what torch reserves beyond its tensors, as a share of what grows with the
-    micro-batch, on the points of the fit half that print both for DeepSpeed.
+    """Fit the `unused_share` of devices.json: what torch reserves beyond its tensors, as a share of
+    what grows with the micro-batch, on the points of the fit half that print both for DeepSpeed.
     """
     pairs = []
     for point in read_points("fit"):
         printed = re.search(r"DeepSpeed;.* ([\d.]+) GiB reserved", point["note"] or "")
         if printed and point["memory_kind"] == "peak_allocated":
             pairs.append((point["micro_batch"], point["memory_gib"], float(printed[1])))
-    slope = statistics.linear_regression([pair[0] for pair in pairs], [pair[1] for pair in pairs]).slope
-    return statistics.median((reserved - allocated) / (slope * micro) for micro, allocated, reserved in pairs)
+    slope = statistics.linear_regression(
+        [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    ).slope
+    return statistics.median(
+        (reserved - allocated) / (slope * micro) for micro, allocated, reserved in pairs
+    )
 
 
 # Fitted; the others of `Rates` have a source of their own, or nothing in the points shows them.
@@ -328,8 +372,8 @@ _FITTED: Final = ("plateau", "plateau_hopper", "attention", "attention_hopper", 
 
 
 def fit(start: Rates = RATES) -> tuple[Rates, float]:
-    """Choose the constants on the `fit` half: least squares of log ratios, none counted above 0.3, by a search along
-    one constant after the other with ever smaller steps.
+    """Choose the constants on the `fit` half: least squares of log ratios, none counted above 0.3,
+    by a search along one constant after the other with ever smaller steps.
     """
     points = cases("fit")
 
@@ -341,7 +385,10 @@ def fit(start: Rates = RATES) -> tuple[Rates, float]:
         before = least
         for name in _FITTED:
             for factor in (1 + step, 1 / (1 + step)):
-                tried = replace(best, **{name: min(getattr(best, name) * factor, 1.0 if name != "width" else 1e5)})
+                tried = replace(
+                    best,
+                    **{name: min(getattr(best, name) * factor, 1.0 if name != "width" else 1e5)},
+                )
                 if (found := loss(tried)) < least:
                     best, least = tried, found
         if least > before - 1e-6:
@@ -369,7 +416,9 @@ def summary(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
         "points": len(pairs),
         "median_error": round(statistics.median(errors), 4),
         "p90_error": round(errors[min(int(0.9 * len(errors)), len(errors) - 1)], 4),
-        "median_ratio": round(statistics.median(estimated / measured for estimated, measured in pairs), 4),
+        "median_ratio": round(
+            statistics.median(estimated / measured for estimated, measured in pairs), 4
+        ),
         "spearman": round(spearman([pair[0] for pair in pairs], measured), 3) if ranked else None,
     }
 
@@ -387,7 +436,10 @@ def by_source(pairs: Iterable[tuple[str, float, float]]) -> dict[str, Any]:
 
 def throughput_errors(split: str) -> tuple[dict[str, Any], dict[str, int]]:
     """Errors of one half, and how many points are left out for which reason."""
-    pairs = [(case.point["source"]["name"], case.ratio() * case.measured, case.measured) for case in cases(split)]
+    pairs = [
+        (case.point["source"]["name"], case.ratio() * case.measured, case.measured)
+        for case in cases(split)
+    ]
     return by_source(pairs), _counted(map(left_out, read_points(split)))
 
 
@@ -429,10 +481,18 @@ def table(found: Mapping[str, Any]) -> str:
         for half, sources in found[what].items():
             for name, row in sources.items():
                 source = f"**all of {half}**" if name == "all" else name
-                ranked = "" if row["spearman"] is None or name == "all" else f"{row['spearman']:.2f}"
+                ranked = (
+                    "" if row["spearman"] is None or name == "all" else f"{row['spearman']:.2f}"
+                )
                 errors = f"{row['median_error']:.1%} | {row['p90_error']:.1%} | {row['median_ratio']:.2f}"
-                lines.append(f"| {what} | {source} | {half} | {row['points']} | {errors} | {ranked} |")
-    lines += ["", "Left out, by a rule on their fields (`left_out` and `memory_left_out` in `validate.py`):", ""]
+                lines.append(
+                    f"| {what} | {source} | {half} | {row['points']} | {errors} | {ranked} |"
+                )
+    lines += [
+        "",
+        "Left out, by a rule on their fields (`left_out` and `memory_left_out` in `validate.py`):",
+        "",
+    ]
     for what in ("throughput", "memory"):
         for half, reasons in found[f"{what}_left_out"].items():
             listed = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
@@ -444,13 +504,17 @@ def main() -> None:
     """Fit, or write the results and the page's table."""
     if "--fit" in sys.argv[1:]:
         rates, loss = fit()
-        print(f"{rates}\nroot of the mean square of log ratios: {loss:.4f}\nunused share: {unused_share():.4f}")
+        print(
+            f"{rates}\nroot of the mean square of log ratios: {loss:.4f}\nunused share: {unused_share():.4f}"
+        )
         return
     found = results()
     (RESULTS / "planner.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     page = ROOT / "docs/planner.md"
     before, _, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
-    page.write_text(f"{before}{_BEGIN}{table(found)}{_END}{rest.partition(_END)[2]}", encoding="utf-8")
+    page.write_text(
+        f"{before}{_BEGIN}{table(found)}{_END}{rest.partition(_END)[2]}", encoding="utf-8"
+    )
     print(table(found))
 
 

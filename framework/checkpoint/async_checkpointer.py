@@ -1,8 +1,10 @@
-"""Checkpoints that are written while training goes on: the loop pays for a copy of the state into memory.
+"""Checkpoints that are written while training goes on: the loop pays for a copy of the state into
+memory.
 
-A save copies what each rank would write into memory that it shares with a process of its own (`writer`), and returns.
-Those processes write, and rank 0's publishes when all have written; the ranks speak of it only when they meet for the
-next save or at the end. At most one save is under way. One that fails is a warning, as with a `Checkpointer`.
+A save copies what each rank would write into memory that it shares with a process of its own
+(`writer`), and returns. Those processes write, and rank 0's publishes when all have written; the
+ranks speak of it only when they meet for the next save or at the end. At most one save is under
+way. One that fails is a warning, as with a `Checkpointer`.
 """
 
 from __future__ import annotations
@@ -22,15 +24,19 @@ from framework.errors import StorageError
 from framework.system.files import FileRecord
 from framework.system.log import warn
 
-# After an error somewhere the ranks cannot meet any more, and nobody knows whether the others will still write.
+# After an error somewhere the ranks cannot meet any more, and nobody knows whether the others will
+# still write.
 _LAST_SECONDS: Final = 10.0
 _BEAT_SECONDS: Final = 5.0
-# of this rank's writer: busy with the files, done with them, or at the end of its order in one of three ways
+# of this rank's writer: busy with the files, done with them, or at the end of its order in one of
+# three ways
 State = Literal["writing", "written", "published", "failed", "dead"]
 
 
 class AsyncCheckpointer(Checkpointer):
-    """A Checkpointer whose `save` returns when the state is copied. `finish` and `close` are to be called."""
+    """A Checkpointer whose `save` returns when the state is copied. `finish` and `close` are to be
+    called.
+    """
 
     def __init__(self, *arguments: Any, rank: int, world_size: int, **options: Any) -> None:
         """As Checkpointer; starts this rank's writer.
@@ -50,8 +56,9 @@ class AsyncCheckpointer(Checkpointer):
             self._writer: WriterProcess | None = WriterProcess(self._staged.descriptor)
         except OSError as error:
             reported = StorageError(
-                f"checkpoint.mode = async: rank {rank} cannot start the process that writes checkpoints: "
-                f"{error.strerror or error}; use checkpoint.mode=sync [checkpoint-writer]"
+                f"checkpoint.mode = async: rank {rank} cannot start the process that writes "
+                f"checkpoints: {error.strerror or error}; use checkpoint.mode=sync "
+                "[checkpoint-writer]"
             )
             reported.is_of_one_rank = True
             raise reported from error
@@ -75,8 +82,12 @@ class AsyncCheckpointer(Checkpointer):
         self._staged.clear()
 
         def stage() -> None:
-            # What does not pass through memory is written already, such as DeepSpeed's copies of state on NVMe.
-            written.update(self._engine.save(self._folder / SAVING, tag, state, open_file=self._staged.open) or {})
+            # What does not pass through memory is written already, such as DeepSpeed's copies of
+            # state on NVMe.
+            written.update(
+                self._engine.save(self._folder / SAVING, tag, state, open_file=self._staged.open)
+                or {}
+            )
 
         failure = self._agree(lambda: make_room(self._folder), only_main=True) or self._agree(stage)
         if failure:
@@ -91,10 +102,12 @@ class AsyncCheckpointer(Checkpointer):
         return True
 
     def finish(self, *, is_final: bool = False) -> None:
-        """Wait until the save that is under way is published: it comes to its end on every rank alike. Collective.
+        """Wait until the save that is under way is published: it comes to its end on every rank
+        alike. Collective.
 
         Raises:
-            StorageError: it failed, and no other follows: `is_final` says so, or it was of the last step.
+            StorageError: it failed, and no other follows: `is_final` says so, or it was of the last
+                step.
         """
         if self._step is None:
             return
@@ -106,7 +119,8 @@ class AsyncCheckpointer(Checkpointer):
 
         def conclusion() -> tuple[str, bool]:
             """As rank 0 knows it: the failure, and whether its writer has logged it."""
-            if self._state == "published":  # all files were there: a writer that died before it said so did its part
+            # all files were there: a writer that died before it said so did its part
+            if self._state == "published":
                 return "", False
             return failure or self._failure, self._state == "failed"
 
@@ -120,7 +134,9 @@ class AsyncCheckpointer(Checkpointer):
         """End the writer; a save that is under way has a moment to become whole. Not collective."""
         deadline = time.monotonic() + _LAST_SECONDS
         with suppress(TimeoutError):
-            while self._step is not None and (self._state == "writing" or (self._state == "written" and self._is_main)):
+            while self._step is not None and (
+                self._state == "writing" or (self._state == "written" and self._is_main)
+            ):
                 self._await_answer(max(0.0, deadline - time.monotonic()))
         self._step = None
         self._reap()
@@ -129,18 +145,27 @@ class AsyncCheckpointer(Checkpointer):
     def _order(
         self, tag: str, ticket: str, stated: Mapping[str, Any], written: Mapping[str, FileRecord]
     ) -> dict[str, Any]:
-        """Build the writer's order; rank 0's publishes as well. The ticket tells this save from all others."""
+        """Build the writer's order; rank 0's publishes as well. The ticket tells this save from all
+        others.
+        """
         root = self._folder / SAVING / tag
         order: dict[str, Any] = {
             "folder": str(self._folder.absolute()),
             "tag": tag,
             "ticket": ticket,
             "rank": self._rank,
-            "files": [(one.path.relative_to(root).as_posix(), one.offset, one.num_bytes) for one in self._staged.files],
+            "files": [
+                (one.path.relative_to(root).as_posix(), one.offset, one.num_bytes)
+                for one in self._staged.files
+            ],
             "written": {name: asdict(record) for name, record in written.items()},
         }
         if self._is_main:
-            order |= {"stated": stated, "retention": asdict(self._retention), "world_size": self._world_size}
+            order |= {
+                "stated": stated,
+                "retention": asdict(self._retention),
+                "world_size": self._world_size,
+            }
             order["warns"] = stated["step"] != self._last_step
         return order
 
@@ -158,12 +183,18 @@ class AsyncCheckpointer(Checkpointer):
                 self._reap()
                 if is_last_try:
                     self._state = "dead"
-                    self._failure = f"no process can be started to write it: {error.strerror or error}"
+                    self._failure = (
+                        f"no process can be started to write it: {error.strerror or error}"
+                    )
 
-    def _await_all(self, state: State, found: Callable[[], Any], *, is_mine: bool = True) -> list[Any]:
-        """Wait until no writer (that is asked, `is_mine`) is in this state any more; returns every rank's findings.
+    def _await_all(
+        self, state: State, found: Callable[[], Any], *, is_mine: bool = True
+    ) -> list[Any]:
+        """Wait until no writer (that is asked, `is_mine`) is in this state any more; returns every
+        rank's findings.
 
-        They meet every few seconds: a disk may take longer than ranks wait for each other in a collective.
+        They meet every few seconds: a disk may take longer than ranks wait for each other in a
+        collective.
         """
         while True:
             if is_mine and self._state == state:
@@ -187,7 +218,9 @@ class AsyncCheckpointer(Checkpointer):
             self._writer = None
 
     def _mention_waiting(self, *, due: int) -> None:
-        """Once: a disk that is too slow for how often is saved takes time from training, which nobody would see."""
+        """Once: a disk that is too slow for how often is saved takes time from training, which
+        nobody would see.
+        """
         if self._step is None or not self._is_main or self._has_waited:
             return
         try:
@@ -196,6 +229,7 @@ class AsyncCheckpointer(Checkpointer):
         except TimeoutError:
             self._has_waited = True
             warn(
-                f"checkpoint.mode = async: step {due} is to be saved while step {self._step} is still being written: "
-                "training waits for it, now and from here on without a word; save less often [checkpoint-waits]"
+                f"checkpoint.mode = async: step {due} is to be saved while step {self._step} is "
+                "still being written: training waits for it, now and from here on without a "
+                "word; save less often [checkpoint-waits]"
             )

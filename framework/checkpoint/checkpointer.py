@@ -1,9 +1,10 @@
-"""Checkpoints of a run: saved, published under their names, kept or deleted, and put right at the next start.
+"""Checkpoints of a run: saved, published under their names, kept or deleted, and put right at the
+next start.
 
-A save never touches what is there: it is written under ``.saving/``, every file flushed to disk, its manifest last;
-then the folder is renamed to its name, and `latest` is replaced. Whenever it is interrupted, the checkpoints that have
-a name are whole. What an interruption leaves behind bears a name that begins with a dot, and is removed at the next
-start.
+A save never touches what is there: it is written under ``.saving/``, every file flushed to disk,
+its manifest last; then the folder is renamed to its name, and `latest` is replaced. Whenever it is
+interrupted, the checkpoints that have a name are whole. What an interruption leaves behind bears a
+name that begins with a dot, and is removed at the next start.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from framework.checkpoint.manifest import FORMAT, SavedCheckpoint, newest_first, read_checkpoint, seal
+from framework.checkpoint.manifest import (
+    FORMAT,
+    SavedCheckpoint,
+    newest_first,
+    read_checkpoint,
+    seal,
+)
 from framework.checkpoint.names import (
     BAD_STEPS,
     CALLBACKS,
@@ -70,8 +77,8 @@ class Checkpointer:
             gather: every rank's value, in the order of ranks, on every rank.
             position: where a step stands in the data; goes into the state and into the manifest.
             description: what else the manifest says: topology, versions, config.
-            last_step: the step after which a save that fails is an error, because none follows; None where any may be
-                followed.
+            last_step: the step after which a save that fails is an error, because none follows;
+                None where any may be followed.
         """
         self._engine = engine
         self._folder = folder
@@ -86,10 +93,12 @@ class Checkpointer:
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> bool:
         """Write ``global_step<step>``, point `latest` at it and delete what is no longer kept.
 
-        `metrics` are noted in the manifest: those of this very step, which the retention may ask for.
+        `metrics` are noted in the manifest: those of this very step, which the retention may ask
+        for.
 
         Returns:
-            Whether it was written. If not, all earlier checkpoints are as they were, and a warning says why.
+            Whether it was written. If not, all earlier checkpoints are as they were, and a warning
+            says why.
 
         Raises:
             StorageError: the last save of the run failed.
@@ -103,7 +112,14 @@ class Checkpointer:
 
         def name() -> None:
             stated = self._stated(state, metrics or {})
-            publish(self._folder, tag, stated=stated, records=records, retention=self._retention, kept=self._kept)
+            publish(
+                self._folder,
+                tag,
+                stated=stated,
+                records=records,
+                retention=self._retention,
+                kept=self._kept,
+            )
 
         failure = self._agree(lambda: make_room(self._folder), only_main=True) or self._agree(write)
         if not failure:
@@ -128,13 +144,21 @@ class Checkpointer:
     def _stated(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
         """Describe the run for the manifest, beside its files."""
         # JSON knows no NaN and no infinity.
-        measured = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+        measured = {
+            name: value if math.isfinite(value) else str(value) for name, value in metrics.items()
+        }
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        described = {name: value for name, value in state.items() if name not in (CALLBACKS, STREAM, BAD_STEPS)}
+        described = {
+            name: value
+            for name, value in state.items()
+            if name not in (CALLBACKS, STREAM, BAD_STEPS)
+        }
         return {**described, **self._description, "saved_at": now, "metrics": measured}
 
     def _agree(self, work: Callable[[], None], *, only_main: bool = False) -> str:
-        """Do it on every rank, or on rank 0; the first rank's failure, on every rank, or nothing."""
+        """Do it on every rank, or on rank 0; the first rank's failure, on every rank, or
+        nothing.
+        """
         failure = ""
         try:
             if self._is_main or not only_main:
@@ -144,33 +168,44 @@ class Checkpointer:
         return next(filter(None, self._gather(failure)), "")
 
     def _discard(self) -> None:
-        """Remove what a failed save has written; what cannot be removed now is removed before the next save."""
+        """Remove what a failed save has written; what cannot be removed now is removed before the
+        next save.
+        """
         if self._is_main:
             shutil.rmtree(self._folder / SAVING, ignore_errors=True)
 
-    def _report(self, step: int, failure: str, *, is_reported: bool = False, is_final: bool = False) -> None:
-        """A save has failed: a warning, unless it has been given, or an error where no other save follows."""
+    def _report(
+        self, step: int, failure: str, *, is_reported: bool = False, is_final: bool = False
+    ) -> None:
+        """A save has failed: a warning, unless it has been given, or an error where no other save
+        follows.
+        """
         if step == self._last_step or is_final:
             raise StorageError(
-                f"{_described(self._folder, step, failure)}; free space or check permissions, then resume with "
-                "checkpoint.resume=auto [checkpoint-not-written]"
+                f"{_described(self._folder, step, failure)}; free space or check permissions, "
+                "then resume with checkpoint.resume=auto [checkpoint-not-written]"
             )
         if self._is_main and not is_reported:
             warn_of_failure(self._folder, step, failure)
 
 
 def _described(folder: Path, step: int, failure: str) -> str:
-    return f"{folder / tag_of(step)}: the checkpoint cannot be written ({failure}); earlier ones are untouched"
+    return (
+        f"{folder / tag_of(step)}: the checkpoint cannot be written ({failure}); earlier ones "
+        "are untouched"
+    )
 
 
 def warn_of_failure(folder: Path, step: int, failure: str) -> None:
     """A save has failed, and the run does without it."""
     warn(
-        f"{_described(folder, step, failure)}, training goes on, and the next save tries again [checkpoint-not-written]"
+        f"{_described(folder, step, failure)}, training goes on, and the next save tries again "
+        "[checkpoint-not-written]"
     )
 
 
-# What follows is done by rank 0, or by the process that writes for it: it knows of no engine and of no other rank.
+# What follows is done by rank 0, or by the process that writes for it: it knows of no engine and of
+# no other rank.
 
 
 def make_room(folder: Path) -> None:
@@ -194,8 +229,8 @@ def publish(
     retention: Retention,
     kept: dict[str, SavedCheckpoint],
 ) -> None:
-    """All files of ``.saving/<tag>`` are written: describe them, flush them, give the checkpoint its name, delete old
-    ones.
+    """All files of ``.saving/<tag>`` are written: describe them, flush them, give the checkpoint
+    its name, delete old ones.
 
     Args:
         folder: the ``checkpoints`` folder.
@@ -204,7 +239,8 @@ def publish(
         kept: finished checkpoints by tag, as far as they have been read; this one is added.
 
     Raises:
-        OSError: the file system refused; the checkpoints that have a name are as they were, or the new one has its own.
+        OSError: the file system refused; the checkpoints that have a name are as they were, or the
+            new one has its own.
     """
     written = folder / SAVING / tag
     target = folder / tag
@@ -219,14 +255,20 @@ def publish(
     written.rename(target)
     sync_folder(folder)
     replace_text(folder / LATEST, tag)
-    kept[tag] = SavedCheckpoint(folder, tag, {name: stated[name] for name in ("step", "metrics") if name in stated})
+    kept[tag] = SavedCheckpoint(
+        folder, tag, {name: stated[name] for name in ("step", "metrics") if name in stated}
+    )
     _tidy(folder, aside, retention=retention, newest=int(stated["step"]), kept=kept)
 
 
-def _all_records(written: Path, records: Mapping[str, FileRecord]) -> tuple[dict[str, FileRecord], list[str]]:
-    """Records of what the ranks wrote, and of what DeepSpeed put there by itself; and the folders that hold it.
+def _all_records(
+    written: Path, records: Mapping[str, FileRecord]
+) -> tuple[dict[str, FileRecord], list[str]]:
+    """Records of what the ranks wrote, and of what DeepSpeed put there by itself; and the folders
+    that hold it.
 
-    A run folder on a disk that each host has for itself is refused: its ranks write, and rank 0 sees nothing of it.
+    A run folder on a disk that each host has for itself is refused: its ranks write, and rank 0
+    sees nothing of it.
     """
     found = dict(records)
     folders = [""]
@@ -247,8 +289,8 @@ def _all_records(written: Path, records: Mapping[str, FileRecord]) -> tuple[dict
 
 
 def _kept(folder: Path, kept: dict[str, SavedCheckpoint]) -> list[SavedCheckpoint]:
-    """The finished checkpoints, oldest first, by step and metrics alone. Manifests of a thousand ranks are large: each
-    is read once in a run.
+    """The finished checkpoints, oldest first, by step and metrics alone. Manifests of a thousand
+    ranks are large: each is read once in a run.
     """
     there = {path.name: path for _, path in named_folders(folder)}
     for tag in kept.keys() - there.keys():
@@ -257,12 +299,23 @@ def _kept(folder: Path, kept: dict[str, SavedCheckpoint]) -> list[SavedCheckpoin
         with suppress(OSError):  # `diagnose` tells it
             found = read_checkpoint(there[tag])
             if found is not None:
-                known = {name: found.manifest[name] for name in ("step", "metrics") if name in found.manifest}
+                known = {
+                    name: found.manifest[name]
+                    for name in ("step", "metrics")
+                    if name in found.manifest
+                }
                 kept[tag] = replace(found, manifest=known)
     return [kept[tag] for tag in there if tag in kept]
 
 
-def _tidy(folder: Path, replaced: Path, *, retention: Retention, newest: int, kept: dict[str, SavedCheckpoint]) -> None:
+def _tidy(
+    folder: Path,
+    replaced: Path,
+    *,
+    retention: Retention,
+    newest: int,
+    kept: dict[str, SavedCheckpoint],
+) -> None:
     """Failing here costs disk space, not the run: the new checkpoint is complete."""
     try:
         for script in _SCRIPTS:
@@ -276,7 +329,8 @@ def _tidy(folder: Path, replaced: Path, *, retention: Retention, newest: int, ke
         if absence:
             warn(absence)
         for old in retention.superfluous(checkpoints, newest=newest):
-            # Without a name and a manifest first, so that a kill in the middle leaves nothing to resume from.
+            # Without a name and a manifest first, so that a kill in the middle leaves nothing to
+            # resume from.
             leaving = folder / f"{LEAVING}{old.tag}"
             old.path.rename(leaving)
             (leaving / MANIFEST).unlink()
@@ -292,8 +346,8 @@ class Retention:
     Attributes:
         last: the newest so many.
         every_steps: those whose step is a multiple of it; None for no such rule.
-        best: name of a metric; the one checkpoint that has its best value. While none has a value, any may turn out to
-            be what was meant, and none is deleted. None for no such rule.
+        best: name of a metric; the one checkpoint that has its best value. While none has a value,
+            any may turn out to be what was meant, and none is deleted. None for no such rule.
         best_is: whether the largest or the smallest value is the best.
     """
 
@@ -302,14 +356,18 @@ class Retention:
     best: str | None = None
     best_is: Literal["max", "min"] = "max"
 
-    def superfluous(self, checkpoints: Sequence[SavedCheckpoint], *, newest: int) -> list[SavedCheckpoint]:
-        """List what may be deleted of checkpoints, oldest first, up to the `newest` step, which was just written; later
-        ones belong to another past of the run.
+    def superfluous(
+        self, checkpoints: Sequence[SavedCheckpoint], *, newest: int
+    ) -> list[SavedCheckpoint]:
+        """List what may be deleted of checkpoints, oldest first, up to the `newest` step, which was
+        just written; later ones belong to another past of the run.
         """
         own = [checkpoint for checkpoint in checkpoints if checkpoint.step <= newest]
         kept = {checkpoint.step for checkpoint in own[-self.last :]}
         if self.every_steps is not None:
-            kept |= {checkpoint.step for checkpoint in own if checkpoint.step % self.every_steps == 0}
+            kept |= {
+                checkpoint.step for checkpoint in own if checkpoint.step % self.every_steps == 0
+            }
         if self.best is not None:
             best = self.best_of(own)
             if best is None:
@@ -330,20 +388,23 @@ class Retention:
         return None
 
     def describe_absence(self, checkpoints: Sequence[SavedCheckpoint], *, newest: int) -> str:
-        """Describe, at the first save of a run, a metric that was not measured at its step; else empty."""
+        """Describe, at the first save of a run, a metric that was not measured at its step; else
+        empty.
+        """
         own = [checkpoint for checkpoint in checkpoints if checkpoint.step <= newest]
         if self.best is None or len(own) != 1 or self.best_of(own) is not None:
             return ""
         known = ", ".join(sorted(own[0].manifest.get("metrics", {}))) or "nothing"
         return (
-            f"checkpoint.keep_best = {self.best}: it was not measured at step {own[0].step}, where {known} was; until "
-            "a checkpoint has it none is deleted: evaluate at the steps that are saved, or name another metric "
-            "[metric-not-measured]"
+            f"checkpoint.keep_best = {self.best}: it was not measured at step {own[0].step}, "
+            f"where {known} was; until a checkpoint has it none is deleted: evaluate at the steps "
+            "that are saved, or name another metric [metric-not-measured]"
         )
 
 
 def clear_unfinished(folder: Path) -> list[str]:
-    """Remove what interrupted saves and deletions left, and put `latest` right; returns what was removed.
+    """Remove what interrupted saves and deletions left, and put `latest` right; returns what was
+    removed.
 
     A checkpoint that was about to be replaced by one of the same step gets its name back.
     """

@@ -1,9 +1,10 @@
 """`SavedCheckpoint`: a checkpoint on disk, read through its manifest.
 
-It is DeepSpeed's layout, ``checkpoints/global_step<N>/`` and ``checkpoints/latest``, plus ``manifest.json`` in each
-checkpoint: files, sizes and SHA-256, step, topology, versions and the resolved config. The manifest's seal says that
-nothing was changed by chance. Who changes it on purpose computes the seal anew, and can write anything: so every value
-that a reader relies on has the type that is given here, or the checkpoint is none.
+It is DeepSpeed's layout, ``checkpoints/global_step<N>/`` and ``checkpoints/latest``, plus
+``manifest.json`` in each checkpoint: files, sizes and SHA-256, step, topology, versions and the
+resolved config. The manifest's seal says that nothing was changed by chance. Who changes it on
+purpose computes the seal anew, and can write anything: so every value that a reader relies on has
+the type that is given here, or the checkpoint is none.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _FORMER_NAME: Final = "dsframework"
 class SavedCheckpoint:
     """A finished checkpoint: ``folder/tag``, and what its manifest says.
 
-    One without a manifest, which DeepSpeed wrote by itself, is not `verified`; `describe_raw` reads one from its files.
+    One without a manifest, which DeepSpeed wrote by itself, is not `verified`; `describe_raw` reads
+    one from its files.
     """
 
     folder: Path
@@ -62,9 +64,14 @@ class SavedCheckpoint:
 
     @property
     def versions(self) -> Mapping[str, Any]:
-        """Releases that wrote it, by package; older ones noted the project under its former name."""
+        """Releases that wrote it, by package; older ones noted the project under its former
+        name.
+        """
         found = self.manifest.get("versions", {})
-        return {"dsf-trainer" if name == _FORMER_NAME else name: version for name, version in found.items()}
+        return {
+            "dsf-trainer" if name == _FORMER_NAME else name: version
+            for name, version in found.items()
+        }
 
     @property
     def records(self) -> dict[str, FileRecord]:
@@ -79,8 +86,9 @@ class SavedCheckpoint:
     def damage(self) -> list[str]:
         """Find files that are not as they were written, a line for each; reads every byte.
 
-        Nothing of a checkpoint is deserialised before this has found nothing: a flipped bit would load silently, and a
-        file that somebody put in its place could run code. Without a manifest only links and the like can be told.
+        Nothing of a checkpoint is deserialised before this has found nothing: a flipped bit would
+        load silently, and a file that somebody put in its place could run code. Without a manifest
+        only links and the like can be told.
         """
         if not self.verified:
             return sorted(irregular(self.path))
@@ -88,7 +96,9 @@ class SavedCheckpoint:
             return sorted([*self.unexpected_files(), *work.damage()])
 
     def unexpected_files(self) -> list[str]:
-        """A line for each file too many: DeepSpeed, which finds files by pattern, would read it as well."""
+        """A line for each file too many: DeepSpeed, which finds files by pattern, would read it as
+        well.
+        """
         expected = {*self.manifest["files"], MANIFEST}
         found = []
         for place, folders, names in os.walk(self.path):
@@ -102,7 +112,8 @@ class SavedCheckpoint:
 
 
 def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
-    """Finished checkpoints in a ``checkpoints`` folder, oldest first; without those that cannot be read now.
+    """Finished checkpoints in a ``checkpoints`` folder, oldest first; without those that cannot be
+    read now.
 
     Raises:
         OSError: the folder is there and does not answer.
@@ -120,7 +131,8 @@ def newest_first(folder: Path) -> Iterator[SavedCheckpoint]:
 
 
 def read_checkpoint(path: Path) -> SavedCheckpoint | None:
-    """The checkpoint in a folder; None where there is none of this format, or its manifest is not as it was written.
+    """The checkpoint in a folder; None where there is none of this format, or its manifest is not
+    as it was written.
 
     Raises:
         OSError: the file system does not give it out now: it may next time.
@@ -142,7 +154,9 @@ def read_checkpoint(path: Path) -> SavedCheckpoint | None:
 
 
 def diagnose(path: Path) -> str:
-    """Why a folder with the name of a checkpoint is none that can be read: what of it, and the reason."""
+    """Why a folder with the name of a checkpoint is none that can be read: what of it, and the
+    reason.
+    """
     try:
         if path.is_symlink():
             return "it is a symbolic link"
@@ -169,11 +183,15 @@ def _hash_of(manifest: Mapping[str, Any]) -> str:
 
 
 def _parsed(text: bytes, *, step: int) -> dict[str, Any] | None:
-    """The manifest of the checkpoint of a step; None where the text is not whole, was changed, or holds other types."""
+    """The manifest of the checkpoint of a step; None where the text is not whole, was changed, or
+    holds other types.
+    """
     if len(text) > LONGEST_BYTES or not text.endswith(b"\n"):
         return None
     try:
-        manifest: dict[str, Any] = json.loads(text, parse_constant=_refuse, parse_int=_whole, parse_float=_finite)
+        manifest: dict[str, Any] = json.loads(
+            text, parse_constant=_refuse, parse_int=_whole, parse_float=_finite
+        )
         is_ours = manifest[SEAL] == _hash_of(manifest) and manifest["step"] == step
         for path, is_right in _TYPES.items():
             is_ours = is_ours and all(map(is_right, _values(manifest, path.split("."))))
@@ -248,7 +266,9 @@ def _has_name(section: Mapping[str, Any]) -> bool:
 
 
 def _are_records(files: Mapping[str, Any]) -> bool:
-    """All of them stay inside the checkpoint: a manifest that was sealed anew must not point at files elsewhere."""
+    """All of them stay inside the checkpoint: a manifest that was sealed anew must not point at
+    files elsewhere.
+    """
     return all(
         "\0" not in name
         and not Path(name).is_absolute()
@@ -266,17 +286,42 @@ def _is_pipeline(pipeline: Mapping[str, Any]) -> bool:
     bounds = pipeline.get("bounds")
     return isinstance(layers, list) and (
         bounds is None
-        or (all(map(_is_count, bounds)) and sorted({*bounds}) == bounds and [bounds[0], bounds[-1]] == [0, len(layers)])
+        or (
+            all(map(_is_count, bounds))
+            and sorted({*bounds}) == bounds
+            and [bounds[0], bounds[-1]] == [0, len(layers)]
+        )
     )
 
 
 def _is_split(split: Any) -> bool:
-    """A dimension, and the sizes of what lies side by side along it (`checkpoint.state.tensor_split.Split`)."""
-    return len(split) == 2 and _is_count(split[0]) and isinstance(split[1], list) and all(map(_is_count, split[1]))
+    """A dimension, and the sizes of what lies side by side along it
+    (`checkpoint.state.tensor_split.Split`).
+    """
+    return (
+        len(split) == 2
+        and _is_count(split[0])
+        and isinstance(split[1], list)
+        and all(map(_is_count, split[1]))
+    )
 
 
-_COUNTS: Final = ("steps_per_epoch", "total_steps", "num_train_samples", "epoch", "step_in_epoch", "samples")
-_LAYOUT: Final = ("world_size", "data_parallel_size", "pipe_size", "global_size", "micro_size", "accumulation_steps")
+_COUNTS: Final = (
+    "steps_per_epoch",
+    "total_steps",
+    "num_train_samples",
+    "epoch",
+    "step_in_epoch",
+    "samples",
+)
+_LAYOUT: Final = (
+    "world_size",
+    "data_parallel_size",
+    "pipe_size",
+    "global_size",
+    "micro_size",
+    "accumulation_steps",
+)
 _TYPES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "format": lambda value: _is_count(value) and value == FORMAT,
     "step": _is_count,
@@ -286,14 +331,20 @@ _TYPES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "files": _are_records,
     **{f"layout.{name}": _is_count for name in _LAYOUT},
     "layout.*": lambda value: _is_count(value) and value > 0,
-    "config": lambda sections: all(_is_mapping(each) or name == "callbacks" for name, each in sections.items()),
+    "config": lambda sections: all(
+        _is_mapping(each) or name == "callbacks" for name, each in sections.items()
+    ),
     "config.run.name": _is_text,
     "config.zero.stage": lambda value: _is_count(value) and value <= 3,
     "config.zero.offload_optimizer?": _or_null(_is_mapping),
     "config.zero.offload_param?": _or_null(_is_mapping),
     "config.precision.dtype": _is_text,
     **{f"config.{section}": _has_name for section in ("model", "optimizer")},
-    **{f"config.{section}.{name}?": _or_null(_is_text) for section in ("model", "optimizer") for name in _NAMES},
+    **{
+        f"config.{section}.{name}?": _or_null(_is_text)
+        for section in ("model", "optimizer")
+        for name in _NAMES
+    },
     "config.optimizer.lr?": _or_null(_is_number),
     "config.training?.ema?.decay": _is_number,
     "config.parallel?.partition?": _or_null(_is_text),
@@ -309,7 +360,8 @@ _TYPES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "tensor?": _is_mapping,
     "tensor?.*": _is_split,
     "metrics?": _is_mapping,
-    "metrics?.*": lambda value: _is_number(value) or value in ("inf", "-inf", "nan"),  # JSON has no number for these
+    # JSON has no number for these
+    "metrics?.*": lambda value: _is_number(value) or value in ("inf", "-inf", "nan"),
     "best?.metric": _is_text,
     "best?.value": _is_number,
     "best?.step": _is_count,
@@ -318,5 +370,6 @@ _TYPES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "versions?.*": _or_null(_is_text),
     "data_sha256?": _or_null(_is_text),
 }
-"""Dotted path in a manifest -> whether a value there is right. What is marked ? may be missing, and what is in it then
-as well; * stands for every key or item."""
+"""Dotted path in a manifest -> whether a value there is right. What is marked ? may be missing, and
+what is in it then as well; * stands for every key or item.
+"""

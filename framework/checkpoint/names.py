@@ -1,5 +1,6 @@
-"""Names of checkpoints and of their files: the only place that knows them, and all that is known of a checkpoint that
-DeepSpeed wrote by itself, without a manifest, before its files are read (`framework.checkpoint.state.raw`).
+"""Names of checkpoints and of their files: the only place that knows them, and all that is known of
+a checkpoint that DeepSpeed wrote by itself, without a manifest, before its files are read
+(`framework.checkpoint.state.raw`).
 
 <run>/checkpoints/latest                     the newest tag
 <run>/checkpoints/global_step10/             a checkpoint: DeepSpeed's files, and manifest.json
@@ -24,7 +25,9 @@ from framework.system.files import read_regular
 CALLBACKS: Final = "callbacks"
 STREAM: Final = "stream"
 BAD_STEPS: Final = "bad_steps"
-"""Keys of what callbacks keep, of the places of streamed data, and of the last good steps, in the saved state alone."""
+"""Keys of what callbacks keep, of the places of streamed data, and of the last good steps, in the
+saved state alone.
+"""
 CHECKPOINTS: Final = "checkpoints"
 MANIFEST: Final = "manifest.json"
 LATEST: Final = "latest"
@@ -52,12 +55,18 @@ def tag_of(step: int) -> str:
 
 
 def replaced_names(tag: str) -> list[str]:
-    """List the names that a checkpoint may get when it is set aside: the first of these that is free is taken."""
-    return [f"{tag}.replaced{suffix}" for suffix in ("", *(f"-{number}" for number in range(1, 1000)))]
+    """List the names that a checkpoint may get when it is set aside: the first of these that is
+    free is taken.
+    """
+    return [
+        f"{tag}.replaced{suffix}" for suffix in ("", *(f"-{number}" for number in range(1, 1000)))
+    ]
 
 
 def layer_file(number: int, tensor_rank: int | None = None) -> str:
-    """Return the file that holds the weights of a pipeline's layer, or a tensor rank's part of them."""
+    """Return the file that holds the weights of a pipeline's layer, or a tensor rank's part of
+    them.
+    """
     return f"layer_{number:02d}{'' if tensor_rank is None else f'-model_{tensor_rank:02d}'}-model_states.pt"
 
 
@@ -67,7 +76,9 @@ def model_file_of(rank: int, *, tensor_size: int = 1) -> str:
 
 
 def own_names(path: Path) -> tuple[Path, Path]:
-    """A path that may name a checkpoint, and where it leads: a link, or ``.``, may stand for one."""
+    """A path that may name a checkpoint, and where it leads: a link, or ``.``, may stand for
+    one.
+    """
     try:
         return path, path.resolve()
     except (OSError, RuntimeError):  # a loop of links, in Python 3.12 and older
@@ -75,14 +86,22 @@ def own_names(path: Path) -> tuple[Path, Path]:
 
 
 def holders(path: Path) -> tuple[Path, Path]:
-    """Folders that may hold checkpoints, where a path names none: it is a ``checkpoints`` folder, or a run folder."""
+    """Folders that may hold checkpoints, where a path names none: it is a ``checkpoints`` folder,
+    or a run folder.
+    """
     return path, path / CHECKPOINTS
 
 
 def latest_tag(folder: Path) -> str:
-    """Read the tag in the file `latest` of a ``checkpoints`` folder; empty where it cannot be read."""
+    """Read the tag in the file `latest` of a ``checkpoints`` folder; empty where it cannot be
+    read.
+    """
     try:
-        return (read_regular(folder / LATEST, num_bytes=_LONGEST_TAG) or b"").decode("utf-8", errors="replace").strip()
+        return (
+            (read_regular(folder / LATEST, num_bytes=_LONGEST_TAG) or b"")
+            .decode("utf-8", errors="replace")
+            .strip()
+        )
     except OSError:
         return ""
 
@@ -96,7 +115,9 @@ def named_folders(folder: Path) -> list[tuple[int, Path]]:
     try:
         with os.scandir(folder) as entries:
             found = [
-                (TAG.match(entry.name), Path(entry.path)) for entry in entries if entry.is_dir() or entry.is_symlink()
+                (TAG.match(entry.name), Path(entry.path))
+                for entry in entries
+                if entry.is_dir() or entry.is_symlink()
             ]
     except (FileNotFoundError, NotADirectoryError):
         return []
@@ -129,7 +150,8 @@ class RawNames:
     """Facts in the names of DeepSpeed's files.
 
     Attributes:
-        ranks: that wrote optimizer state or spread weights; None at stage 0, where one file serves any number.
+        ranks: that wrote optimizer state or spread weights; None at stage 0, where one file serves
+            any number.
         stages: the ZeRO stages that it may be of.
         model_parallel: pipeline stages times tensor-parallel ranks.
         has_layers: whether it is a pipeline's.
@@ -147,7 +169,9 @@ class RawNames:
 
 
 def find_raw(path: Path) -> Path | None:
-    """The folder of a checkpoint without a manifest, if there is one: the path itself, or what `latest` in it names."""
+    """The folder of a checkpoint without a manifest, if there is one: the path itself, or what
+    `latest` in it names.
+    """
     for named in own_names(path):
         if _is_raw(named):
             return named
@@ -175,7 +199,10 @@ def read_names(folder: Path) -> RawNames:
     """Read the names of a checkpoint's files."""
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     names = [path.name for path in files if path.parent == folder]
-    models, optimizers = (list(filter(None, map(pattern.fullmatch, names))) for pattern in (MODEL_FILE, OPTIMIZER_FILE))
+    models, optimizers = (
+        list(filter(None, map(pattern.fullmatch, names)))
+        for pattern in (MODEL_FILE, OPTIMIZER_FILE)
+    )
     spread = [match for match in models if match["rank"] is not None]
     step = TAG.match(folder.name)
     return RawNames(
@@ -190,7 +217,9 @@ def read_names(folder: Path) -> RawNames:
 
 
 def irregular(folder: Path) -> Iterator[str]:
-    """Links, devices and pipes among the files, a line for each: none of them is followed or opened."""
+    """Links, devices and pipes among the files, a line for each: none of them is followed or
+    opened.
+    """
     for place, folders, names in os.walk(folder):
         for path in (Path(place, name) for name in (*folders, *names)):
             mode = path.lstat().st_mode

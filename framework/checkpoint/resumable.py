@@ -1,7 +1,9 @@
-"""Resume rules: which runs may go on from a checkpoint, which keys may differ, and when its state has to be moved.
+"""Resume rules: which runs may go on from a checkpoint, which keys may differ, and when its state
+has to be moved.
 
-One table for all keys of the run config: DeepSpeed restores most of what an optimizer, a schedule and a loss scale were
-given from the checkpoint, so that a value that was changed in the config would be lost without a word.
+One table for all keys of the run config: DeepSpeed restores most of what an optimizer, a schedule
+and a loss scale were given from the checkpoint, so that a value that was changed in the config
+would be lost without a word.
 """
 
 from __future__ import annotations
@@ -16,15 +18,18 @@ from framework.config.run_config import RunConfig
 from framework.errors import MISSING, ConfigError, Problem, show_value
 
 Rule = Literal["applied", "refused", "irrelevant"]
-"""applied: the new value holds from the next step on, and the run says so. refused: it must be the same. irrelevant: it
-has nothing to do with what goes on."""
+"""applied: the new value holds from the next step on, and the run says so. refused: it must be the
+same. irrelevant: it has nothing to do with what goes on.
+"""
 
 # Of what is passed through to DeepSpeed, irrelevant is what measures and tells.
 _KEYS: Final[Mapping[Rule, Sequence[str]]] = json.loads(
     Path(__file__).with_name("resume_rules.json").read_text(encoding="utf-8")
 )
 RULES: Final[Mapping[str, Rule]] = {key: rule for rule, keys in _KEYS.items() for key in keys}
-"""Key, or section with all that is in it and not named by itself -> what becomes of a difference."""
+"""Key, or section with all that is in it and not named by itself -> what becomes of a
+difference.
+"""
 
 # Compared as samples per step: any one of the three keys of `batch` may be left out.
 _COMPARED_BY_LAYOUT: Final = "batch.global_size"
@@ -33,7 +38,8 @@ _OF_ONE_KIND: Final = "precision."
 _EMA: Final = "training.ema"
 _OBJECT_ARGS: Final = "optimizer.args."
 _DATA: Final = {
-    "steps_per_epoch": "its epochs had {} steps and now they have {}: the training data has another size",
+    "steps_per_epoch": "its epochs had {} steps and now they have {}: the training data has "
+    "another size",
     "num_train_samples": "its training data had {:,} samples and now has {:,}",
     "lanes": "its stream was read in {} lanes and now has {}",
     "data_sha256": "its training data had other tokens, by the checksums of their files",
@@ -51,7 +57,9 @@ def rule_of(key: str) -> Rule:
 
 
 def _completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A saved config with the keys that an older version did not know at their defaults, which it trained with."""
+    """A saved config with the keys that an older version did not know at their defaults, which it
+    trained with.
+    """
     try:
         return RunConfig.model_validate(dict(config)).to_dict()
     except ValueError:  # it knew a key that is gone: the comparison will name it
@@ -79,7 +87,8 @@ def check_resumable(
 ) -> None:
     """Refuse to resume what would train with other numbers than the config says.
 
-    Where the work is done may differ: other ranks, another ZeRO stage, pipeline or precision, other micro-batches.
+    Where the work is done may differ: other ranks, another ZeRO stage, pipeline or precision, other
+    micro-batches.
 
     Args:
         config: of this run, resolved.
@@ -90,7 +99,9 @@ def check_resumable(
     Raises:
         ConfigError: with one problem for every key that differs.
     """
-    problem = _other_steps(checkpoint, global_size) or _other_data(checkpoint, steps_per_epoch, data)
+    problem = _other_steps(checkpoint, global_size) or _other_data(
+        checkpoint, steps_per_epoch, data
+    )
     problems = [*filter(None, [problem]), *_other_config(checkpoint, config)]
     if problems:
         raise ConfigError(problems)
@@ -103,11 +114,14 @@ def _other_steps(checkpoint: SavedCheckpoint, global_size: int) -> Problem | Non
         return None
     if saved is None:
         reason = (
-            f"counts {checkpoint.manifest['samples']:,} samples in {checkpoint.step:,} steps, so its steps were not "
-            "all alike, and its place in the data cannot be told"
+            f"counts {checkpoint.manifest['samples']:,} samples in {checkpoint.step:,} steps, so "
+            "its steps were not all alike, and its place in the data cannot be told"
         )
     else:
-        reason = f"was trained with {saved} samples per step, and its place in the data is counted in such steps"
+        reason = (
+            f"was trained with {saved} samples per step, and its place in the data is "
+            "counted in such steps"
+        )
     return Problem(
         kind="resume-global-size",
         key="batch.global_size",
@@ -117,11 +131,17 @@ def _other_steps(checkpoint: SavedCheckpoint, global_size: int) -> Problem | Non
     )
 
 
-def _other_data(checkpoint: SavedCheckpoint, steps_per_epoch: int, data: Mapping[str, Any]) -> Problem | None:
-    """The order of the samples is a function of how many there are. An older checkpoint says less, and is believed."""
+def _other_data(
+    checkpoint: SavedCheckpoint, steps_per_epoch: int, data: Mapping[str, Any]
+) -> Problem | None:
+    """The order of the samples is a function of how many there are. An older checkpoint says less,
+    and is believed.
+    """
     saved = checkpoint.manifest
     now = {**data, "steps_per_epoch": steps_per_epoch}
-    differing = [name for name in _DATA if name in saved and None not in (saved[name], now.get(name))]
+    differing = [
+        name for name in _DATA if name in saved and None not in (saved[name], now.get(name))
+    ]
     first = next((name for name in differing if saved[name] != now[name]), None)
     if first is None:
         return None
@@ -129,7 +149,8 @@ def _other_data(checkpoint: SavedCheckpoint, steps_per_epoch: int, data: Mapping
         kind="resume-data-differs",
         key="checkpoint.resume",
         value=str(checkpoint.path),
-        reason=f"{_DATA[first].format(saved[first], now[first])}, so its place in the data means other samples",
+        reason=f"{_DATA[first].format(saved[first], now[first])}, so its place in the data means "
+        "other samples",
         fix="restore the data, or start afresh under another run.name",
     )
 
@@ -161,7 +182,8 @@ def _other_config(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> Ite
 
 
 def check_reachable(checkpoint: SavedCheckpoint, *, total_steps: int) -> None:
-    """Refuse a step beyond the end of the run that only DeepSpeed's file tells: a schedule is brought there by steps.
+    """Refuse a step beyond the end of the run that only DeepSpeed's file tells: a schedule is
+    brought there by steps.
 
     Raises:
         ConfigError: kind ``resume-beyond-end``.
@@ -178,8 +200,9 @@ def check_reachable(checkpoint: SavedCheckpoint, *, total_steps: int) -> None:
 
 
 def describe_changes(checkpoint: SavedCheckpoint, *, config: Mapping[str, Any]) -> list[str]:
-    """Describe the changes since the save that hold from now on, as ``key: before -> now``; and what becomes of an
-    average. `config` is that of this run, resolved, which `check_resumable` let pass.
+    """Describe the changes since the save that hold from now on, as ``key: before -> now``; and
+    what becomes of an average. `config` is that of this run, resolved, which `check_resumable` let
+    pass.
     """
     if not checkpoint.verified:  # nobody knows with what it was trained
         return []
@@ -189,37 +212,50 @@ def describe_changes(checkpoint: SavedCheckpoint, *, config: Mapping[str, Any]) 
     stated = [
         f"{key}: {show_value(before.get(key))} -> {show_value(now.get(key))}"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and rule_of(key) == "applied" and not key.startswith(_EMA)
+        if before.get(key) != now.get(key)
+        and rule_of(key) == "applied"
+        and not key.startswith(_EMA)
     ]
     kept, keeps = (one.get("training", {}).get("ema") for one in (saved, config))
     if keeps and not kept:
-        stated.append(f"{_EMA}: the moving average begins with the weights of step {checkpoint.step}")
+        stated.append(
+            f"{_EMA}: the moving average begins with the weights of step {checkpoint.step}"
+        )
     elif kept and not keeps:
         stated.append(f"{_EMA}: the moving average of the weights is dropped")
     elif kept != keeps:
-        shown = ("{" + ", ".join(f"{key}: {value}" for key, value in one.items()) + "}" for one in (kept, keeps))
+        shown = (
+            "{" + ", ".join(f"{key}: {value}" for key, value in one.items()) + "}"
+            for one in (kept, keeps)
+        )
         stated.append(f"{_EMA}: {' -> '.join(shown)}")
     return stated
 
 
 def describe_versions(checkpoint: SavedCheckpoint, *, versions: Mapping[str, str | None]) -> str:
-    """Describe the releases that wrote a checkpoint and are not those that go on; empty if the same, or unknown."""
+    """Describe the releases that wrote a checkpoint and are not those that go on; empty if the
+    same, or unknown.
+    """
     saved = checkpoint.versions
     changed = [name for name in _VERSIONS if saved.get(name) and saved[name] != versions.get(name)]
     return ", ".join(f"{name} {saved[name]} -> {versions.get(name)}" for name in changed)
 
 
 _OFFLOADS: Final = ("offload_optimizer", "offload_param")
-# Of what lies on NVMe, DeepSpeed copies the files of a rank from the checkpoint to wherever the run has its drive.
-_NOT_IN_NVME_FILES: Final = frozenset({"nvme_path", "pin_memory", "pipeline_read", "pipeline_write"})
+# Of what lies on NVMe, DeepSpeed copies the files of a rank from the checkpoint to wherever the run
+# has its drive.
+_NOT_IN_NVME_FILES: Final = frozenset(
+    {"nvme_path", "pin_memory", "pipeline_read", "pipeline_write"}
+)
 
 
 def needs_resharding(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) -> bool:
-    """Check whether a checkpoint lies on disk in another way than this run, by the `description` that its own
-    checkpoints have, would write it.
+    """Check whether a checkpoint lies on disk in another way than this run, by the `description`
+    that its own checkpoints have, would write it.
 
-    DeepSpeed reads its own files back where nothing has changed that decides which numbers lie in which file; otherwise
-    every parameter is looked up by its name (`framework.checkpoint.state.reader`).
+    DeepSpeed reads its own files back where nothing has changed that decides which numbers lie in
+    which file; otherwise every parameter is looked up by its name
+    (`framework.checkpoint.state.reader`).
     """
     before = _arrangement(checkpoint.manifest)
     now = _arrangement(description)
@@ -227,19 +263,31 @@ def needs_resharding(checkpoint: SavedCheckpoint, *, description: Mapping[str, A
 
 
 def describe_resharding(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) -> str:
-    """Describe the differences in layout, as ``key: before -> now``; of a checkpoint without a manifest, its layout."""
+    """Describe the differences in layout, as ``key: before -> now``; of a checkpoint without a
+    manifest, its layout.
+    """
     before = _arrangement(checkpoint.manifest)
     now = _arrangement(description)
     if not checkpoint.verified:
         return f"{before['ranks']} ranks, ZeRO {before['zero.stage']}, {before['precision.dtype']}"
-    both = (key for key in before if None not in (before[key], now.get(key)))  # what only one has goes with the rest
-    stated = [f"{key}: {show_value(before[key])} -> {show_value(now[key])}" for key in both if before[key] != now[key]]
-    return ", ".join([*stated, *(["other parts of weights"] if _are_split_otherwise(checkpoint, description) else [])])
+    # what only one has goes with the rest
+    both = (key for key in before if None not in (before[key], now.get(key)))
+    stated = [
+        f"{key}: {show_value(before[key])} -> {show_value(now[key])}"
+        for key in both
+        if before[key] != now[key]
+    ]
+    return ", ".join(
+        [
+            *stated,
+            *(["other parts of weights"] if _are_split_otherwise(checkpoint, description) else []),
+        ]
+    )
 
 
 def _are_split_otherwise(checkpoint: SavedCheckpoint, description: Mapping[str, Any]) -> bool:
-    """Check whether as many tensor ranks have other parts; a description from before the model is built says nothing of
-    them.
+    """Check whether as many tensor ranks have other parts; a description from before the model is
+    built says nothing of them.
     """
     before = checkpoint.manifest.get("tensor")
     now = description.get("tensor")
@@ -247,7 +295,8 @@ def _are_split_otherwise(checkpoint: SavedCheckpoint, description: Mapping[str, 
 
 
 def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) -> None:
-    """Refuse to move state out of, or into, the files of DeepSpeed's NVMe swapper, which nobody else reads or writes.
+    """Refuse to move state out of, or into, the files of DeepSpeed's NVMe swapper, which nobody
+    else reads or writes.
 
     Raises:
         ConfigError: kind ``resume-nvme-moved``.
@@ -267,7 +316,11 @@ def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]
                 reason = f"{holder} state on NVMe (zero.{section}), {same}: {stated}"
                 value = str(checkpoint.path)
                 raise ConfigError.of(
-                    kind="resume-nvme-moved", key="checkpoint.resume", value=value, reason=reason, fix=fix
+                    kind="resume-nvme-moved",
+                    key="checkpoint.resume",
+                    value=value,
+                    reason=reason,
+                    fix=fix,
                 )
 
 
@@ -292,8 +345,8 @@ def _arrangement(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def _spread(zero: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of ``zero`` that decide how it flattens, cuts and places.
 
-    DeepSpeed 0.19.8: runtime/zero/stage_1_and_2.py `_round_robin_reorder`, stage3.py `_create_fp16_sub_groups` and
-    `_create_fp32_partitions`.
+    DeepSpeed 0.19.8: runtime/zero/stage_1_and_2.py `_round_robin_reorder`, stage3.py
+    `_create_fp16_sub_groups` and `_create_fp32_partitions`.
     """
     stage = zero.get("stage", 0)
     found: dict[str, Any] = {"stage": stage}
@@ -307,6 +360,8 @@ def _spread(zero: Mapping[str, Any]) -> dict[str, Any]:
         found[f"{section}.ratio"] = offload.get("ratio")
         if offload.get("device") == "nvme":
             found |= {
-                f"{section}.{key}": value for key, value in _flat(offload).items() if key not in _NOT_IN_NVME_FILES
+                f"{section}.{key}": value
+                for key, value in _flat(offload).items()
+                if key not in _NOT_IN_NVME_FILES
             }
     return found

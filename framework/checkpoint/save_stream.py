@@ -1,5 +1,5 @@
-"""Destinations of the bytes of a checkpoint's files: disk (`framework.system.files.NewFile`), or memory at first
-(`StagedFiles`).
+"""Destinations of the bytes of a checkpoint's files: disk (`framework.system.files.NewFile`), or
+memory at first (`StagedFiles`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from framework.system.limits import room
 
 
 class SaveStream(Protocol):
-    """Stream that a file of a checkpoint is written to: the methods that `torch.save` calls, and two ways to end."""
+    """Stream that a file of a checkpoint is written to: the methods that `torch.save` calls, and
+    two ways to end.
+    """
 
     def write(self, data: bytes | memoryview, /) -> int:
         """Append; returns the number of bytes."""
@@ -42,8 +44,8 @@ OpenFile = Callable[[Path], SaveStream]
 
 _PAGE: Final = mmap.PAGESIZE
 _GROWTH: Final = 1 << 24
-# All ranks of a host take their memory at the same time, and each sees what the others have taken before its next
-# piece.
+# All ranks of a host take their memory at the same time, and each sees what the others have taken
+# before its next piece.
 _PIECE: Final = 1 << 26  # a copy of it takes some 20 ms, and holds Python's lock
 
 
@@ -57,13 +59,14 @@ class StagedFile:
 
 
 class StagedFiles:
-    """Files that wait in memory, one save after the other: written by the training process, read by the one that puts
-    them on disk.
+    """Files that wait in memory, one save after the other: written by the training process, read by
+    the one that puts them on disk.
 
-    The memory is one anonymous file (`memfd`), mapped by both: it has no name, so nothing is left in /dev/shm however a
-    run ends, and no mount limits its size. It grows to the size of the largest save and is used again by every save
-    after it: pages that are touched for the first time cost about eight times as much. Nothing refuses memory that is
-    not there: who touches it is killed. So it is taken piece by piece, while there is room for it.
+    The memory is one anonymous file (`memfd`), mapped by both: it has no name, so nothing is left
+    in /dev/shm however a run ends, and no mount limits its size. It grows to the size of the
+    largest save and is used again by every save after it: pages that are touched for the first time
+    cost about eight times as much. Nothing refuses memory that is not there: who touches it is
+    killed. So it is taken piece by piece, while there is room for it.
     """
 
     def __init__(self) -> None:
@@ -91,7 +94,9 @@ class StagedFiles:
         return self._used
 
     def append(self, data: bytes | memoryview) -> int:
-        """Copy behind what is there; returns the number of bytes. Raises OSError where there is no more memory."""
+        """Copy behind what is there; returns the number of bytes. Raises OSError where there is no
+        more memory.
+        """
         count = memoryview(data).nbytes
         end = self._used + count
         if self._refusal is not None:  # torch writes once more while it closes
@@ -101,7 +106,8 @@ class StagedFiles:
         if count:
             assert self._map is not None
             whole = memoryview(data).cast("B")
-            for start in range(0, count, _PIECE):  # Python's other threads, such as a request to stop, wait for a piece
+            # Python's other threads, such as a request to stop, wait for a piece
+            for start in range(0, count, _PIECE):
                 piece = whole[start : start + _PIECE]
                 self._map[self._used + start : self._used + start + len(piece)] = piece
         self._used = end
@@ -115,14 +121,17 @@ class StagedFiles:
             self.descriptor = -1
 
     def _grow(self, least: int) -> None:
-        """A save that finds no memory fails alone: what it had taken is given back, and the next one tries again."""
+        """A save that finds no memory fails alone: what it had taken is given back, and the next
+        one tries again.
+        """
         capacity = -(-least // _GROWTH) * _GROWTH
         try:
             _take(self.descriptor, self._capacity, capacity)
             self._remap(capacity)
         except OSError as error:
             self._refusal = error
-            if self._capacity > self._capacity_before:  # pieces that were taken earlier in this save
+            # pieces that were taken earlier in this save
+            if self._capacity > self._capacity_before:
                 self._let_go()
                 if self._capacity_before:
                     self._remap(self._capacity_before)
@@ -146,13 +155,18 @@ class StagedFiles:
 
 
 def _take(descriptor: int, start: int, stop: int) -> None:
-    """Lengthen the file, with pages behind all of it; ENOMEM is raised before somebody is killed for it."""
+    """Lengthen the file, with pages behind all of it; ENOMEM is raised before somebody is killed
+    for it.
+    """
     for begin in range(start, stop, _PIECE):
         size = min(_PIECE, stop - begin)
         found = room()
         if found is not None and found.num_bytes < size:
             left = f"{found.limit} has {max(0, found.num_bytes) / 1e9:.2f} GB left beside a margin"
-            raise OSError(errno.ENOMEM, f"{left}, and checkpoint.mode: async keeps in host memory what a rank writes")
+            raise OSError(
+                errno.ENOMEM,
+                f"{left}, and checkpoint.mode: async keeps in host memory what a rank writes",
+            )
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(descriptor, begin, size)
         else:
@@ -175,7 +189,9 @@ class _Stream:
 
     def close(self) -> None:
         """It is complete."""
-        self._staged.files.append(StagedFile(self._path, self._offset, self._staged.num_bytes - self._offset))
+        self._staged.files.append(
+            StagedFile(self._path, self._offset, self._staged.num_bytes - self._offset)
+        )
 
     def abandon(self) -> None:
         """The next save begins anew."""
@@ -184,5 +200,6 @@ class _Stream:
 def _anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("dsf-save", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:  # where there is no Linux: it never had, or has lost, its name
+    # where there is no Linux: it never had, or has lost, its name
+    with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())

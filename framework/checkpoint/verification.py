@@ -1,4 +1,6 @@
-"""Verification of a checkpoint's files, by one process in threads, or by all ranks of a run together."""
+"""Verification of a checkpoint's files, by one process in threads, or by all ranks of a run
+together.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,18 @@ _BEATS_PER_LINE: Final = 6
 class Verification:
     """Reads files in threads, and holds them against what was written. To be closed."""
 
-    def __init__(self, folder: Path, records: Mapping[str, FileRecord], *, num_sharing: int = 1) -> None:
+    def __init__(
+        self, folder: Path, records: Mapping[str, FileRecord], *, num_sharing: int = 1
+    ) -> None:
         """Begin; `num_sharing` processes share the processors of this host."""
         self._folder = folder
         self._is_closed = threading.Event()
         self._done: dict[str, int] = {}
         threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // num_sharing))
         self._threads = ThreadPoolExecutor(threads)  # hashing releases the interpreter
-        self._lines: list[Future[str]] = [self._threads.submit(self._compare, *record) for record in records.items()]
+        self._lines: list[Future[str]] = [
+            self._threads.submit(self._compare, *record) for record in records.items()
+        ]
 
     def wait(self, seconds: float) -> bool:
         """Check whether all of it is done, within so many seconds."""
@@ -76,7 +82,9 @@ class Verification:
 
 
 def share_of(records: Mapping[str, FileRecord], *, index: int, count: int) -> dict[str, FileRecord]:
-    """The files that the one with this index of `count` reads: each has about as many bytes as any other."""
+    """The files that the one with this index of `count` reads: each has about as many bytes as any
+    other.
+    """
     loads = [(0, number) for number in range(count)]
     mine = {}
     for name, record in sorted(records.items(), key=lambda item: (-item[1].num_bytes, item[0])):
@@ -88,16 +96,24 @@ def share_of(records: Mapping[str, FileRecord], *, index: int, count: int) -> di
 
 
 class SharedVerification:
-    """Verifies a checkpoint by all ranks: rank 0 asks for it, and the others help until no more follows.
+    """Verifies a checkpoint by all ranks: rank 0 asks for it, and the others help until no more
+    follows.
 
-    A terabyte takes longer to read than ranks wait for each other in a collective. So each reads its share, and all of
-    them meet every few seconds meanwhile.
+    A terabyte takes longer to read than ranks wait for each other in a collective. So each reads
+    its share, and all of them meet every few seconds meanwhile.
     """
 
     def __init__(
-        self, *, rank: int, gather: Gather, from_rank0: Callable[[Any], Any], print_line: Callable[[str], None]
+        self,
+        *,
+        rank: int,
+        gather: Gather,
+        from_rank0: Callable[[Any], Any],
+        print_line: Callable[[str], None],
     ) -> None:
-        """Two collectives bring every rank's value, and rank 0's, to all; `print_line` is told of progress."""
+        """Two collectives bring every rank's value, and rank 0's, to all; `print_line` is told of
+        progress.
+        """
         self._rank = rank
         self._gather = gather
         self._from_rank0 = from_rank0
@@ -122,16 +138,23 @@ class SharedVerification:
     def verify(self, checkpoint: SavedCheckpoint, *, on_every_host: bool = False) -> list[str]:
         """Verify a checkpoint, and return the damage on every rank. Collective.
 
-        With `on_every_host` the ranks of each host read all of it among them: hosts may have a disk of their own there.
+        With `on_every_host` the ranks of each host read all of it among them: hosts may have a disk
+        of their own there.
         """
         hosts = self._gather(socket.gethostname())
         neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[self._rank]]
         sharing = neighbours if on_every_host else range(len(hosts))
         mine = share_of(checkpoint.records, index=sharing.index(self._rank), count=len(sharing))
-        total = sum(record.num_bytes for record in checkpoint.records.values()) * len(hosts) / len(sharing)
+        total = (
+            sum(record.num_bytes for record in checkpoint.records.values())
+            * len(hosts)
+            / len(sharing)
+        )
         with closing(Verification(checkpoint.path, mine, num_sharing=len(neighbours))) as work:
             self._meet_until_done(work, f"of {total / 1e9:.1f} GB are verified", checkpoint.path)
-            own = work.damage() + (checkpoint.unexpected_files() if sharing[0] == self._rank else [])
+            own = work.damage() + (
+                checkpoint.unexpected_files() if sharing[0] == self._rank else []
+            )
         return sorted({line for lines in self._gather(own) for line in lines})
 
     def _meet_until_done(self, work: Verification, stated: str, path: Path) -> None:
@@ -141,5 +164,7 @@ class SharedVerification:
             states = self._gather((work.wait(_BEAT_SECONDS), work.done_bytes))
             is_done = all(done for done, _ in states)
             if self._rank == 0 and not is_done and beat % _BEATS_PER_LINE == 0:
-                self._print_line(f"{path}: {sum(num_bytes for _, num_bytes in states) / 1e9:.1f} {stated}")
+                self._print_line(
+                    f"{path}: {sum(num_bytes for _, num_bytes in states) / 1e9:.1f} {stated}"
+                )
             beat += 1

@@ -1,9 +1,10 @@
-"""Background writer: the process that writes a rank's checkpoints while the rank trains on, and the rank's view of it.
+"""Background writer: the process that writes a rank's checkpoints while the rank trains on, and the
+rank's view of it.
 
-It takes orders over a channel and finds the files in memory that it shares with the rank. Beside the files it leaves a
-record of what they hold. The writer of rank 0 waits for the records of all ranks and then publishes the checkpoint, so
-that the ranks need no collective for it. It imports neither torch nor DeepSpeed, starts in a tenth of a second and
-takes 20 MB.
+It takes orders over a channel and finds the files in memory that it shares with the rank. Beside
+the files it leaves a record of what they hold. The writer of rank 0 waits for the records of all
+ranks and then publishes the checkpoint, so that the ranks need no collective for it. It imports
+neither torch nor DeepSpeed, starts in a tenth of a second and takes 20 MB.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _SHORTEST_PAUSE_SECONDS: Final = 0.005
 _LONGEST_PAUSE_SECONDS: Final = 1.0
 # One alone is slower than many a disk; the cores belong to training.
 _HASHING_THREADS: Final = 2
-# A shared file system shows what another host has written within about a minute (NFS: `acdirmax`, 60 s).
+# A shared file system shows what another host has written within about a minute (NFS: `acdirmax`,
+# 60 s).
 _LONGEST_DELAY_SECONDS: Final = 180.0
 
 
@@ -40,9 +42,13 @@ class _NotWrittenError(Exception):
 
 
 def write_files(order: Mapping[str, Any], memory: memoryview) -> None:
-    """Write what a rank has staged, and its record; raises OSError where the file system refuses."""
+    """Write what a rank has staged, and its record; raises OSError where the file system
+    refuses.
+    """
     saving = Path(order["folder"], SAVING)
-    parts = [(name, memory[offset : offset + num_bytes]) for name, offset, num_bytes in order["files"]]
+    parts = [
+        (name, memory[offset : offset + num_bytes]) for name, offset, num_bytes in order["files"]
+    ]
     hashing = ThreadPoolExecutor(_HASHING_THREADS)
     try:
         digests = [hashing.submit(digest_of, part) for _, part in parts]
@@ -53,12 +59,15 @@ def write_files(order: Mapping[str, Any], memory: memoryview) -> None:
             for (name, part), digest in zip(parts, digests, strict=True)
         }
     finally:
-        hashing.shutdown(cancel_futures=True)  # the memory is the rank's again only when nobody reads it any more
+        # the memory is the rank's again only when nobody reads it any more
+        hashing.shutdown(cancel_futures=True)
     replace_text(_record(order), json.dumps({"files": files | order["written"], "failure": ""}))
 
 
 def _record(order: Mapping[str, Any]) -> Path:
-    """Of one rank and one save: a writer of an earlier run that was held up cannot speak for a rank of this one."""
+    """Of one rank and one save: a writer of an earlier run that was held up cannot speak for a rank
+    of this one.
+    """
     return Path(order["folder"], SAVING, f"written-by-rank{order['rank']}-{order['ticket']}.json")
 
 
@@ -87,19 +96,25 @@ class Writer:
         except (OSError, _NotWrittenError) as error:
             failure = getattr(error, "strerror", None) or str(error)
             if order["rank"] != 0:
-                with suppress(OSError):  # without room for it, the ranks tell each other at the next save
+                # without room for it, the ranks tell each other at the next save
+                with suppress(OSError):
                     replace_text(_record(order), json.dumps({"files": {}, "failure": failure}))
             elif order["warns"]:
                 warn_of_failure(Path(order["folder"]), order["stated"]["step"], failure)
             self._report(state="failed", failure=failure)
 
     def _write(self, order: Mapping[str, Any]) -> None:
-        """From memory that is mapped once: finding its pages anew takes half as long as hashing them."""
+        """From memory that is mapped once: finding its pages anew takes half as long as hashing
+        them.
+        """
         num_bytes = os.fstat(self._descriptor).st_size
         if num_bytes != len(self._memory):
             populate = getattr(mmap, "MAP_POPULATE", 0)
-            # The old mapping goes when nobody refers to it any more, be it an error that tells of a part of it.
-            mapped = mmap.mmap(self._descriptor, num_bytes, mmap.MAP_SHARED | populate, mmap.PROT_READ)
+            # The old mapping goes when nobody refers to it any more, be it an error that tells of a
+            # part of it.
+            mapped = mmap.mmap(
+                self._descriptor, num_bytes, mmap.MAP_SHARED | populate, mmap.PROT_READ
+            )
             self._memory = memoryview(mapped)
         write_files(order, self._memory)
 
@@ -112,18 +127,27 @@ class Writer:
                 raise _NotWrittenError(reported["failure"])
             records |= {name: FileRecord(**record) for name, record in reported["files"].items()}
         retention = Retention(**order["retention"])
-        publish(folder, order["tag"], stated=order["stated"], records=records, retention=retention, kept=self._kept)
+        publish(
+            folder,
+            order["tag"],
+            stated=order["stated"],
+            records=records,
+            retention=retention,
+            kept=self._kept,
+        )
 
     def _await_records(self, order: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        """Each rank's record, when it is there. All are looked for in one listing: a file system of several hosts may
-        keep for a minute that a name, asked for too early, is not there.
+        """Each rank's record, when it is there. All are looked for in one listing: a file system of
+        several hosts may keep for a minute that a name, asked for too early, is not there.
         """
         missing = {_record({**order, "rank": rank}): rank for rank in range(order["world_size"])}
         pause = _SHORTEST_PAUSE_SECONDS
         deadline = float("inf")
         while missing:
             with os.scandir(Path(order["folder"], SAVING)) as entries:
-                there = [path for path in (Path(entry.path) for entry in entries) if path in missing]
+                there = [
+                    path for path in (Path(entry.path) for entry in entries) if path in missing
+                ]
             for path in there:
                 del missing[path]
                 yield dict(json.loads(path.read_text(encoding="utf-8")))
@@ -159,7 +183,9 @@ class Writer:
 
 
 def main(channel: Channel, memory: str) -> None:
-    """Serve a `WriterProcess`. It must not outlive its rank: it could publish over the run that takes its place."""
+    """Serve a `WriterProcess`. It must not outlive its rank: it could publish over the run that
+    takes its place.
+    """
     Writer(channel, int(memory)).serve()
 
 
@@ -167,12 +193,19 @@ class WriterProcess(Child):
     """The writer, as a rank sees it: one process, given orders, and replaced when it has died."""
 
     def __init__(self, memory: int) -> None:
-        """Start it, with the descriptor of the memory in which files will wait; raises OSError if that fails."""
+        """Start it, with the descriptor of the memory in which files will wait; raises OSError if
+        that fails.
+        """
         super().__init__("framework.checkpoint.writer:main", str(memory), descriptors=(memory,))
 
     def answer(self, timeout: float | None = None) -> Mapping[str, Any]:
-        """Its next answer, a failure where it has died; raises TimeoutError if none comes within so many seconds."""
+        """Its next answer, a failure where it has died; raises TimeoutError if none comes within so
+        many seconds.
+        """
         answer = self.receive(timeout)
         if answer is None:
-            return {"state": "dead", "failure": f"the process that writes checkpoints {self.exit_reason()}"}
+            return {
+                "state": "dead",
+                "failure": f"the process that writes checkpoints {self.exit_reason()}",
+            }
         return answer

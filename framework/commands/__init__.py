@@ -1,1 +1,3 @@
-"""Commands that need torch: `export`, `generate`. `framework.cli` imports them by name when they are asked for."""
+"""Commands that need torch: `export`, `generate`. `framework.cli` imports them by name when they
+are asked for.
+"""

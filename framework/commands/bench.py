@@ -1,4 +1,6 @@
-"""The `bench` command: how fast variants of a run train, for real and in turn, and what of it is no noise."""
+"""The `bench` command: how fast variants of a run train, for real and in turn, and what of it is no
+noise.
+"""
 
 from __future__ import annotations
 
@@ -63,13 +65,17 @@ def bench(argv: Sequence[str]) -> int:
     environment, is_interrupted = _measure(asked, variants, starts, every, dropped)
     notes = [
         *_doubts(variants, environment),
-        f"Started {counted(num, 'time')} each, in turn, for {' + '.join(map(str, starts))} windows of {asked.steps} "
-        "steps "
-        f"after {every * dropped} of warm-up; medians of samples per second, means of the rest, memory of rank 0",
+        f"Started {counted(num, 'time')} each, in turn, for {' + '.join(map(str, starts))} "
+        f"windows of {asked.steps} steps after {every * dropped} of warm-up; medians of samples "
+        "per second, means of the rest, memory of rank 0",
     ]
     comparisons = compare(variants)
     sentences = [str(each["sentence"]) for each in comparisons]
-    found = {"variants": [each.to_dict() for each in variants], "comparisons": comparisons, "notes": notes}
+    found = {
+        "variants": [each.to_dict() for each in variants],
+        "comparisons": comparisons,
+        "notes": notes,
+    }
     text = json.dumps(found | {"environment": environment}, indent=2)
     if asked.json:
         lines = [text]
@@ -77,7 +83,12 @@ def bench(argv: Sequence[str]) -> int:
         lines = [*_table(variants), *sentences, *(f"note: {note}" for note in notes)]
     if out is not None:
         title = ", ".join(dict.fromkeys(each.plan.config.run.name for each in variants))
-        _write(out, text, bench_page(title, variants, sentences, notes, environment), speed_chart(variants))
+        _write(
+            out,
+            text,
+            bench_page(title, variants, sentences, notes, environment),
+            speed_chart(variants),
+        )
         lines += [] if asked.json else [f"page: {out / 'bench.html'}"]
     write(sys.stdout, "".join(f"{visible(line)}\n" for line in lines))
     has_failed = any(each.failure for each in variants)
@@ -92,24 +103,55 @@ def _parser() -> CommandParser:
     bench = CommandParser(
         prog="python -m framework bench",
         allow_abbrev=False,
-        description="Time variants of a run and compare them with the first: each is trained for real, in turn, with "
-        "evaluation, checkpoints and sinks off.",
+        description="Time variants of a run and compare them with the first: each is trained for "
+        "real, in turn, with evaluation, checkpoints and sinks off.",
     )
     option = bench.option
     numbers = like(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", _numbers, "{}: write numbers such as 1,2")
-    count, steps = (whole(least, 1_000_000, f"{{}} is no number from {least} on") for least in (1, 0))
+    count, steps = (
+        whole(least, 1_000_000, f"{{}} is no number from {least} on") for least in (1, 0)
+    )
     words = "run configs, and settings for all variants"
     bench.add_argument("words", nargs="*", default=[], metavar="CONFIG key=value", help=words)
     terms: dict[str, Any] = {"action": "append", "nargs": "+", "dest": "variants", "default": []}
     about = "what a variant of each config is called, and its own settings"
     option("--variant", **terms, metavar=("NAME", "key=value"), help=about)
-    option("--num_gpus", type=numbers, metavar="N[,M]", help="devices; several numbers: a variant with each")
-    bench.add_argument("-H", "--hostfile", metavar="FILE", help="hosts and their devices, in DeepSpeed's format")
+    option(
+        "--num_gpus",
+        type=numbers,
+        metavar="N[,M]",
+        help="devices; several numbers: a variant with each",
+    )
+    bench.add_argument(
+        "-H", "--hostfile", metavar="FILE", help="hosts and their devices, in DeepSpeed's format"
+    )
     option("--steps", type=count, default=50, metavar="S", help="of a measured window; default 50")
-    option("--warmup", type=steps, default=10, metavar="W", help="first steps of a start, left out; default 10")
-    option("--repeats", type=count, default=5, metavar="R", help="windows of a variant, in all; default 5")
-    option("--starts", type=count, default=3, metavar="N", help="of a variant, which share its windows; default 3")
-    option("--out", metavar="DIR", help="for page, charts, figures; default: beside the runs, or none with --json")
+    option(
+        "--warmup",
+        type=steps,
+        default=10,
+        metavar="W",
+        help="first steps of a start, left out; default 10",
+    )
+    option(
+        "--repeats",
+        type=count,
+        default=5,
+        metavar="R",
+        help="windows of a variant, in all; default 5",
+    )
+    option(
+        "--starts",
+        type=count,
+        default=3,
+        metavar="N",
+        help="of a variant, which share its windows; default 3",
+    )
+    option(
+        "--out",
+        metavar="DIR",
+        help="for page, charts, figures; default: beside the runs, or none with --json",
+    )
     option("--json", action="store_true", help="print all figures as JSON")
     return bench
 
@@ -125,7 +167,9 @@ def points_of(steps: int, warmup: int) -> tuple[int, int]:
 
 
 def _checked(asked: argparse.Namespace, every: int) -> list[Variant]:
-    settings, configs = ([word for word in asked.words if is_setting(word) is sort] for sort in (True, False))
+    settings, configs = (
+        [word for word in asked.words if is_setting(word) is sort] for sort in (True, False)
+    )
     for label, *own in asked.variants:
         if is_setting(label) or not all(map(is_setting, own)):
             reason = "a name and its key=value settings follow --variant; configs stand before it"
@@ -137,7 +181,9 @@ def _checked(asked: argparse.Namespace, every: int) -> list[Variant]:
     found = []
     problems = []
     taken = Counter[str]()
-    for path, (label, *own), num in product(configs, asked.variants or [[""]], asked.num_gpus or (None,)):
+    for path, (label, *own), num in product(
+        configs, asked.variants or [[""]], asked.num_gpus or (None,)
+    ):
         if len(configs) > 1 or not label:
             stem = Path(path).stem
         else:
@@ -152,9 +198,13 @@ def _checked(asked: argparse.Namespace, every: int) -> list[Variant]:
         keys = {word.partition("=")[0] for word in own}
         words = [word for word in settings if word.partition("=")[0] not in keys] + own
         try:
-            found.append(_variant(name, LaunchOptions(path, (*words,), num, hostfile=asked.hostfile), every))
+            found.append(
+                _variant(name, LaunchOptions(path, (*words,), num, hostfile=asked.hostfile), every)
+            )
         except ConfigError as error:
-            problems += [replace(each, reason=f"{each.reason} (variant {name})") for each in error.problems]
+            problems += [
+                replace(each, reason=f"{each.reason} (variant {name})") for each in error.problems
+            ]
     if problems:
         raise ConfigError(problems)
     return found
@@ -190,14 +240,20 @@ def _folder(asked: argparse.Namespace, variants: Sequence[Variant]) -> Path | No
             refuse_foreign(out / name, marks=[mark])
         except OSError as error:
             reason = f"{out / name}: cannot be written ({error.strerror})"
-            raise StorageError(f"{reason}; name another folder with --out [file-not-written]") from error
+            raise StorageError(
+                f"{reason}; name another folder with --out [file-not-written]"
+            ) from error
     empty = json.dumps({"variants": []})
     write_file(out / "bench.json", f"{empty}\n", name=f"{out}/bench.json")
     return out
 
 
 def _write(out: Path, text: str, page: str, chart: Chart | None) -> None:
-    for name, content in (("bench.json", text + "\n"), ("bench.html", page), ("bench.svg", chart and chart.file())):
+    for name, content in (
+        ("bench.json", text + "\n"),
+        ("bench.html", page),
+        ("bench.svg", chart and chart.file()),
+    ):
         if content:
             write_file(out / name, content, name=f"{out}/{name}")
     if chart:
@@ -208,17 +264,23 @@ def _write(out: Path, text: str, page: str, chart: Chart | None) -> None:
 
 
 def _measure(
-    asked: argparse.Namespace, variants: Sequence[Variant], starts: Sequence[int], every: int, dropped: int
+    asked: argparse.Namespace,
+    variants: Sequence[Variant],
+    starts: Sequence[int],
+    every: int,
+    dropped: int,
 ) -> tuple[Mapping[str, Any], bool]:
-    """Start all in turn, but what has failed; returns a run's environment, and whether Ctrl-C ended it, of which whole
-    windows are kept.
+    """Start all in turn, but what has failed; returns a run's environment, and whether Ctrl-C ended
+    it, of which whole windows are kept.
     """
     environment: Mapping[str, Any] = {}
     for number, num_windows in enumerate(starts, start=1):
         for each in (each for each in variants if not each.failure):
             before = _clocks()
             steps = every * dropped + asked.steps * num_windows
-            run, failure = run_alone(each.plan, steps=steps, log_every=every, hostfile=asked.hostfile)
+            run, failure = run_alone(
+                each.plan, steps=steps, log_every=every, hostfile=asked.hostfile
+            )
             wall, busy, own = map(sub, _clocks(), before)
             environment = environment or run.environment
             windows = windows_of(run, dropped=dropped, size=asked.steps // every)
@@ -227,7 +289,10 @@ def _measure(
                 each.busy_cores += [max(0.0, busy - own) / (wall or 1.0)] if busy == busy else []
             else:
                 each.failure = failure
-            took = failure or ", ".join(f"{window['time/step_ms']:,.1f}" for window in windows) + " ms a step"
+            took = (
+                failure
+                or ", ".join(f"{window['time/step_ms']:,.1f}" for window in windows) + " ms a step"
+            )
             write(sys.stderr, visible(f"start {number} of {len(starts)}: {each.name}: {took}\n"))
             if failure == INTERRUPTED:
                 return environment, True
@@ -235,11 +300,14 @@ def _measure(
 
 
 def _clocks() -> tuple[float, float, float]:
-    """Seconds: of the wall, of all cores' work (NaN: not known), and of that for this process and those it started."""
+    """Seconds: of the wall, of all cores' work (NaN: not known), and of that for this process and
+    those it started.
+    """
     times = os.times()
     try:
         words = Path("/proc/stat").read_text(encoding="ascii").split()[1:9]
-        user, nice, system, _idle, _waiting, *rest = map(int, words)  # the rest: interrupts, and what the host took
+        # the rest: interrupts, and what the host took
+        user, nice, system, _idle, _waiting, *rest = map(int, words)
         busy = (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError):
         busy = nan
@@ -250,11 +318,18 @@ def _doubts(variants: Sequence[Variant], environment: Mapping[str, Any]) -> Iter
     cores = os.cpu_count() or 1
     busiest = max([0.0, *(busy for each in variants for busy in each.busy_cores)])
     if busiest > _MOST_BUSY * cores:
-        yield f"Other work took up to {busiest:.1f} of {cores} cores: all was slower, and is less certain"
+        yield (
+            f"Other work took up to {busiest:.1f} of {cores} cores: all was slower, and is less "
+            "certain"
+        )
     ranks = {each.plan.cluster.devices_per_host for each in variants}
     if environment.get("device") == "cpu" and max(ranks) > cores:
         yield f"{max(ranks)} ranks shared {cores} cores"
-    elif environment.get("device") == "cpu" and len(ranks) > 1 and "OMP_NUM_THREADS" not in os.environ:
+    elif (
+        environment.get("device") == "cpu"
+        and len(ranks) > 1
+        and "OMP_NUM_THREADS" not in os.environ
+    ):
         yield "Fewer ranks had more threads each; OMP_NUM_THREADS=1 makes every device one core"
     if len({each.plan.layout.global_size for each in variants}) > 1:
         yield "Steps have different numbers of samples; samples per second are compared"

@@ -1,5 +1,5 @@
-"""The `check` command: options, and what is printed where: for people, for tools, and for GitHub. Exit code 0: fine, 2:
-problems.
+"""The `check` command: options, and what is printed where: for people, for tools, and for GitHub.
+Exit code 0: fine, 2: problems.
 """
 
 from __future__ import annotations
@@ -27,10 +27,20 @@ def add_options(check: argparse.ArgumentParser) -> None:
     option = check.add_argument
     files = "run configs or DeepSpeed JSON files, and settings that win over run configs"
     option("words", nargs="+", metavar="FILE|key=value", help=files)
-    option("--format", choices=("text", "json", "github"), default="text", help="who reads the output")
-    option("--json", action="store_const", const="json", dest="format", help="the same as --format json")
+    option(
+        "--format", choices=("text", "json", "github"), default="text", help="who reads the output"
+    )
+    option(
+        "--json",
+        action="store_const",
+        const="json",
+        dest="format",
+        help="the same as --format json",
+    )
     change = check.add_mutually_exclusive_group()
-    change.add_argument("--fix", action="store_true", help="mend in place what has one safe answer, and show how")
+    change.add_argument(
+        "--fix", action="store_true", help="mend in place what has one safe answer, and show how"
+    )
     change.add_argument(
         "--resolve",
         action="store_true",
@@ -39,9 +49,17 @@ def add_options(check: argparse.ArgumentParser) -> None:
     )
     option("-o", "--output", metavar="OUT", help="with --resolve: write there instead of printing")
     option("--deepspeed", metavar="RELEASE", help="judge against this release, for example 0.18.9")
-    first = 'who reads DeepSpeed JSON first; left out: the Trainer of Hugging Face where the file says "auto"'
+    first = (
+        "who reads DeepSpeed JSON first; left out: the Trainer of Hugging Face where the file "
+        'says "auto"'
+    )
     option("--for", choices=("deepspeed", "huggingface", "accelerate"), dest="reader", help=first)
-    add_option(check, "--data_elsewhere", action="store_true", help="only warn of data that is not on this machine")
+    add_option(
+        check,
+        "--data_elsewhere",
+        action="store_true",
+        help="only warn of data that is not on this machine",
+    )
     option("--gpu", metavar="KIND", help="judge for this GPU, for example h100-80gb")
 
 
@@ -57,13 +75,17 @@ def run_check(arguments: argparse.Namespace, *, find_cluster: FindCluster) -> in
 
         load_table(release)
     try:
-        against = CheckContext(find_cluster(arguments), find_gpu(arguments.gpu), release, arguments.reader, elsewhere)
+        against = CheckContext(
+            find_cluster(arguments), find_gpu(arguments.gpu), release, arguments.reader, elsewhere
+        )
     except ConfigError as error:  # the hostfile
         return _report([Verdict("", tuple(error.problems))], arguments.format)
     if arguments.resolve:
         return _resolve(files[0], settings, against, arguments)
     failures = [
-        failed for file in files if arguments.fix and (failed := _fix(file, against, arguments.format)) is not None
+        failed
+        for file in files
+        if arguments.fix and (failed := _fix(file, against, arguments.format)) is not None
     ]
     verdicts = [check_file(file, settings, against) for file in files]
     code = _report(verdicts, arguments.format)
@@ -78,11 +100,15 @@ def _refuse_odd_words(arguments: argparse.Namespace, files: Sequence[str]) -> No
     if arguments.resolve and len(files) > 1:
         raise UsageError("check: --resolve takes one file at a time")
     if arguments.resolve and arguments.reader in ("deepspeed", "accelerate"):
-        raise UsageError(f"check: --resolve does what the Trainer does, not --for {arguments.reader}")
+        raise UsageError(
+            f"check: --resolve does what the Trainer does, not --for {arguments.reader}"
+        )
     if arguments.output is not None and not arguments.resolve:
         raise UsageError("check: -o goes with --resolve")
     if arguments.resolve and arguments.output is None and arguments.format != "text":
-        raise UsageError(f"check: --resolve prints the file itself; give -o OUT with --format {arguments.format}")
+        raise UsageError(
+            f"check: --resolve prints the file itself; give -o OUT with --format {arguments.format}"
+        )
 
 
 def _report(verdicts: Sequence[Verdict], format_: str, *, on_stdout: bool = True) -> int:
@@ -92,7 +118,11 @@ def _report(verdicts: Sequence[Verdict], format_: str, *, on_stdout: bool = True
     elif format_ == "github":
         print("\n".join(map(_as_github, problems)))
     else:
-        fine = [f"{verdict.file}: {verdict.summary}" for verdict in verdicts if verdict.is_fine and on_stdout]
+        fine = [
+            f"{verdict.file}: {verdict.summary}"
+            for verdict in verdicts
+            if verdict.is_fine and on_stdout
+        ]
         for lines, stream in ((fine, sys.stdout), (list(map(_as_text, problems)), sys.stderr)):
             if lines:
                 print(visible("\n".join(lines)), file=stream)
@@ -141,7 +171,9 @@ def _fix(file: str, against: CheckContext, format_: str) -> StorageError | None:
 
 
 def _refuse_other_config(path: Path, document: Document) -> None:
-    """Raise a StorageError where a file is there that is no DeepSpeed JSON: of another one no key would be the same."""
+    """Raise a StorageError where a file is there that is no DeepSpeed JSON: of another one no key
+    would be the same.
+    """
     from framework.text.hjson import parse_hjson
 
     keys: set[object] = set()
@@ -167,10 +199,14 @@ def _refuse_other_config(path: Path, document: Document) -> None:
         written = {}
     if keys.isdisjoint(written):
         reason = "a file of another origin is there, and is left alone"
-        raise StorageError(f"{path}: cannot be written ({reason}); name another file [file-not-written]")
+        raise StorageError(
+            f"{path}: cannot be written ({reason}); name another file [file-not-written]"
+        )
 
 
-def _resolve(file: str, settings: Iterable[str], against: CheckContext, arguments: argparse.Namespace) -> int:
+def _resolve(
+    file: str, settings: Iterable[str], against: CheckContext, arguments: argparse.Namespace
+) -> int:
     from framework.commands.check_fix import write_file
     from framework.dslint.auto_values import resolve
     from framework.dslint.readers import read_deepspeed_json
@@ -180,7 +216,10 @@ def _resolve(file: str, settings: Iterable[str], against: CheckContext, argument
     try:
         document = read_deepspeed_json(Path(file), name=file)
         if document is None:
-            raise UsageError(f'{file}: this is a run config, which knows no "auto"; --resolve takes DeepSpeed JSON')
+            raise UsageError(
+                f'{file}: this is a run config, which knows no "auto"; --resolve takes DeepSpeed '
+                "JSON"
+            )
         world_size = against.cluster.world_size if against.cluster is not None else None
         found = resolve(document, stated, world_size=world_size, release=against.release)
         if found.problems:

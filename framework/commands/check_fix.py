@@ -1,6 +1,7 @@
 """`check --fix` and `check --resolve -o`: changes files, whole or not at all.
 
-A symbolic link is written through: the file that it leads to changes, and the link stays one. Permissions stay as well.
+A symbolic link is written through: the file that it leads to changes, and the link stays one.
+Permissions stay as well.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _SECTION: Final = "deepspeed"
 
 
 def fix_file(file: str, *, release: str | None = None) -> str:
-    """Mend what has one safe answer, in place; returns the change as a unified diff, empty when there was none.
+    """Mend what has one safe answer, in place; returns the change as a unified diff, empty when
+    there was none.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -36,7 +38,9 @@ def fix_file(file: str, *, release: str | None = None) -> str:
     if document:
         after = fixed_text(document, release=release)
     else:
-        after = _fixed_passed_keys(fixed_run_config(before, path, name=file), path, name=file, release=release)
+        after = _fixed_passed_keys(
+            fixed_run_config(before, path, name=file), path, name=file, release=release
+        )
     if after == before:
         return ""
     write_file(path, after, name=file)
@@ -44,7 +48,9 @@ def fix_file(file: str, *, release: str | None = None) -> str:
 
 
 def _fixed_passed_keys(text: str, path: Path, *, name: str, release: str | None) -> str:
-    """Fix the keys under `deepspeed:` as those of DeepSpeed JSON, as far as no typed section decides the result."""
+    """Fix the keys under `deepspeed:` as those of DeepSpeed JSON, as far as no typed section
+    decides the result.
+    """
     for _ in range(_MOST_EDITS):
         document = document_of(text, path, name=name)
         if isinstance(document.value, dict):
@@ -74,8 +80,8 @@ def _in_run_config(edit: Edit) -> Edit | None:
 
 
 def write_file(path: Path, text: str, *, name: str, marks: Sequence[bytes] = ()) -> None:
-    """Replace a file, or make it; after a StorageError it is as it was. `marks`: one that is there has one of them, or
-    is left alone.
+    """Replace a file, or make it; after a StorageError it is as it was. `marks`: one that is there
+    has one of them, or is left alone.
     """
     try:
         if marks:
@@ -88,6 +94,10 @@ def write_file(path: Path, text: str, *, name: str, marks: Sequence[bytes] = ())
         else:
             mode = None
         replace_text(real, text, mode=mode)
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links, in Python 3.12 and older
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # RuntimeError: a loop of links, in Python 3.12 and older
         stated = getattr(error, "strerror", None) or error
         raise StorageError(f"{name}: cannot be written ({stated}) [file-not-written]") from error

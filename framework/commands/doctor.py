@@ -1,4 +1,5 @@
-"""``doctor [CONFIG] [key=value ...]``: is this machine, or are these hosts, fit to train? Exit code 0: yes; 78: no.
+"""``doctor [CONFIG] [key=value ...]``: is this machine, or are these hosts, fit to train? Exit code
+0: yes; 78: no.
 
 It starts nothing, changes nothing, and imports no torch; only ``--bench`` runs a small job.
 """
@@ -28,7 +29,14 @@ from framework.plan.cluster import RANKS_ON_CPU, Cluster
 from framework.system.arguments import CommandParser, add_options
 from framework.system.output import write
 
-_ONLY_WITH_HOSTS: Final = ("include", "exclude", "num_nodes", "master_addr", "master_port", "ssh_args")
+_ONLY_WITH_HOSTS: Final = (
+    "include",
+    "exclude",
+    "num_nodes",
+    "master_addr",
+    "master_port",
+    "ssh_args",
+)
 
 
 def doctor(argv: Sequence[str]) -> int:
@@ -47,12 +55,16 @@ def doctor(argv: Sequence[str]) -> int:
     if arguments.bench and need is not None and report.is_fine:
         report = replace(report, measured=bench(asked, need))
     # Not print: the exit code stays what was found, also where the reader has left.
-    write(sys.stdout, f"{json.dumps(report.to_dict(), indent=2) if arguments.json else report.as_text()}\n")
+    write(
+        sys.stdout,
+        f"{json.dumps(report.to_dict(), indent=2) if arguments.json else report.as_text()}\n",
+    )
     return EXIT_OK if report.is_fine else EXIT_CONFIG
 
 
 def look(asked: DoctorOptions) -> tuple[Report, Need]:
-    """Config, then machines; what is wrong with the config does not hide what is wrong with the machines.
+    """Config, then machines; what is wrong with the config does not hide what is wrong with the
+    machines.
 
     Raises:
         ConfigError: the hosts of the hostfile do not go together.
@@ -62,7 +74,9 @@ def look(asked: DoctorOptions) -> tuple[Report, Need]:
     else:
         device, count = local_devices()
         cluster = Cluster(devices_per_host=asked.num_ranks or count or RANKS_ON_CPU, device=device)
-    before, need = judge_config(asked.config, asked.overrides, cluster, is_chosen=bool(asked.num_ranks or asked.chosen))
+    before, need = judge_config(
+        asked.config, asked.overrides, cluster, is_chosen=bool(asked.num_ranks or asked.chosen)
+    )
     if not asked.chosen:
         return Report(before, [examine(need, os.environ, counts_replaced=True)]), need
     nodes, across = look_at_hosts(asked, need)
@@ -91,7 +105,9 @@ def _asked(arguments: argparse.Namespace) -> DoctorOptions:
         return DoctorOptions(config, tuple(words), (), len(chosen[0].devices), "", master_port)
     split_ssh_args(arguments.ssh_args, command="doctor")  # refuses what asks
     address = arguments.master_addr or ""
-    return DoctorOptions(config, tuple(words), chosen, arguments.num_gpus, address, master_port, arguments.ssh_args)
+    return DoctorOptions(
+        config, tuple(words), chosen, arguments.num_gpus, address, master_port, arguments.ssh_args
+    )
 
 
 def _parser() -> CommandParser:

@@ -1,7 +1,9 @@
-"""``evaluate CHECKPOINT [key=value ...]``: the metrics of a checkpoint, on its run's evaluation data or on other data.
+"""``evaluate CHECKPOINT [key=value ...]``: the metrics of a checkpoint, on its run's evaluation
+data or on other data.
 
-The model is assembled as its run assembled it, so that as many ranks measure what training has logged, to the bit;
-but adapters are merged. Sizes of `parallel` that do not divide the ranks at hand become 1. Nothing is written.
+The model is assembled as its run assembled it, so that as many ranks measure what training has
+logged, to the bit; but adapters are merged. Sizes of `parallel` that do not divide the ranks at
+hand become 1. Nothing is written.
 """
 
 from __future__ import annotations
@@ -44,7 +46,11 @@ def main(words: Sequence[str]) -> int:
     take_rank(os.environ)
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     config, source = config_to_evaluate(checkpoint, arguments.settings, num_ranks=num_ranks)
-    sections = [name for name in ("model", "data", "task") if source.place((name, "target"))[0] != COMMAND_LINE]
+    sections = [
+        name
+        for name in ("model", "data", "task")
+        if source.place((name, "target"))[0] != COMMAND_LINE
+    ]
     saved = saved_config(checkpoint, *sections, trust=arguments.trust)
     weights = arguments.weights or saved.evaluation.weights
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -69,7 +75,11 @@ def main(words: Sequence[str]) -> int:
         engine = assemble_engine(prepared)
         metrics = evaluate_sets(engine, sets)
         if rank() == 0:
-            found = {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "weights": weights}
+            found = {
+                "checkpoint": str(checkpoint.path),
+                "step": checkpoint.step,
+                "weights": weights,
+            }
             print(json.dumps({**found, "metrics": metrics}, indent=2))
         engine.close()
     return EXIT_OK
@@ -91,7 +101,12 @@ def config_to_evaluate(
     values["zero"] |= {"offload_optimizer": {"device": "none"}}
     values["training"] |= {"ema": None, "lora": None}
     values["evaluation"] |= {"weights": "trained"}
-    values |= {"optimizer": {"kind": "sgd"}, "scheduler": {"kind": "constant"}, "callbacks": [], "profile": None}
+    values |= {
+        "optimizer": {"kind": "sgd"},
+        "scheduler": {"kind": "constant"},
+        "callbacks": [],
+        "profile": None,
+    }
     values["monitors"] = {"tensorboard": False, "csv": False, "report": False, "progress": "off"}
     values["checkpoint"] = {} if checkpoint.has_adapters else {"init_weights": str(checkpoint.path)}
     return load_with_source(checkpoint.path, settings, text=json.dumps(values))
@@ -99,10 +114,25 @@ def config_to_evaluate(
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     about = "Measure a checkpoint on evaluation data."
-    parser = CommandParser(prog="python -m framework evaluate", allow_abbrev=False, description=about)
+    parser = CommandParser(
+        prog="python -m framework evaluate", allow_abbrev=False, description=about
+    )
     option = parser.add_argument
-    option("checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or .../global_step<N>")
-    option("settings", nargs="*", metavar="key=value", help="settings that win over the run's, such as data.path=...")
+    option(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="run folder (its newest checkpoint) or .../global_step<N>",
+    )
+    option(
+        "settings",
+        nargs="*",
+        metavar="key=value",
+        help="settings that win over the run's, such as data.path=...",
+    )
     option("--weights", choices=("trained", "ema"), help="left out: those that the run evaluated")
-    option("--trust", metavar="FOLDER", help="the run folder or checkpoint whose targets may be imported and called")
+    option(
+        "--trust",
+        metavar="FOLDER",
+        help="the run folder or checkpoint whose targets may be imported and called",
+    )
     return parser.parse_intermixed_args(list(words))

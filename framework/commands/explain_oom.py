@@ -1,4 +1,6 @@
-"""``plan CONFIG --explain-oom LOG``: what an out-of-memory message and its traceback say beside the plan's estimate."""
+"""``plan CONFIG --explain-oom LOG``: what an out-of-memory message and its traceback say beside the
+plan's estimate.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ _LONGEST_LOG = 64 * 2**20
 
 
 def explain_oom(log: str, plan: Plan, *, work: ModelWork | None, as_json: bool) -> int:
-    """Print what a text says of memory that was not there, and what would have taken less; returns the exit code.
+    """Print what a text says of memory that was not there, and what would have taken less; returns
+    the exit code.
 
     Args:
         log: path of the text, or ``-`` for stdin.
@@ -47,12 +50,21 @@ def explain_oom(log: str, plan: Plan, *, work: ModelWork | None, as_json: bool) 
     shortage = read_shortage(_read(log))
     if shortage is None:
         raise UsageError(
-            f"--explain-oom {log}: holds no message of memory that is not there; give the rank's whole log"
+            f"--explain-oom {log}: holds no message of memory that is not there; give the rank's "
+            "whole log"
         )
     found = explain(shortage, plan, work=work)
     if as_json:
-        fixes = [{"settings": dict(each.settings), "less_bytes": found.gain(each)} for each in found.fixes]
-        estimate = {"is_estimate": True, "moment": found.at, "bytes": dict(found.components), "unknown": found.unknown}
+        fixes = [
+            {"settings": dict(each.settings), "less_bytes": found.gain(each)}
+            for each in found.fixes
+        ]
+        estimate = {
+            "is_estimate": True,
+            "moment": found.at,
+            "bytes": dict(found.components),
+            "unknown": found.unknown,
+        }
         section = {
             "shortage": asdict(shortage),
             "estimate": estimate,
@@ -70,7 +82,9 @@ def _read(log: str) -> str:
         with sys.stdin.buffer if log == "-" else Path(log).open("rb") as file:
             return file.read(_LONGEST_LOG).decode("utf-8", errors="replace")
     except OSError as error:
-        raise UsageError(f"--explain-oom {log}: cannot be read: {error.strerror or error}") from error
+        raise UsageError(
+            f"--explain-oom {log}: cannot be read: {error.strerror or error}"
+        ) from error
 
 
 def _lines(found: Explanation, plan: Plan) -> Iterator[str]:
@@ -82,7 +96,9 @@ def _lines(found: Explanation, plan: Plan) -> Iterator[str]:
     yield f"lacking   {_LACKS[shortage.kind]}{where}"
     if shortage.sizes:
         stated = (
-            f"{size_text(shortage.sizes[name])} {words}" for name, words in _OF_SIZE.items() if name in shortage.sizes
+            f"{size_text(shortage.sizes[name])} {words}"
+            for name, words in _OF_SIZE.items()
+            if name in shortage.sizes
         )
         yield f"          {', '.join(stated)}"
     if shortage.component:
@@ -105,7 +121,9 @@ def _lines(found: Explanation, plan: Plan) -> Iterator[str]:
             device = f", and {size_text(other.peak_bytes)} at most on the device"
         else:
             device = ""
-        yield f"{label:<10}{other}: {size_text(found.gain(other))} less{enough}{device}, by estimate"
+        yield (
+            f"{label:<10}{other}: {size_text(found.gain(other))} less{enough}{device}, by estimate"
+        )
     if not found.fixes:
         if shortage.kind == "device":
             more = "more devices at zero.stage: 3"
@@ -113,7 +131,13 @@ def _lines(found: Explanation, plan: Plan) -> Iterator[str]:
             more = "fewer ranks on this host"
         yield f"fixes     none of these settings takes less then: a smaller model, or {more}"
     if found.beyond_bytes:
-        yield f"also      torch held {size_text(found.beyond_bytes)} more than this estimate has at that moment"
+        yield (
+            f"also      torch held {size_text(found.beyond_bytes)} more than this estimate has "
+            "at that moment"
+        )
     if shortage.is_stage_3 and (stage := plan.config.zero.stage) < 3:
-        yield f"also      the traceback is of zero.stage: 3, and the config has {stage}: name the settings of the run"
+        yield (
+            f"also      the traceback is of zero.stage: 3, and the config has {stage}: name the "
+            "settings of the run"
+        )
     yield from (f"also      {line}" for line in advice(shortage, plan))

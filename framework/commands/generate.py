@@ -1,7 +1,8 @@
 """``generate CHECKPOINT``: samples of text from a checkpoint of a GPT, of whatever layout.
 
-The model is the one that the checkpoint's manifest names, the tokenizer that which the run has kept. Behind as many
-tokens as the model was trained to see at once its window moves, and each costs a forward pass over the window.
+The model is the one that the checkpoint's manifest names, the tokenizer that which the run has
+kept. Behind as many tokens as the model was trained to see at once its window moves, and each costs
+a forward pass over the window.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def main(words: Sequence[str]) -> int:
     model = module_to_ask(checkpoint, config, average=arguments.weights == "ema")
     copies = tee(sample(model, prompts, **terms_of(arguments, config, tokenizer)), len(prompts))
     is_terminal = sys.stdout.isatty()
-    for row, drawn in enumerate(copies):  # the first one as it comes; what the others have meanwhile is kept
+    # the first one as it comes; what the others have meanwhile is kept
+    for row, drawn in enumerate(copies):
         tokens = takewhile(lambda token: token is not None, map(itemgetter(row), drawn))
         texts = as_text(tokens, tokenizer.decode, after=prompts[row])
         shown = asked[row] + ("\n" if isinstance(tokenizer, Answers) else "")
@@ -67,7 +69,9 @@ def main(words: Sequence[str]) -> int:
 
 
 def tokens_of(prompt: bytes, tokenizer: Tokenizer | Answers, key: str) -> list[int]:
-    """Tokens to go on from. A document begins behind the end of the one before: so does a sample without a prompt."""
+    """Tokens to go on from. A document begins behind the end of the one before: so does a sample
+    without a prompt.
+    """
     try:
         if tokenizer.needs_utf8:
             prompt.decode()
@@ -78,13 +82,26 @@ def tokens_of(prompt: bytes, tokenizer: Tokenizer | Answers, key: str) -> list[i
     return tokenizer.encode([prompt])[0].tolist() or [tokenizer.special.end]
 
 
-def terms_of(arguments: argparse.Namespace, config: RunConfig, tokenizer: Tokenizer | Answers) -> dict[str, Any]:
+def terms_of(
+    arguments: argparse.Namespace, config: RunConfig, tokenizer: Tokenizer | Answers
+) -> dict[str, Any]:
     """Return the options of `sample`."""
-    asked = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "seed")}
+    asked = {
+        name: getattr(arguments, name)
+        for name in ("max_new_tokens", "temperature", "top_k", "seed")
+    }
     # As many as it was trained to see at once: further positions it has, and has never met.
-    sizes = getattr(config.model, "max_positions", None), getattr(config.data, "sequence_length", None)
+    sizes = (
+        getattr(config.model, "max_positions", None),
+        getattr(config.data, "sequence_length", None),
+    )
     window = min((size for size in sizes if size is not None), default=sys.maxsize)
-    return {**asked, "window": window, "vocab_size": tokenizer.vocab_size, "end": tokenizer.special.end}
+    return {
+        **asked,
+        "window": window,
+        "vocab_size": tokenizer.vocab_size,
+        "end": tokenizer.special.end,
+    }
 
 
 @torch.no_grad()
@@ -101,7 +118,8 @@ def sample(
     end: int,
     remembers: bool = True,
 ) -> Iterator[list[int | None]]:
-    """Draw the next token of every prompt at once, each from what the model makes of those before it in its row.
+    """Draw the next token of every prompt at once, each from what the model makes of those before
+    it in its row.
 
     Args:
         model: tokens (rows, sequence) to logits (rows, sequence, vocabulary), in evaluation mode.
@@ -127,7 +145,10 @@ def sample(
         past = None
     for _ in range(max_new_tokens):
         logits = _next_logits(model, rows, past, window=window)[:, :vocab_size].float().cpu()
-        drawn = [_draw(*pair, temperature=temperature, top_k=top_k) for pair in zip(logits, generators, strict=True)]
+        drawn = [
+            _draw(*pair, temperature=temperature, top_k=top_k)
+            for pair in zip(logits, generators, strict=True)
+        ]
         ended = [was or token == end for was, token in zip(ended, drawn, strict=True)]
         if all(ended):
             return
@@ -139,7 +160,9 @@ def sample(
 def _next_logits(
     model: torch.nn.Module, rows: Sequence[Sequence[int]], past: Past | None, *, window: int
 ) -> torch.Tensor:
-    """Logits (rows, vocabulary) of what follows each row, from its last token where the others are remembered."""
+    """Logits (rows, vocabulary) of what follows each row, from its last token where the others are
+    remembered.
+    """
     device = next(model.parameters()).device
     ends = torch.tensor([len(row) - 1 for row in rows])
     fits = past is not None and int(ends.max()) < window
@@ -147,14 +170,18 @@ def _next_logits(
         with past.read(ends[:, None].to(device)):
             logits: torch.Tensor = model(torch.tensor([[row[-1]] for row in rows], device=device))
             return logits[:, 0]
-    padded = pad_sequence([torch.tensor(row[-window:]) for row in rows], batch_first=True).to(device)
+    padded = pad_sequence([torch.tensor(row[-window:]) for row in rows], batch_first=True).to(
+        device
+    )
     with past.read() if past is not None and fits else nullcontext():
         outputs = model(padded)
     logits = getattr(outputs, "logits", outputs)
     return logits[torch.arange(len(rows)), ends.clamp(max=window - 1)]
 
 
-def _draw(logits: torch.Tensor, generator: torch.Generator, *, temperature: float, top_k: int | None) -> int:
+def _draw(
+    logits: torch.Tensor, generator: torch.Generator, *, temperature: float, top_k: int | None
+) -> int:
     best, numbers = torch.topk(logits, min(top_k or len(logits), len(logits)))
     if temperature == 0.0:
         return int(logits.argmax())
@@ -163,8 +190,12 @@ def _draw(logits: torch.Tensor, generator: torch.Generator, *, temperature: floa
     return int(numbers[torch.multinomial(shares, 1, generator=generator)])
 
 
-def as_text(tokens: Iterator[int], decode: Callable[[Sequence[int]], str], *, after: Sequence[int]) -> Iterator[str]:
-    """Text in whole characters: a token may be a part of one, and its text may depend on the token before."""
+def as_text(
+    tokens: Iterator[int], decode: Callable[[Sequence[int]], str], *, after: Sequence[int]
+) -> Iterator[str]:
+    """Text in whole characters: a token may be a part of one, and its text may depend on the token
+    before.
+    """
     seen = list(after)
     start = 0
     shown = len(after)
@@ -192,14 +223,19 @@ def find_gpt(path: str, *, allow_unverified: bool = False) -> SavedCheckpoint:
 
 
 def _config_of(checkpoint: SavedCheckpoint, file: str | None) -> RunConfig:
-    """The config that names model and tokenizer: the manifest's, or without one that which the user gives."""
+    """The config that names model and tokenizer: the manifest's, or without one that which the user
+    gives.
+    """
     if checkpoint.verified:
         config = saved_config(checkpoint, kind="not-a-gpt")
     elif file is None:
-        config = saved_config(checkpoint, otherwise="give --config FILE, a run config with its model and its data")
+        config = saved_config(
+            checkpoint, otherwise="give --config FILE, a run config with its model and its data"
+        )
     else:
         config = load_config(file)
-    if not isinstance(config.model, GPT):  # nothing that a manifest names is called, but for this kind
+    # nothing that a manifest names is called, but for this kind
+    if not isinstance(config.model, GPT):
         _refuse_other_models(config.to_dict()["model"], file=file or str(checkpoint.path))
     return config
 
@@ -212,9 +248,14 @@ def _refuse_other_models(model: Mapping[str, Any], *, file: str) -> None:
         raise ConfigError.of("not-a-gpt", reason, fix, key="model.kind", value=kind, file=file)
 
 
-def tokenizer_of(config: RunConfig, checkpoint: SavedCheckpoint, *, asked: str | None) -> Tokenizer | Answers:
-    """The one asked for; what the run has kept beside its checkpoints; or that of the folder that it was trained on."""
-    kept = checkpoint.folder.absolute().parent / KEPT_TOKENIZER  # a relative path may end at the folder
+def tokenizer_of(
+    config: RunConfig, checkpoint: SavedCheckpoint, *, asked: str | None
+) -> Tokenizer | Answers:
+    """The one asked for; what the run has kept beside its checkpoints; or that of the folder that
+    it was trained on.
+    """
+    # a relative path may end at the folder
+    kept = checkpoint.folder.absolute().parent / KEPT_TOKENIZER
     key = "data.path"
     path = getattr(config.data, "path", None)
     if asked is not None:
@@ -225,7 +266,9 @@ def tokenizer_of(config: RunConfig, checkpoint: SavedCheckpoint, *, asked: str |
     elif not isinstance(config.data, (Text, TextPairs)):
         reason = "it is not a token folder, so nobody knows what its numbers stand for"
         fix = "name a tokenizer with --tokenizer"
-        raise ConfigError.of("tokenizer-unknown", reason, fix, key="data", file=str(checkpoint.path))
+        raise ConfigError.of(
+            "tokenizer-unknown", reason, fix, key="data", file=str(checkpoint.path)
+        )
     elif path is not None and (kept / META_FILE).is_file():
         path = str(kept)
     tokenizer = _read_tokenizer(path, key)
@@ -253,7 +296,9 @@ def _read_tokenizer(path: str | None, key: str) -> Tokenizer:
     except ConfigError as error:
         if key == "--tokenizer":
             raise
-        problems = [replace(problem, fix=f"{problem.fix}, or say --tokenizer") for problem in error.problems]
+        problems = [
+            replace(problem, fix=f"{problem.fix}, or say --tokenizer") for problem in error.problems
+        ]
         raise ConfigError(problems) from error
     if meta.tokenizer == "bytes":
         return ByteTokenizer()
@@ -262,18 +307,32 @@ def _read_tokenizer(path: str | None, key: str) -> Tokenizer:
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(
-        prog="python -m framework generate", description="Print a sample of text from a checkpoint of a GPT."
+        prog="python -m framework generate",
+        description="Print a sample of text from a checkpoint of a GPT.",
     )
     option = parser.add_argument
-    option("checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or .../global_step<N>")
+    option(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="run folder (its newest checkpoint) or .../global_step<N>",
+    )
     several = (
-        "what to go on from, or of conversations what to answer, given several times for as many samples; left out: "
+        "what to go on from, or of conversations what to answer, given several times for as "
+        "many samples; left out: "
     )
     several += "a new document"
     option("--prompt", action="append", metavar="TEXT", help=several)
     add_sampling(parser)
-    option("--allow-unverified", action="store_true", help="read what DeepSpeed wrote without a manifest")
-    option("--config", metavar="FILE", help="run config with the model and the data of such a checkpoint")
+    option(
+        "--allow-unverified",
+        action="store_true",
+        help="read what DeepSpeed wrote without a manifest",
+    )
+    option(
+        "--config",
+        metavar="FILE",
+        help="run config with the model and the data of such a checkpoint",
+    )
     return parser.parse_args(words)
 
 
@@ -289,7 +348,11 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     option("--seed", type=from_0, default=0, metavar="S", help="another seed, another sample (0)")
     as_trained = "as trained, or their moving average (trained)"
     option("--weights", choices=("trained", "ema"), default="trained", help=as_trained)
-    option("--tokenizer", metavar="PATH|bytes", help="a tokenizer.json or a folder with one; left out: the run's own")
+    option(
+        "--tokenizer",
+        metavar="PATH|bytes",
+        help="a tokenizer.json or a folder with one; left out: the run's own",
+    )
 
 
 def _temperature(text: str) -> float:

@@ -1,4 +1,5 @@
-"""``inspect CHECKPOINT|RUN``: what a checkpoint is, whether its files are as written, and hold all weights.
+"""``inspect CHECKPOINT|RUN``: what a checkpoint is, whether its files are as written, and hold all
+weights.
 
 Nothing is deserialised here. Manifests of earlier releases do not count the weights: of their
 checkpoints a process with torch reads the names.
@@ -36,12 +37,26 @@ from framework.checkpoint.names import (
 )
 from framework.checkpoint.resume_point import refused_unverified
 from framework.commands.torch_child import NoAnswerError, run_child
-from framework.errors import EXIT_OK, EXIT_STORAGE, ConfigError, StorageError, counted, printable, show_value
+from framework.errors import (
+    EXIT_OK,
+    EXIT_STORAGE,
+    ConfigError,
+    StorageError,
+    counted,
+    printable,
+    show_value,
+)
 from framework.train.best import best_in
 
-_PACKAGES: Final = ("dsf-trainer", "deepspeed", "torch", "python")  # their versions decide who can read a checkpoint
-_LONGEST_SECONDS: Final = 300.0  # the names of one checkpoint take a second, and the imports some more
-_SIZES: Final = {"pipe_size": "pipeline stages", "tensor_size": "tensor-parallel", "sequence_size": "sequence-parallel"}
+# their versions decide who can read a checkpoint
+_PACKAGES: Final = ("dsf-trainer", "deepspeed", "torch", "python")
+# the names of one checkpoint take a second, and the imports some more
+_LONGEST_SECONDS: Final = 300.0
+_SIZES: Final = {
+    "pipe_size": "pipeline stages",
+    "tensor_size": "tensor-parallel",
+    "sequence_size": "sequence-parallel",
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +78,9 @@ class Inspected:
 
     @property
     def faults(self) -> list[str]:
-        """A line for each file that is not as it was written, and one for all weights that are nowhere."""
+        """A line for each file that is not as it was written, and one for all weights that are
+        nowhere.
+        """
         found = list(self.damage or ())
         if self.lacking:
             if self.lacking[1:]:
@@ -77,10 +94,12 @@ class Inspected:
 def run_inspect(source: str, *, as_json: bool, verify: bool, allow_unverified: bool = False) -> int:
     """Print what is there; returns 0 where it is sound and 74 where something is damaged.
 
-    With `allow_unverified`, what DeepSpeed wrote without a manifest is described by the names of its files.
+    With `allow_unverified`, what DeepSpeed wrote without a manifest is described by the names of
+    its files.
 
     Raises:
-        ConfigError: there is no checkpoint, or one without a manifest that nobody asked for; exit code 78.
+        ConfigError: there is no checkpoint, or one without a manifest that nobody asked for; exit
+            code 78.
         StorageError: the folder is there and does not answer.
     """
     try:
@@ -97,7 +116,10 @@ def run_inspect(source: str, *, as_json: bool, verify: bool, allow_unverified: b
         else:
             text = "\n".join(map(printable, lines))
     except OSError as error:
-        reason = f"inspect: {show_value(error.filename or source)}: it cannot be read: {error.strerror or error}"
+        reason = (
+            f"inspect: {show_value(error.filename or source)}: it cannot be read: "
+            f"{error.strerror or error}"
+        )
         raise StorageError(f"{reason} [checkpoint-not-read]") from error
     print(text)
     return EXIT_OK if is_sound else EXIT_STORAGE
@@ -131,8 +153,12 @@ def _lined(rows: Mapping[str, str], damage: Iterable[str]) -> Iterator[str]:
 
 
 def _checkpoints_at(path: Path) -> list[Path]:
-    """Folders with the name of a checkpoint: the path, or those in it, oldest first; none where there is a raw one."""
-    if find_raw(path) and not any(next(folder.glob(f"global_step*/{MANIFEST}"), None) for folder in holders(path)):
+    """Folders with the name of a checkpoint: the path, or those in it, oldest first; none where
+    there is a raw one.
+    """
+    if find_raw(path) and not any(
+        next(folder.glob(f"global_step*/{MANIFEST}"), None) for folder in holders(path)
+    ):
         return []
     for named in own_names(path):
         if (TAG.match(named.name) or REPLACED.match(named.name)) and named.is_dir():
@@ -160,7 +186,8 @@ def _inspect(path: Path, *, verify: bool) -> Inspected:
 
 
 def _with_lacking(found: list[Inspected]) -> list[Inspected]:
-    """Look for weights that are nowhere, in checkpoints whose manifest does not count what they hold.
+    """Look for weights that are nowhere, in checkpoints whose manifest does not count what they
+    hold.
 
     Only ZeRO stage 3 writes a weight's numbers apart from its name, and may write none.
     """
@@ -206,7 +233,10 @@ def _lines(one: Inspected) -> Iterator[str]:
     rows = {"checkpoint": str(one.path)}
     replaced = REPLACED.match(one.path.name)
     if replaced:
-        back = f"mv {one.path} {one.path.with_name(replaced['tag'])} brings it back, where nothing has that name"
+        back = (
+            f"mv {one.path} {one.path.with_name(replaced['tag'])} brings it back, where "
+            "nothing has that name"
+        )
         rows["replaced"] = f"set aside by a resume from an earlier step; {back}"
     if one.checkpoint is not None:
         rows |= _rows(one.checkpoint)
@@ -239,7 +269,9 @@ def _rows(checkpoint: SavedCheckpoint) -> dict[str, str]:
         "metrics": _metrics(manifest),
         "best": str(best_in(manifest) or ""),
         "average": f"of the weights, decay {ema['decay']:g}" if ema else "",
-        "versions": ", ".join(f"{name} {versions[name]}" for name in _PACKAGES if versions.get(name)),
+        "versions": ", ".join(
+            f"{name} {versions[name]}" for name in _PACKAGES if versions.get(name)
+        ),
         "written": _written(checkpoint),
         "weights": _weights(manifest.get("weights")),
         "files": f"{len(manifest['files']):,}, {_size(sum(sizes.values()))}: {parts}",
@@ -247,20 +279,31 @@ def _rows(checkpoint: SavedCheckpoint) -> dict[str, str]:
 
 
 def _weights(weights: Mapping[str, int] | None) -> str:
-    """What every save of the run was held against; a checkpoint that lacked some of it was not written."""
+    """What every save of the run was held against; a checkpoint that lacked some of it was not
+    written.
+    """
     if weights is None:
         return ""
-    return f"{counted(weights['names'], 'tensor')} of {weights['elements']:,} numbers, all in its files"
+    return (
+        f"{counted(weights['names'], 'tensor')} of {weights['elements']:,} numbers, all in its "
+        "files"
+    )
 
 
 def _name_of(section: Mapping[str, Any]) -> str:
-    """A section's object: a kind, one's own code's import path, or the type of what was handed over from Python."""
+    """A section's object: a kind, one's own code's import path, or the type of what was handed over
+    from Python.
+    """
     return next(str(section[key]) for key in ("kind", "target", "object") if section.get(key))
 
 
 def _place(manifest: Mapping[str, Any]) -> str:
     words = {"epoch": "epoch {:,}", "step_in_epoch": "step {:,} in it", "samples": "{:,} samples"}
-    place = [text.format(manifest[name]) for name, text in words.items() if manifest.get(name) is not None]
+    place = [
+        text.format(manifest[name])
+        for name, text in words.items()
+        if manifest.get(name) is not None
+    ]
     if place:
         return f" ({', '.join(place)})"
     return ""
@@ -275,12 +318,14 @@ def _layout(manifest: Mapping[str, Any]) -> str:
     else:
         stated = []
     sizes = [f"{layout[name]} {noun}" for name, noun in _SIZES.items() if layout.get(name, 1) > 1]
-    stated += [" x ".join([*sizes, f"{layout['data_parallel_size']} data-parallel"])] if sizes else []
+    stated += (
+        [" x ".join([*sizes, f"{layout['data_parallel_size']} data-parallel"])] if sizes else []
+    )
     stated += [f"ZeRO stage {config['zero']['stage']}", str(config["precision"]["dtype"])]
     if layout:
         stated.append(
-            f"{layout['global_size']:,} samples per step = {layout['micro_size']} x {layout['accumulation_steps']} "
-            f"accumulation x {layout['data_parallel_size']}"
+            f"{layout['global_size']:,} samples per step = {layout['micro_size']} x "
+            f"{layout['accumulation_steps']} accumulation x {layout['data_parallel_size']}"
         )
     return ", ".join(stated)
 
@@ -292,7 +337,9 @@ def _pipeline(pipeline: Mapping[str, Any] | None) -> str:
     layers = pipeline["layers"]
     bounds = pipeline.get("bounds") or [0, len(pipeline["layers"])]
     spans = (layers[start:stop] for start, stop in itertools.pairwise(bounds))
-    return " | ".join(f"{span[0]} .. {span[-1]}" if len(span) > 1 else span[0] for span in spans if span)
+    return " | ".join(
+        f"{span[0]} .. {span[-1]}" if len(span) > 1 else span[0] for span in spans if span
+    )
 
 
 def _optimizer(optimizer: Mapping[str, Any]) -> str:
@@ -301,14 +348,18 @@ def _optimizer(optimizer: Mapping[str, Any]) -> str:
 
 
 def _metrics(manifest: Mapping[str, Any]) -> str:
-    """The metrics that rate a checkpoint; one that is not finite is text in the manifest: JSON has no number for it."""
+    """The metrics that rate a checkpoint; one that is not finite is text in the manifest: JSON has
+    no number for it.
+    """
     found = manifest.get("metrics", {})
     shown = (name for name in found if name == "train/loss" or name.startswith("eval/"))
     return ", ".join(f"{name} {float(found[name]):.4g}" for name in shown)
 
 
 def _written(checkpoint: SavedCheckpoint) -> str:
-    """When it was saved; of an older release, which does not say so, the date of the file, of a copy perhaps."""
+    """When it was saved; of an older release, which does not say so, the date of the file, of a
+    copy perhaps.
+    """
     stated = checkpoint.manifest.get("saved_at")
     if stated:
         when = datetime.fromisoformat(stated)
@@ -327,7 +378,9 @@ def _sizes(checkpoint: SavedCheckpoint) -> dict[str, int]:
             kind = "optimizer"
         elif LAYER_FILE.fullmatch(name):
             kind = "weights"
-        elif MODEL_FILE.fullmatch(name):  # a pipeline's weights lie in its layers, and its optimizer here
+        elif MODEL_FILE.fullmatch(
+            name
+        ):  # a pipeline's weights lie in its layers, and its optimizer here
             if whole:
                 kind = "weights and optimizer"
             elif piped:
@@ -364,7 +417,10 @@ def _table(found: list[Inspected]) -> Iterator[str]:
         yield "  ".join(filter(None, stated))
         yield from (f"  damaged: {one.path.name}/{line}" for line in one.faults)
     for path in replaced_folders(found[0].path.parent):
-        yield f"{path.name:<20}  {_size(size_of(path)):>10}  set aside by a resume from an earlier step"
+        yield (
+            f"{path.name:<20}  {_size(size_of(path)):>10}  set aside by a resume from an "
+            "earlier step"
+        )
 
 
 def _as_json(one: Inspected) -> dict[str, Any]:
@@ -375,5 +431,9 @@ def _as_json(one: Inspected) -> dict[str, Any]:
     manifest = dict(one.checkpoint.manifest)
     num_files = len(manifest.pop("files"))
     _ = manifest.pop("sha256", None)
-    sums = {"num_files": num_files, "num_bytes": _sizes(one.checkpoint), "written": _written(one.checkpoint)}
+    sums = {
+        "num_files": num_files,
+        "num_bytes": _sizes(one.checkpoint),
+        "written": _written(one.checkpoint),
+    }
     return stated | manifest | sums

@@ -1,8 +1,9 @@
-"""``lr-range CONFIG [key=value ...]``: train for some steps at a rate that grows, and suggest one from the losses.
+"""``lr-range CONFIG [key=value ...]``: train for some steps at a rate that grows, and suggest one
+from the losses.
 
-Step t of N runs at low x (high / low)^(t / (N - 1)), until the loss is four times its least (Smith 2017, arXiv
-1506.01186, section 3.3; fastai: Howard & Gugger 2020, arXiv 2002.04688). The run folder has no
-checkpoint, but a table and a picture.
+Step t of N runs at low x (high / low)^(t / (N - 1)), until the loss is four times its least (Smith
+2017, arXiv 1506.01186, section 3.3; fastai: Howard & Gugger 2020, arXiv 2002.04688). The run folder
+has no checkpoint, but a table and a picture.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ _FEWEST: Final = 10
 
 
 class Found:
-    """Losses over rates, as a callback of the run notes them, and what they suggest; `exploded` when the mean of the
-    last three is four times the least such mean, or a loss is not finite.
+    """Losses over rates, as a callback of the run notes them, and what they suggest; `exploded`
+    when the mean of the last three is four times the least such mean, or a loss is not finite.
     """
 
     def __init__(self) -> None:
@@ -66,15 +67,20 @@ class Found:
 
     @cached_property
     def smoothed(self) -> dict[int, tuple[float, float]]:
-        """Number of a step -> mean and slope of the line of least squares through the losses around it, a twelfth of
-        all on each side: a mean of earlier losses would lag behind the rate.
+        """Number of a step -> mean and slope of the line of least squares through the losses around
+        it, a twelfth of all on each side: a mean of earlier losses would lag behind the rate.
         """
         losses = [loss for loss in self.losses if math.isfinite(loss)]
         reach = max(1, len(losses) // 12)
         squares = reach * (reach + 1) * (2 * reach + 1) / 3
-        windows = {at: losses[at - reach : at + reach + 1] for at in range(reach, len(losses) - reach)}
+        windows = {
+            at: losses[at - reach : at + reach + 1] for at in range(reach, len(losses) - reach)
+        }
         return {
-            at: (fmean(near), sum(place * loss for place, loss in enumerate(near, -reach)) / squares)
+            at: (
+                fmean(near),
+                sum(place * loss for place, loss in enumerate(near, -reach)) / squares,
+            )
             for at, near in windows.items()
         }
 
@@ -85,7 +91,9 @@ class Found:
 
     @property
     def steepest(self) -> int | None:
-        """Number of the step at which the loss falls fastest over log(rate); None where it falls at no rate."""
+        """Number of the step at which the loss falls fastest over log(rate); None where it falls at
+        no rate.
+        """
         before = (at for at in self.smoothed if at < self.minimum)
         at = min(before, key=lambda at: self.smoothed[at][1], default=None)
         return None if at is None or self.smoothed[at][1] >= 0 else at
@@ -95,28 +103,43 @@ class Found:
         ran = f"{len(self.rates)} steps from {self.rates[0]:.3g} to {self.rates[-1]:.3g}"
         ran += ", where the loss exploded" if self.exploded else ""
         if self.steepest is None:
-            return [f"{ran}: the loss falls at no rate; begin lower with --from, or take more steps with --steps"]
+            return [
+                f"{ran}: the loss falls at no rate; begin lower with --from, or take more steps "
+                "with --steps"
+            ]
         still = ", where the loss still falls: go on beyond it with --to"
         return [
             f"{ran}{still if self.minimum == max(self.smoothed) else ''}",
             f"optimizer.lr: {self.rates[self.steepest]:.2g}  where the loss falls fastest",
-            f"optimizer.lr: {self.rates[self.minimum] / 10:.2g}  a tenth of the rate of the least loss",
+            f"optimizer.lr: {self.rates[self.minimum] / 10:.2g}  a tenth of the rate of the least "
+            "loss",
         ]
 
     def write(self, folder: Path) -> list[Path]:
         """Draw the picture beside the table, metrics.csv; returns the places of both."""
-        curves = {"loss": dict(enumerate(self.losses)), "mean": {at: mean for at, (mean, _) in self.smoothed.items()}}
+        curves = {
+            "loss": dict(enumerate(self.losses)),
+            "mean": {at: mean for at, (mean, _) in self.smoothed.items()},
+        }
         if self.steepest is None:
             marks = {}
         else:
             marks = {"falls fastest": self.steepest, "least": self.minimum}
-        curves |= {f"{name}: {self.rates[at]:.2g}": {at: self.smoothed[at][0]} for name, at in marks.items()}
+        curves |= {
+            f"{name}: {self.rates[at]:.2g}": {at: self.smoothed[at][0]}
+            for name, at in marks.items()
+        }
         lines = []
         for style, (name, curve) in enumerate(curves.items()):
-            powers: list[Any] = [math.log10(self.rates[at]) for at in curve]  # where other charts have steps
-            lines.append(Line(name, Series(powers, [*curve.values()]), style, shows_points=len(curve) == 1))
+            # where other charts have steps
+            powers: list[Any] = [math.log10(self.rates[at]) for at in curve]
+            lines.append(
+                Line(name, Series(powers, [*curve.values()]), style, shows_points=len(curve) == 1)
+            )
         across = ("learning rate", lambda power: tick(10.0**power))
-        chart = line_chart("lr-range", "Loss over the learning rate", "loss", lines, has_wide=True, across=across)
+        chart = line_chart(
+            "lr-range", "Loss over the learning rate", "loss", lines, has_wide=True, across=across
+        )
         replace_text(folder / "lr-range.svg", chart.file() if chart else "")
         return [folder / "metrics.csv", folder / "lr-range.svg"]
 
@@ -129,24 +152,38 @@ def main(words: Sequence[str]) -> int:
     steps = arguments.steps
     found = Found()
     if not 0 < low < high < math.inf:
-        raise UsageError(f"lr-range: --from {low:g} --to {high:g}: the rates are to grow, from more than 0")
+        raise UsageError(
+            f"lr-range: --from {low:g} --to {high:g}: the rates are to grow, from more than 0"
+        )
     asked, _ = load_with_source(arguments.config, arguments.settings)
-    values = config_alone(asked, steps=steps, log_every=1).to_dict() | {"scheduler": {"kind": "constant"}}
+    values = config_alone(asked, steps=steps, log_every=1).to_dict() | {
+        "scheduler": {"kind": "constant"}
+    }
     values["run"]["name"] += "-lr-range"
     values["monitors"]["csv"] = True
-    values["evaluation"]["weights"], values["training"]["ema"], values["callbacks"] = "trained", None, []
+    values["evaluation"]["weights"], values["training"]["ema"], values["callbacks"] = (
+        "trained",
+        None,
+        [],
+    )
     values["training"]["bad_steps"] = None
     config, source = load_with_source(arguments.config, (), text=json.dumps(values))
 
     if optimizer_lr(config.optimizer) == 0:
-        raise ConfigError.of("lr-range-from-zero", "it cannot grow", "set one above 0", "optimizer.lr", 0)
+        raise ConfigError.of(
+            "lr-range-from-zero", "it cannot grow", "set one above 0", "optimizer.lr", 0
+        )
 
     def growing(optimizer: torch.optim.Optimizer) -> StepSchedule:
         first = optimizer.param_groups[0]["lr"]
-        return StepSchedule(optimizer, factor=lambda step: low * (high / low) ** (step / (steps - 1)) / first)
+        return StepSchedule(
+            optimizer, factor=lambda step: low * (high / low) ** (step / (steps - 1)) / first
+        )
 
     try:
-        prepared = prepare(config, objects=Objects(callbacks=[found], scheduler=growing), source=source)
+        prepared = prepare(
+            config, objects=Objects(callbacks=[found], scheduler=growing), source=source
+        )
         run_prepared(prepared, StopRequest())
     except TrainingError:
         if not found.exploded:
@@ -158,7 +195,9 @@ def main(words: Sequence[str]) -> int:
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     about = "Find a learning rate: train for some steps at one that grows until the loss explodes."
-    parser = CommandParser(prog="python -m framework lr-range", allow_abbrev=False, description=about)
+    parser = CommandParser(
+        prog="python -m framework lr-range", allow_abbrev=False, description=about
+    )
     option = parser.add_argument
     option("config", metavar="CONFIG", help="run config, YAML or JSON")
     option("settings", nargs="*", metavar="key=value", help="settings that win over the file")

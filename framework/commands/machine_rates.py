@@ -1,9 +1,11 @@
-"""Rates of this machine: a job of as many ranks as a run has, started by ``plan --measure``; about half a minute.
+"""Rates of this machine: a job of as many ranks as a run has, started by ``plan --measure``; about
+half a minute.
 
     torchrun --nproc-per-node 2 -m framework.commands.machine_rates OUT
 
-All ranks measure at the same time, as they compute in a step, and the slowest counts. Rank 0 writes one JSON file, in
-units of seconds, bytes and floating-point operations; a multiplication with an addition is two.
+All ranks measure at the same time, as they compute in a step, and the slowest counts. Rank 0 writes
+one JSON file, in units of seconds, bytes and floating-point operations; a multiplication with an
+addition is two.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from typing import Any, Final
 import torch
 
 from framework.config.load import config_from_values
-from framework.engine.distributed import barrier, describe_environment, device, gather, process_group, rank
+from framework.engine.distributed import (
+    barrier,
+    describe_environment,
+    device,
+    gather,
+    process_group,
+    rank,
+)
 from framework.engine.link_bench import all_reduces, timed
 from framework.engine.plain_engine import arithmetic_of, build_engine
 from framework.engine.random_state import seed_everything
@@ -48,12 +57,16 @@ def main(words: list[str]) -> int:
 
 
 def measure() -> dict[str, Any]:
-    """Everything, as `Machine.from_measured` reads it, with what it was made of under ``details``. Collective."""
+    """Everything, as `Machine.from_measured` reads it, with what it was made of under ``details``.
+    Collective.
+    """
     of_device = device()
     num_ranks = len(gather(None))
     is_cpu = of_device.type == "cpu"
     steady = _repeated()
-    products = {name: _products(dtype) for name, dtype in _DTYPES.items() if not (is_cpu and name == "fp16")}
+    products = {
+        name: _products(dtype) for name, dtype in _DTYPES.items() if not (is_cpu and name == "fp16")
+    }
     if not is_cpu:
         torch.backends.cuda.matmul.allow_tf32 = True
         products["tf32"] = _products(torch.float32)
@@ -75,15 +88,22 @@ def measure() -> dict[str, Any]:
         "all_reduce_latency_seconds": sums[0]["seconds"] if sums else None,
         "per_step_overhead_seconds": steps[0]["seconds"],
         "step_overhead_by_stage": steps,
-        # On processors the engine's own work takes the cores that the model computes on, so that nothing hides it.
+        # On processors the engine's own work takes the cores that the model computes on, so that
+        # nothing hides it.
         "hides_overhead": not is_cpu,
         "spread": max(steady) / min(steady) - 1,
-        "details": {"products": products, "all_reduce": sums, "environment": describe_environment()},
+        "details": {
+            "products": products,
+            "all_reduce": sums,
+            "environment": describe_environment(),
+        },
     }
 
 
 def _repeated() -> list[float]:
-    """Seconds of the same product, five times over, which differ by what else the machine does. Collective."""
+    """Seconds of the same product, five times over, which differ by what else the machine does.
+    Collective.
+    """
     left = torch.randn(1024, 1024, device=device())
     return [_slowest(partial(torch.mm, left, left, out=torch.empty_like(left))) for _ in range(5)]
 
@@ -119,8 +139,8 @@ def _host_bandwidth() -> float:
 
 
 def _slowest(operation: Callable[[], object]) -> float:
-    """Seconds of one of several operations, on the slowest rank, all at the same time: the best of three tries, which
-    other work on the machine has met least. Collective.
+    """Seconds of one of several operations, on the slowest rank, all at the same time: the best of
+    three tries, which other work on the machine has met least. Collective.
     """
     operation()
     once = max(gather(_timed(operation, 1)))
@@ -134,8 +154,9 @@ def _timed(operation: Callable[[], object], repeats: int) -> float:
 
 
 def _step_overhead(stage: int) -> dict[str, float]:
-    """Seconds of a step with next to no arithmetic: of any step, of each weight in it, of each weight in each further
-    micro-batch, and of each weight that stage 3 gathers and lets go of again in a micro-batch. Collective.
+    """Seconds of a step with next to no arithmetic: of any step, of each weight in it, of each
+    weight in each further micro-batch, and of each weight that stage 3 gathers and lets go of again
+    in a micro-batch. Collective.
     """
     few, more = (_step_seconds(stage, layers=layers) for layers in (_FEW_LAYERS, _MORE_LAYERS))
     further = _step_seconds(stage, layers=_MORE_LAYERS, micro_batches=_MICRO_BATCHES)
@@ -152,7 +173,9 @@ def _step_overhead(stage: int) -> dict[str, float]:
 
 
 def _step_seconds(stage: int, *, layers: int, micro_batches: int = 1, **zero: int) -> float:
-    """Seconds of an optimizer step of a narrow perceptron, through our engine: the lower quartile."""
+    """Seconds of an optimizer step of a narrow perceptron, through our engine: the lower
+    quartile.
+    """
     config = {
         "model": {"kind": "mlp", "image_size": 8, "hidden_sizes": [8] * layers},
         "data": {"kind": "digits", "image_size": 8, "num_workers": 0},
@@ -164,7 +187,9 @@ def _step_seconds(stage: int, *, layers: int, micro_batches: int = 1, **zero: in
     seed_everything(0)
     with arithmetic_of(prepared.plan), leaving_nothing(stage):
         model = prepared.parts.build_model()
-        built = build_engine(prepared.plan, ds_config=prepared.ds_config, model=model, task=prepared.parts.task)
+        built = build_engine(
+            prepared.plan, ds_config=prepared.ds_config, model=model, task=prepared.parts.task
+        )
         with closing(built) as engine:
             batches = make_train_loader(prepared.plan, prepared.parts.splits, rank=rank()).stream(0)
             times = [_timed(partial(engine.train_step, batches), 1) for _ in range(2 * _STEPS)]

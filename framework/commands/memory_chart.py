@@ -11,7 +11,8 @@ from framework.report.figures import size
 
 
 def draw_chart(candidates: Sequence[Candidate], *, limit_bytes: int | None, title: str) -> str:
-    """Draw each candidate's fullest moment as a bar of its components, the first one on top; an SVG file.
+    """Draw each candidate's fullest moment as a bar of its components, the first one on top; an SVG
+    file.
 
     Args:
         candidates: strategies, the best one first.
@@ -34,6 +35,11 @@ def _name(candidate: Candidate) -> str:
     settings = candidate.settings
     layout = candidate.plan.layout
     words = [f"ZeRO {settings.get(STAGE, candidate.plan.config.zero.stage)}"]
-    words += ["host" if settings.get(OFFLOAD) == "cpu" else "", "recompute" if settings.get(RECOMPUTE) else ""]
-    words += [f"{key.rpartition('.')[2]} {settings[key]}" for key in SIZES if settings.get(key, 1) > 1]
+    words += [
+        "host" if settings.get(OFFLOAD) == "cpu" else "",
+        "recompute" if settings.get(RECOMPUTE) else "",
+    ]
+    words += [
+        f"{key.rpartition('.')[2]} {settings[key]}" for key in SIZES if settings.get(key, 1) > 1
+    ]
     return ", ".join([*filter(None, words), f"{layout.micro_size} x {layout.accumulation_steps}"])

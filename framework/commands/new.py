@@ -30,7 +30,8 @@ def new(name: str) -> list[Path]:
         name: of the project, and of the run; the Python package has it with ``_`` for ``-``.
 
     Raises:
-        UsageError: it is no name of a package, another package has it, or the folder holds something.
+        UsageError: it is no name of a package, another package has it, or the folder holds
+            something.
         StorageError: it cannot be written there.
     """
     try:
@@ -42,7 +43,8 @@ def new(name: str) -> list[Path]:
             place = f"{name[:_LONGEST_SHOWN]}..."
         reason = error.strerror or error
         raise StorageError(
-            f"new: {place}: cannot be written ({reason}); take another place or name [file-not-written]"
+            f"new: {place}: cannot be written ({reason}); take another place or name "
+            "[file-not-written]"
         ) from error
 
 
@@ -50,18 +52,27 @@ def _write(name: str) -> list[Path]:
     folder = Path(name)
     package = folder.name.replace("-", "_").replace(".", "_")
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", package) or keyword.iskeyword(package):
-        raise UsageError(f"new: {name!r} is no name of a Python package; take letters, digits, - and _")
+        raise UsageError(
+            f"new: {name!r} is no name of a Python package; take letters, digits, - and _"
+        )
     if importlib.util.find_spec(package) is not None and not folder.exists():
         raise UsageError(
-            f"new: there is a Python package {package} already, which would be imported; take another name"
+            f"new: there is a Python package {package} already, which would be imported; take "
+            "another name"
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"new: {folder} is there already and is not an empty folder; nothing was written")
+        raise UsageError(
+            f"new: {folder} is there already and is not an empty folder; nothing was written"
+        )
     written = []
     for template in sorted(_TEMPLATES.glob("*.in")):
         place = folder / _PLACES.get(template.stem, template.stem).replace("@PACKAGE@", package)
         place.parent.mkdir(parents=True, exist_ok=True)
-        text = template.read_text(encoding="utf-8").replace("@PACKAGE@", package).replace("@NAME@", folder.name)
+        text = (
+            template.read_text(encoding="utf-8")
+            .replace("@PACKAGE@", package)
+            .replace("@NAME@", folder.name)
+        )
         place.write_text(text, encoding="utf-8")
         written.append(place)
     empty = folder / package / "__init__.py"

@@ -1,4 +1,6 @@
-"""``plan CONFIG --paper``: the usual formulas beside what DeepSpeed allocates, and goodput between failures."""
+"""``plan CONFIG --paper``: the usual formulas beside what DeepSpeed allocates, and goodput between
+failures.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,14 @@ from framework.plan.plan import Plan, make_plan
 from framework.plan.search import OFFLOAD, PIPE, STAGE
 from framework.plan.work import weights_alone
 
-# Bytes of a weight in mixed precision with Adam: 2 + 4 for the weight and its fp32 copy, 8 for the moments, and a
-# gradient of 2, of 4, or both. Rajbhandari et al. 2020 (ZeRO, section 3) count 16, with a gradient of 2; DeepSpeed's
-# own estimator (`estimate_zero2_model_states_mem_needs`) 18, with one of 4; 20 where both are there at once.
+# Bytes of a weight in mixed precision with Adam: 2 + 4 for the weight and its fp32 copy, 8 for the
+# moments, and a gradient of 2, of 4, or both. Rajbhandari et al. 2020 (ZeRO, section 3) count 16,
+# with a gradient of 2; DeepSpeed's own estimator (`estimate_zero2_model_states_mem_needs`) 18, with
+# one of 4; 20 where both are there at once.
 PLAIN_BYTES: Final = 20
 SHARDED_BYTES: Final = 18
-# Failures of one device per second: Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.4: 419 unexpected
-# interruptions of 16,384 GPUs in 54 days.
+# Failures of one device per second: Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.4:
+# 419 unexpected interruptions of 16,384 GPUs in 54 days.
 FAILURES_PER_SECOND: Final = 419 / (16_384 * 54 * 86_400)
 _SAVE_SECONDS: Final = (10.0, 60.0, 300.0)
 _RESTART_SECONDS: Final = 300.0
@@ -28,12 +31,14 @@ _HOUR: Final = 3600.0
 
 
 def formula_bytes(num_params: int, ranks: int, *, largest_layer: int) -> Mapping[str, float]:
-    """Bytes on each rank by the usual formulas, which know no buckets, no copies and no activations.
+    """Bytes on each rank by the usual formulas, which know no buckets, no copies and no
+    activations.
 
     Args:
         num_params: of the model.
         ranks: among which state is spread.
-        largest_layer: parameters of the largest layer, which DeepSpeed's estimator of stage 3 gathers.
+        largest_layer: parameters of the largest layer, which DeepSpeed's estimator of stage 3
+            gathers.
     """
     half = 2 * num_params
     return {
@@ -48,16 +53,18 @@ def formula_bytes(num_params: int, ranks: int, *, largest_layer: int) -> Mapping
 
 
 def best_interval_seconds(save_seconds: float, failure_seconds: float) -> float:
-    """Time between checkpoints that loses least, sqrt(2 x save x mean time between failures): Young 1974, "A first
-    order approximation to the optimum checkpoint interval".
+    """Time between checkpoints that loses least, sqrt(2 x save x mean time between failures): Young
+    1974, "A first order approximation to the optimum checkpoint interval".
     """
     return sqrt(2 * save_seconds * failure_seconds)
 
 
-def goodput(interval_seconds: float, save_seconds: float, failure_seconds: float, restart_seconds: float) -> float:
-    """Share of time that trains on: without saves, without what each failure takes back, half an interval in the mean,
-    and without restarts. First order, as Daly 2006, "A higher order estimate of the optimum checkpoint interval for
-    restart dumps"; 0 where nothing is left.
+def goodput(
+    interval_seconds: float, save_seconds: float, failure_seconds: float, restart_seconds: float
+) -> float:
+    """Share of time that trains on: without saves, without what each failure takes back, half an
+    interval in the mean, and without restarts. First order, as Daly 2006, "A higher order estimate
+    of the optimum checkpoint interval for restart dumps"; 0 where nothing is left.
     """
     saves = save_seconds / (interval_seconds + save_seconds)
     lost = ((interval_seconds + save_seconds) / 2 + restart_seconds) / failure_seconds
@@ -102,7 +109,10 @@ def paper_lines(plan: Plan) -> Iterator[str]:
         yield "paper     the model is one of your own: its weights are not known by name"
         return
     total = found["num_params"]
-    yield f"paper     {total:,} weights: {size_text(4 * total)} in fp32, {16 * total / 1e9:,.0f} GB to train at 16 each"
+    yield (
+        f"paper     {total:,} weights: {size_text(4 * total)} in fp32, {16 * total / 1e9:,.0f} "
+        "GB to train at 16 each"
+    )
     for name, size in found["formula_bytes"].items():
         yield f"          {name:<40}{size_text(size):>14}"
     for stage, sizes in found["stages"].items():
@@ -111,8 +121,9 @@ def paper_lines(plan: Plan) -> Iterator[str]:
         name = f"DeepSpeed, stage {stage}, as planned here"
         yield f"          {name:<40}{between:>14} between steps, {most} at most, estimated"
     yield (
-        f"goodput   {counted_hours(found['failure_seconds'])} between failures of {plan.cluster.world_size:,} devices, "
-        f"as Llama 3's failed; {_RESTART_SECONDS:g} s to start again"
+        f"goodput   {counted_hours(found['failure_seconds'])} between failures of "
+        f"{plan.cluster.world_size:,} devices, as Llama 3's failed; {_RESTART_SECONDS:g} s to "
+        "start again"
     )
     for save in found["goodput"]:
         every = counted_hours(save["interval_seconds"])

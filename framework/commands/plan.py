@@ -1,4 +1,6 @@
-"""The `plan` command: what will happen on a cluster, which strategies serve it best, and why; for people and tools."""
+"""The `plan` command: what will happen on a cluster, which strategies serve it best, and why; for
+people and tools.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from typing import Any, Final
 
 from framework.commands.paper import paper_lines, paper_section
 from framework.commands.stage_balance import StageBalance, find_stage_balance
-from framework.commands.strategies import is_same, loser_lines, strategies_section, table_lines, unusual, write_choice
+from framework.commands.strategies import (
+    is_same,
+    loser_lines,
+    strategies_section,
+    table_lines,
+    unusual,
+    write_choice,
+)
 from framework.commands.target_search import missing_targets
 from framework.commands.torch_child import NoAnswerError
 from framework.commands.traced_work import find_own_optimizer, find_own_work
@@ -54,7 +63,12 @@ _TOP: Final = 5
 _MOST_LOSERS: Final = 10
 # What a plan of another batch, of fewer stages or devices would not have.
 _NO_LAYOUT: Final = frozenset(
-    {"batch-not-divisible", "pipe-not-divisible", "pipe-exceeds-layers", "dataset-smaller-than-batch"}
+    {
+        "batch-not-divisible",
+        "pipe-not-divisible",
+        "pipe-exceeds-layers",
+        "dataset-smaller-than-batch",
+    }
 )
 _MOMENTS: Final = IN_WORDS | {"start": "after the start", "between": "between steps"}
 
@@ -105,23 +119,30 @@ class _Question:
 
 
 def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | None) -> int:
-    """Print the plan of a run with its memory and time, its stages, and the strategies; returns the exit code."""
+    """Print the plan of a run with its memory and time, its stages, and the strategies; returns the
+    exit code.
+    """
     cluster = cluster or default_cluster(run.config)
     gpu = find_gpu(arguments.gpu)
     if gpu:
         cluster = replace(cluster, device=gpu.device)
     if gpu and (arguments.measure or arguments.trials):
-        raise UsageError("plan: --measure and --trials use the devices of this machine; leave --gpu out")
+        raise UsageError(
+            "plan: --measure and --trials use the devices of this machine; leave --gpu out"
+        )
     if arguments.network and not arguments.gpu:
         raise UsageError("plan: --network goes with --gpu")
     if arguments.chart and not arguments.chart.lower().endswith(".svg"):
         raise UsageError(f"plan: --chart {arguments.chart}: what is drawn is SVG; name it .svg")
     if arguments.measure:
-        from framework.commands.measure import measure  # as others below: loaded where it is asked for
+        # as others below: loaded where it is asked for
+        from framework.commands.measure import measure
 
         print(*measure(cluster), sep="\n", file=sys.stderr if arguments.json else sys.stdout)
     if arguments.gpu:
-        target = listed_target(arguments.gpu, devices_per_host=cluster.devices_per_host, network=arguments.network)
+        target = listed_target(
+            arguments.gpu, devices_per_host=cluster.devices_per_host, network=arguments.network
+        )
     else:
         target = measured_target(cluster) or Target()
     try:
@@ -144,7 +165,9 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
         balance = StageBalance()
     else:
         balance = find_stage_balance(plan, source=run.source)
-    notes = map(run.source.locate, (*missing_targets(plan.config), *balance.notes, *answer.findings))
+    notes = map(
+        run.source.locate, (*missing_targets(plan.config), *balance.notes, *answer.findings)
+    )
     findings = [*plan.findings, *notes]
     if gpu:
         from framework.dslint.judge import judge_rendered
@@ -153,14 +176,29 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
     if arguments.json:
         further = ({"paper": paper_section(plan)} if arguments.paper else {}) | answer.section
         further |= {"pipeline": balance.pipeline} if balance.pipeline else {}
-        print(json.dumps(plan.to_dict() | further | {"findings": [found.to_dict() for found in findings]}, indent=2))
+        print(
+            json.dumps(
+                plan.to_dict() | further | {"findings": [found.to_dict() for found in findings]},
+                indent=2,
+            )
+        )
     else:
         if run.choice:
             choice = [f"{'auto':<10}{run.choice.removeprefix('auto: ')}"]
         else:
             choice = []
-        print(*(f"{label:<10}{text}" for label, text in rows(plan).items()), *choice, *answer.head, sep="\n")
-        print(*balance.lines, *answer.lines, sep="\n", end="\n" if balance.lines or answer.lines else "")
+        print(
+            *(f"{label:<10}{text}" for label, text in rows(plan).items()),
+            *choice,
+            *answer.head,
+            sep="\n",
+        )
+        print(
+            *balance.lines,
+            *answer.lines,
+            sep="\n",
+            end="\n" if balance.lines or answer.lines else "",
+        )
         if arguments.paper:
             print(*paper_lines(plan), sep="\n")
         for finding in findings:
@@ -170,8 +208,8 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
 
 
 def _own_work(run: LoadedRun, cluster: Cluster) -> tuple[ModelWork | None, str]:
-    """Work of a model of the user's own, or why it, or the memory of an optimizer, is not known; neither for named
-    ones.
+    """Work of a model of the user's own, or why it, or the memory of an optimizer, is not known;
+    neither for named ones.
     """
     is_named = isinstance(run.config.model, ModelKind)
     if is_named and not isinstance(run.config.optimizer, TargetSection):
@@ -193,7 +231,9 @@ def _own_work(run: LoadedRun, cluster: Cluster) -> tuple[ModelWork | None, str]:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What is known of memory, time and strategies: lines for a person, a section for tools, and what is wrong."""
+    """What is known of memory, time and strategies: lines for a person, a section for tools, and
+    what is wrong.
+    """
 
     section: dict[str, Any]
     head: tuple[str, ...] = ()
@@ -219,7 +259,10 @@ def _answer(question: _Question) -> _Answer:
         *_memory_lines(planned.memory, target, kept=plan.config.checkpoint.keep_last),
         *_time_lines(planned.time, target),
     ]
-    lines = [f"{'best':<10}{_order([*shown, planned], target)}; * as planned; batch: micro x steps x ranks"]
+    lines = [
+        f"{'best':<10}{_order([*shown, planned], target)}; * as planned; batch: micro x steps x "
+        "ranks"
+    ]
     in_order = [each for each in found.ranked if each in shown or is_same(each, planned)]
     lines += [f"          {line}" for line in table_lines(in_order, planned=planned)]
     knob = find_knob(shown[0].plan if wide and shown else plan, target, work=question.work)
@@ -234,15 +277,24 @@ def _answer(question: _Question) -> _Answer:
     lines += [f"{'knob':<10}{knob}"] if knob else []
     section = {"memory": planned.memory.to_dict(), "strategies": strategies_section(found, shown)}
     section |= {"time": planned.time.to_dict()} if planned.time else {}
-    section |= {"machine": target.machine.to_dict() | {"rates": target.rates}} if target.machine else {}
+    section |= (
+        {"machine": target.machine.to_dict() | {"rates": target.rates}} if target.machine else {}
+    )
     section |= {} if knob is None else {"knob": vars(knob) | {"text": str(knob)}}
     return _Answer(
-        section, tuple(head), tuple(lines), tuple(_findings(question, planned, found)), tuple(shown), planned
+        section,
+        tuple(head),
+        tuple(lines),
+        tuple(_findings(question, planned, found)),
+        tuple(shown),
+        planned,
     )
 
 
 def _tried(answer: _Answer, count: int) -> _Answer:
-    """The answer with its best strategies, and the plan as it stands, in the order in which they were measured."""
+    """The answer with its best strategies, and the plan as it stands, in the order in which they
+    were measured.
+    """
     from framework.commands.trials import fastest, run_trials, table
 
     tried = list(answer.candidates[:count])
@@ -253,7 +305,9 @@ def _tried(answer: _Answer, count: int) -> _Answer:
     best = tried[fastest(trials)]
     rest = [each for each in answer.candidates if each is not best]
     section = answer.section | {"trials": [each.to_dict() for each in trials]}
-    return replace(answer, section=section, lines=(*answer.lines, *table(trials)), candidates=(best, *rest))
+    return replace(
+        answer, section=section, lines=(*answer.lines, *table(trials)), candidates=(best, *rest)
+    )
 
 
 def _is_alternative(one: Candidate, planned: Candidate) -> bool:
@@ -302,7 +356,10 @@ def _memory_lines(memory: Memory, target: Target, *, kept: int) -> Iterator[str]
     ):
         sizes = sorted(found.items(), key=lambda item: -item[1])
         if sizes:
-            yield f"          {label}: {', '.join(f'{name} {size_text(size)}' for name, size in sizes)}"
+            yield (
+                f"          {label}: "
+                f"{', '.join(f'{name} {size_text(size)}' for name, size in sizes)}"
+            )
     one = size_text(memory.saved_bytes)
     most = size_text((kept + 1) * memory.saved_bytes)
     yield f"          on disk: {one} a checkpoint, {most} for {kept} kept and one being written"
@@ -351,7 +408,9 @@ def _devices_that_fit(question: _Question, planned: Candidate) -> str:
     if more is None:
         return "use a smaller model, or devices with more memory"
     best = more.ranked[0]
-    return f"use {best.plan.cluster.world_size} devices with {settings_text(unusual(best.settings))}"
+    return (
+        f"use {best.plan.cluster.world_size} devices with {settings_text(unusual(best.settings))}"
+    )
 
 
 def _print_nearest(run: LoadedRun, cluster: Cluster) -> None:
@@ -360,7 +419,9 @@ def _print_nearest(run: LoadedRun, cluster: Cluster) -> None:
     if found:
         change = found[0]
         layout = str(found[1].layout)
-        write(sys.stdout, f"{'nearest':<10}{layout if change == layout else f'{change}: {layout}'}\n")
+        write(
+            sys.stdout, f"{'nearest':<10}{layout if change == layout else f'{change}: {layout}'}\n"
+        )
 
 
 def _act(question: _Question, answer: _Answer) -> None:
@@ -380,20 +441,32 @@ def _act(question: _Question, answer: _Answer) -> None:
         source = run.source
         before = planned.choice if planned else {}
         asked = {
-            key for key in best.settings if source.is_override(tuple(key.split("."))) or key in run.config.was_auto
+            key
+            for key in best.settings
+            if source.is_override(tuple(key.split("."))) or key in run.config.was_auto
         }
-        settings = {key: value for key, value in best.settings.items() if key in asked or before.get(key) != value}
+        settings = {
+            key: value
+            for key, value in best.settings.items()
+            if key in asked or before.get(key) != value
+        }
         diff = write_choice(run.config_path, arguments.words, settings)
         write(out, f"{diff or f'{run.config_path}: it says so already'}\n")
         further = [word for word in arguments.words if word.partition("=")[0] not in settings]
         if further:
-            write(out, f"note      chosen with {' '.join(further)}, which {run.config_path} does not hold\n")
+            write(
+                out,
+                f"note      chosen with {' '.join(further)}, which {run.config_path} does not "
+                "hold\n",
+            )
     if arguments.chart:
         from framework.commands.check_fix import write_file
         from framework.commands.memory_chart import draw_chart
         from framework.report.draw import Chart
 
         limit = question.target.usable_bytes(answer.candidates[0].memory)
-        chart = draw_chart(answer.candidates, limit_bytes=limit, title=question.plan.config.run.name)
+        chart = draw_chart(
+            answer.candidates, limit_bytes=limit, title=question.plan.config.run.name
+        )
         place = Path(arguments.chart)
         write_file(place, chart, name=arguments.chart, marks=[Chart.MARK])

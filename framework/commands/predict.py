@@ -1,7 +1,8 @@
-"""``predict CHECKPOINT INPUT... --out FILE``: what a trained model makes of images, rows of numbers or lines of text.
+"""``predict CHECKPOINT INPUT... --out FILE``: what a trained model makes of images, rows of numbers
+or lines of text.
 
-FILE gets a line of JSON for each input, in order; a command that was broken off goes on behind those that it has. On
-several ranks each takes every n-th batch, and rank 0 writes.
+FILE gets a line of JSON for each input, in order; a command that was broken off goes on behind
+those that it has. On several ranks each takes every n-th batch, and rank 0 writes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,14 @@ from framework.data.labelled_text import inputs_of
 from framework.data.token_files import KEPT_TOKENIZER
 from framework.data.tokenizer import Tokenizer
 from framework.engine.distributed import from_rank0, gather, process_group, rank
-from framework.errors import EXIT_OK, ConfigError, FrameworkError, StorageError, TrainingError, in_one_line
+from framework.errors import (
+    EXIT_OK,
+    ConfigError,
+    FrameworkError,
+    StorageError,
+    TrainingError,
+    in_one_line,
+)
 from framework.setup.parts import load_task
 from framework.setup.trained import find_source, module_to_ask, saved_config
 from framework.system.arguments import CommandParser, whole
@@ -74,7 +82,9 @@ def main(words: Sequence[str]) -> int:
         for first in range(start, len(names), size * len(gather(0))):
             place = first + rank() * size
             own = {name: inputs[name] for name in names[place : place + size]}
-            parts = gather(_attempt(f"{next(iter(own))} and its batch", ask, place, own) if own else [])
+            parts = gather(
+                _attempt(f"{next(iter(own))} and its batch", ask, place, own) if own else []
+            )
             written = None
             if rank() == 0:
                 written = _attempt(str(out), rows.append, names[first:], parts)
@@ -97,18 +107,25 @@ def _attempt(place: str, work: Callable[..., Any], *args: Any) -> Any:
 
 
 def find_inputs(paths: Sequence[str], config: RunConfig) -> dict[str, Any]:
-    """Samples by ``path:number``, from 1: lines of text for a causal language model, rows of ``.csv``, float32, or of
-    all arrays of ``.npz``; and images, as paths. A ConfigError of kind ``input-not-read`` where that fails.
+    """Samples by ``path:number``, from 1: lines of text for a causal language model, rows of
+    ``.csv``, float32, or of all arrays of ``.npz``; and images, as paths. A ConfigError of kind
+    ``input-not-read`` where that fails.
     """
     found: dict[str, Any] = {}
     for path in map(Path, paths):
-        inside = (file for file in path.rglob("*") if (guess_type(file.name)[0] or "").startswith("image/"))
+        inside = (
+            file
+            for file in path.rglob("*")
+            if (guess_type(file.name)[0] or "").startswith("image/")
+        )
         try:
             for file in sorted(inside) if path.is_dir() else [path]:
                 found |= _samples(file, config)
         except Exception as error:  # a damaged archive fails in a dozen ways
             reason = in_one_line(error, longest=200)
-            raise ConfigError.of("input-not-read", reason, "name another file", "INPUT", str(path)) from error
+            raise ConfigError.of(
+                "input-not-read", reason, "name another file", "INPUT", str(path)
+            ) from error
     return found
 
 
@@ -130,7 +147,9 @@ def _samples(file: Path, config: RunConfig) -> dict[str, Any]:
     elif isinstance(config.data, ImageFolder):
         return {str(file): file}
     else:
-        raise ValueError("it is no table of numbers, and how an image is read only data.kind: image_folder says")
+        raise ValueError(
+            "it is no table of numbers, and how an image is read only data.kind: image_folder says"
+        )
     return {f"{file}:{number}": row for number, row in enumerate(rows, start=1)}
 
 
@@ -145,7 +164,9 @@ def read_sample(sample: Any, config: RunConfig) -> Any:
 
 @dataclass
 class Rows:
-    """A file of predictions: the rows that it has, and their bytes; what is behind them was cut off."""
+    """A file of predictions: the rows that it has, and their bytes; what is behind them was cut
+    off.
+    """
 
     file: Path
     label: str
@@ -153,8 +174,8 @@ class Rows:
     num_bytes: int = 0
 
     def append(self, names: Sequence[str], parts: Sequence[Any]) -> None:
-        """Write the rows of all ranks, up to the first error, and raise that; a disk that takes only a part of them
-        leaves whole rows.
+        """Write the rows of all ranks, up to the first error, and raise that; a disk that takes
+        only a part of them leaves whole rows.
         """
         left = iter(names)
         lines = []
@@ -189,7 +210,8 @@ def find_rows(out: Path, names: Sequence[str], label: str) -> Rows:
     """Read the rows that `out` has, and leave it as it is.
 
     Raises:
-        ConfigError: it is no file, or has something else than rows of these inputs by this checkpoint.
+        ConfigError: it is no file, or has something else than rows of these inputs by this
+            checkpoint.
     """
     rows = Rows(out, label)
     if not os.path.lexists(out):
@@ -217,7 +239,9 @@ def find_rows(out: Path, names: Sequence[str], label: str) -> Rows:
 
 
 def _is_row(line: bytes, name: str | None, label: str, *, is_first: bool) -> bool:
-    """Check whether a line is the row of an input, or how such a row begins where the line was cut off."""
+    """Check whether a line is the row of an input, or how such a row begins where the line was cut
+    off.
+    """
     if name is None:
         return False
     if line.endswith(b"\n"):
@@ -248,12 +272,17 @@ def _outputs(
     else:
         batch = inputs_of(list(inputs.values()), tokenizer, config.data.sequence_length)  # type: ignore[union-attr]
     batch = tree_map_only(
-        Tensor, lambda one: one.to(like.device, like.dtype if one.is_floating_point() else None), batch
+        Tensor,
+        lambda one: one.to(like.device, like.dtype if one.is_floating_point() else None),
+        batch,
     )
     outputs = as_task(load_task(config)).forward(model, batch)
     outputs = getattr(outputs, "logits", outputs)
     if isinstance(config.task, Classification):
-        rows = [{"class": row.index(max(row)), "probabilities": row} for row in outputs.float().softmax(1).tolist()]
+        rows = [
+            {"class": row.index(max(row)), "probabilities": row}
+            for row in outputs.float().softmax(1).tolist()
+        ]
         if names:
             return [{**row, "name": names[row["class"]]} for row in rows]
         return rows
@@ -275,19 +304,34 @@ def _texts(
     prompts = [tokens_of(line, tokenizer, name) for name, line in inputs.items()]
     drawn = zip(*sample(model, prompts, **{**terms, "seed": terms["seed"] + place}), strict=True)
     columns = list(drawn) or [()] * len(prompts)
-    return [{"generated": tokenizer.decode([one for one in column if one is not None])} for column in columns]
+    return [
+        {"generated": tokenizer.decode([one for one in column if one is not None])}
+        for column in columns
+    ]
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     about = "Write what a trained model makes of inputs."
-    parser = CommandParser(prog="python -m framework predict", allow_abbrev=False, description=about)
+    parser = CommandParser(
+        prog="python -m framework predict", allow_abbrev=False, description=about
+    )
     option = parser.add_argument
-    option("checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or .../global_step<N>")
+    option(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="run folder (its newest checkpoint) or .../global_step<N>",
+    )
     about = "images or folders of them; .csv, .npz: rows of numbers; of models of text lines"
     option("inputs", nargs="+", metavar="INPUT", help=about)
     option("--out", required=True, metavar="FILE", help="JSON lines; those that it has are kept")
     count = whole(1, 10**9, "'{}' is not a number from 1 to 999999999")
-    parser.option("--batch_size", type=count, default=32, metavar="N", help="inputs per forward pass (32)")
-    option("--trust", metavar="FOLDER", help="the run folder or checkpoint whose targets may be imported and called")
+    parser.option(
+        "--batch_size", type=count, default=32, metavar="N", help="inputs per forward pass (32)"
+    )
+    option(
+        "--trust",
+        metavar="FOLDER",
+        help="the run folder or checkpoint whose targets may be imported and called",
+    )
     add_sampling(parser)
     return parser.parse_intermixed_args(list(words))

@@ -23,9 +23,10 @@ PROGRAM: Final = "model.pt2"
 
 
 def write_program(folder: Path, model: torch.nn.Module, config: RunConfig) -> dict[str, int]:
-    """Write ``model.pt2`` of a module in evaluation mode; returns file -> bytes. Two samples of the run's data are the
-    example, as its task gives them to the model. Another number of them may follow, and another length of tokens
-    (batch, length), where the model lets it. A ConfigError of kind ``not-exportable`` has torch's reason.
+    """Write ``model.pt2`` of a module in evaluation mode; returns file -> bytes. Two samples of the
+    run's data are the example, as its task gives them to the model. Another number of them may
+    follow, and another length of tokens (batch, length), where the model lets it. A ConfigError of
+    kind ``not-exportable`` has torch's reason.
     """
     args, named = _example(config, next(model.parameters()).dtype)
     takes_any = isinstance(model, LayeredModel)  # values by their order
@@ -35,9 +36,13 @@ def write_program(folder: Path, model: torch.nn.Module, config: RunConfig) -> di
     described = getattr(model, "config", config)
     if hasattr(described, "use_cache"):
         described.use_cache = False  # of transformers; a cache is no output of a program
-    is_text = all(one.ndim == 2 and not one.is_floating_point() for one in tree_leaves((args, named)))
-    for dims in ((0, 1), (0,)) if is_text else ((0,),):
-        shapes: Any = tree_map_only(Tensor, lambda one: dict.fromkeys(dims, torch.export.Dim.DYNAMIC), named or args)  # noqa: B023
+    is_text = all(
+        one.ndim == 2 and not one.is_floating_point() for one in tree_leaves((args, named))
+    )
+    dimensions = [(0, 1), (0,)] if is_text else [(0,)]
+    for dims in dimensions:
+        dynamic = dict.fromkeys(dims, torch.export.Dim.DYNAMIC)
+        shapes: Any = tree_map_only(Tensor, lambda _, dynamic=dynamic: dynamic, named or args)
         try:
             with torch.no_grad():
                 program = torch.export.export(
@@ -61,7 +66,9 @@ def _example(config: RunConfig, dtype: torch.dtype) -> tuple[tuple[Any, ...], di
     dataset = as_splits(call_factory(section.factory(), key="data")).train
     batch = (own_collate(dataset) or collate)([dataset[0], dataset[min(1, len(dataset) - 1)]])
     inputs, _ = as_task(load_task(config)).split(batch)
-    inputs = tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, inputs)
+    inputs = tree_map_only(
+        Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, inputs
+    )
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return inputs if isinstance(inputs, tuple) else (inputs,), {}

@@ -23,15 +23,29 @@ def add_options(report: argparse.ArgumentParser) -> None:
     """Add what `report` takes, and what it does."""
     report.set_defaults(command=run_report)
     port = whole(0, 65536, "{} is not a port; write 0 to 65535")
-    report.add_argument("runs", nargs="+", metavar="RUN", help="run folder, <run.output_dir>/<run.name>")
-    report.add_argument("--out", metavar="FILE.html", help="the page; left out: report.html in the (first) run folder")
-    for kind in ("svg", "png"):
-        report.add_argument(f"--{kind}", metavar="DIR", help=f"also write each chart as {kind.upper()} there")
     report.add_argument(
-        "--json", action="store_true", help="print verdict and figures as JSON; the page with --out only"
+        "runs", nargs="+", metavar="RUN", help="run folder, <run.output_dir>/<run.name>"
     )
-    report.add_argument("--serve", action="store_true", help="serve the page on this machine, and follow the run")
-    report.add_argument("--port", type=port, default=0, metavar="P", help="of --serve; left out: a free one")
+    report.add_argument(
+        "--out",
+        metavar="FILE.html",
+        help="the page; left out: report.html in the (first) run folder",
+    )
+    for kind in ("svg", "png"):
+        report.add_argument(
+            f"--{kind}", metavar="DIR", help=f"also write each chart as {kind.upper()} there"
+        )
+    report.add_argument(
+        "--json",
+        action="store_true",
+        help="print verdict and figures as JSON; the page with --out only",
+    )
+    report.add_argument(
+        "--serve", action="store_true", help="serve the page on this machine, and follow the run"
+    )
+    report.add_argument(
+        "--port", type=port, default=0, metavar="P", help="of --serve; left out: a free one"
+    )
 
 
 def run_report(arguments: argparse.Namespace) -> int:
@@ -76,7 +90,9 @@ def run_report(arguments: argparse.Namespace) -> int:
     except OSError as error:
         place = visible(str(error.filename or out), keeps="")
         reason = f"report: {place}: it cannot be written ({error.strerror or error})"
-        raise StorageError(f"{reason}; name another place with --out FILE.html [report-not-written]") from error
+        raise StorageError(
+            f"{reason}; name another place with --out FILE.html [report-not-written]"
+        ) from error
     if arguments.json:  # JSON escapes all control characters by itself, but for one
         print(json.dumps([summary(run) for run in runs], indent=2).replace("\x7f", "\\u007f"))
     else:
@@ -88,7 +104,10 @@ def run_report(arguments: argparse.Namespace) -> int:
 def _lines(runs: list[Run], out: Path) -> list[str]:
     from framework.report.figures import state, verdict_of
 
-    return [*(f"{run.name}: {state(run)}; {verdict_of(run).sentence}" for run in runs), f"report: {out}"]
+    return [
+        *(f"{run.name}: {state(run)}; {verdict_of(run).sentence}" for run in runs),
+        f"report: {out}",
+    ]
 
 
 def _write_charts(runs: list[Run], *, svg: str | None, png: str | None) -> None:

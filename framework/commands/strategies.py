@@ -1,4 +1,6 @@
-"""Strategies for a person: an aligned table of the best, why others lost, and a file with a choice written into it."""
+"""Strategies for a person: an aligned table of the best, why others lost, and a file with a choice
+written into it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from framework.plan.search import (
 if TYPE_CHECKING:  # a table needs no editor
     from framework.text.edits import Edit
 
-# Group of a table's column or a chart's colour -> components of memory in it; all others are buffers.
+# Group of a table's column or a chart's colour -> components of memory in it; all others are
+# buffers.
 MEMORY_GROUPS: Final[Mapping[str, frozenset[str]]] = {
     "weights": frozenset({"weights", "fp32 weights", "small weights", "gathered weights"}),
     "optimizer": frozenset({"optimizer state", "weight average", "optimizer copies"}),
@@ -54,7 +57,9 @@ _USUAL: Final = {
 }
 
 
-def grouped(found: Mapping[str, float], groups: Mapping[str, frozenset[str]], rest: str) -> dict[str, float]:
+def grouped(
+    found: Mapping[str, float], groups: Mapping[str, frozenset[str]], rest: str
+) -> dict[str, float]:
     """Sums of components by group, in the groups' order; what is in none comes last."""
     sums = dict.fromkeys((*groups, rest), 0.0)
     for name, value in found.items():
@@ -63,23 +68,32 @@ def grouped(found: Mapping[str, float], groups: Mapping[str, frozenset[str]], re
 
 
 def table_lines(candidates: Sequence[Candidate], *, planned: Candidate | None) -> Iterator[str]:
-    """The candidates as an aligned table with memory and time split; the plan itself is marked, and last if it is not
-    among them.
+    """The candidates as an aligned table with memory and time split; the plan itself is marked, and
+    last if it is not among them.
     """
-    shown = [*candidates, *([planned] if planned and not any(is_same(planned, each) for each in candidates) else [])]
+    shown = [
+        *candidates,
+        *([planned] if planned and not any(is_same(planned, each) for each in candidates) else []),
+    ]
     if any(each.peak_bytes >= 2**30 for each in shown):
         unit = ("GiB", 2**30)
     else:
         unit = ("MiB", 2**20)
     is_longest = any(LENGTH in each.settings for each in shown)
     rows = [
-        _row(each, *unit, is_planned=planned is not None and is_same(planned, each), has_tokens=is_longest)
+        _row(
+            each,
+            *unit,
+            is_planned=planned is not None and is_same(planned, each),
+            has_tokens=is_longest,
+        )
         for each in shown
     ]
     titles = [
         title
         for title in max(rows, key=len)
-        if title not in _USUAL or any(row.get(title, _USUAL[title]) != _USUAL[title] for row in rows)
+        if title not in _USUAL
+        or any(row.get(title, _USUAL[title]) != _USUAL[title] for row in rows)
     ]
     cells = [titles, *([row.get(title, "?") for title in titles] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -93,7 +107,9 @@ def is_same(one: Candidate, other: Candidate) -> bool:
     return one.plan.cluster == other.plan.cluster and one.choice == other.choice and not is_longer
 
 
-def _row(candidate: Candidate, unit: str, unit_bytes: int, *, is_planned: bool, has_tokens: bool) -> dict[str, str]:
+def _row(
+    candidate: Candidate, unit: str, unit_bytes: int, *, is_planned: bool, has_tokens: bool
+) -> dict[str, str]:
     plan = candidate.plan
     memory = candidate.memory
     time = candidate.time
@@ -117,8 +133,14 @@ def _row(candidate: Candidate, unit: str, unit_bytes: int, *, is_planned: bool, 
     row["host"] = _in_units(sum(memory.host.values()) / unit_bytes)
     if time is not None:
         row["step s"] = f"{time.total:.3g}"
-        row |= {name: f"{part / time.total:.0%}" for name, part in grouped(time.seconds, _TIME_GROUPS, _SENT).items()}
-        row["samples/s"], tokens = f"{time.samples_per_second:,.0f}", time.tokens_per_second_per_device
+        row |= {
+            name: f"{part / time.total:.0%}"
+            for name, part in grouped(time.seconds, _TIME_GROUPS, _SENT).items()
+        }
+        row["samples/s"], tokens = (
+            f"{time.samples_per_second:,.0f}",
+            time.tokens_per_second_per_device,
+        )
         row |= {"tokens/s/device": f"{tokens:,.0f}"} if tokens is not None else {}
     return row
 
@@ -130,7 +152,9 @@ def _in_units(size: float) -> str:
 
 
 def loser_lines(found: Found, *, shown: Sequence[Candidate]) -> Iterator[str]:
-    """Why each strategy that is not shown lost: slower ones first, then what does not fit, then what is refused."""
+    """Why each strategy that is not shown lost: slower ones first, then what does not fit, then
+    what is refused.
+    """
     best = next(iter(found.ranked), None)
     for slower in (each for each in found.ranked if each not in shown):
         yield f"{settings_text(unusual(slower.settings))}: {_why_slower(slower, best or slower)}"
@@ -158,7 +182,9 @@ def _why_slower(one: Candidate, best: Candidate) -> str:
 
 def unusual(settings: Settings) -> Settings:
     """Settings of a strategy without those that are as ever."""
-    return {key: value for key, value in settings.items() if key in STRATEGY and USUAL.get(key) != value}
+    return {
+        key: value for key, value in settings.items() if key in STRATEGY and USUAL.get(key) != value
+    }
 
 
 def strategies_section(found: Found, candidates: Sequence[Candidate]) -> dict[str, Any]:
@@ -179,11 +205,12 @@ def strategies_section(found: Found, candidates: Sequence[Candidate]) -> dict[st
 
 
 def write_choice(file: str, words: Sequence[str], settings: Settings) -> str:
-    """Write settings into a run config; returns the change as a unified diff, empty where nothing changes.
+    """Write settings into a run config; returns the change as a unified diff, empty where nothing
+    changes.
 
     Raises:
-        UsageError: settings of the command line are not in the file, so that the choice may not hold there; or the
-            file's layout does not let itself be edited.
+        UsageError: settings of the command line are not in the file, so that the choice may not
+            hold there; or the file's layout does not let itself be edited.
         StorageError: it cannot be written; it is then as it was.
     """
     from framework.commands.check_fix import write_file
@@ -203,7 +230,10 @@ def write_choice(file: str, words: Sequence[str], settings: Settings) -> str:
     edits = [edit for key, value in settings.items() for edit in _edits(values, key, value)]
     after = before if not edits else edited(document, edits)
     if after is None:
-        raise UsageError(f"{file}: --apply cannot edit a file of this layout; write {settings_text(settings)} yourself")
+        raise UsageError(
+            f"{file}: --apply cannot edit a file of this layout; write {settings_text(settings)} "
+            "yourself"
+        )
     try:
         load_with_source(file, words, text=after)
     except ConfigError as error:
@@ -227,8 +257,13 @@ def _edits(values: Mapping[str, Any], key: str, value: Any) -> Iterator[Edit]:
         if name not in section:
             usual = {**USUAL, STAGE: 0, ACCUMULATION: 1}
             if usual.get(key, 0) != value:
-                is_inner = 0 < depth < len(path) - 1  # a new section inside of another one goes in as a value
-                yield InsertMember(path[:-1], {path[-1]: value}) if is_inner else InsertMember(path, value)
+                # a new section inside of another one goes in as a value
+                is_inner = 0 < depth < len(path) - 1
+                yield (
+                    InsertMember(path[:-1], {path[-1]: value})
+                    if is_inner
+                    else InsertMember(path, value)
+                )
             return
         home = section
         section = section[name]

@@ -1,5 +1,5 @@
-"""Short training runs for their times: through the launcher, with nothing beside the steps, in a folder that goes with
-them.
+"""Short training runs for their times: through the launcher, with nothing beside the steps, in a
+folder that goes with them.
 """
 
 from __future__ import annotations
@@ -23,20 +23,33 @@ INTERRUPTED: Final = "interrupted"
 
 
 def config_alone(config: RunConfig, *, steps: int, log_every: int) -> RunConfig:
-    """The config for so many steps and nothing else: no evaluation, no checkpoint, no sink, no profile."""
+    """The config for so many steps and nothing else: no evaluation, no checkpoint, no sink, no
+    profile.
+    """
     values = config.to_dict()
     values["evaluation"] |= _NEVER | {"at_start": False}
     values["checkpoint"] |= _NEVER | {"keep_best": None, "resume": "never", "mode": "sync"}
-    values["training"] |= {"max_steps": steps, "max_epochs": None, "max_minutes": None, "log_every": log_every}
+    values["training"] |= {
+        "max_steps": steps,
+        "max_epochs": None,
+        "max_minutes": None,
+        "log_every": log_every,
+    }
     values["monitors"] = _NO_SINKS
     values.pop("profile", None)
     return config_from_values(values)
 
 
 def run_alone(
-    plan: Plan, *, steps: int, log_every: int, longest_seconds: float | None = None, hostfile: str | None = None
+    plan: Plan,
+    *,
+    steps: int,
+    log_every: int,
+    longest_seconds: float | None = None,
+    hostfile: str | None = None,
 ) -> tuple[Run, str]:
-    """Train a plan for so many steps, on this machine or on hosts that share the current folder, and wait.
+    """Train a plan for so many steps, on this machine or on hosts that share the current folder,
+    and wait.
 
     Returns:
         its records, and why it did not end well: `INTERRUPTED` after Ctrl-C, nothing where it did.
@@ -45,7 +58,9 @@ def run_alone(
         base = Path.cwd()
     else:
         base = None
-    with tempfile.TemporaryDirectory(prefix="dsf-timed-", dir=base, ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="dsf-timed-", dir=base, ignore_cleanup_errors=True
+    ) as folder:
         config = Path(folder, "run.json")
         out = Path(folder, "timed")
         values = config_alone(plan.config, steps=steps, log_every=log_every).to_dict()

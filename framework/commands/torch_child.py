@@ -1,5 +1,5 @@
-"""Questions about a run's model that take torch: a child process answers them, on processors; nothing trains, and no
-device is touched.
+"""Questions about a run's model that take torch: a child process answers them, on processors;
+nothing trains, and no device is touched.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ class NoAnswerError(Exception):
     """Reason why a child process has no answer."""
 
 
-def ask_child(module: str, plan: Plan, *, longest_seconds: float, needs: tuple[str, ...], **further: Any) -> Any:
+def ask_child(
+    module: str, plan: Plan, *, longest_seconds: float, needs: tuple[str, ...], **further: Any
+) -> Any:
     """Answer of ``python -m framework.setup.<module>`` to a question about a plan.
 
     Args:
@@ -39,7 +41,11 @@ def ask_child(module: str, plan: Plan, *, longest_seconds: float, needs: tuple[s
     for name in needs:
         if importlib.util.find_spec(name) is None:
             raise NoAnswerError(f"it takes {name}, which is not installed")
-    question: Mapping[str, Any] = {"config": plan.config.to_dict(), "cluster": asdict(plan.cluster), **further}
+    question: Mapping[str, Any] = {
+        "config": plan.config.to_dict(),
+        "cluster": asdict(plan.cluster),
+        **further,
+    }
     words = ["-m", f"framework.setup.{module}"]
     environment = {"DS_ACCELERATOR": "cpu", **os.environ}
     done = run_child(words, environment, longest_seconds=longest_seconds, text=json.dumps(question))
@@ -52,9 +58,14 @@ def ask_child(module: str, plan: Plan, *, longest_seconds: float, needs: tuple[s
 
 
 def run_child(
-    words: Sequence[str], environment: Mapping[str, str], *, longest_seconds: float | None, text: str = ""
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    longest_seconds: float | None,
+    text: str = "",
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with these words and wait; `text` is its stdin. After Ctrl-C it has some seconds to end by itself.
+    """Run Python with these words and wait; `text` is its stdin. After Ctrl-C it has some seconds
+    to end by itself.
 
     Raises:
         NoAnswerError: it cannot be started, or takes longer.
@@ -63,7 +74,13 @@ def run_child(
     pipe = subprocess.PIPE
     try:
         child = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=pipe, encoding="utf-8", errors="replace", env=environment
+            command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            encoding="utf-8",
+            errors="replace",
+            env=environment,
         )
     except OSError as error:
         raise NoAnswerError(f"{sys.executable} cannot be started: {error.strerror}") from error
@@ -83,8 +100,8 @@ def run_child(
 
 
 def failure_of(stderr: str) -> str:
-    """Return the reason of a process that failed: a rank's own error, which has a kind in brackets, or the last line
-    before torchrun's summary.
+    """Return the reason of a process that failed: a rank's own error, which has a kind in brackets,
+    or the last line before torchrun's summary.
     """
     own = stderr.partition("torch.distributed.elastic.multiprocessing")[0].strip() or stderr.strip()
     lines = own.splitlines() or ["it printed nothing"]

@@ -1,5 +1,6 @@
-"""Work of a model of the user's own, and memory of an optimizer, for the command `plan`: found by a child process
-(`framework.setup.trace`), and kept in the user's cache until the code, the config or torch changes.
+"""Work of a model of the user's own, and memory of an optimizer, for the command `plan`: found by a
+child process (`framework.setup.trace`), and kept in the user's cache until the code, the config or
+torch changes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ import framework
 from framework.commands.torch_child import NoAnswerError, ask_child
 from framework.config.base import Object, Target
 from framework.plan.compiled_ops import cache_folder
-from framework.plan.measured import OptimizerState, code_of, keep_state, kept_state, stamps_of, state_file
+from framework.plan.measured import (
+    OptimizerState,
+    code_of,
+    keep_state,
+    kept_state,
+    stamps_of,
+    state_file,
+)
 from framework.plan.plan import Plan
 from framework.plan.work import Device, ModelWork, Part
 from framework.system.files import replace_text
@@ -46,7 +54,9 @@ def find_own_work(plan: Plan) -> ModelWork | None:
             return _work_of(json.loads(place.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError):  # not there, or of another version
         pass
-    reported = ask_child("trace", plan, longest_seconds=_LONGEST_SECONDS, needs=("torch", "deepspeed"), device=device)
+    reported = ask_child(
+        "trace", plan, longest_seconds=_LONGEST_SECONDS, needs=("torch", "deepspeed"), device=device
+    )
     if "unknown" in reported:
         raise NoAnswerError(reported["unknown"])
     if place is not None:
@@ -59,7 +69,9 @@ def find_own_work(plan: Plan) -> ModelWork | None:
 
 
 def find_own_optimizer(plan: Plan) -> str:
-    """Measure the memory of an optimizer of the user's own, unless it is known; returns why it is not known then."""
+    """Measure the memory of an optimizer of the user's own, unless it is known; returns why it is
+    not known then.
+    """
     optimizer = plan.config.optimizer
     if isinstance(optimizer, Object):
         return "the optimizer was handed over in Python"
@@ -67,7 +79,13 @@ def find_own_optimizer(plan: Plan) -> str:
     if not isinstance(optimizer, Target) or kept_state(optimizer) is not None:
         return ""
     try:
-        found = ask_child("trace", plan, longest_seconds=_LONGEST_SECONDS, needs=("torch", "deepspeed"), optimizer=True)
+        found = ask_child(
+            "trace",
+            plan,
+            longest_seconds=_LONGEST_SECONDS,
+            needs=("torch", "deepspeed"),
+            optimizer=True,
+        )
     except NoAnswerError as error:
         return str(error)
     if "unknown" in found:
@@ -77,23 +95,44 @@ def find_own_optimizer(plan: Plan) -> str:
 
 
 def _work_of(values: Mapping[str, Any]) -> ModelWork:
-    shapes = {kind: {name: tuple(shape) for name, shape in values[kind].items()} for kind in ("weights", "frozen")}
-    return ModelWork(**{**values, **shapes, "parts": tuple(Part(**part) for part in values["parts"])})
+    shapes = {
+        kind: {name: tuple(shape) for name, shape in values[kind].items()}
+        for kind in ("weights", "frozen")
+    }
+    return ModelWork(
+        **{**values, **shapes, "parts": tuple(Part(**part) for part in values["parts"])}
+    )
 
 
 def _cache_file(plan: Plan, device: Device) -> Path | None:
-    """The place of a model's work, by a hash of all that it depends on; None where that is not known."""
+    """The place of a model's work, by a hash of all that it depends on; None where that is not
+    known.
+    """
     try:
         versions = [metadata.version("torch"), sys.version, str(framework.__version__)]
         config = plan.config.to_dict()
         training = config["training"]
-        sections = {name: config.get(name) for name in _SECTIONS} | {key: training[key] for key in ("freeze", "lora")}
-        names = [getattr(getattr(plan.config, name), "target", None) for name in ("model", "data", "task")]
+        sections = {name: config.get(name) for name in _SECTIONS} | {
+            key: training[key] for key in ("freeze", "lora")
+        }
+        names = [
+            getattr(getattr(plan.config, name), "target", None)
+            for name in ("model", "data", "task")
+        ]
         files = [found for name in names if isinstance(name, str) for found in code_of(name)]
         own = [
-            found for room in ("setup", "plan", "models") for found in stamps_of(Path(framework.__file__).parent / room)
+            found
+            for room in ("setup", "plan", "models")
+            for found in stamps_of(Path(framework.__file__).parent / room)
         ]
     except (OSError, LookupError, metadata.PackageNotFoundError):
         return None
-    known = json.dumps([versions, sections, asdict(plan.layout), device, files, own], sort_keys=True, default=str)
-    return cache_folder(os.environ) / "dsf-trainer" / "work" / f"{hashlib.sha256(known.encode()).hexdigest()}.json"
+    known = json.dumps(
+        [versions, sections, asdict(plan.layout), device, files, own], sort_keys=True, default=str
+    )
+    return (
+        cache_folder(os.environ)
+        / "dsf-trainer"
+        / "work"
+        / f"{hashlib.sha256(known.encode()).hexdigest()}.json"
+    )

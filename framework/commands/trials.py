@@ -1,4 +1,5 @@
-"""``plan CONFIG --trials 4``: the best strategies of the search for some steps each, on the devices at hand.
+"""``plan CONFIG --trials 4``: the best strategies of the search for some steps each, on the devices
+at hand.
 
 They take turns, so that what else the machine does meets them alike.
 """
@@ -75,35 +76,56 @@ def run_trials(candidates: Sequence[Candidate]) -> list[Trial]:
         TrainingError: none of them runs.
     """
     if any(each.plan.cluster.num_hosts > 1 for each in candidates):
-        raise UsageError("--trials runs on this machine alone; give --num_gpus N, the ranks on one host")
+        raise UsageError(
+            "--trials runs on this machine alone; give --num_gpus N, the ranks on one host"
+        )
     trials = [trial_of(candidate) for candidate in candidates]
     measure_trials(trials, note=lambda line: write(sys.stderr, f"{line}\n"))
     if not any(trial.median_seconds for trial in trials):
-        failures = "; ".join(f"{trial.name}: {trial.failure}" for trial in trials) or "the search has found none"
-        raise TrainingError(f"--trials: no strategy runs on this machine: {failures} [trials-failed]")
+        failures = (
+            "; ".join(f"{trial.name}: {trial.failure}" for trial in trials)
+            or "the search has found none"
+        )
+        raise TrainingError(
+            f"--trials: no strategy runs on this machine: {failures} [trials-failed]"
+        )
     return trials
 
 
 def fastest(trials: Sequence[Trial]) -> int:
     """Place of the trial with the shortest median step."""
-    found = ((each.median_seconds, number) for number, each in enumerate(trials) if each.median_seconds is not None)
+    found = (
+        (each.median_seconds, number)
+        for number, each in enumerate(trials)
+        if each.median_seconds is not None
+    )
     return min(found)[1]
 
 
 def within_noise(trials: Sequence[Trial]) -> bool:
     """Check whether the two fastest differ by no more than the rounds of one of them do."""
-    found = sorted((each.median_seconds, each.medians) for each in trials if each.median_seconds is not None)[:2]
-    return len(found) > 1 and found[1][0] - found[0][0] <= max(medians[-1] - medians[0] for _, medians in found)
+    found = sorted(
+        (each.median_seconds, each.medians) for each in trials if each.median_seconds is not None
+    )[:2]
+    return len(found) > 1 and found[1][0] - found[0][0] <= max(
+        medians[-1] - medians[0] for _, medians in found
+    )
 
 
 def trial_of(candidate: Candidate) -> Trial:
     """Make the trial of a strategy."""
     seconds = candidate.time.total if candidate.time else None
-    return Trial(settings_text(unusual(candidate.settings)) or "as planned", candidate.plan, seconds)
+    return Trial(
+        settings_text(unusual(candidate.settings)) or "as planned", candidate.plan, seconds
+    )
 
 
-def measure_trials(trials: Sequence[Trial], *, note: Callable[[str], None], rounds: int = _ROUNDS) -> None:
-    """Run all of them in turn, as often as there are rounds; what fails is left out of later rounds."""
+def measure_trials(
+    trials: Sequence[Trial], *, note: Callable[[str], None], rounds: int = _ROUNDS
+) -> None:
+    """Run all of them in turn, as often as there are rounds; what fails is left out of later
+    rounds.
+    """
     for number in range(rounds):
         for trial in trials:
             if not trial.failure:
@@ -114,7 +136,9 @@ def measure_trials(trials: Sequence[Trial], *, note: Callable[[str], None], roun
 
 def _run(trial: Trial) -> None:
     """One run more; its intervals are a round."""
-    done, trial.failure = run_alone(trial.plan, steps=_STEPS, log_every=_LOG_EVERY, longest_seconds=_LONGEST_SECONDS)
+    done, trial.failure = run_alone(
+        trial.plan, steps=_STEPS, log_every=_LOG_EVERY, longest_seconds=_LONGEST_SECONDS
+    )
     if trial.failure == INTERRUPTED:
         raise KeyboardInterrupt
     if not trial.failure:
@@ -126,7 +150,10 @@ def table(trials: Sequence[Trial]) -> Iterator[str]:
     """Lines for a person: estimate and measurement of each, the fastest marked."""
     best = fastest(trials)
     is_noise = within_noise(trials)
-    yield f"{'trials':<10}step of each: median of {_ROUNDS} rounds of {_STEPS} steps, the first {_LOG_EVERY} left out"
+    yield (
+        f"{'trials':<10}step of each: median of {_ROUNDS} rounds of {_STEPS} steps, the first "
+        f"{_LOG_EVERY} left out"
+    )
     for number, trial in enumerate(trials):
         if trial.estimate_seconds is None:
             estimate = "not known"
@@ -138,5 +165,8 @@ def table(trials: Sequence[Trial]) -> Iterator[str]:
             measured = trial.failure
         else:
             measured = f"{1000 * seconds:,.1f} ms ({low} to {high})"
-        mark = f"  <- fastest{', within noise: try again, or take either of the two' * is_noise}" * (number == best)
+        mark = (
+            f"  <- fastest{', within noise: try again, or take either of the two' * is_noise}"
+            * (number == best)
+        )
         yield f"          {trial.name}: estimate {estimate}, measured {measured}{mark}"

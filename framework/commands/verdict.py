@@ -1,7 +1,8 @@
-"""Judges one file: a run config or any DeepSpeed JSON. What is wrong with it is in the verdict, never raised.
+"""Judges one file: a run config or any DeepSpeed JSON. What is wrong with it is in the verdict,
+never raised.
 
-Either kind of file needs modules that the other does not, and importing them is most of the time that checking one file
-takes (`benchmarks/check_speed.py`): they are imported where they are used.
+Either kind of file needs modules that the other does not, and importing them is most of the time
+that checking one file takes (`benchmarks/check_speed.py`): they are imported where they are used.
 """
 
 from __future__ import annotations
@@ -123,10 +124,16 @@ def check_document(document: Document, against: CheckContext) -> Verdict:
         *assumption(document, as_run_config=False),
         *([assumed] if assumed else ()),
     ]
-    return Verdict(document.name, (*notes, *sorted(found, key=_place)), f"fine for {first}DeepSpeed {table.release}")
+    return Verdict(
+        document.name,
+        (*notes, *sorted(found, key=_place)),
+        f"fine for {first}DeepSpeed {table.release}",
+    )
 
 
-def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext, text: str) -> Verdict:
+def _check_run_config(
+    file: str, overrides: Sequence[str], against: CheckContext, text: str
+) -> Verdict:
     from framework.commands.target_search import missing_sinks, missing_targets
     from framework.config.load import Source
     from framework.dslint.judge import judge_passed_alone, judge_rendered
@@ -143,7 +150,9 @@ def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext
         plan = run.plan_with_data(against.cluster, data_elsewhere=against.data_elsewhere)
     except ConfigError as error:
         is_yaml = Path(file).suffix.lower() in YAML_ENDINGS
-        document = with_last_of_duplicates(text, error, name=file, is_yaml=is_yaml) or _document(text, file)
+        document = with_last_of_duplicates(text, error, name=file, is_yaml=is_yaml) or _document(
+            text, file
+        )
         foreign = foreign_problem(document)
         if foreign is not None:
             return Verdict(file, (foreign,))
@@ -152,15 +161,21 @@ def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext
         else:
             passed = None
         further = judge_passed_alone(passed, release=against.release)
-        reported = sorted(_all(error.problems, _errors_of_known(document, overrides, against)), key=_place)
-        found = without_placeholders(_all(reported, map(Source(document).locate, further)), file=file)
+        reported = sorted(
+            _all(error.problems, _errors_of_known(document, overrides, against)), key=_place
+        )
+        found = without_placeholders(
+            _all(reported, map(Source(document).locate, further)), file=file
+        )
         return Verdict(file, (*assumption(document, as_run_config=True), *found))
     absent = map(source.locate, (*missing_targets(run.config), *missing_sinks(run.config)))
     problems = [*source.notes, *plan.findings, *absent]
     problems += judge_rendered(plan, source=source, release=against.release, gpu=against.gpu)
     problems += map(source.locate, _too_large(plan, target))
     return Verdict(
-        file, (*_release_note(file, against), *problems), "; ".join(filter(None, (one_line(plan), run.choice)))
+        file,
+        (*_release_note(file, against), *problems),
+        "; ".join(filter(None, (one_line(plan), run.choice))),
     )
 
 
@@ -186,7 +201,14 @@ def _too_large(plan: Plan, target: Target | None) -> Iterator[Problem]:
         if reason:
             fix = f"`plan --search --gpu {target.name}` finds what fits"
             stage = plan.config.zero.stage
-            yield Problem("memory-too-small", f"{reason}, by estimate", fix, "zero.stage", stage, severity="warning")
+            yield Problem(
+                "memory-too-small",
+                f"{reason}, by estimate",
+                fix,
+                "zero.stage",
+                stage,
+                severity="warning",
+            )
 
 
 def _target(against: CheckContext) -> Target | None:
@@ -194,10 +216,15 @@ def _target(against: CheckContext) -> Target | None:
         return None
     from framework.plan.auto import listed_target
 
-    return listed_target(against.gpu.name, devices_per_host=against.cluster.devices_per_host if against.cluster else 1)
+    return listed_target(
+        against.gpu.name,
+        devices_per_host=against.cluster.devices_per_host if against.cluster else 1,
+    )
 
 
-def _errors_of_known(document: Document, overrides: Sequence[str], against: CheckContext) -> list[Problem]:
+def _errors_of_known(
+    document: Document, overrides: Sequence[str], against: CheckContext
+) -> list[Problem]:
     """Those of the sections that can be read, beside those that cannot."""
     from framework.config.load import load_known
     from framework.plan.plan import errors_of_known

@@ -1,7 +1,9 @@
-"""Base of all sections: they are frozen, refuse unknown keys, and a `kind` names a factory with typed arguments.
+"""Base of all sections: they are frozen, refuse unknown keys, and a `kind` names a factory with
+typed arguments.
 
-The sentence under a field is its documentation: `Section.__get_pydantic_json_schema__` moves it into the JSON Schema.
-It reads the source only when a schema is asked for, because reading it at import would cost every `check` 60 ms.
+The sentence under a field is its documentation: `Section.__get_pydantic_json_schema__` moves it
+into the JSON Schema. It reads the source only when a schema is asked for, because reading it at
+import would cost every `check` 60 ms.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from pydantic_core import CoreSchema, core_schema
 
 
 def _whole(value: Any) -> Any:
-    """Let 5e8 be a count: YAML and JSON read it as a float, and people write bucket sizes that way."""
+    """Let 5e8 be a count: YAML and JSON read it as a float, and people write bucket sizes that
+    way.
+    """
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value
@@ -46,7 +50,8 @@ def _as_text(value: Any) -> Any:
 
 Count = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 PositiveCount = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
-# Limits stand before the validator: pydantic shows those behind it to nobody, the JSON Schema included.
+# Limits stand before the validator: pydantic shows those behind it to nobody, the JSON Schema
+# included.
 EvenCount = Annotated[int, Field(ge=2, multiple_of=2), BeforeValidator(_whole)]
 CountFromTwo = Annotated[int, Field(ge=2), BeforeValidator(_whole)]
 CountFromEight = Annotated[int, Field(ge=8), BeforeValidator(_whole)]
@@ -54,15 +59,16 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 
-_IMPORT_PATH: Final = (
-    r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
-)
+_DOTTED_NAME: Final = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
+_IMPORT_PATH: Final = f"^{_DOTTED_NAME}:{_DOTTED_NAME}$"
 _STEP_RANGE: Final = r"^[1-9][0-9]{0,14}(-[1-9][0-9]{0,14})?$"
 _RUN_NAME: Final = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$"
 ImportPath = Annotated[str, StringConstraints(pattern=_IMPORT_PATH)]
 RunName = Annotated[str, StringConstraints(pattern=_RUN_NAME)]
 _Steps = Annotated[str, StringConstraints(pattern=_STEP_RANGE)]
-StepRange = Annotated[_Steps, BeforeValidator(_as_text, json_schema_input_type=Annotated[int, Field(ge=1)] | _Steps)]
+StepRange = Annotated[
+    _Steps, BeforeValidator(_as_text, json_schema_input_type=Annotated[int, Field(ge=1)] | _Steps)
+]
 
 
 def _suggest_import_path(text: str) -> str:
@@ -81,10 +87,17 @@ def _suggest_run_name(text: str) -> str:
 # Pattern -> what it means in words, and a fix for a text that does not match it.
 WORDS_OF_PATTERNS: Final[dict[str, tuple[str, Callable[[str], str]]]] = {
     _IMPORT_PATH: ("not an import path", _suggest_import_path),
-    _STEP_RANGE: ("not a range of steps", lambda text: "write 10-12, or 10 for one step; the first step is 1"),
-    _RUN_NAME: ("a name is 1 to 100 letters, digits, _, - and ., with no . or - first", _suggest_run_name),
+    _STEP_RANGE: (
+        "not a range of steps",
+        lambda text: "write 10-12, or 10 for one step; the first step is 1",
+    ),
+    _RUN_NAME: (
+        "a name is 1 to 100 letters, digits, _, - and ., with no . or - first",
+        _suggest_run_name,
+    ),
 }
-# The keys that tell the members of a union apart: of those that are known by name, and of one's own code.
+# The keys that tell the members of a union apart: of those that are known by name, and of one's own
+# code.
 TAG_KEYS: Final = ("kind", "dtype", "device")
 OF_ONES_OWN: Final = ("target", "object")
 
@@ -100,13 +113,21 @@ class Factory:
 class Section(BaseModel):
     """One section of a run config."""
 
-    # defer_build: a section that no config names is never compiled, which saves every `check` 25 ms.
+    # defer_build: a section that no config names is never compiled, which saves every `check` 25
+    # ms.
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True, defer_build=True
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        defer_build=True,
     )
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
         schema = handler.resolve_ref_schema(handler(core_schema))
         paragraphs = schema["description"].split("\n\n")
         schema["description"] = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
@@ -117,7 +138,9 @@ class Section(BaseModel):
 
 
 class Kind(Section):
-    """A named factory with typed arguments: every field except `kind` is a keyword argument of `builds`."""
+    """A named factory with typed arguments: every field except `kind` is a keyword argument of
+    `builds`.
+    """
 
     builds: ClassVar[str]
     own_fields: ClassVar[frozenset[str]] = frozenset({"kind"})
@@ -140,13 +163,17 @@ class Target(Section):
 
 
 class Object(Section):
-    """Stands in a resolved config for an object that was handed over from Python; a file cannot ask for it."""
+    """Stands in a resolved config for an object that was handed over from Python; a file cannot ask
+    for it.
+    """
 
     object: str
     """Type of the object, as ``module.name``."""
 
     def factory(self) -> Factory:
-        raise LookupError(f"{self.object} was handed over from Python and cannot be built from a config")
+        raise LookupError(
+            f"{self.object} was handed over from Python and cannot be built from a config"
+        )
 
 
 def choices_of(members: Mapping[str, type[BaseModel]]) -> tuple[str, list[str]]:
@@ -159,13 +186,16 @@ def choices_of(members: Mapping[str, type[BaseModel]]) -> tuple[str, list[str]]:
 class OneOf:
     """Annotation of a union of sections: one key tells its members apart.
 
-    Where that is `kind`, code of one's own and an object from Python are told apart by the key that names them.
+    Where that is `kind`, code of one's own and an object from Python are told apart by the key that
+    names them.
     """
 
     key: str = "kind"
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        choices = {tag: handler.generate_schema(member) for tag, member in members_of(union).items()}
+        choices = {
+            tag: handler.generate_schema(member) for tag, member in members_of(union).items()
+        }
         return core_schema.tagged_union_schema(choices, self._tag)
 
     def _tag(self, value: Any) -> str | None:
@@ -189,7 +219,9 @@ def members_of(union: Any) -> dict[str, type[BaseModel]]:
         if not (isinstance(member, type) and issubclass(member, Section)):
             return {}
         kinds = [member.model_fields[key].default for key in TAG_KEYS if key in member.model_fields]
-        members[kinds[0] if kinds else "target" if issubclass(member, Target) else "object"] = member
+        members[kinds[0] if kinds else "target" if issubclass(member, Target) else "object"] = (
+            member
+        )
     return members
 
 
@@ -214,12 +246,15 @@ class ModelKind(Kind):
 
 
 def plain_values(value: Any) -> Any:
-    """Values of a Python program as a file holds them: lists for tuples, text for paths, Python's numbers for numpy's.
+    """Values of a Python program as a file holds them: lists for tuples, text for paths, Python's
+    numbers for numpy's.
 
     Under ``args`` nothing is changed: that is what the user's own code is called with.
     """
     if isinstance(value, Mapping):
-        return {name: item if name == "args" else plain_values(item) for name, item in value.items()}
+        return {
+            name: item if name == "args" else plain_values(item) for name, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return [plain_values(item) for item in value]
     if isinstance(value, os.PathLike):

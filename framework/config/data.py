@@ -1,4 +1,6 @@
-"""`data`: what is trained on. Each kind builds a training and an evaluation dataset (`framework/data/`)."""
+"""`data`: what is trained on. Each kind builds a training and an evaluation dataset
+(`framework/data/`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,17 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field
 
-from framework.config.base import Count, CountFromEight, Kind, Object, OneOf, Positive, PositiveCount, Section, Target
+from framework.config.base import (
+    Count,
+    CountFromEight,
+    Kind,
+    Object,
+    OneOf,
+    Positive,
+    PositiveCount,
+    Section,
+    Target,
+)
 
 # Byte-level text has 256 bytes and five special tokens.
 BYTE_VOCAB_SIZE: Final = 261
@@ -35,18 +47,23 @@ class Loader(Section):
     prefetch_batches: PositiveCount = 2
     """Micro-batches that each worker keeps ready; only with num_workers > 0."""
     bucket_steps: Count = 0
-    """Sort so many steps' samples by length, so that a step's are alike; the steps are then drawn in another order. 0:
-    not. The dataset needs `lengths`, a number per sample, or a column ``length``."""
+    """Sort so many steps' samples by length, so that a step's are alike; the steps are then drawn
+    in another order. 0: not. The dataset needs `lengths`, a number per sample, or a column
+    ``length``.
+    """
     curriculum_steps: Count = 0
-    """Steps that begin with the shortest samples and draw from ever longer ones; epochs begin after them. Needs lengths
-    as `bucket_steps` does."""
+    """Steps that begin with the shortest samples and draw from ever longer ones; epochs begin after
+    them. Needs lengths as `bucket_steps` does.
+    """
 
     def num_train_samples(self) -> int | None:
         """Training samples as published or declared; None where only the files or the code know."""
         return getattr(self, "train_samples", None)
 
     def image_shape(self) -> ImageShape | None:
-        """Shape of the images; None where only the files or the code know, or where there are none."""
+        """Shape of the images; None where only the files or the code know, or where there are
+        none.
+        """
         return None
 
     def has_random_samples(self) -> bool:
@@ -58,21 +75,27 @@ class _Streamable(Section):
     """Data that may be a stream: samples one after the other, without a number."""
 
     lanes: PositiveCount | None = None
-    """Parts that a stream is read in at once; left out: as many as it has, up to 64, and as divide the global batch.
-    Ranks and workers divide them."""
+    """Parts that a stream is read in at once; left out: as many as it has, up to 64, and as divide
+    the global batch. Ranks and workers divide them.
+    """
     train_samples: PositiveCount | None = None
-    """Training samples, so that `plan` can count steps before the data is read. Of a stream: how many make an epoch;
-    left out, the run is one, and needs `training.max_steps`."""
+    """Training samples, so that `plan` can count steps before the data is read. Of a stream: how
+    many make an epoch; left out, the run is one, and needs `training.max_steps`.
+    """
 
 
 class _Dataset(Kind, Loader):
     """A dataset that is known by name."""
 
-    own_fields: ClassVar[frozenset[str]] = frozenset({"kind", *Loader.model_fields, *_Streamable.model_fields})
+    own_fields: ClassVar[frozenset[str]] = frozenset(
+        {"kind", *Loader.model_fields, *_Streamable.model_fields}
+    )
 
 
 class Digits(_Dataset):
-    """scikit-learn's bundled handwritten digits: 1,797 real grey images of 8x8 pixels, no download."""
+    """scikit-learn's bundled handwritten digits: 1,797 real grey images of 8x8 pixels, no
+    download.
+    """
 
     builds: ClassVar[str] = "framework.data.digits:build"
     kind: Literal["digits"] = "digits"
@@ -87,7 +110,9 @@ class Digits(_Dataset):
 
 
 class FashionMNIST(_Dataset):
-    """Fashion-MNIST (Xiao et al. 2017): 60,000 + 10,000 grey images of 28x28 pixels, through torchvision."""
+    """Fashion-MNIST (Xiao et al. 2017): 60,000 + 10,000 grey images of 28x28 pixels, through
+    torchvision.
+    """
 
     builds: ClassVar[str] = "framework.data.torchvision_sets:fashion_mnist"
     kind: Literal["fashion_mnist"] = "fashion_mnist"
@@ -106,7 +131,9 @@ class FashionMNIST(_Dataset):
 
 
 class CIFAR10(_Dataset):
-    """CIFAR-10 (Krizhevsky 2009): 50,000 + 10,000 colour images of 32x32 pixels, through torchvision."""
+    """CIFAR-10 (Krizhevsky 2009): 50,000 + 10,000 colour images of 32x32 pixels, through
+    torchvision.
+    """
 
     builds: ClassVar[str] = "framework.data.torchvision_sets:cifar10"
     kind: Literal["cifar10"] = "cifar10"
@@ -125,7 +152,9 @@ class CIFAR10(_Dataset):
 
 
 class ImageFolder(_Dataset):
-    """Images in folders named after their class: ``<root>/train/<class>/*`` and ``<root>/val/<class>/*``."""
+    """Images in folders named after their class: ``<root>/train/<class>/*`` and
+    ``<root>/val/<class>/*``.
+    """
 
     builds: ClassVar[str] = "framework.data.image_sets:build"
     kind: Literal["image_folder"] = "image_folder"
@@ -138,14 +167,18 @@ class ImageFolder(_Dataset):
     image_size: PositiveCount = 224
     """Height and width in pixels after cropping."""
     augment: bool = True
-    """Random resized crops and horizontal flips while training; otherwise resize and centre crop."""
+    """Random resized crops and horizontal flips while training; otherwise resize and centre
+    crop.
+    """
 
     def image_shape(self) -> ImageShape:
         return ImageShape(channels=3, size=self.image_size, num_classes=None)
 
 
 class SyntheticImages(_Dataset):
-    """Random images with random labels, the same on every machine: for measuring speed, not for learning."""
+    """Random images with random labels, the same on every machine: for measuring speed, not for
+    learning.
+    """
 
     builds: ClassVar[str] = "framework.data.synthetic:build"
     kind: Literal["synthetic_images"] = "synthetic_images"
@@ -164,15 +197,19 @@ class SyntheticImages(_Dataset):
         return self.num_samples
 
     def image_shape(self) -> ImageShape:
-        return ImageShape(channels=self.channels, size=self.image_size, num_classes=self.num_classes)
+        return ImageShape(
+            channels=self.channels, size=self.image_size, num_classes=self.num_classes
+        )
 
 
 class _Text(_Dataset):
     """Text as numbered tokens, from a folder that ``prepare`` made."""
 
     path: str | None = None
-    """Folder made by ``python -m framework prepare``; left out: the sources of Python's own standard library, byte by
-    byte (vocabulary 261), some megabytes that need no download and differ between Python versions."""
+    """Folder made by ``python -m framework prepare``; left out: the sources of Python's own
+    standard library, byte by byte (vocabulary 261), some megabytes that need no download and differ
+    between Python versions.
+    """
 
     def vocab_size(self) -> int | None:
         """Number of different tokens; None where only the files know."""
@@ -180,7 +217,9 @@ class _Text(_Dataset):
 
 
 class Text(_Text):
-    """Windows of text for a causal language model (GPT): documents packed back to back, split by an end token."""
+    """Windows of text for a causal language model (GPT): documents packed back to back, split by an
+    end token.
+    """
 
     builds: ClassVar[str] = "framework.data.text_windows:build"
     kind: Literal["text"] = "text"
@@ -189,8 +228,8 @@ class Text(_Text):
 
 
 class TextPairs(_Text):
-    """Pairs of segments for BERT: [CLS] A [SEP] B [SEP], where B follows A in half of them, with hidden tokens to
-    guess.
+    """Pairs of segments for BERT: [CLS] A [SEP] B [SEP], where B follows A in half of them, with
+    hidden tokens to guess.
     """
 
     builds: ClassVar[str] = "framework.data.text_pairs:build"
@@ -198,8 +237,8 @@ class TextPairs(_Text):
     sequence_length: CountFromEight = 128
     """Tokens per sample, the three special ones included."""
     mask_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.15
-    """Share of the tokens to be guessed; of these 80 % become [MASK], 10 % another token, 10 % stay (Devlin et al.
-    2018).
+    """Share of the tokens to be guessed; of these 80 % become [MASK], 10 % another token, 10 % stay
+    (Devlin et al. 2018).
     """
 
     def has_random_samples(self) -> bool:
@@ -216,7 +255,9 @@ class _Labelled(_Dataset):
     eval_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
     """Share of `path` that is for evaluation, where there is no `eval_path`."""
     tokenizer: str | None = None
-    """Folder of a tokenizer of transformers, or that `prepare` made; left out: bytes (vocabulary 261)."""
+    """Folder of a tokenizer of transformers, or that `prepare` made; left out: bytes (vocabulary
+    261).
+    """
     sequence_length: PositiveCount = 512
     """Most tokens of a sample."""
 
@@ -226,16 +267,22 @@ class _Labelled(_Dataset):
 
 
 class Conversations(_Labelled):
-    """Conversations, of which a causal language model learns the assistant's answers: supervised fine-tuning."""
+    """Conversations, of which a causal language model learns the assistant's answers: supervised
+    fine-tuning.
+    """
 
     builds: ClassVar[str] = "framework.data.conversations:build"
     kind: Literal["conversations"] = "conversations"
     path: str | None = None
-    """JSON lines of ``messages`` ({role, content}), of ``prompt`` and ``completion``, or of ShareGPT's
-    ``conversations``; left out: questions that the documentation of Python's own library answers."""
+    """JSON lines of ``messages`` ({role, content}), of ``prompt`` and ``completion``, or of
+    ShareGPT's ``conversations``; left out: questions that the documentation of Python's own library
+    answers.
+    """
     chat_template: str | None = None
-    """Jinja, or a file of it; left out: the tokenizer's own. What is learnt stands between ``{% generation %}`` and
-    ``{% endgeneration %}``; without them it is found by rendering conversations up to each answer."""
+    """Jinja, or a file of it; left out: the tokenizer's own. What is learnt stands between ``{%
+    generation %}`` and ``{% endgeneration %}``; without them it is found by rendering conversations
+    up to each answer.
+    """
     packing: bool = False
     """Several conversations in a row of `sequence_length`, none of which sees another."""
     too_long: Literal["cut", "drop"] = "cut"
@@ -243,43 +290,57 @@ class Conversations(_Labelled):
 
 
 class LabelledText(_Labelled):
-    """Texts and their classes, for a model that reads (tokens, segments, mask) or transformers' ``input_ids``."""
+    """Texts and their classes, for a model that reads (tokens, segments, mask) or transformers'
+    ``input_ids``.
+    """
 
     builds: ClassVar[str] = "framework.data.labelled_text:build"
     kind: Literal["labelled_text"] = "labelled_text"
     path: str | None = None
-    """Rows of ``.jsonl`` or ``.csv``; left out: sentences of the documentation of Python's own library, of which the
-    module is to be guessed (8 classes)."""
+    """Rows of ``.jsonl`` or ``.csv``; left out: sentences of the documentation of Python's own
+    library, of which the module is to be guessed (8 classes).
+    """
     text: str = "text"
     """Column of the text."""
     label: str = "label"
-    """Column of the class: its number from 0, or its name, which are numbered in alphabetical order."""
+    """Column of the class: its number from 0, or its name, which are numbered in alphabetical
+    order.
+    """
 
 
 class HuggingFace(_Dataset, _Streamable):
-    """Rows in files, as tensors, by Hugging Face's ``datasets``; tar files are WebDataset's shards."""
+    """Rows in files, as tensors, by Hugging Face's ``datasets``; tar files are WebDataset's
+    shards.
+    """
 
     builds: ClassVar[str] = "framework.data.hugging_face:build"
     kind: Literal["huggingface"] = "huggingface"
     path: str
-    """Folder of ``save_to_disk``, or a pattern of ``.json``, ``.jsonl``, ``.csv``, ``.txt``, ``.parquet`` or ``.tar``
-    files: ``data/*.parquet``, ``data/{000..009}.tar``."""
+    """Folder of ``save_to_disk``, or a pattern of ``.json``, ``.jsonl``, ``.csv``, ``.txt``,
+    ``.parquet`` or ``.tar`` files: ``data/*.parquet``, ``data/{000..009}.tar``.
+    """
     eval_path: str | None = None
-    """As `path`, for evaluation; left out: the split ``validation`` or ``test`` of a folder that has it."""
+    """As `path`, for evaluation; left out: the split ``validation`` or ``test`` of a folder that
+    has it.
+    """
     columns: list[str] | dict[str, str] | None = None
-    """A list: samples are tuples of these columns, (inputs, ..., target). A mapping: dicts, column -> name in batches.
-    Left out: dicts of all."""
+    """A list: samples are tuples of these columns, (inputs, ..., target). A mapping: dicts, column
+    -> name in batches. Left out: dicts of all.
+    """
     streaming: bool = False
     """Read rows as they come instead of by number; the files are its parts."""
 
 
 class DataTarget(Target, Loader, _Streamable):
-    """The user's own data: a callable that returns a training dataset, or a pair (training, evaluation), whose second
-    may be several datasets by name."""
+    """The user's own data: a callable that returns a training dataset, or a pair (training,
+    evaluation), whose second may be several datasets by name.
+    """
 
     random_samples: bool = True
-    """Seed torch's, numpy's and Python's generators for every sample from (run.seed, epoch, sample index), so that
-    random augmentation resumes exactly; costs about 20 microseconds a sample. False for datasets without randomness."""
+    """Seed torch's, numpy's and Python's generators for every sample from (run.seed, epoch, sample
+    index), so that random augmentation resumes exactly; costs about 20 microseconds a sample. False
+    for datasets without randomness.
+    """
 
 
 class DataObject(Object, Loader, _Streamable):
@@ -289,7 +350,17 @@ class DataObject(Object, Loader, _Streamable):
     """As for a target."""
 
 
-_Part = Digits | FashionMNIST | CIFAR10 | ImageFolder | SyntheticImages | Text | TextPairs | HuggingFace | DataTarget
+_Part = (
+    Digits
+    | FashionMNIST
+    | CIFAR10
+    | ImageFolder
+    | SyntheticImages
+    | Text
+    | TextPairs
+    | HuggingFace
+    | DataTarget
+)
 
 
 class Part(Section):
@@ -302,7 +373,9 @@ class Part(Section):
 
 
 class Mixture(_Dataset, _Streamable):
-    """Several data in fixed shares, each begun anew where it ends. A stream; evaluated is what the first part has."""
+    """Several data in fixed shares, each begun anew where it ends. A stream; evaluated is what the
+    first part has.
+    """
 
     streaming: ClassVar[bool] = True
     kind: Literal["mixture"] = "mixture"

@@ -1,5 +1,5 @@
-"""DeepSpeed's top-level keys and where a run config says the same: for people who know DeepSpeed's words and write them
-here.
+"""DeepSpeed's top-level keys and where a run config says the same: for people who know DeepSpeed's
+words and write them here.
 """
 
 from __future__ import annotations
@@ -10,29 +10,58 @@ from pathlib import Path
 from typing import Any, Final
 
 from framework.config.base import Section
-from framework.config.optimizer import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from framework.config.optimizer import (
+    LRRangeTest,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+)
 from framework.config.precision import BF16, FP16
 from framework.config.zero import OFFLOADS, Zero
 
-_WORDS: Final[dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_WORDS: Final[dict[str, Any]] = json.loads(
+    Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+)
 # DeepSpeed key -> the section of a run config that decides it.
 OWNED: Final[Mapping[str, str]] = _WORDS["owned"]
-# Top-level keys that DeepSpeed 0.19.8 reads and no section decides (runtime/config.py, runtime/constants.py).
+# Top-level keys that DeepSpeed 0.19.8 reads and no section decides (runtime/config.py,
+# runtime/constants.py).
 PASSED_THROUGH: Final = frozenset(_WORDS["passed_through"])
 # Sections of these that further keys can be put into.
 SHARED: Final = frozenset(
-    {"fp16", "bf16", "torch_autocast", "data_types", "zero_optimization", "optimizer", "scheduler", "pipeline"}
+    {
+        "fp16",
+        "bf16",
+        "torch_autocast",
+        "data_types",
+        "zero_optimization",
+        "optimizer",
+        "scheduler",
+        "pipeline",
+    }
 )
 # Each of DeepSpeed's schedules: its name, and our field -> DeepSpeed's parameter.
 SCHEDULES: Final[Mapping[type[Section], tuple[str, Mapping[str, str]]]] = {
     section: (section.__name__, _WORDS["schedules"][section.__name__])
     for section in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
-_SCHEDULE: Final = {theirs: ours for _, names in SCHEDULES.values() for ours, theirs in names.items()}
-_OPTIMIZER: Final = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "max_coeff", "min_coeff")
+_SCHEDULE: Final = {
+    theirs: ours for _, names in SCHEDULES.values() for ours, theirs in names.items()
+}
+_OPTIMIZER: Final = (
+    "lr",
+    "weight_decay",
+    "betas",
+    "eps",
+    "momentum",
+    "nesterov",
+    "max_coeff",
+    "min_coeff",
+)
 _ELSEWHERE: Final = {"dtype", "grad_accumulation", "grad_reduction"}
-# DeepSpeed's dotted key -> ours, for every key that rendering writes into a shared section or that is another name of
-# one.
+# DeepSpeed's dotted key -> ours, for every key that rendering writes into a shared section or that
+# is another name of one.
 TYPED: Final[Mapping[str, str]] = {
     **_WORDS["typed"],
     **{

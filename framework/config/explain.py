@@ -1,4 +1,6 @@
-"""Turns pydantic's findings into problems in the user's words: dotted key, value, reason, fix, stable kind."""
+"""Turns pydantic's findings into problems in the user's words: dotted key, value, reason, fix,
+stable kind.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def numbers_for_text(error: ValidationError, model: type[BaseModel]) -> Iterator
             yield descend(details["loc"], model)[0]
 
 
-def _problem(details: ErrorDetails, model: type[BaseModel], texts: Mapping[KeyPath, str]) -> tuple[KeyPath, Problem]:
+def _problem(
+    details: ErrorDetails, model: type[BaseModel], texts: Mapping[KeyPath, str]
+) -> tuple[KeyPath, Problem]:
     path, owner, annotation = descend(details["loc"], model)
     key = ".".join(map(str, path))
     kind = details["type"]
@@ -80,15 +84,19 @@ def _problem(details: ErrorDetails, model: type[BaseModel], texts: Mapping[KeyPa
         reason, suggest = WORDS_OF_PATTERNS[context["pattern"]]
         return path, Problem("wrong-value", reason, suggest(str(value)), key, value)
     reason, fix = _OUT_OF_RANGE.get(kind, ("{message}", ""))
-    words = {name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in context.items()}
+    words = {
+        name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in context.items()
+    }
     words["message"] = details["msg"]
     return path, Problem("wrong-value", reason.format(**words), fix.format(**words), key, value)
 
 
 def descend(loc: Sequence[str | int], model: type[BaseModel]) -> tuple[KeyPath, Any, Any]:
-    """The path in the user's values, the type that owns its last key, and the type of the value there.
+    """The path in the user's values, the type that owns its last key, and the type of the value
+    there.
 
-    pydantic puts the tag of a union's member between the keys of the path; the annotations tell the two apart.
+    pydantic puts the tag of a union's member between the keys of the path; the annotations tell the
+    two apart.
     """
     path: list[str | int] = []
     owner: Any = model
@@ -108,7 +116,8 @@ def descend(loc: Sequence[str | int], model: type[BaseModel]) -> tuple[KeyPath, 
             field = fields_of(annotation).get(str(part))
             owner = annotation
             annotation = None if field is None else field.annotation
-            if get_args(annotation)[1:] == (type(None),):  # a section that may be left out is the section
+            # a section that may be left out is the section
+            if get_args(annotation)[1:] == (type(None),):
                 annotation = get_args(annotation)[0]
     return tuple(path), owner, annotation
 
@@ -146,7 +155,9 @@ def _unknown_key(path: KeyPath, value: Any, owner: Any, root: type[BaseModel]) -
 
 
 def homes_of(name: str, root: type[BaseModel]) -> Iterator[str]:
-    """List the places of a key of this name: ``section.key``, with the kinds that have it where not all do."""
+    """List the places of a key of this name: ``section.key``, with the kinds that have it where not
+    all do.
+    """
     for section, field in root.model_fields.items():
         members = members_of(field.annotation)
         having = [tag for tag, member in members.items() if name in member.model_fields]
@@ -158,9 +169,13 @@ def homes_of(name: str, root: type[BaseModel]) -> Iterator[str]:
             yield f"{section}.{name}"
 
 
-def _unknown_kind(path: KeyPath, value: Any, members: Mapping[str, type[BaseModel]]) -> tuple[KeyPath, Problem]:
+def _unknown_kind(
+    path: KeyPath, value: Any, members: Mapping[str, type[BaseModel]]
+) -> tuple[KeyPath, Problem]:
     tag_key, choices = choices_of(members)
-    listed = ", ".join(choices) + (", or target: package.module:name" if "target" in members else "")
+    listed = ", ".join(choices) + (
+        ", or target: package.module:name" if "target" in members else ""
+    )
     if not isinstance(value, Mapping):
         reason, fix = _wrong_type(value, _SECTION)
         if isinstance(value, str):
@@ -185,7 +200,10 @@ def _unknown_kind(path: KeyPath, value: Any, members: Mapping[str, type[BaseMode
         reason = "the section does not say which kind it is"
         fix = f"add {tag_key}: one of {listed}"
         if path[:-1] == ("data",) and tag_key not in value:
-            fix += "; keys without a kind belong to data that Python hands over (train_data=...), and none was"
+            fix += (
+                "; keys without a kind belong to data that Python hands over (train_data=...), "
+                "and none was"
+            )
         return path, Problem("missing-kind", reason, fix, key)
     if path[0] == "optimizer" and (elsewhere := _OTHER_OPTIMIZERS.get(str(found).lower())):
         return path, Problem("unknown-kind", *elsewhere, key, found)
@@ -200,7 +218,9 @@ def _unknown_kind(path: KeyPath, value: Any, members: Mapping[str, type[BaseMode
 def _wrong_type(value: Any, wanted: str) -> tuple[str, str]:
     reason = f"{_type_name(value)} where {wanted} belongs"
     if wanted == _SECTION:
-        return reason, "write its keys under it" + (", or leave the section out" if value is None else "")
+        return reason, "write its keys under it" + (
+            ", or leave the section out" if value is None else ""
+        )
     if value is None:
         return reason, f"write {wanted}, or leave the key out"
     if isinstance(value, str) and wanted in ("a whole number", "a number") and _is_number(value):

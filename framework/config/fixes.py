@@ -1,8 +1,9 @@
 """`check --fix` for run configs: the problems that have one safe answer, made good in the text.
 
-Safe means that the answer says what the file already meant: a misspelt key or kind with one likely name, a key in the
-wrong section that only one other section has, a number in quotes, a truth value in another word. Every edit is tried on
-a copy: what does not make its problem go away, or brings another one to the same place, is not made.
+Safe means that the answer says what the file already meant: a misspelt key or kind with one likely
+name, a key in the wrong section that only one other section has, a number in quotes, a truth value
+in another word. Every edit is tried on a copy: what does not make its problem go away, or brings
+another one to the same place, is not made.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from framework.config.explain import TRUTH, WANTED, descend, explain, fields_of,
 from framework.config.run_config import RunConfig, kind_of_default
 from framework.errors import ConfigError
 from framework.text.document import KeyPath, at, document_of, parse_scalar
-from framework.text.edits import Edit, InsertMember, MoveMember, RenameKey, ReplaceValue, edited, edited_value
+from framework.text.edits import (
+    Edit,
+    InsertMember,
+    MoveMember,
+    RenameKey,
+    ReplaceValue,
+    edited,
+    edited_value,
+)
 from framework.text.typos import only_alike
 
 Answer = tuple[Edit, ...]
@@ -30,7 +39,8 @@ _KIND_ALIKE: Final = 0.8  # a kind changes what the run does: "fp61" could be fp
 
 
 def fixed_run_config(text: str, path: Path, *, name: str) -> str:
-    """The text of a run config with everything mended that has one safe answer; the same text where nothing has.
+    """The text of a run config with everything mended that has one safe answer; the same text where
+    nothing has.
 
     Args:
         text: what the file holds.
@@ -60,14 +70,18 @@ def _good_edits(values: Mapping[str, Any]) -> Iterator[Answer]:
         for answer in answers:
             after = _found(edited_value(values, answer))
             # Another value in the same place would solve those that have one.
-            new = {path for path, further in after if not any(isinstance(edit, ReplaceValue) for *_, edit in further)}
+            new = {
+                path
+                for path, further in after
+                if not any(isinstance(edit, ReplaceValue) for *_, edit in further)
+            }
             if not any(_spoils(answer[-1], path) for path in new - before):
                 yield answer
 
 
 def _spoils(edit: Edit, problem: KeyPath) -> bool:
-    """Check whether a new problem speaks against the edit. What is wrong inside of a renamed section was wrong before,
-    unseen.
+    """Check whether a new problem speaks against the edit. What is wrong inside of a renamed
+    section was wrong before, unseen.
     """
     if isinstance(edit, MoveMember):
         return problem[:1] == edit.to[:1]
@@ -112,17 +126,23 @@ def _for_unknown_key(path: KeyPath, owner: Any, values: Mapping[str, Any]) -> It
     is_plain = not isinstance(siblings[name], (Mapping, list))
     if guess is not None and not elsewhere and guess not in siblings:
         yield (RenameKey(path, guess),)
-    if len(elsewhere) == 1 and guess is None and is_plain and " " not in elsewhere[0]:  # "zero.x of cpu": one kind only
+    # "zero.x of cpu": one kind only
+    if len(elsewhere) == 1 and guess is None and is_plain and " " not in elsewhere[0]:
         section, _, key = elsewhere[0].partition(".")
         home = values.get(section)
-        if section not in values:  # it is of a kind all the same, which has to be said once it is written
-            kind = [InsertMember((section, tag), name) for tag, name in kind_of_default(section).items()]
+        # it is of a kind all the same, which has to be said once it is written
+        if section not in values:
+            kind = [
+                InsertMember((section, tag), name) for tag, name in kind_of_default(section).items()
+            ]
             yield (*kind, MoveMember(path, (section, key)))
         elif isinstance(home, Mapping) and home and key not in home:
             yield (MoveMember(path, (section, key)),)
 
 
-def _for_unknown_kind(path: KeyPath, value: Any, known: Mapping[str, type[BaseModel]]) -> Iterator[Answer]:
+def _for_unknown_kind(
+    path: KeyPath, value: Any, known: Mapping[str, type[BaseModel]]
+) -> Iterator[Answer]:
     tag_key, choices = choices_of(known)
     if isinstance(value, str) and value in choices:
         yield (ReplaceValue(path, {tag_key: value}),)

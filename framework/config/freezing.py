@@ -43,8 +43,9 @@ def refuse_bad_freeze(names: Iterable[str], entries: Sequence[FreezeEntry]) -> N
     """Refuse what does not fit the weights of a model.
 
     Raises:
-        ConfigError: kind ``freeze-matches-nothing`` for every pattern without a weight, ``freeze-overlaps`` for two
-            entries of one weight, ``freeze-matches-all`` where a step would train nothing.
+        ConfigError: kind ``freeze-matches-nothing`` for every pattern without a weight,
+            ``freeze-overlaps`` for two entries of one weight, ``freeze-matches-all`` where a step
+            would train nothing.
     """
     if not entries:
         return
@@ -71,7 +72,10 @@ def is_frozen(entry: FreezeEntry, step: int) -> bool:
 def everything_frozen(entries: Sequence[FreezeEntry], *, step: int = 0) -> ConfigError:
     """The error of a run, or of a step, that would train nothing."""
     reason = "nothing would be left to train" + (f" in step {step}" if step else "")
-    value = [entry if isinstance(entry, str) else entry.model_dump(exclude_none=True) for entry in entries]
+    value = [
+        entry if isinstance(entry, str) else entry.model_dump(exclude_none=True)
+        for entry in entries
+    ]
     return ConfigError.of("freeze-matches-all", reason, "leave some parameters out", _KEY, value)
 
 
@@ -84,19 +88,36 @@ def _unmatched(names: Sequence[str], entries: Sequence[FreezeEntry]) -> Iterator
                     key = f"{_KEY}.{number}"
                 else:
                     key = f"{_KEY}.{number}.match"
-                yield Problem("freeze-matches-nothing", reason, unmatched_pattern(pattern, names), key, pattern)
+                yield Problem(
+                    "freeze-matches-nothing",
+                    reason,
+                    unmatched_pattern(pattern, names),
+                    key,
+                    pattern,
+                )
 
 
 def _overlaps(names: Sequence[str], entries: Sequence[FreezeEntry]) -> Iterator[Problem]:
-    """Weights of two entries of which one at least has steps; several patterns for the whole run may overlap."""
+    """Weights of two entries of which one at least has steps; several patterns for the whole run
+    may overlap.
+    """
     for number, entry in scheduled(entries).items():
         for other, second in enumerate(entries):
             if other == number or (other < number and not isinstance(second, str)):
                 continue
-            both = next((one for one in names if entry_of(one, [entry]) == 0 == entry_of(one, [second])), None)
+            both = next(
+                (one for one in names if entry_of(one, [entry]) == 0 == entry_of(one, [second])),
+                None,
+            )
             if both is not None:
                 reason = f"it matches {both}, and so does {_KEY}.{other}"
-                yield Problem("freeze-overlaps", reason, "let one entry name it", f"{_KEY}.{number}", _shown(entry))
+                yield Problem(
+                    "freeze-overlaps",
+                    reason,
+                    "let one entry name it",
+                    f"{_KEY}.{number}",
+                    _shown(entry),
+                )
                 break
 
 

@@ -1,5 +1,5 @@
-"""Parameter groups: which weights are stepped with which learning rate and which weight decay. And which modules have
-adapters.
+"""Parameter groups: which weights are stepped with which learning rate and which weight decay. And
+which modules have adapters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from framework.config.training import LoRA
 from framework.errors import ConfigError, Problem
 from framework.text.typos import nearest, unmatched_pattern
 
-# A weight of a layer inside a numbered block; the layers of a plain sequence are not inside anything.
+# A weight of a layer inside a numbered block; the layers of a plain sequence are not inside
+# anything.
 _INSIDE_BLOCK: Final = re.compile(r"(.*[._])?\d+(\.\w+){2,}")
 _NUMBERED: Final = re.compile(r"(?:.*?[._])??\d+(?=\.|$)")
 
@@ -40,7 +41,9 @@ def is_matrix(shape: Sequence[int]) -> bool:
 
 def has_groups(optimizer: Any) -> bool:
     """Check whether weights may have values of their own: not where all are stepped alike."""
-    decays_some = getattr(optimizer, "weight_decay_on", "all") != "all" and bool(optimizer.weight_decay)
+    decays_some = getattr(optimizer, "weight_decay_on", "all") != "all" and bool(
+        optimizer.weight_decay
+    )
     return (
         isinstance(optimizer, Muon)
         or decays_some
@@ -57,7 +60,8 @@ def group_values(
     Args:
         shapes: name in the plain module -> shape, in the model's order.
         optimizer: a section of the config; of the user's own code all weights have the same values.
-        layers: names of all layers of the model in order, where `shapes` has those of a pipeline's stage only.
+        layers: names of all layers of the model in order, where `shapes` has those of a pipeline's
+            stage only.
     """
     decay = getattr(optimizer, "weight_decay", 0.0)
     base = getattr(optimizer, "lr", None) or 1.0
@@ -96,22 +100,35 @@ def stepped_by_muon(name: str, shape: Sequence[int], optimizer: Muon) -> bool:
     """Check whether Muon steps a weight of this name.
 
     Raises:
-        ConfigError: kind ``muon-needs-matrices``: a pattern names it, and it has not two dimensions.
+        ConfigError: kind ``muon-needs-matrices``: a pattern names it, and it has not two
+            dimensions.
     """
-    named = next((at for at, pattern in enumerate(optimizer.matrices) if re.fullmatch(pattern, name)), None)
+    named = next(
+        (at for at, pattern in enumerate(optimizer.matrices) if re.fullmatch(pattern, name)), None
+    )
     if named is not None and len(shape) != 2:
         reason = f"{name} has the shape {tuple(shape)}, and Muon steps matrices"
         key = f"optimizer.matrices.{named}"
         fix = "leave it out, for example with .*weight, or name single weights"
         raise ConfigError.of("muon-needs-matrices", reason, fix, key, optimizer.matrices[named])
-    is_inside = not optimizer.matrices and len(shape) == 2 and _INSIDE_BLOCK.fullmatch(name) is not None
+    is_inside = (
+        not optimizer.matrices and len(shape) == 2 and _INSIDE_BLOCK.fullmatch(name) is not None
+    )
     return named is not None or is_inside
 
 
 def in_order(values: Iterable[GroupValues]) -> list[GroupValues]:
-    """The different ones, in the order of the optimizer's groups: those at its own learning rate first."""
+    """The different ones, in the order of the optimizer's groups: those at its own learning rate
+    first.
+    """
     return sorted(
-        set(values), key=lambda each: (each.lr_ratio != 1.0, each.lr_ratio, -each.weight_decay, not each.by_muon)
+        set(values),
+        key=lambda each: (
+            each.lr_ratio != 1.0,
+            each.lr_ratio,
+            -each.weight_decay,
+            not each.by_muon,
+        ),
     )
 
 
@@ -122,8 +139,14 @@ def refuse_unmatched_groups(shapes: Mapping[str, Sequence[int]], optimizer: Any)
         ConfigError: kind ``group-matches-nothing``, for each of them, or ``muon-needs-matrices``.
     """
     names = list(shapes)
-    patterns = {f"groups.{number}.match": group.match for number, group in enumerate(getattr(optimizer, "groups", ()))}
-    patterns |= {f"matrices.{number}": pattern for number, pattern in enumerate(getattr(optimizer, "matrices", ()))}
+    patterns = {
+        f"groups.{number}.match": group.match
+        for number, group in enumerate(getattr(optimizer, "groups", ()))
+    }
+    patterns |= {
+        f"matrices.{number}": pattern
+        for number, pattern in enumerate(getattr(optimizer, "matrices", ()))
+    }
     problems = [
         Problem(
             "group-matches-nothing",
@@ -140,9 +163,14 @@ def refuse_unmatched_groups(shapes: Mapping[str, Sequence[int]], optimizer: Any)
     else:
         muon = None
     if muon and not sum(stepped_by_muon(name, shape, muon) for name, shape in shapes.items()):
-        reason = "no trained matrix of the model is in a layer inside a numbered block, such as blocks.3.mlp.up.weight"
+        reason = (
+            "no trained matrix of the model is in a layer inside a numbered block, such as "
+            "blocks.3.mlp.up.weight"
+        )
         fix = "name the weights that Muon steps, or use adamw"
-        problems = [Problem("muon-needs-matrices", reason, fix, "optimizer.matrices", muon.matrices)]
+        problems = [
+            Problem("muon-needs-matrices", reason, fix, "optimizer.matrices", muon.matrices)
+        ]
     if problems:
         raise ConfigError(problems)
 
@@ -150,8 +178,9 @@ def refuse_unmatched_groups(shapes: Mapping[str, Sequence[int]], optimizer: Any)
 def layer_depths(names: Iterable[str]) -> dict[str, int]:
     """Number the layers of a model from its input: each name -> the place of its layer.
 
-    What has a number in its name is a layer (``blocks.3``, ``layer1.0``); what stands before the first of them is one
-    (embeddings), and so is what follows (the last norm and the head), as in BEiT's and timm's layer decay.
+    What has a number in its name is a layer (``blocks.3``, ``layer1.0``); what stands before the
+    first of them is one (embeddings), and so is what follows (the last norm and the head), as in
+    BEiT's and timm's layer decay.
     """
     depths: dict[str, int] = {}
     places: dict[str, int] = {}
@@ -159,7 +188,9 @@ def layer_depths(names: Iterable[str]) -> dict[str, int]:
     for name in names:
         found = _NUMBERED.match(name)
         numbered += found is not None and found.group() not in places
-        depths[name] = places.setdefault(found.group() if found else f"after {numbered}", len(places))
+        depths[name] = places.setdefault(
+            found.group() if found else f"after {numbered}", len(places)
+        )
     return depths
 
 
@@ -174,11 +205,15 @@ def _depth_of(name: str, depths: Mapping[str, int]) -> int:
 
 ALL_LINEAR: Final = "all-linear"
 LORA: Final = ".lora_"
-"""Part of the names of all weights of adapters, behind the name of the module that they belong to."""
+"""Part of the names of all weights of adapters, behind the name of the module that they belong
+to.
+"""
 
 
 def is_named(module: str, names: Sequence[str] | str) -> bool:
-    """Check whether a module is meant by a list of names or their ends, or by a regular expression."""
+    """Check whether a module is meant by a list of names or their ends, or by a regular
+    expression.
+    """
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
@@ -190,13 +225,17 @@ def is_adapted(linear: str, lora: LoRA) -> bool:
 
 
 def is_saved(module: str, lora: LoRA) -> bool:
-    """Check whether a module is one of `modules_to_save`: there peft compares ends wherever they begin."""
+    """Check whether a module is one of `modules_to_save`: there peft compares ends wherever they
+    begin.
+    """
     return module.endswith(tuple(lora.modules_to_save))
 
 
 def is_inside_saved(weight: str, lora: LoRA) -> bool:
     """Check whether a weight belongs to one of `modules_to_save`, or to a module inside them."""
-    return any(is_saved(parent, lora) for parent in accumulate(weight.split(".")[:-1], "{}.{}".format))
+    return any(
+        is_saved(parent, lora) for parent in accumulate(weight.split(".")[:-1], "{}.{}".format)
+    )
 
 
 def unmatched_modules(lora: LoRA, modules: Sequence[str]) -> list[Problem]:
@@ -207,15 +246,28 @@ def unmatched_modules(lora: LoRA, modules: Sequence[str]) -> list[Problem]:
         listed: Sequence[str] = []
     else:
         listed = targets
-    missing = [("target_modules", name) for name in listed if not any(is_named(one, [name]) for one in modules)]
+    missing = [
+        ("target_modules", name)
+        for name in listed
+        if not any(is_named(one, [name]) for one in modules)
+    ]
     missing += [
-        ("modules_to_save", name) for name in lora.modules_to_save if not any(m.endswith(name) for m in modules)
+        ("modules_to_save", name)
+        for name in lora.modules_to_save
+        if not any(m.endswith(name) for m in modules)
     ]
     found = {
-        (f"{key}.{getattr(lora, key).index(name)}", name): f"did you mean {nearest(name, known) or known[0]}?"
+        (
+            f"{key}.{getattr(lora, key).index(name)}",
+            name,
+        ): f"did you mean {nearest(name, known) or known[0]}?"
         for key, name in missing
     }
-    if isinstance(targets, str) and targets != ALL_LINEAR and not any(is_named(module, targets) for module in modules):
+    if (
+        isinstance(targets, str)
+        and targets != ALL_LINEAR
+        and not any(is_named(module, targets) for module in modules)
+    ):
         found["target_modules", targets] = unmatched_pattern(targets, modules)
     reason = "no module of the model has such a name"
     return [

@@ -1,5 +1,5 @@
-"""The only door from files into `RunConfig`: YAML or JSON plus ``key=value`` overrides, with every problem at its
-place.
+"""The only door from files into `RunConfig`: YAML or JSON plus ``key=value`` overrides, with every
+problem at its place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ from framework.config.explain import explain, homes_of, numbers_for_text
 from framework.config.run_config import AUTO, RunConfig, auto_keys, kind_of_default
 from framework.errors import ConfigError, Problem, UsageError, show_value
 from framework.system.exits import end_in_one_line
-from framework.text.document import COMMAND_LINE, Document, KeyPath, at, document_of, parse_document, read_document
+from framework.text.document import (
+    COMMAND_LINE,
+    Document,
+    KeyPath,
+    at,
+    document_of,
+    parse_document,
+    read_document,
+)
 
 _SETTING: Final = re.compile(r"([A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*)*)=(.*)", re.DOTALL)
 
@@ -38,7 +46,9 @@ class Source:
         if self._document.name and self._document.is_empty:
             reason = "the file is empty: every default holds"
             fix = "write at least {} if that is meant"
-            self.notes.append(Problem("config-empty", reason, fix, file=self._document.name, severity="note"))
+            self.notes.append(
+                Problem("config-empty", reason, fix, file=self._document.name, severity="note")
+            )
 
     def override(self, path: KeyPath, texts: Mapping[KeyPath, str] | None = None) -> None:
         """Remember that the command line set this key, and how it wrote what is under it."""
@@ -75,8 +85,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         path: a YAML or JSON file.
-        overrides: dotted ``key=value`` settings; a value is YAML, so ``optimizer='{kind: sgd, lr: 0.1}'`` replaces a
-            section.
+        overrides: dotted ``key=value`` settings; a value is YAML, so ``optimizer='{kind: sgd, lr:
+            0.1}'`` replaces a section.
 
     Raises:
         ConfigError: with every problem found.
@@ -90,7 +100,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def load_with_source(
     path: str | Path, overrides: Sequence[str] = (), *, text: str | None = None
 ) -> tuple[RunConfig, Source]:
-    """As `load_config`, for a run that has nothing but its file; and also where each value came from.
+    """As `load_config`, for a run that has nothing but its file; and also where each value came
+    from.
 
     Args:
         path: a YAML or JSON file.
@@ -113,12 +124,14 @@ def load_with_source(
     return config, source
 
 
-def load_known(document: Document, overrides: Sequence[str]) -> tuple[RunConfig, frozenset[str], Source]:
-    """Of a file that `load_with_source` refuses: the sections that can be read, the names of the others, and the
-    source.
+def load_known(
+    document: Document, overrides: Sequence[str]
+) -> tuple[RunConfig, frozenset[str], Source]:
+    """Of a file that `load_with_source` refuses: the sections that can be read, the names of the
+    others, and the source.
 
-    A section whose key stands in another one is among the others, and so is all that the file leaves out where it has a
-    section of a name that there is not: that may have been meant.
+    A section whose key stands in another one is among the others, and so is all that the file
+    leaves out where it has a section of a name that there is not: that may have been meant.
 
     Raises:
         ConfigError: it is no mapping of sections, or an override does not go with it.
@@ -129,17 +142,24 @@ def load_known(document: Document, overrides: Sequence[str]) -> tuple[RunConfig,
     except ValidationError as error:
         unknown = frozenset(_unknown_sections(explain(error, RunConfig), values))
     known = {
-        name: section for name, section in values.items() if name in RunConfig.model_fields and name not in unknown
+        name: section
+        for name, section in values.items()
+        if name in RunConfig.model_fields and name not in unknown
     }
     return RunConfig.model_validate(known), unknown, source
 
 
-def _unknown_sections(found: Iterable[tuple[KeyPath, Problem]], values: Mapping[str, Any]) -> Iterator[str]:
+def _unknown_sections(
+    found: Iterable[tuple[KeyPath, Problem]], values: Mapping[str, Any]
+) -> Iterator[str]:
     for path, problem in found:
         yield str(path[0])
         if problem.kind == "unknown-key":
             name = str(path[-1])
-            yield from (home.partition(".")[0] for home in (*homes_of(name, RunConfig), OWNED.get(name, name)))
+            yield from (
+                home.partition(".")[0]
+                for home in (*homes_of(name, RunConfig), OWNED.get(name, name))
+            )
             if len(path) == 1:
                 yield from RunConfig.model_fields.keys() - values.keys()
 
@@ -193,31 +213,42 @@ def _handed_over(values: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(
                 "object-not-given",
                 "it was handed over from Python and exists only there",
-                f"name your code as {name}.target: package.module:name, or start from Python with framework.fit",
+                f"name your code as {name}.target: package.module:name, or start from Python with "
+                "framework.fit",
                 f"{name}.object",
                 section["object"],
             )
 
 
-def config_from_values(values: Mapping[str, Any] | RunConfig, *, source: Source | None = None) -> RunConfig:
+def config_from_values(
+    values: Mapping[str, Any] | RunConfig, *, source: Source | None = None
+) -> RunConfig:
     """Validate plain values; problems carry the places that `source` knows."""
     if isinstance(values, RunConfig):
         return values
     if not isinstance(values, Mapping):
         raise UsageError(
-            f"a config is a RunConfig or nested dicts, not a {type(values).__name__}; read files with load_config"
+            f"a config is a RunConfig or nested dicts, not a {type(values).__name__}; read files "
+            "with load_config"
         )
     source = source or Source()
     try:
         return _validated(values, source)
     except ValidationError as error:
         found = explain(error, RunConfig, texts=source.texts)
-        problems = [source.locate(_of_another_kind(problem, path, values, source), path) for path, problem in found]
-        raise ConfigError(sorted(problems, key=lambda problem: (problem.file, problem.line, problem.column))) from None
+        problems = [
+            source.locate(_of_another_kind(problem, path, values, source), path)
+            for path, problem in found
+        ]
+        raise ConfigError(
+            sorted(problems, key=lambda problem: (problem.file, problem.line, problem.column))
+        ) from None
 
 
 def _validated(values: Mapping[str, Any], source: Source) -> RunConfig:
-    """A number from the command line is text where text belongs: a shell takes the quotes that would say so."""
+    """A number from the command line is text where text belongs: a shell takes the quotes that
+    would say so.
+    """
     try:
         return RunConfig.model_validate(dict(values))
     except ValidationError as error:
@@ -230,7 +261,9 @@ def _validated(values: Mapping[str, Any], source: Source) -> RunConfig:
         return RunConfig.model_validate(dict(values))
 
 
-def _of_another_kind(problem: Problem, path: KeyPath, values: Mapping[str, Any], source: Source) -> Problem:
+def _of_another_kind(
+    problem: Problem, path: KeyPath, values: Mapping[str, Any], source: Source
+) -> Problem:
     """A key that the file wrote for the kind it names, which the command line has changed."""
     section = path[:-1]
     tag = next((tag for tag in ("target", *TAG_KEYS) if source.is_override((*section, tag))), None)
@@ -245,7 +278,9 @@ def _of_another_kind(problem: Problem, path: KeyPath, values: Mapping[str, Any],
 def _apply_override(values: dict[str, Any], override: str, source: Source) -> None:
     match = _SETTING.fullmatch(override)
     if not match:
-        raise UsageError(f"{override}: not a setting; write section.key=value, for example optimizer.lr=0.01")
+        raise UsageError(
+            f"{override}: not a setting; write section.key=value, for example optimizer.lr=0.01"
+        )
     path: KeyPath = tuple(match[1].split("."))
     try:
         parsed = parse_document(match[2], name=COMMAND_LINE)

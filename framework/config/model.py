@@ -1,4 +1,6 @@
-"""`model`: what is trained. A new model is a class here (its registry line) and its module in `framework/models/`."""
+"""`model`: what is trained. A new model is a class here (its registry line) and its module in
+`framework/models/`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
-from framework.config.base import Fraction, ModelKind, Object, OneOf, Positive, PositiveCount, Section, Target
+from framework.config.base import (
+    Fraction,
+    ModelKind,
+    Object,
+    OneOf,
+    Positive,
+    PositiveCount,
+    Section,
+    Target,
+)
 from framework.config.data import BYTE_VOCAB_SIZE
 
 
@@ -39,7 +50,9 @@ class LeNet(Classifier):
 
 
 class SmallResNet18(Classifier):
-    """ResNet-18 (He et al. 2015) for small images: a 3x3 stem without pooling, as in the Fashion-MNIST literature."""
+    """ResNet-18 (He et al. 2015) for small images: a 3x3 stem without pooling, as in the
+    Fashion-MNIST literature.
+    """
 
     builds: ClassVar[str] = "framework.models.resnet:SmallResNet18"
     has_batch_norm: ClassVar[bool] = True
@@ -119,22 +132,29 @@ def _shape(hidden_size: int, num_layers: int, num_heads: int, **others: Any) -> 
     } | others
 
 
-# GPT-2: Radford et al. 2019, table 2, with the number of heads from the released models. Llama: the released
-# config.json files. tiny: bytes (256 and five special tokens), for a laptop.
+# GPT-2: Radford et al. 2019, table 2, with the number of heads from the released models. Llama: the
+# released config.json files. tiny: bytes (256 and five special tokens), for a laptop.
 GPT_SIZES: Final[Mapping[str, Size]] = MappingProxyType(
     {
-        "tiny": {**_GPT2, **_shape(128, 4, 4, num_kv_heads=4, vocab_size=BYTE_VOCAB_SIZE, max_positions=256)},
+        "tiny": {
+            **_GPT2,
+            **_shape(128, 4, 4, num_kv_heads=4, vocab_size=BYTE_VOCAB_SIZE, max_positions=256),
+        },
         "gpt2": {**_GPT2, **_shape(768, 12, 12, num_kv_heads=12)},
         "gpt2-medium": {**_GPT2, **_shape(1024, 24, 16, num_kv_heads=16)},
         "gpt2-large": {**_GPT2, **_shape(1280, 36, 20, num_kv_heads=20)},
         "gpt2-xl": {**_GPT2, **_shape(1600, 48, 25, num_kv_heads=25)},
         "tinyllama-1.1b": {
             **_LLAMA,
-            **_shape(2048, 22, 32, num_kv_heads=4, mlp_size=5632, vocab_size=32000, max_positions=2048),
+            **_shape(
+                2048, 22, 32, num_kv_heads=4, mlp_size=5632, vocab_size=32000, max_positions=2048
+            ),
         },
         "llama-2-7b": {
             **_LLAMA,
-            **_shape(4096, 32, 32, num_kv_heads=32, mlp_size=11008, vocab_size=32000, max_positions=4096),
+            **_shape(
+                4096, 32, 32, num_kv_heads=32, mlp_size=11008, vocab_size=32000, max_positions=4096
+            ),
         },
         "llama-3-8b": {
             **_LLAMA,
@@ -152,9 +172,15 @@ GPT_SIZES: Final[Mapping[str, Size]] = MappingProxyType(
     }
 )
 
-_BERT: Final[Size] = {"vocab_size": 30522, "max_positions": 512, "num_types": 2, "dropout": 0.1, "norm_eps": 1e-12}
-# base, large: Devlin et al. 2018, section 3. tiny to medium: Turc et al. 2019, "Well-Read Students Learn Better", table
-# 1.
+_BERT: Final[Size] = {
+    "vocab_size": 30522,
+    "max_positions": 512,
+    "num_types": 2,
+    "dropout": 0.1,
+    "norm_eps": 1e-12,
+}
+# base, large: Devlin et al. 2018, section 3. tiny to medium: Turc et al. 2019, "Well-Read Students
+# Learn Better", table 1.
 BERT_SIZES: Final[Mapping[str, Size]] = MappingProxyType(
     {
         "tiny": {**_BERT, **_shape(128, 2, 2)},
@@ -184,16 +210,22 @@ class _LanguageModel(ModelKind):
     num_heads: PositiveCount
     """Attention heads of a block; a divisor of hidden_size."""
     mlp_size: PositiveCount
-    """Width inside the multi-layer perceptron of a block; left out, it follows hidden_size as in the named size."""
+    """Width inside the multi-layer perceptron of a block; left out, it follows hidden_size as in
+    the named size.
+    """
     dropout: Fraction
-    """Probability that a value is dropped while training: embeddings, attention weights, what a block adds."""
+    """Probability that a value is dropped while training: embeddings, attention weights, what a
+    block adds.
+    """
     norm_eps: Positive
     """Added to the variance in a normalisation."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        """Write down what the named size says, so that the resolved config and every rule see numbers."""
+        """Write down what the named size says, so that the resolved config and every rule see
+        numbers.
+        """
         if not isinstance(values, Mapping):
             return values
         default: str = cls.model_fields["size"].default
@@ -206,7 +238,9 @@ class _LanguageModel(ModelKind):
         return {**_scaled(cls.sizes[known], values), **values}
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
         schema = super().__get_pydantic_json_schema__(core_schema, handler)
         for name in schema.pop("required", ()):
             if name in schema["properties"]:
@@ -215,17 +249,19 @@ class _LanguageModel(ModelKind):
 
 
 class MoE(Section):
-    """Experts: several perceptrons in a block, of which each token takes one or two (Lepikhin et al. 2020, GShard;
-    Fedus et al. 2021, Switch)."""
+    """Experts: several perceptrons in a block, of which each token takes one or two (Lepikhin et
+    al. 2020, GShard; Fedus et al. 2021, Switch).
+    """
 
     num_experts: Annotated[int, Field(ge=2)]
     """Experts of a block, each as wide as the perceptron in whose place they stand."""
     top_k: Literal[1, 2] = 1
     """Experts that a token takes: 1 as Switch, 2 as GShard and Mixtral."""
     capacity_factor: Positive | None = 1.25
-    """Room of an expert in training, as a multiple of what it gets where tokens spread evenly over the experts, in a
-    micro-batch of a rank; tokens beyond it pass the block by. null: room for all, and num_experts / top_k times the
-    work."""
+    """Room of an expert in training, as a multiple of what it gets where tokens spread evenly over
+    the experts, in a micro-batch of a rank; tokens beyond it pass the block by. null: room for all,
+    and num_experts / top_k times the work.
+    """
     eval_capacity_factor: Positive | None = 2.0
     """The same in evaluation."""
     min_capacity: PositiveCount = 4
@@ -233,11 +269,15 @@ class MoE(Section):
     every: PositiveCount = 2
     """Of so many blocks one after the other the last has experts; 1: all."""
     balance_loss: Annotated[float, Field(ge=0.0)] = 0.01
-    """Weight of the loss that spreads tokens over experts; 1 times this where they are spread evenly."""
+    """Weight of the loss that spreads tokens over experts; 1 times this where they are spread
+    evenly.
+    """
     z_loss: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight of the loss that keeps the router's logits small (Zoph et al. 2022, ST-MoE: 0.001)."""
     jitter: Fraction = 0.0
-    """Noise on what the router sees in training: factors between 1 - jitter and 1 + jitter (Switch: 0.01)."""
+    """Noise on what the router sees in training: factors between 1 - jitter and 1 + jitter (Switch:
+    0.01).
+    """
 
     def is_in(self, block: int) -> bool:
         """Check whether a block, counted from 0, has experts."""
@@ -248,33 +288,49 @@ class MoE(Section):
         factor = self.capacity_factor if training else self.eval_capacity_factor
         if factor is None:
             return num_tokens
-        return min(num_tokens, max(self.min_capacity, ceil(factor * self.top_k * num_tokens / self.num_experts)))
+        return min(
+            num_tokens,
+            max(self.min_capacity, ceil(factor * self.top_k * num_tokens / self.num_experts)),
+        )
 
 
 class GPT(_LanguageModel):
-    """Decoder-only transformer, from GPT-2 (Radford et al. 2019) to the shape of Llama (Touvron et al. 2023)."""
+    """Decoder-only transformer, from GPT-2 (Radford et al. 2019) to the shape of Llama (Touvron et
+    al. 2023).
+    """
 
     builds: ClassVar[str] = "framework.models.gpt:GPT.of"
     sizes: ClassVar[Mapping[str, Size]] = GPT_SIZES
     kind: Literal["gpt"] = "gpt"
     size: Literal[
-        "tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tinyllama-1.1b", "llama-2-7b", "llama-3-8b"
+        "tiny",
+        "gpt2",
+        "gpt2-medium",
+        "gpt2-large",
+        "gpt2-xl",
+        "tinyllama-1.1b",
+        "llama-2-7b",
+        "llama-3-8b",
     ] = "tiny"
-    """Named size: what every other field is unless it is written down. tiny: bytes, for a laptop; the others as
-    published.
+    """Named size: what every other field is unless it is written down. tiny: bytes, for a laptop;
+    the others as published.
     """
     num_kv_heads: PositiveCount
-    """Heads of keys and values, a divisor of num_heads; fewer than num_heads share them (grouped-query attention)."""
+    """Heads of keys and values, a divisor of num_heads; fewer than num_heads share them
+    (grouped-query attention).
+    """
     positions: Literal["learned", "rotary"]
-    """How a token's place is told: a learned vector that is added, or a rotation of queries and keys (Su et al.
-    2021).
+    """How a token's place is told: a learned vector that is added, or a rotation of queries and
+    keys (Su et al. 2021).
     """
     rope_theta: Positive
     """Base of the rotary wavelengths."""
     norm: Literal["layernorm", "rmsnorm"]
     """Normalisation before attention, before the perceptron and at the end."""
     mlp: Literal["gelu", "swiglu"]
-    """Perceptron of a block: two matrices around GELU (tanh form, as GPT-2), or three with a gate (Shazeer 2020)."""
+    """Perceptron of a block: two matrices around GELU (tanh form, as GPT-2), or three with a gate
+    (Shazeer 2020).
+    """
     bias: bool
     """Whether linear layers and layernorm have a bias."""
     tie_embeddings: bool
@@ -284,7 +340,9 @@ class GPT(_LanguageModel):
 
 
 class BERT(_LanguageModel):
-    """BERT (Devlin et al. 2018) with the heads of its pre-training, masked tokens and next sentence; or for classes."""
+    """BERT (Devlin et al. 2018) with the heads of its pre-training, masked tokens and next
+    sentence; or for classes.
+    """
 
     builds: ClassVar[str] = "framework.models.bert:BERT.of"
     sizes: ClassVar[Mapping[str, Size]] = BERT_SIZES
@@ -298,7 +356,9 @@ class BERT(_LanguageModel):
 
 
 def _scaled(size: Size, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the named size; two fields keep their ratio to another one that was written down."""
+    """Return the values of the named size; two fields keep their ratio to another one that was
+    written down.
+    """
     scaled = dict(size)
     for name, base in (("mlp_size", "hidden_size"), ("num_kv_heads", "num_heads")):
         given = values.get(base)
@@ -307,4 +367,6 @@ def _scaled(size: Size, values: Mapping[str, Any]) -> dict[str, Any]:
     return scaled
 
 
-ModelSection = Annotated[LeNet | SmallResNet18 | ResNet18 | ResNet50 | MLP | GPT | BERT | Target | Object, OneOf()]
+ModelSection = Annotated[
+    LeNet | SmallResNet18 | ResNet18 | ResNet50 | MLP | GPT | BERT | Target | Object, OneOf()
+]

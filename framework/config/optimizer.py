@@ -1,9 +1,10 @@
 """`optimizer`: the update rule, and `scheduler`: the learning rate over steps.
 
-Names of optimizers are torch's; `framework/plan/render.py` turns them into DeepSpeed's. Five schedules are DeepSpeed's
-own; `constant` and `cosine` are ours. DeepSpeed's warm-up schedules take the first two steps at the minimum, mostly
-zero, with either curve (runtime/lr_schedules.py: the rate before the first `step()` is the minimum, and so are log(1)
-and 0 / warmup_num_steps of the way up).
+Names of optimizers are torch's; `framework/plan/render.py` turns them into DeepSpeed's. Five
+schedules are DeepSpeed's own; `constant` and `cosine` are ours. DeepSpeed's warm-up schedules take
+the first two steps at the minimum, mostly zero, with either curve (runtime/lr_schedules.py: the
+rate before the first `step()` is the minimum, and so are log(1) and 0 / warmup_num_steps of the way
+up).
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ class Group(Section):
     """Weights that are stepped with values of their own."""
 
     match: str
-    """Regular expression; the weights whose whole name it matches belong to the group, unless an earlier one has
-    them. For example ``.*norm.*|.*bias``."""
+    """Regular expression; the weights whose whole name it matches belong to the group, unless an
+    earlier one has them. For example ``.*norm.*|.*bias``.
+    """
     lr: NonNegative | None = None
-    """Their learning rate; under every scheduler it keeps its ratio to `optimizer.lr`. Left out: the optimizer's."""
+    """Their learning rate; under every scheduler it keeps its ratio to `optimizer.lr`. Left out:
+    the optimizer's.
+    """
     weight_decay: NonNegative | None = None
     """Their weight decay, of vectors too; left out: the optimizer's."""
 
@@ -48,17 +52,20 @@ class _Optimizer(Section):
     weight_decay: NonNegative = 0.0
     """Strength of the pull of weights towards zero."""
     weight_decay_on: Literal["all", "matrices"] = "all"
-    """Which weights are pulled. matrices: no decay on biases and norms, that is on tensors with fewer than two
-    dimensions.
+    """Which weights are pulled. matrices: no decay on biases and norms, that is on tensors with
+    fewer than two dimensions.
     """
     groups: list[Group] = []
     """Weights with a learning rate or a weight decay of their own, by name."""
     layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Learning rate of each layer as a share of that of the next one up (Clark et al. 2020, ELECTRA); what follows the
-    last numbered layer has the full rate, what precedes the first one the lowest. 1: all have the same."""
+    """Learning rate of each layer as a share of that of the next one up (Clark et al. 2020,
+    ELECTRA); what follows the last numbered layer has the full rate, what precedes the first one
+    the lowest. 1: all have the same.
+    """
 
 
-# What says which weights are stepped with which values: DeepSpeed reads it from the parameter groups, not the JSON.
+# What says which weights are stepped with which values: DeepSpeed reads it from the parameter
+# groups, not the JSON.
 GROUP_KEYS: Final = frozenset({"weight_decay_on", "groups", "layer_decay"})
 
 
@@ -72,15 +79,16 @@ class AdamW(_Optimizer):
     eps: Positive = 1e-8
     """Added to the root of the second mean."""
     implementation: Literal["torch", "fused", "deepspeed"] = "torch"
-    """``torch``: torch.optim, resumes bit for bit, compiles nothing. ``fused``: torch's one kernel for all weights of a
-    group, with fewer temporaries; the last bits may depend on the number of ranks. ``deepspeed``: its fused kernel
-    (with CPU offload its vectorised host kernel, several times faster there); compiled at first use, and a resumed run
-    drifts in the last bits."""
+    """``torch``: torch.optim, resumes bit for bit, compiles nothing. ``fused``: torch's one kernel
+    for all weights of a group, with fewer temporaries; the last bits may depend on the number of
+    ranks. ``deepspeed``: its fused kernel (with CPU offload its vectorised host kernel, several
+    times faster there); compiled at first use, and a resumed run drifts in the last bits.
+    """
 
 
 class Adam(AdamW):
-    """Adam (Kingma & Ba 2015): weight decay is added to the gradient. DeepSpeed calls AdamW "Adam"; this is the real
-    one.
+    """Adam (Kingma & Ba 2015): weight decay is added to the gradient. DeepSpeed calls AdamW "Adam";
+    this is the real one.
     """
 
     kind: Literal["adam"] = "adam"  # type: ignore[assignment]
@@ -108,8 +116,8 @@ class Adagrad(_Optimizer):
 
 
 class Lion(_Optimizer):
-    """Lion (Chen et al. 2023) by DeepSpeed's fused kernel. On the device it needs a GPU; with CPU offload it runs on
-    the host.
+    """Lion (Chen et al. 2023) by DeepSpeed's fused kernel. On the device it needs a GPU; with CPU
+    offload it runs on the host.
     """
 
     kind: Literal["lion"] = "lion"
@@ -119,7 +127,9 @@ class Lion(_Optimizer):
 
 
 class Lamb(_Optimizer):
-    """LAMB (You et al. 2020) by DeepSpeed's fused kernel: layer-wise scaling for large batches. GPU only."""
+    """LAMB (You et al. 2020) by DeepSpeed's fused kernel: layer-wise scaling for large batches. GPU
+    only.
+    """
 
     kind: Literal["lamb"] = "lamb"
     betas: _Betas = [0.9, 0.999]
@@ -133,32 +143,38 @@ class Lamb(_Optimizer):
 
 
 class Adafactor(_Optimizer):
-    """Adafactor (Shazeer & Stern 2018) as torch has it: of a matrix it keeps the means of rows and columns alone. Each
-    step is a share of the weight's own size.
+    """Adafactor (Shazeer & Stern 2018) as torch has it: of a matrix it keeps the means of rows and
+    columns alone. Each step is a share of the weight's own size.
     """
 
     kind: Literal["adafactor"] = "adafactor"
     lr: NonNegative = 1e-2
     beta2_decay: Annotated[float, Field(le=0.0)] = -0.8
     """Power of the step by which the mean of squares changes less and less."""
-    eps: Annotated[list[Positive], Field(min_length=2, max_length=2)] = [1.1920928955078125e-07, 1e-3]
+    eps: Annotated[list[Positive], Field(min_length=2, max_length=2)] = [
+        1.1920928955078125e-07,
+        1e-3,
+    ]
     """Least root of the mean square, of the gradient and of a weight."""
     d: Annotated[float, Field(ge=1.0)] = 1.0
     """Most that an update may be, as a root mean square, before it is scaled down."""
 
 
 class Muon(_Optimizer):
-    """Muon (Jordan et al. 2024) for the matrices of hidden layers, whose momentum it makes orthogonal, and AdamW for
-    all other weights; both are torch's.
+    """Muon (Jordan et al. 2024) for the matrices of hidden layers, whose momentum it makes
+    orthogonal, and AdamW for all other weights; both are torch's.
     """
 
     kind: Literal["muon"] = "muon"
     lr: Positive = 0.02
-    """Learning rate of the matrices; a scheduler changes it over time, and `adam_lr` by the same share."""
+    """Learning rate of the matrices; a scheduler changes it over time, and `adam_lr` by the same
+    share.
+    """
     weight_decay: NonNegative = 0.1
     matrices: list[str] = []
-    """Regular expressions for whole names: the weights that Muon steps, each with two dimensions. Left out: those of
-    layers inside a numbered block, such as ``blocks.3.mlp.up.weight``; not embeddings, positions and head.
+    """Regular expressions for whole names: the weights that Muon steps, each with two dimensions.
+    Left out: those of layers inside a numbered block, such as ``blocks.3.mlp.up.weight``; not
+    embeddings, positions and head.
     """
     momentum: Fraction = 0.95
     """Share of the mean of gradients carried over."""
@@ -167,8 +183,9 @@ class Muon(_Optimizer):
     ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
     """Newton-Schulz iterations of a step."""
     adjust_lr: Literal["original", "match_rms_adamw"] = "original"
-    """How the rate follows the shape (rows, columns). ``original``: times sqrt(max(1, rows / columns)).
-    ``match_rms_adamw``: times 0.2 sqrt(max(rows, columns)), for rates and weight decay of AdamW (Liu et al. 2025).
+    """How the rate follows the shape (rows, columns). ``original``: times sqrt(max(1, rows /
+    columns)). ``match_rms_adamw``: times 0.2 sqrt(max(rows, columns)), for rates and weight decay
+    of AdamW (Liu et al. 2025).
     """
     adam_lr: NonNegative = 3e-4
     """Learning rate of the other weights."""
@@ -188,7 +205,8 @@ class OptimizerObject(Object):
 
 
 OptimizerSection = Annotated[
-    AdamW | Adam | SGD | Adagrad | Lion | Lamb | Adafactor | Muon | Target | OptimizerObject, OneOf()
+    AdamW | Adam | SGD | Adagrad | Lion | Lamb | Adafactor | Muon | Target | OptimizerObject,
+    OneOf(),
 ]
 
 
@@ -221,8 +239,8 @@ class _Falling(Constant):
 
 
 class Cosine(_Falling):
-    """Linear warm-up to the optimizer's rate, then half a cosine down to `min_ratio` of it (Loshchilov & Hutter
-    2017).
+    """Linear warm-up to the optimizer's rate, then half a cosine down to `min_ratio` of it
+    (Loshchilov & Hutter 2017).
     """
 
     kind: Literal["cosine"] = "cosine"  # type: ignore[assignment]
@@ -231,7 +249,9 @@ class Cosine(_Falling):
 
 
 class Polynomial(_Falling):
-    """Linear warm-up, then down to `min_ratio` of the optimizer's rate by a power of the steps that are left."""
+    """Linear warm-up, then down to `min_ratio` of the optimizer's rate by a power of the steps that
+    are left.
+    """
 
     kind: Literal["polynomial"] = "polynomial"  # type: ignore[assignment]
     power: Positive = 1.0
@@ -239,8 +259,8 @@ class Polynomial(_Falling):
 
 
 class WSD(_Falling):
-    """Warm-up, stable, decay: the full rate until the last `decay_steps`, so that a run can be made longer without
-    another start (Hu et al. 2024; Haegele et al. 2024).
+    """Warm-up, stable, decay: the full rate until the last `decay_steps`, so that a run can be made
+    longer without another start (Hu et al. 2024; Haegele et al. 2024).
     """
 
     kind: Literal["wsd"] = "wsd"  # type: ignore[assignment]
@@ -251,7 +271,9 @@ class WSD(_Falling):
 
 
 class InverseSqrt(Section):
-    """Linear warm-up, then the optimizer's rate times sqrt(warmup_steps / steps) (Vaswani et al. 2017)."""
+    """Linear warm-up, then the optimizer's rate times sqrt(warmup_steps / steps) (Vaswani et al.
+    2017).
+    """
 
     kind: Literal["inverse_sqrt"] = "inverse_sqrt"
     warmup_steps: PositiveCount = 1000
@@ -317,7 +339,9 @@ class OneCycle(Section):
     decay_lr_rate: NonNegative = 0.0
     """Decay per `decay_steps` after the cycle."""
     cycle_momentum: bool = False
-    """Also move Adam's first beta from `max_momentum` down and up again (DeepSpeed's own default is true)."""
+    """Also move Adam's first beta from `max_momentum` down and up again (DeepSpeed's own default is
+    true).
+    """
     min_momentum: Fraction = 0.8
     """Momentum at the top of the cycle."""
     max_momentum: Fraction = 0.9
@@ -325,7 +349,9 @@ class OneCycle(Section):
 
 
 class LRRangeTest(Section):
-    """DeepSpeed's LRRangeTest (Smith 2017): a rate that grows, to find the largest one that trains."""
+    """DeepSpeed's LRRangeTest (Smith 2017): a rate that grows, to find the largest one that
+    trains.
+    """
 
     kind: Literal["lr_range_test"] = "lr_range_test"
     min_lr: Positive = 1e-3

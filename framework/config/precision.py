@@ -19,12 +19,14 @@ class FP32(Section):
 
 
 class FP16(Section):
-    """Half precision weights with an fp32 master copy in the optimizer and loss scaling. GPU only."""
+    """Half precision weights with an fp32 master copy in the optimizer and loss scaling. GPU
+    only.
+    """
 
     dtype: Literal["fp16"] = "fp16"
     loss_scale: Annotated[float, Field(ge=0.0)] = 0.0
-    """Fixed loss scale; 0 scales dynamically: halved after an overflow, doubled after `loss_scale_window` good
-    steps.
+    """Fixed loss scale; 0 scales dynamically: halved after an overflow, doubled after
+    `loss_scale_window` good steps.
     """
     initial_scale_power: Annotated[int, Field(ge=0, le=32)] = 16
     """The first dynamic loss scale is 2 to this power."""
@@ -37,8 +39,9 @@ class FP16(Section):
     min_loss_scale: PositiveCount = 1
     """Floor of the dynamic loss scale; an overflow there ends the run."""
     grad_accumulation: Literal["fp32", "fp16"] | None = None
-    """What the gradients of a step's micro-batches are summed in; left out: fp32 for more than 8 of them. At ZeRO
-    stage 0 always fp16."""
+    """What the gradients of a step's micro-batches are summed in; left out: fp32 for more than 8 of
+    them. At ZeRO stage 0 always fp16.
+    """
     grad_reduction: Literal["fp32", "fp16"] | None = None
     """What gradients are averaged over ranks in; left out: fp32 for more than 8 ranks."""
 
@@ -48,26 +51,30 @@ class BF16(Section):
 
     dtype: Literal["bf16"] = "bf16"
     check_grad_overflow: bool = False
-    """Skip a step whose gradients hold NaN or infinity. Waits for the device at every step; without it the run stops at
-    the next logged step whose loss is not finite."""
+    """Skip a step whose gradients hold NaN or infinity. Waits for the device at every step; without
+    it the run stops at the next logged step whose loss is not finite.
+    """
     grad_accumulation: Literal["fp32", "bf16"] | None = None
-    """What the gradients of a step's micro-batches are summed in; left out: fp32 for more than 8 of them, as a sum in
-    bf16 is up to 1 % short after 128 and 20 % after 512. At ZeRO stage 0 always bf16."""
+    """What the gradients of a step's micro-batches are summed in; left out: fp32 for more than 8 of
+    them, as a sum in bf16 is up to 1 % short after 128 and 20 % after 512. At ZeRO stage 0 always
+    bf16.
+    """
     grad_reduction: Literal["fp32", "bf16"] | None = None
     """What gradients are averaged over ranks in; left out: fp32 for more than 8 ranks."""
 
 
 class Autocast(Section):
-    """fp32 weights, with matrix products and convolutions in a lower precision chosen per operation by
-    torch.autocast.
+    """fp32 weights, with matrix products and convolutions in a lower precision chosen per operation
+    by torch.autocast.
     """
 
     dtype: Literal["autocast"] = "autocast"
     compute_dtype: Literal["bf16", "fp16"] = "bf16"
     """What eligible operations compute in."""
     lower_precision_safe_modules: list[str] | None = None
-    """Full class names of modules whose weights and gradients ZeRO keeps in the lower precision; left out: Linear,
-    Conv1d, Conv2d, Conv3d."""
+    """Full class names of modules whose weights and gradients ZeRO keeps in the lower precision;
+    left out: Linear, Conv1d, Conv2d, Conv3d.
+    """
 
 
 PrecisionSection = Annotated[FP32 | FP16 | BF16 | Autocast, OneOf("dtype")]

@@ -29,7 +29,8 @@ from framework.config.training import (
 )
 from framework.config.zero import Zero
 
-# Where `auto` may stand: the value is chosen for the cluster before the run (`framework/plan/auto.py`).
+# Where `auto` may stand: the value is chosen for the cluster before the run
+# (`framework/plan/auto.py`).
 AUTO: Final = "auto"
 AUTO_KEYS: Final = ("zero.stage", "parallel.pipe", "batch.micro_size")
 
@@ -44,9 +45,13 @@ class Run(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of the initial weights, of the data order and of everything random."""
     world_size: PositiveCount | None = None
-    """Number of devices this run is meant for; left out: any. Training on another number is refused."""
+    """Number of devices this run is meant for; left out: any. Training on another number is
+    refused.
+    """
     backend: Literal["nccl", "gloo", "hccl", "ccl", "mpi"] | None = None
-    """torch.distributed backend; left out: the device's own (nccl on NVIDIA, gloo on CPU, hccl on Ascend)."""
+    """torch.distributed backend; left out: the device's own (nccl on NVIDIA, gloo on CPU, hccl on
+    Ascend).
+    """
 
     @property
     def folder(self) -> Path:
@@ -86,8 +91,10 @@ class RunConfig(Section):
     monitors: Monitors = Monitors()
     """Who is told about the metrics."""
     callbacks: list[CallbackSection] = []
-    """What happens at the events of the run: early_stopping, reduce_on_plateau, or your own by ``target``, any object
-    with some of on_start, on_step, on_log, on_evaluation, on_save, on_end (docs/callbacks.md)."""
+    """What happens at the events of the run: early_stopping, reduce_on_plateau, or your own by
+    ``target``, any object with some of on_start, on_step, on_log, on_evaluation, on_save, on_end
+    (docs/callbacks.md).
+    """
     supervision: Supervision = Supervision()
     """What happens after a failure."""
     profile: Profile | None = None
@@ -125,7 +132,9 @@ class RunConfig(Section):
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """The resolved config, every default written out, as plain lists, dicts, strings and numbers."""
+        """The resolved config, every default written out, as plain lists, dicts, strings and
+        numbers.
+        """
         values = self.model_dump(mode="json", fallback=_stable_repr)
         if self.profile is None:  # manifests of checkpoints hold sections alone
             del values["profile"]
@@ -142,12 +151,16 @@ class RunConfig(Section):
 
 
 def auto_keys(values: Any) -> frozenset[str]:
-    """Find the keys that are `auto` in plain values; `parallel: auto` stands for all of its sizes."""
+    """Find the keys that are `auto` in plain values; `parallel: auto` stands for all of its
+    sizes.
+    """
     found = set()
     for key in AUTO_KEYS if isinstance(values, Mapping) else ():
         name, _, last = key.partition(".")
         section = values.get(name)
-        if (section == AUTO and name == "parallel") or (isinstance(section, Mapping) and section.get(last) == AUTO):
+        if (section == AUTO and name == "parallel") or (
+            isinstance(section, Mapping) and section.get(last) == AUTO
+        ):
             found.add(key)
     return frozenset(found)
 
@@ -156,12 +169,16 @@ def _without(values: Mapping[str, Any], keys: frozenset[str]) -> dict[str, Any]:
     kept = dict(values)
     for name, _, last in (key.partition(".") for key in keys):
         section = kept[name]
-        kept[name] = {} if section == AUTO else {key: value for key, value in section.items() if key != last}
+        kept[name] = (
+            {} if section == AUTO else {key: value for key, value in section.items() if key != last}
+        )
     return kept
 
 
 def kind_of_default(section: str) -> dict[str, str]:
-    """Return the default of a section that is left out, such as ``{"kind": "adamw"}``; empty where it has no kinds."""
+    """Return the default of a section that is left out, such as ``{"kind": "adamw"}``; empty where
+    it has no kinds.
+    """
     if section in RunConfig.model_fields:
         default = RunConfig.model_fields[section].default
     else:
@@ -170,5 +187,7 @@ def kind_of_default(section: str) -> dict[str, str]:
 
 
 def _stable_repr(value: object) -> str:
-    """Arguments from Python that are no plain values; without addresses, which differ between processes."""
+    """Arguments from Python that are no plain values; without addresses, which differ between
+    processes.
+    """
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

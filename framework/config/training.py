@@ -1,4 +1,5 @@
-"""Sections without an own file: `batch`, `parallel`, `task`, `training`, `evaluation`, `checkpoint`, `monitors`.
+"""Sections without an own file: `batch`, `parallel`, `task`, `training`, `evaluation`,
+`checkpoint`, `monitors`.
 
 `training`, `evaluation`, `checkpoint`, `monitors`: what happens when.
 """
@@ -36,10 +37,14 @@ from framework.config.base import (
 
 
 class EMA(Section):
-    """An exponential moving average of the weights, kept beside them: ema = decay x ema + (1 - decay) x weights."""
+    """An exponential moving average of the weights, kept beside them: ema = decay x ema + (1 -
+    decay) x weights.
+    """
 
     decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.999
-    """Share of the old average that stays at an update. The average reaches back over about 1 / (1 - decay) updates."""
+    """Share of the old average that stays at an update. The average reaches back over about 1 / (1
+    - decay) updates.
+    """
     every_steps: PositiveCount = 1
     """Steps between two updates."""
     start_step: Count = 0
@@ -47,13 +52,16 @@ class EMA(Section):
 
 
 class LoRA(Section):
-    """Low-rank adapters (Hu et al. 2021), which are trained in place of the weights: to a module's W x they add
-    lora_alpha / r x B A x, with A (r, inputs) drawn and B (outputs, r) zero at first. The keys are those of peft's
-    LoraConfig, and mean the same."""
+    """Low-rank adapters (Hu et al. 2021), which are trained in place of the weights: to a module's
+    W x they add lora_alpha / r x B A x, with A (r, inputs) drawn and B (outputs, r) zero at first.
+    The keys are those of peft's LoraConfig, and mean the same.
+    """
 
     target_modules: list[str] | str
-    """The modules that get adapters: linear layers, convolutions, embeddings. A list: whole names, or what names end
-    with behind a dot, as ``[query, value]``. Text: a regular expression for whole names, or ``all-linear``."""
+    """The modules that get adapters: linear layers, convolutions, embeddings. A list: whole names,
+    or what names end with behind a dot, as ``[query, value]``. Text: a regular expression for whole
+    names, or ``all-linear``.
+    """
     r: PositiveCount = 8
     """Rank: rows of every A, columns of every B."""
     lora_alpha: PositiveCount = 8
@@ -61,8 +69,9 @@ class LoRA(Section):
     lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Share of an adapter's inputs that is dropped in training."""
     modules_to_save: list[str] = []
-    """Modules that are trained whole beside the adapters, such as a new head: what their names end with, wherever it
-    begins."""
+    """Modules that are trained whole beside the adapters, such as a new head: what their names end
+    with, wherever it begins.
+    """
 
 
 class Compile(Section):
@@ -70,22 +79,27 @@ class Compile(Section):
 
     backend: str = "inductor"
     """``inductor`` makes kernels; ``eager`` and ``aot_eager`` make none, to look for an error."""
-    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
+    mode: (
+        Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None
+    ) = None
     """How much inductor tries; left out: default."""
     dynamic: bool | None = None
     """Whether one graph serves all shapes; left out: from the second shape on."""
     fullgraph: bool = False
     """End at what no graph can hold instead of running it as it is between two graphs."""
     per: Literal["model", "block"] = "model"
-    """``model``: one graph; ``block``: each repeated block, compiled once for all that are alike, and ready to send its
-    gradients while the backward pass goes on. With `recompute_every`: each layer."""
+    """``model``: one graph; ``block``: each repeated block, compiled once for all that are alike,
+    and ready to send its gradients while the backward pass goes on. With `recompute_every`: each
+    layer.
+    """
 
 
 # Logits that may be whole, 1 GiB in fp32, and those of a tile.
 _WHOLE_LOGITS: Final = 2**28
 _LOGITS_OF_A_TILE: Final = 2**26
-# GPUs multiply matrices of half precision an eighth as fast where a row is no multiple of so many numbers (1,344 x 768
-# by 768 x 50,257 on an H200: 1.23 ms, and 0.15 for 50,304). Tiles are filled up, to a multiple of so many.
+# GPUs multiply matrices of half precision an eighth as fast where a row is no multiple of so many
+# numbers (1,344 x 768 by 768 x 50,257 on an H200: 1.23 ms, and 0.15 for 50,304). Tiles are filled
+# up, to a multiple of so many.
 FAST_ROWS: Final = 8
 HALF_ROWS: Final = 64
 _POSITIONS_ROUNDED: Final = 64
@@ -93,8 +107,8 @@ LossTile = Literal["auto"] | Count
 
 
 def positions_of_tile(asked: LossTile, positions: int, tokens: int, *, is_half: bool) -> int:
-    """Positions whose logits of so many tokens are there at once, as `training.loss_tile` has it; 0: all of them, in
-    the output layer's own product.
+    """Positions whose logits of so many tokens are there at once, as `training.loss_tile` has it;
+    0: all of them, in the output layer's own product.
     """
     if asked == "auto":
         if positions * tokens <= _WHOLE_LOGITS and not (is_half and tokens % FAST_ROWS):
@@ -107,7 +121,8 @@ def positions_of_tile(asked: LossTile, positions: int, tokens: int, *, is_half: 
 def slow_rows(tokens: int) -> str:
     """Say what so many tokens cost an output layer in half precision."""
     return (
-        f"rows of {tokens:,} numbers, no multiple of {FAST_ROWS}, take GPUs up to eight times as long in half precision"
+        f"rows of {tokens:,} numbers, no multiple of {FAST_ROWS}, take GPUs up to eight times "
+        "as long in half precision"
     )
 
 
@@ -122,35 +137,44 @@ def _switch(value: Any) -> Any:
     return value
 
 
-_Compile = Annotated[Compile | None, BeforeValidator(_switch, json_schema_input_type=bool | Compile | None)]
+_Compile = Annotated[
+    Compile | None, BeforeValidator(_switch, json_schema_input_type=bool | Compile | None)
+]
 
 
 Policy = Literal["stop", "skip", "roll_back"]
 
 
 class BadSteps(Section):
-    """Policy for a bad step: one whose loss or gradient norm is not finite, or a spike. Alone, `policy` may be
-    written without a section."""
+    """Policy for a bad step: one whose loss or gradient norm is not finite, or a spike. Alone,
+    `policy` may be written without a section.
+    """
 
     policy: Policy = "stop"
-    """``stop``: the run ends at the next logged step, and names the first bad one. ``skip``: weights and optimizer stay
-    as they are, data and schedule go on. ``roll_back``: the run goes back to a checkpoint and leaves out the data of
-    the steps up to the bad one."""
+    """``stop``: the run ends at the next logged step, and names the first bad one. ``skip``:
+    weights and optimizer stay as they are, data and schedule go on. ``roll_back``: the run goes
+    back to a checkpoint and leaves out the data of the steps up to the bad one.
+    """
     spike_sigmas: NonNegative = 6.0
-    """A spike is above the mean of the last good steps by more than so many of their standard deviations; 0: nothing
-    is. Values that fall are none."""
+    """A spike is above the mean of the last good steps by more than so many of their standard
+    deviations; 0: nothing is. Values that fall are none.
+    """
     window_steps: PositiveCount = 128
-    """Last steps that make mean and deviation, the good ones of them. Before half as many, and 20, there is no
-    spike."""
+    """Last steps that make mean and deviation, the good ones of them. Before half as many, and 20,
+    there is no spike.
+    """
     roll_back_steps: PositiveCount = 100
-    """Steps whose data is left out, the bad one the last of them. The run goes back to the newest sound checkpoint
-    before all of them, or else to its oldest."""
+    """Steps whose data is left out, the bad one the last of them. The run goes back to the newest
+    sound checkpoint before all of them, or else to its oldest.
+    """
     max_roll_backs: PositiveCount = 3
     """After so many the next bad step ends the run."""
     rerun: bool = False
-    """Compute a bad step once more from the same weights, batches and random states, before anything is changed. Where
-    it is as bad again, it is ``persistent``, and the policy holds; otherwise ``transient``: hardware is suspected, and
-    the second result is taken. Every step waits for the device. Not in pipelines."""
+    """Compute a bad step once more from the same weights, batches and random states, before
+    anything is changed. Where it is as bad again, it is ``persistent``, and the policy holds;
+    otherwise ``transient``: hardware is suspected, and the second result is taken. Every step waits
+    for the device. Not in pipelines.
+    """
 
 
 def _as_policy(value: Any) -> Any:
@@ -159,12 +183,16 @@ def _as_policy(value: Any) -> Any:
     return value
 
 
-_BadSteps = Annotated[BadSteps | None, BeforeValidator(_as_policy, json_schema_input_type=Policy | BadSteps | None)]
+_BadSteps = Annotated[
+    BadSteps | None, BeforeValidator(_as_policy, json_schema_input_type=Policy | BadSteps | None)
+]
 
 
 class FrozenSteps(Section):
-    """Weights that are frozen in some steps of the run: up to one (gradual unfreezing), or from one on. They are in the
-    optimizer all the time, and a step in which they are frozen leaves them and their moments as they are."""
+    """Weights that are frozen in some steps of the run: up to one (gradual unfreezing), or from one
+    on. They are in the optimizer all the time, and a step in which they are frozen leaves them and
+    their moments as they are.
+    """
 
     match: str | Annotated[list[str], Field(min_length=1)]
     """Regular expression, or several; the weights whose whole name matches one."""
@@ -207,49 +235,65 @@ class Training(Section):
     max_steps: PositiveCount | None = None
     """Optimizer steps; wins over max_epochs."""
     max_minutes: Positive | None = None
-    """Wall time of one start, from when its process began. Then it saves and ends with exit code 75, as on a request to
-    stop: whatever starts it again goes on. At least one step is taken. Left out: no limit."""
+    """Wall time of one start, from when its process began. Then it saves and ends with exit code
+    75, as on a request to stop: whatever starts it again goes on. At least one step is taken. Left
+    out: no limit.
+    """
     log_every: PositiveCount = 10
     """Steps between two logged points. Between them nothing waits for the device."""
     clip_grad_norm: NonNegative = 1.0
     """Largest global L2 norm of the gradients; 0 turns clipping off."""
     recompute_every: Count = 0
-    """Groups of this many layers keep only their input for the backward pass and run again in it: less memory for about
-    a third more computation. 0 keeps everything. 1 also turns on what transformers' models bring along
-    (`gradient_checkpointing_enable`)."""
+    """Groups of this many layers keep only their input for the backward pass and run again in it:
+    less memory for about a third more computation. 0 keeps everything. 1 also turns on what
+    transformers' models bring along (`gradient_checkpointing_enable`).
+    """
     loss_tile: LossTile = "auto"
-    """Positions of a micro-batch whose logits are there at once: the output layer, the cross-entropy and both their
-    gradients are computed tile by tile. 0: all. auto: all up to 2^28 logits on a device (1 GiB in fp32), else as many
-    as have 2^26. With gpt, bert and the tasks causal_lm and masked_lm; written down also with models that have
-    transformers' ``get_output_embeddings``, and subclasses of these tasks. Not in pipelines."""
+    """Positions of a micro-batch whose logits are there at once: the output layer, the
+    cross-entropy and both their gradients are computed tile by tile. 0: all. auto: all up to 2^28
+    logits on a device (1 GiB in fp32), else as many as have 2^26. With gpt, bert and the tasks
+    causal_lm and masked_lm; written down also with models that have transformers'
+    ``get_output_embeddings``, and subclasses of these tasks. Not in pipelines.
+    """
     sync_batch_norm: bool = False
-    """Batch norms take mean and variance over the batches of all data-parallel devices instead of over their own."""
+    """Batch norms take mean and variance over the batches of all data-parallel devices instead of
+    over their own.
+    """
     deterministic: bool = False
-    """Use only operations that give the same bits in every run, slower ones where need be, and end at one that has no
-    such form: runs and resumed runs are then equal to the bit on GPUs too. Other devices, versions or numbers of ranks
-    round otherwise all the same."""
+    """Use only operations that give the same bits in every run, slower ones where need be, and end
+    at one that has no such form: runs and resumed runs are then equal to the bit on GPUs too. Other
+    devices, versions or numbers of ranks round otherwise all the same.
+    """
     detect_anomaly: bool = False
-    """End at the first gradient that is NaN and name the operation of the forward pass that it belongs to: to look for
-    an error, at several times the cost of a step."""
+    """End at the first gradient that is NaN and name the operation of the forward pass that it
+    belongs to: to look for an error, at several times the cost of a step.
+    """
     bad_steps: _BadSteps = None
-    """What becomes of steps whose numbers go wrong: ``stop``, ``skip``, ``roll_back``, or how. Left out: the run ends
-    at a logged step whose loss is not finite, and nothing else is looked at."""
+    """What becomes of steps whose numbers go wrong: ``stop``, ``skip``, ``roll_back``, or how. Left
+    out: the run ends at a logged step whose loss is not finite, and nothing else is looked at.
+    """
     compile: _Compile = None
-    """torch.compile of the model: true, false, or how. Losses then differ from a run without by rounding."""
+    """torch.compile of the model: true, false, or how. Losses then differ from a run without by
+    rounding.
+    """
     channels_last: bool = False
-    """Store images with the channels last; convolutions follow, and tensor cores read that order faster."""
+    """Store images with the channels last; convolutions follow, and tensor cores read that order
+    faster.
+    """
     freeze: list[FreezeEntry] = []
-    """Regular expressions; parameters whose whole name matches one are not trained, for example ``embed\\..*``.
-    An entry may be ``{match: ..., until_step: N}`` instead, or with ``from_step: N``: then they are frozen in the
-    first N steps only, or from step N on.
-    A frozen batch norm's running statistics follow the batches all the same, unless the model's `train()` keeps it in
-    evaluation mode."""
+    """Regular expressions; parameters whose whole name matches one are not trained, for example
+    ``embed\\..*``. An entry may be ``{match: ..., until_step: N}`` instead, or with ``from_step:
+    N``: then they are frozen in the first N steps only, or from step N on. A frozen batch norm's
+    running statistics follow the batches all the same, unless the model's `train()` keeps it in
+    evaluation mode.
+    """
     lora: LoRA | None = None
-    """Train adapters and freeze everything else, which then is in no checkpoint: `checkpoint.init_weights` or
-    `run.seed` gives it again. Left out: all weights are trained."""
+    """Train adapters and freeze everything else, which then is in no checkpoint:
+    `checkpoint.init_weights` or `run.seed` gives it again. Left out: all weights are trained.
+    """
     ema: EMA | None = None
-    """Keep a moving average of the weights, in fp32, spread over the ranks as the optimizer's state is; left out:
-    none.
+    """Keep a moving average of the weights, in fp32, spread over the ranks as the optimizer's state
+    is; left out: none.
     """
 
 
@@ -270,7 +314,9 @@ class Evaluation(_Often):
     every_steps: PositiveCount | None = None
     """Steps between two evaluations."""
     every_minutes: Positive | None = None
-    """Minutes from an evaluation to the next, which follows the step that ends then; beside steps or epochs."""
+    """Minutes from an evaluation to the next, which follows the step that ends then; beside steps
+    or epochs.
+    """
     start_step: Count = 0
     """No evaluation before this step, but for those at start and end."""
     at_start: bool = False
@@ -280,7 +326,9 @@ class Evaluation(_Often):
     batch_size: PositiveCount | None = None
     """Samples per forward pass on one device; left out: the micro-batch size."""
     max_samples: PositiveCount | None = None
-    """Measure the first so many evaluation samples, the same whatever the layout; left out: all of them."""
+    """Measure the first so many evaluation samples, the same whatever the layout; left out: all of
+    them.
+    """
     weights: Literal["trained", "ema"] = "trained"
     """What is measured: the weights as trained, or their moving average (needs `training.ema`)."""
 
@@ -293,51 +341,67 @@ class Checkpoint(_Often):
     every_epochs: PositiveCount | None = None
     """Epochs between two checkpoints."""
     every_minutes: Positive | None = None
-    """Minutes from a checkpoint to the next, which follows the step that ends then; beside steps or epochs."""
+    """Minutes from a checkpoint to the next, which follows the step that ends then; beside steps or
+    epochs.
+    """
     at_end: bool = True
     """Save after the last step."""
     mode: Literal["sync", "async"] = "sync"
-    """``sync``: training waits until a checkpoint is on disk; ``async``: until the state is copied into host memory,
-    from which a process beside each rank writes it. async needs that memory: as much as a rank writes."""
+    """``sync``: training waits until a checkpoint is on disk; ``async``: until the state is copied
+    into host memory, from which a process beside each rank writes it. async needs that memory: as
+    much as a rank writes.
+    """
     keep_last: PositiveCount = 3
     """Newest checkpoints that are kept; older ones of this run are deleted after a save."""
     keep_every: PositiveCount | None = None
     """Checkpoints whose step is a multiple of this are kept as well."""
     keep_best: str | None = None
-    """The checkpoint with the best value of this metric, such as ``eval/accuracy``, is kept as well. Until one was
-    saved where the metric was measured, all are kept."""
+    """The checkpoint with the best value of this metric, such as ``eval/accuracy``, is kept as
+    well. Until one was saved where the metric was measured, all are kept.
+    """
     best_is: Literal["max", "min"] = "max"
     """Whether the largest or the smallest value of `keep_best` is the best."""
     init_weights: str | None = None
-    """Weights that a fresh start begins with: a checkpoint of any layout, a run folder, an export, a folder of Hugging
-    Face's transformers for ``gpt`` and ``bert``, or a ``.pt`` file of a state dict.
-    Left out: drawn from `run.seed`. Of a checkpoint the trained weights are taken; `export --weights ema` writes the
-    average."""
+    """Weights that a fresh start begins with: a checkpoint of any layout, a run folder, an export,
+    a folder of Hugging Face's transformers for ``gpt`` and ``bert``, or a ``.pt`` file of a state
+    dict. Left out: drawn from `run.seed`. Of a checkpoint the trained weights are taken; `export
+    --weights ema` writes the average.
+    """
     resume: str = "never"
-    """``never``: start afresh; ``auto``: from the newest checkpoint in the run folder, afresh if there is none;
-    otherwise the path of a checkpoint (``.../global_step<N>``) or of a run folder, which must exist."""
+    """``never``: start afresh; ``auto``: from the newest checkpoint in the run folder, afresh if
+    there is none; otherwise the path of a checkpoint (``.../global_step<N>``) or of a run folder,
+    which must exist.
+    """
     allow_unverified: bool = False
-    """Let `resume` and `init_weights` name a checkpoint that DeepSpeed wrote by itself: it has no manifest, so nothing
-    tells whether its files are whole. They are read as weights only, as all are."""
+    """Let `resume` and `init_weights` name a checkpoint that DeepSpeed wrote by itself: it has no
+    manifest, so nothing tells whether its files are whole. They are read as weights only, as all
+    are.
+    """
 
 
 class Supervision(Section):
-    """Starts after a failure, by `python -m framework launch` on this machine or through ssh, each from the newest
-    sound checkpoint; not after a request to stop, a refused configuration, or the same error at the same step again.
+    """Starts after a failure, by `python -m framework launch` on this machine or through ssh, each
+    from the newest sound checkpoint; not after a request to stop, a refused configuration, or the
+    same error at the same step again.
     """
 
     max_restarts: Count = 0
     """Starts after the first one, at most; 0: a failure ends the job."""
     wait_seconds: NonNegative = 5.0
-    """Wait before the next start where nothing was saved since the last one; doubled each time, up to five minutes."""
+    """Wait before the next start where nothing was saved since the last one; doubled each time, up
+    to five minutes.
+    """
     hang_seconds: Count = 1800
-    """Seconds without a step, or a batch of an evaluation, after which all ranks end with 70; more than the first step
-    takes. A start, a save and a callback have two hours at least. 0: never. What they wait for is said before, under
-    every launcher."""
+    """Seconds without a step, or a batch of an evaluation, after which all ranks end with 70; more
+    than the first step takes. A start, a save and a callback have two hours at least. 0: never.
+    What they wait for is said before, under every launcher.
+    """
 
 
 class Profile(Section):
-    """Steps that are looked at closely: a trace of all operations, and on request what has to wait for each of them."""
+    """Steps that are looked at closely: a trace of all operations, and on request what has to wait
+    for each of them.
+    """
 
     steps: StepRange
     """First and last step, counted from the begin of the run, as ``10-12``; or one, as ``10``."""
@@ -360,7 +424,9 @@ class Profile(Section):
 
     @property
     def waits(self) -> bool:
-        """Check whether anything is measured that waits: it takes the last step for itself, which is not traced."""
+        """Check whether anything is measured that waits: it takes the last step for itself, which
+        is not traced.
+        """
         return self.modules or self.deepspeed_timers or self.communication
 
 
@@ -371,15 +437,20 @@ class Sink(Section):
 
 
 class TensorBoard(Sink):
-    """Event files under ``tensorboard/`` in the run folder, with the config as text and as hyper-parameters."""
+    """Event files under ``tensorboard/`` in the run folder, with the config as text and as
+    hyper-parameters.
+    """
 
     package: ClassVar[str] = "tensorboard"
     samples: Count = 0
-    """Evaluation samples, the first so many of rank 0, that are shown at every evaluation with what the model predicts
-    for them: images, or text; of several sets the first one's. Not with a pipeline, whose last stage has the
-    predictions and not the inputs."""
+    """Evaluation samples, the first so many of rank 0, that are shown at every evaluation with what
+    the model predicts for them: images, or text; of several sets the first one's. Not with a
+    pipeline, whose last stage has the predictions and not the inputs.
+    """
     histograms_every_steps: PositiveCount | None = None
-    """Steps between two histograms of the weights; left out: none. All ranks stop to count their shares."""
+    """Steps between two histograms of the weights; left out: none. All ranks stop to count their
+    shares.
+    """
 
 
 class WandB(Sink):
@@ -405,7 +476,8 @@ class MLflow(Sink):
     experiment: str | None = None
     """Left out: MLFLOW_EXPERIMENT_NAME, or "Default"."""
     tracking_uri: str | None = None
-    """A server, ``sqlite:///FILE`` or a folder (``file:PATH``); left out: MLFLOW_TRACKING_URI, or MLflow's own default.
+    """A server, ``sqlite:///FILE`` or a folder (``file:PATH``); left out: MLFLOW_TRACKING_URI, or
+    MLflow's own default.
     """
 
 
@@ -431,11 +503,21 @@ class Trackio(Sink):
     """The Space that shows it; the token comes from HF_TOKEN. Left out: this machine alone."""
 
 
-_TensorBoard = Annotated[TensorBoard | None, BeforeValidator(_switch, json_schema_input_type=bool | TensorBoard | None)]
-_WandB = Annotated[WandB | None, BeforeValidator(_switch, json_schema_input_type=bool | WandB | None)]
-_MLflow = Annotated[MLflow | None, BeforeValidator(_switch, json_schema_input_type=bool | MLflow | None)]
-_Comet = Annotated[Comet | None, BeforeValidator(_switch, json_schema_input_type=bool | Comet | None)]
-_Trackio = Annotated[Trackio | None, BeforeValidator(_switch, json_schema_input_type=bool | Trackio | None)]
+_TensorBoard = Annotated[
+    TensorBoard | None, BeforeValidator(_switch, json_schema_input_type=bool | TensorBoard | None)
+]
+_WandB = Annotated[
+    WandB | None, BeforeValidator(_switch, json_schema_input_type=bool | WandB | None)
+]
+_MLflow = Annotated[
+    MLflow | None, BeforeValidator(_switch, json_schema_input_type=bool | MLflow | None)
+]
+_Comet = Annotated[
+    Comet | None, BeforeValidator(_switch, json_schema_input_type=bool | Comet | None)
+]
+_Trackio = Annotated[
+    Trackio | None, BeforeValidator(_switch, json_schema_input_type=bool | Trackio | None)
+]
 
 
 class EarlyStopping(Section):
@@ -453,7 +535,9 @@ class EarlyStopping(Section):
 
 
 class ReduceOnPlateau(EarlyStopping):
-    """Lower the learning rate when a metric has stopped becoming better; with the constant schedule."""
+    """Lower the learning rate when a metric has stopped becoming better; with the constant
+    schedule.
+    """
 
     kind: Literal["reduce_on_plateau"] = "reduce_on_plateau"  # type: ignore[assignment]
     factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
@@ -464,8 +548,9 @@ CallbackSection = Annotated[EarlyStopping | ReduceOnPlateau | Target, OneOf()]
 
 
 class Monitors(Section):
-    """Destinations of the metrics. `metrics.jsonl` is always written. Keys and tokens come from the environment, never
-    from here: this becomes config.yaml."""
+    """Destinations of the metrics. `metrics.jsonl` is always written. Keys and tokens come from the
+    environment, never from here: this becomes config.yaml.
+    """
 
     tensorboard: _TensorBoard = TensorBoard()
     """true, false, or what else is written."""
@@ -480,34 +565,45 @@ class Monitors(Section):
     trackio: _Trackio = None
     """trackio: true, false, or where."""
     others: list[Target] = []
-    """Your own: each is called on rank 0 with its args, in a thread of its own, and gives an object with
-    ``write(point)`` (`framework.train.monitors.base.Point`) and ``close()``."""
+    """Your own: each is called on rank 0 with its args, in a thread of its own, and gives an object
+    with ``write(point)`` (`framework.train.monitors.base.Point`) and ``close()``.
+    """
     wait_seconds: Positive = 20.0
-    """Longest wait at the end of the run for each sink that is not yet done: a server that does not answer costs this
-    and its last points."""
+    """Longest wait at the end of the run for each sink that is not yet done: a server that does not
+    answer costs this and its last points.
+    """
     report: bool = True
     """``report.html`` in the run folder, written at the end of the run."""
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
-    """On the terminal of rank 0: a bar, a line per logged step, or nothing; auto: a bar if it is a terminal."""
+    """On the terminal of rank 0: a bar, a line per logged step, or nothing; auto: a bar if it is a
+    terminal.
+    """
 
     def sinks(self) -> Mapping[str, Sink]:
         """The sections that a package of its own writes, by name."""
-        found = {name: getattr(self, name) for name in ("tensorboard", "wandb", "mlflow", "comet", "trackio")}
+        found = {
+            name: getattr(self, name)
+            for name in ("tensorboard", "wandb", "mlflow", "comet", "trackio")
+        }
         return {name: section for name, section in found.items() if section is not None}
 
     def missing_packages(self, *, but: str = "") -> Iterator[tuple[str, str]]:
-        """Dotted key of each sink whose package this Python does not have, and the package; none is imported, and
-        `but` not looked for."""
+        """Dotted key of each sink whose package this Python does not have, and the package; none is
+        imported, and `but` not looked for.
+        """
         for name, section in self.sinks().items():
             if name != but and importlib.util.find_spec(section.package) is None:
                 yield f"monitors.{name}", section.package
 
 
-# `batch`: how many samples make a step. The arithmetic is in `framework/plan/layout.py`, and only there.
+# `batch`: how many samples make a step. The arithmetic is in `framework/plan/layout.py`, and only
+# there.
 
 
 class Batch(Section):
-    """global_size = micro_size x accumulation_steps x data-parallel size; any one of the three may be left out."""
+    """global_size = micro_size x accumulation_steps x data-parallel size; any one of the three may
+    be left out.
+    """
 
     global_size: PositiveCount | None = None
     """Samples per optimizer step, over all devices."""
@@ -528,17 +624,23 @@ WORDS_OF_PATTERNS[_PARTITION] = (
 
 
 class TensorSplit(Section):
-    """Way in which a layer is divided over a tensor group; alone, `split` may be written without a section."""
+    """Way in which a layer is divided over a tensor group; alone, `split` may be written without a
+    section.
+    """
 
-    split: Literal["column", "row", "vocabulary", "column_gathered", "summed", "shared_input", "replicated"] = (
-        "replicated"
-    )
-    """``column``: by outputs, up to the next row layer; ``row``: by inputs; ``vocabulary``: an embedding or output head
-    by tokens; ``column_gathered``: an output layer whose parts are joined; ``summed``: whole, between column and row,
-    where each rank sees a part of its gradient; ``shared_input``: a module only whose column layers read its first
-    input, which is then copied once; ``replicated``: whole."""
+    split: Literal[
+        "column", "row", "vocabulary", "column_gathered", "summed", "shared_input", "replicated"
+    ] = "replicated"
+    """``column``: by outputs, up to the next row layer; ``row``: by inputs; ``vocabulary``: an
+    embedding or output head by tokens; ``column_gathered``: an output layer whose parts are joined;
+    ``summed``: whole, between column and row, where each rank sees a part of its gradient;
+    ``shared_input``: a module only whose column layers read its first input, which is then copied
+    once; ``replicated``: whole.
+    """
     sections: PositiveCount = 1
-    """Equal matrices that a column layer holds side by side: 3 where query, key and value are one."""
+    """Equal matrices that a column layer holds side by side: 3 where query, key and value are
+    one.
+    """
     divide: list[str] = Field(default_factory=list)
     """Attributes of the module that count what a rank has a part of, such as ``num_heads``."""
 
@@ -549,32 +651,44 @@ def _as_split(value: Any) -> Any:
     return value
 
 
-_Split = Annotated[TensorSplit, BeforeValidator(_as_split, json_schema_input_type=str | TensorSplit)]
+_Split = Annotated[
+    TensorSplit, BeforeValidator(_as_split, json_schema_input_type=str | TensorSplit)
+]
 
 
 class Parallel(Section):
     """Parallelism of the model itself over devices."""
 
     pipe: PositiveCount = 1
-    """Pipeline stages, each on a device of its own; every other device count is data parallel. 1: no pipeline;
-    ``auto``: as the devices allow."""
+    """Pipeline stages, each on a device of its own; every other device count is data parallel. 1:
+    no pipeline; ``auto``: as the devices allow.
+    """
     tensor: PositiveCount = 1
-    """Ranks that share every large matrix, each with a part of its rows or columns. Best on one host."""
+    """Ranks that share every large matrix, each with a part of its rows or columns. Best on one
+    host.
+    """
     tensor_plan: dict[str, _Split] | None = None
-    """Name of a layer, with * for any part between dots, to how it is divided; left out: gpt, bert and the models of
-    transformers bring their own."""
+    """Name of a layer, with * for any part between dots, to how it is divided; left out: gpt, bert
+    and the models of transformers bring their own.
+    """
     sequence: PositiveCount = 1
     """Ranks that share every sequence, each with a part of its positions (Ulysses)."""
     expert: PositiveCount = 1
-    """Ranks of different samples that share the experts of a mixture, each with as many whole ones (`model.moe`)."""
+    """Ranks of different samples that share the experts of a mixture, each with as many whole ones
+    (`model.moe`).
+    """
     partition: Annotated[str, StringConstraints(pattern=_PARTITION)] = "parameters"
-    """What the stages share evenly: ``parameters`` (trainable ones), ``uniform`` (number of layers), ``type:<regex>``
-    (layers whose class name matches), ``measured`` (seconds per layer, timed on rank 0 before the run)."""
+    """What the stages share evenly: ``parameters`` (trainable ones), ``uniform`` (number of
+    layers), ``type:<regex>`` (layers whose class name matches), ``measured`` (seconds per layer,
+    timed on rank 0 before the run).
+    """
     stages: list[Count] | None = None
     """The stage of every layer, one number per layer in order; left out: `partition` decides."""
 
     def sizes(self) -> dict[str, int]:
-        """Ranks that train on the same samples, by direction, as `framework.plan.layout.make_layout` takes them."""
+        """Ranks that train on the same samples, by direction, as
+        `framework.plan.layout.make_layout` takes them.
+        """
         return {"pipe_size": self.pipe, "tensor_size": self.tensor, "sequence_size": self.sequence}
 
 
@@ -588,7 +702,9 @@ class Classification(Kind):
     metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
     kind: Literal["classification"] = "classification"
     label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Share of the target spread evenly over all classes, in training only (Szegedy et al. 2016)."""
+    """Share of the target spread evenly over all classes, in training only (Szegedy et al.
+    2016).
+    """
     ignore_index: int = -100
     """Targets that are left out of loss and metrics: often 255 in segmentation."""
 
@@ -602,18 +718,25 @@ class CausalLM(Kind):
 
 
 class MaskedLM(Kind):
-    """BERT's pre-training: hidden tokens plus next-sentence prediction; metrics: accuracy, perplexity, one for each
-    part.
+    """BERT's pre-training: hidden tokens plus next-sentence prediction; metrics: accuracy,
+    perplexity, one for each part.
     """
 
     builds: ClassVar[str] = "framework.tasks.masked_lm:MaskedLM"
-    metrics: ClassVar[tuple[str, ...]] = ("loss", "mlm_loss", "accuracy", "nsp_loss", "nsp_accuracy", "perplexity")
+    metrics: ClassVar[tuple[str, ...]] = (
+        "loss",
+        "mlm_loss",
+        "accuracy",
+        "nsp_loss",
+        "nsp_accuracy",
+        "perplexity",
+    )
     kind: Literal["masked_lm"] = "masked_lm"
 
 
 class ModelLoss(Kind):
-    """The loss that the model returns, as transformers' models do: batches are mappings, which it takes whole as
-    keyword arguments.
+    """The loss that the model returns, as transformers' models do: batches are mappings, which it
+    takes whole as keyword arguments.
     """
 
     builds: ClassVar[str] = "framework.tasks.model_loss:ModelLoss"
@@ -622,10 +745,14 @@ class ModelLoss(Kind):
     labels: str = "labels"
     """Key of the labels in a batch."""
     mean_over: Literal["samples", "labels", "next_labels"] = "samples"
-    """What that loss is a mean over, so that micro-batches and ranks are added up exactly: samples, labels that are not
-    `ignore_index`, or those without the first of each row (causal language models)."""
+    """What that loss is a mean over, so that micro-batches and ranks are added up exactly: samples,
+    labels that are not `ignore_index`, or those without the first of each row (causal language
+    models).
+    """
     ignore_index: int = -100
-    """Labels that the model's loss leaves out, and that are not counted: of fairseq and old BERT code the padding."""
+    """Labels that the model's loss leaves out, and that are not counted: of fairseq and old BERT
+    code the padding.
+    """
 
 
 TaskSection = Annotated[Classification | CausalLM | MaskedLM | ModelLoss | Target | Object, OneOf()]

@@ -1,7 +1,9 @@
-"""`zero`: how optimizer state (stage 1), gradients (2) and weights (3) are spread over the data-parallel ranks.
+"""`zero`: how optimizer state (stage 1), gradients (2) and weights (3) are spread over the
+data-parallel ranks.
 
-Keys bear DeepSpeed's names (`zero_optimization.*`) where they mean the same. Two defaults differ: the buckets are 5e7
-elements instead of 5e8, because a bucket is a buffer of that many elements and 5e8 costs 1-2 GB on every device.
+Keys bear DeepSpeed's names (`zero_optimization.*`) where they mean the same. Two defaults differ:
+the buckets are 5e7 elements instead of 5e8, because a bucket is a buffer of that many elements and
+5e8 costs 1-2 GB on every device.
 """
 
 from __future__ import annotations
@@ -78,8 +80,9 @@ class Zero(Section):
     """Zero Redundancy Optimizer (Rajbhandari et al. 2020)."""
 
     stage: Annotated[int, Field(ge=0, le=3)] = 0
-    """0: plain data parallel; 1: optimizer state is spread; 2: gradients too; 3: weights too; ``auto``: as the devices
-    allow."""
+    """0: plain data parallel; 1: optimizer state is spread; 2: gradients too; 3: weights too;
+    ``auto``: as the devices allow.
+    """
     offload_optimizer: OffloadOptimizer = NoOffload()
     """Where optimizer state lives; needs stage 1 or higher (nvme: stage 3)."""
     offload_param: OffloadParam = NoOffload()
@@ -87,7 +90,9 @@ class Zero(Section):
     reduce_bucket_size: PositiveCount = 50_000_000
     """Elements of gradient reduced at once."""
     allgather_bucket_size: EvenCount = 50_000_000
-    """Elements of weights gathered at once after the step (stages 1 and 2); DeepSpeed refuses odd numbers."""
+    """Elements of weights gathered at once after the step (stages 1 and 2); DeepSpeed refuses odd
+    numbers.
+    """
     overlap_comm: bool | None = None
     """Reduce gradients while the backward pass runs; left out: only at stage 3, as in DeepSpeed."""
     contiguous_gradients: bool = True
@@ -97,7 +102,9 @@ class Zero(Section):
     round_robin_gradients: bool = False
     """Spread the gradient copies to the host over the ranks (stages 1 and 2 with CPU offload)."""
     sub_group_size: Count = 1_000_000_000
-    """Stage 3: elements that are updated at once; smaller lowers peak memory, 0 is one weight at a time."""
+    """Stage 3: elements that are updated at once; smaller lowers peak memory, 0 is one weight at a
+    time.
+    """
     stage3_prefetch_bucket_size: Count = 50_000_000
     """Stage 3: elements of weights fetched ahead of their use."""
     stage3_param_persistence_threshold: Count = 100_000
@@ -107,11 +114,16 @@ class Zero(Section):
     stage3_max_reuse_distance: Count = 1_000_000_000
     """Stage 3: a weight used again within this many elements is kept."""
     stage3_gather_16bit_weights_on_model_save: bool = True
-    """Stage 3: let `save_16bit_model` write whole weights; DeepSpeed's own default writes nothing."""
+    """Stage 3: let `save_16bit_model` write whole weights; DeepSpeed's own default writes
+    nothing.
+    """
 
 
 # Settings of stage 3 alone.
-STAGE3_KEYS: Final = ("sub_group_size", *(name for name in Zero.model_fields if name.startswith("stage3_")))
+STAGE3_KEYS: Final = (
+    "sub_group_size",
+    *(name for name in Zero.model_fields if name.startswith("stage3_")),
+)
 # Section -> device -> its keys, and the lowest stage at which DeepSpeed looks at it.
 OFFLOADS: Final[Mapping[str, Mapping[str, type[Section]]]] = {
     "offload_optimizer": {"cpu": OptimizerToCPU, "nvme": OptimizerToNVMe},

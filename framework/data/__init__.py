@@ -6,6 +6,6 @@
     token_files.py      what a token folder says of itself; read by the planner, so neither torch nor numpy
     order.py -> loaders.py -> batches.py     from sample numbers to batches
 
-Nothing here knows about process groups: rank and world size are arguments, so that every promise is tested in one
-process.
+Nothing here knows about process groups: rank and world size are arguments, so that every promise is
+tested in one process.
 """

@@ -1,11 +1,14 @@
-"""Samples read into batches: a sample's randomness (augmentation) is a pure function of (seed, epoch, sample index),
-that of a batch one of its first; collation, and errors of samples that cannot be stacked.
+"""Samples read into batches: a sample's randomness (augmentation) is a pure function of (seed,
+epoch, sample index), that of a batch one of its first; collation, and errors of samples that cannot
+be stacked.
 
-Otherwise another worker count, rank count or a resume would train on other images, and a `collate_fn` that draws (mixed
-images) would give the first stage of a pipeline the inputs of one draw and the last stage the targets of another.
+Otherwise another worker count, rank count or a resume would train on other images, and a
+`collate_fn` that draws (mixed images) would give the first stage of a pipeline the inputs of one
+draw and the last stage the targets of another.
 
-Covered are torch's CPU default generator, numpy's legacy global state and Python's `random`. A generator that a dataset
-keeps for itself (`np.random.default_rng()` in its constructor) is out of reach.
+Covered are torch's CPU default generator, numpy's legacy global state and Python's `random`. A
+generator that a dataset keeps for itself (`np.random.default_rng()` in its constructor) is out of
+reach.
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ _32_BITS: Final = 0xFFFF_FFFF
 
 
 def _unstackable(values: Sequence[Any], *, place: str = "") -> Problem | None:
-    """The first difference between the samples of a batch, or the first value in them that torch cannot stack. Looked
-    for only after torch has failed to, so that it costs nothing.
+    """The first difference between the samples of a batch, or the first value in them that torch
+    cannot stack. Looked for only after torch has failed to, so that it costs nothing.
     """
     first = values[0]
     shapes = [_shape(value) for value in values]
@@ -70,7 +73,9 @@ def _shape(value: Any) -> str:
             of_objects = " of objects"
         else:
             of_objects = ""
-        return f"{'an' if kind == 'array' else 'a'} {kind}{of_objects} of shape {tuple(value.shape)}"
+        return (
+            f"{'an' if kind == 'array' else 'a'} {kind}{of_objects} of shape {tuple(value.shape)}"
+        )
     if isinstance(value, Mapping):
         return f"a dict with the keys {', '.join(sorted(map(str, value)))}"
     if isinstance(value, (tuple, list)):
@@ -85,7 +90,9 @@ def _shape(value: Any) -> str:
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """Result of `__getitems__` of a dataset here: a batch that needs no collating, (batch, ...) per field."""
+    """Result of `__getitems__` of a dataset here: a batch that needs no collating, (batch, ...) per
+    field.
+    """
 
     fields: tuple[Tensor, ...]
 
@@ -104,7 +111,8 @@ class BatchDataset(Dataset[tuple[Any, ...]]):
 
 
 def collate(samples: Any) -> Any:
-    """Pass a `WholeBatch` through as the tuple of its fields; otherwise do what torch's `default_collate` does.
+    """Pass a `WholeBatch` through as the tuple of its fields; otherwise do what torch's
+    `default_collate` does.
 
     Raises:
         ConfigError: kind ``samples-differ`` or ``sample-type``: the samples cannot be stacked.
@@ -128,7 +136,9 @@ def own_collate(dataset: Any) -> Collate | None:
 
 @runtime_checkable
 class DrawsFromSeeds(Protocol):
-    """A dataset that draws all of a sample's randomness from a seed it is given: no global state, no setup."""
+    """A dataset that draws all of a sample's randomness from a seed it is given: no global state,
+    no setup.
+    """
 
     def items_from_seeds(self, indices: Sequence[int], seeds: Seeds) -> WholeBatch:
         """A batch of the samples `indices`, seeds uint64 of shape (len(indices),)."""
@@ -160,7 +170,9 @@ class _GeneratorStates:
 
 
 def _words_of_numpy() -> bytes:
-    """State of numpy's global generator, read where it lies (`mt19937_state`): `get_state` takes 24 us."""
+    """State of numpy's global generator, read where it lies (`mt19937_state`): `get_state` takes 24
+    us.
+    """
     return ctypes.string_at(np.random.mtrand._rand._bit_generator.ctypes.state_address, 4 * 625)
 
 
@@ -177,8 +189,9 @@ def random_state_kept() -> Iterator[None]:
 def seed_generators(seed: int) -> None:
     """Seed torch's CPU, numpy's and Python's global generators.
 
-    Not `torch.manual_seed`: that would also reset the GPU generators (the model's dropout), and in a worker process,
-    where CUDA is not initialised, it records a stack trace on every call (110 us against 1 us).
+    Not `torch.manual_seed`: that would also reset the GPU generators (the model's dropout), and in
+    a worker process, where CUDA is not initialised, it records a stack trace on every call (110 us
+    against 1 us).
     """
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed & _32_BITS)
@@ -196,14 +209,17 @@ class _Wrapper(Dataset[Any]):
 
 
 class SeededSamples(_Wrapper):
-    """Wraps a dataset so that every sample is read with its own random state; the surrounding state is left untouched.
+    """Wraps a dataset so that every sample is read with its own random state; the surrounding state
+    is left untouched.
 
-    Seeding takes as long as reading many a sample, and most datasets draw nothing: a batch is read without, and once
-    more, seeded, if a generator has moved. From then on all are seeded.
+    Seeding takes as long as reading many a sample, and most datasets draw nothing: a batch is read
+    without, and once more, seeded, if a generator has moved. From then on all are seeded.
     """
 
     def __init__(self, dataset: Any, *, seed: int | None, in_one: bool = False) -> None:
-        """`seed` is `run.seed`, or None where samples draw nothing; `in_one`: tensors may be read as a whole batch."""
+        """`seed` is `run.seed`, or None where samples draw nothing; `in_one`: tensors may be read
+        as a whole batch.
+        """
         super().__init__(dataset)
         self.seed = seed
         self._in_one = in_one
@@ -215,7 +231,9 @@ class SeededSamples(_Wrapper):
         self._draws = False
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> Any:
-        """The samples of (epoch, index) keys: a list, or whatever `items_from_seeds` of the dataset returns."""
+        """The samples of (epoch, index) keys: a list, or whatever `items_from_seeds` of the dataset
+        returns.
+        """
         indices = [index for _, index in keys]
         if self._are_tensors:
             return read_together(self.dataset, indices, in_one=True)
@@ -249,24 +267,34 @@ class SeededSamples(_Wrapper):
 
 
 def read_together(dataset: Any, indices: list[int], *, in_one: bool) -> Any:
-    """Samples of datasets that are known to have a faster way than one by one; of others one by one.
+    """Samples of datasets that are known to have a faster way than one by one; of others one by
+    one.
 
-    `in_one`: a `TensorDataset`, or a part of one, may come as a `WholeBatch`; otherwise as a list of samples.
+    `in_one`: a `TensorDataset`, or a part of one, may come as a `WholeBatch`; otherwise as a list
+    of samples.
     """
     if type(dataset) is Subset:
-        return read_together(dataset.dataset, [dataset.indices[index] for index in indices], in_one=in_one)
-    if type(dataset) is TensorDataset and in_one and min(indices) >= 0:  # `index_select` takes no others
+        return read_together(
+            dataset.dataset, [dataset.indices[index] for index in indices], in_one=in_one
+        )
+    # `index_select` takes no others
+    if type(dataset) is TensorDataset and in_one and min(indices) >= 0:
         rows = torch.tensor(indices)
-        return WholeBatch(tuple(tensor.index_select(0, rows.to(tensor.device)) for tensor in dataset.tensors))
-    if type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "__getitems__"):  # Hugging Face's
+        return WholeBatch(
+            tuple(tensor.index_select(0, rows.to(tensor.device)) for tensor in dataset.tensors)
+        )
+    # Hugging Face's
+    if type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "__getitems__"):
         return dataset.__getitems__(indices)
     return [dataset[index] for index in indices]
 
 
 class SeededBatches(_Wrapper):
-    """Wraps an evaluation dataset: a batch that draws random numbers gets the same in every evaluation.
+    """Wraps an evaluation dataset: a batch that draws random numbers gets the same in every
+    evaluation.
 
-    Seeded once per batch (by its first index) and not per sample, so that a dataset's own fast `__getitems__` is kept.
+    Seeded once per batch (by its first index) and not per sample, so that a dataset's own fast
+    `__getitems__` is kept.
     """
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
@@ -276,14 +304,18 @@ class SeededBatches(_Wrapper):
 
 
 class LoaderSamples(_Wrapper):
-    """Source of a `DataLoader`. Code that calls `exit()` is an error with a place there, also in a worker.
+    """Source of a `DataLoader`. Code that calls `exit()` is an error with a place there, also in a
+    worker.
 
-    With the dataset's own `collate_fn` it reads finished batches, whose draws depend on the seed and the first key
-    alone: a `DataLoader` tells its `collate_fn` neither the epoch nor the indices.
+    With the dataset's own `collate_fn` it reads finished batches, whose draws depend on the seed
+    and the first key alone: a `DataLoader` tells its `collate_fn` neither the epoch nor the
+    indices.
     """
 
     def __init__(self, dataset: Any, *, own: Collate | None, seed: int) -> None:
-        """`dataset` is read by `SampleKey`s or plain indices; `own` is its `collate_fn`, which `seed` is for."""
+        """`dataset` is read by `SampleKey`s or plain indices; `own` is its `collate_fn`, which
+        `seed` is for.
+        """
         super().__init__(dataset)
         self.own = own
         self.seed = seed
@@ -294,23 +326,31 @@ class LoaderSamples(_Wrapper):
             first = keys[0]
             if self.own is None:
                 return samples
-            return seeded_collate(self.own, samples, self.seed, first if isinstance(first, tuple) else (first,))
+            return seeded_collate(
+                self.own, samples, self.seed, first if isinstance(first, tuple) else (first,)
+            )
 
 
 def seeded_collate(own: Collate, samples: Any, seed: int, key: tuple[int, ...]) -> Any:
-    """A batch by a dataset's own `collate_fn`, which draws by the seed and the key of the first sample."""
+    """A batch by a dataset's own `collate_fn`, which draws by the seed and the key of the first
+    sample.
+    """
     with random_state_kept():
         seed_generators(mix_int(_COLLATE_SALT, seed, *key))
         return own(samples)
 
 
 def as_it_is(batch: Any) -> Any:
-    """Return a batch unchanged: the `collate_fn` of a `DataLoader` whose batches are made already."""
+    """Return a batch unchanged: the `collate_fn` of a `DataLoader` whose batches are made
+    already.
+    """
     return batch
 
 
 def fetched(dataset: Any, indices: Sequence[Any]) -> Any:
-    """The samples, as the dataset's `__getitems__` returns them if it has one, otherwise as a list."""
+    """The samples, as the dataset's `__getitems__` returns them if it has one, otherwise as a
+    list.
+    """
     fetch_all = getattr(dataset, "__getitems__", None)
     if fetch_all is not None:
         return fetch_all(indices)

@@ -1,4 +1,6 @@
-"""Chats as tokens, by a tokenizer of transformers with its chat template, and which of them the assistant wrote."""
+"""Chats as tokens, by a tokenizer of transformers with its chat template, and which of them the
+assistant wrote.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,17 @@ _NAMES: Final = {
     **{f"{name}_token": f"[{name.upper()}]" for name in ("cls", "sep", "mask", "pad")},
 }
 TEMPLATE_OF_BYTES: Final = (
-    "{% for message in messages %}{{ message.role }}: {% if message.role == 'assistant' %}{% generation %}"
-    "{{ message.content }}<|end|>{% endgeneration %}{% else %}{{ message.content }}{% endif %}{{ '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% for message in messages %}{{ message.role }}: {% if message.role == 'assistant' %}{% "
+    "generation %}{{ message.content }}<|end|>{% endgeneration %}{% else %}{{ message.content "
+    "}}{% endif %}{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 _MARKS: Final = re.compile(r"\{%[-+]?\s*generation\b")
 _KEY: Final = "data.chat_template"
 
 
 def open_tokenizer(path: str | None, template: str | None = None) -> Any:
-    """The tokenizer that `data.tokenizer` names, of transformers, with `data.chat_template`; None: of bytes, whose
-    numbers are `ByteTokenizer`'s. Nothing in its folder is run.
+    """The tokenizer that `data.tokenizer` names, of transformers, with `data.chat_template`; None:
+    of bytes, whose numbers are `ByteTokenizer`'s. Nothing in its folder is run.
 
     Raises:
         ConfigError: kinds ``package-missing``, ``tokenizer-unreadable``, ``chat-template-missing``.
@@ -44,7 +46,9 @@ def open_tokenizer(path: str | None, template: str | None = None) -> Any:
         from tokenizers import Tokenizer
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
     except ImportError as error:
-        raise missing_package("transformers", what="data of conversations or labelled texts", extra="text") from error
+        raise missing_package(
+            "transformers", what="data of conversations or labelled texts", extra="text"
+        ) from error
     fast: Any = PreTrainedTokenizerFast
     folder = Path(path or "").expanduser()
     if path is not None:
@@ -57,8 +61,13 @@ def open_tokenizer(path: str | None, template: str | None = None) -> Any:
             found = AutoTokenizer.from_pretrained(folder)
         else:  # of `prepare`
             made = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-            names = {"eos" if kind == "end" else kind: found for kind, found in special_names(made).items()}
-            found = fast(tokenizer_object=made, **{f"{kind}_token": name for kind, name in names.items()})
+            names = {
+                "eos" if kind == "end" else kind: found
+                for kind, found in special_names(made).items()
+            }
+            found = fast(
+                tokenizer_object=made, **{f"{kind}_token": name for kind, name in names.items()}
+            )
     except Exception as error:  # its files are anybody's
         reason = f"it cannot be read ({in_one_line(error)})"
         fix = "name a folder with tokenizer.json"
@@ -77,9 +86,12 @@ def open_tokenizer(path: str | None, template: str | None = None) -> Any:
 def _of_bytes() -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-    # Names of the bytes in a vocabulary: printable ones as they are, the others from 256 on (Radford et al. 2019).
+    # Names of the bytes in a vocabulary: printable ones as they are, the others from 256 on
+    # (Radford et al. 2019).
     names = {byte: chr(byte) for byte in [*range(33, 127), *range(161, 173), *range(174, 256)]}
-    names |= {byte: chr(256 + number) for number, byte in enumerate(sorted({*range(256)} - {*names}))}
+    names |= {
+        byte: chr(256 + number) for number, byte in enumerate(sorted({*range(256)} - {*names}))
+    }
     made = Tokenizer(models.BPE({name: byte for byte, name in names.items()}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
@@ -92,7 +104,9 @@ def _of_bytes() -> Any:
 
 def pad_of(tokenizer: Any) -> int:
     """The number of the token that pads."""
-    return next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
+    return next(
+        (one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0
+    )
 
 
 def vocab_size_of(tokenizer: Any) -> int:
@@ -103,16 +117,19 @@ def vocab_size_of(tokenizer: Any) -> int:
 def tokenized(
     tokenizer: Any, messages: Sequence[Message], tools: Any, place: str
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
-    """Token numbers (n,) of a chat, and which the assistant wrote (n,): those that the template marks with ``{%
-    generation %}``, or those by which the chat up to an answer is longer than the prompt for it.
+    """Token numbers (n,) of a chat, and which the assistant wrote (n,): those that the template
+    marks with ``{% generation %}``, or those by which the chat up to an answer is longer than the
+    prompt for it.
 
     Raises:
-        ConfigError: kinds ``chat-template-wrong``; ``chat-template-not-prefix``, where the whole chat begins with other
-            tokens than its part does.
+        ConfigError: kinds ``chat-template-wrong``; ``chat-template-not-prefix``, where the whole
+            chat begins with other tokens than its part does.
     """
 
     def rendered(part: Sequence[Message], **options: Any) -> Any:
-        return tokenizer.apply_chat_template(part, tools=tools, tokenize=True, return_dict=True, **options)
+        return tokenizer.apply_chat_template(
+            part, tools=tools, tokenize=True, return_dict=True, **options
+        )
 
     try:
         if _MARKS.search(str(tokenizer.chat_template)):
@@ -125,8 +142,14 @@ def tokenized(
                 before = rendered(messages[:number], add_generation_prompt=True)["input_ids"]
                 until = rendered(messages[: number + 1])["input_ids"]
                 if ids[: len(before)] != before or ids[: len(until)] != until:
-                    reason = f"{place}: up to message {number + 1} it does not begin as the whole conversation does"
-                    fix = "mark answers in it, {% generation %}{{ message.content }}...{% endgeneration %}"
+                    reason = (
+                        f"{place}: up to message {number + 1} it does not begin as the whole "
+                        "conversation does"
+                    )
+                    fix = (
+                        "mark answers in it, {% generation %}{{ message.content }}...{% "
+                        "endgeneration %}"
+                    )
                     raise ConfigError.of("chat-template-not-prefix", reason, fix, _KEY)
                 learnt[len(before) : len(until)] = True
     except ConfigError:
@@ -139,8 +162,8 @@ def tokenized(
 
 
 class Answers:
-    """Tokenizer of a model that was trained on conversations, for what it writes: a text is what the user asks, or a
-    JSON list of messages.
+    """Tokenizer of a model that was trained on conversations, for what it writes: a text is what
+    the user asks, or a JSON list of messages.
     """
 
     kind: Literal["bytes", "library"] = "library"
@@ -158,7 +181,9 @@ class Answers:
             with suppress(ValueError, LookupError, TypeError):
                 messages = json.loads(text)
                 asked[number] = messages if messages[0]["role"] else asked[number]
-        found = self._made.apply_chat_template(asked, add_generation_prompt=True, tokenize=True, return_dict=True)
+        found = self._made.apply_chat_template(
+            asked, add_generation_prompt=True, tokenize=True, return_dict=True
+        )
         return [np.array(ids, np.uint32) for ids in found["input_ids"]]
 
     def decode(self, numbers: Sequence[int]) -> str:

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from framework.data.chat import TEMPLATE_OF_BYTES, Message, open_tokenizer, pad_of, tokenized, vocab_size_of
+from framework.data.chat import (
+    TEMPLATE_OF_BYTES,
+    Message,
+    open_tokenizer,
+    pad_of,
+    tokenized,
+    vocab_size_of,
+)
 from framework.data.splits import Splits
 from framework.data.text_rows import Row, dealt, questions
 from framework.data.tokens import Tokens
@@ -23,16 +30,19 @@ from framework.system.host_value import HostValue, made_once_on_host
 
 NO_TARGET: Final = -100
 _ROLES: Final = {"human": "user", "gpt": "assistant", "function": "tool"}  # ShareGPT's
-_INSTEAD: Final = ("tool_calls", "function_call", "reasoning_content")  # what may stand in place of content
+# what may stand in place of content
+_INSTEAD: Final = ("tool_calls", "function_call", "reasoning_content")
 _PARTS: Final = ("training", "evaluation")
 Pair = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
 
 
 class Conversations(torch.utils.data.Dataset[Any]):
-    """Tokens (n,) int64 and their successors (n,) int64, -100 where the assistant did not write them.
+    """Tokens (n,) int64 and their successors (n,) int64, -100 where the assistant did not write
+    them.
 
-    Batches are padded to their longest, and no token sees what pads. Packed, a sample is a row of S tokens, a dict of
-    ``input_ids`` and ``position_ids`` (S,), which begin anew with each conversation, beside its targets (S,).
+    Batches are padded to their longest, and no token sees what pads. Packed, a sample is a row of S
+    tokens, a dict of ``input_ids`` and ``position_ids`` (S,), which begin anew with each
+    conversation, beside its targets (S,).
     """
 
     def __init__(self, held: HostValue, part: int, *, tokenizer: Any, row_size: int) -> None:
@@ -77,26 +87,41 @@ class Conversations(torch.utils.data.Dataset[Any]):
         ids.append(np.full(room, self._pad))
         places.append(np.arange(room))  # as a conversation of its own
         targets.append(np.full(room, NO_TARGET))
-        inputs, numbered, wanted = (torch.from_numpy(np.concatenate(part)) for part in (ids, places, targets))
+        inputs, numbered, wanted = (
+            torch.from_numpy(np.concatenate(part)) for part in (ids, places, targets)
+        )
         return {"input_ids": inputs, "position_ids": numbered} if self._row_size else inputs, wanted
 
     def _padded(self, samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         both = zip(zip(*samples, strict=True), (self._pad, NO_TARGET), strict=True)
-        ids, targets = (pad_sequence(list(part), batch_first=True, padding_value=value) for part, value in both)
+        ids, targets = (
+            pad_sequence(list(part), batch_first=True, padding_value=value) for part, value in both
+        )
         return ids, targets
 
 
 def messages_of(row: Row) -> list[Message]:
     """The messages of a row, in any of the field's forms; a ValueError where it has none."""
     if "prompt" in row and "completion" in row:
-        found = [*_as_messages(row["prompt"], "user"), *_as_messages(row["completion"], "assistant")]
+        found = [
+            *_as_messages(row["prompt"], "user"),
+            *_as_messages(row["completion"], "assistant"),
+        ]
     elif isinstance(turns := row.get("conversations"), list):
-        named = [(str(one.get("from", "")), one.get("value")) for one in turns if isinstance(one, dict)]
+        named = [
+            (str(one.get("from", "")), one.get("value")) for one in turns if isinstance(one, dict)
+        ]
         found = [{"role": _ROLES.get(role, role), "content": text} for role, text in named]
     else:
         found = row.get("messages", ())
-    if not isinstance(found, list) or not all(isinstance(one, dict) and one.get("role") for one in found) or not found:
-        raise ValueError("it has neither messages of a role each, nor prompt and completion, nor conversations")
+    if (
+        not isinstance(found, list)
+        or not all(isinstance(one, dict) and one.get("role") for one in found)
+        or not found
+    ):
+        raise ValueError(
+            "it has neither messages of a role each, nor prompt and completion, nor conversations"
+        )
     for number, one in enumerate(found, start=1):
         if one.get("content") is None and not any(map(one.get, _INSTEAD)):
             raise ValueError(f"message {number}, of role {one['role']}, has no content")
@@ -125,8 +150,8 @@ def build(
     Arguments are the keys of `config.data.Conversations`.
 
     Raises:
-        ConfigError: a file, the tokenizer or the template cannot be used, or nothing is left to learn
-            (``nothing-to-learn``).
+        ConfigError: a file, the tokenizer or the template cannot be used, or nothing is left to
+            learn (``nothing-to-learn``).
     """
     chats = open_tokenizer(tokenizer, chat_template or (None if tokenizer else TEMPLATE_OF_BYTES))
 
@@ -136,10 +161,20 @@ def build(
     def make_parts() -> list[Any]:
         parts = dealt((path, eval_path), eval_fraction, make, questions)
         return [
-            _laid_out(part, name, sequence_length, too_long, packing) for part, name in zip(parts, _PARTS, strict=True)
+            _laid_out(part, name, sequence_length, too_long, packing)
+            for part, name in zip(parts, _PARTS, strict=True)
         ]
 
-    subject = (path, eval_path, eval_fraction, tokenizer, chat_template, sequence_length, packing, too_long)
+    subject = (
+        path,
+        eval_path,
+        eval_fraction,
+        tokenizer,
+        chat_template,
+        sequence_length,
+        packing,
+        too_long,
+    )
     held = made_once_on_host(f"{Path.cwd()} {subject}", make_parts)
     row_size = sequence_length * packing
     made = partial(Conversations, held, tokenizer=chats, row_size=row_size)
@@ -150,13 +185,17 @@ def build(
     return Splits(made(0), made(1) if len(made(1)) else None)
 
 
-def _laid_out(pairs: list[Pair], name: str, length: int, too_long: str, packing: bool) -> tuple[Any, ...]:
-    """Tokens uint32, which are targets, starts of conversations, the first conversation of every row; and what was left
-    out, as text.
+def _laid_out(
+    pairs: list[Pair], name: str, length: int, too_long: str, packing: bool
+) -> tuple[Any, ...]:
+    """Tokens uint32, which are targets, starts of conversations, the first conversation of every
+    row; and what was left out, as text.
     """
     limit = length + 1
     drops = too_long == "drop"
-    fitting = [(ids[:limit], learnt[:limit]) for ids, learnt in pairs if len(ids) <= limit or not drops]
+    fitting = [
+        (ids[:limit], learnt[:limit]) for ids, learnt in pairs if len(ids) <= limit or not drops
+    ]
     kept = [pair for pair in fitting if pair[1][1:].any()]
     num_long = sum(len(ids) > limit for ids, _ in pairs)
     rows = list(range(len(kept) + 1))
@@ -169,7 +208,9 @@ def _laid_out(pairs: list[Pair], name: str, length: int, too_long: str, packing:
     stated = [f"{name}: {len(kept):,} of {counted(len(pairs), 'conversation')}"]
     stated.append(f"{int(learnt.sum()):,} of {len(ids):,} tokens are learnt")
     if num_long:
-        stated.append(f"{num_long} too long, {'left out' if drops else f'cut after {limit} tokens'}")
+        stated.append(
+            f"{num_long} too long, {'left out' if drops else f'cut after {limit} tokens'}"
+        )
     lost = len(fitting) - len(kept)
     if lost:
         stated.append(f"{lost} without an answer{' there' if num_long else ''}, left out")
@@ -180,10 +221,11 @@ def _laid_out(pairs: list[Pair], name: str, length: int, too_long: str, packing:
 
 
 def best_fit(lengths: Sequence[int], size: int) -> tuple[list[int], list[int]]:
-    """Numbers of conversations, row after row, and where in them every row begins and the last ends.
+    """Numbers of conversations, row after row, and where in them every row begins and the last
+    ends.
 
-    The longest first, each into the row that it leaves the least room in (best-fit decreasing; Ding et al. 2024, "Fewer
-    Truncations Improve Language Modeling"): rows hold at most `size`.
+    The longest first, each into the row that it leaves the least room in (best-fit decreasing; Ding
+    et al. 2024, "Fewer Truncations Improve Language Modeling"): rows hold at most `size`.
     """
     rows = list[list[int]]()
     rooms = list[tuple[int, int]]()

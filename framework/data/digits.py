@@ -1,4 +1,6 @@
-"""scikit-learn's handwritten digits: 1,797 real images in the package itself, for runs that need no download."""
+"""scikit-learn's handwritten digits: 1,797 real images in the package itself, for runs that need no
+download.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,26 @@ _BRIGHTEST: Final = 16.0
 
 
 def build(image_size: int = 28) -> Splits:
-    """Split the digits 1,437 / 360, every digit in the same share in both, the same on every machine.
+    """Split the digits 1,437 / 360, every digit in the same share in both, the same on every
+    machine.
 
     Returns:
-        Grey images (1, image_size, image_size), normalised with the mean and standard deviation of the training images,
-        and labels 0 to 9. Source: Alpaydin and Kaynak 1998, "Optical Recognition of Handwritten Digits", its test part.
+        Grey images (1, image_size, image_size), normalised with the mean and standard deviation of
+        the training images, and labels 0 to 9. Source: Alpaydin and Kaynak 1998, "Optical
+        Recognition of Handwritten Digits", its test part.
     """
     images, targets, parts, mean, std = _read(image_size)
-    train, evaluation = (ImageTensors(images[part], targets[part], mean=[mean], std=[std]) for part in parts)
+    train, evaluation = (
+        ImageTensors(images[part], targets[part], mean=[mean], std=[std]) for part in parts
+    )
     return Splits(train, evaluation)
 
 
 @lru_cache(maxsize=2)  # a process may train many runs on them
 def _read(image_size: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], float, float]:
-    """All images and labels, the indices of both parts, and mean and standard deviation of the first one."""
+    """All images and labels, the indices of both parts, and mean and standard deviation of the
+    first one.
+    """
     originals, labels = load_digits(return_X_y=True)
     images = _enlarged(torch.from_numpy(originals).float().view(-1, 1, 8, 8), image_size)
     train, evaluation = train_test_split(
@@ -46,6 +54,10 @@ def _read(image_size: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], float
 
 
 def _enlarged(images: Tensor, image_size: int) -> Tensor:
-    """Float images (N, 1, 8, 8) of values 0 to 16 -> uint8 (N, 1, image_size, image_size) of values 0 to 255."""
-    resized = interpolate(images, size=(image_size, image_size), mode="bilinear", align_corners=False)
+    """Float images (N, 1, 8, 8) of values 0 to 16 -> uint8 (N, 1, image_size, image_size) of values
+    0 to 255.
+    """
+    resized = interpolate(
+        images, size=(image_size, image_size), mode="bilinear", align_corners=False
+    )
     return (resized * (255.0 / _BRIGHTEST)).round().to(torch.uint8)

@@ -1,4 +1,5 @@
-"""Documents out of text files and JSON lines, piece by piece, so that memory does not grow with the input.
+"""Documents out of text files and JSON lines, piece by piece, so that memory does not grow with the
+input.
 
 *.jsonl, *.ndjson        one JSON object per line; its text field is a document
 *.json, *.csv, ...       rows of a table: refused, for the marks between them would be learnt as text; --format says
@@ -31,7 +32,9 @@ _COMPRESSED: Final = {
     b"(\xb5/\xfd": "zstd",
 }
 _SHOWN_FIELDS: Final = 5
-_ROWS: Final = frozenset({".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather", ".orc", ".avro", ".xlsx"})
+_ROWS: Final = frozenset(
+    {".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather", ".orc", ".avro", ".xlsx"}
+)
 _ROWS_INSIDE: Final = (b"PAR1", b"ARROW1")
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 Format = Literal["auto", "text", "jsonl"]
@@ -59,7 +62,8 @@ class Reading:
     """Options for reading files.
 
     Attributes:
-        utf8: refuse what is not UTF-8, and cut long documents only where a byte-level BPE would cut as well.
+        utf8: refuse what is not UTF-8, and cut long documents only where a byte-level BPE would cut
+            as well.
         json_field: name of the text in JSON lines.
         blank_lines_split: a blank line ends a document of a plain file.
         form: what all files are, whatever their names say; ``auto``: their names say it.
@@ -73,11 +77,14 @@ class Reading:
 
 def is_json_lines(path: str, form: Format = "auto") -> bool:
     """Check whether a file is read as JSON lines."""
-    return form == "jsonl" or (form == "auto" and Path(path).suffix.lower() in (".jsonl", ".ndjson"))
+    return form == "jsonl" or (
+        form == "auto" and Path(path).suffix.lower() in (".jsonl", ".ndjson")
+    )
 
 
 def files_in_folders(paths: Sequence[str]) -> list[str]:
-    """Return the paths with each folder replaced by its ``*.txt`` in the order of their names; links are not followed.
+    """Return the paths with each folder replaced by its ``*.txt`` in the order of their names;
+    links are not followed.
 
     Raises:
         ConfigError: kind ``text-not-a-file``, for each folder without one, and ``text-unreadable``.
@@ -91,7 +98,9 @@ def files_in_folders(paths: Sequence[str]) -> list[str]:
         try:
             with os.scandir(path) as entries:
                 found = sorted(
-                    each.path for each in entries if each.name.endswith(".txt") and each.is_file(follow_symlinks=False)
+                    each.path
+                    for each in entries
+                    if each.name.endswith(".txt") and each.is_file(follow_symlinks=False)
                 )
         except OSError as error:
             problems.append(_unreadable(path, error))
@@ -110,7 +119,8 @@ def input_size(paths: Sequence[str], form: Format = "auto") -> int:
     """Bytes of all files.
 
     Raises:
-        ConfigError: every file that is missing, a folder, unreadable or compressed, or rows of a table (``text-rows``).
+        ConfigError: every file that is missing, a folder, unreadable or compressed, or rows of a
+            table (``text-rows``).
     """
     problems = [found for path in paths if (found := _complaint(path, form))]
     if problems:
@@ -123,9 +133,17 @@ def _complaint(path: str, form: Format) -> Problem | None:
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116 - a path with a NUL byte raises here and is false in pathlib
         if S_ISDIR(mode):
-            return problem("text-not-a-file", "it is a folder", f"name the files in it, for example {path}/*.txt")
+            return problem(
+                "text-not-a-file",
+                "it is a folder",
+                f"name the files in it, for example {path}/*.txt",
+            )
         if not S_ISREG(mode):
-            return problem("text-not-a-file", "it is no regular file, and it is read twice", "write it to a file first")
+            return problem(
+                "text-not-a-file",
+                "it is no regular file, and it is read twice",
+                "write it to a file first",
+            )
         with Path(path).open("rb") as stream:
             head = stream.read(8)
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -146,7 +164,9 @@ def _complaint(path: str, form: Format) -> Problem | None:
 
 
 def carriage_returns(paths: Sequence[str], form: Format = "auto") -> list[str]:
-    """The plain files whose first lines end as on Windows: the carriage returns would be learnt as text."""
+    """The plain files whose first lines end as on Windows: the carriage returns would be learnt as
+    text.
+    """
     found = []
     for path in paths:
         with suppress(OSError), Path(path).open("rb") as stream:  # the reading says so
@@ -159,8 +179,8 @@ def read_documents(paths: Iterable[str], how: Reading) -> Iterator[Piece]:
     """Every document of every file, in order.
 
     Raises:
-        ConfigError: at the first place that cannot be read: kinds ``text-unreadable``, ``text-not-utf8``,
-            ``text-bad-json``, ``text-no-field``, ``text-line-too-long``.
+        ConfigError: at the first place that cannot be read: kinds ``text-unreadable``,
+            ``text-not-utf8``, ``text-bad-json``, ``text-no-field``, ``text-line-too-long``.
     """
     for path in paths:
         try:
@@ -195,14 +215,16 @@ def _whole_file(stream: BinaryIO, path: str, how: Reading) -> Iterator[Piece]:
 
 def _skip_byte_order_mark(stream: BinaryIO) -> int:
     """The place where the text begins: the mark, which Windows puts before it, is none."""
-    return stream.seek(len(_BYTE_ORDER_MARK) if stream.read(len(_BYTE_ORDER_MARK)) == _BYTE_ORDER_MARK else 0)
+    return stream.seek(
+        len(_BYTE_ORDER_MARK) if stream.read(len(_BYTE_ORDER_MARK)) == _BYTE_ORDER_MARK else 0
+    )
 
 
 def _place_to_cut(text: bytes) -> int:
     """Behind the last line end, or else before the last blank, that a non-blank follows.
 
-    GPT-2's pattern, which byte-level BPE splits by, never joins what stands on both sides of such a place: the tokens
-    are those of the uncut text. Text without one is cut between two characters.
+    GPT-2's pattern, which byte-level BPE splits by, never joins what stands on both sides of such a
+    place: the tokens are those of the uncut text. Text without one is cut between two characters.
     """
     for sign, behind in ((b"\n", 1), (b" ", 0)):
         place = text.rfind(sign, 0, len(text) - 1)
@@ -245,7 +267,9 @@ def _json_lines(stream: BinaryIO, path: str, how: Reading) -> Iterator[Piece]:
 
 
 def _lines(stream: BinaryIO, path: str) -> Iterator[bytes]:
-    for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE_BYTES + 1), b""), start=1):
+    for number, line in enumerate(
+        iter(partial(stream.readline, LONGEST_LINE_BYTES + 1), b""), start=1
+    ):
         if len(line) > LONGEST_LINE_BYTES:
             raise _too_long(path, number, "the line")
         yield line
@@ -263,21 +287,31 @@ def _text_of(line: bytes, name: str, path: str, number: int) -> bytes:
             reason = "nested too deep"
         else:
             reason = getattr(error, "msg", str(error))
-        reason = reason.removesuffix(" at").removesuffix(" starting")  # the place is said in front of the line
+        # the place is said in front of the line
+        reason = reason.removesuffix(" at").removesuffix(" starting")
         reason = f"the line is not JSON: {reason}"
         fix = "write one JSON object per line, or remove the line"
         raise refusal("text-bad-json", reason, fix, column=getattr(error, "colno", 0)) from error
     if not isinstance(row, dict):
         raise refusal("text-bad-json", "the line is no JSON object", f'write {{"{name}": "..."}}')
     if name not in row:
-        reason = f"there is no field '{name}' among: {', '.join(list(row)[:_SHOWN_FIELDS]) or 'no fields'}"
+        reason = (
+            f"there is no field '{name}' among: "
+            f"{', '.join(list(row)[:_SHOWN_FIELDS]) or 'no fields'}"
+        )
         raise refusal("text-no-field", reason, "say which with --jsonl-field")
     if not isinstance(row[name], str):
-        raise refusal("text-no-field", f"the field '{name}' holds no text", "say which one does with --jsonl-field")
+        raise refusal(
+            "text-no-field",
+            f"the field '{name}' holds no text",
+            "say which one does with --jsonl-field",
+        )
     try:
         return bytes(row[name].encode())
     except UnicodeEncodeError as error:
-        raise _not_utf8(path, f"half of a surrogate pair in {name}", number, is_json=True) from error
+        raise _not_utf8(
+            path, f"half of a surrogate pair in {name}", number, is_json=True
+        ) from error
 
 
 def _check_utf8(text: bytes, path: str, *, position: int = 0, line: int = 0) -> None:
@@ -295,7 +329,9 @@ def _check_utf8(text: bytes, path: str, *, position: int = 0, line: int = 0) -> 
 
 def _not_utf8(path: str, place: str, line: int, *, is_json: bool = False) -> ConfigError:
     fix = f"convert it to UTF-8{', which JSON is' if is_json else ', or use --tokenizer bytes'}"
-    return ConfigError.of("text-not-utf8", f"it is not UTF-8 text ({place})", fix, file=path, line=line)
+    return ConfigError.of(
+        "text-not-utf8", f"it is not UTF-8 text ({place})", fix, file=path, line=line
+    )
 
 
 def _too_long(path: str, number: int, what: str) -> ConfigError:

@@ -14,35 +14,45 @@ _DEAD_WORKER: Final = re.compile(
 )
 # The kernel's name of the signal -> what that mostly means.
 _WAYS_OUT: Final = {
-    "Killed": "the host, or the memory limit of this job, has no room for it: set data.num_workers or "
-    "data.prefetch_batches lower",
-    "Bus error": "/dev/shm is full: give the container a larger one (docker --shm-size, an emptyDir of medium "
-    "Memory), or set data.num_workers or data.prefetch_batches lower",
+    "Killed": "the host, or the memory limit of this job, has no room for it: set "
+    "data.num_workers or data.prefetch_batches lower",
+    "Bus error": "/dev/shm is full: give the container a larger one (docker --shm-size, an "
+    "emptyDir of medium Memory), or set data.num_workers or data.prefetch_batches "
+    "lower",
 }
-_NO_WAY_OUT_KNOWN: Final = "the code that reads the data has ended its process: data.num_workers=0 shows where"
-# How torch hands over a worker's error: one of the same class, whose text is the worker's whole traceback.
+_NO_WAY_OUT_KNOWN: Final = (
+    "the code that reads the data has ended its process: data.num_workers=0 shows where"
+)
+# How torch hands over a worker's error: one of the same class, whose text is the worker's whole
+# traceback.
 _FROM_WORKER: Final = re.compile(r"Caught \w+ in ")
 
 
 def death_of_worker(error: BaseException) -> str:
-    """Return one line with the way out, where torch's error says that a worker has ended; empty otherwise."""
+    """Return one line with the way out, where torch's error says that a worker has ended; empty
+    otherwise.
+    """
     dead = _dead_worker(error)
     if not dead:
         return ""
     way_out = _WAYS_OUT.get((dead[2] or "").strip(), _NO_WAY_OUT_KNOWN)
-    return f"a worker that reads the data {printable(dead[1].strip())}: {way_out} [data-worker-ended]"
+    return (
+        f"a worker that reads the data {printable(dead[1].strip())}: {way_out} [data-worker-ended]"
+    )
 
 
 def _dead_worker(error: BaseException) -> re.Match[str] | None:
-    """The signal, where one error of torch's names it and the one that it became does not any more."""
+    """The signal, where one error of torch's names it and the one that it became does not any
+    more.
+    """
     dead = _DEAD_WORKER.search(str(error))
     before = error.__cause__ or error.__context__
     return (dead and not dead[2] and before and _DEAD_WORKER.search(str(before))) or dead
 
 
 class ExplainedData:
-    """A loader, for training or for evaluation, whose errors are explained. `claims`: whether this rank is the one that
-    reports an error, given its text.
+    """A loader, for training or for evaluation, whose errors are explained. `claims`: whether this
+    rank is the one that reports an error, given its text.
     """
 
     def __init__(self, loader: Any, *, claims: Callable[[str], bool]) -> None:
@@ -61,8 +71,8 @@ class ExplainedData:
 
 
 def _without_traceback(error: Exception, *, claims: Callable[[str], bool]) -> FrameworkError | None:
-    """Without a worker's traceback, which stands before its message. The ranks read different samples: what one of them
-    meets, it has to report; what all meet, rank 0 reports.
+    """Without a worker's traceback, which stands before its message. The ranks read different
+    samples: what one of them meets, it has to report; what all meet, rank 0 reports.
     """
     if not isinstance(error, FrameworkError):
         return None

@@ -46,7 +46,9 @@ class TakenStream(_Taken, IterableDataset[Any]):
 
 
 class TakenSet(_Taken):
-    """One of samples by number. With a sampler `num_ordered` is the number of samples in an epoch."""
+    """One of samples by number. With a sampler `num_ordered` is the number of samples in an
+    epoch.
+    """
 
     def __init__(self, dataset: Any, collate_fn: Any, sampler: Any) -> None:
         """`sampler` gives the order of every epoch; None: it is the run's."""
@@ -64,8 +66,9 @@ class TakenSet(_Taken):
         return fetched(self._dataset, indices)
 
     def epoch_order(self, epoch: int, *, seed: int) -> Order:
-        """The order of an epoch, asked of the sampler with a seed of (seed, epoch): the same whoever asks, and when; a
-        ConfigError, kind ``sampler-order``, where it has another length than the first.
+        """The order of an epoch, asked of the sampler with a seed of (seed, epoch): the same
+        whoever asks, and when; a ConfigError, kind ``sampler-order``, where it has another length
+        than the first.
         """
         set_epoch = getattr(self._sampler, "set_epoch", None)
         if callable(set_epoch):
@@ -78,14 +81,18 @@ class TakenSet(_Taken):
             seed_generators(number)
             order = np.fromiter(self._sampler, dtype=np.int64)
         if len(order) != self.num_ordered or not 0 <= order.min() <= order.max() < len(self):
-            reason = f"epoch {epoch} has {len(order)} samples of {len(self)}, and the first one {self.num_ordered}"
+            reason = (
+                f"epoch {epoch} has {len(order)} samples of {len(self)}, and the first one "
+                f"{self.num_ordered}"
+            )
             fix = "let every epoch have as many, each with a number of the dataset"
             raise ConfigError.of("sampler-order", reason, fix, "data", type(self._sampler).__name__)
         return order.take
 
 
 def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, Any]]:
-    """Take a `DataLoader` apart: its dataset; and `micro_size`, `num_workers`, `shuffle`, as far as it says.
+    """Take a `DataLoader` apart: its dataset; and `micro_size`, `num_workers`, `shuffle`, as far as
+    it says.
 
     Raises:
         ConfigError: kind ``loader-not-taken``: something else than a sampler makes its batches.
@@ -112,7 +119,8 @@ def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, An
         taken["shuffle"], sampler = is_whole or getattr(sampler, "shuffle", False), None
     elif getattr(sampler, "num_replicas", 1) > 1:
         reason = (
-            f"its sampler, {type(sampler).__name__}, has an order of each rank's own, and ranks are divided by the run"
+            f"its sampler, {type(sampler).__name__}, has an order of each rank's own, and "
+            "ranks are divided by the run"
         )
         fix = "give it a sampler of the whole order (num_replicas=1, rank=0)"
         raise ConfigError.of("loader-not-taken", reason, fix, key, "DataLoader")
@@ -120,26 +128,37 @@ def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, An
         order = TakenSet(dataset, None, sampler).epoch_order(0, seed=0)
         dataset = Subset(dataset, order(np.arange(len(sampler))).tolist())
         sampler = None
-    return (dataset if collate_fn is sampler is None else TakenSet(dataset, collate_fn, sampler)), taken
+    return (
+        dataset if collate_fn is sampler is None else TakenSet(dataset, collate_fn, sampler)
+    ), taken
 
 
 def _look_at_worker_init(given: DataLoader[Any], *, key: str) -> None:
-    """Refuse a `worker_init_fn` that may divide a stream over workers; warn of one over samples by number."""
+    """Refuse a `worker_init_fn` that may divide a stream over workers; warn of one over samples by
+    number.
+    """
     if given.worker_init_fn is None or not given.num_workers:
         return
     if is_stream(given.dataset):
-        reason = "its worker_init_fn is not called, and may be what divides the stream over the workers"
-        fix = "let the dataset's __iter__ ask torch.utils.data.get_worker_info(), and leave worker_init_fn out"
+        reason = (
+            "its worker_init_fn is not called, and may be what divides the stream over the workers"
+        )
+        fix = (
+            "let the dataset's __iter__ ask torch.utils.data.get_worker_info(), and leave "
+            "worker_init_fn out"
+        )
         raise ConfigError.of("loader-not-taken", reason, fix, key, "DataLoader")
     warn(
-        f"{key}: the DataLoader's worker_init_fn is not called: the run seeds Python, numpy and torch for every "
-        "sample [worker-init-not-called]",
+        f"{key}: the DataLoader's worker_init_fn is not called: the run seeds Python, numpy and "
+        "torch for every sample [worker-init-not-called]",
         is_of_all_ranks=True,
     )
 
 
 def as_tensors(dataset: Any) -> Any:
-    """Hugging Face's datasets without a format of their own give lists, which nothing can be computed with."""
+    """Hugging Face's datasets without a format of their own give lists, which nothing can be
+    computed with.
+    """
     if type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "with_format"):
         if is_stream(dataset):
             formatting = dataset._formatting

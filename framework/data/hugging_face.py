@@ -35,7 +35,8 @@ def build(
     """Arguments are the keys of `config.data.HuggingFace`.
 
     Raises:
-        ConfigError: kinds ``package-missing``, ``dataset-not-found``, ``dataset-not-read``, ``dataset-columns``.
+        ConfigError: kinds ``package-missing``, ``dataset-not-found``, ``dataset-not-read``,
+            ``dataset-columns``.
     """
     try:
         import datasets
@@ -44,12 +45,16 @@ def build(
 
     def read(place: str, key: str, *splits: str) -> Any:
         try:
-            if {"dataset_dict.json", "state.json"} & {file.name for file in Path(place).glob("*.json")}:
+            if {"dataset_dict.json", "state.json"} & {
+                file.name for file in Path(place).glob("*.json")
+            }:
                 found = datasets.load_from_disk(place)
             else:
                 names = _files(place, key)
                 reader = _READERS[Path(names[0]).suffix]
-                found = datasets.load_dataset(reader, data_files=names, split="train", streaming=streaming)
+                found = datasets.load_dataset(
+                    reader, data_files=names, split="train", streaming=streaming
+                )
             if not isinstance(found, dict):
                 return found if "train" in splits else None
             name = next(filter(found.__contains__, splits), None)
@@ -58,12 +63,19 @@ def build(
             raise
         except Exception as error:
             reason = f"datasets cannot read it: {type(error).__name__}: {error}"
-            fix = f"name a folder of save_to_disk with a split train, or {', '.join(_READERS)} files"
+            fix = (
+                f"name a folder of save_to_disk with a split train, or {', '.join(_READERS)} files"
+            )
             raise ConfigError.of("dataset-not-read", reason, fix, key, place) from error
 
     train = read(path, "data.path", "train")
-    evaluation = read(eval_path or path, "data.eval_path", "validation", "test", *["train"] * bool(eval_path))
-    sets = [None if rows is None else _with_columns(rows, columns, streaming) for rows in (train, evaluation)]
+    evaluation = read(
+        eval_path or path, "data.eval_path", "validation", "test", *["train"] * bool(eval_path)
+    )
+    sets = [
+        None if rows is None else _with_columns(rows, columns, streaming)
+        for rows in (train, evaluation)
+    ]
     return Splits(sets[0], sets[1])
 
 
@@ -73,14 +85,20 @@ def _files(pattern: str, key: str) -> list[str]:
     if found:
         first, last = found.groups()
         numbers = (f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1))
-        return [name for number in numbers for name in _files(_RANGE.sub(number, pattern, count=1), key)]
+        return [
+            name for number in numbers for name in _files(_RANGE.sub(number, pattern, count=1), key)
+        ]
     names = sorted(glob(str(Path(pattern).expanduser())))  # noqa: PTH207  # which may be absolute
     if not names:
-        raise ConfigError.of("dataset-not-found", "there is no such file", "check the path", key, pattern)
+        raise ConfigError.of(
+            "dataset-not-found", "there is no such file", "check the path", key, pattern
+        )
     return names
 
 
-def _with_columns(rows: Any, columns: Sequence[str] | Mapping[str, str] | None, streaming: bool) -> Any:
+def _with_columns(
+    rows: Any, columns: Sequence[str] | Mapping[str, str] | None, streaming: bool
+) -> Any:
     asked = [*(columns or ())]
     missing = sorted({*asked} - {*(rows.column_names or asked)})
     if missing:
@@ -104,7 +122,9 @@ def _with_columns(rows: Any, columns: Sequence[str] | Mapping[str, str] | None, 
 def _collated(rows: Sequence[Mapping[str, Any]], *, names: Sequence[str] | None) -> Any:
     """Images, bytes of (batch, channels, height, width), become numbers in [0, 1]."""
     batch = {
-        name: value / 255 if getattr(value, "dtype", None) == torch.uint8 and value.ndim == _IMAGES else value
+        name: value / 255
+        if getattr(value, "dtype", None) == torch.uint8 and value.ndim == _IMAGES
+        else value
         for name, value in collate(rows).items()
     }
     if names is None:

@@ -28,25 +28,31 @@ _SHOWN_NAMES: Final = 3
 
 
 def build(
-    root: str, *, train_dir: str = "train", eval_dir: str = "val", image_size: int = 224, augment: bool = True
+    root: str,
+    *,
+    train_dir: str = "train",
+    eval_dir: str = "val",
+    image_size: int = 224,
+    augment: bool = True,
 ) -> Splits:
-    """``<root>/<train_dir>/<class>/*`` and ``<root>/<eval_dir>/<class>/*``; classes are numbered in alphabetical order.
+    """``<root>/<train_dir>/<class>/*`` and ``<root>/<eval_dir>/<class>/*``; classes are numbered in
+    alphabetical order.
 
     Args:
         root: folder of both splits.
         train_dir: sub-folder of the training images.
         eval_dir: sub-folder of the evaluation images; it must hold the same classes.
         image_size: height and width in pixels after cropping.
-        augment: random resized crops and horizontal flips while training; otherwise the shorter side is resized to
-            image_size x 256 / 224 and the centre cut out, as for evaluation.
+        augment: random resized crops and horizontal flips while training; otherwise the shorter
+            side is resized to image_size x 256 / 224 and the centre cut out, as for evaluation.
 
     Returns:
-        RGB images (3, image_size, image_size) float32, normalised with ImageNet's statistics. Both datasets have
-        `classes`, the list of names.
+        RGB images (3, image_size, image_size) float32, normalised with ImageNet's statistics. Both
+        datasets have `classes`, the list of names.
 
     Raises:
-        ConfigError: kinds ``dataset-not-found``, ``dataset-no-classes``, ``dataset-classes-differ``,
-            ``dataset-no-images``.
+        ConfigError: kinds ``dataset-not-found``, ``dataset-no-classes``,
+            ``dataset-classes-differ``, ``dataset-no-images``.
     """
     folder = Path(root).expanduser()
     sub_folders = {"data.train_dir": train_dir, "data.eval_dir": eval_dir}
@@ -67,18 +73,28 @@ def build(
 def _problems(folder: Path, *, root: str, sub_folders: dict[str, str]) -> Iterator[Problem]:
     """Find problems that show without listing the images."""
     if not folder.is_dir():
-        yield Problem("dataset-not-found", f"there is no folder {folder}", "name an existing folder", "data.root", root)
+        yield Problem(
+            "dataset-not-found",
+            f"there is no folder {folder}",
+            "name an existing folder",
+            "data.root",
+            root,
+        )
         return
     classes: dict[str, set[str]] = {}
     for key, name in sub_folders.items():
         place = folder / name
         if not place.is_dir():
-            yield Problem("dataset-not-found", f"there is no folder {place}", _layout(root, name), key, name)
+            yield Problem(
+                "dataset-not-found", f"there is no folder {place}", _layout(root, name), key, name
+            )
             continue
         with suppress(FileNotFoundError):
             classes[key] = set(find_classes(str(place))[0])
         if not classes.get(key):
-            yield Problem("dataset-no-classes", f"{place} has no sub-folders", _layout(root, name), key, name)
+            yield Problem(
+                "dataset-no-classes", f"{place} has no sub-folders", _layout(root, name), key, name
+            )
     train, evaluation = (classes.get(key, set()) for key in sub_folders)
     if train and evaluation and train != evaluation:
         train_name, eval_name = sub_folders.values()
@@ -98,7 +114,9 @@ def _problems(folder: Path, *, root: str, sub_folders: dict[str, str]) -> Iterat
 
 
 class _Paths(Sequence[tuple[str, int]]):
-    """Paths and class numbers of a folder's images; the names are one buffer that the processes of a host share."""
+    """Paths and class numbers of a folder's images; the names are one buffer that the processes of
+    a host share.
+    """
 
     def __init__(self, place: Path, listings: HostValue, number: int) -> None:
         self._prefix = _prefix(place)
@@ -117,7 +135,9 @@ class _Paths(Sequence[tuple[str, int]]):
             return [self[each] for each in range(*index.indices(len(self)))]
         names, ends, labels = self._arrays()
         index = range(len(labels))[index]  # also from the end
-        return self._prefix + os.fsdecode(names[ends[index] : ends[index + 1]].tobytes()), int(labels[index])
+        return self._prefix + os.fsdecode(names[ends[index] : ends[index + 1]].tobytes()), int(
+            labels[index]
+        )
 
     def labels(self) -> list[int]:
         """All class numbers."""
@@ -149,8 +169,8 @@ class _ImageFolder(ImageFolder):  # type: ignore[misc]
 
 
 def _list(place: Path, *, root: str) -> tuple[list[str], Any, Any, Any]:
-    """List what torchvision finds, class by class: the names of the classes, those of the images as one buffer, where
-    each of these ends (after a first 0), and the class numbers.
+    """List what torchvision finds, class by class: the names of the classes, those of the images as
+    one buffer, where each of these ends (after a first 0), and the class numbers.
     """
     names = bytearray()
     ends = array("q", [0])
@@ -170,7 +190,9 @@ def _list(place: Path, *, root: str) -> tuple[list[str], Any, Any, Any]:
             make_dataset(str(place), empty, IMG_EXTENSIONS)  # it says of all at once that they are
     except FileNotFoundError as error:
         reason = f"{place}: {' '.join(str(error).split())}"
-        raise ConfigError.of("dataset-no-images", reason, _layout(root, place.name), "data.root", root) from error
+        raise ConfigError.of(
+            "dataset-no-images", reason, _layout(root, place.name), "data.root", root
+        ) from error
     labels = np.repeat(np.arange(len(classes), dtype=np.int32), counts)
     return classes, np.frombuffer(names, np.uint8), np.frombuffer(ends, np.int64), labels
 
@@ -185,17 +207,27 @@ def read_image(path: str) -> Image.Image:
         with Image.open(path) as image:
             rgb: Image.Image = image.convert("RGB")
             return rgb
-    except (OSError, SyntaxError, ValueError) as error:  # Pillow reports broken PNG chunks as SyntaxError
-        raise TrainingError(f"{path}: cannot be read as an image ({error}); replace or remove the file") from error
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+    ) as error:  # Pillow reports broken PNG chunks as SyntaxError
+        raise TrainingError(
+            f"{path}: cannot be read as an image ({error}); replace or remove the file"
+        ) from error
 
 
 def transform(image_size: int, *, augment: bool) -> v2.Transform:
-    """PIL image -> (3, image_size, image_size) float32. Cropping comes first, so that few pixels become floats."""
+    """PIL image -> (3, image_size, image_size) float32. Cropping comes first, so that few pixels
+    become floats.
+    """
     if augment:
         cropped = [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()]
     else:
         cropped = [v2.Resize(round(image_size * _RESIZE_RATIO)), v2.CenterCrop(image_size)]
-    return v2.Compose([*cropped, v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(_MEAN, _STD)])
+    return v2.Compose(
+        [*cropped, v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(_MEAN, _STD)]
+    )
 
 
 def _layout(root: str, name: str) -> str:
@@ -204,4 +236,6 @@ def _layout(root: str, name: str) -> str:
 
 def _names(names: set[str]) -> str:
     shown = sorted(names)[:_SHOWN_NAMES]
-    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")
+    return ", ".join(shown) + (
+        f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    )

@@ -18,14 +18,15 @@ _NUM_OFFSETS: Final = 2 * _PADDING + 1
 
 
 class ImageTensors(BatchDataset):
-    """Images held as uint8, handed out as normalised float32, a whole batch in one gather instead of one by one.
+    """Images held as uint8, handed out as normalised float32, a whole batch in one gather instead
+    of one by one.
 
-    A sample is (image (C, H, W) float32, label int). `__getitems__` returns a whole batch, so an own `DataLoader` over
-    this dataset needs ``collate_fn=framework.data.batches.collate``.
+    A sample is (image (C, H, W) float32, label int). `__getitems__` returns a whole batch, so an
+    own `DataLoader` over this dataset needs ``collate_fn=framework.data.batches.collate``.
 
-    With `augment`, an image is cropped at random out of itself padded by 4 black pixels, and flipped left to right half
-    of the time. Read through a training loader, both depend on (seed, epoch, sample index) alone; read directly, they
-    draw from torch's default generator.
+    With `augment`, an image is cropped at random out of itself padded by 4 black pixels, and
+    flipped left to right half of the time. Read through a training loader, both depend on (seed,
+    epoch, sample index) alone; read directly, they draw from torch's default generator.
     """
 
     def __init__(
@@ -54,8 +55,12 @@ class ImageTensors(BatchDataset):
         self.labels = labels
         self.augment = augment
         # (pixel / 255 - mean) / std as one multiplication and one addition.
-        self._scale = (1.0 / (255.0 * torch.tensor(std, dtype=torch.float64))).float().view(-1, 1, 1)
-        self._shift = (-torch.tensor(mean, dtype=torch.float64) / torch.tensor(std)).float().view(-1, 1, 1)
+        self._scale = (
+            (1.0 / (255.0 * torch.tensor(std, dtype=torch.float64))).float().view(-1, 1, 1)
+        )
+        self._shift = (
+            (-torch.tensor(mean, dtype=torch.float64) / torch.tensor(std)).float().view(-1, 1, 1)
+        )
 
     def __len__(self) -> int:
         return len(self.images)
@@ -72,7 +77,9 @@ class ImageTensors(BatchDataset):
         return self.items_from_seeds(indices, drawn.numpy().astype(np.uint64))
 
     def items_from_seeds(self, indices: Sequence[int], seeds: Seeds) -> WholeBatch:
-        """The same batch, every sample's augmentation decided by its own seed (see `batches.DrawsFromSeeds`)."""
+        """The same batch, every sample's augmentation decided by its own seed (see
+        `batches.DrawsFromSeeds`).
+        """
         images = self.images[torch.as_tensor(indices)]
         return self._batch(_cropped_and_flipped(images, seeds) if self.augment else images, indices)
 
@@ -107,16 +114,24 @@ def _cropped_and_flipped(images: Tensor, seeds: Seeds) -> Tensor:
 
 
 def _draw(seeds: Seeds, *, purpose: int, bound: int) -> Tensor:
-    """Integers in [0, bound), int64 of shape (B,); `purpose` tells apart the draws of one sample."""
+    """Integers in [0, bound), int64 of shape (B,); `purpose` tells apart the draws of one
+    sample.
+    """
     return torch.from_numpy((mix(seeds, purpose) % np.uint64(bound)).astype(np.int64))
 
 
 def _check(images: Any, labels: Any, *, num_statistics: tuple[int, int]) -> None:
     if images.dtype != torch.uint8 or images.ndim != 4:
-        raise ValueError(f"images must be uint8 of shape (N, C, H, W), not {images.dtype} {tuple(images.shape)}")
+        raise ValueError(
+            f"images must be uint8 of shape (N, C, H, W), not {images.dtype} {tuple(images.shape)}"
+        )
     if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
-        raise ValueError(f"labels must be int64 of shape ({len(images)},), not {labels.dtype} {tuple(labels.shape)}")
+        raise ValueError(
+            f"labels must be int64 of shape ({len(images)},), not {labels.dtype} "
+            f"{tuple(labels.shape)}"
+        )
     if num_statistics != (images.shape[1], images.shape[1]):
         raise ValueError(
-            f"mean and std must have one value for each of {images.shape[1]} channels, not {num_statistics}"
+            f"mean and std must have one value for each of {images.shape[1]} channels, not "
+            f"{num_statistics}"
         )

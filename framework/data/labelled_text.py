@@ -17,11 +17,14 @@ _INPUTS = ("input_ids", "token_type_ids", "attention_mask")
 
 
 class LabelledText(torch.utils.data.Dataset[Any]):
-    """Samples (text, class); a batch is (dict of ``input_ids``, where the tokenizer has them ``token_type_ids``, and
-    ``attention_mask``, 0 for padding, (batch, length) int64 each, classes (batch,) int64), as long as its longest text.
+    """Samples (text, class); a batch is (dict of ``input_ids``, where the tokenizer has them
+    ``token_type_ids``, and ``attention_mask``, 0 for padding, (batch, length) int64 each, classes
+    (batch,) int64), as long as its longest text.
     """
 
-    def __init__(self, rows: Sequence[tuple[str, int]], classes: Sequence[str], tokenizer: Any, length: int) -> None:
+    def __init__(
+        self, rows: Sequence[tuple[str, int]], classes: Sequence[str], tokenizer: Any, length: int
+    ) -> None:
         self.rows = rows
         self.classes = classes
         self.tokenizer = tokenizer
@@ -62,7 +65,8 @@ def build(
     Arguments are the keys of `config.data.LabelledText`.
 
     Raises:
-        ConfigError: a file or the tokenizer cannot be used, or there is no row for training (``nothing-to-learn``).
+        ConfigError: a file or the tokenizer cannot be used, or there is no row for training
+            (``nothing-to-learn``).
     """
 
     def make(place: str, row: Row) -> tuple[str, str]:
@@ -72,7 +76,9 @@ def build(
 
     parts = dealt((path, eval_path), eval_fraction, make, sentences)
     if not parts[0]:
-        raise ConfigError.of("nothing-to-learn", "it has no rows", "name another file", "data.path", path)
+        raise ConfigError.of(
+            "nothing-to-learn", "it has no rows", "name another file", "data.path", path
+        )
     names = sorted({name for part in parts for _, name in part})
     numbers = {name: number for number, name in enumerate(names)}
     made = open_tokenizer(tokenizer)
@@ -80,6 +86,7 @@ def build(
         numbers = {name: int(name) for name in names}
         names = [str(number) for number in range(max(numbers.values()) + 1)]
     train, evaluation = (
-        LabelledText([(one, numbers[name]) for one, name in part], names, made, sequence_length) for part in parts
+        LabelledText([(one, numbers[name]) for one, name in part], names, made, sequence_length)
+        for part in parts
     )
     return Splits(train, evaluation if len(evaluation) else None)

@@ -16,19 +16,23 @@ _EASIEST: Final = 0.01
 
 
 def lengths_of(dataset: Any, key: str) -> Positions:
-    """The lengths of all samples: `lengths` of a dataset, or its column ``length``; a ConfigError, kind
-    ``data-without-lengths``, where it has neither.
+    """The lengths of all samples: `lengths` of a dataset, or its column ``length``; a ConfigError,
+    kind ``data-without-lengths``, where it has neither.
     """
     found = getattr(dataset, "lengths", None)
     if found is None and "length" in (getattr(dataset, "column_names", None) or ()):
         found = dataset["length"]
     if found is None or not hasattr(dataset, "__getitem__") or len(found) != len(dataset):
         fix = f"give the dataset an attribute `lengths`, one number per sample, or leave {key} out"
-        raise ConfigError.of("data-without-lengths", "the lengths of the training samples are not known", fix, key)
+        raise ConfigError.of(
+            "data-without-lengths", "the lengths of the training samples are not known", fix, key
+        )
     return np.asarray(found, dtype=np.int64)
 
 
-def bucketed(order_of: Callable[..., Order], lengths: Positions, places: Positions, **sizes: int) -> Any:
+def bucketed(
+    order_of: Callable[..., Order], lengths: Positions, places: Positions, **sizes: int
+) -> Any:
     """Orders of epochs whose steps have like lengths, as `MicroBatchSampler` takes them."""
     return partial(_bucketed, order_of, lengths, places, **sizes)
 
@@ -43,7 +47,9 @@ def _bucketed(
     size: int,
     steps: int,
 ) -> Order:
-    """Sort windows of so many steps, of `size` samples, by length, and draw their steps in another order."""
+    """Sort windows of so many steps, of `size` samples, by length, and draw their steps in another
+    order.
+    """
     found: Positions = order_of(epoch=epoch)(places).copy()
     end = len(found) // size * size
     for start in range(0, end, steps * size):
@@ -56,9 +62,11 @@ def _bucketed(
 
 
 def shortest_first(step: int, *, by_length: Positions, seed: int, size: int, steps: int) -> Order:
-    """The order of one of the first steps: `size` of the shortest samples, of which a step may draw ever more.
+    """The order of one of the first steps: `size` of the shortest samples, of which a step may draw
+    ever more.
 
-    Platanios et al. 2019, "Competence-based curriculum learning", the square-root schedule from 0.01.
+    Platanios et al. 2019, "Competence-based curriculum learning", the square-root schedule from
+    0.01.
     """
     share = np.sqrt((step + 1) / steps * (1 - _EASIEST**2) + _EASIEST**2)
     pool = by_length[: max(size, int(share * len(by_length)))]

@@ -13,7 +13,14 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from framework.data.batches import LoaderSamples, SeededBatches, SeededSamples, as_it_is, collate, own_collate
+from framework.data.batches import (
+    LoaderSamples,
+    SeededBatches,
+    SeededSamples,
+    as_it_is,
+    collate,
+    own_collate,
+)
 from framework.data.lengths import bucketed, lengths_of, shortest_first
 from framework.data.order import LATEST_ORDER, MicroBatchSampler, Share, mix_int, order_of_epoch
 from framework.errors import ConfigError
@@ -28,10 +35,10 @@ _EVALUATION_SEED: Final = 0xE7A2  # of what a `collate_fn` draws; `run.seed` is 
 def init_of_workers() -> Callable[[int], None]:
     """A `worker_init_fn` for the workers of this process, which is a rank.
 
-    A request that goes to a whole process group (Ctrl-C, `timeout`, Slurm, the deepspeed launcher) would end the
-    workers, and the run with them, while the rank still needs their batches to reach the step that it saves. They end
-    when the rank closes their queue; if it is gone, the kernel ends them, which is sooner than torch's own look every
-    five seconds.
+    A request that goes to a whole process group (Ctrl-C, `timeout`, Slurm, the deepspeed launcher)
+    would end the workers, and the run with them, while the rank still needs their batches to reach
+    the step that it saves. They end when the rank closes their queue; if it is gone, the kernel
+    ends them, which is sooner than torch's own look every five seconds.
     """
     return partial(_leave_signals_to_rank, os.getpid())
 
@@ -45,7 +52,13 @@ def _leave_signals_to_rank(rank: int, _worker: int) -> None:
 
 
 def _loader(
-    samples: Any, batches: Iterable[Any], *, dataset: Any, seed: int, worker_seed: int, fetching: dict[str, Any]
+    samples: Any,
+    batches: Iterable[Any],
+    *,
+    dataset: Any,
+    seed: int,
+    worker_seed: int,
+    fetching: dict[str, Any],
 ) -> DataLoader[Any]:
     """A `DataLoader` over a dataset, read as `samples`; `seed` is for its own `collate_fn`."""
     own = own_collate(dataset)
@@ -63,7 +76,9 @@ def _loader(
 def is_stream(dataset: Any) -> bool:
     """Check for an iterable of the user's without samples by number."""
     is_iterable = hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
-    return isinstance(dataset, IterableDataset) or (is_iterable and type(dataset).__module__ != "builtins")
+    return isinstance(dataset, IterableDataset) or (
+        is_iterable and type(dataset).__module__ != "builtins"
+    )
 
 
 def num_samples_of(dataset: Any) -> int | None:
@@ -74,10 +89,12 @@ def num_samples_of(dataset: Any) -> int | None:
 
 
 class TrainLoader:
-    """Micro-batches of one rank, their content a pure function of (seed, step, rank): see `order` and `batches`.
+    """Micro-batches of one rank, their content a pure function of (seed, step, rank): see `order`
+    and `batches`.
 
-    The stream has no state to save: to go on after k steps, start it at step k. One `DataLoader` iterator serves the
-    whole stream, so that its workers live through all epochs and fetch the next one's first batches ahead.
+    The stream has no state to save: to go on after k steps, start it at step k. One `DataLoader`
+    iterator serves the whole stream, so that its workers live through all epochs and fetch the next
+    one's first batches ahead.
     """
 
     def __init__(
@@ -99,13 +116,15 @@ class TrainLoader:
         bucket_steps: int = 0,
         curriculum_steps: int = 0,
     ) -> None:
-        """Check that an epoch has a step; nothing is read yet. Names of config keys mean what these do.
+        """Check that an epoch has a step; nothing is read yet. Names of config keys mean what these
+        do.
 
         Args:
-            dataset: map-style; its `collate_fn`, if it has one, makes the batches (otherwise torch's default).
+            dataset: map-style; its `collate_fn`, if it has one, makes the batches (otherwise
+                torch's default).
             rank: of data parallelism; so is `world_size`.
-            random_samples: reading a sample draws random numbers, which are then seeded per (seed, epoch, index). What
-                a `collate_fn` of the dataset's own draws is seeded in any case.
+            random_samples: reading a sample draws random numbers, which are then seeded per (seed,
+                epoch, index). What a `collate_fn` of the dataset's own draws is seeded in any case.
             order_version: of the order of samples, as the run began with it.
 
         Raises:
@@ -118,21 +137,29 @@ class TrainLoader:
         share = Share(global_size, micro_size, accumulation_steps, rank, world_size)
         num_samples = num_samples_of(dataset) or 0
         options: dict[str, Any] = {
-            "order_of": partial(order_of_epoch, num_samples, seed=seed, shuffle=shuffle, version=order_version)
+            "order_of": partial(
+                order_of_epoch, num_samples, seed=seed, shuffle=shuffle, version=order_version
+            )
         }
         if getattr(dataset, "num_ordered", None):
             options["order_of"] = partial(dataset.epoch_order, seed=seed)
         if bucket_steps or curriculum_steps:
-            lengths = lengths_of(dataset, "data.bucket_steps" if bucket_steps else "data.curriculum_steps")
+            lengths = lengths_of(
+                dataset, "data.bucket_steps" if bucket_steps else "data.curriculum_steps"
+            )
             sizes = {"seed": seed, "size": global_size}
             if bucket_steps:
                 places = np.arange(num_samples)
-                options["order_of"] = bucketed(options["order_of"], lengths, places, steps=bucket_steps, **sizes)
+                options["order_of"] = bucketed(
+                    options["order_of"], lengths, places, steps=bucket_steps, **sizes
+                )
             if curriculum_steps:
                 sizes["steps"], by_length = curriculum_steps, np.argsort(lengths, kind="stable")
                 first = partial(shortest_first, by_length=by_length, **sizes)
                 options |= {"first_steps": curriculum_steps, "order_of_first": first}
-        self._sampler = partial(MicroBatchSampler, num_samples, share=share, seed=seed, shuffle=shuffle, **options)
+        self._sampler = partial(
+            MicroBatchSampler, num_samples, share=share, seed=seed, shuffle=shuffle, **options
+        )
         self._fetching: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
         if num_workers > 0:
             self._fetching["prefetch_factor"] = prefetch_batches
@@ -140,15 +167,17 @@ class TrainLoader:
         if self.steps_per_epoch == 0:
             raise ConfigError.of(
                 "dataset-smaller-than-batch",
-                f"the training set has {num_samples} samples, so not one batch of {global_size} can be filled",
+                f"the training set has {num_samples} samples, so not one batch of {global_size} "
+                "can be filled",
                 f"set batch.global_size to {num_samples} or less, or train on more data",
                 "batch.global_size",
                 global_size,
             )
 
     def stream(self, start_step: int = 0) -> Generator[Any, None, None]:
-        """This rank's micro-batches from optimizer step `start_step` on, without end: samples of earlier steps are not
-        fetched. Closing the generator ends the workers; torch's global random state is neither read nor changed.
+        """This rank's micro-batches from optimizer step `start_step` on, without end: samples of
+        earlier steps are not fetched. Closing the generator ends the workers; torch's global random
+        state is neither read nor changed.
         """
         drawn = self._seed if self._random_samples else None
         order = self._sampler(start_step=start_step).with_epochs()
@@ -164,14 +193,16 @@ class TrainLoader:
         try:
             yield from batches
         finally:
-            del batches  # the last reference: a DataLoader iterator stops its workers when it is collected
+            # the last reference: a DataLoader iterator stops its workers when it is collected
+            del batches
 
 
 class EvalLoader:
     """Batches of one rank as (batch, counts).
 
-    Where `counts` is False the batch is padding: real samples, repeated only because under ZeRO-3 a forward pass is
-    collective and every rank must make equally many. Its results must not enter a metric.
+    Where `counts` is False the batch is padding: real samples, repeated only because under ZeRO-3 a
+    forward pass is collective and every rank must make equally many. Its results must not enter a
+    metric.
     """
 
     def __init__(
@@ -187,18 +218,24 @@ class EvalLoader:
     ) -> None:
         """Divide the dataset, map-style and not empty; nothing is read yet.
 
-        `max_samples`, the first ones, are those of all ranks together. Workers stay for the next evaluation: each fork
-        of a large rank is slow.
+        `max_samples`, the first ones, are those of all ranks together. Workers stay for the next
+        evaluation: each fork of a large rank is slow.
         """
         num_samples = min(len(dataset), max_samples or len(dataset))
-        self._batches = rank_batches(num_samples, batch_size=batch_size, rank=rank, world_size=world_size)
+        self._batches = rank_batches(
+            num_samples, batch_size=batch_size, rank=rank, world_size=world_size
+        )
         self._loader = _loader(
             SeededBatches(dataset),
             [list(indices) for indices, _ in self._batches],
             dataset=dataset,
             seed=_EVALUATION_SEED,
             worker_seed=_WORKER_SEED,
-            fetching={"num_workers": num_workers, "pin_memory": pin_memory, "persistent_workers": num_workers > 0},
+            fetching={
+                "num_workers": num_workers,
+                "pin_memory": pin_memory,
+                "persistent_workers": num_workers > 0,
+            },
         )
 
     def __len__(self) -> int:
@@ -206,14 +243,16 @@ class EvalLoader:
         return len(self._batches)
 
     def __iter__(self) -> Generator[tuple[Any, bool], None, None]:
-        """One pass. The global random state is left as it was; what samples and batches draw is the same in every
-        pass.
+        """One pass. The global random state is left as it was; what samples and batches draw is the
+        same in every pass.
         """
         for batch, (_, counts) in zip(self._loader, self._batches, strict=True):
             yield batch, counts
 
 
-def rank_batches(num_samples: int, *, batch_size: int, rank: int, world_size: int) -> list[tuple[range, bool]]:
+def rank_batches(
+    num_samples: int, *, batch_size: int, rank: int, world_size: int
+) -> list[tuple[range, bool]]:
     """The sample numbers of a rank's batches, and whether each counts.
 
     Args:
@@ -223,8 +262,9 @@ def rank_batches(num_samples: int, *, batch_size: int, rank: int, world_size: in
         world_size: of data parallelism.
 
     Returns:
-        ceil(ceil(N / world_size) / batch_size) pairs. Rank r counts the samples from floor(N r / world_size) up to
-        floor(N (r + 1) / world_size). Their number differs by at most one between ranks: at most one batch is padding.
+        ceil(ceil(N / world_size) / batch_size) pairs. Rank r counts the samples from floor(N r /
+        world_size) up to floor(N (r + 1) / world_size). Their number differs by at most one between
+        ranks: at most one batch is padding.
     """
     own = range(num_samples * rank // world_size, num_samples * (rank + 1) // world_size)
     batches = [(own[start : start + batch_size], True) for start in range(0, len(own), batch_size)]

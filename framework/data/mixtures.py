@@ -23,8 +23,9 @@ _PART_SALT: Final = 0x3B17
 
 @lru_cache
 def pattern(weights: tuple[float, ...]) -> Positions:
-    """The part of every position of a period: up to any position, each has its share to within one sample (Tijdeman
-    1980, "The chairman assignment problem": of those that lag by 1 / (2k - 2), the one that is due first).
+    """The part of every position of a period: up to any position, each has its share to within one
+    sample (Tijdeman 1980, "The chairman assignment problem": of those that lag by 1 / (2k - 2), the
+    one that is due first).
     """
     exact = np.array(weights)
     total = sum(weights)
@@ -35,7 +36,9 @@ def pattern(weights: tuple[float, ...]) -> Positions:
     counts[np.argsort(counts - exact, kind="stable")[: round(total) - counts.sum()]] += 1
     if not counts.all():
         fix = "give every part a share of at least 0.0001"
-        raise ConfigError.of("mixture-weights", "a part would never be read", fix, "data.parts", list(weights))
+        raise ConfigError.of(
+            "mixture-weights", "a part would never be read", fix, "data.parts", list(weights)
+        )
     counts //= gcd(*counts.tolist())
     shares = counts / counts.sum()
     lag = 1 / max(2 * len(counts) - 2, 1)
@@ -50,7 +53,9 @@ def pattern(weights: tuple[float, ...]) -> Positions:
 
 
 def _code_of(collate_fn: Any) -> Any:
-    """What two `collate_fn`s have in common that do the same: their code, and what is bound to it."""
+    """What two `collate_fn`s have in common that do the same: their code, and what is bound to
+    it.
+    """
     if isinstance(collate_fn, partial):
         return collate_fn.func, collate_fn.args, collate_fn.keywords
     return getattr(collate_fn, "__func__", collate_fn)
@@ -66,21 +71,27 @@ def _named(collate_fn: Any) -> str:
 
 
 class Mixture:
-    """A stream without end of samples of several datasets, streams or not, each begun anew where it ends. A lane of it
-    reads a lane of every part, in the same pattern, begun at a place of its own.
+    """A stream without end of samples of several datasets, streams or not, each begun anew where it
+    ends. A lane of it reads a lane of every part, in the same pattern, begun at a place of its own.
     """
 
     takes_seed = True
 
-    def __init__(self, parts: Sequence[tuple[float, Any]], *, shuffle: bool = True, seed: int = 0) -> None:
-        """`parts`: (weight, dataset); `shuffle`: of datasets with samples by number, by the seed of the run."""
+    def __init__(
+        self, parts: Sequence[tuple[float, Any]], *, shuffle: bool = True, seed: int = 0
+    ) -> None:
+        """`parts`: (weight, dataset); `shuffle`: of datasets with samples by number, by the seed of
+        the run.
+        """
         self._parts = list(parts)
         self._shuffle = shuffle
         self.seed = seed
         self._lane = 0
         self._lanes = 1
         self.draws = False  # what parts draw at random is drawn by the seed
-        self.num_shards = min((num_divisions(part) for _, part in parts if is_stream(part)), default=_MOST_PARTS)
+        self.num_shards = min(
+            (num_divisions(part) for _, part in parts if is_stream(part)), default=_MOST_PARTS
+        )
         self._count = 0
         self._places = dict[int, Any]()
         self._streams: dict[int, Lane] = {}
@@ -88,7 +99,8 @@ class Mixture:
         for number, own in enumerate(owns):
             if _code_of(own) != _code_of(owns[0]):
                 reason = (
-                    f"part {number} makes batches by {_named(own)}, part 0 by {_named(owns[0])}, and a batch has both"
+                    f"part {number} makes batches by {_named(own)}, part 0 by "
+                    f"{_named(owns[0])}, and a batch has both"
                 )
                 fix = "give all parts the same collate_fn, or columns of the same names"
                 raise ConfigError.of("mixture-collate", reason, fix, "data.parts")
@@ -104,14 +116,18 @@ class Mixture:
 
     def state_dict(self) -> Mapping[str, Any]:
         places = {number: lane.place() for number, lane in self._streams.items()}
-        return {"count": self._count, "places": {number: [*vars(place).values()] for number, place in places.items()}}
+        return {
+            "count": self._count,
+            "places": {number: [*vars(place).values()] for number, place in places.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._count = state["count"]
         self._places = state["places"]
 
     def __iter__(self) -> Iterator[Any]:
-        # Parts are begun here, not with the first sample: what reading up to there draws is not that sample's.
+        # Parts are begun here, not with the first sample: what reading up to there draws is not
+        # that sample's.
         chosen = pattern(tuple(weight for weight, _ in self._parts))
         chosen = np.roll(chosen, -(len(chosen) * self._lane // self._lanes))
         passes, rest = divmod(self._count, len(chosen))
@@ -124,7 +140,9 @@ class Mixture:
                     part.seed = own
                     part.draws = self.draws
                 drawn = own if self.draws else None
-                lane = self._streams[number] = Lane(part, index=self._lane, num_lanes=self._lanes, seed=drawn)
+                lane = self._streams[number] = Lane(
+                    part, index=self._lane, num_lanes=self._lanes, seed=drawn
+                )
                 lane.start(read, Place(*self._places.get(number, (0,))))
                 takes.append(lane.take)
             else:
@@ -138,12 +156,16 @@ class Mixture:
             yield takes[part]()
 
     def _numbered(self, dataset: Any, first: int, seed: int) -> Iterator[Any]:
-        """A lane's samples of a dataset that has them by number: every so manieth of its epochs' orders."""
+        """A lane's samples of a dataset that has them by number: every so manieth of its epochs'
+        orders.
+        """
         known = -1
         for number in count(first):
             epoch, position = divmod(number * self._lanes + self._lane, size := len(dataset))
             if epoch != known:
                 known = epoch
                 version = LATEST_ORDER
-                order = order_of_epoch(size, seed=seed, epoch=epoch, shuffle=self._shuffle, version=version)
+                order = order_of_epoch(
+                    size, seed=seed, epoch=epoch, shuffle=self._shuffle, version=version
+                )
             yield dataset[int(order(np.array([position]))[0])]

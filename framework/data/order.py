@@ -1,11 +1,13 @@
 """Order of the samples: a pure function of (seed, epoch, step, rank), so any step can be resumed.
 
-An epoch is one permutation of the dataset. Its step s takes the next `global_size` samples of it, and data-parallel
-rank r an equal contiguous slice of those, cut into micro-batches. The samples of a step therefore do not depend on the
-number of ranks: a run continued on more or fewer devices sees the same data.
+An epoch is one permutation of the dataset. Its step s takes the next `global_size` samples of it,
+and data-parallel rank r an equal contiguous slice of those, cut into micro-batches. The samples of
+a step therefore do not depend on the number of ranks: a run continued on more or fewer devices sees
+the same data.
 
-An epoch has floor(N / global_size) steps. The samples left over at its end are left out; the next epoch's order brings
-others to that place (unless `shuffle` is off: then the same last samples are never seen).
+An epoch has floor(N / global_size) steps. The samples left over at its end are left out; the next
+epoch's order brings others to that place (unless `shuffle` is off: then the same last samples are
+never seen).
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# One stable hash from integers to 64-bit seeds, the same on every machine and in every version. splitmix64 (Steele,
-# Lea, Flood 2014, "Fast splittable pseudorandom number generators"), its state folded over the parts. Python's `hash`
-# and numpy's `SeedSequence` are not used: the first is no promise, the second costs 10 us per seed.
+# One stable hash from integers to 64-bit seeds, the same on every machine and in every version.
+# splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"), its state
+# folded over the parts. Python's `hash` and numpy's `SeedSequence` are not used: the first is no
+# promise, the second costs 10 us per seed.
 Seeds = npt.NDArray[np.uint64]
 Positions = npt.NDArray[np.int64]
 
@@ -40,8 +43,8 @@ def mix(*parts: int | npt.NDArray[np.integer]) -> Seeds:
         parts: integers (taken modulo 2**64) or one-dimensional integer arrays of one length N.
 
     Returns:
-        Seeds of shape (N,), or (1,) when every part is a plain integer. ``mix(0)`` is the first output of splitmix64
-        seeded with 0.
+        Seeds of shape (N,), or (1,) when every part is a plain integer. ``mix(0)`` is the first
+        output of splitmix64 seeded with 0.
     """
     state: Seeds = np.zeros(1, dtype=np.uint64)
     for part in parts:
@@ -59,7 +62,9 @@ def mix_int(*parts: int) -> int:
 
 
 def _scrambled(state: Seeds) -> Seeds:
-    """The output function of splitmix64: a bijection that spreads every input bit over all output bits."""
+    """The output function of splitmix64: a bijection that spreads every input bit over all output
+    bits.
+    """
     state = (state ^ (state >> _SHIFTS[0])) * _MULTIPLIERS[0]
     state = (state ^ (state >> _SHIFTS[1])) * _MULTIPLIERS[1]
     scrambled: Seeds = state ^ (state >> _SHIFTS[2])
@@ -74,7 +79,8 @@ SampleKey = tuple[int, int]
 
 @dataclass(frozen=True)
 class Share:
-    """Share of a rank in a global batch: global_size = micro_size x accumulation_steps x world_size, in samples.
+    """Share of a rank in a global batch: global_size = micro_size x accumulation_steps x
+    world_size, in samples.
 
     `rank` and `world_size` are those of data parallelism. The equation is the plan's to guarantee.
     """
@@ -91,15 +97,20 @@ class Share:
         assert 0 <= self.rank < self.world_size, f"rank {self.rank} of {self.world_size}"
 
     def positions(self, first_step: int, num_steps: int) -> Positions:
-        """Places in an epoch's order of this rank's samples: (num_steps x accumulation_steps, micro_size) int64."""
+        """Places in an epoch's order of this rank's samples: (num_steps x accumulation_steps,
+        micro_size) int64.
+        """
         per_rank = self.global_size // self.world_size
-        starts = np.arange(first_step, first_step + num_steps) * self.global_size + self.rank * per_rank
+        starts = (
+            np.arange(first_step, first_step + num_steps) * self.global_size + self.rank * per_rank
+        )
         places: Positions = (starts[:, None] + np.arange(per_rank)).reshape(-1, self.micro_size)
         return places
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
-    """The order in which an epoch, counted from 0, visits the N samples; without `shuffle` 0, 1, ..., N - 1.
+    """The order in which an epoch, counted from 0, visits the N samples; without `shuffle` 0, 1,
+    ..., N - 1.
 
     Returns:
         A permutation of 0 to N - 1, (N,) int64: `torch.randperm` of a CPU generator seeded with
@@ -107,7 +118,9 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> Te
     """
     if not shuffle:
         return torch.arange(num_samples)
-    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(mix_int(_ORDER_SALT, seed, epoch)))
+    return torch.randperm(
+        num_samples, generator=torch.Generator().manual_seed(mix_int(_ORDER_SALT, seed, epoch))
+    )
 
 
 LATEST_ORDER: Final = 2
@@ -118,11 +131,13 @@ _AT_ONCE: Final = 4096  # places that are computed together
 
 
 class ComputedOrder:
-    """A permutation of 0 to N - 1 that computes the part it is asked for: it needs no memory, whatever N.
+    """A permutation of 0 to N - 1 that computes the part it is asked for: it needs no memory,
+    whatever N.
 
-    A Feistel network over pairs of digits (Black and Rogaway 2002, "Ciphers with arbitrary finite domains", 4.2
-    generalised Feistel cipher with cycle walking): x = left + side * right with side = ceil(sqrt(N)); each round adds a
-    hash of one digit to the other, modulo side. What ends at N or above goes through once more.
+    A Feistel network over pairs of digits (Black and Rogaway 2002, "Ciphers with arbitrary finite
+    domains", 4.2 generalised Feistel cipher with cycle walking): x = left + side * right with side
+    = ceil(sqrt(N)); each round adds a hash of one digit to the other, modulo side. What ends at N
+    or above goes through once more.
     """
 
     def __init__(self, num_samples: int, *, seed: int, epoch: int) -> None:
@@ -151,8 +166,12 @@ Order = Callable[[Positions], Positions]
 """The samples at these places of an order, in the same shape."""
 
 
-def order_of_epoch(num_samples: int, *, seed: int, epoch: int, shuffle: bool, version: int) -> Order:
-    """The order in which an epoch visits the samples, to be asked for places in it; arguments as of `epoch_order`."""
+def order_of_epoch(
+    num_samples: int, *, seed: int, epoch: int, shuffle: bool, version: int
+) -> Order:
+    """The order in which an epoch visits the samples, to be asked for places in it; arguments as of
+    `epoch_order`.
+    """
     if not shuffle:
         return lambda positions: positions
     if version > 1 and num_samples >= _COMPUTED_FROM:
@@ -178,17 +197,22 @@ class MicroBatchSampler:
     ) -> None:
         """Describe the stream; iterating anew starts anew.
 
-        `start_step` is counted from the beginning of the run; epoch e starts at step e x floor(num_samples /
-        global_size). `version` is that of the order, as the run began with it; the others are as of `epoch_order`.
-        `order_of` an epoch takes their place where it is given. Epochs begin after `first_steps`, with own orders.
+        `start_step` is counted from the beginning of the run; epoch e starts at step e x
+        floor(num_samples / global_size). `version` is that of the order, as the run began with it;
+        the others are as of `epoch_order`. `order_of` an epoch takes their place where it is given.
+        Epochs begin after `first_steps`, with own orders.
         """
-        self._order = order_of or partial(order_of_epoch, num_samples, seed=seed, shuffle=shuffle, version=version)
+        self._order = order_of or partial(
+            order_of_epoch, num_samples, seed=seed, shuffle=shuffle, version=version
+        )
         self._first_steps = first_steps
         self._order_of_first = order_of_first
         self._share = share
         self._start_step = start_step
         self._steps_per_epoch = num_samples // share.global_size
-        assert self._steps_per_epoch > 0, f"{num_samples} samples do not fill a batch of {share.global_size}"
+        assert self._steps_per_epoch > 0, (
+            f"{num_samples} samples do not fill a batch of {share.global_size}"
+        )
 
     def __iter__(self) -> Iterator[list[int]]:
         return (indices for _, indices in self.with_epochs())

@@ -1,7 +1,7 @@
 """The command `prepare`: text files in, a token folder out. It needs numpy and no torch.
 
-python -m framework prepare INPUT... OUT_DIR [--tokenizer bytes | FILE.json | --train-tokenizer bpe:VOCAB_SIZE]
-python -m framework prepare --verify DIR
+python -m framework prepare INPUT... OUT_DIR [--tokenizer bytes | FILE.json | --train-tokenizer
+bpe:VOCAB_SIZE] python -m framework prepare --verify DIR
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from framework.data.documents import (
 )
 from framework.data.token_files import PART_WORDS, Meta
 from framework.data.token_writer import FolderWriter, made_aside
-from framework.data.tokenizer import SMALLEST_BPE, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
+from framework.data.tokenizer import (
+    SMALLEST_BPE,
+    ByteTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 from framework.data.tokens import verify_token_folder
 from framework.errors import EXIT_OK, ConfigError, StorageError
 from framework.system.arguments import CommandParser
@@ -71,8 +77,8 @@ def main(words: Sequence[str]) -> int:
         else:
             many = ""
         print(
-            f"note: {windows[0]}{many}: lines end with a carriage return, which is now part of the text; dos2unix "
-            "takes it away [text-carriage-returns]",
+            f"note: {windows[0]}{many}: lines end with a carriage return, which is now part of "
+            "the text; dos2unix takes it away [text-carriage-returns]",
             file=sys.stderr,
         )
     print(f"{out}: {describe(meta)}\nuse it with data: {{kind: text, path: {out}}}")
@@ -94,12 +100,13 @@ def prepare(
     """Turn files of text into a token folder.
 
     Args:
-        inputs: plain files, each a document, JSON lines, and folders, of which every ``*.txt`` is taken; read in this
-            order, and twice where a tokenizer is trained.
+        inputs: plain files, each a document, JSON lines, and folders, of which every ``*.txt`` is
+            taken; read in this order, and twice where a tokenizer is trained.
         out: folder to make; it must not hold anything.
         tokenizer: ``bytes`` or the path of a ``tokenizer.json``.
         bpe_vocab_size: train a byte-level BPE of this size instead.
-        eval_fraction: share of the text for evaluation (see `EvaluationShare`), from 0 up to below 1.
+        eval_fraction: share of the text for evaluation (see `EvaluationShare`), from 0 up to below
+            1.
         json_field: the text of a JSON line.
         blank_lines_split: a blank line ends a document of a plain file.
         form: what all inputs are; ``auto``: their names say it.
@@ -117,7 +124,9 @@ def prepare(
     progress = progress or Progress(None)
     progress.num_bytes = input_size(inputs, form)
     needs_utf8 = bpe_vocab_size is not None or tokenizer != "bytes"
-    how = Reading(utf8=needs_utf8, json_field=json_field, blank_lines_split=blank_lines_split, form=form)
+    how = Reading(
+        utf8=needs_utf8, json_field=json_field, blank_lines_split=blank_lines_split, form=form
+    )
 
     def pieces(label: str) -> Iterator[Piece]:
         return progress.over(read_documents(inputs, how), label)
@@ -140,10 +149,14 @@ def prepare(
                 _write(pieces("writing tokens"), ready, writer)
                 if not writer.train.num_documents:
                     files = ", ".join(inputs)
-                    raise ConfigError.of("text-empty", "there is no text in it", "name files with text", file=files)
+                    raise ConfigError.of(
+                        "text-empty", "there is no text in it", "name files with text", file=files
+                    )
                 return writer.finish()
         except OSError as error:
-            raise StorageError(f"{out}: cannot be written ({error.strerror or error}) [text-not-written]") from error
+            raise StorageError(
+                f"{out}: cannot be written ({error.strerror or error}) [text-not-written]"
+            ) from error
 
 
 def describe(meta: Meta) -> str:
@@ -159,7 +172,9 @@ def describe(meta: Meta) -> str:
 class Progress:
     """One line that is written over on a terminal; elsewhere a line now and then."""
 
-    def __init__(self, stream: TextIO | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, stream: TextIO | None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Report to a stream, or to nobody."""
         self._stream = stream
         self._clock = clock
@@ -182,9 +197,14 @@ class Progress:
             if self._stream is not None and now - shown >= wait:
                 shown = now
                 speed = done / 1e6 / (now - started)
-                line = f"{label}: {done / 1e6:,.1f} of {self.num_bytes / 1e6:,.1f} MB, {speed:,.1f} MB/s"
+                line = (
+                    f"{label}: {done / 1e6:,.1f} of {self.num_bytes / 1e6:,.1f} MB, "
+                    f"{speed:,.1f} MB/s"
+                )
                 begin, end = ("\r", "") if self._on_terminal else ("", "\n")
-                print(f"{begin}{line:<{self._shown_length}}", end=end, file=self._stream, flush=True)
+                print(
+                    f"{begin}{line:<{self._shown_length}}", end=end, file=self._stream, flush=True
+                )
                 if self._on_terminal:
                     self._shown_length = len(line)
                 else:
@@ -204,7 +224,9 @@ def _write(pieces: Iterator[Piece], tokenizer: Tokenizer, writer: FolderWriter) 
     num_bytes = 0
 
     def flush() -> None:
-        for piece, numbers in zip(batch, tokenizer.encode([piece.text for piece in batch]), strict=True):
+        for piece, numbers in zip(
+            batch, tokenizer.encode([piece.text for piece in batch]), strict=True
+        ):
             writer.add(piece, numbers)
         batch.clear()
 
@@ -220,7 +242,9 @@ def _write(pieces: Iterator[Piece], tokenizer: Tokenizer, writer: FolderWriter) 
 def _refuse_used_folder(out: str) -> None:
     path = Path(out).expanduser()
     try:
-        is_free = not path.is_symlink() and not (any(path.iterdir()) if path.is_dir() else path.exists())
+        is_free = not path.is_symlink() and not (
+            any(path.iterdir()) if path.is_dir() else path.exists()
+        )
     except (OSError, ValueError) as error:
         raise StorageError(f"{out!r}: cannot be read ({error}) [text-not-written]") from error
     if not is_free:
@@ -239,7 +263,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         "words",
         nargs="*",
         metavar="INPUT... OUT_DIR",
-        help="files of text (each a document) or .jsonl, or folders of *.txt; then the folder to make",
+        help="files of text (each a document) or .jsonl, or folders of *.txt; then the folder to "
+        "make",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
@@ -249,16 +274,28 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         help="bytes (the default), or a file of Hugging Face's tokenizers",
     )
     which.add_argument(
-        "--train-tokenizer", type=_bpe, metavar="bpe:VOCAB_SIZE", help="learn a byte-level BPE from the text"
+        "--train-tokenizer",
+        type=_bpe,
+        metavar="bpe:VOCAB_SIZE",
+        help="learn a byte-level BPE from the text",
     )
     parser.add_argument(
-        "--eval-fraction", type=_share, default=0.1, metavar="F", help="share kept for evaluation (0.1)"
+        "--eval-fraction",
+        type=_share,
+        default=0.1,
+        metavar="F",
+        help="share kept for evaluation (0.1)",
     )
     parser.add_argument(
-        "--jsonl-field", default="text", metavar="NAME", help="field of a JSON line that holds the text (text)"
+        "--jsonl-field",
+        default="text",
+        metavar="NAME",
+        help="field of a JSON line that holds the text (text)",
     )
     parser.add_argument(
-        "--split-at-blank-lines", action="store_true", help="a blank line ends a document of a plain file"
+        "--split-at-blank-lines",
+        action="store_true",
+        help="a blank line ends a document of a plain file",
     )
     parser.add_argument(
         "--format",
@@ -266,7 +303,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         default="auto",
         help="what the files are, whatever their names say (auto: by their names)",
     )
-    parser.add_argument("--verify", metavar="DIR", help="compare a folder with the checksums that it was made with")
+    parser.add_argument(
+        "--verify", metavar="DIR", help="compare a folder with the checksums that it was made with"
+    )
     arguments = parser.parse_intermixed_args(words)
     if arguments.verify is not None:
         if len(words) != (1 if words[0].startswith("--verify=") else 2):
@@ -282,8 +321,12 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 def _bpe(text: str) -> int:
     kind, _, size = text.partition(":")
-    if kind != "bpe" or not (size.isascii() and size.isdecimal() and SMALLEST_BPE <= int(size[:10]) <= 2**20):
-        raise argparse.ArgumentTypeError(f"'{text}' is not bpe:VOCAB_SIZE with a size from {SMALLEST_BPE} to {2**20}")
+    if kind != "bpe" or not (
+        size.isascii() and size.isdecimal() and SMALLEST_BPE <= int(size[:10]) <= 2**20
+    ):
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is not bpe:VOCAB_SIZE with a size from {SMALLEST_BPE} to {2**20}"
+        )
     return int(size)
 
 

@@ -1,13 +1,15 @@
-"""Streams: data without samples by number, read in *lanes*: the samples of a step are a function of (seed, step).
+"""Streams: data without samples by number, read in *lanes*: the samples of a step are a function of
+(seed, step).
 
-A run reads L lanes at once, L fixed for the run: the largest divisor of the global batch that the source can be divided
-into (``num_shards`` and ``shard(num_shards=, index=)``, as datasets of Hugging Face have; otherwise 1). A step takes
-global_size / L consecutive samples of every lane, in the order of lanes. So neither ranks nor workers change what a
-step holds, and where a lane stands is a function of the step: a resume counts up to there, from the beginning of the
-lane's pass, or from a state that the source gave while the run trained (``state_dict``, ``load_state_dict``).
+A run reads L lanes at once, L fixed for the run: the largest divisor of the global batch that the
+source can be divided into (``num_shards`` and ``shard(num_shards=, index=)``, as datasets of
+Hugging Face have; otherwise 1). A step takes global_size / L consecutive samples of every lane, in
+the order of lanes. So neither ranks nor workers change what a step holds, and where a lane stands
+is a function of the step: a resume counts up to there, from the beginning of the lane's pass, or
+from a state that the source gave while the run trained (``state_dict``, ``load_state_dict``).
 
-A rank reads the lanes that its share of a step touches, its workers divide them. A lane that ends begins anew, with
-``set_epoch(pass)`` where it has that.
+A rank reads the lanes that its share of a step touches, its workers divide them. A lane that ends
+begins anew, with ``set_epoch(pass)`` where it has that.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
-from framework.data.batches import as_it_is, collate, own_collate, random_state_kept, seed_generators, seeded_collate
+from framework.data.batches import (
+    as_it_is,
+    collate,
+    own_collate,
+    random_state_kept,
+    seed_generators,
+    seeded_collate,
+)
 from framework.data.loaders import init_of_workers
 from framework.data.order import Share, mix_int
 from framework.errors import ConfigError
@@ -50,8 +59,8 @@ def num_divisions(dataset: Any) -> int:
 
 
 def num_lanes(dataset: Any, *, global_size: int, asked: int | None = None) -> int:
-    """Count the lanes of a run: `asked`, or the largest divisor of the global batch up to 64 and the source's parts; a
-    ConfigError, kind ``stream-lanes``, where it cannot be as asked.
+    """Count the lanes of a run: `asked`, or the largest divisor of the global batch up to 64 and
+    the source's parts; a ConfigError, kind ``stream-lanes``, where it cannot be as asked.
     """
     most = num_divisions(dataset)
     largest = min(most, asked or _MOST_LANES, global_size)
@@ -59,13 +68,19 @@ def num_lanes(dataset: Any, *, global_size: int, asked: int | None = None) -> in
         largest -= 1
     if asked in (None, largest):
         return largest
-    reason = f"the stream has {most} parts, and a step of {global_size} samples takes as many of each"
-    raise ConfigError.of("stream-lanes", reason, f"set data.lanes: {largest}, or leave it out", "data.lanes", asked)
+    reason = (
+        f"the stream has {most} parts, and a step of {global_size} samples takes as many of each"
+    )
+    raise ConfigError.of(
+        "stream-lanes", reason, f"set data.lanes: {largest}, or leave it out", "data.lanes", asked
+    )
 
 
 @dataclass(frozen=True)
 class Place:
-    """A place where a lane can be begun: its samples up to there, its pass, and the source's state (None: the pass)."""
+    """A place where a lane can be begun: its samples up to there, its pass, and the source's state
+    (None: the pass).
+    """
 
     count: int
     number: int = 0
@@ -73,7 +88,9 @@ class Place:
 
 
 class Lane:
-    """One part of a stream, read pass after pass; what a sample draws at random depends on (seed, lane, count)."""
+    """One part of a stream, read pass after pass; what a sample draws at random depends on (seed,
+    lane, count).
+    """
 
     def __init__(self, source: Any, *, index: int, num_lanes: int, seed: int | None) -> None:
         """`seed` is `run.seed`, or None where samples draw nothing."""
@@ -101,8 +118,14 @@ class Lane:
                 sample = next(self._samples)
             except StopIteration:
                 if self._place == Place(self.count, self._pass):
-                    reason = f"pass {self._pass} of lane {self.index} of {self._num_lanes} of the stream has no sample"
-                    fix = "let every iteration begin anew, and every part have a sample (data.lanes: fewer parts)"
+                    reason = (
+                        f"pass {self._pass} of lane {self.index} of {self._num_lanes} of the "
+                        "stream has no sample"
+                    )
+                    fix = (
+                        "let every iteration begin anew, and every part have a sample "
+                        "(data.lanes: fewer parts)"
+                    )
                     raise ConfigError.of("stream-empty", reason, fix, "data") from None
                 self._begin(self._pass + 1)
                 continue
@@ -110,7 +133,9 @@ class Lane:
             return sample
 
     def place(self) -> Place:
-        """The last place to begin at; a new one after 64 samples, where the source gives its state."""
+        """The last place to begin at; a new one after 64 samples, where the source gives its
+        state.
+        """
         is_due = self.count - self._place.count >= _SAMPLES_PER_STATE
         if is_due and self._gives_states and (begun := time.perf_counter()) >= self._next_state:
             state = _state_of(self._part)
@@ -129,7 +154,11 @@ class Lane:
         if state is not None:
             self._part.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
         self._draw_by(_PASS_SALT, number)
-        self._pass, self._samples, self._place = number, iter(self._part), Place(self.count, number, state)
+        self._pass, self._samples, self._place = (
+            number,
+            iter(self._part),
+            Place(self.count, number, state),
+        )
 
     def _draw_by(self, salt: int, number: int) -> None:
         if self._seed is not None:
@@ -180,15 +209,21 @@ class _Read(IterableDataset[Any]):
 
     def in_workers(self, num_workers: int, **options: Any) -> Iterator[Any]:
         options |= {"num_workers": num_workers, "worker_init_fn": init_of_workers()}
-        generator = torch.Generator().manual_seed(0)  # without one, seeds are drawn from the global generator
-        return iter(DataLoader(self, batch_size=None, collate_fn=as_it_is, generator=generator, **options))
+        # without one, seeds are drawn from the global generator
+        generator = torch.Generator().manual_seed(0)
+        return iter(
+            DataLoader(self, batch_size=None, collate_fn=as_it_is, generator=generator, **options)
+        )
 
 
-Piece = tuple[int, tuple[int, int], Any]  # number of a micro-batch, (lane, count) of the first sample, all or a part
+# number of a micro-batch, (lane, count) of the first sample, all or a part
+Piece = tuple[int, tuple[int, int], Any]
 
 
 class StreamLoader:
-    """Micro-batches of one rank from a stream, as `TrainLoader` gives those of a dataset with samples by number."""
+    """Micro-batches of one rank from a stream, as `TrainLoader` gives those of a dataset with
+    samples by number.
+    """
 
     def __init__(
         self,
@@ -203,8 +238,9 @@ class StreamLoader:
         lanes: int | None = None,
         places: Mapping[int, Place] | None = None,
     ) -> None:
-        """Divide the stream; nothing is read yet. Arguments are as of `TrainLoader` and of the config, but workers keep
-        whole steps ready; `places`: where lanes can be begun, of a saved run.
+        """Divide the stream; nothing is read yet. Arguments are as of `TrainLoader` and of the
+        config, but workers keep whole steps ready; `places`: where lanes can be begun, of a saved
+        run.
         """
         if getattr(dataset, "takes_seed", False):
             dataset.seed = seed
@@ -219,7 +255,10 @@ class StreamLoader:
         self.per_lane = share.global_size // self.num_lanes
         self._per_rank = share.global_size // share.world_size
         first = share.rank * self._per_rank
-        self._first, self._lanes = first, range(first // self.per_lane, -(-(first + self._per_rank) // self.per_lane))
+        self._first, self._lanes = (
+            first,
+            range(first // self.per_lane, -(-(first + self._per_rank) // self.per_lane)),
+        )
         self._num_workers = min(num_workers, len(self._lanes))
         self._pin_memory = pin_memory
         self._fetching = {"prefetch_factor": prefetch_batches} if num_workers > 0 else {}
@@ -230,35 +269,56 @@ class StreamLoader:
         parts = reading.in_workers(self._num_workers, pin_memory=self._pin_memory, **self._fetching)
         try:
             while True:
-                batches: list[list[Piece]] = [[] for _ in range(self._per_rank // self._share.micro_size)]
+                batches: list[list[Piece]] = [
+                    [] for _ in range(self._per_rank // self._share.micro_size)
+                ]
                 for _ in range(max(self._num_workers, 1)):
                     pieces, places = next(parts)
                     for piece in pieces:
                         batches[piece[0]].append(piece)
-                    self.places |= places  # which come with the step that ends beyond them, however far a worker is
+                    # which come with the step that ends beyond them, however far a worker is
+                    self.places |= places
                 yield from map(self._joined, batches)
         finally:
-            del parts  # the last reference: a DataLoader iterator stops its workers when it is collected
+            # the last reference: a DataLoader iterator stops its workers when it is collected
+            del parts
 
     def _read(self, start_step: int, worker: int) -> Iterator[tuple[list[Piece], dict[int, Place]]]:
         """A worker's part of every step, and the places that are new with it."""
         workers = max(self._num_workers, 1)
         all_lanes = self._lanes
-        own = all_lanes[len(all_lanes) * worker // workers : len(all_lanes) * (worker + 1) // workers]
-        lanes = [Lane(self._dataset, index=index, num_lanes=self.num_lanes, seed=self._drawn) for index in own]
+        own = all_lanes[
+            len(all_lanes) * worker // workers : len(all_lanes) * (worker + 1) // workers
+        ]
+        lanes = [
+            Lane(self._dataset, index=index, num_lanes=self.num_lanes, seed=self._drawn)
+            for index in own
+        ]
         known: dict[int, Place] = {}
         for step in count(start_step):
             with refusing_exits(), nullcontext() if self._drawn is None else random_state_kept():
                 for lane in lanes if step == start_step else ():
                     lane.start(step * self.per_lane, self.places.get(lane.index, Place(0)))
-                samples = [((lane.index, lane.count), lane.take()) for lane in lanes for _ in range(self.per_lane)]
-                news = {lane.index: place for lane in lanes if (place := lane.place()) != known.get(lane.index)}
+                samples = [
+                    ((lane.index, lane.count), lane.take())
+                    for lane in lanes
+                    for _ in range(self.per_lane)
+                ]
+                news = {
+                    lane.index: place
+                    for lane in lanes
+                    if (place := lane.place()) != known.get(lane.index)
+                }
                 pieces = list(self._pieces(own.start * self.per_lane, samples))
             known |= news
             yield pieces, news
 
-    def _pieces(self, first: int, samples: Sequence[tuple[tuple[int, int], Any]]) -> Iterator[Piece]:
-        """Cut samples, from the place `first` of a step on, into micro-batches, collated if whole or by default."""
+    def _pieces(
+        self, first: int, samples: Sequence[tuple[tuple[int, int], Any]]
+    ) -> Iterator[Piece]:
+        """Cut samples, from the place `first` of a step on, into micro-batches, collated if whole
+        or by default.
+        """
         size = self._share.micro_size
         offset = self._first - first
         for number in range(self._per_rank // size):
@@ -271,7 +331,11 @@ class StreamLoader:
                     yield number, key, collate(values)
                 else:
                     is_whole = len(values) == size
-                    yield number, key, seeded_collate(self._own, values, self._seed, key) if is_whole else values
+                    yield (
+                        number,
+                        key,
+                        seeded_collate(self._own, values, self._seed, key) if is_whole else values,
+                    )
 
     def _joined(self, pieces: Sequence[Piece]) -> Any:
         """Join the parts of a micro-batch whose samples several workers have read."""
@@ -281,7 +345,9 @@ class StreamLoader:
         if self._own is None:
             joined = _concatenated(parts)
         else:
-            joined = seeded_collate(self._own, [*chain.from_iterable(parts)], self._seed, pieces[0][1])
+            joined = seeded_collate(
+                self._own, [*chain.from_iterable(parts)], self._seed, pieces[0][1]
+            )
         return pinned(joined) if self._pin_memory else joined  # type: ignore[no-untyped-call]
 
 
@@ -301,8 +367,8 @@ def _concatenated(parts: Sequence[Any]) -> Any:
 
 
 class StreamEvalLoader:
-    """Batches of one rank as (batch, counts), as of `EvalLoader`. A source in fewer parts than ranks is read whole by
-    every rank, which keeps its own batches.
+    """Batches of one rank as (batch, counts), as of `EvalLoader`. A source in fewer parts than
+    ranks is read whole by every rank, which keeps its own batches.
     """
 
     def __init__(
@@ -317,7 +383,9 @@ class StreamEvalLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        """Arguments are as of `EvalLoader`, and `gather`: every rank's value. One worker is started at most."""
+        """Arguments are as of `EvalLoader`, and `gather`: every rank's value. One worker is started
+        at most.
+        """
         self._dataset = dataset
         self._size = batch_size
         self._most = max_samples
@@ -335,7 +403,9 @@ class StreamEvalLoader:
             kept = kept if batch is None else batch
             yield kept, batch is not None
         if kept is None:
-            raise ConfigError.of("stream-empty", "the evaluation stream has no sample", "leave it out", "data")
+            raise ConfigError.of(
+                "stream-empty", "the evaluation stream has no sample", "leave it out", "data"
+            )
 
     def _read(self, part: int, parts: int, _worker: int = 0) -> Iterator[Any]:
         """The batches of one of so many parts; what they draw is the same in every pass."""
@@ -377,15 +447,24 @@ class StreamPlaces:
         self.loader: StreamLoader | None = None
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint of this step keeps of the stream; nothing where the data is none. Collective."""
+        """What a checkpoint of this step keeps of the stream; nothing where the data is none.
+        Collective.
+        """
         if self.loader is None:
             return {}
         best = dict[int, Place]()
         end = step * self.loader.per_lane
-        for index, place in chain.from_iterable(each.items() for each in self._gather(self.loader.places)):
+        for index, place in chain.from_iterable(
+            each.items() for each in self._gather(self.loader.places)
+        ):
             if place.count <= end and (index not in best or best[index].count < place.count):
                 best[index] = place
-        return {_KEY: {index: [place.count, place.number, place.state] for index, place in sorted(best.items())}}
+        return {
+            _KEY: {
+                index: [place.count, place.number, place.state]
+                for index, place in sorted(best.items())
+            }
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take the places that a checkpoint holds."""

@@ -1,4 +1,6 @@
-"""Images of noise: they cost next to nothing to fetch, so that a measurement sees the model and not the disk."""
+"""Images of noise: they cost next to nothing to fetch, so that a measurement sees the model and not
+the disk.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,19 @@ _POOL_SIZE: Final = 16
 
 
 class SyntheticImages(BatchDataset):
-    """Normal noise from a pool of 16 images, used again by index; labels are a fixed function of the index.
+    """Normal noise from a pool of 16 images, used again by index; labels are a fixed function of
+    the index.
 
-    A sample is (image (channels, image_size, image_size) float32, label int). Memory: 16 images, 9.6 MB at 3x224x224.
+    A sample is (image (channels, image_size, image_size) float32, label int). Memory: 16 images,
+    9.6 MB at 3x224x224.
     """
 
-    def __init__(self, num_samples: int, *, image_size: int, channels: int, num_classes: int, seed: int = 0) -> None:
-        """Draw the pool from a generator of its own; datasets of different seeds have other images and labels."""
+    def __init__(
+        self, num_samples: int, *, image_size: int, channels: int, num_classes: int, seed: int = 0
+    ) -> None:
+        """Draw the pool from a generator of its own; datasets of different seeds have other images
+        and labels.
+        """
         self.num_samples = num_samples
         self.num_classes = num_classes
         self.seed = seed
@@ -41,7 +49,9 @@ class SyntheticImages(BatchDataset):
         """A batch: images (B, channels, image_size, image_size) float32 and labels (B,) int64."""
         numbers = np.asarray(indices, dtype=np.int64)
         labels = (mix(self.seed, numbers) % np.uint64(self.num_classes)).astype(np.int64)
-        return WholeBatch((self._pool[torch.from_numpy(numbers % _POOL_SIZE)], torch.from_numpy(labels)))
+        return WholeBatch(
+            (self._pool[torch.from_numpy(numbers % _POOL_SIZE)], torch.from_numpy(labels))
+        )
 
 
 def build(
@@ -54,7 +64,9 @@ def build(
 ) -> Splits:
     """Build both splits; arguments are the keys of `config.data.SyntheticImages`."""
     train, evaluation = (
-        SyntheticImages(count, image_size=image_size, channels=channels, num_classes=num_classes, seed=seed)
+        SyntheticImages(
+            count, image_size=image_size, channels=channels, num_classes=num_classes, seed=seed
+        )
         for seed, count in enumerate((num_samples, num_eval_samples))
     )
     return Splits(train, evaluation)

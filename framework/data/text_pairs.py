@@ -1,4 +1,6 @@
-"""Pairs of text segments with hidden tokens, as BERT is trained on (Devlin et al. 2018, section 3.1)."""
+"""Pairs of text segments with hidden tokens, as BERT is trained on (Devlin et al. 2018, section
+3.1).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from framework.data.batches import WholeBatch
 from framework.data.order import Seeds, mix
 from framework.data.splits import Splits
 from framework.data.text_windows import TextSamples, open_corpus, text_splits
-from framework.data.token_files import PART_WORDS, PREPARE, SpecialTokens, no_pair_tokens, num_pairs, one_document
+from framework.data.token_files import (
+    PART_WORDS,
+    PREPARE,
+    SpecialTokens,
+    no_pair_tokens,
+    num_pairs,
+    one_document,
+)
 from framework.data.tokens import Tokens
 from framework.errors import ConfigError, Problem
 
@@ -30,16 +39,19 @@ _PLACE, _LABEL, _SPLIT, _OTHER, _WHICH, _HOW, _REPLACEMENT = range(1, 8)
 
 
 class TextPairs(TextSamples):
-    """[CLS] A [SEP] B [SEP], drawn anew for every (seed, epoch, sample index); read without a seed, always the same.
+    """[CLS] A [SEP] B [SEP], drawn anew for every (seed, epoch, sample index); read without a seed,
+    always the same.
 
-    A sample is (input_ids (S,), token_type_ids (S,), attention_mask (S,), mlm_labels (S,), nsp_label ()), all int64.
-    token_type_ids are 1 for B and its [SEP]; attention_mask is 0 on padding; mlm_labels are -100 where nothing is to be
-    predicted; nsp_label is 0 where B follows A in their document, 1 where it is from another one.
+    A sample is (input_ids (S,), token_type_ids (S,), attention_mask (S,), mlm_labels (S,),
+    nsp_label ()), all int64. token_type_ids are 1 for B and its [SEP]; attention_mask is 0 on
+    padding; mlm_labels are -100 where nothing is to be predicted; nsp_label is 0 where B follows A
+    in their document, 1 where it is from another one.
 
-    There are as many samples as windows of S tokens fit the text. A sample starts at a random place near its own,
-    pulled back so that the document fills it; only a document shorter than S - 3 tokens leaves padding. A has between a
-    quarter and three quarters of the text, or more where the document that B is from, or would be, is shorter than the
-    rest. Both labels give the same lengths of A, B and padding, so that none of them tells the labels apart.
+    There are as many samples as windows of S tokens fit the text. A sample starts at a random place
+    near its own, pulled back so that the document fills it; only a document shorter than S - 3
+    tokens leaves padding. A has between a quarter and three quarters of the text, or more where the
+    document that B is from, or would be, is shorter than the rest. Both labels give the same
+    lengths of A, B and padding, so that none of them tells the labels apart.
     """
 
     def __init__(
@@ -58,25 +70,32 @@ class TextPairs(TextSamples):
             sequence_length: S, at least 8.
             vocab_size: numbers lie in [0, vocab_size).
             special: numbers of the special tokens, all five of them.
-            mask_fraction: share p of a sample's n tokens of text that is predicted: exactly max(1, round(p n)).
+            mask_fraction: share p of a sample's n tokens of text that is predicted: exactly max(1,
+                round(p n)).
 
         Raises:
             ValueError: a special token has no number.
         """
-        super().__init__(tokens, sequence_length=sequence_length, vocab_size=vocab_size, special=special)
+        super().__init__(
+            tokens, sequence_length=sequence_length, vocab_size=vocab_size, special=special
+        )
         numbers = special.model_dump(exclude_none=True)
         if len(numbers) < len(SpecialTokens.model_fields):
-            raise ValueError(f"pairs of segments need every special token, and there are only {special}")
+            raise ValueError(
+                f"pairs of segments need every special token, and there are only {special}"
+            )
         self._specials = sorted(set(numbers.values()))
-        self._cls, self._sep, self._mask, self._pad = (numbers[name] for name in ("cls", "sep", "mask", "pad"))
+        self._cls, self._sep, self._mask, self._pad = (
+            numbers[name] for name in ("cls", "sep", "mask", "pad")
+        )
         self.mask_fraction = mask_fraction
 
     def __len__(self) -> int:
         return num_pairs(len(self.tokens.numbers), self.tokens_per_sample)
 
     def __getitems__(self, indices: Sequence[int]) -> WholeBatch:
-        """A batch that depends on the indices alone, for evaluation: not on the batch size nor on the number of
-        ranks.
+        """A batch that depends on the indices alone, for evaluation: not on the batch size nor on
+        the number of ranks.
         """
         return self.items_from_seeds(indices, mix(_FIXED_SEED, np.asarray(indices, dtype=np.int64)))
 
@@ -94,11 +113,13 @@ class TextPairs(TextSamples):
         return WholeBatch(tuple(torch.from_numpy(field) for field in fields))
 
     def _segments(self, indices: Ints, seeds: Seeds) -> tuple[Ints, Ints, Ints]:
-        """Draw where A and B lie: their first tokens (2, B), their numbers of tokens (2, B) and the label (B,)."""
+        """Draw where A and B lie: their first tokens (2, B), their numbers of tokens (2, B) and the
+        label (B,).
+        """
         num_tokens = len(self.tokens.numbers)
         num_samples = len(self)
-        # indices * num_tokens // num_samples, in two parts: above 34 billion tokens at S = 128 the product has no room
-        # in int64.
+        # indices * num_tokens // num_samples, in two parts: above 34 billion tokens at S = 128 the
+        # product has no room in int64.
         each, rest = divmod(num_tokens, num_samples)
         place = indices * each + indices * rest // num_samples + _draw(seeds, _PLACE, each)
         start, length = self._document_at(place)
@@ -111,18 +132,23 @@ class TextPairs(TextSamples):
         # Any token outside of A's document is as likely, and with it that token's document.
         other = (start + length + 1 + _draw(seeds, _OTHER, num_tokens - length - 1)) % num_tokens
         other_start, other_length = self._document_at(other)
-        # Also where B follows A and could be longer: a short second segment would else say that it is from elsewhere.
+        # Also where B follows A and could be longer: a short second segment would else say that it
+        # is from elsewhere.
         second = np.minimum(total - first, other_length)
         first = np.where(length >= total, total - second, first)
         window = np.where(label == IS_NEXT, total, first)
         first_start = np.minimum(place, start + np.maximum(length - window, 0))
         second_start = np.where(
-            label == IS_NEXT, first_start + first, np.minimum(other, other_start + other_length - second)
+            label == IS_NEXT,
+            first_start + first,
+            np.minimum(other, other_start + other_length - second),
         )
         return np.stack([first_start, second_start]), np.stack([first, second]), label
 
     def _document_at(self, places: Ints) -> tuple[Ints, Ints]:
-        """First token and number of tokens of text (the end token not counted) of the documents at these places."""
+        """First token and number of tokens of text (the end token not counted) of the documents at
+        these places.
+        """
         documents = np.searchsorted(self.tokens.offsets, places, side="right") - 1
         start = self.tokens.offsets[documents]
         return start, self.tokens.offsets[documents + 1] - start - 1
@@ -134,7 +160,9 @@ class TextPairs(TextSamples):
         end = middle + lengths[1][:, None] + 1  # of the second
         is_first = (column > 0) & (column < middle)
         is_second = (column > middle) & (column < end)
-        source = np.where(is_first, starts[0][:, None] + column - 1, starts[1][:, None] + column - middle - 1)
+        source = np.where(
+            is_first, starts[0][:, None] + column - 1, starts[1][:, None] + column - middle - 1
+        )
         is_text = is_first | is_second
         ids = self.tokens.numbers[np.where(is_text, source, 0)].astype(np.int64)
         ids[~is_text] = self._pad
@@ -170,14 +198,17 @@ def _draw(seeds: Seeds, purpose: int, bound: int | Ints) -> Ints:
     return drawn
 
 
-def build(path: str | None = None, *, sequence_length: int = 128, mask_fraction: float = 0.15) -> Splits:
+def build(
+    path: str | None = None, *, sequence_length: int = 128, mask_fraction: float = 0.15
+) -> Splits:
     """Pairs out of a token folder.
 
     Arguments are the keys of `config.data.TextPairs`.
 
     Raises:
-        ConfigError: the folder is damaged, or a part of it has one document only (``text-one-document``), or its
-            tokenizer lacks a token that pairs need (``text-without-special-tokens``).
+        ConfigError: the folder is damaged, or a part of it has one document only
+            (``text-one-document``), or its tokenizer lacks a token that pairs need
+            (``text-without-special-tokens``).
     """
     corpus = open_corpus(path)
     problems = list(no_pair_tokens(corpus.special, path=path))
@@ -188,4 +219,6 @@ def build(path: str | None = None, *, sequence_length: int = 128, mask_fraction:
             problems.append(Problem("text-damaged", reason, PREPARE, "data.path", path))
     if problems:
         raise ConfigError(problems)
-    return text_splits(corpus, partial(TextPairs, sequence_length=sequence_length, mask_fraction=mask_fraction))
+    return text_splits(
+        corpus, partial(TextPairs, sequence_length=sequence_length, mask_fraction=mask_fraction)
+    )

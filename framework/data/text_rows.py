@@ -1,5 +1,5 @@
-"""Rows of text for training and evaluation: of files, or of the documentation of Python's own library, which is on
-every machine and differs between versions.
+"""Rows of text for training and evaluation: of files, or of the documentation of Python's own
+library, which is on every machine and differs between versions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from framework.errors import ConfigError
 Row = Mapping[str, Any]
 Made = TypeVar("Made")
 
-DOCUMENTED: Final = ("builtins", "datetime", "math", "os", "shutil", "statistics", "string", "threading")
+DOCUMENTED: Final = (
+    "builtins",
+    "datetime",
+    "math",
+    "os",
+    "shutil",
+    "statistics",
+    "string",
+    "threading",
+)
 
 
 def dealt(
@@ -32,10 +41,11 @@ def dealt(
     """Samples of training and evaluation.
 
     Args:
-        paths: of training (None: the rows of `own`) and of evaluation (None: every so many of the first, by
-            `fraction`); ``.csv``, otherwise JSON lines.
+        paths: of training (None: the rows of `own`) and of evaluation (None: every so many of the
+            first, by `fraction`); ``.csv``, otherwise JSON lines.
         fraction: 0 for no evaluation.
-        make: a sample from its place, ``file:line``, and its row; raises `ValueError` with what is wrong with it.
+        make: a sample from its place, ``file:line``, and its row; raises `ValueError` with what is
+            wrong with it.
         own: rows that no file has to hold.
 
     Raises:
@@ -46,7 +56,9 @@ def dealt(
     for number, (key, path) in enumerate(zip(("data.path", "data.eval_path"), paths, strict=True)):
         place: Any = path
         try:
-            for place, row in _read(Path(path).expanduser()) if path else enumerate(() if number else own()):
+            for place, row in (
+                _read(Path(path).expanduser()) if path else enumerate(() if number else own())
+            ):
                 parts[number or share.takes(len(str(row)))].append(make(str(place), row))
         except (OSError, ValueError, csv.Error) as error:
             reason = error.strerror if isinstance(error, OSError) else error
@@ -87,22 +99,35 @@ def questions() -> Iterator[Row]:
     for name, text, called in (one for module in DOCUMENTED for one in _documented(module)):
         turns = [f"What does {name} do?", text, *(("How is it called?", called) if called else ())]
         roles = ("user", "assistant") * 2
-        yield {"messages": [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]}
+        yield {
+            "messages": [
+                {"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)
+            ]
+        }
 
 
 def _documented(module: str) -> Iterator[tuple[str, str, str]]:
-    """Name, first sentence and call of the functions of a module, methods of its classes included."""
+    """Name, first sentence and call of the functions of a module, methods of its classes
+    included.
+    """
     seen = set[str]()
     for outer, thing in sorted(vars(importlib.import_module(module)).items()):
-        inner = sorted(vars(thing).items()) if inspect.isclass(thing) and thing.__module__ == module else ()
+        inner = (
+            sorted(vars(thing).items())
+            if inspect.isclass(thing) and thing.__module__ == module
+            else ()
+        )
         for name, one in ((outer, thing), *((f"{outer}.{name}", one) for name, one in inner)):
             if re.search(r"(^|\.)_", name) or not callable(one):
                 continue
-            text = re.split(r"(?<=[.!?]) ", " ".join((inspect.getdoc(one) or "").split()), maxsplit=1)[0]
+            text = re.split(
+                r"(?<=[.!?]) ", " ".join((inspect.getdoc(one) or "").split()), maxsplit=1
+            )[0]
             if 12 <= len(text) <= 300 and text not in seen:
                 seen.add(text)
                 called = ""
                 with suppress(ValueError, TypeError):
                     called = f"{module}.{name}{inspect.signature(one)}"
-                # An object among the defaults is shown with its address, which another process has not.
+                # An object among the defaults is shown with its address, which another process has
+                # not.
                 yield f"{module}.{name}", text, "" if " at 0x" in called else called

@@ -19,7 +19,9 @@ from framework.errors import ConfigError
 class TextSamples(BatchDataset):
     """Samples of `tokens_per_sample` tokens, S, out of a text; numbers lie in [0, vocab_size)."""
 
-    def __init__(self, tokens: Tokens, *, sequence_length: int, vocab_size: int, special: SpecialTokens) -> None:
+    def __init__(
+        self, tokens: Tokens, *, sequence_length: int, vocab_size: int, special: SpecialTokens
+    ) -> None:
         """Describe the samples; nothing is read yet."""
         self.tokens = tokens
         self.tokens_per_sample = sequence_length
@@ -30,8 +32,9 @@ class TextSamples(BatchDataset):
 class TextWindows(TextSamples):
     """Windows of a fixed length over documents packed back to back; nothing is random.
 
-    Sample i is (ids (S,) int64, targets (S,) int64): the tokens from i x S on, and each one's successor. A window may
-    span several documents, with the end token between them. The last, incomplete window is left out.
+    Sample i is (ids (S,) int64, targets (S,) int64): the tokens from i x S on, and each one's
+    successor. A window may span several documents, with the end token between them. The last,
+    incomplete window is left out.
     """
 
     def __len__(self) -> int:
@@ -56,13 +59,16 @@ def build(path: str | None = None, *, sequence_length: int = 256) -> Splits:
     Arguments are the keys of `config.data.Text`.
 
     Raises:
-        ConfigError: the folder is damaged, or a part of it is shorter than one window (``text-too-short``).
+        ConfigError: the folder is damaged, or a part of it is shorter than one window
+            (``text-too-short``).
     """
     corpus = open_corpus(path)
     problems = [
         problem
         for name, tokens in corpus.parts()
-        for problem in too_short(name, num_tokens=len(tokens.numbers), sequence_length=sequence_length)
+        for problem in too_short(
+            name, num_tokens=len(tokens.numbers), sequence_length=sequence_length
+        )
     ]
     if problems:
         raise ConfigError(problems)
@@ -71,7 +77,10 @@ def build(path: str | None = None, *, sequence_length: int = 256) -> Splits:
 
 def text_splits(corpus: Corpus, samples: Callable[..., TextSamples]) -> Splits:
     """The samples of both parts of a text."""
-    parts = (samples(tokens, vocab_size=corpus.vocab_size, special=corpus.special) for _, tokens in corpus.parts())
+    parts = (
+        samples(tokens, vocab_size=corpus.vocab_size, special=corpus.special)
+        for _, tokens in corpus.parts()
+    )
     return Splits(next(parts), next(parts, None))
 
 

@@ -1,5 +1,5 @@
-"""Contents of a token folder by its own files, and requirements of text datasets on one: what `check` and `plan` can
-know on a laptop. Reads ``meta.json`` and sizes; needs no numpy.
+"""Contents of a token folder by its own files, and requirements of text datasets on one: what
+`check` and `plan` can know on a laptop. Reads ``meta.json`` and sizes; needs no numpy.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class PartFacts(_Facts):
 
 
 class SpecialTokens(_Facts):
-    """The numbers of the tokens that stand for no text; None: the tokenizer has none such. Windows of text need the
-    first only; pairs of segments need all."""
+    """The numbers of the tokens that stand for no text; None: the tokenizer has none such. Windows
+    of text need the first only; pairs of segments need all.
+    """
 
     end: int
     """Ends every document."""
@@ -82,7 +83,9 @@ class Meta(_Facts):
             }
             for file, size in sizes.items():
                 if file not in self.files or self.files[file].size_bytes != size:
-                    raise ValueError(f"{file} must have {size} bytes by the number of its tokens and documents")
+                    raise ValueError(
+                        f"{file} must have {size} bytes by the number of its tokens and documents"
+                    )
         return self
 
 
@@ -100,7 +103,9 @@ def read_meta(path: str, key: str) -> tuple[Path, Meta]:
         raise ConfigError.of("text-not-found", f"there is no folder {folder}", fix, key, path)
     file = folder / META_FILE
     if not file.is_file():
-        reason = f"there is no {META_FILE} in it: it was not made by prepare, or prepare did not finish"
+        reason = (
+            f"there is no {META_FILE} in it: it was not made by prepare, or prepare did not finish"
+        )
         raise ConfigError.of("text-not-prepared", reason, PREPARE, key, path)
     try:
         with file.open("rb") as stream:
@@ -110,7 +115,8 @@ def read_meta(path: str, key: str) -> tuple[Path, Meta]:
 
 
 def keep_tokenizer(path: str, to: Path) -> None:
-    """Copy what turns a token folder's numbers into text into ``<to>/tokenizer``: its checkpoints outlive the folder.
+    """Copy what turns a token folder's numbers into text into ``<to>/tokenizer``: its checkpoints
+    outlive the folder.
 
     Raises:
         OSError: it cannot be written.
@@ -125,7 +131,10 @@ def keep_tokenizer(path: str, to: Path) -> None:
 
 def size_problems(folder: Path, meta: Meta, path: str, key: str) -> list[Problem]:
     """Every file that is missing or has another size than `meta` says."""
-    reasons = {folder / name: _size_complaint(folder, name, facts.size_bytes) for name, facts in meta.files.items()}
+    reasons = {
+        folder / name: _size_complaint(folder, name, facts.size_bytes)
+        for name, facts in meta.files.items()
+    }
     return [damaged(file, reason, path, key) for file, reason in reasons.items() if reason]
 
 
@@ -144,7 +153,8 @@ def too_short(part: PartName, *, num_tokens: int, sequence_length: int) -> Itera
     if num_tokens <= sequence_length:
         yield Problem(
             "text-too-short",
-            f"the {PART_WORDS[part]} text has {num_tokens} tokens, and a window needs one more than it is long",
+            f"the {PART_WORDS[part]} text has {num_tokens} tokens, and a window needs one more "
+            "than it is long",
             f"set data.sequence_length: {num_tokens - 1} or less, or prepare more text",
             "data.sequence_length",
             sequence_length,
@@ -154,14 +164,18 @@ def too_short(part: PartName, *, num_tokens: int, sequence_length: int) -> Itera
 def one_document(part: PartName, *, num_documents: int, path: str | None) -> Iterator[Problem]:
     """Half of the pairs of segments need another document."""
     if num_documents < 2:
-        reason = f"the {PART_WORDS[part]} text is one document, and half of the pairs need another one"
+        reason = (
+            f"the {PART_WORDS[part]} text is one document, and half of the pairs need another one"
+        )
         fix = "prepare more files, or with --split-at-blank-lines"
         yield Problem("text-one-document", reason, fix, "data.path", path)
 
 
 def no_pair_tokens(special: SpecialTokens, *, path: str | None) -> Iterator[Problem]:
     """Pairs of segments need tokens of their own."""
-    missing = [f"[{name.upper()}]" for name, number in special.model_dump().items() if number is None]
+    missing = [
+        f"[{name.upper()}]" for name, number in special.model_dump().items() if number is None
+    ]
     if missing:
         reason = f"its tokenizer has no {', '.join(missing)}, and pairs of segments need them"
         fix = "prepare it with --tokenizer bytes, the file of a BERT, or --train-tokenizer bpe:SIZE"

@@ -31,7 +31,10 @@ class PartWriter:
         self.source = MappedFrom(folder / f"{name}.bin", folder / f"{name}.idx", dtype)
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._end = np.array([end], dtype=self._dtype)
-        self._numbers, self._offsets = self.source.numbers.open("w+b"), self.source.offsets.open("w+b")
+        self._numbers, self._offsets = (
+            self.source.numbers.open("w+b"),
+            self.source.offsets.open("w+b"),
+        )
         self.num_tokens = self.num_documents = self._start = 0
         self._note_start()
 
@@ -45,7 +48,9 @@ class PartWriter:
             self._note_start()
 
     def move_tail(self, to: PartWriter, num_tokens: int) -> None:
-        """Give the last tokens to another part. A document that this cuts becomes two, each ended by the end token."""
+        """Give the last tokens to another part. A document that this cuts becomes two, each ended
+        by the end token.
+        """
         self.flush()
         tokens = map_tokens(self.source)
         cut = len(tokens.numbers) - num_tokens
@@ -75,7 +80,9 @@ class PartWriter:
         self._offsets.close()
 
     def _shrink(self, num_tokens: int, *, num_documents: int, start: int) -> None:
-        """Keep the first tokens: whole documents, and what is left of one that starts at `start`."""
+        """Keep the first tokens: whole documents, and what is left of one that starts at
+        `start`.
+        """
         self._numbers.truncate(num_tokens * self._dtype.itemsize)
         self._offsets.truncate(8 * (num_documents + 1))
         self._numbers.seek(0, os.SEEK_END)
@@ -101,9 +108,12 @@ class FolderWriter:
         self._folder = folder
         self._tokenizer = tokenizer
         self._share = EvaluationShare(eval_fraction)
-        self._dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+        self._dtype: Literal["uint16", "uint32"] = (
+            "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+        )
         self.train, self.evaluation = (
-            PartWriter(folder, name, dtype=self._dtype, end=tokenizer.special.end) for name in ("train", "eval")
+            PartWriter(folder, name, dtype=self._dtype, end=tokenizer.special.end)
+            for name in ("train", "eval")
         )
         self._current = self.train
 
@@ -117,7 +127,9 @@ class FolderWriter:
         self._current.add(numbers, ends=piece.ends)
 
     def finish(self) -> Meta:
-        """Make up evaluation's share, and write ``meta.json`` when everything else is on the disk."""
+        """Make up evaluation's share, and write ``meta.json`` when everything else is on the
+        disk.
+        """
         missing = self._share.tokens_to_move(self.train.num_tokens, self.evaluation.num_tokens)
         if missing:
             self.train.move_tail(self.evaluation, missing)
@@ -136,11 +148,17 @@ class FolderWriter:
             special_tokens=self._tokenizer.special,
             dtype=self._dtype,
             parts={
-                part.name: PartFacts(num_tokens=part.num_tokens, num_documents=part.num_documents) for part in parts
+                part.name: PartFacts(num_tokens=part.num_tokens, num_documents=part.num_documents)
+                for part in parts
             },
-            files={name: FileFacts(size_bytes=found.num_bytes, sha256=found.sha256) for name, found in files.items()},
+            files={
+                name: FileFacts(size_bytes=found.num_bytes, sha256=found.sha256)
+                for name, found in files.items()
+            },
         )
-        write_new(self._folder / META_FILE, memoryview((meta.model_dump_json(indent=2) + "\n").encode()))
+        write_new(
+            self._folder / META_FILE, memoryview((meta.model_dump_json(indent=2) + "\n").encode())
+        )
         return meta
 
     def close(self) -> None:
@@ -151,7 +169,8 @@ class FolderWriter:
 
 @contextmanager
 def made_aside(target: Path) -> Iterator[Path]:
-    """A new folder beside the target that takes its place at the end, or leaves no trace when something goes wrong.
+    """A new folder beside the target that takes its place at the end, or leaves no trace when
+    something goes wrong.
 
     Raises:
         OSError: it cannot be written, or the target has come to hold something meanwhile.

@@ -1,4 +1,6 @@
-"""From text to token numbers: bytes, or a tokenizer of Hugging Face's `tokenizers`, from a file or trained here."""
+"""From text to token numbers: bytes, or a tokenizer of Hugging Face's `tokenizers`, from a file or
+trained here.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from framework.data.token_files import TOKENIZER_FILE, SpecialTokens
 from framework.data.tokens import Corpus, EvaluationShare, Numbers, Tokens
 from framework.errors import ConfigError, counted, in_one_line
 
-# What known tokenizers call the special tokens, the best first, which is also what they are called here. [SEP] and </s>
-# may end documents too; the end of a document is learnt.
+# What known tokenizers call the special tokens, the best first, which is also what they are called
+# here. [SEP] and </s> may end documents too; the end of a document is learnt.
 _ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "end": ("<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<sep>"),
     "cls": ("[CLS]", "<s>", "<cls>"),
@@ -36,7 +38,9 @@ _BEYOND_ALL: Final = 1 << 62
 
 
 class ByteTokenizer:
-    """Token numbers 0 to 255 are the bytes; five special tokens follow. Reads anything, needs no file."""
+    """Token numbers 0 to 255 are the bytes; five special tokens follow. Reads anything, needs no
+    file.
+    """
 
     kind: Literal["bytes", "library"] = "bytes"
     vocab_size = BYTE_VOCAB_SIZE
@@ -44,23 +48,30 @@ class ByteTokenizer:
     needs_utf8 = False
 
     def encode(self, texts: Sequence[bytes]) -> list[Numbers]:
-        """Token numbers of each text, without special tokens: what looks like one in the text is text.
+        """Token numbers of each text, without special tokens: what looks like one in the text is
+        text.
 
         Here (len(text),) uint8 each, without a copy.
         """
         return [np.frombuffer(text, dtype=np.uint8) for text in texts]
 
     def decode(self, numbers: Sequence[int]) -> str:
-        """The text; special tokens are left out, and U+FFFD stands where bytes are no whole character."""
-        return bytes(number for number in numbers if number < self.special.end).decode(errors="replace")
+        """The text; special tokens are left out, and U+FFFD stands where bytes are no whole
+        character.
+        """
+        return bytes(number for number in numbers if number < self.special.end).decode(
+            errors="replace"
+        )
 
     def save(self, folder: Path) -> None:
         """Write what is needed to turn numbers into text again: for bytes nothing."""
 
 
 class LibraryTokenizer:
-    """A tokenizer of the library `tokenizers`. One that can end a document gets no further token, so that a published
-    vocabulary keeps its size, which is the published models'; to any other an end token is added behind its own."""
+    """A tokenizer of the library `tokenizers`. One that can end a document gets no further token,
+    so that a published vocabulary keeps its size, which is the published models'; to any other an
+    end token is added behind its own.
+    """
 
     kind: Literal["bytes", "library"] = "library"
     needs_utf8 = True
@@ -78,8 +89,12 @@ class LibraryTokenizer:
         if not any(alias in numbers for alias in _ALIASES["end"]):
             tokenizer.add_special_tokens([_NAMES[0]])
             numbers = tokenizer.get_vocab(with_added_tokens=True)
-            if len(set(numbers.values())) < len(numbers):  # the library counts on from the number of tokens
-                reason = "its numbers have gaps, and the end token that it lacks would get the number of another token"
+            # the library counts on from the number of tokens
+            if len(set(numbers.values())) < len(numbers):
+                reason = (
+                    "its numbers have gaps, and the end token that it lacks would get the "
+                    "number of another token"
+                )
                 raise ValueError(reason)
         found = {kind: numbers[name] for kind, name in special_names(tokenizer).items()}
         self.special = SpecialTokens.model_validate(found)
@@ -89,7 +104,9 @@ class LibraryTokenizer:
         """(n,) uint32 each; the library uses all cores for many texts."""
         # Otherwise a text that quotes "<|end|>" would end the document.
         self._tokenizer.encode_special_tokens = True
-        encoded = self._tokenizer.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
+        encoded = self._tokenizer.encode_batch_fast(
+            [text.decode() for text in texts], add_special_tokens=False
+        )
         return [np.array(one.ids, dtype=np.uint32) for one in encoded]
 
     def decode(self, numbers: Sequence[int]) -> str:
@@ -105,7 +122,10 @@ Tokenizer = ByteTokenizer | LibraryTokenizer
 def special_names(tokenizer: Any) -> dict[str, str]:
     """Kind of a special token -> its name in a `tokenizers.Tokenizer`, of those that it has."""
     held = tokenizer.get_vocab(with_added_tokens=True)
-    found = {kind: next((name for name in aliases if name in held), None) for kind, aliases in _ALIASES.items()}
+    found = {
+        kind: next((name for name in aliases if name in held), None)
+        for kind, aliases in _ALIASES.items()
+    }
     return {kind: name for kind, name in found.items() if name is not None}
 
 
@@ -131,8 +151,9 @@ def load_tokenizer(path: str) -> LibraryTokenizer:
 
 
 def refuse_far_numbers(file: Path, *, key: str, value: str | None) -> None:
-    """See that the numbers of a ``tokenizer.json`` are near the count of its tokens, before the library reads it: that
-    takes memory for each number in between, and a model has weights for them.
+    """See that the numbers of a ``tokenizer.json`` are near the count of its tokens, before the
+    library reads it: that takes memory for each number in between, and a model has weights for
+    them.
 
     Raises:
         ConfigError: kind ``tokenizer-unreadable``.
@@ -147,7 +168,9 @@ def refuse_far_numbers(file: Path, *, key: str, value: str | None) -> None:
     largest = max(numbers, default=0)
     if largest < _MOST_GAPS * len(numbers) + _FEW_GAPS:
         return
-    reason = f"it has {counted(len(numbers), 'token')}, and one of them has the number {largest:.6g}"
+    reason = (
+        f"it has {counted(len(numbers), 'token')}, and one of them has the number {largest:.6g}"
+    )
     fix = "name a tokenizer.json with numbers that follow each other"
     raise ConfigError.of("tokenizer-unreadable", reason, fix, key, value)
 
@@ -183,7 +206,8 @@ def train_bpe(texts: Iterable[bytes], *, vocab_size: int) -> LibraryTokenizer:
 
     Args:
         texts: UTF-8. Memory grows with the number of different words among them.
-        vocab_size: at least `SMALLEST_BPE`, the special tokens included; a small text may give fewer.
+        vocab_size: at least `SMALLEST_BPE`, the special tokens included; a small text may give
+            fewer.
 
     Raises:
         ConfigError: kind ``package-missing``; whatever `texts` raises comes through.
@@ -208,20 +232,25 @@ def _library() -> Any:
         import tokenizers
     except ImportError as error:
         reason = f"it needs the package tokenizers, which cannot be imported ({error})"
-        fix = "in the checkout: ./launch.sh setup text, or pip install -e '.[text]'; or use --tokenizer bytes"
+        fix = (
+            "in the checkout: ./launch.sh setup text, or pip install -e '.[text]'; or use "
+            "--tokenizer bytes"
+        )
         raise ConfigError.of("package-missing", reason, fix, "--tokenizer") from error
     return tokenizers
 
 
-# The sources of Python's standard library as text: real documents that are on every machine that can train. They are
-# read into memory at each start (under 5 MB in some ten milliseconds): no cache that could be stale or half-written,
-# and nothing for the ranks of a host to agree on. Another version of Python has other sources.
+# The sources of Python's standard library as text: real documents that are on every machine that
+# can train. They are read into memory at each start (under 5 MB in some ten milliseconds): no cache
+# that could be stale or half-written, and nothing for the ranks of a host to agree on. Another
+# version of Python has other sources.
 _EVAL_FRACTION: Final = 0.1
 _MOST_BYTES: Final = 8 << 20
 
 
 def python_sources() -> Corpus:
-    """The modules directly in the library's folder, in alphabetical order, a document each, byte by byte.
+    """The modules directly in the library's folder, in alphabetical order, a document each, byte by
+    byte.
 
     Returns:
         Every tenth module for evaluation (see `EvaluationShare`), the others for training.
@@ -239,7 +268,9 @@ def python_sources() -> Corpus:
     dealt: dict[bool, list[bytes]] = {False: [], True: []}
     for text in texts:
         dealt[share.takes(len(text))].append(text)
-    return Corpus(_tokens(dealt[False]), _tokens(dealt[True]), ByteTokenizer.vocab_size, ByteTokenizer.special)
+    return Corpus(
+        _tokens(dealt[False]), _tokens(dealt[True]), ByteTokenizer.vocab_size, ByteTokenizer.special
+    )
 
 
 def _texts(folder: Path) -> list[bytes]:

@@ -21,7 +21,14 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from framework.data.token_files import Meta, PartName, SpecialTokens, damaged, read_meta, size_problems
+from framework.data.token_files import (
+    Meta,
+    PartName,
+    SpecialTokens,
+    damaged,
+    read_meta,
+    size_problems,
+)
 from framework.errors import ConfigError
 from framework.system.files import hash_file
 
@@ -32,7 +39,9 @@ _BLOCK: Final = 1 << 20
 
 @dataclass(frozen=True)
 class MappedFrom:
-    """File that tokens are mapped from, so that another process maps it itself and is sent no copy of them."""
+    """File that tokens are mapped from, so that another process maps it itself and is sent no copy
+    of them.
+    """
 
     numbers: Path
     offsets: Path
@@ -45,7 +54,8 @@ class Tokens:
 
     Attributes:
         numbers: (N,) uint16 or uint32.
-        offsets: (D + 1,) int64; document d is ``numbers[offsets[d]:offsets[d + 1]]``, its end token included.
+        offsets: (D + 1,) int64; document d is ``numbers[offsets[d]:offsets[d + 1]]``, its end token
+            included.
         source: the files behind both; None: they lie in memory.
     """
 
@@ -58,7 +68,8 @@ class Tokens:
         return len(self.offsets) - 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A pickled memory map is a copy of the whole file: every worker that is spawned would hold one.
+        # A pickled memory map is a copy of the whole file: every worker that is spawned would hold
+        # one.
         if self.source:
             return (map_tokens, (self.source,))
         return (Tokens, (self.numbers, self.offsets))
@@ -81,7 +92,9 @@ class Corpus:
 
 
 def map_tokens(source: MappedFrom) -> Tokens:
-    """Map both files into memory; pages are read when they are touched, and shared by all processes of a host."""
+    """Map both files into memory; pages are read when they are touched, and shared by all processes
+    of a host.
+    """
     numbers = np.memmap(source.numbers, dtype=np.dtype(source.dtype).newbyteorder("<"), mode="r")
     offsets = np.memmap(source.offsets, dtype="<i8", mode="r")
     # Plain arrays over the same pages: indexing a np.memmap costs a subclass view each time.
@@ -89,11 +102,13 @@ def map_tokens(source: MappedFrom) -> Tokens:
 
 
 class EvaluationShare:
-    """Deals documents, as they come, to training and evaluation; the same way for the same documents.
+    """Deals documents, as they come, to training and evaluation; the same way for the same
+    documents.
 
-    Of the documents so far evaluation gets its fraction: with 0.1 every tenth. One that would give it more than twice
-    its fraction of the bytes is passed over, and the next one taken. Few or very unequal documents may leave it with
-    little: `tokens_to_move` says how much of the end of training makes it up.
+    Of the documents so far evaluation gets its fraction: with 0.1 every tenth. One that would give
+    it more than twice its fraction of the bytes is passed over, and the next one taken. Few or very
+    unequal documents may leave it with little: `tokens_to_move` says how much of the end of
+    training makes it up.
     """
 
     def __init__(self, fraction: float) -> None:
@@ -116,16 +131,20 @@ class EvaluationShare:
         return takes
 
     def tokens_to_move(self, num_train: int, num_evaluation: int) -> int:
-        """Count the tokens that evaluation lacks; 0 where it has at least half of what is its due."""
+        """Count the tokens that evaluation lacks; 0 where it has at least half of what is its
+        due.
+        """
         due = round(self._fraction * (num_train + num_evaluation))
         return 0 if 2 * num_evaluation >= due else due - num_evaluation
 
 
 def open_token_folder(path: str, *, key: str = "data.path") -> Corpus:
-    """Map the tokens of a folder; sizes are compared, checksums are not (`verify_token_folder` does).
+    """Map the tokens of a folder; sizes are compared, checksums are not (`verify_token_folder`
+    does).
 
     Raises:
-        ConfigError: as `read_meta`, and every file that is missing or has another size than ``meta.json`` says.
+        ConfigError: as `read_meta`, and every file that is missing or has another size than
+            ``meta.json`` says.
     """
     folder, meta = read_meta(path, key)
     problems = size_problems(folder, meta, path, key)
@@ -136,7 +155,9 @@ def open_token_folder(path: str, *, key: str = "data.path") -> Corpus:
         source = MappedFrom(folder / f"{name}.bin", folder / f"{name}.idx", meta.dtype)
         tokens = parts[name] = map_tokens(source)
         if tokens.offsets[-1] != len(tokens.numbers):
-            raise ConfigError(damaged(source.offsets, "it does not end at the number of tokens", path, key))
+            raise ConfigError(
+                damaged(source.offsets, "it does not end at the number of tokens", path, key)
+            )
     return Corpus(parts["train"], parts.get("eval"), meta.vocab_size, meta.special_tokens)
 
 
@@ -144,7 +165,8 @@ def verify_token_folder(path: str) -> Meta:
     """Read everything: checksums, document starts in order, token numbers within the vocabulary.
 
     Raises:
-        ConfigError: as `open_token_folder`, and every file whose content is not what `prepare` wrote.
+        ConfigError: as `open_token_folder`, and every file whose content is not what `prepare`
+            wrote.
     """
     key = "--verify"
     corpus = open_token_folder(path, key=key)
@@ -156,7 +178,9 @@ def verify_token_folder(path: str) -> Meta:
     ]
     for name, tokens in corpus.parts():
         if tokens.offsets[0] != 0 or (np.diff(tokens.offsets) < 2).any():
-            problems.append(damaged(folder / f"{name}.idx", "its documents do not follow each other", path, key))
+            problems.append(
+                damaged(folder / f"{name}.idx", "its documents do not follow each other", path, key)
+            )
         blocks = range(0, len(tokens.numbers), _BLOCK)
         if any(tokens.numbers[start : start + _BLOCK].max() >= meta.vocab_size for start in blocks):
             reason = f"it holds a token beyond the vocabulary of {meta.vocab_size}"

@@ -1,5 +1,5 @@
-"""Options of ``launch k8s`` and ``launch slurm``: fields of a request, and what they may hold. Whatever could break a
-manifest or a script, or be read by others, is refused here.
+"""Options of ``launch k8s`` and ``launch slurm``: fields of a request, and what they may hold.
+Whatever could break a manifest or a script, or be read by others, is refused here.
 """
 
 from __future__ import annotations
@@ -23,9 +23,15 @@ from framework.text.document import parse_document, parse_scalar
 _Request = TypeVar("_Request", bound="JobRequest")
 
 
-def parse(request: type[_Request], words: Sequence[str], *, command: str, description: str) -> _Request:
-    """The request that a command line makes; a UsageError where an option is unknown, or has a wrong value."""
-    parser = CommandParser(prog=f"python -m framework {command}", description=description, allow_abbrev=False)
+def parse(
+    request: type[_Request], words: Sequence[str], *, command: str, description: str
+) -> _Request:
+    """The request that a command line makes; a UsageError where an option is unknown, or has a
+    wrong value.
+    """
+    parser = CommandParser(
+        prog=f"python -m framework {command}", description=description, allow_abbrev=False
+    )
     about = "the run config, and settings that win over it"
     parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help=about)
     add_options(parser, request)
@@ -34,12 +40,16 @@ def parse(request: type[_Request], words: Sequence[str], *, command: str, descri
 
 def last_setting(words: Sequence[str], key: str) -> str | None:
     """The value that counts of a setting ``key=value``; None where it is not given."""
-    return next((word.partition("=")[2] for word in reversed(words) if word.startswith(f"{key}=")), None)
+    return next(
+        (word.partition("=")[2] for word in reversed(words) if word.startswith(f"{key}=")), None
+    )
 
 
 def resume_setting(words: Sequence[str], config: RunConfig) -> list[str]:
     """The setting with which a job that starts again goes on, where nobody has decided that."""
-    is_free = config.checkpoint.resume == "never" and last_setting(words, "checkpoint.resume") is None
+    is_free = (
+        config.checkpoint.resume == "never" and last_setting(words, "checkpoint.resume") is None
+    )
     return ["checkpoint.resume=auto"] if is_free else []
 
 
@@ -67,7 +77,9 @@ _IMAGE: Final = re.compile(
 
 
 def what_is_wrong_with_image(image: object) -> str:
-    """A reason to refuse the name of an image, if any: with a tag that moves, two pods may run different code."""
+    """A reason to refuse the name of an image, if any: with a tag that moves, two pods may run
+    different code.
+    """
     if isinstance(image, str):
         match = _IMAGE.fullmatch(image)
     else:
@@ -87,8 +99,8 @@ def what_is_wrong_with_image(image: object) -> str:
 OF_THE_LAUNCHER: Final = frozenset(
     re.findall(
         r"\w+",
-        "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE LOCAL_SIZE NODE_RANK NNODES NPROC_PER_NODE MASTER_ADDR "
-        "MASTER_PORT JOB_COMPLETION_INDEX",
+        "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE LOCAL_SIZE NODE_RANK NNODES NPROC_PER_NODE "
+        "MASTER_ADDR MASTER_PORT JOB_COMPLETION_INDEX",
     )
 )
 _SECRET: Final = re.compile(
@@ -102,8 +114,8 @@ def looks_like_a_secret(name: str) -> bool:
 
 
 SECRET_IS_SHOWN: Final = (
-    "everybody who may read the job would read it; Kubernetes: a variable of a Secret, --env_secret SECRET; Slurm: a "
-    "variable of the shell that calls sbatch, which hands it on"
+    "everybody who may read the job would read it; Kubernetes: a variable of a Secret, "
+    "--env_secret SECRET; Slurm: a variable of the shell that calls sbatch, which hands it on"
 )
 
 
@@ -117,7 +129,9 @@ _FACTORS: Final[Mapping[str | None, Fraction]] = {
 
 
 def parse_quantity(text: object) -> Fraction | None:
-    """The bytes or cores that a quantity of Kubernetes (``64Gi``, ``500m``) stands for; None: it is not one."""
+    """The bytes or cores that a quantity of Kubernetes (``64Gi``, ``500m``) stands for; None: it is
+    not one.
+    """
     if isinstance(text, int) and not isinstance(text, bool):
         return Fraction(text)
     if isinstance(text, str):
@@ -131,7 +145,9 @@ def parse_quantity(text: object) -> Fraction | None:
 
 LONGEST_LABEL: Final = 63
 _LONGEST_NAME: Final = 253
-_QUALIFIED_NAME: Final = r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+_QUALIFIED_NAME: Final = (
+    r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+)
 _LABEL_VALUE: Final = r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?"
 _QUALIFIED: Final = re.compile(_QUALIFIED_NAME)
 # A label of DNS that may also name a Service, which must begin with a letter (RFC 1035).
@@ -140,7 +156,9 @@ CONFIG_KEY: Final = re.compile(r"(?!\.$|\.\.)[-._a-zA-Z0-9]{1,253}")
 
 
 def as_config_key(path: str) -> str:
-    """A file's name where it fits `CONFIG_KEY`, else as close to it as may be; its end, the kind of file, stays."""
+    """A file's name where it fits `CONFIG_KEY`, else as close to it as may be; its end, the kind of
+    file, stays.
+    """
     return re.sub(r"[^-._a-zA-Z0-9]", "-", PurePosixPath(path).name)[-_LONGEST_NAME:].lstrip(".")
 
 
@@ -155,14 +173,18 @@ def as_service_name(text: str) -> str:
 
 def matching(pattern: str | re.Pattern[str], what: str) -> Callable[[str], str]:
     """A reader of text that fits a pattern; `what` completes "... is not"."""
-    return like(pattern if isinstance(pattern, str) else pattern.pattern, str, f"{{!r}} is not {what}")
+    return like(
+        pattern if isinstance(pattern, str) else pattern.pattern, str, f"{{!r}} is not {what}"
+    )
 
 
 def _refuse(text: str, what: str) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(f"{text!r} is not {what}")
 
 
-service_name: Final = matching(SERVICE_NAME, "a name: lower-case letters, digits and -, a letter first")
+service_name: Final = matching(
+    SERVICE_NAME, "a name: lower-case letters, digits and -, a letter first"
+)
 object_name: Final = matching(
     r"(?=.{1,253}\Z)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*",
     "the name of an object: lower-case letters, digits, - and .",
@@ -191,7 +213,9 @@ def image(text: str) -> str:
     """The name of an image that does not move."""
     reason = what_is_wrong_with_image(text)
     if reason:
-        raise argparse.ArgumentTypeError(f"{text!r}: {reason}; write NAME:TAG or NAME@sha256:DIGEST")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: {reason}; write NAME:TAG or NAME@sha256:DIGEST"
+        )
     return text
 
 
@@ -227,8 +251,12 @@ _OURS: Final = (
 )
 
 
-def _pair(pattern: str, what: str, *, may_be_ours: bool = False) -> Callable[[str], tuple[str, str]]:
-    """A reader of a name and its value, which fit a pattern together; `what` completes "... is not"."""
+def _pair(
+    pattern: str, what: str, *, may_be_ours: bool = False
+) -> Callable[[str], tuple[str, str]]:
+    """A reader of a name and its value, which fit a pattern together; `what` completes "... is
+    not".
+    """
 
     def read(text: str) -> tuple[str, str]:
         name, _, value = text.partition("=")
@@ -260,7 +288,9 @@ def variable(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class JobRequest:
-    """Options of both commands; `max_restarts` and `config_text`, where it is sent along, come from the run config."""
+    """Options of both commands; `max_restarts` and `config_text`, where it is sent along, come from
+    the run config.
+    """
 
     words: Sequence[str]
     nodes: int = option("machines, or pods (1)", "N", count, default=1)
@@ -268,7 +298,9 @@ class JobRequest:
         "GPUs of each, one rank to a GPU; 0: none, then --ranks_per_node", "G", whole, default=None
     )
     ranks_per_node: int = option("ranks of each without GPUs (1)", "N", count, default=0)
-    env: Sequence[tuple[str, str]] = option("variable of the run", "NAME=VALUE", variable, many=True)
+    env: Sequence[tuple[str, str]] = option(
+        "variable of the run", "NAME=VALUE", variable, many=True
+    )
     out: str | None = option("write there instead of printing", "FILE", default=None)
     dry_run: bool = option("print and write nothing; without --out it is what happens anyway")
     max_restarts: int = 0
@@ -297,10 +329,16 @@ class JobRequest:
     @property
     def cluster(self) -> Cluster:
         """The cluster that the nodes make."""
-        return Cluster(num_hosts=self.nodes, devices_per_host=self.ranks, device="cpu" if self.on_cpu else "cuda")
+        return Cluster(
+            num_hosts=self.nodes,
+            devices_per_host=self.ranks,
+            device="cpu" if self.on_cpu else "cuda",
+        )
 
     def refuse_mistakes(self, command: str, more: Sequence[tuple[object, str]]) -> None:
-        """Raise a UsageError for `more` mistakes, or those that options of both commands can make."""
+        """Raise a UsageError for `more` mistakes, or those that options of both commands can
+        make.
+        """
         own = (
             (not self.words, "name a run config, for example ds_configs/quickstart.yaml"),
             (
@@ -315,8 +353,13 @@ class JobRequest:
         refuse(command, (*own, *more))
 
     def refuse_secrets(self, command: str) -> None:
-        """Raise a UsageError where a setting, or the config that is sent along, holds what looks like a secret."""
-        values = [(parse_scalar(value), key) for key, _, value in (word.partition("=") for word in self.overrides)]
+        """Raise a UsageError where a setting, or the config that is sent along, holds what looks
+        like a secret.
+        """
+        values = [
+            (parse_scalar(value), key)
+            for key, _, value in (word.partition("=") for word in self.overrides)
+        ]
         if self.config_text:
             values.append((parse_document(self.config_text, name=self.config).value, ""))
         found = [key for value, key in values for key in secrets_in(value, key)]

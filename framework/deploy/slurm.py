@@ -1,6 +1,7 @@
 """``launch slurm``: prints the batch script of a run, which has the reasons of what is in it.
 
-One task on each node is our agent. Slurm starts it: accounting, cgroups and `scancel` hold for every process.
+One task on each node is our agent. Slurm starts it: accounting, cgroups and `scancel` hold for
+every process.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _LAST_WORD_SECONDS: Final = 30
 # GPUs of one node that is taken to be the job's own.
 _WHOLE_NODE_GPUS: Final = 8
 
-# The script; ``@name@`` stands for what `script` fills in, and a line after ``@name?`` is in it where that holds.
+# The script; ``@name@`` stands for what `script` fills in, and a line after ``@name?`` is in it
+# where that holds.
 _SCRIPT: Final = Path(__file__).with_suffix(".sh")
 _FAILED: Final = (
     errors.EXIT_USAGE,
@@ -41,9 +43,12 @@ _FAILED: Final = (
 
 _word: Final = matching(r"[A-Za-z0-9_][A-Za-z0-9_.,:+@/%-]*", "one plain word")
 _file: Final = matching(r"[A-Za-z0-9_./%-]+", "the path of a file")
-_time: Final = matching(r"[0-9]+(-[0-9]{1,2})?(:[0-9]{1,2}){0,2}|UNLIMITED", "a time such as 24:00:00 or 2-12")
+_time: Final = matching(
+    r"[0-9]+(-[0-9]{1,2})?(:[0-9]{1,2}){0,2}|UNLIMITED", "a time such as 24:00:00 or 2-12"
+)
 _directive: Final = matching(
-    r"--[a-z][a-z-]*(=[A-Za-z0-9_.,:+@/%&|*\[\]()-]+)?", "an option of sbatch such as --constraint=h100"
+    r"--[a-z][a-z-]*(=[A-Za-z0-9_.,:+@/%&|*\[\]()-]+)?",
+    "an option of sbatch such as --constraint=h100",
 )
 
 
@@ -53,7 +58,8 @@ class SlurmRequest(JobRequest):
 
     cpus: int = option("cores of a node (4 a GPU, 1 a rank on CPU)", "C", count, default=0)
     mem: str = option(
-        "memory of a node, for example 200G; 0: all of it, as of a whole node (--sbatch=--exclusive, 8 GPUs)",
+        "memory of a node, for example 200G; 0: all of it, as of a whole node "
+        "(--sbatch=--exclusive, 8 GPUs)",
         "M",
         _word,
     )
@@ -68,22 +74,32 @@ class SlurmRequest(JobRequest):
         default=300,
     )
     requeue: bool = option(
-        "start again where the time limit or a preemption stopped the run, or a node was lost; scancel --batch "
-        "--signal=USR2 stops it for good"
+        "start again where the time limit or a preemption stopped the run, or a node was lost; "
+        "scancel --batch --signal=USR2 stops it for good"
     )
     spares: int = option(
-        "further nodes, which wait until one is lost; with supervision.max_restarts", "S", count, default=0
+        "further nodes, which wait until one is lost; with supervision.max_restarts",
+        "S",
+        count,
+        default=0,
     )
     min_nodes: int = option("go on with so few where more are lost", "M", count, default=0)
     name: str = option("of the job (run.name)", "X", _word)
     python: str = option(
-        "as the nodes find it (python where this environment is active; else its whole path)", "PROGRAM"
+        "as the nodes find it (python where this environment is active; else its whole path)",
+        "PROGRAM",
     )
     log: str = option(
-        "output; %%x: name, %%j: number, %%N: a file for each node (%%x-%%j.log)", "FILE", _file, default="%x-%j.log"
+        "output; %%x: name, %%j: number, %%N: a file for each node (%%x-%%j.log)",
+        "FILE",
+        _file,
+        default="%x-%j.log",
     )
     sbatch: Sequence[str] = option(
-        "further option of sbatch, for example --sbatch=--constraint=h100", "=--OPTION[=VALUE]", _directive, many=True
+        "further option of sbatch, for example --sbatch=--constraint=h100",
+        "=--OPTION[=VALUE]",
+        _directive,
+        many=True,
     )
 
     @property
@@ -98,15 +114,22 @@ class SlurmRequest(JobRequest):
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the script that the words behind ``launch slurm`` ask for; after an error nothing has been printed."""
-    request = parse(SlurmRequest, words, command="launch slurm", description="Print the batch script of a run.")
+    """Print the script that the words behind ``launch slurm`` ask for; after an error nothing has
+    been printed.
+    """
+    request = parse(
+        SlurmRequest, words, command="launch slurm", description="Print the batch script of a run."
+    )
     too_many = f"--min_nodes {request.min_nodes} is more than --nodes"
     request.refuse_mistakes("launch slurm", [(request.min_nodes > request.nodes, too_many)])
     path, *overrides = request.words
     config = load_run(path, overrides).config
     request.refuse_secrets("launch slurm")
     max_restarts = config.supervision.max_restarts
-    nobody = "--spares and --min_nodes are for agents that start ranks again: set supervision.max_restarts"
+    nobody = (
+        "--spares and --min_nodes are for agents that start ranks again: set "
+        "supervision.max_restarts"
+    )
     refuse("launch slurm", [(request.outlives_nodes and not max_restarts, nobody)])
     if request.requeue:
         refuse_one_start(config, place="launch slurm --requeue", once="without --requeue")
@@ -130,7 +153,9 @@ def script(request: SlurmRequest, *, made_by: str) -> str:
     filled_in = {
         "made_by": errors.printable(made_by),
         "directives": "\n".join(f"#SBATCH {line}" for line in _directives(request)),
-        "exports": "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items()),
+        "exports": "".join(
+            f"export {name}={shlex.quote(value)}\n" for name, value in variables.items()
+        ),
         "stopped": errors.EXIT_STOPPED,
         "wait": _wait_seconds(request),
         "srun": "--no-kill " * request.outlives_nodes,
@@ -151,7 +176,9 @@ def script(request: SlurmRequest, *, made_by: str) -> str:
 
 
 def _wait_seconds(request: SlurmRequest) -> int:
-    """The time that other agents may go on once one has ended: to save, to wait for it, or without it."""
+    """The time that other agents may go on once one has ended: to save, to wait for it, or without
+    it.
+    """
     if request.outlives_nodes:
         return 0  # without end
     return max(60, request.signal_seconds) + (int(WAIT_SECONDS) if request.max_restarts else 0)
@@ -182,7 +209,9 @@ def _directives(request: SlurmRequest) -> list[str]:
 
 
 def _python() -> str:
-    """Return the name of this Python on the nodes: a path, unless the calling shell has this environment active."""
+    """Return the name of this Python on the nodes: a path, unless the calling shell has this
+    environment active.
+    """
     found = shutil.which("python", path=os.environ.get("DSF_SHELL_PATH") or os.environ.get("PATH"))
     if found and Path(found).parent == Path(sys.executable).parent:
         return "python"

@@ -1,7 +1,8 @@
-"""Looks at every host of a hostfile, and at what is between them: a `member` on each through ssh, asked from here.
-`doctor --bench` measures them: `framework.engine.link_bench` on every rank.
+"""Looks at every host of a hostfile, and at what is between them: a `member` on each through ssh,
+asked from here. `doctor --bench` measures them: `framework.engine.link_bench` on every rank.
 
-Whatever a host does not do within its time is a finding about that host; no host is waited for longer than a minute.
+Whatever a host does not do within its time is a finding about that host; no host is waited for
+longer than a minute.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _ASK_SECONDS: Final = 40.0
 _CONNECT_SECONDS: Final = 10
 _EXAMINE_SECONDS: Final = 60.0
 _BENCH_SECONDS: Final = 180.0
-# A host whose best partner gets less than this share of what others get is slow; links of equal hosts differ by a few
-# percent.
+# A host whose best partner gets less than this share of what others get is slow; links of equal
+# hosts differ by a few percent.
 _SLOW_SHARE: Final = 0.6
 _GB: Final = 1e9
 _MEMBER: Final = (sys.executable, "-m", "framework.doctor.member")
@@ -76,9 +77,13 @@ class DoctorOptions:
 
     @property
     def own_variables(self) -> dict[str, dict[str, str]]:
-        """Of single hosts: devices that are not the first, of whichever kind, as their agents will have them."""
+        """Of single hosts: devices that are not the first, of whichever kind, as their agents will
+        have them.
+        """
         return {
-            item.host.name: {visible_variable(kind): ",".join(map(str, item.devices)) for kind in ("cuda", "npu")}
+            item.host.name: {
+                visible_variable(kind): ",".join(map(str, item.devices)) for kind in ("cuda", "npu")
+            }
             for item in self.chosen
             if not item.is_first
         }
@@ -91,7 +96,9 @@ class HostFailed(Exception):  # noqa: N818 - it is told, and never leaves this m
 class Remote:
     """The member on one host, asked in lines of JSON; `number` is its place among all hosts."""
 
-    def __init__(self, host: Host, command: Sequence[str], *, number: int, address: str = "") -> None:
+    def __init__(
+        self, host: Host, command: Sequence[str], *, number: int, address: str = ""
+    ) -> None:
         self.host = host
         self.name = host.name.rpartition("@")[2]
         self.number = number
@@ -101,7 +108,13 @@ class Remote:
         errors = self._stderr
         # A session of its own: Ctrl-C ends them by their stdin, after they have cleaned up.
         self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=errors, text=True, errors="replace", start_new_session=True
+            command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=errors,
+            text=True,
+            errors="replace",
+            start_new_session=True,
         )
         self._answers: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._keep_answers, daemon=True).start()
@@ -145,7 +158,9 @@ class Remote:
 
 
 def member_command(host: Host, *, ssh_args: str = "") -> list[str]:
-    """The `ssh` that starts the member: same Python, same folder, as DeepSpeed's launcher expects."""
+    """The `ssh` that starts the member: same Python, same folder, as DeepSpeed's launcher
+    expects.
+    """
     if (ROOT / "pyproject.toml").is_file():
         path = [f"PYTHONPATH={ROOT}"]
     else:
@@ -155,9 +170,14 @@ def member_command(host: Host, *, ssh_args: str = "") -> list[str]:
 
 
 def ask_all(
-    remotes: Sequence[Remote], order: Callable[[Remote], Mapping[str, Any]], *, seconds: float = _ASK_SECONDS
+    remotes: Sequence[Remote],
+    order: Callable[[Remote], Mapping[str, Any]],
+    *,
+    seconds: float = _ASK_SECONDS,
 ) -> list[dict[str, Any]]:
-    """Answers of all hosts, asked at the same time; raises HostFailed of the first that has none, at the end."""
+    """Answers of all hosts, asked at the same time; raises HostFailed of the first that has none,
+    at the end.
+    """
     return each_of(remotes, lambda remote: remote.ask(order(remote), seconds=seconds))
 
 
@@ -173,12 +193,17 @@ def look_at_hosts(asked: DoctorOptions, need: Need) -> tuple[list[Node], list[Ch
         remotes = []
         for number, (host, address) in enumerate(zip(asked.hosts, asked.addresses, strict=True)):
             command = member_command(host, ssh_args=asked.ssh_args)
-            remotes.append(stack.enter_context(closing(Remote(host, command, number=number, address=address))))
+            remotes.append(
+                stack.enter_context(closing(Remote(host, command, number=number, address=address)))
+            )
         nodes = each_of(remotes, lambda remote: _examined(remote, asked, need))
         alive = [remote for remote, node in zip(remotes, nodes, strict=True) if node.facts]
         if len(alive) < 2:
             return nodes, []
-        return nodes, [*compare({node.name: node.facts for node in nodes if node.facts}), *_between(alive, asked, need)]
+        return nodes, [
+            *compare({node.name: node.facts for node in nodes if node.facts}),
+            *_between(alive, asked, need),
+        ]
 
 
 def _examined(remote: Remote, asked: DoctorOptions, need: Need) -> Node:
@@ -186,7 +211,8 @@ def _examined(remote: Remote, asked: DoctorOptions, need: Need) -> Node:
     order = {
         "do": "examine",
         "name": remote.name,
-        "variables": passed_on(os.environ, exports=()) | asked.own_variables.get(remote.host.name, {}),
+        "variables": passed_on(os.environ, exports=())
+        | asked.own_variables.get(remote.host.name, {}),
         "cluster": asdict(need.cluster),
         "config": asked.config,
         "overrides": list(asked.overrides),
@@ -196,19 +222,27 @@ def _examined(remote: Remote, asked: DoctorOptions, need: Need) -> Node:
     except HostFailed as error:
         fix = f"try: ssh {remote.host.name} {sys.executable} -V"
         problem = Problem("host-unreachable", str(error), fix, key="ssh")
-        return Node(remote.name, [Check("ssh", "cannot be looked at", [problem])], time.perf_counter() - started)
+        return Node(
+            remote.name,
+            [Check("ssh", "cannot be looked at", [problem])],
+            time.perf_counter() - started,
+        )
     return Node(remote.name, list(map(Check.from_dict, answer["checks"])), answer["seconds"])
 
 
 def _between(remotes: Sequence[Remote], asked: DoctorOptions, need: Need) -> Iterator[Check]:
     token = secrets.token_hex(8)
     try:
-        yield compare_clocks(dict(zip([each.name for each in remotes], each_of(remotes, _ahead), strict=True)))
+        yield compare_clocks(
+            dict(zip([each.name for each in remotes], each_of(remotes, _ahead), strict=True))
+        )
         yield _network(remotes, asked.master_port, token)
         if need.checkpoints is not None and need.saves:
             yield _shared_folder(remotes, str(need.checkpoints), token)
     except HostFailed as error:
-        problem = Problem("host-lost", f"a host left while it was looked at: {error}", "run doctor again")
+        problem = Problem(
+            "host-lost", f"a host left while it was looked at: {error}", "run doctor again"
+        )
         yield Check("network", "not finished", [problem])
 
 
@@ -224,14 +258,23 @@ def _ahead(remote: Remote) -> float:
 
 
 def _network(remotes: Sequence[Remote], port: int, token: str) -> Check:
-    """Every host reaches the port of node 0, and each other at a port that the system chose, as NCCL and gloo do."""
+    """Every host reaches the port of node 0, and each other at a port that the system chose, as
+    NCCL and gloo do.
+    """
     of_node_0 = [port, port + 1]  # of ranks, and of the agents that `launch` starts
     wanted = {remote: [0, *of_node_0] if remote is remotes[0] else [0] for remote in remotes}
-    opened = [each["ports"] for each in ask_all(remotes, lambda each: {"do": "listen", "ports": wanted[each]})]
+    opened = [
+        each["ports"]
+        for each in ask_all(remotes, lambda each: {"do": "listen", "ports": wanted[each]})
+    ]
     problems = []
     for port_of_0, found in zip(of_node_0, opened[0][1:], strict=True):
         if isinstance(found, str):
-            about: dict[str, Any] = {"key": "--master_port", "value": port_of_0, "file": f"node {remotes[0].name}"}
+            about: dict[str, Any] = {
+                "key": "--master_port",
+                "value": port_of_0,
+                "file": f"node {remotes[0].name}",
+            }
             reason = f"nobody can meet there: {found}"
             fix = "choose another --master_port"
             problems.append(Problem("port-not-usable", reason, fix, **about))
@@ -240,7 +283,9 @@ def _network(remotes: Sequence[Remote], port: int, token: str) -> Check:
         targets = [(to, opened[to][0]) for to in neighbours(index, len(remotes))]
         targets += [(0, port) for port in opened[0][1:] if index]
         plan[remote] = [(remotes[to], port) for to, port in targets if isinstance(port, int)]
-    called = {remote: [(to.address, port) for to, port in targets] for remote, targets in plan.items()}
+    called = {
+        remote: [(to.address, port) for to, port in targets] for remote, targets in plan.items()
+    }
     answers = ask_all(remotes, lambda each: {"do": "call", "token": token, "targets": called[each]})
     for caller, answer in zip(remotes, answers, strict=True):
         for (to, port_there), values in zip(plan[caller], answer["reached"], strict=True):
@@ -258,10 +303,15 @@ def _about_call(caller: str, called: str, port: int, reached: Reached) -> Iterat
     if reached.is_loopback:
         reason = "the name of another host leads back to this one"
         value = reached.address
-        yield Problem("name-loopback", reason, "mend /etc/hosts there", key=called, value=value, file=place)
+        yield Problem(
+            "name-loopback", reason, "mend /etc/hosts there", key=called, value=value, file=place
+        )
     elif reached.reason:
         there = f"{called} ({reached.address or 'no address'})"
-        fix = f"let {caller} connect to {there} at every port: firewall, security group, network policy, service mesh"
+        fix = (
+            f"let {caller} connect to {there} at every port: firewall, security group, network "
+            "policy, service mesh"
+        )
         yield Problem("port-not-reached", reached.reason, fix, key=f"{called}:{port}", file=place)
 
 
@@ -271,15 +321,22 @@ def _shared_folder(remotes: Sequence[Remote], checkpoints: str, token: str) -> C
     names = {remote.number: remote.name for remote in remotes}
     common = {"folder": folder, "token": token}
     marks = ask_all(remotes, lambda each: {"do": "mark", "node": each.number, **common})
-    marked = [remote.number for remote, answer in zip(remotes, marks, strict=True) if not answer["reason"]]
+    marked = [
+        remote.number for remote, answer in zip(remotes, marks, strict=True) if not answer["reason"]
+    ]
     views = ask_all(remotes, lambda _: {"do": "see", "nodes": marked, **common})
-    written = [f"nothing can be written there: {mark['reason']}" if mark["reason"] else "" for mark in marks]
+    written = [
+        f"nothing can be written there: {mark['reason']}" if mark["reason"] else ""
+        for mark in marks
+    ]
     unseen = [first_few([names[number] for number in view["unseen"]]) for view in views]
     seen = [f"what {others} wrote is not seen here" if others else "" for others in unseen]
     fix = f"set run.output_dir to a folder that all hosts share: {WHY_SHARED}"
     reasons = zip([*remotes, *remotes], [*written, *seen], strict=True)
     problems = [
-        Problem(NOT_SHARED, reason, fix, folder, file=f"node {each.name}") for each, reason in reasons if reason
+        Problem(NOT_SHARED, reason, fix, folder, file=f"node {each.name}")
+        for each, reason in reasons
+        if reason
     ]
     if not problems:
         stated = f"{folder} is seen by all"
@@ -289,23 +346,35 @@ def _shared_folder(remotes: Sequence[Remote], checkpoints: str, token: str) -> C
 
 
 def bench(asked: DoctorOptions, need: Need) -> list[Check]:
-    """Run the job on every rank of the run, here or on all hosts; a few seconds, three minutes at most."""
+    """Run the job on every rank of the run, here or on all hosts; a few seconds, three minutes at
+    most.
+    """
     order = {
         "do": "bench",
         "variables": passed_on(os.environ, exports=()),
         "cluster": asdict(need.cluster),
-        "master": [asked.addresses[0], asked.master_port] if asked.hosts else ["127.0.0.1", free_port()],
+        "master": [asked.addresses[0], asked.master_port]
+        if asked.hosts
+        else ["127.0.0.1", free_port()],
         "folder": str(need.checkpoints) if need.checkpoints else None,
         "seconds": _BENCH_SECONDS,
     }
     with ExitStack() as stack:
         remotes = []
-        for number, host in enumerate(asked.hosts or [Host("localhost", need.cluster.devices_per_host)]):
+        for number, host in enumerate(
+            asked.hosts or [Host("localhost", need.cluster.devices_per_host)]
+        ):
             command = member_command(host, ssh_args=asked.ssh_args) if asked.hosts else _MEMBER
             remotes.append(stack.enter_context(closing(Remote(host, command, number=number))))
         try:
-            answers = ask_all(remotes, lambda each: order | {"node": each.number}, seconds=_BENCH_SECONDS + 30)
-            reasons = zip([each.name for each in remotes], [answer["reason"] for answer in answers], strict=True)
+            answers = ask_all(
+                remotes, lambda each: order | {"node": each.number}, seconds=_BENCH_SECONDS + 30
+            )
+            reasons = zip(
+                [each.name for each in remotes],
+                [answer["reason"] for answer in answers],
+                strict=True,
+            )
             failed = "; ".join(f"{name}: {reason}" for name, reason in reasons if reason)
         except HostFailed as error:
             answers = []
@@ -314,7 +383,9 @@ def bench(asked: DoctorOptions, need: Need) -> list[Check]:
     if failed or result is None:
         reason = failed or "no rank told its result"
         fix = "run doctor without --bench first: it names what is wrong"
-        return [Check("bench", "not finished", [Problem("bench-failed", reason, fix, key="--bench")])]
+        return [
+            Check("bench", "not finished", [Problem("bench-failed", reason, fix, key="--bench")])
+        ]
     return list(judge(result))
 
 
@@ -328,10 +399,15 @@ def judge(result: Mapping[str, Any]) -> Iterator[Check]:
         yield _pairs(result["pairs"])
     for row in result["storage"]:
         if "error" in row:
-            problem = Problem("storage-bench-failed", row["error"], "make room there", file=f"node {row['host']}")
+            problem = Problem(
+                "storage-bench-failed", row["error"], "make room there", file=f"node {row['host']}"
+            )
             yield Check("storage", f"{row['host']}: not measured", [problem])
         else:
-            stated = f"{row['host']}: writes {_speed(row['write'])} with fsync, reads {_speed(row['read'])}"
+            stated = (
+                f"{row['host']}: writes {_speed(row['write'])} with fsync, reads "
+                f"{_speed(row['read'])}"
+            )
             yield Check("storage", stated, facts={"storage": row})
 
 
@@ -348,14 +424,18 @@ def _pairs(rows: Sequence[Mapping[str, Any]]) -> Check:
     for name in slow:
         reason = f"with none of the others it gets more, and they get {_speed(usual)}"
         fix = "look at its cable, its switch port and its driver, or leave it out"
-        problems.append(warning("slow-node", reason, fix, "bandwidth", _speed(best[name]), f"node {name}"))
+        problems.append(
+            warning("slow-node", reason, fix, "bandwidth", _speed(best[name]), f"node {name}")
+        )
     for row in rows:
         speed = row["bytes_per_second"]
         ends = (row["a"], row["b"])
         if speed < _SLOW_SHARE * typical and not {*ends} & {*slow}:
             reason = f"pairs usually get {_speed(typical)}"
             fix = "look at the way between the two"
-            problems.append(warning("slow-link", reason, fix, f"to {ends[1]}", _speed(speed), f"node {ends[0]}"))
+            problems.append(
+                warning("slow-link", reason, fix, f"to {ends[1]}", _speed(speed), f"node {ends[0]}")
+            )
     last = min(rows, key=lambda row: float(row["bytes_per_second"]))
     if len(rows) > 1:
         slowest = f"; slowest {last['a']} and {last['b']}: {_speed(last['bytes_per_second'])}"

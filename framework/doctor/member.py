@@ -1,4 +1,6 @@
-"""One host under examination: started by `hosts` through ssh, asked in lines of JSON, gone when its stdin closes."""
+"""One host under examination: started by `hosts` through ssh, asked in lines of JSON, gone when its
+stdin closes.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ RESULT: Final = "@link_bench "
 def judge_config(
     path: str | None, overrides: Sequence[str], cluster: Cluster, *, is_chosen: bool = True
 ) -> tuple[list[Check], Need]:
-    """Judge a run config and return its requirements on each host; without a path, or a plan, those of any run. Unless
-    the number of ranks `is_chosen`, that of the config wins.
+    """Judge a run config and return its requirements on each host; without a path, or a plan, those
+    of any run. Unless the number of ranks `is_chosen`, that of the config wins.
     """
     if path is None:
         return [], need_without_config(cluster)
@@ -47,7 +49,9 @@ def judge_config(
             cluster = replace(cluster, devices_per_host=run.config.run.world_size)
         plan = run.chosen(cluster, is_proposal=True).plan(cluster)
     except ConfigError as error:
-        return [Check("config", f"{path}: refused on {cluster}", error.problems)], need_without_config(cluster)
+        return [
+            Check("config", f"{path}: refused on {cluster}", error.problems)
+        ], need_without_config(cluster)
     problems = (*run.source.notes, *plan.findings)
     return [Check("config", f"{path} on {cluster}: {plan.layout}", problems)], need_of(plan)
 
@@ -63,15 +67,24 @@ def local_devices() -> tuple[Device, int]:
 
 
 def run_ranks(order: Mapping[str, Any], cluster: Cluster, *, reported: IO[str]) -> dict[str, Any]:
-    """Run this host's ranks of the measuring job: the result where rank 0 is here, and why it did not go well. When
-    `reported`, where orders come from, closes, nobody waits for the result any more.
+    """Run this host's ranks of the measuring job: the result where rank 0 is here, and why it did
+    not go well. When `reported`, where orders come from, closes, nobody waits for the result any
+    more.
     """
     from framework.launch.ranks import rank_environment  # psutil comes with the train extra only
 
     num_ranks = cluster.devices_per_host
     topology = Topology(cluster.num_hosts, num_ranks, order["node"], *order["master"])
-    common = {**os.environ, **added_environment(os.environ, device=cluster.device, num_ranks=num_ranks)}
-    command = [sys.executable, "-m", _MODULE, *(["--folder", order["folder"]] if order["folder"] else [])]
+    common = {
+        **os.environ,
+        **added_environment(os.environ, device=cluster.device, num_ranks=num_ranks),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        _MODULE,
+        *(["--folder", order["folder"]] if order["folder"] else []),
+    ]
     opened = partial(tempfile.TemporaryFile, "w+", encoding="utf-8", errors="replace")
     none = subprocess.DEVNULL
     with ExitStack() as stack:
@@ -79,7 +92,9 @@ def run_ranks(order: Mapping[str, Any], cluster: Cluster, *, reported: IO[str]) 
         started = []
         for local, output in enumerate(outputs):
             own = common | rank_environment(topology, local)
-            started.append(subprocess.Popen(command, env=own, stdin=none, stdout=output, stderr=output))
+            started.append(
+                subprocess.Popen(command, env=own, stdin=none, stdout=output, stderr=output)
+            )
             stack.callback(started[-1].wait)
             stack.callback(started[-1].kill)
         reason = _wait(started, seconds=float(order["seconds"]), reported=reported)
@@ -88,13 +103,22 @@ def run_ranks(order: Mapping[str, Any], cluster: Cluster, *, reported: IO[str]) 
         texts = [output.read() for output in outputs]
     if reason.isdecimal():
         last = texts[int(reason)].strip().rpartition("\n")[2]
-        reason = f"rank {reason} of this host ended with {started[int(reason)].returncode}: {last[:300]}"
-    lines = [line.removeprefix(RESULT) for text in texts for line in text.splitlines() if line.startswith(RESULT)]
+        reason = (
+            f"rank {reason} of this host ended with {started[int(reason)].returncode}: {last[:300]}"
+        )
+    lines = [
+        line.removeprefix(RESULT)
+        for text in texts
+        for line in text.splitlines()
+        if line.startswith(RESULT)
+    ]
     return {"reason": reason, "result": json.loads(lines[0]) if lines else None}
 
 
 def _wait(started: list[subprocess.Popen[bytes]], *, seconds: float, reported: IO[str]) -> str:
-    """Empty when all ended well; the number of the first that did not; or why nobody waits any longer."""
+    """Empty when all ended well; the number of the first that did not; or why nobody waits any
+    longer.
+    """
     deadline = time.monotonic() + seconds
     while None in [process.poll() for process in started]:
         failed = [number for number, process in enumerate(started) if process.returncode]

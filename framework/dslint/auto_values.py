@@ -1,11 +1,13 @@
-"""`check --resolve`: what Hugging Face's Trainer and Accelerate write where a DeepSpeed JSON says "auto".
+"""`check --resolve`: what Hugging Face's Trainer and Accelerate write where a DeepSpeed JSON says
+"auto".
 
-The formulas are those of transformers (`HfTrainerDeepSpeedConfig`: `trainer_config_process`, `trainer_config_finalize`)
-and accelerate (`Accelerator._prepare_deepspeed`, `DeepSpeedPlugin`). Where the two differ this follows the Trainer,
-with one exception: the prefetch bucket is a whole number, as Accelerate writes it, because DeepSpeed refuses a
-fraction.
+The formulas are those of transformers (`HfTrainerDeepSpeedConfig`: `trainer_config_process`,
+`trainer_config_finalize`) and accelerate (`Accelerator._prepare_deepspeed`, `DeepSpeedPlugin`).
+Where the two differ this follows the Trainer, with one exception: the prefetch bucket is a whole
+number, as Accelerate writes it, because DeepSpeed refuses a fraction.
 
-The Trainer refuses a file that says another number than its argument, so a number in the file tells the argument too.
+The Trainer refuses a file that says another number than its argument, so a number in the file tells
+the argument too.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from framework.text.typos import nearest
 _OTHER_NAMES: Final[Mapping[str, str]] = {
     other: name for name, argument in ARGUMENTS.items() for other in argument.get("other_names", ())
 }
-# Keys that take the value of one argument -> the argument. A value that stands in the file tells the argument.
+# Keys that take the value of one argument -> the argument. A value that stands in the file tells
+# the argument.
 _ARGUMENT_OF: Final[Mapping[str, str]] = {
     key: name for name, argument in ARGUMENTS.items() for key in argument.get("keys", ())
 }
@@ -43,7 +46,9 @@ _BY_HIDDEN_SIZE: Final = (
 
 
 class _UnknownArgumentError(Exception):
-    """An argument that is needed, was not given, and has no default: why it is not known, and how to say it."""
+    """An argument that is needed, was not given, and has no default: why it is not known, and how
+    to say it.
+    """
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,8 @@ class Resolution:
     Attributes:
         text: the file with the values filled in; everything else stands as it stood.
         notes: values that came from a default, and keys that were left out.
-        problems: what nobody can know from the file and the arguments given; the text then still holds "auto".
+        problems: what nobody can know from the file and the arguments given; the text then still
+            holds "auto".
     """
 
     text: str
@@ -62,13 +68,18 @@ class Resolution:
 
 
 def resolve(
-    document: Document, settings: Mapping[str, Any], *, world_size: int | None = None, release: str | None = None
+    document: Document,
+    settings: Mapping[str, Any],
+    *,
+    world_size: int | None = None,
+    release: str | None = None,
 ) -> Resolution:
     """Fill in every "auto" of a file.
 
     Args:
         document: what was read.
-        settings: arguments by the Trainer's or Accelerate's names, ``hidden_size``, or DeepSpeed's own dotted keys.
+        settings: arguments by the Trainer's or Accelerate's names, ``hidden_size``, or DeepSpeed's
+            own dotted keys.
         world_size: ranks.
         release: DeepSpeed's version; left out: the newest known.
 
@@ -79,7 +90,9 @@ def resolve(
     values = document.value if isinstance(document.value, Mapping) else {}
     autos = [path for path, value in leaves(values) if value == "auto"]
     keys = {
-        name: value for name, value in settings.items() if not _is_argument(name) and ("." in name or name in values)
+        name: value
+        for name, value in settings.items()
+        if not _is_argument(name) and ("." in name or name in values)
     }
     for name, value in keys.items():
         if tuple(name.split(".")) not in autos:
@@ -91,7 +104,10 @@ def resolve(
     edits = [edit for path in autos for edit in filler.edits(path)]
     if filler.problems:
         return Resolution(document.text, problems=tuple(_placed(document, filler.problems)))
-    return Resolution(apply_edits(document, edits) if edits else document.text, tuple(_placed(document, filler.notes)))
+    return Resolution(
+        apply_edits(document, edits) if edits else document.text,
+        tuple(_placed(document, filler.notes)),
+    )
 
 
 def _given(settings: Mapping[str, Any], world_size: int | None) -> dict[str, Any]:
@@ -104,7 +120,9 @@ def _given(settings: Mapping[str, Any], world_size: int | None) -> dict[str, Any
     for name, value in settings.items():
         if name == "mixed_precision":
             if value not in _PRECISIONS:
-                raise UsageError(f"mixed_precision={show_value(value)}: known are {', '.join(_PRECISIONS)}")
+                raise UsageError(
+                    f"mixed_precision={show_value(value)}: known are {', '.join(_PRECISIONS)}"
+                )
             given |= {"fp16": value == "fp16", "bf16": value == "bf16"}
             continue
         argument = _OTHER_NAMES.get(name, name)
@@ -113,7 +131,9 @@ def _given(settings: Mapping[str, Any], world_size: int | None) -> dict[str, Any
         if mismatch(value, ARGUMENTS[argument]) is not None:
             raise UsageError(f"{name}={show_value(value)}: not {_in_words(ARGUMENTS[argument])}")
         if given.get(argument, value) != value:
-            raise UsageError(f"{name}={show_value(value)}: {argument} is {show_value(given[argument])} already")
+            raise UsageError(
+                f"{name}={show_value(value)}: {argument} is {show_value(given[argument])} already"
+            )
         given[argument] = value
     return given
 
@@ -126,7 +146,9 @@ def _unknown_name(name: str) -> str:
     known = [*ARGUMENTS, "mixed_precision"]
     guess = nearest(name, known)
     return f"{name}: not an argument of the Trainer; " + (
-        f"did you mean {guess}?" if guess else f'known are {", ".join(known)}, and the DeepSpeed keys that are "auto"'
+        f"did you mean {guess}?"
+        if guess
+        else f'known are {", ".join(known)}, and the DeepSpeed keys that are "auto"'
     )
 
 
@@ -141,7 +163,11 @@ class _Filler:
     """Finds the edit for each "auto", and says what was assumed."""
 
     def __init__(
-        self, given: Mapping[str, Any], table: KeyTable, keys: Mapping[str, Any], values: Mapping[str, Any]
+        self,
+        given: Mapping[str, Any],
+        table: KeyTable,
+        keys: Mapping[str, Any],
+        values: Mapping[str, Any],
     ) -> None:
         self.given = given
         self.table = table
@@ -156,10 +182,14 @@ class _Filler:
         """Keys whose value is another than the argument that was given."""
         for name, stated in self.given.items():
             # the Trainer refuses file and argument to differ, but for some
-            for path in ARGUMENTS[name].get("keys", ()) if "may_differ" not in ARGUMENTS[name] else ():
+            for path in (
+                ARGUMENTS[name].get("keys", ()) if "may_differ" not in ARGUMENTS[name] else ()
+            ):
                 value = value_at(self.values, path.split("."), None)
                 if value not in (None, "auto") and value != stated:
-                    reason = f"{name}={show_value(stated)} was given, and the Trainer refuses two values"
+                    reason = (
+                        f"{name}={show_value(stated)} was given, and the Trainer refuses two values"
+                    )
                     fix = 'write "auto", or the same value in both places'
                     yield Problem("auto-mismatch", reason, fix, path, value)
         name = "gradient_accumulation_steps"
@@ -168,7 +198,8 @@ class _Filler:
             yield Problem("auto-mismatch", reason, f'add "{name}": "auto"', name)
 
     def _get(self, name: str) -> Any:
-        """The value of an argument: as given, as the file tells, or the default, which is then remembered as assumed.
+        """The value of an argument: as given, as the file tells, or the default, which is then
+        remembered as assumed.
 
         Raises:
             _UnknownArgumentError: there is none.
@@ -178,7 +209,8 @@ class _Filler:
         argument = ARGUMENTS[name]
         for path in argument.get("keys", ()):
             value = value_at(self.values, path.split("."), None)
-            if value != "auto" and mismatch(value, argument) is None:  # another type is for the lint to name
+            # another type is for the lint to name
+            if value != "auto" and mismatch(value, argument) is None:
                 return value
         if "default" not in argument:
             raise _UnknownArgumentError(argument["unknown"], argument["fix"])
@@ -205,19 +237,26 @@ class _Filler:
         elif read_by_model(name, self.table.release) and key is not None and "." in name:
             self._note(
                 name,
-                f"removed: Hugging Face does not fill it in, and DeepSpeed's default{_default(key)} holds",
+                "removed: Hugging Face does not fill it in, and DeepSpeed's "
+                f"default{_default(key)} holds",
                 f"give {name}=VALUE for another one",
             )
             yield RemoveMember(path)
         elif key is not None:
-            self._unknown(name, "Hugging Face does not fill it in", f"give {name}=VALUE, or remove it")
+            self._unknown(
+                name, "Hugging Face does not fill it in", f"give {name}=VALUE, or remove it"
+            )
         # An unknown key is for the lint to name.
 
     def _value(self, path: str) -> Any:
         """Return the value after Hugging Face has filled it in; MISSING where it leaves "auto"."""
         get = self._get
         if path == "train_batch_size":
-            return get("world_size") * get("per_device_train_batch_size") * get("gradient_accumulation_steps")
+            return (
+                get("world_size")
+                * get("per_device_train_batch_size")
+                * get("gradient_accumulation_steps")
+            )
         if path == "optimizer.params.betas":
             return [get("adam_beta1"), get("adam_beta2")]
         if path == "scheduler.params.warmup_min_lr":
@@ -228,7 +267,8 @@ class _Filler:
                 steps = ratio
             else:
                 steps = get("warmup_steps")
-            # below 1 it is a share of the run; DeepSpeed refuses 0, so the Trainer writes 1 at least
+            # below 1 it is a share of the run; DeepSpeed refuses 0, so the Trainer writes 1 at
+            # least
             return max(1, math.ceil(get("max_steps") * steps) if 0 < steps < 1 else int(steps))
         if path in _ARGUMENT_OF:
             return get(_ARGUMENT_OF[path])
@@ -268,7 +308,8 @@ class _Filler:
             self._note(
                 path,
                 f"filled in with {show_value(value)}, from Hugging Face's default{many} {listed}",
-                f"give {' and '.join(f'{name}=VALUE' for name in new)} if yours differ{'' if many else 's'}",
+                f"give {' and '.join(f'{name}=VALUE' for name in new)} if yours "
+                f"differ{'' if many else 's'}",
             )
 
     def _unknown(self, path: str, reason: str, fix: str) -> None:

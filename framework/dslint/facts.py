@@ -1,9 +1,10 @@
 """`Facts`: a DeepSpeed JSON as its rules see it, and `Topology`, the target that it is judged for.
 
-Values are plain, deprecated spellings settled, and nothing can raise. A rule asks for a value and says DeepSpeed's
-default. What it gets is what DeepSpeed would use: the old names (`bfloat16`, `cpu_offload`, `max_live_parameters`,
-`zero_optimization: true`) stand under today's, and "auto" in a section that drops it is the default. A value of the
-wrong type is another's finding: the typed readers answer None, which equals nothing.
+Values are plain, deprecated spellings settled, and nothing can raise. A rule asks for a value and
+says DeepSpeed's default. What it gets is what DeepSpeed would use: the old names (`bfloat16`,
+`cpu_offload`, `max_live_parameters`, `zero_optimization: true`) stand under today's, and "auto" in
+a section that drops it is the default. A value of the wrong type is another's finding: the typed
+readers answer None, which equals nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class GpuKind:
     Attributes:
         name: as ``--gpu`` takes it.
         memory_gib: memory of one device.
-        fp16: DeepSpeed trains fp16 on it (``cuda_accelerator.is_fp16_supported``: capability 7 and newer).
+        fp16: DeepSpeed trains fp16 on it (``cuda_accelerator.is_fp16_supported``: capability 7 and
+            newer).
         bf16: it computes bf16 itself; older CUDA devices emulate it.
         device: what torch calls its kind.
     """
@@ -47,7 +49,9 @@ def gpu_kinds() -> Mapping[str, GpuKind]:
     for name, listed in tables()["devices"].items():
         capability = tuple(listed["capability"] or ())
         fp16, bf16 = (not capability or capability >= least for least in ((7, 0), (8, 0)))
-        found[name] = GpuKind(name, listed["memory_gib"], fp16=fp16, bf16=bf16, device=listed["kind"])
+        found[name] = GpuKind(
+            name, listed["memory_gib"], fp16=fp16, bf16=bf16, device=listed["kind"]
+        )
     return found
 
 
@@ -86,7 +90,8 @@ DEPRECATED: Final[Mapping[str, tuple[str, Any]]] = {
         True,
     ),
 }
-# deepspeed/runtime/config.py `DEEPSPEED_OPTIMIZERS`, the names that are compared without regard to case.
+# deepspeed/runtime/config.py `DEEPSPEED_OPTIMIZERS`, the names that are compared without regard to
+# case.
 DEEPSPEED_OPTIMIZERS: Final = frozenset(
     {"adam", "adamw", "adagrad", "lamb", "lion", "muon", "muadam", "muadamw", "musgd"}
 )
@@ -119,11 +124,15 @@ class Facts:
     topology: Topology = field(default_factory=Topology)
 
     def given(self, path: str) -> bool:
-        """Check whether the file sets the key, under any of its names, to something else than null."""
+        """Check whether the file sets the key, under any of its names, to something else than
+        null.
+        """
         return self._settled.get(path, (None, ""))[0] is not None
 
     def get(self, path: str, default: Any = None) -> Any:
-        """The value as DeepSpeed would see it, of whatever type; `default` where the file says nothing."""
+        """The value as DeepSpeed would see it, of whatever type; `default` where the file says
+        nothing.
+        """
         return self._settled.get(path, (default, ""))[0]
 
     def written(self, path: str) -> str:
@@ -137,7 +146,8 @@ class Facts:
     def flag(self, path: str, default: bool = False) -> bool | None:
         """A truth value, None when it is something else."""
         value = self.get(path, default)
-        if value == "auto" and path.startswith(("fp16.", "bf16.")):  # a release that reads them by hand: text is true
+        # a release that reads them by hand: text is true
+        if value == "auto" and path.startswith(("fp16.", "bf16.")):
             return True
         if isinstance(value, bool) or not self.is_lax(path):
             if isinstance(value, bool):
@@ -207,7 +217,9 @@ class Facts:
         return {}
 
     def dtype(self, path: str) -> Dtype | None:
-        """A dtype by any of the names that DeepSpeed knows (deepspeed/runtime/config.py `DtypeEnum`)."""
+        """A dtype by any of the names that DeepSpeed knows (deepspeed/runtime/config.py
+        `DtypeEnum`).
+        """
         return _DTYPES.get(self.text(path) or "")
 
     def is_lax(self, path: str) -> bool:
@@ -248,7 +260,9 @@ class Facts:
         `_configure_optimizer`).
         """
         is_forced = self.get("zero_force_ds_cpu_optimizer", True)
-        return bool(self.offloads_optimizer and not self.given("optimizer") and self.stage and is_forced)
+        return bool(
+            self.offloads_optimizer and not self.given("optimizer") and self.stage and is_forced
+        )
 
     @cached_property
     def tensor_parallel_size(self) -> int:
@@ -275,7 +289,9 @@ class Facts:
 
     @cached_property
     def model_dtype(self) -> Dtype | None:
-        """Dtype that DeepSpeed casts the weights to (deepspeed/runtime/engine.py `get_data_types`)."""
+        """Dtype that DeepSpeed casts the weights to (deepspeed/runtime/engine.py
+        `get_data_types`).
+        """
         fp16 = self.flag("fp16.enabled", False)
         bf16 = self.flag("bf16.enabled", False)
         if fp16 is None or bf16 is None:
@@ -311,22 +327,35 @@ class Facts:
 
     @cached_property
     def offloads_optimizer(self) -> bool:
-        """Check whether the step runs on the host (deepspeed/runtime/engine.py `zero_use_cpu_optimizer`)."""
+        """Check whether the step runs on the host (deepspeed/runtime/engine.py
+        `zero_use_cpu_optimizer`).
+        """
         return self.optimizer_device in ("cpu", "nvme")
 
     @cached_property
     def uses_cpu_adam(self) -> bool | None:
-        """Check whether DeepSpeedCPUAdam takes the step; None when the optimizer comes from code."""
+        """Check whether DeepSpeedCPUAdam takes the step; None when the optimizer comes from
+        code.
+        """
         if not self.optimizer:
             return None
-        is_adam = self.optimizer in ("adam", "adamw") and self.flag("optimizer.params.torch_adam", False) is False
+        is_adam = (
+            self.optimizer in ("adam", "adamw")
+            and self.flag("optimizer.params.torch_adam", False) is False
+        )
         return is_adam and self.offloads_optimizer and not self.given("zero_optimization.zenflow")
 
     @cached_property
     def uses_bf16_optimizer(self) -> bool:
-        """Stage 1 in bf16 with fp32 accumulation has a wrapper of its own (engine.py `_do_optimizer_sanity_check`)."""
+        """Stage 1 in bf16 with fp32 accumulation has a wrapper of its own (engine.py
+        `_do_optimizer_sanity_check`).
+        """
         wanted = (1, "bf16", "fp32")
-        return (self.stage, self.model_dtype, self.accumulation_dtype) == wanted and self.optimizer_device != "cpu"
+        return (
+            self.stage,
+            self.model_dtype,
+            self.accumulation_dtype,
+        ) == wanted and self.optimizer_device != "cpu"
 
     @cached_property
     def data_parallel_size(self) -> int | None:
@@ -364,7 +393,9 @@ class Facts:
                 if value is True:
                     found[today] = (meaning, written)
                     if isinstance(meaning, dict):
-                        found.update({f"{today}.{key}": (item, written) for key, item in meaning.items()})
+                        found.update(
+                            {f"{today}.{key}": (item, written) for key, item in meaning.items()}
+                        )
             elif path == "zero_optimization" and isinstance(value, bool):
                 found["zero_optimization"] = ({"stage": int(value)}, written)
                 found["zero_optimization.stage"] = (int(value), written)
@@ -373,8 +404,12 @@ class Facts:
         return found
 
 
-def _walk(section: Mapping[Any, Any], prefix: str, depth: int, release: str) -> Iterator[tuple[str, Any]]:
-    """Every key of every object, as dotted path; the keys that DeepSpeed's models drop are left out."""
+def _walk(
+    section: Mapping[Any, Any], prefix: str, depth: int, release: str
+) -> Iterator[tuple[str, Any]]:
+    """Every key of every object, as dotted path; the keys that DeepSpeed's models drop are left
+    out.
+    """
     for name, value in section.items():
         if not isinstance(name, str) or "." in name:
             continue  # no key of DeepSpeed
@@ -391,7 +426,12 @@ def value_at(values: Any, path: Iterable[str], default: Any = MISSING) -> Any:
     for name in path:
         if isinstance(values, Mapping) and name in values:
             values = values[name]
-        elif isinstance(values, (list, tuple)) and name.isdecimal() and len(name) < 9 and int(name) < len(values):
+        elif (
+            isinstance(values, (list, tuple))
+            and name.isdecimal()
+            and len(name) < 9
+            and int(name) < len(values)
+        ):
             values = values[int(name)]
         else:
             return default
@@ -422,16 +462,22 @@ def read_by_model(path: str, release: str) -> bool:
 
 @cache
 def _model_sections() -> frozenset[str]:
-    """Sections that a pydantic model reads (deepspeed/runtime/config_utils.py `DeepSpeedConfigModel`): "auto" is
-    dropped and "2" or 1.0 pass as numbers. All others are read by hand, as they stand.
+    """Sections that a pydantic model reads (deepspeed/runtime/config_utils.py
+    `DeepSpeedConfigModel`): "auto" is dropped and "2" or 1.0 pass as numbers. All others are read
+    by hand, as they stand.
     """
     entries = load_table().entries.items()
-    return frozenset(path.split(".")[0] for path, entry in entries if entry["reader"] == "pydantic") | _PRECISIONS
+    return (
+        frozenset(path.split(".")[0] for path, entry in entries if entry["reader"] == "pydantic")
+        | _PRECISIONS
+    )
 
 
 @cache
 def _other_names() -> Mapping[str, str]:
-    """Python's name of a field -> the name that JSON files give it; DeepSpeed takes both (`populate_by_name`)."""
+    """Python's name of a field -> the name that JSON files give it; DeepSpeed takes both
+    (`populate_by_name`).
+    """
     return {
         f"{section}.{alias}": path
         for path, entry in load_table().entries.items()

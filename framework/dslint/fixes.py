@@ -1,8 +1,9 @@
 """`check --fix`: the problems of a DeepSpeed JSON that have one safe answer, made good in the text.
 
-Safe means that the answer says what the file already meant: a slip of one or two letters in a key, another tool's word
-for it, a key that only one other section has, a number or a truth value in quotes, a removed section that was switched
-off. What is made of the file is judged again, and an edit that brings an error of another kind is not made.
+Safe means that the answer says what the file already meant: a slip of one or two letters in a key,
+another tool's word for it, a key that only one other section has, a number or a truth value in
+quotes, a removed section that was switched off. What is made of the file is judged again, and an
+edit that brings an error of another kind is not made.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from framework.text.edits import (
 from framework.text.hjson import parse_hjson
 
 _MOST_ROUNDS: Final = 10
-_MOST_TRIALS: Final = 50  # one edit at a time is tried only where all of them at once bring an error
+# one edit at a time is tried only where all of them at once bring an error
+_MOST_TRIALS: Final = 50
 # What stands in a section whose name was mended was wrong before, unseen.
 _OF_ONE_KEY: Final = (
     *("unknown-key", "dotted-key", "comment-key", "removed-key", "key-of-another-release"),
@@ -57,21 +59,31 @@ def safe_edits(document: Document, *, release: str | None = None) -> Sequence[Ed
     """Edits that go together and of which none makes the file worse."""
     table = load_table(release)
     problems = lint(document, release=release)
-    edits = _together(edit for problem in problems for edit in _answers(problem, document.value, table))
+    edits = _together(
+        edit for problem in problems for edit in _answers(problem, document.value, table)
+    )
     before = _errors(problems)
     if not edits or _is_better(document.value, edits, before, release):
         return edits
-    return [edit for edit in edits[:_MOST_TRIALS] if _is_better(document.value, [edit], before, release)]
+    return [
+        edit for edit in edits[:_MOST_TRIALS] if _is_better(document.value, [edit], before, release)
+    ]
 
 
 def _errors(problems: Sequence[Problem]) -> Counter[tuple[str, str]]:
-    return Counter((problem.kind, problem.key) for problem in problems if problem.severity == "error")
+    return Counter(
+        (problem.kind, problem.key) for problem in problems if problem.severity == "error"
+    )
 
 
-def _is_better(value: Any, edits: Sequence[Edit], before: Counter[tuple[str, str]], release: str | None) -> bool:
+def _is_better(
+    value: Any, edits: Sequence[Edit], before: Counter[tuple[str, str]], release: str | None
+) -> bool:
     """Check whether the edits bring no error with them."""
     after = _errors(lint(Document("", edited_value(value, edits)), release=release))
-    renamed = [dotted((*edit.path[:-1], edit.name)) for edit in edits if isinstance(edit, RenameKey)]
+    renamed = [
+        dotted((*edit.path[:-1], edit.name)) for edit in edits if isinstance(edit, RenameKey)
+    ]
     inside = tuple(f"{key}." for key in renamed)
     return all(
         (kind in _OF_ONE_KEY and key.startswith(inside))
@@ -124,10 +136,13 @@ def _for_unknown(path: KeyPath, values: Any, table: KeyTable) -> Iterator[Edit]:
 
 
 def _is_free(path: KeyPath, values: Any) -> bool:
-    """Check whether a key can be put there: its section is there or can be made, and has none of the name."""
+    """Check whether a key can be put there: its section is there or can be made, and has none of
+    the name.
+    """
     for depth in range(1, len(path)):
         if not _has(values, path[:depth]):
-            # `enabled` and the like are not ours to say: only a section that works without them is made
+            # `enabled` and the like are not ours to say: only a section that works without them is
+            # made
             return path[0] == "zero_optimization" or depth > 1
         if not isinstance(at(values, path[:depth]), Mapping):
             return False
@@ -135,17 +150,21 @@ def _is_free(path: KeyPath, values: Any) -> bool:
 
 
 def _suits(value: Any, key: Key) -> bool:
-    """Check whether the value can be meant for the key; quotes around a number are mended in the next round."""
+    """Check whether the value can be meant for the key; quotes around a number are mended in the
+    next round.
+    """
     if value is None or "any" in key.types:
         return True
-    kind = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}.get(type(value), "object")
+    kind = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}.get(
+        type(value), "object"
+    )
     fits = kind in key.types or (kind == "integer" and "number" in key.types)
     return fits or _in_its_type(value, key, is_dropped=False) is not None
 
 
 def _in_its_type(value: Any, key: Key, *, is_dropped: bool) -> Any:
-    """The value as it was meant; None where that is not clear. What DeepSpeed converts itself is converted as it
-    does.
+    """The value as it was meant; None where that is not clear. What DeepSpeed converts itself is
+    converted as it does.
     """
     if len(key.types) != 1 or key.from_python or not (is_dropped or isinstance(value, str)):
         return None
@@ -169,7 +188,8 @@ def _in_its_type(value: Any, key: Key, *, is_dropped: bool) -> Any:
             exact = None
     except (ValueError, OverflowError):
         return None
-    if not abs(number) < float("inf") or isinstance(value, bool):  # a truth value is no number that somebody meant
+    # a truth value is no number that somebody meant
+    if not abs(number) < float("inf") or isinstance(value, bool):
         return None
     if kind == "number":
         return number

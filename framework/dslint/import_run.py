@@ -1,12 +1,13 @@
 """`import`: a DeepSpeed JSON becomes a run config that renders back to the same meaning.
 
-What the file leaves out is written down as DeepSpeed decides it, where our default is another. "auto", which only other
-tools fill in, becomes our default, with a comment. Keys without effect are named at the top. What a run config cannot
-say, and a key that this release does not read and that was on, is a problem, and then there is no run config. The ways
-in which the rendering differs from the file on purpose:
+What the file leaves out is written down as DeepSpeed decides it, where our default is another.
+"auto", which only other tools fill in, becomes our default, with a comment. Keys without effect are
+named at the top. What a run config cannot say, and a key that this release does not read and that
+was on, is a problem, and then there is no run config. The ways in which the rendering differs from
+the file on purpose:
 
-- `steps_per_print`, `tensorboard`, `csv_monitor`: the Trainer reports; the engine stays silent (`training.log_every`,
-`monitors`);
+- `steps_per_print`, `tensorboard`, `csv_monitor`: the Trainer reports; the engine stays silent
+(`training.log_every`, `monitors`);
 - `timers.throughput` is off unless the file gives it;
 - `zero_allow_untested_optimizer`, `zero_force_ds_cpu_optimizer`: set as the optimizer needs them;
 - torch's own optimizers are built by us, so the JSON has no `optimizer` for them.
@@ -28,7 +29,15 @@ from framework.config.deepspeed_words import OWNED, PASSED_THROUGH
 from framework.config.load import Source, config_from_values
 from framework.config.run_config import RunConfig, kind_of_default
 from framework.dslint.facts import Facts, value_at
-from framework.dslint.import_sections import NO_KEY, Reading, Values, optimizer, precision, scheduler, zero
+from framework.dslint.import_sections import (
+    NO_KEY,
+    Reading,
+    Values,
+    optimizer,
+    precision,
+    scheduler,
+    zero,
+)
 from framework.dslint.key_files import was_off
 from framework.dslint.keys import load_table
 from framework.dslint.lint import lint, placed
@@ -40,8 +49,13 @@ from framework.plan.rules.passthrough import not_in_a_run
 from framework.text.document import MAX_BYTES, Document
 from framework.text.hjson import parse_hjson, read_hjson
 
-_BATCH: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-# What is left out with a comment, so that it does not stop an import: these, and keys of other releases that are off.
+_BATCH: Final = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+# What is left out with a comment, so that it does not stop an import: these, and keys of other
+# releases that are off.
 _LEFT_OUT: Final = frozenset({"auto-value", "inert-key"})
 _GONE: Final = frozenset({"removed-key", "key-of-another-release"})
 # Rendered in any case, so not worth a line.
@@ -76,7 +90,9 @@ class Imported:
     given: Mapping[str, str]
 
 
-def import_deepspeed(values: Mapping[str, Any], *, name: str = "", release: str | None = None) -> dict[str, Any]:
+def import_deepspeed(
+    values: Mapping[str, Any], *, name: str = "", release: str | None = None
+) -> dict[str, Any]:
     """The run config, as nested dicts, that renders back to what a DeepSpeed JSON means.
 
     Raises:
@@ -105,7 +121,8 @@ def import_document(document: Document, *, release: str | None = None) -> Import
     for section in OWNED:
         reading.settle(section)
     _no_place(reading)
-    for path, value in reading.further.items():  # beside those of typed sections, each where the file has it
+    # beside those of typed sections, each where the file has it
+    for path, value in reading.further.items():
         for part in reversed(path.split(".")):
             value = {part: value}
         sections["deepspeed"] = merged(sections["deepspeed"], value)
@@ -118,12 +135,16 @@ def import_document(document: Document, *, release: str | None = None) -> Import
         make_plan(config, default_cluster(config))
     except ConfigError as error:
         theirs = [_in_their_words(document, problem, reading.given) for problem in error.problems]
-        raise ConfigError(sorted(theirs, key=lambda problem: (problem.line, problem.column))) from None
+        raise ConfigError(
+            sorted(theirs, key=lambda problem: (problem.line, problem.column))
+        ) from None
     return Imported(found, reading.comments, tuple(reading.left_out), reading.given)
 
 
 def _stops(problem: Problem) -> bool:
-    """Check whether there is nothing to import: DeepSpeed refuses the file, or drops what somebody meant."""
+    """Check whether there is nothing to import: DeepSpeed refuses the file, or drops what somebody
+    meant.
+    """
     if problem.kind == "comment-key":
         return problem.reason.endswith("refuses it")
     if problem.kind in _GONE:
@@ -151,7 +172,9 @@ def _batch(reading: Reading) -> Values:
         value = reading.take(name, None)
         key = OWNED[name]
         if reading.comments.pop(key, None):
-            reading.left_out.append(f"{name}: auto (it follows from the number of devices; {key} decides it)")
+            reading.left_out.append(
+                f"{name}: auto (it follows from the number of devices; {key} decides it)"
+            )
         if value is not None:
             found[key.removeprefix("batch.")] = value
     return found
@@ -167,7 +190,9 @@ def _training(reading: Reading) -> Values:
     reading.place("managed_gradient_accumulation")
     if reading.facts.flag("managed_gradient_accumulation", True) is not True:
         reading.refuse(
-            "managed_gradient_accumulation", "the Trainer leaves the boundaries of a step to DeepSpeed", "remove it"
+            "managed_gradient_accumulation",
+            "the Trainer leaves the boundaries of a step to DeepSpeed",
+            "remove it",
         )
     return section
 
@@ -188,7 +213,14 @@ def _monitors(reading: Reading) -> Iterator[tuple[str, Any]]:
             found = {name: value for name, value in taken.items() if value is not None}
             yield section, found or True
         reading.idle(section, "it is off")
-        for key in ("api_key", "online", "mode", "experiment_key", "experiment_name", "samples_log_interval"):
+        for key in (
+            "api_key",
+            "online",
+            "mode",
+            "experiment_key",
+            "experiment_name",
+            "samples_log_interval",
+        ):
             if reading.facts.given(path := f"{section}.{key}"):
                 if key == "api_key":
                     value = "..."
@@ -234,7 +266,11 @@ def _no_place(reading: Reading) -> None:
         why = reading.why_without_effect(name, value)
         if why is not None:
             reading.drop(name, value, why)
-        elif (key := reading.key(name)) is not None and key.default is not MISSING and value == key.default:
+        elif (
+            (key := reading.key(name)) is not None
+            and key.default is not MISSING
+            and value == key.default
+        ):
             continue  # of an older release: it says what a run does anyway
         elif name == "sequence_parallel_size" and value == 1:
             reading.drop(name, value, "one is what a run config has")
@@ -244,10 +280,14 @@ def _no_place(reading: Reading) -> None:
 
 def _placeholder(batch: Values, reading: Reading) -> Values:
     """The default data is small; a large batch needs more for a plan to be made at all."""
-    samples = batch.get("global_size") or batch.get("micro_size", 1) * batch.get("accumulation_steps", 1)
+    samples = batch.get("global_size") or batch.get("micro_size", 1) * batch.get(
+        "accumulation_steps", 1
+    )
     if samples <= _PLACEHOLDER_SAMPLES:
         return {}
-    reading.comments["data"] = "a placeholder of the size that the batch needs: write your own data, model and task"
+    reading.comments["data"] = (
+        "a placeholder of the size that the batch needs: write your own data, model and task"
+    )
     return {
         "kind": "synthetic_images",
         "num_samples": 100 * samples,
@@ -283,13 +323,16 @@ def run_config_text(imported: Imported, *, name: str) -> str:
     if stubs:
         lines += [
             "",
-            "# Yours to write; a key of a section that stands above goes into it, as no section may stand twice:",
+            "# Yours to write; a key of a section that stands above goes into it, as no section "
+            "may stand twice:",
         ]
         lines += stubs
     return "\n".join(lines) + "\n"
 
 
-def _lines(name: str, value: Any, key: str, comments: Mapping[str, str], indent: str) -> Iterator[str]:
+def _lines(
+    name: str, value: Any, key: str, comments: Mapping[str, str], indent: str
+) -> Iterator[str]:
     if key in comments:
         comment = f"  # {printable(comments[key])}"
     else:
@@ -304,7 +347,9 @@ def _lines(name: str, value: Any, key: str, comments: Mapping[str, str], indent:
 
 def _flow(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_text(name)}: {_flow(item)}" for name, item in value.items()) + "}"
+        return (
+            "{" + ", ".join(f"{_text(name)}: {_flow(item)}" for name, item in value.items()) + "}"
+        )
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_flow, value)) + "]"
     if isinstance(value, str):
@@ -319,22 +364,26 @@ def _text(text: str) -> str:
     return yaml.dump(text, default_style='"', allow_unicode=False, width=10**9).strip()
 
 
-# `train.py --deepspeed_config ds.json`: a run config and a DeepSpeed JSON describe one run together. What either of
-# them says holds; what both say must be the same, or the run is refused with both places named. What the JSON leaves
-# out or calls "auto" is the run config's to say, and DeepSpeed's or our default where it says nothing.
+# `train.py --deepspeed_config ds.json`: a run config and a DeepSpeed JSON describe one run
+# together. What either of them says holds; what both say must be the same, or the run is refused
+# with both places named. What the JSON leaves out or calls "auto" is the run config's to say, and
+# DeepSpeed's or our default where it says nothing.
 
 
 _LONGEST_NAME: Final = 300
 _UNIONS: Final = ("optimizer", "scheduler", "precision")
 
 
-def with_deepspeed_config(config: RunConfig, path: str | Path, *, source: Source | None = None) -> RunConfig:
+def with_deepspeed_config(
+    config: RunConfig, path: str | Path, *, source: Source | None = None
+) -> RunConfig:
     """The run config with what a DeepSpeed JSON decides.
 
     Args:
         config: the run config, as it was written.
         path: the DeepSpeed JSON; as DeepSpeed takes it, that may be the text itself in base64.
-        source: where the run config's values came from; it is given a note for every key of the JSON without effect.
+        source: where the run config's values came from; it is given a note for every key of the
+            JSON without effect.
 
     Raises:
         ConfigError: the JSON cannot be imported, or contradicts the run config.
@@ -365,7 +414,9 @@ def _read(path: str) -> Document:
             text = ""
         if text.lstrip().startswith("{"):
             return parse_hjson(text, name="--deepspeed_config (base64)")
-    return read_hjson(Path(path), name=path if len(path) <= _LONGEST_NAME else f"{path[:_LONGEST_NAME]}...")
+    return read_hjson(
+        Path(path), name=path if len(path) <= _LONGEST_NAME else f"{path[:_LONGEST_NAME]}..."
+    )
 
 
 def _exists(path: str) -> bool:
@@ -375,10 +426,14 @@ def _exists(path: str) -> bool:
         return False
 
 
-def _clashes(written: Mapping[str, Any], imported: Imported, document: Document) -> Iterator[Problem]:
+def _clashes(
+    written: Mapping[str, Any], imported: Imported, document: Document
+) -> Iterator[Problem]:
     """Keys that both say, differently."""
     for key, theirs in imported.given.items():
-        mine, decided = (value_at(values, key.split("."), None) for values in (written, imported.values))
+        mine, decided = (
+            value_at(values, key.split("."), None) for values in (written, imported.values)
+        )
         if mine is not None and decided is not None and mine != decided:
             yield _clash(key, mine, f"{_place(document, theirs)} amounts to {decided}")
     for name in _UNIONS:
@@ -387,13 +442,17 @@ def _clashes(written: Mapping[str, Any], imported: Imported, document: Document)
         given = [key for key in imported.given if key.startswith(f"{name}.")]
         if tags and given and tags[0] not in imported.values[name]:
             yield _clash(
-                f"{name}.{tags[0]}", mine[tags[0]], f"{_place(document, imported.given[given[0]])} names another one"
+                f"{name}.{tags[0]}",
+                mine[tags[0]],
+                f"{_place(document, imported.given[given[0]])} names another one",
             )
 
 
 def _left_out(document: Document, line: str) -> Problem:
     key, _, rest = line.partition(": ")
-    note = Problem("key-left-out", f"left out of this run: {rest}", f"remove {key}", key, severity="note")
+    note = Problem(
+        "key-left-out", f"left out of this run: {rest}", f"remove {key}", key, severity="note"
+    )
     return placed(document, note, at_top=False)
 
 

@@ -1,4 +1,5 @@
-"""From DeepSpeed's sections to ours: precision, ZeRO, optimizer and schedule, and the state of an import.
+"""From DeepSpeed's sections to ours: precision, ZeRO, optimizer and schedule, and the state of an
+import.
 
 What DeepSpeed does where a key is left out is written down.
 """
@@ -33,7 +34,8 @@ class Reading:
         comments: run-config key -> what to say beside it.
         left_out: what is said at the top about keys that have no effect.
         problems: what a run config cannot say.
-        given: run-config key -> the DeepSpeed key that decided it; "auto" and keys left out decide nothing.
+        given: run-config key -> the DeepSpeed key that decided it; "auto" and keys left out decide
+            nothing.
         further: DeepSpeed key -> value: keys beside those of a typed section.
     """
 
@@ -48,7 +50,11 @@ class Reading:
     _idle: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._autos = {self.key_path(path) for path, value in dotted_leaves(self.facts.values) if value == "auto"}
+        self._autos = {
+            self.key_path(path)
+            for path, value in dotted_leaves(self.facts.values)
+            if value == "auto"
+        }
 
     def is_auto(self, path: str) -> bool:
         """Check whether the value is left to another tool."""
@@ -113,7 +119,9 @@ class Reading:
     def key(self, path: str) -> Key | None:
         """Look up a key in the table."""
         is_typed = path.startswith(("optimizer.", "scheduler."))
-        return self.table.get(path, self.facts.text(f"{path.partition('.')[0]}.type") if is_typed else None)
+        return self.table.get(
+            path, self.facts.text(f"{path.partition('.')[0]}.type") if is_typed else None
+        )
 
     def key_path(self, written: str) -> str:
         """Today's name of a key, without the type that the table may hold it under."""
@@ -125,7 +133,9 @@ class Reading:
         return found.path
 
     def settle(self, section: str) -> None:
-        """Judge every key of a section that has found no place: without effect, or beyond what we can say."""
+        """Judge every key of a section that has found no place: without effect, or beyond what we
+        can say.
+        """
         for written, value in dotted_leaves(self.facts.values):
             path = self.key_path(written)
             if written.partition(".")[0] == section and path not in self._placed:
@@ -134,12 +144,16 @@ class Reading:
     def _settle(self, written: str, path: str, value: Any) -> None:
         key = self.key(written)
         why = self.why_without_effect(written, value)
-        idle = next((text for part, text in self._idle.items() if f"{path}.".startswith(f"{part}.")), None)
+        idle = next(
+            (text for part, text in self._idle.items() if f"{path}.".startswith(f"{part}.")), None
+        )
         if path in DEPRECATED:
             return  # facts has put it under today's name
         if why is not None:
             self.drop(written, value, why)
-        elif key is not None and (value is None or (key.default is not MISSING and value == key.default)):
+        elif key is not None and (
+            value is None or (key.default is not MISSING and value == key.default)
+        ):
             return
         elif idle is not None and path not in UNSWITCHED:
             self.drop(written, value, idle)
@@ -149,7 +163,12 @@ class Reading:
     def _pass(self, path: str, value: Any) -> None:
         """A key beside those of a typed section goes to `deepspeed:`, where a run can have it."""
         refusal = not_in_a_run(path, value)
-        if path.partition(".")[0] in SHARED and path not in TYPED and refusal is None and value is not None:
+        if (
+            path.partition(".")[0] in SHARED
+            and path not in TYPED
+            and refusal is None
+            and value is not None
+        ):
             self.further[path] = value
             self.given[f"deepspeed.{path}"] = self.facts.written(path)
         else:
@@ -194,13 +213,23 @@ def precision(reading: Reading) -> Values:
     for name in ("fp16", "bf16", "torch_autocast"):
         if name not in on:
             reading.idle(name, f"{name} is not enabled")
-    autos = [f"{name}.enabled" for name in ("fp16", "bf16", "torch_autocast") if reading.is_auto(f"{name}.enabled")]
+    autos = [
+        f"{name}.enabled"
+        for name in ("fp16", "bf16", "torch_autocast")
+        if reading.is_auto(f"{name}.enabled")
+    ]
     if autos and not on:
-        reading.comments["precision.dtype"] = f'{" and ".join(autos)} "auto" in the file; this is our default'
+        reading.comments["precision.dtype"] = (
+            f'{" and ".join(autos)} "auto" in the file; this is our default'
+        )
     else:  # one is enabled, so "auto" for another one means no
         reading.comments.pop("precision.dtype", None)
     if len(on) > 1:
-        reading.refuse(f"{on[1]}.enabled", f"{on[0]} is enabled as well, and a run has one precision", "disable one")
+        reading.refuse(
+            f"{on[1]}.enabled",
+            f"{on[0]} is enabled as well, and a run has one precision",
+            "disable one",
+        )
         return {}
     if on == ["fp16"]:
         ours = FP16()
@@ -227,7 +256,9 @@ def _autocast(reading: Reading) -> Values:
     dtype = reading.facts.dtype("torch_autocast.dtype")
     if dtype not in _COMPUTE:
         reading.refuse(
-            "torch_autocast.dtype", "a run config says what autocast computes in", "write bfloat16 or float16"
+            "torch_autocast.dtype",
+            "a run config says what autocast computes in",
+            "write bfloat16 or float16",
         )
         return {}
     reading.given["precision.compute_dtype"] = "torch_autocast.dtype"
@@ -269,7 +300,9 @@ def _offload(reading: Reading, name: str, stage: int) -> Values:
     if stage < needed:
         reading.idle(path, f"it does nothing at stage {stage}")
         reading.drop(
-            reading.facts.written(f"{path}.device"), device, f"DeepSpeed offloads to {device} from stage {needed} on"
+            reading.facts.written(f"{path}.device"),
+            device,
+            f"DeepSpeed offloads to {device} from stage {needed} on",
         )
         return {}
     kept: Values = {"device": device}
@@ -277,15 +310,32 @@ def _offload(reading: Reading, name: str, stage: int) -> Values:
         if key != "device":
             kept[key] = reading.take(f"{path}.{key}", known.default)
     if device == "cpu":
-        for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write"):
+        for key in (
+            "nvme_path",
+            "buffer_count",
+            "buffer_size",
+            "max_in_cpu",
+            "pipeline_read",
+            "pipeline_write",
+        ):
             reading.idle(f"{path}.{key}", "it is for nvme")
     return {name: kept}
 
 
-_OPTIMIZERS: Final[Mapping[str, type[Any]]] = {"adagrad": Adagrad, "lion": Lion, "lamb": Lamb, "SGD": SGD}
+_OPTIMIZERS: Final[Mapping[str, type[Any]]] = {
+    "adagrad": Adagrad,
+    "lion": Lion,
+    "lamb": Lamb,
+    "SGD": SGD,
+}
 _OWN_FIELDS: Final = frozenset({"kind", "implementation"})
 # torch's names: what torch.optim takes and its defaults where DeepSpeed's table has none.
-_TORCH_DEFAULTS: Final[Mapping[str, Any]] = {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+_TORCH_DEFAULTS: Final[Mapping[str, Any]] = {
+    "lr": 1e-3,
+    "weight_decay": 0.0,
+    "momentum": 0.0,
+    "nesterov": False,
+}
 # What DeepSpeed takes out of the parameters before torch's own Adam sees them.
 _NOT_TORCHS: Final = frozenset({"torch_adam", "adam_w_mode", "fp32_optimizer_states"})
 # DeepSpeed's name -> our section, and our field -> DeepSpeed's parameter.
@@ -293,12 +343,21 @@ _SCHEDULES: Final = {name: (section, names) for section, (name, names) in SCHEDU
 
 
 def optimizer(reading: Reading) -> Values:
-    """`optimizer`: DeepSpeed's "Adam" is AdamW unless `adam_w_mode` is false; torch's own classes become targets."""
-    for key in ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "optimizer.type", "optimizer.params"):
+    """`optimizer`: DeepSpeed's "Adam" is AdamW unless `adam_w_mode` is false; torch's own classes
+    become targets.
+    """
+    for key in (
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "optimizer.type",
+        "optimizer.params",
+    ):
         reading.place(key)
     name = reading.facts.optimizer
     if not name or reading.is_auto("optimizer.type"):
-        reading.comments["optimizer"] = "the file names none (DeepSpeed then takes one from code); this is our default"
+        reading.comments["optimizer"] = (
+            "the file names none (DeepSpeed then takes one from code); this is our default"
+        )
         return AdamW().model_dump()
     reading.given["optimizer.kind"] = "optimizer.type"
     params = reading.facts.section("optimizer.params")
@@ -308,7 +367,11 @@ def optimizer(reading: Reading) -> Values:
     if section is not None and (name != "SGD" or params.keys() <= section.model_fields.keys()):
         return {"kind": section.model_fields["kind"].default, **_fields(reading, section)}
     if reading.key("optimizer.params") is not None and name.lower() in _known(reading):
-        reading.refuse("optimizer.type", f"a run config has no {name}", "use adamw, or train with DeepSpeed's own API")
+        reading.refuse(
+            "optimizer.type",
+            f"a run config has no {name}",
+            "use adamw, or train with DeepSpeed's own API",
+        )
         return {}
     return _target(reading, name, params)
 
@@ -325,7 +388,11 @@ def _adam(reading: Reading, name: str, params: Mapping[str, Any]) -> Values:
     if is_torchs:
         reading.place("optimizer.params.fp32_optimizer_states")
         if not params.keys() <= section.model_fields.keys() | _NOT_TORCHS | {"fused"}:
-            return _target(reading, section.__name__, {key: params[key] for key in params if key not in _NOT_TORCHS})
+            return _target(
+                reading,
+                section.__name__,
+                {key: params[key] for key in params if key not in _NOT_TORCHS},
+            )
     # torch.optim.AdamW decays by 0.01 where nothing is said, DeepSpeed's kernels by nothing.
     decay = section.model_fields["weight_decay"].default if is_torchs else 0.0
     if is_torchs and reading.take("optimizer.params.fused", False):
@@ -334,7 +401,11 @@ def _adam(reading: Reading, name: str, params: Mapping[str, Any]) -> Values:
         kernel = "torch"
     implementation = kernel if is_torchs else "deepspeed"
     kind = section.model_fields["kind"].default
-    return {"kind": kind, **_fields(reading, section, weight_decay=decay), "implementation": implementation}
+    return {
+        "kind": kind,
+        **_fields(reading, section, weight_decay=decay),
+        "implementation": implementation,
+    }
 
 
 def _fields(reading: Reading, section: type[Any], **defaults: Any) -> Values:
@@ -343,16 +414,21 @@ def _fields(reading: Reading, section: type[Any], **defaults: Any) -> Values:
     for name, ours in section.model_fields.items():
         path = f"optimizer.params.{name}"
         known = reading.key(path)
-        if name not in _OWN_FIELDS and (known is not None or name in _TORCH_DEFAULTS):  # others have our default
+        # others have our default
+        if name not in _OWN_FIELDS and (known is not None or name in _TORCH_DEFAULTS):
             theirs = known.default if known is not None else _TORCH_DEFAULTS[name]
             found[name] = reading.take(path, ours.default, defaults.get(name, theirs))
     return found
 
 
 def _target(reading: Reading, name: str, params: Mapping[str, Any]) -> Values:
-    """One of torch's own optimizers: DeepSpeed builds it from its name, we build it from its import path."""
+    """One of torch's own optimizers: DeepSpeed builds it from its name, we build it from its import
+    path.
+    """
     if not name.isidentifier() or name.islower():
-        reading.refuse("optimizer.type", "not the name of a class in torch.optim", "write for example AdamW")
+        reading.refuse(
+            "optimizer.type", "not the name of a class in torch.optim", "write for example AdamW"
+        )
         return {}
     args = {}
     for key, value in params.items():
@@ -361,7 +437,9 @@ def _target(reading: Reading, name: str, params: Mapping[str, Any]) -> Values:
         else:
             args[key] = value
         reading.place(f"optimizer.params.{key}")
-    reading.given["optimizer.target"] = reading.given["optimizer.args"] = reading.given.pop("optimizer.kind")
+    reading.given["optimizer.target"] = reading.given["optimizer.args"] = reading.given.pop(
+        "optimizer.kind"
+    )
     return {"target": f"torch.optim:{name}", "args": args}
 
 
@@ -371,7 +449,9 @@ def scheduler(reading: Reading) -> Values:
     reading.place("scheduler.type")
     reading.place("scheduler.params")
     if not name or reading.is_auto("scheduler.type"):
-        reading.comments["scheduler"] = "the file names none; one from code, such as our cosine, does not stand in it"
+        reading.comments["scheduler"] = (
+            "the file names none; one from code, such as our cosine, does not stand in it"
+        )
         return {"kind": "constant"}
     if name not in _SCHEDULES:
         reading.refuse(
@@ -400,7 +480,9 @@ def _filled(reading: Reading, name: str, found: Values) -> Values:
     """The length of the run stands in for "auto"; the rates of a cycle have no default."""
     if name == "OneCycle" and not {"min_lr", "max_lr"} <= found.keys():
         reading.refuse(
-            "scheduler.params", 'cycle_min_lr and cycle_max_lr have no default that "auto" could mean', "write both"
+            "scheduler.params",
+            'cycle_min_lr and cycle_max_lr have no default that "auto" could mean',
+            "write both",
         )
     stand_ins = {"total_steps": "the length of the run", "max_lr": "the optimizer's rate"}
     reported = [
@@ -409,5 +491,7 @@ def _filled(reading: Reading, name: str, found: Values) -> Values:
         if f"scheduler.{key}" in reading.comments and key not in found
     ]
     if reported:
-        reading.comments["scheduler.kind"] = f'"auto" in the file, so left out: {" and ".join(reported)}'
+        reading.comments["scheduler.kind"] = (
+            f'"auto" in the file, so left out: {" and ".join(reported)}'
+        )
     return found

@@ -1,9 +1,11 @@
-"""`import` of other trainers' files: Hugging Face's TrainingArguments, accelerate's config, Lightning's CLI config.
+"""`import` of other trainers' files: Hugging Face's TrainingArguments, accelerate's config,
+Lightning's CLI config.
 
-What a run config has a key for is taken over, with the defaults of the other tool written down where ours differ. The
-rest is named at the top of what is printed, with the reason (`tables/coming_from.yaml`), unless it says what the tool
-does anyway (`tables/trainer_defaults.json`). A DeepSpeed JSON that a file names or holds is imported too; where it says
-"auto", the arguments beside it decide, as there.
+What a run config has a key for is taken over, with the defaults of the other tool written down
+where ours differ. The rest is named at the top of what is printed, with the reason
+(`tables/coming_from.yaml`), unless it says what the tool does anyway
+(`tables/trainer_defaults.json`). A DeepSpeed JSON that a file names or holds is imported too; where
+it says "auto", the arguments beside it decide, as there.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ from framework.dslint.import_run import Imported, import_document
 from framework.dslint.key_files import TABLES
 from framework.dslint.lint import placed
 from framework.dslint.other_tools import template_problem
-from framework.dslint.readers import Tool, foreign_problem, read_deepspeed_json, tool_of, with_last_of_duplicates
+from framework.dslint.readers import (
+    Tool,
+    foreign_problem,
+    read_deepspeed_json,
+    tool_of,
+    with_last_of_duplicates,
+)
 from framework.errors import ConfigError, Problem, show_value
 from framework.plan.render import merged
 from framework.system.log import print_problem
@@ -36,7 +44,8 @@ from framework.text.document import YAML_ENDINGS, Document, parse_document, read
 
 Values = dict[str, Any]
 _DEFAULTS, _TABLES = (
-    json.loads((TABLES / f"{name}.json").read_text(encoding="utf-8")) for name in ("trainer_defaults", "trainers")
+    json.loads((TABLES / f"{name}.json").read_text(encoding="utf-8"))
+    for name in ("trainer_defaults", "trainers")
 )
 _TITLES: Final[Mapping[Tool, str]] = {
     "transformers.TrainingArguments": "Hugging Face TrainingArguments",
@@ -62,7 +71,12 @@ def read_arguments(path: Path, *, name: str) -> Document | None:
             document = found
             for problem in error.problems:
                 print_problem(
-                    replace(problem, reason=f"{problem.reason}; the last one counts, as there", fix="", severity="note")
+                    replace(
+                        problem,
+                        reason=f"{problem.reason}; the last one counts, as there",
+                        fix="",
+                        severity="note",
+                    )
                 )
         elif is_yaml:
             raise ConfigError(template_problem(text, file=name) or error.problems) from None
@@ -80,8 +94,8 @@ def import_arguments(document: Document) -> Imported:
     """The run config that does what the arguments of another trainer say.
 
     Raises:
-        ConfigError: a value is not one that the key here takes, or a DeepSpeed JSON that the file names cannot be
-            imported.
+        ConfigError: a value is not one that the key here takes, or a DeepSpeed JSON that the file
+            names cannot be imported.
     """
     tool = tool_of(document.value)
     assert tool is not None
@@ -107,7 +121,9 @@ class Section(dict[str, Any]):
     def rest(self) -> dict[str, Any]:
         """Return what nothing has asked for, without what is empty."""
         return {
-            name: value for name, value in self.items() if name not in self._asked and value not in (None, "", [], {})
+            name: value
+            for name, value in self.items()
+            if name not in self._asked and value not in (None, "", [], {})
         }
 
 
@@ -167,14 +183,20 @@ class _Arguments:
             return True
         if value.lower() in ("false", "no", "0", ""):
             return False
-        problem = Problem("wrong-type", "neither true nor false", "write true or false", name, value)
+        problem = Problem(
+            "wrong-type", "neither true nor false", "write true or false", name, value
+        )
         raise ConfigError(self._placed(problem))
 
     def section(self, name: str) -> Section:
-        """Return the section that an argument holds; its keys that nothing asks for are named in the end."""
+        """Return the section that an argument holds; its keys that nothing asks for are named in
+        the end.
+        """
         value = self.take(name)
         if value is not None and not isinstance(value, Mapping):
-            raise ConfigError(self._placed(Problem("wrong-type", "not a section", "write keys", name, value)))
+            raise ConfigError(
+                self._placed(Problem("wrong-type", "not a section", "write keys", name, value))
+            )
         found = self._sections[name] = Section(value or {})
         return found
 
@@ -206,7 +228,8 @@ class _Arguments:
             self.put(key, change(value), name)
 
     def add_deepspeed(self, config: Any, name: str, refused: Refused | None = None) -> None:
-        """Import the DeepSpeed JSON that an argument holds or names; what it calls "auto" stays the arguments'.
+        """Import the DeepSpeed JSON that an argument holds or names; what it calls "auto" stays the
+        arguments'.
 
         Args:
             config: the JSON, or its path.
@@ -238,7 +261,9 @@ class _Arguments:
             sections.get(name, {}).pop(last, None)
         for key, section in sections.items():
             self._give_way(key, section, autos, its.given)
-        self.found = merged(self.found, {key: section for key, section in sections.items() if section})
+        self.found = merged(
+            self.found, {key: section for key, section in sections.items() if section}
+        )
         filled = tuple(f"{key}: auto " for key in _LIGHTNING_FILLS)
         self.left_out += [line for line in its.left_out if not line.startswith(filled)]
         self.decided_by_json = {*its.given, *autos}
@@ -256,16 +281,22 @@ class _Arguments:
         if document is None:
             reason = "it is no DeepSpeed JSON"
             fix = "name the JSON"
-            raise ConfigError(self._placed(Problem("not-deepspeed-json", reason, fix, name, config)))
+            raise ConfigError(
+                self._placed(Problem("not-deepspeed-json", reason, fix, name, config))
+            )
         return document
 
-    def _give_way(self, name: str, section: Values, autos: Sequence[str], theirs: Mapping[str, str]) -> None:
+    def _give_way(
+        self, name: str, section: Values, autos: Sequence[str], theirs: Mapping[str, str]
+    ) -> None:
         """Take out of a section what the JSON decides, and name what the file says otherwise."""
         own = self.found.get(name)
         if not isinstance(own, dict):
             return
         tags = ("kind", "target")
-        is_another = any(own.get(tag) != section.get(tag) for tag in tags) and any(tag in section for tag in tags)
+        is_another = any(own.get(tag) != section.get(tag) for tag in tags) and any(
+            tag in section for tag in tags
+        )
         for key, asked in list(own.items()):
             place = f"{name}.{key}"
             argument = self.given.get(place)
@@ -277,7 +308,8 @@ class _Arguments:
                 else:
                     amount = show_value(section[key])
                 line = (
-                    f"{argument}: {show_value(self._value_of(argument))} (the DeepSpeed JSON wins, as there: {amount})"
+                    f"{argument}: {show_value(self._value_of(argument))} (the DeepSpeed JSON "
+                    f"wins, as there: {amount})"
                 )
                 if line not in self.left_out:
                     self.left_out.append(line)
@@ -285,7 +317,9 @@ class _Arguments:
                 del own[key]
 
     def _gives(self, argument: str) -> bool:
-        """Check whether the file itself gives an argument, or a key of a section, that is not a tool's default."""
+        """Check whether the file itself gives an argument, or a key of a section, that is not a
+        tool's default.
+        """
         return "." in argument or self.is_given(argument)
 
     def _value_of(self, argument: str) -> Any:
@@ -304,12 +338,16 @@ class _Arguments:
                 self.drop(name, self._reason(name))
         for section, values in self._sections.items():
             for name, value in values.rest().items():
-                reason = _TABLES["of_sections"].get(f"{section}.{name}", f"no key of {section} that is read here")
+                reason = _TABLES["of_sections"].get(
+                    f"{section}.{name}", f"no key of {section} that is read here"
+                )
                 self.left_out.append(f"{section}.{name}: {show_value(value)} ({reason})")
         try:
             config_from_values(self.found)
         except ConfigError as error:
-            raise ConfigError([self._in_their_words(problem) for problem in error.problems]) from None
+            raise ConfigError(
+                [self._in_their_words(problem) for problem in error.problems]
+            ) from None
         return Imported(self.found, self.comments, tuple(self.left_out), self.given)
 
     def _reason(self, name: str) -> str:
@@ -334,7 +372,9 @@ Refused = Callable[[_Arguments, Mapping[str, Any]], Iterator[Problem]]
 
 @cache
 def answers() -> dict[str, dict[str, str]]:
-    """Tool -> argument -> answer, as docs show them; arguments that share an answer have it each."""
+    """Tool -> argument -> answer, as docs show them; arguments that share an answer have it
+    each.
+    """
     tables = yaml.safe_load((TABLES / "coming_from.yaml").read_text(encoding="utf-8"))
     return {
         tool: {name.strip(): answer for names, answer in rows.items() for name in names.split(",")}
@@ -360,7 +400,9 @@ def _hugging_face(them: _Arguments) -> None:
     model = them.values.get("model_name_or_path")
     if model:  # of transformers' own scripts
         them.put(
-            "model.target", "transformers:AutoModel.from_pretrained", comment="the class of your task, AutoModelFor..."
+            "model.target",
+            "transformers:AutoModel.from_pretrained",
+            comment="the class of your task, AutoModelFor...",
         )
         them.put("model.args", {"pretrained_model_name_or_path": model}, "model_name_or_path")
         them._taken.add("model_name_or_path")
@@ -381,7 +423,9 @@ def _hugging_face(them: _Arguments) -> None:
     for name in ("gradient_checkpointing", "activation_checkpointing"):
         them.move(name, "training.recompute_every", lambda _: 1)
     if them.take("label_smoothing_factor"):
-        them.put("task.label_smoothing", them.take("label_smoothing_factor"), "label_smoothing_factor")
+        them.put(
+            "task.label_smoothing", them.take("label_smoothing_factor"), "label_smoothing_factor"
+        )
         them.put("task.kind", "classification")
     precision = next((name for name in ("bf16", "fp16") if them.take(name)), None)
     them._taken |= {"bf16", "fp16"}
@@ -394,21 +438,34 @@ def _hugging_face(them: _Arguments) -> None:
             them.put(f"precision.{key}", value, precision)
     elif them.take("tf32"):
         them.put("precision.matmul", "high", "tf32")
-    _compile(them, {name: them.take(f"torch_compile_{name}") for name in ("backend", "mode")}, "torch_compile")
+    _compile(
+        them,
+        {name: them.take(f"torch_compile_{name}") for name in ("backend", "mode")},
+        "torch_compile",
+    )
     _hf_cadences(them)
-    if "group_by_length" in (them.take("train_sampling_strategy"), them.take("group_by_length") and "group_by_length"):
+    if "group_by_length" in (
+        them.take("train_sampling_strategy"),
+        them.take("group_by_length") and "group_by_length",
+    ):
         them.put("data.bucket_steps", 50)  # there too a window of 50 batches is sorted
     _without_data(them)
     named = them.take("report_to")
     for sink in [named] if isinstance(named, str) else named or []:
         if sink in _SINKS and sink != "tensorboard":
             them.put(f"monitors.{sink.removesuffix('_ml')}", True, "report_to")
-    them.move("resume_from_checkpoint", "checkpoint.resume", lambda value: "auto" if value is True else str(value))
+    them.move(
+        "resume_from_checkpoint",
+        "checkpoint.resume",
+        lambda value: "auto" if value is True else str(value),
+    )
     if them.is_given("fsdp"):
         them.put("zero.stage", 2 if "shard_grad_op" in str(them.take("fsdp")) else 3, "fsdp")
     them.add_deepspeed(them.take("deepspeed"), "deepspeed", _hf_mismatches)
     clip = them.take("max_grad_norm")
-    is_left_out = them.take("deepspeed") is not None and "training.clip_grad_norm" not in them.decided_by_json
+    is_left_out = (
+        them.take("deepspeed") is not None and "training.clip_grad_norm" not in them.decided_by_json
+    )
     if is_left_out and clip != 1.0:
         reason = "the DeepSpeed JSON has no gradient_clipping, and DeepSpeed clips at 1.0 then"
         them.left_out.append(f"max_grad_norm: {show_value(clip)} ({reason})")
@@ -416,8 +473,8 @@ def _hugging_face(them: _Arguments) -> None:
 
 
 def _hf_mismatches(them: _Arguments, config: Mapping[str, Any]) -> Iterator[Problem]:
-    """List what transformers/integrations/deepspeed.py `HfTrainerDeepSpeedConfig` refuses: values of the JSON, but for
-    "auto", that are not the arguments', given or by default.
+    """List what transformers/integrations/deepspeed.py `HfTrainerDeepSpeedConfig` refuses: values
+    of the JSON, but for "auto", that are not the arguments', given or by default.
     """
     micro = them.take("per_device_train_batch_size")
     steps = them.take("gradient_accumulation_steps")
@@ -449,16 +506,28 @@ def _hf_mismatches(them: _Arguments, config: Mapping[str, Any]) -> Iterator[Prob
     for key, value, argument in pairs:
         theirs = value_at(config, key.split("."), None)
         if theirs not in (None, "auto") and theirs != value:
-            yield _disagreement(key, theirs, argument, value, "the Trainer refuses values that mismatch")
+            yield _disagreement(
+                key, theirs, argument, value, "the Trainer refuses values that mismatch"
+            )
     whole = config.get("train_batch_size")
-    if isinstance(whole, int) and isinstance(micro, int) and isinstance(steps, int) and whole % max(1, micro * steps):
+    if (
+        isinstance(whole, int)
+        and isinstance(micro, int)
+        and isinstance(steps, int)
+        and whole % max(1, micro * steps)
+    ):
         reason = "the Trainer refuses values that mismatch, whatever the number of devices"
         yield _disagreement("train_batch_size", whole, "per_device_train_batch_size", micro, reason)
 
 
 def _disagreement(key: str, theirs: Any, argument: str, value: Any, reason: str) -> Problem:
-    words = f"given or by default, it differs: the DeepSpeed JSON has {key} = {show_value(theirs)}, and {reason}"
-    return Problem("sources-disagree", words, 'write one value in both, or "auto" in the JSON', argument, value)
+    words = (
+        f"given or by default, it differs: the DeepSpeed JSON has {key} = "
+        f"{show_value(theirs)}, and {reason}"
+    )
+    return Problem(
+        "sources-disagree", words, 'write one value in both, or "auto" in the JSON', argument, value
+    )
 
 
 def _compile(them: _Arguments, options: Mapping[str, Any], name: str) -> None:
@@ -508,7 +577,9 @@ def _hf_schedule(them: _Arguments) -> None:
     name = str(them.take("lr_scheduler_type"))
     kind = _TABLES["lr_scheduler_type"].get(name)
     if kind is None:
-        them.left_out.append(f"lr_scheduler_type: {name} (name one as scheduler.target; this is cosine)")
+        them.left_out.append(
+            f"lr_scheduler_type: {name} (name one as scheduler.target; this is cosine)"
+        )
         kind = "cosine"
     them.put("scheduler.kind", kind, "lr_scheduler_type")
     warmup = float(them.take("warmup_steps") or them.values.get("warmup_ratio") or 0)
@@ -519,7 +590,9 @@ def _hf_schedule(them: _Arguments) -> None:
     if 0 < warmup < 1 and steps > 0:
         warmup = -(-warmup * steps // 1)
     if 0 < warmup < 1:
-        them.left_out.append(f"warmup: {warmup:g} of the steps (`plan` says how many; set scheduler.warmup_steps)")
+        them.left_out.append(
+            f"warmup: {warmup:g} of the steps (`plan` says how many; set scheduler.warmup_steps)"
+        )
     elif warmup or name == "inverse_sqrt":
         them.put("scheduler.warmup_steps", int(warmup) or 10_000, "warmup_steps")
     options = them.take("lr_scheduler_kwargs") or {}
@@ -528,7 +601,9 @@ def _hf_schedule(them: _Arguments) -> None:
         if ours:
             them.put(f"scheduler.{ours}", value, "lr_scheduler_kwargs")
         elif option not in ("num_warmup_steps", "num_training_steps"):
-            them.left_out.append(f"lr_scheduler_kwargs.{option}: {show_value(value)} (no key of this schedule)")
+            them.left_out.append(
+                f"lr_scheduler_kwargs.{option}: {show_value(value)} (no key of this schedule)"
+            )
     if name == "reduce_lr_on_plateau":
         plateau = {"kind": "reduce_on_plateau", "factor": options.get("factor", 0.1)}
         them.found["callbacks"] = [plateau | {"patience": options.get("patience", 10)}]
@@ -541,7 +616,9 @@ def _every(them: _Arguments, prefix: str, key: str) -> None:
     if strategy != "steps" or every is None:
         return
     if every < 1:
-        them.left_out.append(f"{prefix}_steps: {every:g} of the run (set {key} to a number of steps)")
+        them.left_out.append(
+            f"{prefix}_steps: {every:g} of the run (set {key} to a number of steps)"
+        )
     else:
         them.put(key, int(every), f"{prefix}_steps")
 
@@ -564,7 +641,9 @@ def _hf_cadences(them: _Arguments) -> None:
     if keep:
         them.put("checkpoint.keep_last", keep, "save_total_limit")
     elif them.take("save_strategy") != "no":
-        them.left_out.append("save_total_limit: none (all are kept there; here checkpoint.keep_last, 3)")
+        them.left_out.append(
+            "save_total_limit: none (all are kept there; here checkpoint.keep_last, 3)"
+        )
     metric = them.take("metric_for_best_model")
     best = them.take("load_best_model_at_end")
     if metric or best:
@@ -590,7 +669,9 @@ def _accelerate(them: _Arguments) -> None:
             hosts = f"-H HOSTFILE, {machines} hosts"
         else:
             hosts = f"--num_gpus {processes}"
-        them.left_out.append(f"num_processes: {processes} (at the start: ./launch.sh train FILE {hosts})")
+        them.left_out.append(
+            f"num_processes: {processes} (at the start: ./launch.sh train FILE {hosts})"
+        )
     precision = {"bf16": "bf16", "fp16": "fp16"}.get(str(them.take("mixed_precision", "no")))
     if precision:
         if inner:
@@ -602,9 +683,13 @@ def _accelerate(them: _Arguments) -> None:
     _accelerate_deepspeed(them, inner)
     fsdp = them.section("fsdp_config")
     if fsdp:
-        way = str(fsdp.get("fsdp_sharding_strategy", fsdp.get("fsdp_reshard_after_forward", "FULL_SHARD"))).upper()
+        way = str(
+            fsdp.get("fsdp_sharding_strategy", fsdp.get("fsdp_reshard_after_forward", "FULL_SHARD"))
+        ).upper()
         them.put(
-            "zero.stage", {"SHARD_GRAD_OP": 2, "2": 2, "FALSE": 2, "NO_SHARD": 0, "3": 0}.get(way, 3), "fsdp_config"
+            "zero.stage",
+            {"SHARD_GRAD_OP": 2, "2": 2, "FALSE": 2, "NO_SHARD": 0, "3": 0}.get(way, 3),
+            "fsdp_config",
         )
         if fsdp.get("fsdp_offload_params"):
             _offload(them, "offload_param", "cpu", None, "fsdp_config")
@@ -620,7 +705,11 @@ def _accelerate(them: _Arguments) -> None:
             per = "block"
         else:
             per = None
-        _compile(them, options | {"backend": backend, "mode": dynamo.get("dynamo_mode"), "per": per}, "dynamo_config")
+        _compile(
+            them,
+            options | {"backend": backend, "mode": dynamo.get("dynamo_mode"), "per": per},
+            "dynamo_config",
+        )
     if them.take("use_cpu"):
         them.left_out.append("use_cpu: true (the environment variable DS_ACCELERATOR=cpu)")
 
@@ -655,7 +744,9 @@ def _accelerate_deepspeed(them: _Arguments, inner: Section) -> None:
         device = inner.get(f"offload_{name}_device", "none")
         nvme = inner.get(f"offload_{name}_nvme_path")
         if device not in (None, "none"):
-            _offload(them, f"offload_{name}", device, nvme, f"deepspeed_config.offload_{name}_device")
+            _offload(
+                them, f"offload_{name}", device, nvme, f"deepspeed_config.offload_{name}_device"
+            )
     saves_whole = inner.get("zero3_save_16bit_model")
     if saves_whole is not None and stage == 3:
         key = "zero.stage3_gather_16bit_weights_on_model_save"
@@ -664,12 +755,15 @@ def _accelerate_deepspeed(them: _Arguments, inner: Section) -> None:
     hostfile = inner.get("deepspeed_hostfile")
     if hostfile:
         them.left_out.append(
-            f"deepspeed_config.deepspeed_hostfile (at the start: ./launch.sh train FILE -H {hostfile})"
+            "deepspeed_config.deepspeed_hostfile (at the start: ./launch.sh train FILE -H "
+            f"{hostfile})"
         )
 
 
 def _beside_a_file(them: _Arguments, config: Mapping[str, Any]) -> Iterator[Problem]:
-    """List what Accelerate refuses beside a `deepspeed_config_file`: its own keys for what the JSON says."""
+    """List what Accelerate refuses beside a `deepspeed_config_file`: its own keys for what the JSON
+    says.
+    """
     inner = them.values["deepspeed_config"]
     reason = "Accelerate refuses the key beside deepspeed_config_file, where it would be ignored"
     for name, key in _NOT_BESIDE_A_FILE.items():
@@ -677,27 +771,45 @@ def _beside_a_file(them: _Arguments, config: Mapping[str, Any]) -> Iterator[Prob
             theirs = value_at(config, key.split("."), None)
             place = f"deepspeed_config.{name}"
             words = f"{reason}; the DeepSpeed JSON has {key} = {show_value(theirs)}"
-            yield Problem("sources-disagree", words, "remove it, and write it in the JSON", place, inner[name])
+            yield Problem(
+                "sources-disagree", words, "remove it, and write it in the JSON", place, inner[name]
+            )
     precision = them.values.get("mixed_precision")
     if precision is not None:
         theirs = next(
-            (name for name in ("bf16", "fp16") if value_at(config, [name, "enabled"], None) is True), "neither"
+            (
+                name
+                for name in ("bf16", "fp16")
+                if value_at(config, [name, "enabled"], None) is True
+            ),
+            "neither",
         )
         words = f"{reason}; the DeepSpeed JSON enables {theirs}"
-        yield Problem("sources-disagree", words, "remove it, and write it in the JSON", "mixed_precision", precision)
+        yield Problem(
+            "sources-disagree",
+            words,
+            "remove it, and write it in the JSON",
+            "mixed_precision",
+            precision,
+        )
 
 
 def _offload(them: _Arguments, name: str, device: str, nvme_path: str | None, given: str) -> None:
-    where = {"device": device} | ({"nvme_path": nvme_path} if device == "nvme" and nvme_path else {})
+    where = {"device": device} | (
+        {"nvme_path": nvme_path} if device == "nvme" and nvme_path else {}
+    )
     them.put(f"zero.{name}", where, given)
 
 
-# What its strategy writes into a DeepSpeed JSON that leaves it out, from the loader and the Trainer's arguments.
+# What its strategy writes into a DeepSpeed JSON that leaves it out, from the loader and the
+# Trainer's arguments.
 _LIGHTNING_FILLS: Final = {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}
 
 # Lightning's CLI config: trainer, seed, and the classes of optimizer and schedule.
 
-_STRATEGY: Final = re.compile(r"deepspeed(?:_stage_(?P<stage>[123]))?(?P<offload>_offload)?(?P<nvme>_nvme)?")
+_STRATEGY: Final = re.compile(
+    r"deepspeed(?:_stage_(?P<stage>[123]))?(?P<offload>_offload)?(?P<nvme>_nvme)?"
+)
 _TORCHS: Final[Mapping[str, type[base.Section]]] = {"AdamW": AdamW, "Adam": Adam, "SGD": SGD}
 _STRATEGY_CLASS: Final = "lightning.DeepSpeedStrategy"
 _KNOBS: Final = (
@@ -730,11 +842,21 @@ def _lightning(them: _Arguments) -> None:
         them.put("training.max_steps", steps, "max_steps")
         them.drop("max_epochs", "max_steps is the length here; the first to come is there")
     elif epochs != -1:
-        them.put("training.max_epochs", epochs or 1000, "max_epochs", "" if epochs else "the default there")
+        them.put(
+            "training.max_epochs",
+            epochs or 1000,
+            "max_epochs",
+            "" if epochs else "the default there",
+        )
     if them.take("fast_dev_run"):
         them.put("training.max_steps", int(them.take("fast_dev_run")), "fast_dev_run")
     clip = them.take("gradient_clip_val")
-    them.put("training.clip_grad_norm", clip or 0, "gradient_clip_val", "" if clip else "there is no clipping there")
+    them.put(
+        "training.clip_grad_norm",
+        clip or 0,
+        "gradient_clip_val",
+        "" if clip else "there is no clipping there",
+    )
     them.put("training.log_every", them.take("log_every_n_steps") or 50, "log_every_n_steps")
     them.move("deterministic", "training.deterministic", bool)
     every = them.take("val_check_interval")
@@ -744,11 +866,19 @@ def _lightning(them: _Arguments) -> None:
             note = f"{every} batches there, of which a step takes {batches}"
         else:
             note = ""
-        them.put("evaluation.every_steps", max(1, round(every / batches)), "val_check_interval", note)
+        them.put(
+            "evaluation.every_steps", max(1, round(every / batches)), "val_check_interval", note
+        )
     else:
-        them.put("evaluation.every_epochs", them.take("check_val_every_n_epoch") or 1, "check_val_every_n_epoch")
+        them.put(
+            "evaluation.every_epochs",
+            them.take("check_val_every_n_epoch") or 1,
+            "check_val_every_n_epoch",
+        )
         if isinstance(every, float) and every != 1.0:
-            them.left_out.append(f"val_check_interval: {every:g} of an epoch (set evaluation.every_steps)")
+            them.left_out.append(
+                f"val_check_interval: {every:g} of an epoch (set evaluation.every_steps)"
+            )
     if them.take("enable_checkpointing") is False:
         them.put("checkpoint.at_end", False, "enable_checkpointing")
     else:
@@ -760,7 +890,9 @@ def _lightning(them: _Arguments) -> None:
 
 
 def _lightning_strategy(them: _Arguments) -> tuple[bool, Any]:
-    """Take the strategy over, by name or by class: whether it is a DeepSpeed strategy, and its DeepSpeed JSON."""
+    """Take the strategy over, by name or by class: whether it is a DeepSpeed strategy, and its
+    DeepSpeed JSON.
+    """
     strategy = them.take("strategy")
     if isinstance(strategy, Mapping):
         options = Section(strategy.get("init_args") or {})
@@ -781,23 +913,34 @@ def _lightning_strategy(them: _Arguments) -> tuple[bool, Any]:
             _lightning_deepspeed(them, options)
         else:  # pytorch_lightning/strategies/deepspeed.py: "All defaults will be ignored if a config is passed in"
             for option, value in options.items():
-                them.left_out.append(f"strategy.{option}: {show_value(value)} (the strategy's config wins, as there)")
+                them.left_out.append(
+                    f"strategy.{option}: {show_value(value)} (the strategy's config wins, as there)"
+                )
         return True, config
     if name.lower().startswith("fsdp"):
-        them.put("zero.stage", 2 if "SHARD_GRAD_OP" in str(options.get("sharding_strategy")) else 3, "strategy")
+        them.put(
+            "zero.stage",
+            2 if "SHARD_GRAD_OP" in str(options.get("sharding_strategy")) else 3,
+            "strategy",
+        )
         if options.get("cpu_offload"):
             _offload(them, "offload_param", "cpu", None, "strategy")
         options.get("sharding_strategy")
-    elif name not in ("auto", "ddp", "single_device") and not name.startswith(("ddp_", "DDPStrategy")):
+    elif name not in ("auto", "ddp", "single_device") and not name.startswith(
+        ("ddp_", "DDPStrategy")
+    ):
         them.left_out.append(f"strategy: {name} (see zero.stage and parallel)")
     for option, value in options.rest().items():
-        them.left_out.append(f"strategy.{option}: {show_value(value)} (see the keys of zero and parallel)")
+        them.left_out.append(
+            f"strategy.{option}: {show_value(value)} (see the keys of zero and parallel)"
+        )
     return False, None
 
 
 def _lightning_refuses(them: _Arguments, config: Mapping[str, Any]) -> Iterator[Problem]:
-    """List what Lightning, or DeepSpeed below it, refuses of the two: pytorch_lightning/strategies/deepspeed.py
-    `_format_batch_size_and_grad_accum_config`, lightning_fabric's `_format_precision_config`.
+    """List what Lightning, or DeepSpeed below it, refuses of the two:
+    pytorch_lightning/strategies/deepspeed.py `_format_batch_size_and_grad_accum_config`,
+    lightning_fabric's `_format_precision_config`.
     """
     key = "gradient_accumulation_steps"
     if key in config:
@@ -806,7 +949,11 @@ def _lightning_refuses(them: _Arguments, config: Mapping[str, Any]) -> Iterator[
         yield _disagreement(key, config[key], "accumulate_grad_batches", value, reason)
     asked = str(them.take("precision") or "32-true")
     half, other = ("bf16", "fp16") if asked.startswith("bf16") else ("fp16", "bf16")
-    if asked.startswith(("bf16", "16")) and half not in config and value_at(config, [other, "enabled"], None) is True:
+    if (
+        asked.startswith(("bf16", "16"))
+        and half not in config
+        and value_at(config, [other, "enabled"], None) is True
+    ):
         reason = f"Lightning adds {half} to it, of which DeepSpeed refuses the two"
         yield _disagreement(f"{other}.enabled", True, "precision", asked, reason)
 
@@ -818,18 +965,35 @@ def _lightning_deepspeed(them: _Arguments, options: Values) -> None:
     them.put("zero.stage", stage, "strategy")
     ours = Zero()
     for name in _KNOBS if stage else ():
-        if not (name == "allgather_bucket_size" and stage == 3) and asked[name] != getattr(ours, name):
+        if not (name == "allgather_bucket_size" and stage == 3) and asked[name] != getattr(
+            ours, name
+        ):
             them.put(f"zero.{name}", asked[name], "strategy")
     if asked["offload_optimizer"]:
-        _offload(them, "offload_optimizer", asked["offload_optimizer_device"], asked["nvme_path"], "strategy")
+        _offload(
+            them,
+            "offload_optimizer",
+            asked["offload_optimizer_device"],
+            asked["nvme_path"],
+            "strategy",
+        )
     if asked["offload_parameters"]:
-        _offload(them, "offload_param", asked["offload_params_device"], asked["nvme_path"], "strategy")
-    known = {*_KNOBS, "stage", "offload_optimizer", "offload_optimizer_device", "offload_parameters"}
+        _offload(
+            them, "offload_param", asked["offload_params_device"], asked["nvme_path"], "strategy"
+        )
+    known = {
+        *_KNOBS,
+        "stage",
+        "offload_optimizer",
+        "offload_optimizer_device",
+        "offload_parameters",
+    }
     known |= {"offload_params_device", "nvme_path"}
     for name, value in options.items():
         if name not in known and value != defaults.get(name):
             them.left_out.append(
-                f"strategy.{name}: {show_value(value)} (see the keys of zero, precision and deepspeed)"
+                f"strategy.{name}: {show_value(value)} (see the keys of zero, precision and "
+                "deepspeed)"
             )
 
 
@@ -843,7 +1007,9 @@ def _lightning_precision(them: _Arguments, *, is_deepspeed: bool) -> None:
         half = None
     if half is None:
         if not asked.startswith("32"):
-            them.left_out.append(f"precision: {asked} (a run computes in fp32, fp16, bf16 or autocast)")
+            them.left_out.append(
+                f"precision: {asked} (a run computes in fp32, fp16, bf16 or autocast)"
+            )
         return
     if is_deepspeed:
         them.put("precision.dtype", half, "precision")
@@ -871,16 +1037,23 @@ def _lightning_classes(them: _Arguments) -> None:
         else:
             kind = None
         if kind is not None and args.keys() <= kind.model_fields.keys():
-            them.found[key] = {"kind": kind.model_fields["kind"].default, "lr": 1e-3, **args}  # torch's rate
+            # torch's rate
+            them.found[key] = {"kind": kind.model_fields["kind"].default, "lr": 1e-3, **args}
         elif not module:
-            them.left_out.append(f"{name}: {show_value(section)} (name its class, with its module, as {key}.target)")
+            them.left_out.append(
+                f"{name}: {show_value(section)} (name its class, with its module, as {key}.target)"
+            )
         else:
             them.found[key] = {"target": f"{module}:{last}", "args": args}
             if key == "scheduler":
-                them.comments[key] = "stepped after every step here; after every epoch there by itself"
+                them.comments[key] = (
+                    "stepped after every step here; after every epoch there by itself"
+                )
     for name in ("model", "data"):
         if values.get(name) is not None:
-            them.left_out.append(f"{name} (name its nn.Module, dataset and loss: docs/tutorials/from-lightning.md)")
+            them.left_out.append(
+                f"{name} (name its nn.Module, dataset and loss: docs/tutorials/from-lightning.md)"
+            )
     read = {"trainer", "seed_everything", "optimizer", "lr_scheduler", "model", "data"}
     for name, value in values.items():
         if name not in read and value not in (None, "", [], {}):

@@ -1,4 +1,6 @@
-"""Judges what a run config passes through to DeepSpeed: problems of the rendered JSON in its own words."""
+"""Judges what a run config passes through to DeepSpeed: problems of the rendered JSON in its own
+words.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,25 @@ from framework.text.document import Document
 
 _SOME_STEPS: Final = 1_000_000
 # Settings whose value has another name as well, as fixes write them.
-_SETTINGS: Final[Mapping[str, str]] = json.loads((TABLES / "run_config_settings.json").read_text(encoding="utf-8"))
+_SETTINGS: Final[Mapping[str, str]] = json.loads(
+    (TABLES / "run_config_settings.json").read_text(encoding="utf-8")
+)
 _PRECISIONS: Final = frozenset({"fp16", "bf16", "bfloat16", "torch_autocast"})
 _KEY: Final = re.compile(r"(?<![\w.])[a-z_0-9]+(?:\.[a-z_0-9]+)*(?![\w(])")
 
 
 def judge_rendered(
-    plan: Plan, *, source: Source | None = None, release: str | None = None, gpu: GpuKind | None = None
+    plan: Plan,
+    *,
+    source: Source | None = None,
+    release: str | None = None,
+    gpu: GpuKind | None = None,
 ) -> list[Problem]:
     """Problems of the JSON that a plan renders to, in the words of the run config.
 
-    What DeepSpeed refuses or drops is told whatever the cause. Warnings and notes are told where `deepspeed:`, the
-    release or the GPU is the cause: what rendering decides by itself it decides on purpose.
+    What DeepSpeed refuses or drops is told whatever the cause. Warnings and notes are told where
+    `deepspeed:`, the release or the GPU is the cause: what rendering decides by itself it decides
+    on purpose.
 
     Args:
         plan: the run.
@@ -53,7 +62,8 @@ def judge_rendered(
     if any(problem.severity != "error" for problem in wanted):
         plain = replace(plan, config=config.model_copy(update={"deepspeed": {}}))
         on_purpose = lint(
-            Document("", _rendering(plain)), topology=replace(topology, gpu=None, device=plan.cluster.device)
+            Document("", _rendering(plain)),
+            topology=replace(topology, gpu=None, device=plan.cluster.device),
         )
         known = {(problem.kind, problem.key) for problem in on_purpose}
         wanted = [p for p in wanted if p.severity == "error" or (p.kind, p.key) not in known]
@@ -64,9 +74,15 @@ def judge_rendered(
 
 
 def judge_passed_through(
-    plan: Plan, ds_config: Mapping[str, Any], *, source: Source | None = None, release: str | None = None
+    plan: Plan,
+    ds_config: Mapping[str, Any],
+    *,
+    source: Source | None = None,
+    release: str | None = None,
 ) -> list[Problem]:
-    """As `judge_rendered`, of a run whose JSON has been rendered; nothing where it passes no further keys through."""
+    """As `judge_rendered`, of a run whose JSON has been rendered; nothing where it passes no
+    further keys through.
+    """
     assert ds_config.keys() >= plan.config.deepspeed.keys(), "the rendering of another plan"
     if plan.config.deepspeed:
         return judge_rendered(plan, source=source, release=release)
@@ -74,7 +90,8 @@ def judge_passed_through(
 
 
 def judge_passed_alone(passed: Any, *, release: str | None = None) -> list[Problem]:
-    """Problems of single keys under `deepspeed:`, for a run config whose other sections are wrong as well.
+    """Problems of single keys under `deepspeed:`, for a run config whose other sections are wrong
+    as well.
 
     Args:
         passed: what stands under `deepspeed:`.
@@ -88,14 +105,18 @@ def judge_passed_alone(passed: Any, *, release: str | None = None) -> list[Probl
 
 
 def _rendering(plan: Plan) -> dict[str, Any]:
-    """The JSON; a length that only the data tells stands for itself, as no problem depends on it."""
+    """The JSON; a length that only the data tells stands for itself, as no problem depends on
+    it.
+    """
     if plan.length.total_steps is None:
         plan = replace(plan, length=replace(plan.length, total_steps=_SOME_STEPS))
     return render(plan)
 
 
 def _is_off_anyway(problem: Problem) -> bool:
-    """Check whether the key only switches something off: an older release, which lacks it, has it off as well."""
+    """Check whether the key only switches something off: an older release, which lacks it, has it
+    off as well.
+    """
     return problem.kind == "key-of-another-release" and problem.value in (False, {"enabled": False})
 
 
@@ -109,7 +130,9 @@ def _in_its_words(problem: Problem, config: RunConfig) -> Problem:
     fix = problem.fix
     for theirs, ours in _SETTINGS.items():
         fix = fix.replace(theirs, ours)
-    reason, fix = (_KEY.sub(lambda found: _named(found[0], config), text) for text in (problem.reason, fix))
+    reason, fix = (
+        _KEY.sub(lambda found: _named(found[0], config), text) for text in (problem.reason, fix)
+    )
     return replace(problem, key=key, value=value, reason=reason, fix=fix, file="", line=0, column=0)
 
 
@@ -126,7 +149,9 @@ def _own_key(path: str, config: RunConfig) -> str:
 
 
 def _is_passed(path: str, config: RunConfig) -> bool:
-    """Check whether the key, or a section around it that only `deepspeed:` gives, is written there."""
+    """Check whether the key, or a section around it that only `deepspeed:` gives, is written
+    there.
+    """
     values: Any = config.deepspeed
     for part in path.split("."):
         if not isinstance(values, Mapping) or part not in values:
@@ -138,7 +163,9 @@ def _is_passed(path: str, config: RunConfig) -> bool:
 
 
 def _named(word: str, config: RunConfig) -> str:
-    """A word of a sentence, where it is a key of DeepSpeed; a name that stands alone is one only at the top level."""
+    """A word of a sentence, where it is a key of DeepSpeed; a name that stands alone is one only at
+    the top level.
+    """
     top = word.partition(".")[0]
     if word in TYPED or (word in OWNED and "_" in word):
         return _own_key(word, config)

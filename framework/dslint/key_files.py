@@ -1,5 +1,5 @@
-"""The files behind the key tables: `tables/<release>.json`, written by a program, and `tables/sentences.json`, by
-hand.
+"""The files behind the key tables: `tables/<release>.json`, written by a program, and
+`tables/sentences.json`, by hand.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def by_number(release: str) -> tuple[int, ...]:
 
 @cache
 def load_entries(release: str) -> dict[str, Entry]:
-    """Every key of a release that has a table: the newest table, with the differences down to this release."""
+    """Every key of a release that has a table: the newest table, with the differences down to this
+    release.
+    """
     entries: dict[str, Entry] = {}
     for name in reversed(known_releases()):
         document = _document(name)
@@ -52,7 +54,9 @@ def load_entries(release: str) -> dict[str, Entry]:
 
 
 def states_of(path: str) -> Iterator[tuple[str, Entry | None]]:
-    """Release and entry of one key, newest release first; None where the release does not know the key."""
+    """Release and entry of one key, newest release first; None where the release does not know the
+    key.
+    """
     entry: Entry | None = None
     for release in reversed(known_releases()):
         document = _document(release)
@@ -61,19 +65,25 @@ def states_of(path: str) -> Iterator[tuple[str, Entry | None]]:
 
 
 def sentence_entry(path: str) -> Entry | None:
-    """Read what is written by hand about a key: its sentence, and fields that no reading of DeepSpeed yields."""
+    """Read what is written by hand about a key: its sentence, and fields that no reading of
+    DeepSpeed yields.
+    """
     words = _sentences().get(path)
     if words is None:
         words = _sentences().get(_VARIANT.sub("[*]", path))
     if words is None:
-        words = next((_sentences()[text] for pattern, text in _patterns() if pattern.fullmatch(path)), None)
+        words = next(
+            (_sentences()[text] for pattern, text in _patterns() if pattern.fullmatch(path)), None
+        )
     if isinstance(words, str):
         return {"sentence": words}
     return words
 
 
 def variant_of(values: Mapping[str, Any], path: Sequence[str | int]) -> str | None:
-    """The type that the section around a path names; None where none is named, or keys do not depend on it."""
+    """The type that the section around a path names; None where none is named, or keys do not
+    depend on it.
+    """
     if len(path) > 1 and path[0] in TYPED_SECTIONS:
         section = values.get(str(path[0]))
     else:
@@ -93,7 +103,9 @@ def without_variant(path: str) -> str:
 
 
 def is_of_another_type(path: str, section: str | None) -> bool:
-    """Check whether a key is for another type than the one that the section, written as a table does, names."""
+    """Check whether a key is for another type than the one that the section, written as a table
+    does, names.
+    """
     home = path.rpartition(".")[0]
     named = section is not None and section.endswith("]") and home != section
     return named and without_variant(home) == without_variant(section or "")
@@ -113,18 +125,25 @@ def _sentences() -> dict[str, Any]:
 
 @cache
 def _patterns() -> tuple[tuple[re.Pattern[str], str], ...]:
-    """Paths with ``*`` in them, which speak for every path that fits and has no sentence of its own."""
+    """Paths with ``*`` in them, which speak for every path that fits and has no sentence of its
+    own.
+    """
     texts = [path for path in _sentences() if "*" in path]
-    return tuple((re.compile(re.escape(t).replace(r"\[\*\]", r"\[\w+\]").replace(r"\*", r"[^.]+")), t) for t in texts)
+    return tuple(
+        (re.compile(re.escape(t).replace(r"\[\*\]", r"\[\w+\]").replace(r"\*", r"[^.]+")), t)
+        for t in texts
+    )
 
 
 @dataclass(frozen=True)
 class History:
-    """When a key came and went, over the known releases; of 0.16 to 0.18 only the newest patch is known.
+    """When a key came and went, over the known releases; of 0.16 to 0.18 only the newest patch is
+    known.
 
     Attributes:
         added: first known release that reads it; None when the oldest known one does, or none.
-        removed: first known release that no longer reads it; None when the newest one does, or none ever did.
+        removed: first known release that no longer reads it; None when the newest one does, or none
+            ever did.
         replaced_by: paths to use instead.
         instead: what to do instead, where no key takes the place.
     """
@@ -138,7 +157,11 @@ class History:
 def history(path: str) -> History:
     """The history of a key, written as the tables write it: ``optimizer.params[OneBitAdam]``."""
     states = list(states_of(path))[::-1]
-    reading = [release for release, entry in states if entry is not None and entry.get("status") != "refused"]
+    reading = [
+        release
+        for release, entry in states
+        if entry is not None and entry.get("status") != "refused"
+    ]
     known = known_releases()
     words = sentence_entry(path) or {}
     newest = states[-1][1] or {}
@@ -155,8 +178,8 @@ def history(path: str) -> History:
 
 
 def was_off(path: str, value: Any) -> bool:
-    """Check whether a key of another release says nothing: false, null, empty, not enabled, or at the default that it
-    had last.
+    """Check whether a key of another release says nothing: false, null, empty, not enabled, or at
+    the default that it had last.
     """
     if isinstance(value, Mapping) and not value.get("enabled", _last_default(f"{path}.enabled")):
         return True
@@ -165,5 +188,12 @@ def was_off(path: str, value: Any) -> bool:
 
 
 def _last_default(path: str) -> Any:
-    last = next((entry for _, entry in states_of(path) if entry is not None and entry.get("status") != "refused"), {})
+    last = next(
+        (
+            entry
+            for _, entry in states_of(path)
+            if entry is not None and entry.get("status") != "refused"
+        ),
+        {},
+    )
     return last.get("default", MISSING)

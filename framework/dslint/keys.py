@@ -1,11 +1,14 @@
-"""Every key that DeepSpeed reads, per release: type, range, default, one sentence, and what to write instead.
+"""Every key that DeepSpeed reads, per release: type, range, default, one sentence, and what to
+write instead.
 
-`tables/<release>.json` holds the keys of one release, written by `tools/build_key_table.py`. The newest file is whole;
-every older one holds what differs from the next newer one, so that the files together are the history of the keys.
-`tables/sentences.json` is written by hand: what no reading of DeepSpeed tells.
+`tables/<release>.json` holds the keys of one release, written by `tools/build_key_table.py`. The
+newest file is whole; every older one holds what differs from the next newer one, so that the files
+together are the history of the keys. `tables/sentences.json` is written by hand: what no reading of
+DeepSpeed tells.
 
-Paths are dotted, as in ``zero_optimization.offload_param.device``. ``*`` stands for a name of the user's choice or for
-the place in a list. Sections whose keys depend on a type have one table per type: ``optimizer.params[AdamW].lr``.
+Paths are dotted, as in ``zero_optimization.offload_param.device``. ``*`` stands for a name of the
+user's choice or for the place in a list. Sections whose keys depend on a type have one table per
+type: ``optimizer.params[AdamW].lr``.
 """
 
 from __future__ import annotations
@@ -36,15 +39,19 @@ __all__ = ["Key", "KeyTable", "history", "known_releases", "load_table"]
 Status = Literal["read", "inert", "deprecated", "refused"]
 
 _VERY_ALIKE: Final = 0.8
-# A name that stands in more sections than this ("enabled") says nothing about the section that was meant.
+# A name that stands in more sections than this ("enabled") says nothing about the section that was
+# meant.
 _COMMON: Final = 3
 # Each has keys of its own service: one of another is no place for them.
 _MONITORS: Final = ("tensorboard", "wandb", "csv_monitor", "comet")
 _MOST_GUESSES: Final = 3
 _RELEASE: Final = re.compile(r"\d{1,4}\.\d{1,4}\.\d{1,4}")
-# Names from other tools, each with the names that DeepSpeed gives the same thing, of which the section tells one; and
-# those that mean it only where the section around them has such a key, and elsewhere anything.
-_OTHER_WORDS, _WORDS_INSIDE = json.loads((TABLES / "other_words.json").read_text(encoding="utf-8")).values()
+# Names from other tools, each with the names that DeepSpeed gives the same thing, of which the
+# section tells one; and those that mean it only where the section around them has such a key, and
+# elsewhere anything.
+_OTHER_WORDS, _WORDS_INSIDE = json.loads(
+    (TABLES / "other_words.json").read_text(encoding="utf-8")
+).values()
 # A key that does less is a worse guess.
 _HANDICAP: Final[Mapping[str, float]] = {"read": 0.0, "inert": 0.3, "deprecated": 0.3}
 
@@ -56,23 +63,26 @@ class Key:
     Attributes:
         path: dotted path; ``optimizer.params[AdamW].lr`` where it depends on a type.
         sentence: what it means, in one sentence.
-        types: JSON types that it takes, without null: boolean, integer, number, string, array, object, any.
+        types: JSON types that it takes, without null: boolean, integer, number, string, array,
+            object, any.
         nullable: null is taken too.
         default: what leaving it out means; `MISSING` when DeepSpeed has none.
         required: the section does not work without it.
         enum: the only values; empty when any value of the type will do.
         any_case: a text may be written in upper or lower case.
-        examples: known values where others pass too.
-        minimum, maximum, exclusive_minimum, exclusive_maximum, multiple_of: limits of a number, None for none.
+        examples: known values where others pass too. minimum, maximum, exclusive_minimum,
+        exclusive_maximum, multiple_of: limits of a number, None for none.
         items: type of an array's items.
         unknown: for a section: unknown keys in it are an error, ignored, or its point (free).
         aliases: other names that mean the same; both at once are an error.
-        status: inert keys do nothing, deprecated ones have a better place, refused ones are an error.
+        status: inert keys do nothing, deprecated ones have a better place, refused ones are an
+            error.
         replaced_by: paths to use instead of a deprecated or refused key.
         instead: what to do instead, where no key takes the place.
         taken_by: the classes that take a parameter, where not all classes behind the type do.
         from_python: the value is a Python object that no JSON value can be.
-        reader: how DeepSpeed reads it: a pydantic section drops "auto" and refuses unknown keys, the others do not.
+        reader: how DeepSpeed reads it: a pydantic section drops "auto" and refuses unknown keys,
+            the others do not.
         source: file and name in DeepSpeed.
     """
 
@@ -130,7 +140,8 @@ class KeyTable:
 
         Args:
             path: dotted, or its parts where a name of the user's choice may hold a dot.
-            variant: the type that the section names, for ``optimizer.params.lr``: without it the first type that fits.
+            variant: the type that the section names, for ``optimizer.params.lr``: without it the
+                first type that fits.
         """
         found = self._find(path, variant)
         if found is not None:
@@ -138,26 +149,34 @@ class KeyTable:
         return None
 
     def exact(self, path: str) -> Key | None:
-        """The key that the table writes just so, type and ``*`` included; None when there is none."""
+        """The key that the table writes just so, type and ``*`` included; None when there is
+        none.
+        """
         if path in self.entries:
             return self._key(path)
         return None
 
     def children(self, path: str = "") -> tuple[str, ...]:
-        """Paths of the keys directly in a section; the top level without a path. ``*`` is among them."""
+        """Paths of the keys directly in a section; the top level without a path. ``*`` is among
+        them.
+        """
         return tuple(self._children.get(path, {}).values())
 
     def required(self, path: str) -> tuple[str, ...]:
         """Names of the keys that a section does not work without."""
         children = self._children.get(path, {})
-        return tuple(name for name, child in children.items() if self.entries[child].get("required"))
+        return tuple(
+            name for name, child in children.items() if self.entries[child].get("required")
+        )
 
     def variants(self, path: str) -> tuple[str, ...]:
         """Types that a section has tables for: Adam, AdamW, ... of ``optimizer.params``."""
         return tuple(place[len(path) + 1 : -1] for place in self._variants.get(path, ()))
 
     def nearest(self, path: str | Sequence[str], variant: str | None = None) -> list[str]:
-        """The paths that a misspelt or misplaced key most likely means, best first; at most three."""
+        """The paths that a misspelt or misplaced key most likely means, best first; at most
+        three.
+        """
         if isinstance(path, str):
             parts = path.split(".")
         else:
@@ -170,7 +189,9 @@ class KeyTable:
         section = self._nearest_section(parts[:-1], variant)
         words = _OTHER_WORDS.get(parts[-1], ())
         inside = (*words, *_WORDS_INSIDE.get(parts[-1], ()))
-        if section is not None and (meant := [path for word in inside for path in self._named(section, word)]):
+        if section is not None and (
+            meant := [path for word in inside for path in self._named(section, word)]
+        ):
             return list(dict.fromkeys(without_variant(path) for path in meant))[:_MOST_GUESSES]
         names = [parts[-1], *words]
         guesses = [guess for name in reversed(names) for guess in self._guesses(section, name)]
@@ -183,12 +204,15 @@ class KeyTable:
         places = [""]
         for depth, part in enumerate(parts):
             places = [child for place in places if (child := self._child(place, part)) is not None]
-            if not places:  # ``optimizer.params[AdamW].lr``; parts are names of a file, where a dot is only a dot
+            # ``optimizer.params[AdamW].lr``; parts are names of a file, where a dot is only a dot
+            if not places:
                 if isinstance(path, str) and path in self.entries:
                     return path
                 return None
             if depth < len(parts) - 1:
-                places = [table for place in places for table in self._with_variants(place, variant)]
+                places = [
+                    table for place in places for table in self._with_variants(place, variant)
+                ]
         return places[0] if places else None
 
     def _child(self, place: str, name: str) -> str | None:
@@ -212,7 +236,10 @@ class KeyTable:
         types = fields.pop("type", "any")
         words = sentence_entry(path) or {}
         return Key(
-            path=path, sentence=words.get("sentence", ""), types=(types,) if isinstance(types, str) else types, **fields
+            path=path,
+            sentence=words.get("sentence", ""),
+            types=(types,) if isinstance(types, str) else types,
+            **fields,
         )
 
     @cached_property
@@ -250,7 +277,9 @@ class KeyTable:
         return tree
 
     def _nearest_section(self, parts: Sequence[str], variant: str | None) -> str | None:
-        """The section that a path goes through, misspelt or not; None when nothing like it is known."""
+        """The section that a path goes through, misspelt or not; None when nothing like it is
+        known.
+        """
         section = ""
         for part in parts:
             found = self._child(section, part)
@@ -267,7 +296,9 @@ class KeyTable:
         return section
 
     def _guesses(self, section: str | None, name: str) -> Iterator[tuple[float, str]]:
-        """Likeness and path: keys of about this name in the section, of just this name elsewhere, or about it there."""
+        """Likeness and path: keys of about this name in the section, of just this name elsewhere,
+        or about it there.
+        """
         if section is None:
             here = []
         else:
@@ -278,7 +309,9 @@ class KeyTable:
         homes = [
             path
             for path in self._by_name.get(name, ())
-            if "*" not in path and not is_of_another_type(path, section) and not path.startswith(peers)
+            if "*" not in path
+            and not is_of_another_type(path, section)
+            and not path.startswith(peers)
         ]
         inside = [path for path in homes if section and path.startswith(f"{section}.")]
         if inside or len({without_variant(path) for path in homes}) <= _COMMON:
@@ -296,20 +329,28 @@ class KeyTable:
             )
 
     def _named(self, section: str, name: str) -> Iterator[str]:
-        """The key of just this name in the section, in the tables of all its types where none is named."""
+        """The key of just this name in the section, in the tables of all its types where none is
+        named.
+        """
         for table in (section, *self._variants.get(section, ())):
             path = self._children.get(table, {}).get(name)
             if path is not None and self.entries[path].get("status", "read") == "read":
                 yield path
 
-    def _alike(self, sections: Sequence[str], name: str, least: float) -> Iterator[tuple[float, str]]:
+    def _alike(
+        self, sections: Sequence[str], name: str, least: float
+    ) -> Iterator[tuple[float, str]]:
         for section in sections:
             known = {**self._aliases.get(section, {}), **self._children.get(section, {})}
-            likely = ((likeness(name, other), path) for other, path in known.items() if other != "*")
+            likely = (
+                (likeness(name, other), path) for other, path in known.items() if other != "*"
+            )
             yield from self._ranked((near, path) for near, path in likely if near >= least)
 
     def _ranked(self, guesses: Iterable[tuple[float, str]]) -> Iterator[tuple[float, str]]:
-        """Keys that do something before inert and deprecated ones; a refused one is no guess at all."""
+        """Keys that do something before inert and deprecated ones; a refused one is no guess at
+        all.
+        """
         for near, path in guesses:
             status = self.entries[path].get("status", "read")
             if status != "refused":
@@ -317,7 +358,8 @@ class KeyTable:
 
 
 def load_table(release: str | None = None) -> KeyTable:
-    """The table of a release: ``0.18.9``, ``0.19`` for its newest known patch, None for the newest of all.
+    """The table of a release: ``0.18.9``, ``0.19`` for its newest known patch, None for the newest
+    of all.
 
     Of 0.16 to 0.18 only the newest patch has one: it speaks for the older ones too.
 
@@ -328,9 +370,13 @@ def load_table(release: str | None = None) -> KeyTable:
     if release is None:
         return _load(known[-1])
     wanted = release.strip().removeprefix("v").partition("+")[0]
-    fitting = [name for name in known if name == wanted or name.startswith(f"{wanted}.")] or _next_patch(wanted)
+    fitting = [
+        name for name in known if name == wanted or name.startswith(f"{wanted}.")
+    ] or _next_patch(wanted)
     if not wanted or not fitting:
-        raise UsageError(f"no table of DeepSpeed {show_value(release)}: known are {', '.join(known)}")
+        raise UsageError(
+            f"no table of DeepSpeed {show_value(release)}: known are {', '.join(known)}"
+        )
     return _load(fitting[-1])
 
 
@@ -340,13 +386,17 @@ def _next_patch(release: str) -> list[str]:
         return []
     minor = release.rpartition(".")[0]
     newer = (
-        name for name in known_releases() if name.rpartition(".")[0] == minor and by_number(name) > by_number(release)
+        name
+        for name in known_releases()
+        if name.rpartition(".")[0] == minor and by_number(name) > by_number(release)
     )
     return list(newer)[:1]
 
 
 def is_slip(written: str, known: str) -> bool:
-    """Check whether the written name can only be a slip for the known one, or is a word of another tool for it."""
+    """Check whether the written name can only be a slip for the known one, or is a word of another
+    tool for it.
+    """
     words = (*_OTHER_WORDS.get(written, ()), *_WORDS_INSIDE.get(written, ()))
     return known in words or means(written, known)
 

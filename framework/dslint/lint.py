@@ -1,8 +1,9 @@
 """`lint`: everything that is wrong with a DeepSpeed JSON, judged against one release of DeepSpeed.
 
-Each key is held against the key table (does this release read it, of what type, in which range), and the keys together
-against the rules. What DeepSpeed refuses or breaks on is an error; so is what it drops in silence, because nobody
-writes a key to have it dropped. What it takes and does otherwise is a warning.
+Each key is held against the key table (does this release read it, of what type, in which range),
+and the keys together against the rules. What DeepSpeed refuses or breaks on is an error; so is what
+it drops in silence, because nobody writes a key to have it dropped. What it takes and does
+otherwise is a warning.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from framework.text.document import Document, KeyPath
 
 # Names that people give to comments; a key of DeepSpeed is none of them.
 _COMMENT: Final = re.compile(
-    r"//.*|#.*|[_$-]*comments?[_-]?\d*|[_$].*comment.*|_+(?:note|doc|description|readme|todo).*", re.IGNORECASE
+    r"//.*|#.*|[_$-]*comments?[_-]?\d*|[_$].*comment.*|_+(?:note|doc|description|readme|todo).*",
+    re.IGNORECASE,
 )
 # Where editors find a JSON Schema; DeepSpeed drops it, and nobody writes it for DeepSpeed.
 _SCHEMA: Final = ("$schema",)
@@ -35,7 +37,11 @@ _USELESS: Final = {
 
 
 def lint(
-    document: Document, *, release: str | None = None, topology: Topology | None = None, reader: Reader = "deepspeed"
+    document: Document,
+    *,
+    release: str | None = None,
+    topology: Topology | None = None,
+    reader: Reader = "deepspeed",
 ) -> list[Problem]:
     """All problems of a DeepSpeed JSON, in the order of the file.
 
@@ -51,25 +57,47 @@ def lint(
     table = load_table(release)
     if not isinstance(document.value, Mapping):
         reason = "a DeepSpeed config is an object of keys"
-        return [Problem(kind="config-syntax", file=document.name, line=1, column=1, reason=reason, fix="start with {")]
+        return [
+            Problem(
+                kind="config-syntax",
+                file=document.name,
+                line=1,
+                column=1,
+                reason=reason,
+                fix="start with {",
+            )
+        ]
     facts = Facts(document.value, table.release, topology or Topology())
     found = list(_Keys(table, facts).problems())
     # what is in a section that nobody reads is neither filled in nor broken on
     unread = tuple(
-        f"{problem.key}." for _, problem in found if problem.kind in ("unknown-key", "dotted-key", "comment-key")
+        f"{problem.key}."
+        for _, problem in found
+        if problem.kind in ("unknown-key", "dotted-key", "comment-key")
     )
     together = [*torch_problems(document.value), *apply_rules(facts)]
-    together = [problem for problem in together if problem.kind != "auto-value" or not problem.key.startswith(unread)]
+    together = [
+        problem
+        for problem in together
+        if problem.kind != "auto-value" or not problem.key.startswith(unread)
+    ]
     paths = {id(problem): path for path, problem in found}
     judged = judged_for([*(problem for _, problem in found), *together], document.value, reader)
-    problems = [(paths.get(id(problem), tuple(problem.key.split("."))), problem) for problem in judged]
-    distinct = {str(problem): problem for problem in (placed(document, problem, path) for path, problem in problems)}
-    return sorted(distinct.values(), key=lambda problem: (problem.line, problem.column, problem.kind))
+    problems = [
+        (paths.get(id(problem), tuple(problem.key.split("."))), problem) for problem in judged
+    ]
+    distinct = {
+        str(problem): problem
+        for problem in (placed(document, problem, path) for path, problem in problems)
+    }
+    return sorted(
+        distinct.values(), key=lambda problem: (problem.line, problem.column, problem.kind)
+    )
 
 
 def key_problems(document: Document, *, release: str | None = None) -> list[Problem]:
-    """Problems of keys by themselves: unknown, removed, of a wrong type or value. What is missing, and rules, are left
-    out.
+    """Problems of keys by themselves: unknown, removed, of a wrong type or value. What is missing,
+    and rules, are left out.
 
     Args:
         document: the values, which may be a part of a config.
@@ -77,11 +105,17 @@ def key_problems(document: Document, *, release: str | None = None) -> list[Prob
     """
     table = load_table(release)
     found = _Keys(table, Facts(document.value, table.release)).problems()
-    return [placed(document, problem, path) for path, problem in found if problem.kind != "missing-key"]
+    return [
+        placed(document, problem, path) for path, problem in found if problem.kind != "missing-key"
+    ]
 
 
-def placed(document: Document, problem: Problem, path: KeyPath | None = None, *, at_top: bool = True) -> Problem:
-    """Return the problem at its key, or at the nearest section around it; at the top of the file only on demand."""
+def placed(
+    document: Document, problem: Problem, path: KeyPath | None = None, *, at_top: bool = True
+) -> Problem:
+    """Return the problem at its key, or at the nearest section around it; at the top of the file
+    only on demand.
+    """
     if path is None:
         path = tuple(problem.key.split("."))
     else:
@@ -115,23 +149,39 @@ class _Keys:
                 yield from self._missing(path, value)
                 yield from self._both_names(path, value)
 
-    def _missing(self, path: KeyPath, values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Problem]]:
-        """Keys that a section does not work without; the parameters of a type are asked once the type is known."""
+    def _missing(
+        self, path: KeyPath, values: Mapping[str, Any]
+    ) -> Iterator[tuple[KeyPath, Problem]]:
+        """Keys that a section does not work without; the parameters of a type are asked once the
+        type is known.
+        """
         section = self._key(path)
         variant = self._variant((*path, "*"))
         if section is None or section.status == "refused" or self._is_untabled((*path, "*")):
             return
         place = dotted(path)
-        tables = [name for name in self.table.variants(place) if variant and name.lower() == variant.lower()]
+        tables = [
+            name
+            for name in self.table.variants(place)
+            if variant and name.lower() == variant.lower()
+        ]
         subject = (variant if path[-1] == "params" else None) or path[-1]
         for name in (
-            name for table in (place, *(f"{place}[{kind}]" for kind in tables)) for name in self.table.required(table)
+            name
+            for table in (place, *(f"{place}[{kind}]" for kind in tables))
+            for name in self.table.required(table)
         ):
             if name not in values and not (name == "params" and "type" not in values):
-                yield _problem((*path, name), ("missing-key", f"{subject} does not work without it", "add it"))
+                yield _problem(
+                    (*path, name), ("missing-key", f"{subject} does not work without it", "add it")
+                )
 
-    def _both_names(self, path: KeyPath, values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Problem]]:
-        """One key under two of its names, which DeepSpeed's models refuse; they drop "auto" before they look."""
+    def _both_names(
+        self, path: KeyPath, values: Mapping[str, Any]
+    ) -> Iterator[tuple[KeyPath, Problem]]:
+        """One key under two of its names, which DeepSpeed's models refuse; they drop "auto" before
+        they look.
+        """
         seen: dict[str, str] = {}
         for name, value in values.items():
             key = self._key((*path, name))
@@ -193,7 +243,12 @@ class _Keys:
             yield "removed-key", reason, _instead(key.replaced_by, key.instead)
         elif value != "auto":  # the rule `auto_value` speaks of these
             if key.status in _USELESS:
-                yield f"{key.status}-key", _USELESS[key.status], _instead(key.replaced_by, key.instead), "warning"
+                yield (
+                    f"{key.status}-key",
+                    _USELESS[key.status],
+                    _instead(key.replaced_by, key.instead),
+                    "warning",
+                )
             yield from value_faults(key, value)
             mismatch = class_mismatch(self.facts, key)
             if mismatch is not None:
@@ -205,11 +260,17 @@ class _Keys:
         whole = dotted(path)
         is_refused = section is not None and section.unknown == "error"
         reason = (
-            f"DeepSpeed {self.table.release} {'refuses' if is_refused else 'reads no such key and drops it in silence'}"
+            f"DeepSpeed {self.table.release} "
+            f"{'refuses' if is_refused else 'reads no such key and drops it in silence'}"
         )
         refused = f"{reason}{' it' if is_refused else ''}"
         if _COMMENT.fullmatch(name):
-            return "comment-key", refused, "write comments as // comments", "error" if is_refused else "warning"
+            return (
+                "comment-key",
+                refused,
+                "write comments as // comments",
+                "error" if is_refused else "warning",
+            )
         if "." in name or "[" in name:
             return "dotted-key", refused, self._sections(whole, value)
         past = history(whole)
@@ -218,13 +279,22 @@ class _Keys:
             return "key-of-another-release", went, _instead(past.replaced_by, past.instead)
         if past.added is not None:
             came = f"{reason}: it came {_when(past.added)}"
-            return "key-of-another-release", came, f"use DeepSpeed {past.added} or newer, or remove it"
+            return (
+                "key-of-another-release",
+                came,
+                f"use DeepSpeed {past.added} or newer, or remove it",
+            )
         guesses = self.table.nearest([str(part) for part in path], self._variant(path))
         if guesses:
             fix = f"did you mean {' or '.join(guesses)}?"
         else:
             fix = "remove it"
-        if not guesses and isinstance(value, Mapping) and value and all(self.table.get(str(inner)) for inner in value):
+        if (
+            not guesses
+            and isinstance(value, Mapping)
+            and value
+            and all(self.table.get(str(inner)) for inner in value)
+        ):
             fix = f"write {', '.join(map(str, value))} without this section around it"
         return "unknown-key", refused, fix
 

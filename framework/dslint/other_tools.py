@@ -1,4 +1,6 @@
-"""Files of other training tools, by their keys, and templates that a script fills in: named for what they are."""
+"""Files of other training tools, by their keys, and templates that a script fills in: named for
+what they are.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,25 @@ from framework.errors import MISSING, Problem
 _MOST_OF_OURS: Final = 2
 _DEEPEST: Final = 6
 _LONGEST_LIST: Final = 8
-# ``${NAME}``, ``$NAME``, ``<name>``, ``{{ name }}``, ``{% if %}``, ``@NAME@``, ``%(name)s``, ``{name}``, ``__NAME__``
+# ``${NAME}``, ``$NAME``, ``<name>``, ``{{ name }}``, ``{% if %}``, ``@NAME@``, ``%(name)s``,
+# ``{name}``, ``__NAME__``
 _PLACEHOLDER: Final = re.compile(
     r"\$\{[^{}]*\}|\$[A-Za-z_]\w*|<[A-Za-z][^<>]*>|\{\{.*\}\}|\{%.*%\}|@[A-Za-z_]\w*@|%\(\w+\)[sdf]|\{[A-Za-z_]\w*\}"
     r"|__[A-Z][A-Z0-9_]*__"
 )
 # ``ZERO_STAGE`` where a number or a truth value belongs.
 _CAPITALS: Final = re.compile(r"[A-Z][A-Z0-9_]+")
-_WORDS: Final = frozenset({"TRUE", "FALSE", "NULL", "NONE", "NAN", "INF", "YES", "NO", "ON", "OFF", "AUTO"})
+_WORDS: Final = frozenset(
+    {"TRUE", "FALSE", "NULL", "NONE", "NAN", "INF", "YES", "NO", "ON", "OFF", "AUTO"}
+)
 _JINJA: Final = re.compile(r"\{\{.*?\}\}|\{%.*?%\}")
 # In JSON without quotes, where `without_placeholders` never gets to see a value.
 _BARE: Final = re.compile(r":[ \t]*(\$\{\w+\}|\$\w+|<\w+>|[A-Z][A-Z0-9_]+)[ \t]*(?=[,}\]\n])")
 
 
 def other_tool(values: Any, ours: Iterable[str]) -> str | None:
-    """Return the training tool whose config these values are, of those that `import` does not read, or None.
+    """Return the training tool whose config these values are, of those that `import` does not read,
+    or None.
 
     Args:
         values: of a file.
@@ -51,12 +57,19 @@ def other_tool_problem(tool: str, values: Mapping[str, Any], *, file: str) -> Pr
     """Return the problem of a file of another tool: which of its keys are what in a run config."""
     kind = "gpt-neox-config" if tool == "GPT-NeoX" else "other-tools-config"
     known = _table()[tool]["keys"]
-    pairs = [f"{name} is {known[key]}" for name in values if (key := str(name).replace("-", "_")) in known]
+    pairs = [
+        f"{name} is {known[key]}"
+        for name in values
+        if (key := str(name).replace("-", "_")) in known
+    ]
     if pairs:
         by_hand = f": {', '.join(pairs)}"
     else:
         by_hand = ""
-    reason = f"this is a config of {tool}, neither a run config nor DeepSpeed JSON, and `import` does not read it"
+    reason = (
+        f"this is a config of {tool}, neither a run config nor DeepSpeed JSON, and `import` "
+        "does not read it"
+    )
     return Problem(kind, reason, f"write a run config by hand{by_hand}", "", MISSING, file, 1, 1)
 
 
@@ -77,10 +90,17 @@ def without_placeholders(problems: Iterable[Problem], *, file: str) -> list[Prob
         more = ""
     reason = f"a template: {shown}{more} stand for values that a script fills in"
     template = Problem(
-        "config-template", reason, "name the file that it writes", file=file, line=first.line, column=first.column
+        "config-template",
+        reason,
+        "name the file that it writes",
+        file=file,
+        line=first.line,
+        column=first.column,
     )
     # What rules find in a template hangs on these values.
-    rest = [problem for problem in found if problem.kind == "unknown-key" and not _placeholders(problem)]
+    rest = [
+        problem for problem in found if problem.kind == "unknown-key" and not _placeholders(problem)
+    ]
     return [template, *rest]
 
 
@@ -102,7 +122,9 @@ def template_problem(text: str, *, file: str) -> Problem | None:
         return None
     line = text.count("\n", 0, match.start()) + 1
     reason = f"a template: {name} stands for something that a script fills in"
-    return Problem("config-template", reason, "name the file that it writes", file=file, line=line, column=1)
+    return Problem(
+        "config-template", reason, "name the file that it writes", file=file, line=line, column=1
+    )
 
 
 def _placeholders(problem: Problem) -> Iterator[str]:

@@ -1,9 +1,11 @@
-"""What a file is, a run config, DeepSpeed JSON or another tool's config, and who reads DeepSpeed JSON first.
+"""What a file is, a run config, DeepSpeed JSON or another tool's config, and who reads DeepSpeed
+JSON first.
 
-Before DeepSpeed itself that may be Hugging Face's Trainer or Accelerate. Those two read with `json.load`, fill in
-"auto" where they know the key, and stop at any other "auto" with a ValueError (accelerate/utils/dataclasses.py
-`DeepSpeedPlugin.deepspeed_config_process`, which the Trainer ends in as well). A file that says "auto" where the
-Trainer fills it in is taken for one of the Trainer's.
+Before DeepSpeed itself that may be Hugging Face's Trainer or Accelerate. Those two read with
+`json.load`, fill in "auto" where they know the key, and stop at any other "auto" with a ValueError
+(accelerate/utils/dataclasses.py `DeepSpeedPlugin.deepspeed_config_process`, which the Trainer ends
+in as well). A file that says "auto" where the Trainer fills it in is taken for one of the
+Trainer's.
 """
 
 from __future__ import annotations
@@ -32,17 +34,25 @@ NAMES: Final[Mapping[Reader, str]] = {
 }
 # The Trainer writes it over with save_on_each_node, whatever stands there.
 _NODE_LOCAL: Final = "checkpoint.use_node_local_storage"
-# transformers/integrations/deepspeed.py `trainer_config_process` and `trainer_config_finalize`, and what Accelerate
-# adds: their arguments, each with its type, its default in transformers' TrainingArguments or accelerate's
-# DeepSpeedPlugin, and the keys that take its value; and the keys whose value is computed.
-_HUGGING_FACE: Final[Mapping[str, Any]] = json.loads((TABLES / "huggingface.json").read_text(encoding="utf-8"))
+# transformers/integrations/deepspeed.py `trainer_config_process` and `trainer_config_finalize`, and
+# what Accelerate adds: their arguments, each with its type, its default in transformers'
+# TrainingArguments or accelerate's DeepSpeedPlugin, and the keys that take its value; and the keys
+# whose value is computed.
+_HUGGING_FACE: Final[Mapping[str, Any]] = json.loads(
+    (TABLES / "huggingface.json").read_text(encoding="utf-8")
+)
 ARGUMENTS: Final[Mapping[str, Mapping[str, Any]]] = _HUGGING_FACE["arguments"]
 FILLED: Final = frozenset(
-    (*_HUGGING_FACE["computed"], *(key for argument in ARGUMENTS.values() for key in argument.get("keys", ())))
+    (
+        *_HUGGING_FACE["computed"],
+        *(key for argument in ARGUMENTS.values() for key in argument.get("keys", ())),
+    )
 ) - {_NODE_LOCAL}
-# accelerate/accelerator.py `_prepare_deepspeed`: of a `DummyOptim` it knows the rate and the decay only.
+# accelerate/accelerator.py `_prepare_deepspeed`: of a `DummyOptim` it knows the rate and the decay
+# only.
 _NOT_BY_ACCELERATE: Final = frozenset({"optimizer.params.betas", "optimizer.params.eps"})
-# Accelerate writes infinity there before it looks for "auto", and DeepSpeed itself takes any number.
+# Accelerate writes infinity there before it looks for "auto", and DeepSpeed itself takes any
+# number.
 _WRITTEN_OVER: Final = "steps_per_print"
 # They pass an optimizer, and allow DeepSpeed any.
 _FROM_CODE: Final = frozenset({"optimizer-from-code", "offload-needs-cpu-optimizer"})
@@ -50,7 +60,11 @@ _FROM_CODE: Final = frozenset({"optimizer-from-code", "offload-needs-cpu-optimiz
 
 def _autos(values: Any) -> Iterator[KeyPath]:
     """Keys of sections whose value is "auto"; nobody looks into lists."""
-    return (path for path, value in leaves(values if isinstance(values, Mapping) else {}) if value == "auto")
+    return (
+        path
+        for path, value in leaves(values if isinstance(values, Mapping) else {})
+        if value == "auto"
+    )
 
 
 def reader_of(document: Document) -> tuple[Reader, Problem | None]:
@@ -66,8 +80,12 @@ def reader_of(document: Document) -> tuple[Reader, Problem | None]:
     )
 
 
-def as_read(document: Document, text: str, reader: Reader, table: KeyTable) -> tuple[Document, list[Problem]]:
-    """Return the values as the reader gets them, and where `json.load` stops or sees other numbers than DeepSpeed."""
+def as_read(
+    document: Document, text: str, reader: Reader, table: KeyTable
+) -> tuple[Document, list[Problem]]:
+    """Return the values as the reader gets them, and where `json.load` stops or sees other numbers
+    than DeepSpeed.
+    """
     try:
         plain = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -83,7 +101,9 @@ def as_read(document: Document, text: str, reader: Reader, table: KeyTable) -> t
         if not read_by_model(dotted(path), table.release) and path != (_WRITTEN_OVER,)
     ]
     if reader == "deepspeed":
-        return document, [problem for found in odd for problem in _other_number(table, document, *found)]
+        return document, [
+            problem for found in odd for problem in _other_number(table, document, *found)
+        ]
     value = document.value
     for path, _, number in odd:
         value = _with(value, path, number)
@@ -91,23 +111,33 @@ def as_read(document: Document, text: str, reader: Reader, table: KeyTable) -> t
 
 
 def judged_for(problems: list[Problem], values: Mapping[str, Any], reader: Reader) -> list[Problem]:
-    """Return what DeepSpeed's rules found, without what the reader sees to, and with what it refuses itself."""
+    """Return what DeepSpeed's rules found, without what the reader sees to, and with what it
+    refuses itself.
+    """
     if reader == "deepspeed":
         return problems
-    inside = tuple(f"{problem.key}." for problem in problems if problem.kind in ("unknown-key", "dotted-key"))
+    inside = tuple(
+        f"{problem.key}." for problem in problems if problem.kind in ("unknown-key", "dotted-key")
+    )
     autos = {dotted(path) for path in _autos(values)}
     autos -= {problem.key for problem in problems if problem.kind == "unknown-key"}
     kept = [
-        replace(problem, fix="remove it: plain JSON has no comments") if problem.kind == "comment-key" else problem
+        replace(problem, fix="remove it: plain JSON has no comments")
+        if problem.kind == "comment-key"
+        else problem
         for problem in problems
         if problem.kind not in _FROM_CODE and problem.key not in autos
     ]
-    left = (key for key in sorted(autos) if not _is_filled(key, reader) and not key.startswith(inside))
+    left = (
+        key for key in sorted(autos) if not _is_filled(key, reader) and not key.startswith(inside)
+    )
     return kept + [_auto(key, reader) for key in left] + list(_sections(values, reader))
 
 
 def _is_filled(key: str, reader: Reader) -> bool:
-    return key in (_WRITTEN_OVER, *FILLED) and not (reader == "accelerate" and key in _NOT_BY_ACCELERATE)
+    return key in (_WRITTEN_OVER, *FILLED) and not (
+        reader == "accelerate" and key in _NOT_BY_ACCELERATE
+    )
 
 
 def _auto(key: str, reader: Reader) -> Problem:
@@ -115,7 +145,10 @@ def _auto(key: str, reader: Reader) -> Problem:
         reason = "the Trainer fills it in with save_on_each_node only, and stops at it otherwise"
         return Problem("auto-value", reason, "write true or false", key, "auto", severity="warning")
     who = "Accelerate" if reader == "accelerate" else "the Trainer"
-    reason = f"{who} does not fill it in, and{'' if reader == 'accelerate' else ' Accelerate'} stops at it"
+    reason = (
+        f"{who} does not fill it in, and{'' if reader == 'accelerate' else ' Accelerate'} "
+        "stops at it"
+    )
     return Problem("auto-value", reason, "write the value, or remove the key", key, "auto")
 
 
@@ -124,18 +157,29 @@ def _sections(values: Mapping[str, Any], reader: Reader) -> Iterator[Problem]:
     key = "zero_optimization"
     if key not in values:
         fix = f'add "{key}": {{"stage": 0}}, or the stage that you want'
-        yield Problem("zero-section-missing", f"{NAMES[reader]} refuses a file without it", fix, key)
+        yield Problem(
+            "zero-section-missing", f"{NAMES[reader]} refuses a file without it", fix, key
+        )
     key = "gradient_accumulation_steps"
     if key not in values:
         reason = f"left out it is 1, whatever {key} {NAMES[reader]} is given"
-        yield Problem("accumulation-left-out", reason, f'add "{key}": "auto"', key, severity="warning")
+        yield Problem(
+            "accumulation-left-out", reason, f'add "{key}": "auto"', key, severity="warning"
+        )
 
 
-def _other_number(table: KeyTable, document: Document, path: KeyPath, whole: int, number: float) -> Iterator[Problem]:
+def _other_number(
+    table: KeyTable, document: Document, path: KeyPath, whole: int, number: float
+) -> Iterator[Problem]:
     key = table.get(list(map(str, path)), variant_of(document.value, path))
     if key is not None and "integer" in key.types and "number" not in key.types:
-        reason = f"DeepSpeed reads a whole number; json.load, as in Hugging Face's Trainer, makes it {number}"
-        yield Problem("loose-type", reason, f"write {whole}", dotted(path), whole, severity="warning")
+        reason = (
+            "DeepSpeed reads a whole number; json.load, as in Hugging Face's Trainer, makes "
+            f"it {number}"
+        )
+        yield Problem(
+            "loose-type", reason, f"write {whole}", dotted(path), whole, severity="warning"
+        )
 
 
 def _fractions(one: Any, other: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int, float]]:
@@ -163,10 +207,31 @@ _TOOLS: Final[Mapping[Tool, tuple[str, str]]] = {
 }
 _ACCELERATES: Final = frozenset({"compute_environment", "distributed_type", "deepspeed_config"})
 _TRAINERS: Final = {
-    *("output_dir", "per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs", "learning_rate"),
-    *("eval_strategy", "evaluation_strategy", "save_strategy", "save_steps", "logging_steps", "lr_scheduler_type"),
+    *(
+        "output_dir",
+        "per_device_train_batch_size",
+        "per_device_eval_batch_size",
+        "num_train_epochs",
+        "learning_rate",
+    ),
+    *(
+        "eval_strategy",
+        "evaluation_strategy",
+        "save_strategy",
+        "save_steps",
+        "logging_steps",
+        "lr_scheduler_type",
+    ),
 }
-_LIGHTNINGS: Final = {"max_epochs", "max_steps", "devices", "accelerator", "strategy", "precision", "num_nodes"}
+_LIGHTNINGS: Final = {
+    "max_epochs",
+    "max_steps",
+    "devices",
+    "accelerator",
+    "strategy",
+    "precision",
+    "num_nodes",
+}
 IN_BOTH: Final = frozenset({"optimizer", "scheduler", "checkpoint"})
 # Sections that only a run config has. A test holds them against RunConfig.
 OURS: Final = frozenset(
@@ -204,7 +269,8 @@ def read_deepspeed_json(path: Path, *, name: str) -> Document | None:
 def parse_deepspeed_json(text: str, path: Path, *, name: str) -> Document | None:
     """As `read_deepspeed_json`, of a text that has been read.
 
-    YAML files are run configs. Anything else is DeepSpeed JSON unless more of its keys are a run config's own.
+    YAML files are run configs. Anything else is DeepSpeed JSON unless more of its keys are a run
+    config's own.
     """
     if path.suffix.lower() in YAML_ENDINGS:
         return None
@@ -250,7 +316,16 @@ def assumption(document: Document, *, as_run_config: bool) -> Iterator[Problem]:
         reason = f"the file was taken for {taken}, and this key is of the other kind"
         fix = "keep the keys of one kind in one file"
         place = document.places.get((other,), (0, 0))
-        yield Problem("kind-of-file-assumed", reason, fix, other, MISSING, document.name, *place, severity="note")
+        yield Problem(
+            "kind-of-file-assumed",
+            reason,
+            fix,
+            other,
+            MISSING,
+            document.name,
+            *place,
+            severity="note",
+        )
 
 
 def tool_of(values: Any) -> Tool | None:
@@ -263,13 +338,19 @@ def tool_of(values: Any) -> Tool | None:
         return "lightning.Trainer"
     if _ACCELERATES & values.keys() or {"mixed_precision", "num_processes"} <= values.keys():
         return "accelerate"
-    is_deepspeeds = values.keys() & {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"}
+    is_deepspeeds = values.keys() & {
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "zero_optimization",
+    }
     is_theirs = len(_TRAINERS & values.keys()) > 1 and not is_deepspeeds
     return "transformers.TrainingArguments" if is_theirs else None
 
 
 def foreign_problem(document: Document) -> Problem | None:
-    """Return the problem of a config of another tool with some of DeepSpeed's settings under names of its own."""
+    """Return the problem of a config of another tool with some of DeepSpeed's settings under names
+    of its own.
+    """
     values = document.value
     if not isinstance(values, Mapping):
         return None
@@ -285,9 +366,11 @@ def foreign_problem(document: Document) -> Problem | None:
     return Problem(kind, reason, fix, "", MISSING, document.name, 1, 1)
 
 
-def with_last_of_duplicates(text: str, error: ConfigError, *, name: str, is_yaml: bool) -> Document | None:
-    """Return a file of another tool as that tool reads it, the last of keys that are given twice; None for other
-    files, and other errors.
+def with_last_of_duplicates(
+    text: str, error: ConfigError, *, name: str, is_yaml: bool
+) -> Document | None:
+    """Return a file of another tool as that tool reads it, the last of keys that are given twice;
+    None for other files, and other errors.
     """
     if any(problem.kind != "duplicate-key" for problem in error.problems):
         return None

@@ -1,8 +1,9 @@
-"""The JSON Schema of DeepSpeed JSON, built from the key table of a release; `deepspeed.schema.json` is the newest one.
+"""The JSON Schema of DeepSpeed JSON, built from the key table of a release; `deepspeed.schema.json`
+is the newest one.
 
-Stricter than DeepSpeed on purpose: a key that DeepSpeed drops in silence is an error here, and so is "auto", which only
-other tools fill in. What a schema cannot say is left to `check`: rules between keys, and 1e3 where a whole number
-belongs.
+Stricter than DeepSpeed on purpose: a key that DeepSpeed drops in silence is an error here, and so
+is "auto", which only other tools fill in. What a schema cannot say is left to `check`: rules
+between keys, and 1e3 where a whole number belongs.
 """
 
 from __future__ import annotations
@@ -37,11 +38,15 @@ def deepspeed_schema(release: str | None = None) -> Schema:
     """
     table = load_table(release)
     members = _members(table, "")
-    editors = {"type": "string", "description": "Where editors find this schema; DeepSpeed does not look at it."}
+    editors = {
+        "type": "string",
+        "description": "Where editors find this schema; DeepSpeed does not look at it.",
+    }
     return {
         "$schema": _DIALECT,
         "title": f"DeepSpeed {table.release} config",
-        "description": f"What DeepSpeed {table.release} reads. Keys that it would drop in silence are refused here.",
+        "description": f"What DeepSpeed {table.release} reads. Keys that it would drop in silence "
+        "are refused here.",
         "type": "object",
         "properties": {"$schema": editors, **members.pop("properties")},
         **members,
@@ -51,7 +56,9 @@ def deepspeed_schema(release: str | None = None) -> Schema:
 
 
 def _members(table: KeyTable, section: str) -> Schema:
-    """The keys of a section: properties, which of them are required, and names that exclude each other."""
+    """The keys of a section: properties, which of them are required, and names that exclude each
+    other.
+    """
     keys = [key for path in table.children(section) if (key := table.exact(path)) is not None]
     named = [key for key in keys if key.name != "*"]
     schema: Schema = {"properties": {key.name: _schema(table, key) for key in named}}
@@ -82,7 +89,9 @@ def _schema(table: KeyTable, key: Key) -> Schema:
         schema["deprecated"] = True
     if key.examples:
         schema["examples"] = list(key.examples)
-    schema |= {word: limit for name, word in _LIMITS.items() if (limit := getattr(key, name)) is not None}
+    schema |= {
+        word: limit for name, word in _LIMITS.items() if (limit := getattr(key, name)) is not None
+    }
     if "array" in key.types:
         schema |= _items(table, key)
     if "object" in key.types:
@@ -133,7 +142,9 @@ def _section(table: KeyTable, key: Key) -> Schema:
 
 
 def _by_type(table: KeyTable, key: Key) -> Iterator[Schema]:
-    """For `optimizer` and `scheduler`: which parameters each type takes. torch's own types take what torch takes."""
+    """For `optimizer` and `scheduler`: which parameters each type takes. torch's own types take
+    what torch takes.
+    """
     kind = table.exact(f"{key.path}.type")
     params = f"{key.path}.params"
     tables = [path for path in table if path.startswith(f"{params}[") and path.endswith("]")]
@@ -152,7 +163,10 @@ def _by_type(table: KeyTable, key: Key) -> Iterator[Schema]:
             then = {"type": _schema(table, entry)}
         else:
             then = {"params": _schema(table, entry)}
-        yield {"if": {"required": ["type"], "properties": {"type": value}}, "then": {"properties": then}}
+        yield {
+            "if": {"required": ["type"], "properties": {"type": value}},
+            "then": {"properties": then},
+        }
 
 
 def _description(key: Key, release: str) -> str:

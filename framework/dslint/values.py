@@ -1,11 +1,13 @@
-"""Values by themselves: each held against its key, and the parameters that torch's optimizers and schedules take.
+"""Values by themselves: each held against its key, and the parameters that torch's optimizers and
+schedules take.
 
-DeepSpeed picks the class of an optimizer by type, offload and `torch_adam`, and hands it all parameters as keywords:
-one that the class does not know, or one that is missing, is a TypeError at `deepspeed.initialize`. The key table has
-the parameters of DeepSpeed's own types; those of torch's classes, as torch 2.15 checks them, are in
-`tables/torch.json`, in the words of the key tables. (Adam, AdamW and Adagrad are not in it, because DeepSpeed has types
-of these names.) Three words are its own: a ``pair`` has two ``items``; ``around`` N: the first is below N, the second
-above; ``fraction``: torch takes no 0 and no 1 written as a whole number, and JSON's 1.0 is read as one.
+DeepSpeed picks the class of an optimizer by type, offload and `torch_adam`, and hands it all
+parameters as keywords: one that the class does not know, or one that is missing, is a TypeError at
+`deepspeed.initialize`. The key table has the parameters of DeepSpeed's own types; those of torch's
+classes, as torch 2.15 checks them, are in `tables/torch.json`, in the words of the key tables.
+(Adam, AdamW and Adagrad are not in it, because DeepSpeed has types of these names.) Three words are
+its own: a ``pair`` has two ``items``; ``around`` N: the first is below N, the second above;
+``fraction``: torch takes no 0 and no 1 written as a whole number, and JSON's 1.0 is read as one.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def value_faults(key: Key, value: Any) -> Iterator[Fault]:
             return
         reason = f"DeepSpeed turns it into {wanted}; other readers of this file will not"
         yield "loose-type", reason, f"write {wanted}", "warning"
-        if {"integer", "number"}.issuperset(key.types):  # DeepSpeed holds what it made of it against the limits
+        # DeepSpeed holds what it made of it against the limits
+        if {"integer", "number"}.issuperset(key.types):
             yield from _choice_and_range(key, float(value))
         return
     if key.from_python:
@@ -69,7 +72,11 @@ def value_faults(key: Key, value: Any) -> Iterator[Fault]:
         yield _no_choice(key)
     if isinstance(value, list) and not value and "number" in key.types:
         yield "wrong-value", "an empty list", "write one number per group"
-    if isinstance(value, list) and key.items and not all(_is_type(item, key.items) for item in value):
+    if (
+        isinstance(value, list)
+        and key.items
+        and not all(_is_type(item, key.items) for item in value)
+    ):
         words = TYPE_WORDS.get(key.items, key.items)
         yield "wrong-type", f"not a list of which each is {words}", f"write {words} for each"
     elif isinstance(value, list) and key.items == "number":
@@ -96,7 +103,10 @@ def _out_of_range(key: Key, value: float) -> Iterator[Fault]:
 def _is_choice(key: Key, value: Any) -> bool:
     if key.any_case and isinstance(value, str):
         return value.lower() in {str(choice).lower() for choice in key.enum}
-    return any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in key.enum)
+    return any(
+        value == choice and isinstance(value, bool) == isinstance(choice, bool)
+        for choice in key.enum
+    )
 
 
 def _is_type(value: Any, kind: str) -> bool:
@@ -136,12 +146,13 @@ def _passes_as(value: Any, kind: str) -> bool:
 
 Wanted = Mapping[str, Any]  # one parameter of a class, as `tables/torch.json` has it
 _TORCH: Final[Mapping[str, Any]] = json.loads((TABLES / "torch.json").read_text(encoding="utf-8"))
-# Class of torch.optim, or of torch.optim.lr_scheduler -> parameter -> what it takes. What needs a Python object is not
-# there.
+# Class of torch.optim, or of torch.optim.lr_scheduler -> parameter -> what it takes. What needs a
+# Python object is not there.
 OPTIMIZERS: Final[Mapping[str, Mapping[str, Wanted]]] = _TORCH["optimizers"]
 SCHEDULERS: Final[Mapping[str, Mapping[str, Wanted]]] = _TORCH["schedulers"]
 _TWO_BETAS: Final = OPTIMIZERS["NAdam"]["betas"]
-# Schedules that move the momentum want an optimizer that has one (torch: "optimizer must support momentum or beta1").
+# Schedules that move the momentum want an optimizer that has one (torch: "optimizer must support
+# momentum or beta1").
 MOMENTUM_SCHEDULES: Final = ("CyclicLR", "OneCycleLR")
 WITHOUT_MOMENTUM: Final = frozenset({"ASGD", "Adadelta", "Adafactor", "Adagrad", "LBFGS", "Rprop"})
 _64_BITS: Final = 2**63
@@ -168,7 +179,11 @@ def mismatch(value: Any, wanted: Wanted) -> tuple[str, str, str] | None:
             return "wrong-value", "not two numbers", "write two numbers"
         found = next(filter(None, map(mismatch, value, wanted["items"])), None)
         if found is None and "around" in wanted and not 0 < value[0] < wanted["around"] < value[1]:
-            return "wrong-value", "outside its range", "write one number between 0 and 1 and one above 1"
+            return (
+                "wrong-value",
+                "outside its range",
+                "write one number between 0 and 1 and one above 1",
+            )
         return found
     if wanted["type"] == "array":
         is_list = isinstance(value, list) and all(_is_type(item, wanted["items"]) for item in value)
@@ -180,7 +195,9 @@ def mismatch(value: Any, wanted: Wanted) -> tuple[str, str, str] | None:
             values = value
         else:
             values = [value]
-        return next(filter(None, (mismatch(item, {"type": wanted["items"]}) for item in values)), None)
+        return next(
+            filter(None, (mismatch(item, {"type": wanted["items"]}) for item in values)), None
+        )
     return _scalar_mismatch(value, wanted)
 
 
@@ -190,7 +207,9 @@ def _scalar_mismatch(value: Any, wanted: Wanted) -> tuple[str, str, str] | None:
         return "wrong-type", f"not {words}", f"write {words}"
     if isinstance(value, float) and not isfinite(value):
         return "wrong-value", "not a finite number", "write a finite number"
-    limits = [(is_outside, words, wanted[name]) for name, is_outside, words in _LIMITS if name in wanted]
+    limits = [
+        (is_outside, words, wanted[name]) for name, is_outside, words in _LIMITS if name in wanted
+    ]
     fits = not any(is_outside(value, limit) for is_outside, _, limit in limits)
     range_ = " and ".join(f"{words} {limit:g}" for _, words, limit in limits)
     if "fraction" in wanted:
@@ -215,7 +234,9 @@ def torch_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
 def _typed(values: Mapping[str, Any], section: str) -> tuple[str, Mapping[str, Any]]:
     """Type and parameters; both empty where one is missing."""
     inner = values.get(section)
-    kind, params = (inner.get("type"), inner.get("params")) if isinstance(inner, Mapping) else ("", {})
+    kind, params = (
+        (inner.get("type"), inner.get("params")) if isinstance(inner, Mapping) else ("", {})
+    )
     if isinstance(kind, str) and isinstance(params, Mapping):
         return (kind, params)
     return ("", {})
@@ -223,23 +244,36 @@ def _typed(values: Mapping[str, Any], section: str) -> tuple[str, Mapping[str, A
 
 def _of_optimizer(name: str, params: Mapping[str, Any]) -> Found:
     yield from _too_large(params)
-    if params.get("fused") is True and params.get("foreach") is True:  # torch/optim: "cannot be `True` together"
+    # torch/optim: "cannot be `True` together"
+    if params.get("fused") is True and params.get("foreach") is True:
         reason = "torch's optimizers are one or the other, and fused is true as well"
         yield "foreach", "fused-and-foreach", reason, "set optimizer.params.foreach: false"
     if name.lower() in DEEPSPEED_OPTIMIZERS and isinstance(betas := params.get("betas"), list):
-        # DeepSpeed's kernels take two, and torch's Adam behind them asks both to be below 1; types are the key table's
+        # DeepSpeed's kernels take two, and torch's Adam behind them asks both to be below 1; types
+        # are the key table's
         found = mismatch(betas, _TWO_BETAS)
         if found is not None and all(isinstance(beta, (int, float)) for beta in betas):
             yield "betas", *found
     if name in OPTIMIZERS:
         yield from _against("optimizer", name, params, OPTIMIZERS[name])
-    if name == "SGD" and params.get("nesterov") is True:  # torch/optim/sgd.py: "requires a momentum and zero dampening"
+    # torch/optim/sgd.py: "requires a momentum and zero dampening"
+    if name == "SGD" and params.get("nesterov") is True:
         kind = "nesterov-needs-momentum"
         key = "optimizer.params"
         if not params.get("momentum"):
-            yield "nesterov", kind, "there is no momentum to look ahead along", f"set {key}.momentum: 0.9"
+            yield (
+                "nesterov",
+                kind,
+                "there is no momentum to look ahead along",
+                f"set {key}.momentum: 0.9",
+            )
         elif params.get("dampening"):
-            yield "dampening", kind, "Nesterov momentum goes without dampening", f"set {key}.dampening: 0"
+            yield (
+                "dampening",
+                kind,
+                "Nesterov momentum goes without dampening",
+                f"set {key}.dampening: 0",
+            )
 
 
 def _of_scheduler(name: str, params: Mapping[str, Any], optimizer: str) -> Found:
@@ -250,25 +284,43 @@ def _of_scheduler(name: str, params: Mapping[str, Any], optimizer: str) -> Found
     for needed, wanted in SCHEDULERS[name].items():
         if wanted.get("required") and needed not in params:
             yield needed, "missing-key", f"{name} needs it", "add it"
-    lengths = [params.get(length) is not None for length in ("total_steps", "epochs", "steps_per_epoch")]
+    lengths = [
+        params.get(length) is not None for length in ("total_steps", "epochs", "steps_per_epoch")
+    ]
     if name == "OneCycleLR" and not (lengths[0] or all(lengths[1:])):
         reason = "OneCycleLR needs its length: total_steps, or epochs and steps_per_epoch"
         yield "total_steps", "missing-key", reason, "add it"
-    # torch/optim/lr_scheduler.py: "optimizer must support momentum or beta1 with `cycle_momentum` option enabled"
-    if name in MOMENTUM_SCHEDULES and optimizer in WITHOUT_MOMENTUM and params.get("cycle_momentum", True) is not False:
+    # torch/optim/lr_scheduler.py: "optimizer must support momentum or beta1 with `cycle_momentum`
+    # option enabled"
+    if (
+        name in MOMENTUM_SCHEDULES
+        and optimizer in WITHOUT_MOMENTUM
+        and params.get("cycle_momentum", True) is not False
+    ):
         reason = f"{name} moves the momentum, and {optimizer} has none"
-        yield "cycle_momentum", "cycle-without-momentum", reason, "set scheduler.params.cycle_momentum: false"
+        yield (
+            "cycle_momentum",
+            "cycle-without-momentum",
+            reason,
+            "set scheduler.params.cycle_momentum: false",
+        )
 
 
 def _too_large(params: Mapping[str, Any]) -> Found:
-    """torch's operations take whole numbers of 64 bits: "can't convert negative int to unsigned", in the first step."""
+    """torch's operations take whole numbers of 64 bits: "can't convert negative int to unsigned",
+    in the first step.
+    """
     for name, value in params.items():
         if isinstance(value, int) and abs(value) >= _64_BITS:
             yield name, "wrong-value", "more than torch's numbers hold", "write a smaller number"
 
 
-def _against(section: str, kind: str, params: Mapping[str, Any], known: Mapping[str, Wanted]) -> Found:
-    """Parameters that a class of torch does not know, or with values that it refuses ("Invalid learning rate")."""
+def _against(
+    section: str, kind: str, params: Mapping[str, Any], known: Mapping[str, Wanted]
+) -> Found:
+    """Parameters that a class of torch does not know, or with values that it refuses ("Invalid
+    learning rate").
+    """
     for name, value in params.items():
         if name in known:
             if value != "auto":
@@ -287,17 +339,25 @@ def _against(section: str, kind: str, params: Mapping[str, Any], known: Mapping[
 
 
 def class_mismatch(facts: Facts, key: Key) -> tuple[str, str, str] | None:
-    """Kind, reason and fix where another class behind the same type takes a parameter, but not the one picked here."""
+    """Kind, reason and fix where another class behind the same type takes a parameter, but not the
+    one picked here.
+    """
     behind = class_behind(facts)
-    if not key.taken_by or behind is None or any(_is_class(taken, behind) for taken in key.taken_by):
+    if (
+        not key.taken_by
+        or behind is None
+        or any(_is_class(taken, behind) for taken in key.taken_by)
+    ):
         return None
-    reason = f"DeepSpeed picks {behind} here, which does not take it; {' and '.join(key.taken_by)} would"
+    reason = (
+        f"DeepSpeed picks {behind} here, which does not take it; {' and '.join(key.taken_by)} would"
+    )
     return "parameter-of-another-class", reason, "remove it"
 
 
 def class_behind(facts: Facts) -> str | None:
-    """deepspeed/runtime/engine.py `_configure_basic_optimizer`: the class for the type; None where one class stands for
-    it.
+    """deepspeed/runtime/engine.py `_configure_basic_optimizer`: the class for the type; None where
+    one class stands for it.
     """
     on_host = facts.offloads_optimizer
     if facts.optimizer in ("adam", "adamw"):
@@ -318,4 +378,6 @@ def class_behind(facts: Facts) -> str | None:
 
 def _is_class(taken: str, behind: str) -> bool:
     """Torch's Adam and AdamW take the same."""
-    return taken == behind or (taken.startswith("torch.optim.Adam") and behind.startswith("torch.optim.Adam"))
+    return taken == behind or (
+        taken.startswith("torch.optim.Adam") and behind.startswith("torch.optim.Adam")
+    )

@@ -2,7 +2,8 @@
 
 import logging
 
-# What torch's extension builder and DeepSpeed remark on every rank without a GPU; the plan has named the device.
+# What torch's extension builder and DeepSpeed remark on every rank without a GPU; the plan has
+# named the device.
 _REMARKS = ("No CUDA runtime is found", "Setting accelerator to CPU")
 
 

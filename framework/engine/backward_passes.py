@@ -1,9 +1,11 @@
-"""Backward passes of a loop of one's own between two steps: their gradients add up, as in plain PyTorch.
+"""Backward passes of a loop of one's own between two steps: their gradients add up, as in plain
+PyTorch.
 
-DeepSpeed (0.19.8) expects one `engine.backward` for each `engine.step`. Of more, ZeRO 1 and 2 step with the last one's
-gradient alone (`DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue` writes `averaged_gradients` anew), and
-which of them count at stage 3 depends on where the forward passes were (`micro_step_id` moves on in `forward`). A pass
-through the outputs of another engine runs that engine's hooks as well, and leaves gradients on its weights.
+DeepSpeed (0.19.8) expects one `engine.backward` for each `engine.step`. Of more, ZeRO 1 and 2 step
+with the last one's gradient alone (`DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue`
+writes `averaged_gradients` anew), and which of them count at stage 3 depends on where the forward
+passes were (`micro_step_id` moves on in `forward`). A pass through the outputs of another engine
+runs that engine's hooks as well, and leaves gradients on its weights.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from framework.errors import TrainingError, UsageError
 from framework.tasks.loss_checks import refuse_without_graph
 
 _OFFLOAD = (
-    "DeepSpeed keeps the last pass's gradient alone with offload_optimizer at ZeRO stages 1 and 2; add the losses and "
-    "call backward once, or count the passes as batch.accumulation_steps, with step() behind each"
+    "DeepSpeed keeps the last pass's gradient alone with offload_optimizer at ZeRO stages 1 and "
+    "2; add the losses and call backward once, or count the passes as batch.accumulation_steps, "
+    "with step() behind each"
 )
 
 
@@ -49,7 +52,9 @@ class BackwardPasses:
         engine._backward_prologue = self._begin
         engine._backward_prologue_per_tensor = self._scale
 
-    def run(self, loss: torch.Tensor, others: Sequence[BackwardPasses], *, retain_graph: bool = False) -> None:
+    def run(
+        self, loss: torch.Tensor, others: Sequence[BackwardPasses], *, retain_graph: bool = False
+    ) -> None:
         """Add the gradients of a loss to those since the last step. Weights of `others` get none.
 
         Raises:
@@ -72,7 +77,9 @@ class BackwardPasses:
 
     @contextmanager
     def running(self, others: Sequence[BackwardPasses]) -> Iterator[None]:
-        """Let the engine's hooks do their work, for its own backward pass; those of `others` do none meanwhile."""
+        """Let the engine's hooks do their work, for its own backward pass; those of `others` do
+        none meanwhile.
+        """
         self._has_begun = False
         _RUNNING.append(self)
         try:
@@ -92,7 +99,10 @@ class BackwardPasses:
         """
         self.refuse_broken("step")
         if not self.num_passes:
-            reason = "no backward since the last step, so there is no gradient to step with; call backward(loss) before"
+            reason = (
+                "no backward since the last step, so there is no gradient to step with; call "
+                "backward(loss) before"
+            )
             raise TrainingError(f"step: {reason} [step-without-backward]")
         self.num_passes = 0
 
@@ -103,7 +113,10 @@ class BackwardPasses:
             TrainingError: a backward pass has failed.
         """
         if self._is_broken:
-            reason = "an earlier backward pass has failed, and left a part of its gradients; end the loop with it"
+            reason = (
+                "an earlier backward pass has failed, and left a part of its gradients; end "
+                "the loop with it"
+            )
             raise TrainingError(f"{call}: {reason} [backward-failed]")
 
     def _begin(self) -> None:
@@ -119,7 +132,9 @@ class BackwardPasses:
         return gradient
 
     def _watch_pass(self) -> None:
-        """Refuse the pass that has begun if it gives weights a gradient; `torch.autograd.grad` gives them none."""
+        """Refuse the pass that has begun if it gives weights a gradient; `torch.autograd.grad`
+        gives them none.
+        """
         hooks = [
             weight.register_post_accumulate_grad_hook(_refuse_gradient)
             for weight in self.parameters
@@ -138,11 +153,16 @@ class BackwardPasses:
             return {}
         optimizer = self._optimizer
         if isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.cpu_offload:
-            raise TrainingError(f"backward: a second one before step(): {_OFFLOAD} [several-backwards]")
+            raise TrainingError(
+                f"backward: a second one before step(): {_OFFLOAD} [several-backwards]"
+            )
         if isinstance(optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
             # As `forward` does, which may have been before the pass that was last.
             optimizer.clear_backward_seen_flag()
-        if isinstance(optimizer, DeepSpeedZeroOptimizer) and self._engine.is_gradient_accumulation_boundary():
+        if (
+            isinstance(optimizer, DeepSpeedZeroOptimizer)
+            and self._engine.is_gradient_accumulation_boundary()
+        ):
             return dict(optimizer.averaged_gradients)
         return {}
 
@@ -159,14 +179,17 @@ def _refuse_gradient(weight: torch.nn.Parameter) -> None:
     if not _RUNNING:  # else it was left by a pass that failed
         reason = "a backward pass through outputs of the engine that is not the engine's own"
         raise UsageError(
-            f"backward: {reason}; call engine.backward(loss), not loss.backward() [backward-not-of-engine]"
+            f"backward: {reason}; call engine.backward(loss), not loss.backward() "
+            "[backward-not-of-engine]"
         )
 
 
 @contextmanager
-def _without_gradients(parameters: Sequence[torch.nn.Parameter], others: Sequence[BackwardPasses]) -> Iterator[None]:
-    """Keep gradients away from weights of other engines, which a loss may go through: in plain PyTorch their
-    optimizer's `zero_grad` forgets them.
+def _without_gradients(
+    parameters: Sequence[torch.nn.Parameter], others: Sequence[BackwardPasses]
+) -> Iterator[None]:
+    """Keep gradients away from weights of other engines, which a loss may go through: in plain
+    PyTorch their optimizer's `zero_grad` forgets them.
     """
     if not others:
         yield
@@ -176,7 +199,8 @@ def _without_gradients(parameters: Sequence[torch.nn.Parameter], others: Sequenc
     foreign = [weight for weight in weights if weight.requires_grad]
     kept: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for weight in foreign:
-        # torch's AccumulateGrad asks for the flag when it runs; the hooks of DeepSpeed it calls all the same.
+        # torch's AccumulateGrad asks for the flag when it runs; the hooks of DeepSpeed it calls all
+        # the same.
         weight.requires_grad_(False)
         hooks = weight._post_accumulate_grad_hooks
         if hooks:

@@ -1,9 +1,10 @@
-"""Steps whose loss or gradient norm is not finite, or a spike (`training.bad_steps`): found on the device, left out,
-computed once more.
+"""Steps whose loss or gradient norm is not finite, or a spike (`training.bad_steps`): found on the
+device, left out, computed once more.
 
-What is bad is decided from the loss and the norm of all ranks, alike on all of them, and noted in a table that is read
-at logged points. Where the update is to be left out, torch's fused Adam reads the decision on the device; for any other
-optimizer the host reads it, behind the norm that DeepSpeed 0.19.8 waits for at ZeRO 1 to 3 anyway.
+What is bad is decided from the loss and the norm of all ranks, alike on all of them, and noted in a
+table that is read at logged points. Where the update is to be left out, torch's fused Adam reads
+the decision on the device; for any other optimizer the host reads it, behind the norm that
+DeepSpeed 0.19.8 waits for at ZeRO 1 to 3 anyway.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _ROUNDING: Final = 1e-6  # of equal values, which have no other deviation
 _SAME: Final = 1e-3  # as much may differ where GPUs add in another order
 _MOST: Final = sys.float_info.max
 _COUNTERS: Final = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
-# Columns of the table, a row for each step since it was read: 1, both values, their limits, this rank's own loss.
+# Columns of the table, a row for each step since it was read: 1, both values, their limits, this
+# rank's own loss.
 _LOSS, _NORM, _LOSS_LIMIT, _NORM_LIMIT, _OWN, _GOOD = range(1, 7)
 TakeStep = Callable[[Iterator[Any]], Any]
 
@@ -41,15 +43,23 @@ class StepWatch:
     """Looks at every step of an engine.
 
     Attributes:
-        loss: computes this rank's loss of the step that is being taken, of which the ranks' mean is the step's.
+        loss: computes this rank's loss of the step that is being taken, of which the ranks' mean is
+            the step's.
         keeps_weights: whether a bad step changes nothing.
         has_news: whether the host knows of a bad step that was not read.
     """
 
     def __init__(
-        self, engine: deepspeed.DeepSpeedEngine, asked: BadSteps, kept_norm: KeptNorm | None, *, most_steps: int
+        self,
+        engine: deepspeed.DeepSpeedEngine,
+        asked: BadSteps,
+        kept_norm: KeptNorm | None,
+        *,
+        most_steps: int,
     ) -> None:
-        """Look at the engine's steps from the next one on; at most so many are taken from one reading to the next."""
+        """Look at the engine's steps from the next one on; at most so many are taken from one
+        reading to the next.
+        """
         self._engine = engine
         self._asked = asked
         self._kept_norm = kept_norm
@@ -60,7 +70,8 @@ class StepWatch:
         # of the rows; of those DeepSpeed did not skip
         self._numbers = list[int]()
         self._uncounted = set[int]()
-        # Of steps that were computed twice: whether alike, and whether the second was taken; ranks whose loss differed.
+        # Of steps that were computed twice: whether alike, and whether the second was taken; ranks
+        # whose loss differed.
         self._reruns: dict[int, tuple[bool, bool, tuple[str, ...]]] = {}
         self._bad: torch.Tensor | None = None  # of the step that is being taken
         self._is_first_try = False
@@ -107,7 +118,9 @@ class StepWatch:
         if is_taken:
             self._uncounted.discard(step)
         differs = not _is_same(first[_OWN], second[_OWN])
-        everyone = gather(f"rank {torch.distributed.get_rank()} on {socket.gethostname()}" if differs else "")
+        everyone = gather(
+            f"rank {torch.distributed.get_rank()} on {socket.gethostname()}" if differs else ""
+        )
         self._reruns[step] = is_same, is_taken, tuple(filter(None, everyone))
         return result
 
@@ -124,11 +137,13 @@ class StepWatch:
             engine.lr_scheduler.step()
 
     def read(self) -> list[BadStep]:
-        """List the bad steps since the last reading, and have DeepSpeed count those that were skipped. Collective;
-        waits for the device.
+        """List the bad steps since the last reading, and have DeepSpeed count those that were
+        skipped. Collective; waits for the device.
         """
         rows = self._table[: len(self._numbers)].tolist()
-        found = [(step, row) for step, row in zip(self._numbers, rows, strict=True) if not row[_GOOD]]
+        found = [
+            (step, row) for step, row in zip(self._numbers, rows, strict=True) if not row[_GOOD]
+        ]
         if found:
             losses = gather([row[_OWN] for _, row in found])
         else:
@@ -136,7 +151,9 @@ class StepWatch:
         bad = []
         for index, (step, row) in enumerate(found):
             is_same, is_taken, differing = self._reruns.get(step, (None, False, ()))
-            ranks = tuple(f"rank {rank}" for rank, own in enumerate(losses) if not math.isfinite(own[index]))
+            ranks = tuple(
+                f"rank {rank}" for rank, own in enumerate(losses) if not math.isfinite(own[index])
+            )
             if is_same is None:
                 verdict = ""
             elif is_same:
@@ -144,7 +161,9 @@ class StepWatch:
             else:
                 verdict = "transient"
             values = [value if value != _MOST else math.inf for value in row[_LOSS:_OWN]]
-            bad.append(BadStep(step, *values, ranks=differing or ranks, verdict=verdict, is_taken=is_taken))
+            bad.append(
+                BadStep(step, *values, ranks=differing or ranks, verdict=verdict, is_taken=is_taken)
+            )
         if self.keeps_weights:
             self._engine.skipped_steps += sum(step in self._uncounted for step, _ in found)
         self._numbers.clear()
@@ -171,7 +190,9 @@ class StepWatch:
         self._numbers.clear()
 
     def _taken(self, *arguments: Any, **named: Any) -> None:
-        """Stand in for `DeepSpeedEngine._take_model_step`; the schedule goes on with every step, taken or not."""
+        """Stand in for `DeepSpeedEngine._take_model_step`; the schedule goes on with every step,
+        taken or not.
+        """
         engine = self._engine
         self._bad = None
         schedule = engine.lr_scheduler
@@ -221,15 +242,29 @@ class StepWatch:
             count = self._window[:, :1].sum(0)
             sums = self._window[:, 1:].sum(0)
             mean = sums / count.clamp(min=1)
-            variance = self._window[:, 1:].square().sum(0).div_(count.clamp(min=1)).addcmul_(mean, mean, value=-1)
-            deviation = variance.clamp_(min=0).sqrt_().add_(mean.abs(), alpha=_ROUNDING / self._asked.spike_sigmas)
-            limit = torch.where(count >= self._fewest, mean.add_(deviation, alpha=self._asked.spike_sigmas), limit)
+            variance = (
+                self._window[:, 1:]
+                .square()
+                .sum(0)
+                .div_(count.clamp(min=1))
+                .addcmul_(mean, mean, value=-1)
+            )
+            deviation = (
+                variance.clamp_(min=0)
+                .sqrt_()
+                .add_(mean.abs(), alpha=_ROUNDING / self._asked.spike_sigmas)
+            )
+            limit = torch.where(
+                count >= self._fewest, mean.add_(deviation, alpha=self._asked.spike_sigmas), limit
+            )
         is_good = ((pair > self._least) & (pair <= limit)).all()  # no comparison holds for NaN
         # A bad step leaves an older one in its place.
         row = torch.cat((self._one, pair))
         place = self._window[self._step_number % len(self._window)]
         place.copy_(torch.where(is_good, row, place))
-        self._table[len(self._numbers) - 1] = torch.cat((row, limit, own.reshape(1).double(), is_good.reshape(1)))
+        self._table[len(self._numbers) - 1] = torch.cat(
+            (row, limit, own.reshape(1).double(), is_good.reshape(1))
+        )
         return ~is_good
 
     def _norm(self) -> torch.Tensor:
@@ -252,8 +287,8 @@ def _kept(stream: Iterator[Any], kept: list[Any]) -> Iterator[Any]:
 
 
 def _reads_on_device(optimizer: Any) -> bool:
-    """Check whether an optimizer leaves everything as it is where its `found_inf` is 1. SGD's momentum would begin with
-    what memory held.
+    """Check whether an optimizer leaves everything as it is where its `found_inf` is 1. SGD's
+    momentum would begin with what memory held.
     """
     is_adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     return is_adam and all(group.get("fused") for group in optimizer.param_groups)

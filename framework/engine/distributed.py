@@ -1,4 +1,6 @@
-"""The device and the process group: facts of the machine, start from a launcher's environment, end in good order."""
+"""The device and the process group: facts of the machine, start from a launcher's environment, end
+in good order.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ import torch.distributed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import default_pg_timeout
 
-from framework.engine.extensions import announcing_compilers, refusing_what_does_not_compile, use_own_cache
+from framework.engine.extensions import (
+    announcing_compilers,
+    refusing_what_does_not_compile,
+    use_own_cache,
+)
 from framework.engine.rendezvous import INIT_METHOD, check_environment, explaining_rendezvous
 from framework.engine.workarounds.group_limits import limiting_groups
 from framework.engine.workarounds.shared_buffers import (
@@ -43,14 +49,24 @@ from framework.system.log import write_to
 from framework.system.ports import free_port
 from framework.system.waiting import waiting
 
-# Rank 0 mostly holds the store: ended at once, it could answer no other rank that asks who tells of a failure.
+# Rank 0 mostly holds the store: ended at once, it could answer no other rank that asks who tells of
+# a failure.
 _OTHERS_KNOW_SECONDS: Final = 2.0
 _LOOK_SECONDS: Final = 0.05
 _ERRORS_IN_CPP: Final = 2  # c10/util/logging_is_not_google_glog.h
-# torch warns that a barrier takes the current device, where no group was bound to one: it is the right one.
+# torch warns that a barrier takes the current device, where no group was bound to one: it is the
+# right one.
 _OF_BARRIERS: Final = r"barrier\(\): using the device under current context"
 _MOST_LOG_BYTES: Final = 1 << 20  # of a rank's log, while storage does not take it
-_PACKAGES: Final = ("dsf-trainer", "torch", "torchvision", "deepspeed", "pydantic", "numpy", "tensorboard")
+_PACKAGES: Final = (
+    "dsf-trainer",
+    "torch",
+    "torchvision",
+    "deepspeed",
+    "pydantic",
+    "numpy",
+    "tensorboard",
+)
 
 
 def device_name() -> str:
@@ -100,7 +116,8 @@ def _processor() -> str:
 
 
 def check_device(dtype: str, backend: str | None = None) -> None:
-    """Refuse a precision that the device at hand cannot compute in, or a backend that does not drive it.
+    """Refuse a precision that the device at hand cannot compute in, or a backend that does not
+    drive it.
 
     Raises:
         ConfigError: kind ``precision-unsupported`` or ``backend-unsupported``.
@@ -127,11 +144,12 @@ def check_device(dtype: str, backend: str | None = None) -> None:
 
 
 def take_device_of_rank(environment: Mapping[str, str]) -> None:
-    """Make this rank's device the current one: what is asked of CUDA before would be done on the first, by all ranks.
+    """Make this rank's device the current one: what is asked of CUDA before would be done on the
+    first, by all ranks.
 
     Raises:
-        ConfigError: kind ``more-ranks-than-devices``, told by the first rank for which this host shows no device: the
-            others of its host would wait for it in NCCL.
+        ConfigError: kind ``more-ranks-than-devices``, told by the first rank for which this host
+            shows no device: the others of its host would wait for it in NCCL.
     """
     if device_name() == "cpu":  # whose number DeepSpeed asks another program for
         return
@@ -160,11 +178,14 @@ def take_device_of_rank(environment: Mapping[str, str]) -> None:
 
 @contextmanager
 def process_group(backend: str | None) -> Iterator[None]:
-    """Join the process group for the time of the block; a group that exists already is used and left as it is.
+    """Join the process group for the time of the block; a group that exists already is used and
+    left as it is.
 
-    Either way this rank's device is its current one: NCCL would otherwise meet every rank of a host on device 0.
+    Either way this rank's device is its current one: NCCL would otherwise meet every rank of a host
+    on device 0.
 
-    After an error the group is not destroyed: that would wait for ranks that may be gone. The process is about to end.
+    After an error the group is not destroyed: that would wait for ranks that may be gone. The
+    process is about to end.
 
     Raises:
         ConfigError: the environment does not say where ranks meet.
@@ -205,14 +226,17 @@ def process_group(backend: str | None) -> Iterator[None]:
         yield
     gc.collect()  # engines are cyclic: what is left of them must go before the group that they use
     barrier()
-    deepspeed.comm.destroy_process_group()  # not torch's own: DeepSpeed keeps groups that it has made
-    deepspeed.comm.comm.cdb = None  # its own handle on the group, which it would believe to be still there
+    # not torch's own: DeepSpeed keeps groups that it has made
+    deepspeed.comm.destroy_process_group()
+    # its own handle on the group, which it would believe to be still there
+    deepspeed.comm.comm.cdb = None
     remove_own_buffers(os.environ)
 
 
 def quiet_cpp_stacks(environment: Mapping[str, str]) -> None:
-    """Keep torch's warnings from C++ off the terminal, each with its stack, when another rank or the store has gone:
-    what has happened is in one line of ours. Errors stay, and `TORCH_CPP_LOG_LEVEL` decides where it is set.
+    """Keep torch's warnings from C++ off the terminal, each with its stack, when another rank or
+    the store has gone: what has happened is in one line of ours. Errors stay, and
+    `TORCH_CPP_LOG_LEVEL` decides where it is set.
     """
     if "TORCH_CPP_LOG_LEVEL" in environment:
         return
@@ -249,7 +273,8 @@ def from_rank0(value: Any) -> Any:
 
 
 def refuse_different_ranks(fingerprint: Mapping[str, Any]) -> None:
-    """Compare what must be the same on every rank: hashes first, and the plain values where those differ. Collective.
+    """Compare what must be the same on every rank: hashes first, and the plain values where those
+    differ. Collective.
 
     Raises:
         ConfigError: on all ranks, naming what differs and the first rank on which it does.
@@ -271,7 +296,8 @@ def refuse_different_ranks(fingerprint: Mapping[str, Any]) -> None:
 
 
 def claims_error_report(text: str, *, wait_seconds: float = 3.0) -> bool:
-    """Check whether this rank reports a failure that others may have met too: rank 0 always, else the first to ask.
+    """Check whether this rank reports a failure that others may have met too: rank 0 always, else
+    the first to ask.
 
     No collective: ranks that have not failed need not take part.
     """
@@ -291,11 +317,15 @@ def claims_error_report(text: str, *, wait_seconds: float = 3.0) -> bool:
         is_reported = _wait_until(lambda: store.check([key]), wait_seconds)
         store.add(f"{key}-known", 1)
         me = str(rank())
-        is_first = not is_reported and str(store.compare_set(f"{key}-elsewhere", "", me).decode()) == me
+        is_first = (
+            not is_reported and str(store.compare_set(f"{key}-elsewhere", "", me).decode()) == me
+        )
         # A launcher that sees this rank end stops the one that speaks before it has spoken.
         time.sleep(0.0 if is_first else _OTHERS_KNOW_SECONDS + 1.0)
         return is_first
-    except RuntimeError:  # the store has gone with rank 0, which then had its own failure, or has spoken
+    except (
+        RuntimeError
+    ):  # the store has gone with rank 0, which then had its own failure, or has spoken
         return not is_reported
 
 
@@ -309,13 +339,18 @@ def _wait_until(is_so: Callable[[], bool], seconds: float) -> bool:
 
 
 def quiet_deepspeed(log_file: Path) -> None:
-    """Send DeepSpeed's own messages to the rank's log file, beside ours; the terminal keeps its errors."""
-    log_file.parent.parent.mkdir(parents=True, exist_ok=True)  # on hosts that do not share the run folder with rank 0
+    """Send DeepSpeed's own messages to the rank's log file, beside ours; the terminal keeps its
+    errors.
+    """
+    # on hosts that do not share the run folder with rank 0
+    log_file.parent.parent.mkdir(parents=True, exist_ok=True)
     try:
         make_own_folder(log_file.parent)
         handler = _LogFile(log_file)
     except OSError as error:
-        refused = f"{log_file}: this log cannot be written: {error.strerror or error} [log-not-opened]"
+        refused = (
+            f"{log_file}: this log cannot be written: {error.strerror or error} [log-not-opened]"
+        )
         raise StorageError(refused, is_of_one_rank=True) from error
     logger = logging.getLogger("DeepSpeed")
     for before in list(logger.handlers):
@@ -334,13 +369,17 @@ def quiet_deepspeed(log_file: Path) -> None:
 
 
 class _LogFile(logging.FileHandler):
-    """On a full disk lines wait for it, and one warning names it; `logging` itself would print a traceback for each.
+    """On a full disk lines wait for it, and one warning names it; `logging` itself would print a
+    traceback for each.
 
-    Lines are made here and written by the thread that writes, past buffers, whose locks a forked process would share.
+    Lines are made here and written by the thread that writes, past buffers, whose locks a forked
+    process would share.
     """
 
     def __init__(self, path: Path) -> None:
-        self._kept = KeptFile(path, name=str(path), kind="log-not-written", most_bytes=_MOST_LOG_BYTES)
+        self._kept = KeptFile(
+            path, name=str(path), kind="log-not-written", most_bytes=_MOST_LOG_BYTES
+        )
         super().__init__(path, encoding="utf-8")
 
     def _open(self) -> Any:

@@ -1,8 +1,9 @@
-"""The moving average of the weights, kept as one more tensor of the optimizer's state beside its moments.
+"""The moving average of the weights, kept as one more tensor of the optimizer's state beside its
+moments.
 
-There it is fp32, laid out and cut as the weights are that the optimizer steps, so that it is saved, resumed and moved
-to other layouts as the moments are. It is updated on the device, by hooks of the optimizer's own step: a step that is
-skipped after an overflow never reaches them.
+There it is fp32, laid out and cut as the weights are that the optimizer steps, so that it is saved,
+resumed and moved to other layouts as the moments are. It is updated on the device, by hooks of the
+optimizer's own step: a step that is skipped after an overflow never reaches them.
 """
 
 from __future__ import annotations
@@ -19,13 +20,19 @@ from framework.config.run_config import RunConfig
 
 
 class WeightAverage:
-    """The average of one engine's weights: ema = decay x ema + (1 - decay) x weights after every so many steps."""
+    """The average of one engine's weights: ema = decay x ema + (1 - decay) x weights after every so
+    many steps.
+    """
 
     def __init__(
-        self, engine: deepspeed.DeepSpeedEngine, config: RunConfig, *, before: Callable[[], object] = lambda: None
+        self,
+        engine: deepspeed.DeepSpeedEngine,
+        config: RunConfig,
+        *,
+        before: Callable[[], object] = lambda: None,
     ) -> None:
-        """Begin with the next step of the engine, from the weights that it then has, if an average is wanted. `before`
-        is called before the weights are exchanged.
+        """Begin with the next step of the engine, from the weights that it then has, if an average
+        is wanted. `before` is called before the weights are exchanged.
         """
         self._before = before
         self._engine = engine
@@ -39,9 +46,11 @@ class WeightAverage:
 
     @contextmanager
     def in_evaluation(self) -> Iterator[None]:
-        """Within it the model computes with what is to be measured; only its own weights are copied. Collective.
+        """Within it the model computes with what is to be measured; only its own weights are
+        copied. Collective.
 
-        After an error the weights are not put back: that is collective as well, and the other ranks are elsewhere.
+        After an error the weights are not put back: that is collective as well, and the other ranks
+        are elsewhere.
         """
         if not self._is_measured:
             yield
@@ -57,12 +66,17 @@ class WeightAverage:
             return
         for state in self._base.state.values():
             state.pop(EMA_KEY, None)
-        for parameter in self._engine.module.parameters():  # at ZeRO 1 and 2 DeepSpeed holds views of it
-            fragments = getattr(getattr(parameter, "_hp_mapping", None), "optim_fragment", None) or {}
+        # at ZeRO 1 and 2 DeepSpeed holds views of it
+        for parameter in self._engine.module.parameters():
+            fragments = (
+                getattr(getattr(parameter, "_hp_mapping", None), "optim_fragment", None) or {}
+            )
             fragments.pop(EMA_KEY, None)
 
     def _begin(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Hold the weights before the first step; an optimizer makes its own state only where it finds none."""
+        """Hold the weights before the first step; an optimizer makes its own state only where it
+        finds none.
+        """
         for parameter in _stepped(optimizer):
             if EMA_KEY not in optimizer.state.get(parameter, {}):
                 self._first[parameter] = parameter.detach().clone()
@@ -77,11 +91,14 @@ class WeightAverage:
             if parameter in self._first:
                 optimizer.state[parameter][EMA_KEY] = self._first.pop(parameter)
         step = self._engine.global_steps + 1  # DeepSpeed counts it when it is over
-        if not parameters or (step > settings.start_step and (step - settings.start_step) % settings.every_steps):
+        if not parameters or (
+            step > settings.start_step and (step - settings.start_step) % settings.every_steps
+        ):
             return
         averages = [optimizer.state[parameter][EMA_KEY] for parameter in parameters]
         weights = [parameter.detach() for parameter in parameters]
-        left_out = getattr(optimizer, "found_inf", None)  # as a number on the device: the weights are as they were
+        # as a number on the device: the weights are as they were
+        left_out = getattr(optimizer, "found_inf", None)
         if step <= settings.start_step:
             torch._foreach_copy_(averages, weights)
         elif left_out is not None:
@@ -102,5 +119,8 @@ class WeightAverage:
 
 def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [
-        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
     ]

@@ -1,9 +1,11 @@
-"""Experts divided over ranks: DeepSpeed's groups, and its ZeRO optimizer of stages 1 and 2, for mixtures of ours.
+"""Experts divided over ranks: DeepSpeed's groups, and its ZeRO optimizer of stages 1 and 2, for
+mixtures of ours.
 
-The ranks of a group have consecutive numbers, and each holds as many whole experts; ranks of other groups that hold the
-same ones average their gradients. DeepSpeed 0.19.8 divides those by the number of all ranks, and not only of these
-(runtime/zero/stage_1_and_2.py `average_tensor`): as an expert's gradient is the sum over the tokens of its whole group,
-that is the gradient of the mean over all ranks. Its norm adds what all ranks hold, so each expert counts once.
+The ranks of a group have consecutive numbers, and each holds as many whole experts; ranks of other
+groups that hold the same ones average their gradients. DeepSpeed 0.19.8 divides those by the number
+of all ranks, and not only of these (runtime/zero/stage_1_and_2.py `average_tensor`): as an expert's
+gradient is the sum over the tokens of its whole group, that is the gradient of the mean over all
+ranks. Its norm adds what all ranks hold, so each expert counts once.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from framework.plan.plan import Plan
 
 @contextmanager
 def building_experts(plan: Plan, *, varies: bool) -> Iterator[bool]:
-    """Build models meanwhile with this rank's experts only, where a plan divides them; whether it does. Collective."""
+    """Build models meanwhile with this rank's experts only, where a plan divides them; whether it
+    does. Collective.
+    """
     size = plan.layout.expert_size
     if size == 1:
         yield False
@@ -43,12 +47,16 @@ def _name(size: int) -> str:
 
 
 def _divided(model: torch.nn.Module) -> dict[str, Mixture]:
-    mixtures = ((name, module) for name, module in model.named_modules() if isinstance(module, Mixture))
+    mixtures = (
+        (name, module) for name, module in model.named_modules() if isinstance(module, Mixture)
+    )
     return {name: module for name, module in mixtures if module.group is not None}
 
 
 def with_expert_groups(model: torch.nn.Module, parameters: list[Any]) -> list[Any]:
-    """Mark this rank's experts for DeepSpeed, and give them parameter groups of their own, which come last."""
+    """Mark this rank's experts for DeepSpeed, and give them parameter groups of their own, which
+    come last.
+    """
     marked: set[torch.nn.Parameter] = set()
     for mixture in _divided(model).values():
         for parameter in mixture.experts.parameters():
@@ -62,7 +70,11 @@ def with_expert_groups(model: torch.nn.Module, parameters: list[Any]) -> list[An
         whole = [{"params": parameters}]
     name = next(iter(marked)).group_name  # type: ignore[attr-defined]
     parts = [
-        {**group, **options, "params": [one for one in group["params"] if (one in marked) is bool(options)]}
+        {
+            **group,
+            **options,
+            "params": [one for one in group["params"] if (one in marked) is bool(options)],
+        }
         for options in ({}, {"moe": True, "name": name})
         for group in whole
     ]
@@ -71,8 +83,9 @@ def with_expert_groups(model: torch.nn.Module, parameters: list[Any]) -> list[An
 
 @contextmanager
 def declaring_experts(model: torch.nn.Module) -> Iterator[None]:
-    """Let engines that are built meanwhile see experts: DeepSpeed looks for modules of its own only. Afterwards its
-    engine sees none again, and saves and loads as for any model; its optimizer knows.
+    """Let engines that are built meanwhile see experts: DeepSpeed looks for modules of its own
+    only. Afterwards its engine sees none again, and saves and loads as for any model; its optimizer
+    knows.
     """
     if not _divided(model):
         yield
@@ -103,7 +116,9 @@ def _whole_state(engine: deepspeed.DeepSpeedEngine, **options: Any) -> Mapping[s
     found: dict[str, torch.Tensor] = OrderedDict()
     mixtures = {f"{name}.experts": mixture for name, mixture in _divided(engine.module).items()}
     for name, tensor in own.items():
-        mixture = mixtures.get(name[: found_at.start(2) - 1] if (found_at := EXPERT.search(name)) else "")
+        mixture = mixtures.get(
+            name[: found_at.start(2) - 1] if (found_at := EXPERT.search(name)) else ""
+        )
         if mixture is None:
             found[name] = tensor
         elif (rank := torch.distributed.get_rank()) < mixture.size:  # of the first group
@@ -112,11 +127,16 @@ def _whole_state(engine: deepspeed.DeepSpeedEngine, **options: Any) -> Mapping[s
             else:
                 parts = None
             torch.distributed.gather(tensor.detach(), parts, dst=0, group=mixture.group)
-            found |= {shift_expert(name, at * mixture.num_own): part.cpu() for at, part in enumerate(parts or ())}
+            found |= {
+                shift_expert(name, at * mixture.num_own): part.cpu()
+                for at, part in enumerate(parts or ())
+            }
     return found
 
 
-def _load_own(engine: deepspeed.DeepSpeedEngine, load: Any, checkpoint: Mapping[str, Any], **options: Any) -> None:
+def _load_own(
+    engine: deepspeed.DeepSpeedEngine, load: Any, checkpoint: Mapping[str, Any], **options: Any
+) -> None:
     elsewhere = is_elsewhere(engine.module)
     own = {name: tensor for name, tensor in checkpoint["module"].items() if not elsewhere(name)}
     load({**checkpoint, "module": own}, **options)

@@ -1,5 +1,5 @@
-"""DeepSpeed's compiled ops: where torch keeps them, how they are compiled ahead, what waits for their compiler, and its
-errors.
+"""DeepSpeed's compiled ops: where torch keeps them, how they are compiled ahead, what waits for
+their compiler, and its errors.
 """
 
 from __future__ import annotations
@@ -24,26 +24,34 @@ _NOT_BUILT: Final = re.compile(r"Error (?:building|compiling|checking compiler)[
 _COMPLAINT: Final = re.compile(
     r"\b(fatal error|error|undefined reference|cannot find|not found|No space left|Killed)\b"
 )
-_NO_REASON: Final = ("ninja:", "collect2:", "Set TORCHDYNAMO_VERBOSE")  # of the programs around a compiler
+# of the programs around a compiler
+_NO_REASON: Final = ("ninja:", "collect2:", "Set TORCHDYNAMO_VERBOSE")
 _LONGEST_COMPLAINT: Final = 300
 _FIX: Final = (
-    "repair that on this machine (python -m framework doctor checks compiler, ninja and headers), and start again"
+    "repair that on this machine (python -m framework doctor checks compiler, ninja and "
+    "headers), and start again"
 )
 
 
 def use_own_cache() -> None:
-    """Set TORCH_EXTENSIONS_DIR for this process, unless the user has, and let torch find this Python's ninja."""
+    """Set TORCH_EXTENSIONS_DIR for this process, unless the user has, and let torch find this
+    Python's ninja.
+    """
     os.environ["PATH"] = path_of_compilers(os.environ)
     if "TORCH_EXTENSIONS_DIR" not in os.environ:
-        os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions_folder(os.environ, torch_version=torch.__version__))
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(
+            extensions_folder(os.environ, torch_version=torch.__version__)
+        )
 
 
 @contextmanager
 def quoting_torchs_library() -> Iterator[None]:
-    """Quote the path of torch's library meanwhile, where a blank in it would end a word for the linker.
+    """Quote the path of torch's library meanwhile, where a blank in it would end a word for the
+    linker.
 
-    torch 2.15 does not do so itself (utils/cpp_extension.py `_prepare_ldflags`). Its inductor does, for the same name
-    (_inductor/cpp_builder.py `_get_torch_related_args`): with the quotes of both it would find no library.
+    torch 2.15 does not do so itself (utils/cpp_extension.py `_prepare_ldflags`). Its inductor does,
+    for the same name (_inductor/cpp_builder.py `_get_torch_related_args`): with the quotes of both
+    it would find no library.
     """
     from torch.utils import cpp_extension  # here: nothing else needs it before DeepSpeed does
 
@@ -56,28 +64,39 @@ def quoting_torchs_library() -> Iterator[None]:
 
 
 def failure_of_compiler(error: BaseException) -> ConfigError | None:
-    """A refusal (kind ``op-not-loadable``) in the compiler's last words where torch's extension builder has failed."""
+    """A refusal (kind ``op-not-loadable``) in the compiler's last words where torch's extension
+    builder has failed.
+    """
     text = str(error)
     found = _NOT_BUILT.search(text)
     if not isinstance(error, RuntimeError) or not found:
         return None
-    reason = f"it does not compile: {_last_complaint(text.splitlines()[1:]) or printable(text)[:_LONGEST_COMPLAINT]}"
+    reason = (
+        "it does not compile: "
+        f"{_last_complaint(text.splitlines()[1:]) or printable(text)[:_LONGEST_COMPLAINT]}"
+    )
     return ConfigError.of("op-not-loadable", reason, _FIX, found[1] or "compiler")
 
 
 def failure_of_torch_compile(error: BaseException) -> ConfigError | None:
-    """A refusal (kind ``compile-failed``) where the backend of torch.compile has failed: no batch is to blame."""
+    """A refusal (kind ``compile-failed``) where the backend of torch.compile has failed: no batch
+    is to blame.
+    """
     causes = sys.modules.get("torch._dynamo.exc")  # a run that compiles nothing does not import it
     if causes is None or not isinstance(error, causes.BackendCompilerFailed):
         return None
-    # torch/_inductor/exc.py `CppCompileError`: the command, which takes thousands of letters, then its output.
+    # torch/_inductor/exc.py `CppCompileError`: the command, which takes thousands of letters, then
+    # its output.
     _, _, output = str(error).partition("\nOutput:\n")
     if output:
         complaint = _last_complaint(output.splitlines())
     else:
         complaint = in_one_line(error, longest=_LONGEST_COMPLAINT)
     reason = f"torch.compile cannot make code of the model: {complaint}"
-    fix = "repair that on this machine, set training.compile.backend: aot_eager, or training.compile: false"
+    fix = (
+        "repair that on this machine, set training.compile.backend: aot_eager, or "
+        "training.compile: false"
+    )
     return ConfigError.of("compile-failed", reason, fix, "training.compile")
 
 
@@ -94,8 +113,8 @@ refusing_what_does_not_compile = partial(explaining, failure_of_compiler)
 
 @contextmanager
 def announcing_compilers() -> Iterator[None]:
-    """Say which of DeepSpeed's ops is waited for meanwhile, where it is compiled, here or by another process; it is
-    compiled in a path with a blank as well.
+    """Say which of DeepSpeed's ops is waited for meanwhile, where it is compiled, here or by
+    another process; it is compiled in a path with a blank as well.
     """
     from deepspeed.ops.op_builder.builder import OpBuilder
 
@@ -104,7 +123,11 @@ def announcing_compilers() -> Iterator[None]:
     def announced_load(builder: Any, *arguments: Any, **named: Any) -> Any:
         folder = os.environ.get("TORCH_EXTENSIONS_DIR", "torch's cache")
         what = f"DeepSpeed's op {builder.name}, which is compiled once per machine into {folder}"
-        with waiting(what, usually="a minute or two"), naming_them_by_numbers(), quoting_torchs_library():
+        with (
+            waiting(what, usually="a minute or two"),
+            naming_them_by_numbers(),
+            quoting_torchs_library(),
+        ):
             return load(builder, *arguments, **named)
 
     OpBuilder.jit_load = announced_load

@@ -1,8 +1,10 @@
-"""Gradients of ZeRO stage 0, summed over ranks while the backward pass goes on, together with what the loss counts.
+"""Gradients of ZeRO stage 0, summed over ranks while the backward pass goes on, together with what
+the loss counts.
 
-DeepSpeed's own sums (0.19.8, `DeepSpeedEngine.allreduce_gradients`) begin when the pass has ended, wait for one bucket
-after the other and copy every gradient back. Here a bucket is sent as soon as it is complete, as in torch's DDP (Li et
-al. 2020, section 3.2), and the gradients become views of what has arrived.
+DeepSpeed's own sums (0.19.8, `DeepSpeedEngine.allreduce_gradients`) begin when the pass has ended,
+wait for one bucket after the other and copy every gradient back. Here a bucket is sent as soon as
+it is complete, as in torch's DDP (Li et al. 2020, section 3.2), and the gradients become views of
+what has arrived.
 """
 
 from __future__ import annotations
@@ -33,9 +35,13 @@ class _Bucket:
         self.sending: Any = None
 
     def send(self, group: Any, dtype: torch.dtype, *further: torch.Tensor) -> None:
-        """Take the gradients from their parameters and begin to add them up; what got none counts as zeros."""
+        """Take the gradients from their parameters and begin to add them up; what got none counts
+        as zeros.
+        """
         gradients = [_dense_gradient(parameter) for parameter in self.parameters]
-        self.without_gradient = {parameter for parameter in self.parameters if parameter.grad is None}
+        self.without_gradient = {
+            parameter for parameter in self.parameters if parameter.grad is None
+        }
         self.flat = _flatten_dense_tensors([*gradients, *further]).to(dtype)  # type: ignore[no-untyped-call]
         self.sending = torch.distributed.all_reduce(self.flat, group=group, async_op=True)
         for parameter in self.parameters:
@@ -53,7 +59,8 @@ class _Bucket:
         flat = self.flat.mul_(factor).to(self.parameters[0].dtype)
         views = _unflatten_dense_tensors(flat, self.parameters)  # type: ignore[no-untyped-call]
         for parameter, view in zip(self.parameters, views, strict=True):
-            # What was frozen in mid-run has none; what was frozen for a part of the step only has the rest's.
+            # What was frozen in mid-run has none; what was frozen for a part of the step only has
+            # the rest's.
             is_frozen = not parameter.requires_grad and parameter in self.without_gradient
             if is_frozen:
                 parameter.grad = None
@@ -74,22 +81,26 @@ def _dense_gradient(parameter: Parameter) -> torch.Tensor:
 
 
 def _as_laid_out(parameter: Parameter, gradient: torch.Tensor) -> torch.Tensor:
-    """Fused optimizers read a gradient in the order in which its weight lies, such as `channels_last`."""
+    """Fused optimizers read a gradient in the order in which its weight lies, such as
+    `channels_last`.
+    """
     if parameter.is_contiguous():
         return gradient
     return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
 
 
 class GradientSums:
-    """Stands in for `DeepSpeedEngine.allreduce_gradients`; may divide by what the ranks count instead of by ranks."""
+    """Stands in for `DeepSpeedEngine.allreduce_gradients`; may divide by what the ranks count
+    instead of by ranks.
+    """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
         self._engine = engine
         self._group = engine.seq_data_parallel_group
         self.ranks = torch.distributed.get_world_size(self._group)
         self.device = engine.device
-        # Divides losses before the counts are there: one for each sample. So gradients have their right size
-        # in the backward pass as well, where a model may clip them itself.
+        # Divides losses before the counts are there: one for each sample. So gradients have their
+        # right size in the backward pass as well, where a model may clip them itself.
         self.divisor = float(engine.train_batch_size())
         self._dtype = engine.communication_data_type
         self._count: torch.Tensor | None = None
@@ -97,17 +108,24 @@ class GradientSums:
         self._buckets: list[_Bucket] = []
         self._num_sent = self._num_hooked = 0
         self._pass: int | None = None
-        # The first step shows whether a part of the model runs backward by itself (a checkpoint of torch's reentrant
-        # kind): a weight may get a gradient from several such passes, and all is sent when the last has ended.
+        # The first step shows whether a part of the model runs backward by itself (a checkpoint of
+        # torch's reentrant kind): a weight may get a gradient from several such passes, and all is
+        # sent when the last has ended.
         self._sends_early = self._is_nested = False
         self._hooks: list[Any] = []
         self._cut_into_buckets()
 
     @property
     def divides(self) -> bool:
-        """Whether gradients may be divided by a count after they were added: not those that are scaled, or short."""
-        has_scale = self._engine.fp16_enabled() or self._engine.torch_autocast_z0_gradscaler is not None
-        return not has_scale and all(one.dtype == torch.float32 for one in self._buckets[0].parameters)
+        """Whether gradients may be divided by a count after they were added: not those that are
+        scaled, or short.
+        """
+        has_scale = (
+            self._engine.fp16_enabled() or self._engine.torch_autocast_z0_gradscaler is not None
+        )
+        return not has_scale and all(
+            one.dtype == torch.float32 for one in self._buckets[0].parameters
+        )
 
     def count(self, number: torch.Tensor) -> None:
         """Add what a micro-batch counts, 0-d float32 on the device, before its backward pass."""
@@ -127,7 +145,8 @@ class GradientSums:
             first, *_ = [bucket.receive() for bucket in self._buckets]
             self.factor = 1.0 / self.ranks
             if self._count is not None:
-                # Where nothing counts the sums are zero, but for what a model adds to its gradients itself.
+                # Where nothing counts the sums are zero, but for what a model adds to its gradients
+                # itself.
                 total = first[-1]
                 factor = self.divisor / self.ranks / total
                 self.factor = factor.nan_to_num_(1.0 / self.ranks, posinf=1.0 / self.ranks)
@@ -137,7 +156,9 @@ class GradientSums:
             self._count = None
             self._sends_early = not self._is_nested
         for bucket in self._buckets[: self._num_hooked]:
-            bucket.missing = {parameter for parameter in bucket.parameters if parameter.requires_grad}
+            bucket.missing = {
+                parameter for parameter in bucket.parameters if parameter.requires_grad
+            }
 
     def close(self) -> None:
         """Let go of the model."""
@@ -145,19 +166,26 @@ class GradientSums:
             hook.remove()
 
     def _refuse_late_gradients(self) -> None:
-        sent = (parameter for bucket in self._buckets[: self._num_sent] for parameter in bucket.parameters)
+        sent = (
+            parameter
+            for bucket in self._buckets[: self._num_sent]
+            for parameter in bucket.parameters
+        )
         if any(parameter.grad is not None for parameter in sent):
             raise TrainingError(
-                f"rank {torch.distributed.get_rank()}: a weight got a second gradient in one backward pass, as no step "
-                "before showed, and its first one was sent already: call torch.utils.checkpoint.checkpoint with "
-                "use_reentrant=False, or set zero.stage: 1 [gradient-after-sum]",
+                f"rank {torch.distributed.get_rank()}: a weight got a second gradient in one "
+                "backward pass, as no step before showed, and its first one was sent already: "
+                "call torch.utils.checkpoint.checkpoint with use_reentrant=False, or set "
+                "zero.stage: 1 [gradient-after-sum]",
                 is_of_one_rank=True,
             )
 
     def _cut_into_buckets(self) -> None:
         """Cut what is trained into buckets, from the model's end, where gradients come first."""
         parameters = self._engine.module.parameters()
-        trainable = [parameter for parameter in parameters if parameter.requires_grad and parameter.numel()]
+        trainable = [
+            parameter for parameter in parameters if parameter.requires_grad and parameter.numel()
+        ]
         self._buckets += map(_Bucket, _cut(reversed(trainable)))
         # The last one is complete when the pass is over, and needs no hooks.
         for bucket in self._buckets[:-1]:
@@ -167,7 +195,8 @@ class GradientSums:
         self._num_hooked = len(self._buckets) - 1
 
     def _arrived(self, bucket: _Bucket, parameter: Parameter) -> None:
-        if not self._engine._running_engine_backward:  # a pass of the model's own, or of an evaluation
+        # a pass of the model's own, or of an evaluation
+        if not self._engine._running_engine_backward:
             return
         current = torch._C._current_graph_task_id()
         self._is_nested |= self._pass not in (None, current)
@@ -202,14 +231,20 @@ def _cut(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
 
 
 def sum_gradients(engine: deepspeed.DeepSpeedEngine) -> GradientSums | None:
-    """Put `GradientSums` in place where all gradients are dense, of one type and added by all ranks alike, and nothing
-    at all where there is one rank; None where DeepSpeed's way stays, and for one rank.
+    """Put `GradientSums` in place where all gradients are dense, of one type and added by all ranks
+    alike, and nothing at all where there is one rank; None where DeepSpeed's way stays, and for one
+    rank.
     """
-    trainable = [parameter for parameter in engine.module.parameters() if parameter.requires_grad and parameter.numel()]
+    trainable = [
+        parameter
+        for parameter in engine.module.parameters()
+        if parameter.requires_grad and parameter.numel()
+    ]
     dtypes = {parameter.dtype for parameter in trainable}
     is_plain = (
         engine.zero_optimization_stage() == 0
-        and not hasattr(engine.optimizer, "get_grads_for_reduction")  # it keeps gradients of its own
+        # it keeps gradients of its own
+        and not hasattr(engine.optimizer, "get_grads_for_reduction")
         and len(dtypes) == 1
         and engine.communication_data_type in (torch.float32, *dtypes)
         and engine.gradient_average
@@ -230,7 +265,9 @@ def sum_gradients(engine: deepspeed.DeepSpeedEngine) -> GradientSums | None:
 
 
 def _complete(engine: deepspeed.DeepSpeedEngine, bucket_size: int | None = None) -> None:
-    """Give zeros to what took no part in the loss, as DeepSpeed does, which copies all gradients for it."""
+    """Give zeros to what took no part in the loss, as DeepSpeed does, which copies all gradients
+    for it.
+    """
     if engine.is_gradient_accumulation_boundary():
         for parameter in engine.module.parameters():
             if parameter.requires_grad and parameter.grad is None:

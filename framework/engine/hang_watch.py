@@ -1,12 +1,15 @@
-"""Names what a run waits for when it does not get on: which rank did not enter which collective, and where it is.
+"""Names what a run waits for when it does not get on: which rank did not enter which collective,
+and where it is.
 
-While steps come, a step costs one store of two numbers. A thread of each rank sees when they have stopped: for ten
-seconds, and three times what 99 of 100 gaps took in the same phase (steps, an evaluation, saves, each callback). Then
-every rank writes its stacks to ``logs/hang-rank<N>.txt`` and posts to the process group's store where its main thread
-is and which collectives it has begun (torch's flight recorder); one of them compares, and says it in a sentence. A rank
-that posts nothing is stopped, or holds Python's lock: it is named as well. After `supervision.hang_seconds` all ranks
-end, so that they can be started again; at once where a stop is asked for meanwhile. What goes on by itself was slow,
-and no hang. While a rank is in a debugger, nothing is watched on any of them.
+While steps come, a step costs one store of two numbers. A thread of each rank sees when they have
+stopped: for ten seconds, and three times what 99 of 100 gaps took in the same phase (steps, an
+evaluation, saves, each callback). Then every rank writes its stacks to ``logs/hang-rank<N>.txt``
+and posts to the process group's store where its main thread is and which collectives it has begun
+(torch's flight recorder); one of them compares, and says it in a sentence. A rank that posts
+nothing is stopped, or holds Python's lock: it is named as well. After `supervision.hang_seconds`
+all ranks end, so that they can be started again; at once where a stop is asked for meanwhile. What
+goes on by itself was slow, and no hang. While a rank is in a debugger, nothing is watched on any of
+them.
 """
 
 from __future__ import annotations
@@ -43,18 +46,27 @@ _LEAST_SECONDS: Final = 10.0
 _TIMES_USUAL: Final = 3.0
 _USUAL: Final = 0.99  # of the gaps of a phase
 _GAPS_OF_LATE: Final = 500
-# Where nothing is known of a phase yet. Operators and kernels are compiled in the first steps, as in an evaluation.
+# Where nothing is known of a phase yet. Operators and kernels are compiled in the first steps, as
+# in an evaluation.
 _UNKNOWN_SECONDS: Final = 600.0
-_STEPS_TO_KNOW: Final = 2  # in whose gaps kernels are compiled, which tell nothing of those that follow
+# in whose gaps kernels are compiled, which tell nothing of those that follow
+_STEPS_TO_KNOW: Final = 2
 _GAPS_TO_KNOW: Final = {EVALUATING: 2}  # the same, of which the first one is no batch's
-# What may rightly take as long as ranks wait for each other in a save: only steps and evaluations end before.
+# What may rightly take as long as ranks wait for each other in a save: only steps and evaluations
+# end before.
 _SHORT: Final = (STEPS, EVALUATING)
 _LONG_SECONDS: Final = 7200.0
 _SETTLE_SECONDS: Final = 2.0  # in which every rank has seen it, and posted
-# What nothing is saved from may be ended so long after a stop was asked for, if it was named before.
+# What nothing is saved from may be ended so long after a stop was asked for, if it was named
+# before.
 _STOP_SECONDS: Final = 60.0
-# Functions of torch in which a graph or an extension is compiled, by module; a graph's backward in a thread of its own.
-_COMPILERS: Final = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx", "torch.utils.cpp_extension")
+# Functions of torch in which a graph or an extension is compiled, by module; a graph's backward in
+# a thread of its own.
+_COMPILERS: Final = (
+    "torch._dynamo.convert_frame",
+    "torch._inductor.compile_fx",
+    "torch.utils.cpp_extension",
+)
 _SPEAKERS: Final = 8  # ranks that may compare: it takes two requests for each rank
 _LIBRARIES: Final = ("site-packages", "dist-packages", sysconfig.get_paths()["stdlib"])
 _OWN: Final = str(Path(__file__).resolve().parents[1])
@@ -66,14 +78,18 @@ _SLOW: Final = "slow"
 _numbers = itertools.count()
 
 State = Mapping[str, Any]
-"""What a rank posts: seconds without a sign of life, phase, step, place of its main thread, last collective of each
-group.
+"""What a rank posts: seconds without a sign of life, phase, step, place of its main thread, last
+collective of each group.
 """
 
 
 @contextmanager
 def watching(
-    *, logs: Path, end_seconds: float, least_seconds: float = _LEAST_SECONDS, asked: Callable[[], str] = str
+    *,
+    logs: Path,
+    end_seconds: float,
+    least_seconds: float = _LEAST_SECONDS,
+    asked: Callable[[], str] = str,
 ) -> Iterator[HangWatch]:
     """Watch this rank from its start to its end.
 
@@ -81,7 +97,8 @@ def watching(
         logs: folder for the stacks.
         end_seconds: without a sign of life after which this process ends; 0 for never.
         least_seconds: without one before ranks are looked at.
-        asked: returns the request to stop this process, if there was one, whatever the main thread waits for.
+        asked: returns the request to stop this process, if there was one, whatever the main thread
+            waits for.
     """
     rank = torch.distributed.get_rank()
     world_size = torch.distributed.get_world_size()
@@ -111,7 +128,9 @@ def watching(
 
 
 class Watched:
-    """Question of a loop before every step and between the batches of an evaluation: each is a sign of life."""
+    """Question of a loop before every step and between the batches of an evaluation: each is a sign
+    of life.
+    """
 
     def __init__(self, watch: HangWatch, ask: Callable[[int], str]) -> None:
         self._watch = watch
@@ -145,7 +164,9 @@ class Gaps:
         return self._of[phase].append
 
     def noted_first(self, phase: str, seconds: float) -> bool:
-        """Note one of the first gaps of a phase, in which kernels are compiled, apart; false where it is later."""
+        """Note one of the first gaps of a phase, in which kernels are compiled, apart; false where
+        it is later.
+        """
         first = self._first[phase]
         is_first = len(first) < _GAPS_TO_KNOW.get(phase, 0)
         if is_first:
@@ -153,7 +174,9 @@ class Gaps:
         return is_first
 
     def excused(self, phase: str, seconds: float) -> None:
-        """Note a gap in which something was compiled: the shortest of those counts until there is another one."""
+        """Note a gap in which something was compiled: the shortest of those counts until there is
+        another one.
+        """
         self._first[phase].append(seconds)
 
     def limit(self, phase: str, *, least: float) -> float:
@@ -200,7 +223,8 @@ class HangWatch:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._stacks: IO[str] | None = None
-        self._stalled: tuple[float, str, int] | None = None  # since when, in which phase, after which step
+        # since when, in which phase, after which step
+        self._stalled: tuple[float, str, int] | None = None
         self._is_reported = False
         self._kind = ""  # of the stall that this rank has described
         self._named_at = 0
@@ -226,7 +250,9 @@ class HangWatch:
         self._at = now
 
     def enter(self, phase: str) -> str:
-        """Begin a phase, and return the one that ends by it, to go back to it; in an empty one nothing is watched."""
+        """Begin a phase, and return the one that ends by it, to go back to it; in an empty one
+        nothing is watched.
+        """
         before = self.phase
         now = time.monotonic()
         self._note_gap(now - self._at)
@@ -303,11 +329,15 @@ class HangWatch:
                 self._write_stacks()
             self._compare(seconds, limit)
             self._end_if_asked(seconds, phase)
-            if self._end_seconds and seconds > max(self._end_seconds, 0.0 if phase in _SHORT else _LONG_SECONDS):
+            if self._end_seconds and seconds > max(
+                self._end_seconds, 0.0 if phase in _SHORT else _LONG_SECONDS
+            ):
                 self._end(seconds)
 
     def _waits_for_people(self) -> bool:
-        """Check whether a rank is in a debugger: whoever types there is left alone, and so are the ranks that wait."""
+        """Check whether a rank is in a debugger: whoever types there is left alone, and so are the
+        ranks that wait.
+        """
         is_at_prompt = is_at_prompt_of(self._main)
         if self._store is None:
             return is_at_prompt
@@ -315,14 +345,15 @@ class HangWatch:
             if is_at_prompt != self._is_at_prompt:
                 self._store.add(_AT_PROMPT, 1 if is_at_prompt else -1)
                 self._is_at_prompt = is_at_prompt
-            # Asked of the store only where it matters: when this rank is about to say that nothing goes on.
+            # Asked of the store only where it matters: when this rank is about to say that nothing
+            # goes on.
             if not is_at_prompt and time.monotonic() - self._at >= self._limit(self.phase):
                 return self._store.add(_AT_PROMPT, 0) > 0
         return is_at_prompt
 
     def _end_if_asked(self, seconds: float, phase: str) -> None:
-        """End this process where a stop is asked for and nothing goes on: it would wait for a step that does not come,
-        until its grace period is over.
+        """End this process where a stop is asked for and nothing goes on: it would wait for a step
+        that does not come, until its grace period is over.
         """
         asked = self._asked()
         if not asked:
@@ -330,15 +361,22 @@ class HangWatch:
         now = time.monotonic()
         self._asked_at = min(self._asked_at, now)
         kind = self._kind_of_stall()
-        if kind == _HANG or (kind == _SLOW and phase != SAVING and now - self._asked_at > _STOP_SECONDS):
-            line = f"{asked}: {_begin(phase, seconds)}, so no step comes after which to save; the end [hang]"
+        if kind == _HANG or (
+            kind == _SLOW and phase != SAVING and now - self._asked_at > _STOP_SECONDS
+        ):
+            line = (
+                f"{asked}: {_begin(phase, seconds)}, so no step comes after which to save; the "
+                "end [hang]"
+            )
             self._note_stall("hang", until=now)
             report_end(line)
             announce(f"rank {self._rank}: {line}")
             os._exit(EXIT_NO_PROGRESS)
 
     def _kind_of_stall(self) -> str:
-        """What the rank that compares has said of this stall: a hang, or what may be slow; empty before."""
+        """What the rank that compares has said of this stall: a hang, or what may be slow; empty
+        before.
+        """
         if self._store is None:
             return self._kind
         with suppress(RuntimeError):
@@ -350,13 +388,15 @@ class HangWatch:
         return self._kind or _HANG  # the store has gone with rank 0, which has ended
 
     def _guard(self, seconds: float) -> None:
-        """Have the stacks written by a thread of C, should this one not come to run again: where code holds Python's
-        lock.
+        """Have the stacks written by a thread of C, should this one not come to run again: where
+        code holds Python's lock.
         """
         with suppress(OSError, ValueError):
             if self._stacks is None:
                 self._logs.mkdir(parents=True, exist_ok=True)
-                self._stacks = (self._logs / f"hang-rank{self._rank}.txt").open("w", encoding="utf-8")
+                self._stacks = (self._logs / f"hang-rank{self._rank}.txt").open(
+                    "w", encoding="utf-8"
+                )
             faulthandler.dump_traceback_later(seconds + 4 * _LOOK_SECONDS, file=self._stacks)
 
     def _write_stacks(self) -> None:
@@ -395,7 +435,9 @@ class HangWatch:
         }
 
     def _compare(self, seconds: float, limit: float) -> None:
-        """Post this rank's state; the lowest rank that still posts reads all of them, and says what they come to."""
+        """Post this rank's state; the lowest rank that still posts reads all of them, and says what
+        they come to.
+        """
         own = self._state(seconds)
         if self._store is None:
             self._report({self._rank: own})
@@ -410,7 +452,9 @@ class HangWatch:
                 self._posts = [self._store.add(f"posts/{rank}", 0) for rank in ranks]
                 self._settle += _SETTLE_SECONDS
                 return
-            answering = [rank for rank in ranks if self._store.add(f"posts/{rank}", 0) > self._posts[rank]]
+            answering = [
+                rank for rank in ranks if self._store.add(f"posts/{rank}", 0) > self._posts[rank]
+            ]
             if self._rank != min(answering):
                 self._is_reported = True
                 return
@@ -430,10 +474,16 @@ class HangWatch:
         if self._store is not None:
             with suppress(RuntimeError):
                 self._store.set(_verdict_key(self._step), self._kind)
-        announce(f"warning: {sentence(states, world_size=self._world_size)}; stacks in {self._logs} [{self._kind}]")
+        announce(
+            f"warning: {sentence(states, world_size=self._world_size)}; stacks in {self._logs} "
+            f"[{self._kind}]"
+        )
 
     def _end(self, seconds: float) -> None:
-        line = f"{_begin(self.phase, seconds)} (supervision.hang_seconds); the warning before says where [hang]"
+        line = (
+            f"{_begin(self.phase, seconds)} (supervision.hang_seconds); the warning before "
+            "says where [hang]"
+        )
         self._note_stall("hang", until=time.monotonic())
         report_end(line)
         announce(f"rank {self._rank}: {line}")
@@ -441,7 +491,9 @@ class HangWatch:
 
 
 def place_of(frame: FrameType | None) -> str:
-    """Find where a thread is: the innermost line of the user's code, and the function that it is in now."""
+    """Find where a thread is: the innermost line of the user's code, and the function that it is in
+    now.
+    """
     innermost = frame
     own = None
     while frame is not None:
@@ -484,12 +536,14 @@ def _verdict_key(step: int) -> str:
 
 def _compiles(states: Mapping[int, State]) -> bool:
     """Check whether one that the others wait for compiles something, and not for too long."""
-    return any(state.get("compiles") and state["seconds"] < _UNKNOWN_SECONDS for state in states.values())
+    return any(
+        state.get("compiles") and state["seconds"] < _UNKNOWN_SECONDS for state in states.values()
+    )
 
 
 def kind_of(states: Mapping[int, State], *, world_size: int) -> str:
-    """Return whether ranks that wait are to be called a hang: where one does not answer, or is in a step. A save or a
-    callback may rightly take long.
+    """Return whether ranks that wait are to be called a hang: where one does not answer, or is in a
+    step. A save or a callback may rightly take long.
     """
     outside = [state for state in states.values() if _waits_in(state) is None]
     if len(states) < world_size or not outside:
@@ -500,7 +554,9 @@ def kind_of(states: Mapping[int, State], *, world_size: int) -> str:
 
 
 def collectives() -> dict[str, dict[str, Any]]:
-    """The last collective that this rank began in each process group, from torch's flight recorder."""
+    """The last collective that this rank began in each process group, from torch's flight
+    recorder.
+    """
     from torch._C import _distributed_c10d as c10d
 
     found: dict[str, dict[str, Any]] = {}
@@ -537,9 +593,14 @@ def sentence(states: Mapping[int, State], *, world_size: int) -> str:
     waiting = {rank: call for rank, state in states.items() if (call := _waits_in(state))}
     outside = {rank: state for rank, state in states.items() if rank not in waiting}
     phase = states[next(iter(outside or states))]["phase"]
-    begin = f"{_begin(phase, seconds)} after step {max(state['step'] for state in states.values())}: "
+    begin = (
+        f"{_begin(phase, seconds)} after step {max(state['step'] for state in states.values())}: "
+    )
     if silent:
-        who = f"{_ranks(silent)} {'does' if len(silent) == 1 else 'do'} not answer (stopped, or Python's lock is held)"
+        who = (
+            f"{_ranks(silent)} {'does' if len(silent) == 1 else 'do'} not answer (stopped, or "
+            "Python's lock is held)"
+        )
         return begin + who + _where(waiting, states)
     if outside:
         first = next(iter(outside))
@@ -550,14 +611,20 @@ def sentence(states: Mapping[int, State], *, world_size: int) -> str:
         who = f"{_ranks(outside)} {is_in} at {outside[first]['place']}"
         if waiting:
             entered = _shown(next(iter(waiting.values())))
-            who = f"{_ranks(outside)} did not enter {entered}, and {is_in} at {outside[first]['place']}"
+            who = (
+                f"{_ranks(outside)} did not enter {entered}, and {is_in} at "
+                f"{outside[first]['place']}"
+            )
         return begin + who + _where(waiting, states)
     calls = {rank: _shown(call) for rank, call in waiting.items()}
     if len(set(calls.values())) > 1:
         return begin + "; ".join(
-            f"rank {rank} waits in {call} at {states[rank]['place']}" for rank, call in calls.items()
+            f"rank {rank} waits in {call} at {states[rank]['place']}"
+            for rank, call in calls.items()
         )
-    return begin + f"all ranks are in {next(iter(calls.values()))} at {states[min(states)]['place']}"
+    return (
+        begin + f"all ranks are in {next(iter(calls.values()))} at {states[min(states)]['place']}"
+    )
 
 
 def _begin(phase: str, seconds: float) -> str:
@@ -580,13 +647,16 @@ def _where(waiting: Mapping[int, Mapping[str, Any]], states: Mapping[int, State]
     first = next(iter(waiting))
     others = counted(len(waiting), "other")
     return (
-        f"; {others} {'waits' if len(waiting) == 1 else 'wait'} in {_shown(waiting[first])} at {states[first]['place']}"
+        f"; {others} {'waits' if len(waiting) == 1 else 'wait'} in {_shown(waiting[first])} at "
+        f"{states[first]['place']}"
     )
 
 
 def _ranks(ranks: Any) -> str:
     named = sorted(ranks)
-    text = ", ".join(map(str, named[:4])) + (f" and {len(named) - 4} more" if len(named) > 4 else "")
+    text = ", ".join(map(str, named[:4])) + (
+        f" and {len(named) - 4} more" if len(named) > 4 else ""
+    )
     if len(named) == 1:
         return f"rank {text}"
     return f"ranks {text}"

@@ -51,7 +51,9 @@ from framework.system.files import FileRecord, NewFile
 from framework.tasks.task import Positions, Task
 
 # Learning rates among the parameters of DeepSpeed's schedules.
-_RATES: Final = {theirs[key] for _, theirs in SCHEDULES.values() for key in ("min_lr", "max_lr") if key in theirs}
+_RATES: Final = {
+    theirs[key] for _, theirs in SCHEDULES.values() for key in ("min_lr", "max_lr") if key in theirs
+}
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """The user's optimizer, where the JSON names none."""
 
@@ -69,8 +71,8 @@ def initialize(
 ) -> deepspeed.DeepSpeedEngine:
     """Wrap a model, or a stage of it, with `deepspeed.initialize`. Collective.
 
-    `names` are the plain names of its weights, and `layers` those of all layers, where it is a stage; `groups` those
-    of the ranks, where a tensor group divides weights.
+    `names` are the plain names of its weights, and `layers` those of all layers, where it is a
+    stage; `groups` those of the ranks, where a tensor group divides weights.
     """
     _refuse_number_types(plan, model)
     _refuse_renorms(plan, model)
@@ -108,8 +110,8 @@ def initialize(
 
 
 def _refuse_nothing_to_train(model: torch.nn.Module) -> None:
-    """Torch's optimizers refuse an empty list of weights, in words of their own. Stages of a pipeline without one are
-    found when it is cut.
+    """Torch's optimizers refuse an empty list of weights, in words of their own. Stages of a
+    pipeline without one are found when it is cut.
     """
     if any(parameter.requires_grad for parameter in model.parameters()):
         return
@@ -121,8 +123,8 @@ def _refuse_nothing_to_train(model: torch.nn.Module) -> None:
 
 
 def _with_group_rates(ds_config: Mapping[str, Any], groups: Sequence[Any]) -> dict[str, Any]:
-    """The JSON with a list for every rate of the schedule, where groups have rates of their own: DeepSpeed's schedules
-    give one number to all groups.
+    """The JSON with a list for every rate of the schedule, where groups have rates of their own:
+    DeepSpeed's schedules give one number to all groups.
     """
     ratios = [group.get(LR_RATIO, 1.0) if isinstance(group, dict) else 1.0 for group in groups]
     schedule = ds_config.get("scheduler", {})
@@ -134,10 +136,14 @@ def _with_group_rates(ds_config: Mapping[str, Any], groups: Sequence[Any]) -> di
 
 
 def _refuse_number_types(plan: Plan, model: torch.nn.Module) -> None:
-    """DeepSpeed reduces no doubles at stage 0, and its fp32 copies at stages 1 to 3 drop what is imaginary."""
+    """DeepSpeed reduces no doubles at stage 0, and its fp32 copies at stages 1 to 3 drop what is
+    imaginary.
+    """
     doubles = plan.config.zero.stage == 0 and plan.config.precision.dtype in ("fp32", "autocast")
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and (parameter.is_complex() or (doubles and parameter.dtype == torch.float64)):
+        if parameter.requires_grad and (
+            parameter.is_complex() or (doubles and parameter.dtype == torch.float64)
+        ):
             dtype = str(parameter.dtype).removeprefix("torch.")
             reason = f"the model's weight {name} is {dtype}, which DeepSpeed cannot train"
             pair = "keep its real view (torch.view_as_real) as the weight, and join it in forward"
@@ -146,24 +152,38 @@ def _refuse_number_types(plan: Plan, model: torch.nn.Module) -> None:
 
 
 def _refuse_renorms(plan: Plan, model: torch.nn.Module) -> None:
-    """Torch shortens the rows that a rank looks up, and no others: copies of the weight would drift apart."""
+    """Torch shortens the rows that a rank looks up, and no others: copies of the weight would drift
+    apart.
+    """
     if plan.layout.data_parallel_size * plan.layout.sequence_size == 1:
         return
     for name, module in model.named_modules():
-        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.max_norm is not None:
-            reason = f"{name} has max_norm, which shortens in each rank's copy the rows that its own batch looks up"
-            fix = "leave it out and shorten all rows in a callback (docs/callbacks.md), or train on one rank"
+        if (
+            isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+            and module.max_norm is not None
+        ):
+            reason = (
+                f"{name} has max_norm, which shortens in each rank's copy the rows that its "
+                "own batch looks up"
+            )
+            fix = (
+                "leave it out and shorten all rows in a callback (docs/callbacks.md), or train "
+                "on one rank"
+            )
             raise ConfigError.of("weight-differs-between-ranks", reason, fix, "model")
 
 
 def _scalar_refusal(error: BaseException) -> ConfigError | None:
-    """At stage 3 DeepSpeed sends bytes in many places: there a weight without dimensions is refused."""
+    """At stage 3 DeepSpeed sends bytes in many places: there a weight without dimensions is
+    refused.
+    """
     if "dim() cannot be 0 to view" not in str(error):
         return None
     return ConfigError.of(
         "scalar-weight",
         "the model has a weight without dimensions, which DeepSpeed cannot spread over ranks",
-        "make it a vector of one number, torch.ones(1) instead of torch.tensor(1.0), or set zero.stage: 2",
+        "make it a vector of one number, torch.ones(1) instead of torch.tensor(1.0), or set "
+        "zero.stage: 2",
         "zero.stage",
         3,
     )
@@ -174,9 +194,9 @@ refusing_scalars = partial(explaining, _scalar_refusal)
 
 @contextmanager
 def _sending_scalars() -> Iterator[None]:
-    """DeepSpeed sends every weight as bytes, which torch does not take a tensor without dimensions for: CLIP's
-    `logit_scale` ends its start (0.19.8, `DeepSpeedEngine._broadcast_model`). Meanwhile such a weight is seen as a
-    vector of one number.
+    """DeepSpeed sends every weight as bytes, which torch does not take a tensor without dimensions
+    for: CLIP's `logit_scale` ends its start (0.19.8, `DeepSpeedEngine._broadcast_model`). Meanwhile
+    such a weight is seen as a vector of one number.
     """
     send = deepspeed.DeepSpeedEngine._broadcast_model
 
@@ -197,7 +217,9 @@ def _sending_scalars() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Step:
-    """Result of one step, taken at rate `lr`; its loss on this rank, and `further` means, are still on the device."""
+    """Result of one step, taken at rate `lr`; its loss on this rank, and `further` means, are still
+    on the device.
+    """
 
     engine: BaseEngine
     read_loss: Callable[[], torch.Tensor]
@@ -206,11 +228,15 @@ class Step:
     further: Callable[[], dict[str, float]] = dict
 
     def read(self) -> Mapping[str, float]:
-        loss = {"train/loss": float(self.read_loss())}  # first: by it the device has been waited for
+        # first: by it the device has been waited for
+        loss = {"train/loss": float(self.read_loss())}
         if self.engine.tensor_check is not None:
             self.engine.tensor_check.compare()
         self.engine.written.refuse()
-        engine, own = self.engine, loss | self.further() | self.engine.phases.read() | memory_metrics()
+        engine, own = (
+            self.engine,
+            loss | self.further() | self.engine.phases.read() | memory_metrics(),
+        )
         slow = engine.stragglers
         if slow is None:
             shared = over_ranks(own)
@@ -239,7 +265,9 @@ def positions_of(plan: Plan) -> Positions | None:
 
 
 class BaseEngine:
-    """One of DeepSpeed's engines, the task that says what a batch means, and the files of its checkpoints."""
+    """One of DeepSpeed's engines, the task that says what a batch means, and the files of its
+    checkpoints.
+    """
 
     tensor_check: GradientCheck | None = None
     """Of what a tensor group does not divide."""
@@ -253,7 +281,9 @@ class BaseEngine:
         names: Callable[[], Names],
         stages: Any = None,
     ) -> None:
-        """`names` tells the plain names of what the engine holds, `stages` is a pipeline's process group."""
+        """`names` tells the plain names of what the engine holds, `stages` is a pipeline's process
+        group.
+        """
         place(task, device())
         self.engine = engine
         self._task = task
@@ -261,9 +291,13 @@ class BaseEngine:
         self._layout = plan.layout
         self.modes = Modes(engine, plain_name=self.name_module, stages=stages)
         self._batches = DeviceBatches(
-            device(), HALF.get(plan.config.precision.dtype), plan.config.training.channels_last, positions_of(plan)
+            device(),
+            HALF.get(plan.config.precision.dtype),
+            plan.config.training.channels_last,
+            positions_of(plan),
         )
-        # First: what stands between the engine and its optimizer later sees the groups that are stepped.
+        # First: what stands between the engine and its optimizer later sees the groups that are
+        # stepped.
         self._freezing = StepwiseFreezing(engine, plan.config.training.freeze, names())
         self._leaves_out_frozen = plan.config.training.lora is not None
         self.written = WrittenWeights(engine, names, log_every=plan.config.training.log_every)
@@ -298,10 +332,14 @@ class BaseEngine:
         self, folder: Path, tag: str, state: Mapping[str, Any], *, open_file: OpenFile = NewFile
     ) -> Mapping[str, FileRecord]:
         self.trained_weights.refuse_changes()
-        share_buffers(self.engine)  # so that a run that is resumed, where all have what is saved, is the unbroken one
+        # so that a run that is resumed, where all have what is saved, is the unbroken one
+        share_buffers(self.engine)
         self.written.carry()
         self.written.refuse()
-        with self.written.unguarded(), collective_timeout() if open_file is NewFile else nullcontext():
+        with (
+            self.written.unguarded(),
+            collective_timeout() if open_file is NewFile else nullcontext(),
+        ):
             return save_bytes(
                 self.engine,
                 self._files,
@@ -333,8 +371,8 @@ class BaseEngine:
         return state
 
     def description(self) -> dict[str, Any]:
-        """Describe for the manifest of its checkpoints what they hold of the model, and how tensor ranks
-        share weights. Collective.
+        """Describe for the manifest of its checkpoints what they hold of the model, and how tensor
+        ranks share weights. Collective.
         """
         layout = self._layout
         own = splits_of(self._names())
@@ -343,22 +381,32 @@ class BaseEngine:
             everyone = gather(own)
         else:
             everyone = [own]
-        found = {name: [one.dim, list(one.sections)] for splits in everyone for name, one in splits.items()}
+        found = {
+            name: [one.dim, list(one.sections)]
+            for splits in everyone
+            for name, one in splits.items()
+        }
         return self._described_weights() | ({"tensor": found} if found else {})
 
     def _described_weights(self) -> dict[str, Any]:
-        """Describe the weights that every save is held against; at stage 3 the files alone do not tell them."""
+        """Describe the weights that every save is held against; at stage 3 the files alone do not
+        tell them.
+        """
         if self._layout.pipe_size > 1 or self.engine.zero_optimization_stage() < 3:
             return {}
         module = self.engine.module
         partly = self._leaves_out_frozen
-        each = {id(one): whole_shape(one).numel() for one in state_of(module, partly=partly).values()}
+        each = {
+            id(one): whole_shape(one).numel() for one in state_of(module, partly=partly).values()
+        }
         ties = further_names(module, partly=partly)
         weights = {"weights": {"names": len(each), "elements": sum(each.values())}}
         return weights | ({"ties": ties} if ties else {})
 
     def lr(self) -> float:
-        """`optimizer.lr` as the schedule has it now: where the first group has a share of it, what it is a share of."""
+        """`optimizer.lr` as the schedule has it now: where the first group has a share of it, what
+        it is a share of.
+        """
         group = self.engine.optimizer.param_groups[0]
         return float(self.engine.get_lr()[0]) / (group.get(LR_RATIO) or 1.0)
 

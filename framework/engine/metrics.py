@@ -1,4 +1,6 @@
-"""Numbers that are read from the device, metrics and times of layers: each function here waits for it."""
+"""Numbers that are read from the device, metrics and times of layers: each function here waits for
+it.
+"""
 
 from __future__ import annotations
 
@@ -27,30 +29,38 @@ _REPEATS: Final = 5
 
 
 # Of a step's parts, those in which a rank does work of its own: the others wait for the slowest.
-_WORK: Final = tuple(f"time/{part}_ms" for part in ("data", "copy", "forward", "backward", "optimizer"))
+_WORK: Final = tuple(
+    f"time/{part}_ms" for part in ("data", "copy", "forward", "backward", "optimizer")
+)
 _TIMES: Final = (*_WORK, "time/communication_ms", "time/bubble_ms")
 _EXPERTS: Final = ("train/balance_loss", "train/dropped_tokens")
 _MEMORY: Final = ("memory/host_peak_bytes", "memory/device_peak_bytes")
 
 
 def over_ranks(
-    own: Mapping[str, float], look: Callable[[Mapping[str, Sequence[float]]], object] = lambda parts: None
+    own: Mapping[str, float],
+    look: Callable[[Mapping[str, Sequence[float]]], object] = lambda parts: None,
 ) -> dict[str, float]:
-    """Return loss and times as means over all ranks, memory as the most of any; which rank works longest, and how many
-    times the median of the others. Collective: one small gather.
+    """Return loss and times as means over all ranks, memory as the most of any; which rank works
+    longest, and how many times the median of the others. Collective: one small gather.
 
-    `own` are this rank's; stages of a pipeline may have others. `look` sees the times of all ranks, by the part.
+    `own` are this rank's; stages of a pipeline may have others. `look` sees the times of all ranks,
+    by the part.
     """
     names = ("train/loss", *_TIMES, *_MEMORY, *_EXPERTS)
     ranks = torch.distributed.get_world_size()
-    row = torch.tensor([own.get(name, -1.0) for name in names], dtype=torch.float64, device=device())
+    row = torch.tensor(
+        [own.get(name, -1.0) for name in names], dtype=torch.float64, device=device()
+    )
     rows = row.new_empty(ranks * len(names))
     torch.distributed.all_gather_into_tensor(rows, row)
     columns = dict(zip(names, rows.view(ranks, -1).T.tolist(), strict=True))
     found = {"train/loss": sum(columns.pop("train/loss")) / ranks}
     for name, values in columns.items():
         if max(values) >= 0:  # some rank has it
-            found[name] = max(values) if name in _MEMORY else sum(max(0.0, value) for value in values) / ranks
+            found[name] = (
+                max(values) if name in _MEMORY else sum(max(0.0, value) for value in values) / ranks
+            )
     look({name.removeprefix("time/").removesuffix("_ms"): columns[name] for name in _TIMES})
     work = [sum(max(0.0, columns[name][rank]) for name in _WORK) for rank in range(ranks)]
     slowest = work.index(max(work))
@@ -59,9 +69,13 @@ def over_ranks(
     return found
 
 
-def engine_metrics(engine: deepspeed.DeepSpeedEngine, kept_norm: KeptNorm | None) -> dict[str, float]:
+def engine_metrics(
+    engine: deepspeed.DeepSpeedEngine, kept_norm: KeptNorm | None
+) -> dict[str, float]:
     """Read the metrics of DeepSpeed's last step."""
-    norm = kept_norm.norm if kept_norm is not None and kept_norm.norm is not None else norm_of(engine)
+    norm = (
+        kept_norm.norm if kept_norm is not None and kept_norm.norm is not None else norm_of(engine)
+    )
     metrics = {} if norm is None else {"train/grad_norm": float(norm)}
     if engine.fp16_enabled():
         metrics["train/loss_scale"] = float(engine.optimizer.loss_scale)
@@ -69,8 +83,12 @@ def engine_metrics(engine: deepspeed.DeepSpeedEngine, kept_norm: KeptNorm | None
 
 
 def memory_metrics() -> dict[str, float]:
-    """Peak memory of this rank so far, in bytes: on the host (resident set) and, where there is one, on the device."""
-    metrics = {"memory/host_peak_bytes": 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+    """Peak memory of this rank so far, in bytes: on the host (resident set) and, where there is
+    one, on the device.
+    """
+    metrics = {
+        "memory/host_peak_bytes": 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    }
     accelerator = get_accelerator()
     if accelerator._name != "cpu":
         metrics["memory/device_peak_bytes"] = float(accelerator.max_memory_allocated())
@@ -95,19 +113,24 @@ class EvalSums:
     def _summand(self, part: torch.Tensor | int) -> torch.Tensor:
         if isinstance(part, torch.Tensor):
             return part.to(self._device, torch.float64, non_blocking=True)
-        return torch.full((), part, dtype=torch.float64, device=self._device)  # a copy would wait for the device
+        # a copy would wait for the device
+        return torch.full((), part, dtype=torch.float64, device=self._device)
 
     def metrics(self, task: Task) -> dict[str, float]:
-        """Every metric over all ranks, and what the task derives from them, under their public names. Collective."""
+        """Every metric over all ranks, and what the task derives from them, under their public
+        names. Collective.
+        """
         metrics = self.over_ranks()
-        metrics = metrics | {name: _number(name, value, task=task) for name, value in task.derive(metrics).items()}
+        metrics = metrics | {
+            name: _number(name, value, task=task) for name, value in task.derive(metrics).items()
+        }
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     def over_ranks(self) -> dict[str, float]:
         """Every metric as total / count over all ranks. Collective.
 
-        A task may measure something in some batches only: what one rank has not met counts as nothing there, and never
-        as another metric.
+        A task may measure something in some batches only: what one rank has not met counts as
+        nothing there, and never as another metric.
         """
         names = sorted(set().union(*gather(sorted(self._sums))))
         if not names:
@@ -139,12 +162,14 @@ def _number(name: str, value: Any, *, task: Task) -> float:
 def time_layers(
     layers: Sequence[Layer], inputs: Any, *, seed: int, precision: FP32 | FP16 | BF16 | Autocast
 ) -> list[float]:
-    """Median seconds of every layer, one after the other on this rank's device, each built and thrown away in turn.
+    """Median seconds of every layer, one after the other on this rank's device, each built and
+    thrown away in turn.
 
     `inputs` is one micro-batch for the first layer, on the CPU.
 
     Raises:
-        ConfigError: kind ``layer-failed``: what runs where the layers were looked at need not run on the device.
+        ConfigError: kind ``layer-failed``: what runs where the layers were looked at need not run
+            on the device.
     """
     half = HALF.get(precision.dtype)
     if isinstance(precision, Autocast):
@@ -158,7 +183,9 @@ def time_layers(
     with torch.random.fork_rng(devices=[] if device().type == "cpu" else [device()]):
         for number, layer in enumerate(layers):
             try:
-                module = tied.get(layer.tied) or layer.make_copy(number, seed=seed).to(device(), half)
+                module = tied.get(layer.tied) or layer.make_copy(number, seed=seed).to(
+                    device(), half
+                )
                 if layer.tied:
                     tied[layer.tied] = module
                 with torch.autocast(device().type, enabled=compute is not None, dtype=compute):
@@ -186,7 +213,11 @@ def _once(layer: Layer, module: torch.nn.Module, value: Any) -> float:
         tensors = output
     else:
         tensors = (output,)
-    parts = [tensor.float().sum() for tensor in tensors if tensor.is_floating_point() and tensor.requires_grad]
+    parts = [
+        tensor.float().sum()
+        for tensor in tensors
+        if tensor.is_floating_point() and tensor.requires_grad
+    ]
     if parts:
         torch.autograd.backward(parts)
     get_accelerator().synchronize()
@@ -196,5 +227,6 @@ def _once(layer: Layer, module: torch.nn.Module, value: Any) -> float:
 def _fresh(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_fresh, value))
-    # A copy, for a layer that works in place: a leaf that requires a gradient forbids that, and `value` is used again.
+    # A copy, for a layer that works in place: a leaf that requires a gradient forbids that, and
+    # `value` is used again.
     return value.detach().requires_grad_(value.is_floating_point()).clone()

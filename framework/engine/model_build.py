@@ -1,11 +1,12 @@
 """Builds the model of a run, with the same weights at every ZeRO stage.
 
-At stages 0 to 2 every rank builds the whole model: all ranks of a host at once, or one after the other where its memory
-is too small for that; DeepSpeed gives all of them rank 0's weights. At stage 3 its `zero.Init` takes the weights of a
-module away as soon as its own constructor returns: what a parent's constructor then writes (a loop over
-`self.modules()`, `load_state_dict`, `copy.deepcopy` of a layer) is lost without a word. So a model is built whole in
-host memory and then partitioned, weight by weight, from rank 0; or inside `zero.Init`, where every use of a weight that
-has been taken away is found and ends that attempt.
+At stages 0 to 2 every rank builds the whole model: all ranks of a host at once, or one after the
+other where its memory is too small for that; DeepSpeed gives all of them rank 0's weights. At stage
+3 its `zero.Init` takes the weights of a module away as soon as its own constructor returns: what a
+parent's constructor then writes (a loop over `self.modules()`, `load_state_dict`, `copy.deepcopy`
+of a layer) is lost without a word. So a model is built whole in host memory and then partitioned,
+weight by weight, from rank 0; or inside `zero.Init`, where every use of a weight that has been
+taken away is found and ends that attempt.
 """
 
 from __future__ import annotations
@@ -36,11 +37,23 @@ from framework.system.limits import room
 
 Build = Callable[[], torch.nn.Module]
 
-# Of the memory that this host can give to models; the rest is for what a constructor holds beside its weights.
+# Of the memory that this host can give to models; the rest is for what a constructor holds beside
+# its weights.
 _SHARE_FOR_WEIGHTS: Final = 0.8
-# What may be asked of a weight that has been taken away: the answers are right, or used for nothing but a count.
+# What may be asked of a weight that has been taken away: the answers are right, or used for nothing
+# but a count.
 _HARMLESS: Final = frozenset(
-    ("requires_grad_", "requires_grad", "dtype", "device", "layout", "is_leaf", "grad", "numel", "nelement")
+    (
+        "requires_grad_",
+        "requires_grad",
+        "dtype",
+        "device",
+        "layout",
+        "is_leaf",
+        "grad",
+        "numel",
+        "nelement",
+    )
 ) | frozenset(("element_size", "is_floating_point", "is_complex", "is_cuda", "is_meta", "__hash__"))
 # Constructors of torch's own layers, beside the base class, through which DeepSpeed goes as well.
 _MODELS_OF_TORCH: Final = tuple(
@@ -49,8 +62,8 @@ _MODELS_OF_TORCH: Final = tuple(
 
 
 class _NotThisWay(BaseException):
-    """A model does not fit as a whole, or cannot be built in pieces: then it says why. No `except Exception` of a
-    constructor may take it.
+    """A model does not fit as a whole, or cannot be built in pieces: then it says why. No `except
+    Exception` of a constructor may take it.
     """
 
 
@@ -67,14 +80,15 @@ def build_model(
     Args:
         build: called once on every rank, where memory is short up to three times.
         ds_config: the rendered DeepSpeed JSON.
-        draws_in_pieces: whether its modules are known to draw their weights in their own constructors, so that no rank
-            has to hold the whole model.
-        host_bytes: memory of this host that the ranks on it may take for weights; found out by default.
+        draws_in_pieces: whether its modules are known to draw their weights in their own
+            constructors, so that no rank has to hold the whole model.
+        host_bytes: memory of this host that the ranks on it may take for weights; found out by
+            default.
         groups: where `build` leaves each rank of a tensor group with a part of the weights.
 
     Raises:
-        ConfigError: kind ``init-lost-at-stage-3``: it does not fit into host memory as a whole, and its constructors
-            write to weights of other modules; kind ``scalar-weight``.
+        ConfigError: kind ``init-lost-at-stage-3``: it does not fit into host memory as a whole, and
+            its constructors write to weights of other modules; kind ``scalar-weight``.
     """
     is_cut = ds_config["zero_optimization"]["stage"] == 3
     if not is_cut and _local_size() == 1:
@@ -86,7 +100,8 @@ def build_model(
     ways: list[Callable[..., torch.nn.Module]] = [_build_whole, _build_in_pieces, in_turn]
     if draws_in_pieces:
         ways[:2] = reversed(ways[:2])
-    if not is_cut or groups is not None:  # and one alone is tried however large it is; a part is one of the whole
+    # and one alone is tried however large it is; a part is one of the whole
+    if not is_cut or groups is not None:
         ways = [_build_whole, in_turn]
     reason = ""
     random_state = capture()
@@ -107,32 +122,46 @@ def build_model(
         kind="init-lost-at-stage-3",
         key="zero.stage",
         value=3,
-        reason=f"the model does not fit into the host memory that is free for it ({(host_bytes or 0) / 1e9:.1f} GB) "
-        f"and cannot be built in pieces: {reason}",
-        fix="initialise weights in the constructor of their own module, or start on hosts with more memory",
+        reason="the model does not fit into the host memory that is free for it "
+        f"({(host_bytes or 0) / 1e9:.1f} GB) and cannot be built in pieces: {reason}",
+        fix="initialise weights in the constructor of their own module, or start on hosts with "
+        "more memory",
     )
 
 
-def _build_whole(build: Build, ds_config: Mapping[str, Any], host_bytes: int | None) -> torch.nn.Module:
+def _build_whole(
+    build: Build, ds_config: Mapping[str, Any], host_bytes: int | None
+) -> torch.nn.Module:
     """Build on every rank of the host at once, as stages 0 to 2 do."""
     with _limited(None if host_bytes is None else host_bytes // _local_size()):
         return build()
 
 
 def _build_in_turn(
-    build: Build, ds_config: Mapping[str, Any], host_bytes: int | None, *, is_cut: bool = True, group: Any = None
+    build: Build,
+    ds_config: Mapping[str, Any],
+    host_bytes: int | None,
+    *,
+    is_cut: bool = True,
+    group: Any = None,
 ) -> torch.nn.Module:
-    """Build on one rank of a host after the other; only rank 0 of `group`, the data-parallel ranks or all, keeps its
-    weights. Collective.
+    """Build on one rank of a host after the other; only rank 0 of `group`, the data-parallel ranks
+    or all, keeps its weights. Collective.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     model: torch.nn.Module | None = None
-    half = next((dtype for key, dtype in HALF.items() if ds_config.get(key, {}).get("enabled")), None)
+    half = next(
+        (dtype for key, dtype in HALF.items() if ds_config.get(key, {}).get("enabled")), None
+    )
     for turn in reversed(range(_local_size())):
         if turn == local_rank:
             with suppress(_NotThisWay), _limited(host_bytes if is_cut else None):
                 model = build()
-            for parameter in model.parameters() if model is not None and torch.distributed.get_rank(group) else ():
+            for parameter in (
+                model.parameters()
+                if model is not None and torch.distributed.get_rank(group)
+                else ()
+            ):
                 if is_cut:
                     parameter.data = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
                 else:  # room for what DeepSpeed will send, as it will cast it
@@ -141,20 +170,28 @@ def _build_in_turn(
                     else:
                         dtype = parameter.dtype
                     strides = parameter.stride()
-                    parameter.data = torch.empty_strided(parameter.shape, strides, dtype=dtype, device=device())
+                    parameter.data = torch.empty_strided(
+                        parameter.shape, strides, dtype=dtype, device=device()
+                    )
         barrier()
     if model is None:
         raise _NotThisWay
     return model
 
 
-def _build_in_pieces(build: Build, ds_config: Mapping[str, Any], host_bytes: int | None) -> torch.nn.Module:
+def _build_in_pieces(
+    build: Build, ds_config: Mapping[str, Any], host_bytes: int | None
+) -> torch.nn.Module:
     """Build inside `zero.Init`, so that no rank ever holds all weights. Collective."""
     try:
         with _PiecewiseInit(tensor_overrides=[], **_arguments(ds_config)), _WatchForLoss():
             return build()
-    except Exception as error:  # whether it is `zero.Init` that it fails for, building it whole shows
-        raise _NotThisWay(f"its constructor fails there ({type(error).__name__}: {str(error)[:200]})") from error
+    except (
+        Exception
+    ) as error:  # whether it is `zero.Init` that it fails for, building it whole shows
+        raise _NotThisWay(
+            f"its constructor fails there ({type(error).__name__}: {str(error)[:200]})"
+        ) from error
 
 
 def _local_size() -> int:
@@ -169,7 +206,12 @@ def _limited(num_bytes: int | None) -> Iterator[None]:
 
     def count(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
         nonlocal total
-        if parameter is None or num_bytes is None or parameter.is_meta or torch.nn.parameter.is_lazy(parameter):
+        if (
+            parameter is None
+            or num_bytes is None
+            or parameter.is_meta
+            or torch.nn.parameter.is_lazy(parameter)
+        ):
             return
         if id(parameter) not in known:
             known.add(id(parameter))
@@ -188,8 +230,8 @@ def _limited(num_bytes: int | None) -> Iterator[None]:
 def partition(
     model: torch.nn.Module, ds_config: Mapping[str, Any], rank_groups: RankGroups | None = None
 ) -> torch.nn.Module:
-    """Partition what rank 0 has, and what is not partitioned yet, weight by weight; buffers go to the device, as the
-    engine does at other stages. Collective.
+    """Partition what rank 0 has, and what is not partitioned yet, weight by weight; buffers go to
+    the device, as the engine does at other stages. Collective.
     """
     whole = [parameter for parameter in model.parameters() if not is_zero_param(parameter)]
     # A second one would delete what the first one has swapped to NVMe.
@@ -216,7 +258,9 @@ def partition(
 
 
 def _arguments(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what every `zero.Init` of a run is given; hpZ's group is made by the first one, and by no other."""
+    """Return what every `zero.Init` of a run is given; hpZ's group is made by the first one, and by
+    no other.
+    """
     has_group = ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
     if has_group:
         group = groups._get_zero_param_intra_parallel_group()
@@ -226,13 +270,17 @@ def _arguments(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _PiecewiseInit(deepspeed.zero.Init):  # type: ignore[misc]
-    """`zero.Init` that draws what stages 0 to 2 draw: on the host, in single precision, rounded afterwards."""
+    """`zero.Init` that draws what stages 0 to 2 draw: on the host, in single precision, rounded
+    afterwards.
+    """
 
     def __enter__(self) -> None:
         super().__enter__()
         apply = torch.nn.Module.apply
 
-        def apply_and_return(module: torch.nn.Module, function: Callable[[torch.nn.Module], None]) -> torch.nn.Module:
+        def apply_and_return(
+            module: torch.nn.Module, function: Callable[[torch.nn.Module], None]
+        ) -> torch.nn.Module:
             apply(module, function)  # DeepSpeed's returns nothing (0.19.8, `wrapped_apply`)
             return module
 
@@ -241,23 +289,30 @@ class _PiecewiseInit(deepspeed.zero.Init):  # type: ignore[misc]
     def _post_init_method(self, module: torch.nn.Module) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             if not is_zero_param(parameter):
-                vars(parameter)["weight_of"] = f"{name} of a {type(module).__name__} {list(parameter.shape)}"
+                vars(parameter)["weight_of"] = (
+                    f"{name} of a {type(module).__name__} {list(parameter.shape)}"
+                )
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(self.dtype)
         super()._post_init_method(module)
 
 
 class _WatchForLoss(TorchFunctionMode):
-    """Raises `_NotThisWay` where something other than DeepSpeed uses a weight that has been taken away."""
+    """Raises `_NotThisWay` where something other than DeepSpeed uses a weight that has been taken
+    away.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
-            if getattr(value, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE and not _is_harmless(func):
+            if getattr(
+                value, "ds_status", None
+            ) is ZeroParamStatus.NOT_AVAILABLE and not _is_harmless(func):
                 place = _caller()
                 weight = getattr(value, "weight_of", "a weight")
                 if place is not None:
                     raise _NotThisWay(
-                        f"{place} uses {weight} after its constructor has returned, when its values are gone"
+                        f"{place} uses {weight} after its constructor has returned, when its "
+                        "values are gone"
                     )
         return func(*args, **(kwargs or {}))
 
@@ -270,7 +325,9 @@ def _is_harmless(func: Any) -> bool:
 
 
 def _caller() -> str | None:
-    """Return ``file:line`` of the innermost frame that is a model's; None where it is DeepSpeed's own code."""
+    """Return ``file:line`` of the innermost frame that is a model's; None where it is DeepSpeed's
+    own code.
+    """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))

@@ -1,8 +1,9 @@
-"""The weights that an optimizer of the user's own holds: all that are trained, each once, and no others.
+"""The weights that an optimizer of the user's own holds: all that are trained, each once, and no
+others.
 
-DeepSpeed takes what it is given. A weight with a gradient that is in no group is counted in the norm at
-stage 0 alone, and at stage 3 it is in no checkpoint (0.19.8, engine.py `_get_zero_param_shapes`,
-`_get_zero_frozen_param_attributes`).
+DeepSpeed takes what it is given. A weight with a gradient that is in no group is counted in the
+norm at stage 0 alone, and at stage 3 it is in no checkpoint (0.19.8, engine.py
+`_get_zero_param_shapes`, `_get_zero_frozen_param_attributes`).
 """
 
 from __future__ import annotations
@@ -25,12 +26,17 @@ _OVER_ALL: Final = "give it all parameters that it is called with"
 
 
 def make_over_all(
-    make: MakeOptimizer, given: list[torch.nn.Parameter], *, names: Names, section: Any, is_stage: bool
+    make: MakeOptimizer,
+    given: list[torch.nn.Parameter],
+    *,
+    names: Names,
+    section: Any,
+    is_stage: bool,
 ) -> torch.optim.Optimizer:
     """Make an optimizer that holds every trained weight once.
 
-    Collective where `is_stage`: the stages of a pipeline hold other weights each, and all refuse what
-    one refuses.
+    Collective where `is_stage`: the stages of a pipeline hold other weights each, and all refuse
+    what one refuses.
 
     Args:
         make: the user's function.
@@ -40,8 +46,8 @@ def make_over_all(
         is_stage: whether this rank has a stage of a pipeline.
 
     Raises:
-        ConfigError: kind ``optimizer-target-result``: a weight is left out, or held twice, or another
-            tensor is held.
+        ConfigError: kind ``optimizer-target-result``: a weight is left out, or held twice, or
+            another tensor is held.
     """
     try:
         optimizer = make(given)
@@ -72,8 +78,13 @@ def _what_is_wrong(optimizer: torch.optim.Optimizer, names: Names) -> tuple[str,
     num_others = sum(id(weight) not in known for weight in held)
     if num_others:
         shapes = [tuple(weight.shape) for weight in held if id(weight) not in known]
-        reason = f"it holds {counted(num_others, 'tensor')} that it was not given, of shape {shapes[0]}"
-        return reason, f"{_OVER_ALL}, and nothing else; what is to be trained belongs into the model"
+        reason = (
+            f"it holds {counted(num_others, 'tensor')} that it was not given, of shape {shapes[0]}"
+        )
+        return (
+            reason,
+            f"{_OVER_ALL}, and nothing else; what is to be trained belongs into the model",
+        )
     seen: set[int] = set()
     for weight in held:
         if id(weight) in seen:

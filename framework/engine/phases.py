@@ -1,9 +1,9 @@
 """Where the time of a step goes, on this rank, without waiting for the device.
 
-At any moment a step is in one phase, so that the times of all phases add up to its own. On a CPU they are read from the
-host's clock. On a GPU an event is put into the stream where a phase begins, and the times between events are read at
-logged points, when the device has been waited for anyway: a wait for data then counts as far as the device had nothing
-to do meanwhile.
+At any moment a step is in one phase, so that the times of all phases add up to its own. On a CPU
+they are read from the host's clock. On a GPU an event is put into the stream where a phase begins,
+and the times between events are read at logged points, when the device has been waited for anyway:
+a wait for data then counts as far as the device had nothing to do meanwhile.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class Phases:
         self._steps += 1
 
     def enter(self, phase: str) -> str:
-        """Begin a phase, and return the one that ends by it, to go back to it. Outside of a step nothing happens."""
+        """Begin a phase, and return the one that ends by it, to go back to it. Outside of a step
+        nothing happens.
+        """
         before = self.current
         if before and phase != before:
             self._mark(phase)
@@ -66,18 +68,24 @@ class Phases:
         return result
 
     def read(self) -> dict[str, float]:
-        """Metrics ``time/<phase>_ms``: milliseconds per step since the last reading. Call it between steps, when the
-        device has been waited for.
+        """Metrics ``time/<phase>_ms``: milliseconds per step since the last reading. Call it
+        between steps, when the device has been waited for.
         """
         self._collect()
         steps = max(self._steps, 1)
         self._steps = 0
-        found = {f"time/{name}_ms": 1000 * value / steps for name, value in self._seconds.items() if name != _REST}
+        found = {
+            f"time/{name}_ms": 1000 * value / steps
+            for name, value in self._seconds.items()
+            if name != _REST
+        }
         self._seconds.clear()
         return found
 
     def watch(self, note: Callable[[str], object]) -> None:
-        """Call `note` with every phase that begins, and with an empty one where a step ends, until `unwatch`."""
+        """Call `note` with every phase that begins, and with an empty one where a step ends, until
+        `unwatch`.
+        """
         mark = self._mark
 
         def watched(phase: str) -> None:
@@ -148,25 +156,28 @@ class EventPhases(Phases):
 
 
 def phases_of(engine: deepspeed.DeepSpeedEngine) -> Phases:
-    """Make the phases of an engine, and have it enter those that only it knows: the sums of gradients that are left
-    when the backward pass has ended, the gathering of weights after the optimizer (ZeRO stages 1 and 2), and the
-    instructions of a pipeline.
+    """Make the phases of an engine, and have it enter those that only it knows: the sums of
+    gradients that are left when the backward pass has ended, the gathering of weights after the
+    optimizer (ZeRO stages 1 and 2), and the instructions of a pipeline.
 
-    What DeepSpeed sends during forward and backward pass, as at stage 3, and what its optimizer sends otherwise, counts
-    as a part of these.
+    What DeepSpeed sends during forward and backward pass, as at stage 3, and what its optimizer
+    sends otherwise, counts as a part of these.
     """
     if engine.device.type == "cpu":
         phases = Phases()
     else:
         phases = EventPhases(partial(get_accelerator().Event, enable_timing=True))
     if torch.distributed.get_world_size() > 1:
-        engine._backward_epilogue = partial(phases.during, "communication", engine._backward_epilogue)
+        engine._backward_epilogue = partial(
+            phases.during, "communication", engine._backward_epilogue
+        )
         if isinstance(getattr(engine.optimizer, "timers", None), NoopTimer):
             engine.optimizer.timers = _Timers(phases)
     if isinstance(engine, deepspeed.PipelineEngine):
         instructions = engine._INSTRUCTION_MAP.items()
         engine._INSTRUCTION_MAP = {
-            kind: _in_phase(phases, _INSTRUCTIONS.get(kind, _REST), call) for kind, call in instructions
+            kind: _in_phase(phases, _INSTRUCTIONS.get(kind, _REST), call)
+            for kind, call in instructions
         }
     return phases
 

@@ -1,8 +1,9 @@
-"""`PipelineEngine`: DeepSpeed's pipeline engine behind the five methods of `engine.protocol.Engine`.
+"""`PipelineEngine`: DeepSpeed's pipeline engine behind the five methods of
+`engine.protocol.Engine`.
 
-The layers of a model become the layers of DeepSpeed's `PipelineModule`, cut where the plan says. Every rank builds the
-layers of its own stage only, each under its own seed, so that the first weights do not depend on where the model is
-cut.
+The layers of a model become the layers of DeepSpeed's `PipelineModule`, cut where the plan says.
+Every rank builds the layers of its own stage only, each under its own seed, so that the first
+weights do not depend on where the model is cut.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ from framework.plan.plan import Plan
 from framework.tasks.loss_checks import refuse_without_graph
 from framework.tasks.task import Task
 
-# Batches per stage that are evaluated in one go: enough to fill the pipeline, few enough to hold in memory.
+# Batches per stage that are evaluated in one go: enough to fill the pipeline, few enough to hold in
+# memory.
 _EVAL_CHUNK = 4
 
 SetMode = Callable[[bool], object]
 """The `train()` of a model whose layers are run one by one."""
 Adapt = Callable[[torch.nn.Module, str, Any], torch.nn.Module]
-"""Changes a layer's module after it was built: (module, name of the layer, process group of the ranks that run the same
-stage).
+"""Changes a layer's module after it was built: (module, name of the layer, process group of the
+ranks that run the same stage).
 """
 
 
@@ -74,7 +76,9 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         )
 
     def _specs(self, layers: Sequence[Layer]) -> list[LayerSpec]:
-        """What DeepSpeed builds this stage from; layers that share weights are all built as the first one is."""
+        """What DeepSpeed builds this stage from; layers that share weights are all built as the
+        first one is.
+        """
         firsts: dict[str, partial[torch.nn.Module]] = {}
         specs: list[LayerSpec] = []
         for number, layer in enumerate(layers):
@@ -83,19 +87,24 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
             if layer.tied:
                 weights = list(layer.tied_weights)
                 make = firsts.setdefault(layer.tied, make)
-                spec = TiedLayerSpec(layer.tied, torch.nn.Module, forward_fn=layer.call, tied_weight_attr=weights)
+                spec = TiedLayerSpec(
+                    layer.tied, torch.nn.Module, forward_fn=layer.call, tied_weight_attr=weights
+                )
             spec.build = make
             specs.append(spec)
         return specs
 
     def _make(self, layer: Layer, number: int) -> torch.nn.Module:
         """Called when the process groups exist."""
-        return self._adapt(layer.make(number, seed=self._seed), layer.name, self._grid.get_data_parallel_group())
+        return self._adapt(
+            layer.make(number, seed=self._seed), layer.name, self._grid.get_data_parallel_group()
+        )
 
     def train(self, mode: bool = True) -> StagesModule:
         """Set the mode, by the `train()` of each layer and of the model that was taken apart.
 
-        DeepSpeed does so before every step (pipe/engine.py, `train_batch`), where modes are the run's own to set.
+        DeepSpeed does so before every step (pipe/engine.py, `train_batch`), where modes are the
+        run's own to set.
         """
         if self.holds_modes:
             return self
@@ -105,7 +114,9 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         return self
 
     def forward(self, forward_input: Any) -> Any:
-        """Run the stage, and make its output contiguous for the next one; a transposed view is not."""
+        """Run the stage, and make its output contiguous for the next one; a transposed view is
+        not.
+        """
         return _contiguous(super().forward(forward_input))
 
     def plain_names(self) -> Names:
@@ -146,13 +157,15 @@ def build_pipeline(
 ) -> PipelineEngine:
     """Build this rank's stage and wrap it with `deepspeed.initialize`. Collective.
 
-    `set_mode` is called with every change between training and evaluation, behind the layers' own `train()`.
+    `set_mode` is called with every change between training and evaluation, behind the layers' own
+    `train()`.
 
-    Where `varying_shapes` says that batches may differ in more than their number of samples, the stages tell each other
-    the shape of everything they send.
+    Where `varying_shapes` says that batches may differ in more than their number of samples, the
+    stages tell each other the shape of everything they send.
     """
     loss = _LastStageLoss(task)
-    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its layers; the plan's table says more
+    # DeepSpeed prints its layers; the plan's table says more
+    with contextlib.redirect_stdout(io.StringIO()):
         module = StagesModule(
             layers,
             bounds=bounds,
@@ -174,10 +187,13 @@ def build_pipeline(
     if engine.is_last_stage():  # where the loss is
         scale_fp16_loss(engine)
         loss.of_step = StepLoss(
-            task, micro_batches=engine.gradient_accumulation_steps(), group=engine.grid.get_data_parallel_group()
+            task,
+            micro_batches=engine.gradient_accumulation_steps(),
+            group=engine.grid.get_data_parallel_group(),
         )
-    # DeepSpeed hands out one buffer for several purposes by its number of elements alone: where a middle stage receives
-    # other types than it sends (integers before floats, or bf16 and fp32 under autocast), numbers would be misread.
+    # DeepSpeed hands out one buffer for several purposes by its number of elements alone: where a
+    # middle stage receives other types than it sends (integers before floats, or bf16 and fp32
+    # under autocast), numbers would be misread.
     engine._allocate_or_extend_buffers = lambda number, shape, dtype: torch.empty(
         tuple(shape), dtype=dtype, device=engine.device
     )
@@ -186,7 +202,9 @@ def build_pipeline(
 
 @dataclass(frozen=True)
 class _Held:
-    """Targets, hidden from DeepSpeed: it would turn lists into tuples, and refuses what holds no tensors."""
+    """Targets, hidden from DeepSpeed: it would turn lists into tuples, and refuses what holds no
+    tensors.
+    """
 
     targets: Any
 
@@ -196,7 +214,9 @@ def _holding(halves: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, _Held]]:
 
 
 class _LastStageLoss:
-    """Loss of the last stage: the task's loss of the model's outputs, or in evaluation its metrics."""
+    """Loss of the last stage: the task's loss of the model's outputs, or in evaluation its
+    metrics.
+    """
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -217,9 +237,15 @@ class _LastStageLoss:
 class PipelineEngine(BaseEngine):
     """One stage of a pipeline."""
 
-    def __init__(self, engine: deepspeed.PipelineEngine, plan: Plan, task: Task, *, loss: _LastStageLoss) -> None:
+    def __init__(
+        self, engine: deepspeed.PipelineEngine, plan: Plan, task: Task, *, loss: _LastStageLoss
+    ) -> None:
         super().__init__(
-            engine, plan, task, names=engine.module.plain_names, stages=engine.mpu.get_pipe_parallel_group()
+            engine,
+            plan,
+            task,
+            names=engine.module.plain_names,
+            stages=engine.mpu.get_pipe_parallel_group(),
         )
         self._loss = loss
         self._shapes: Any = None
@@ -229,7 +255,9 @@ class PipelineEngine(BaseEngine):
             self.bad_steps.loss = lambda: engine.total_loss.detach() * share
 
     def train_step(self, micro_batches: Iterator[Any]) -> Step:
-        """One 1F1B pass over the step's micro-batches; the first stage takes inputs, the last one targets."""
+        """One 1F1B pass over the step's micro-batches; the first stage takes inputs, the last one
+        targets.
+        """
         self.trained_weights.refuse_changed_flags()
         self.phases.begin()
         lr = self.lr()
@@ -238,7 +266,9 @@ class PipelineEngine(BaseEngine):
             of_step = self._loss.of_step
             self.engine.module.holds_modes = True
             try:
-                loss = self.engine.train_batch(_holding(of_step.weighted(halves) if of_step is not None else halves))
+                loss = self.engine.train_batch(
+                    _holding(of_step.weighted(halves) if of_step is not None else halves)
+                )
             finally:
                 self.engine.module.holds_modes = False
         # DeepSpeed has averaged it over micro-batches and pipelines, and sent it to every stage.
@@ -255,12 +285,18 @@ class PipelineEngine(BaseEngine):
         return plain.removesuffix(".")
 
     def evaluate(
-        self, batches: Iterable[tuple[Any, bool]], *, is_stopping: Callable[[], bool] = lambda: False
+        self,
+        batches: Iterable[tuple[Any, bool]],
+        *,
+        is_stopping: Callable[[], bool] = lambda: False,
     ) -> Mapping[str, float]:
         share_buffers(self.engine)
         sums = self._loss.sums = EvalSums(device())
-        if isinstance(batches, Sized) and not (self.engine.is_first_stage() or self.engine.is_last_stage()):
-            batches = [(None, True)] * len(batches)  # a stage between others needs their number only
+        if isinstance(batches, Sized) and not (
+            self.engine.is_first_stage() or self.engine.is_last_stage()
+        ):
+            # a stage between others needs their number only
+            batches = [(None, True)] * len(batches)
         try:
             with self.modes.evaluating(), self._explaining(), self._average.in_evaluation():
                 for chunk in _with_last_alone(batches, size=_EVAL_CHUNK * self.engine.num_stages):
@@ -273,7 +309,9 @@ class PipelineEngine(BaseEngine):
         return sums.metrics(self._task)
 
     def _evaluate_alike(self, pairs: list[tuple[Any, bool]]) -> None:
-        """Batches of one size, so that the stages need to agree only once on the size of what they send. Collective."""
+        """Batches of one size, so that the stages need to agree only once on the size of what they
+        send. Collective.
+        """
         self._forget_shapes()
         self._loss.counts = iter([counts for _, counts in pairs])
         self.engine.eval_batch(
@@ -295,20 +333,28 @@ class PipelineEngine(BaseEngine):
         self.engine.reset_activation_shape()
 
     def _refuse_other_shapes(self, inputs: Any) -> None:
-        """The stages have sent each other their shapes once; other ones would be misread, or never come."""
-        found = [tuple(tensor.shape) for tensor in (inputs if isinstance(inputs, tuple) else (inputs,))]
+        """The stages have sent each other their shapes once; other ones would be misread, or never
+        come.
+        """
+        found = [
+            tuple(tensor.shape) for tensor in (inputs if isinstance(inputs, tuple) else (inputs,))
+        ]
         if self._shapes is None:
             self._shapes = found
         if found != self._shapes:
-            way_out = "they may differ only where the dataset has a collate_fn of its own; give it one"
+            way_out = (
+                "they may differ only where the dataset has a collate_fn of its own; give it one"
+            )
             raise TrainingError(
-                f"a micro-batch has inputs of the shapes {found}, and those before it had {self._shapes}: in a "
-                f"pipeline {way_out} [batch-shapes-differ]"
+                f"a micro-batch has inputs of the shapes {found}, and those before it had "
+                f"{self._shapes}: in a pipeline {way_out} [batch-shapes-differ]"
             )
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Mark errors of a stage for a report by one of its ranks: the other stages do not meet them."""
+        """Mark errors of a stage for a report by one of its ranks: the other stages do not meet
+        them.
+        """
         try:
             yield
         except FrameworkError as error:
@@ -316,7 +362,9 @@ class PipelineEngine(BaseEngine):
             raise
         except Exception as error:
             if hasattr(error, "add_note"):  # since Python 3.11
-                error.add_note(f"on rank {rank()}, stage {self.engine.stage_id} of {self.engine.num_stages}")
+                error.add_note(
+                    f"on rank {rank()}, stage {self.engine.stage_id} of {self.engine.num_stages}"
+                )
             raise
 
 

@@ -1,4 +1,6 @@
-"""`PlainEngine`: DeepSpeed's data-parallel engine (ZeRO 0-3) behind the five methods of `engine.protocol.Engine`."""
+"""`PlainEngine`: DeepSpeed's data-parallel engine (ZeRO 0-3) behind the five methods of
+`engine.protocol.Engine`.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +54,16 @@ def build_engine(
     make_schedule: MakeSchedule | None = None,
     groups: RankGroups | None = None,
 ) -> PlainEngine:
-    """Wrap a model with `deepspeed.initialize`; `groups` where its weights are divided. Collective."""
+    """Wrap a model with `deepspeed.initialize`; `groups` where its weights are divided.
+    Collective.
+    """
     if plan.layout.sequence_size > 1:
         share_attention(model)
     names = names_of(model)
     asked = plan.config.training.compile
     if asked is not None:
-        deepspeed.utils.nvtx.enable_nvtx = False  # as DeepSpeed's `engine.compile` does: it would cut graphs
+        # as DeepSpeed's `engine.compile` does: it would cut graphs
+        deepspeed.utils.nvtx.enable_nvtx = False
         compile_model(model, asked, after_first_pass=plan.config.zero.stage == 3)
     engine = initialize(
         plan,
@@ -98,7 +103,9 @@ class PlainEngine(BaseEngine):
         # A mixture's losses are means, which a count of the task's must not divide.
         is_mixed = any(isinstance(module, Mixture) for module in engine.module.modules())
         divider = sums if sums is not None and sums.divides and not is_mixed else None
-        self._loss = StepLoss(task, micro_batches=engine.gradient_accumulation_steps(), sums=divider)
+        self._loss = StepLoss(
+            task, micro_batches=engine.gradient_accumulation_steps(), sums=divider
+        )
         self._tiles = _tiles(engine.module, plan, task)
         self._sharing: Callable[[], AbstractContextManager[None]] = nullcontext
         positions = self._batches.positions
@@ -109,7 +116,9 @@ class PlainEngine(BaseEngine):
                 self._check = PositionCheck(engine, task, group)
 
     def compare_positions(self) -> None:
-        """Refuse a model of transformers that is another one where ranks share sequences. Collective."""
+        """Refuse a model of transformers that is another one where ranks share sequences.
+        Collective.
+        """
         if self._check is not None:
             self._check.settle_numbering()
 
@@ -119,7 +128,9 @@ class PlainEngine(BaseEngine):
         super().close()
 
     def train_step(self, micro_batches: Iterator[Any]) -> Step:
-        """Forward, backward and DeepSpeed's step for each micro-batch; nothing here waits for the device."""
+        """Forward, backward and DeepSpeed's step for each micro-batch; nothing here waits for the
+        device.
+        """
         self.trained_weights.refuse_changed_flags()  # before ranks wait for each other in the pass
         if self._check is not None:
             micro_batches = self._compared(micro_batches, self._check)
@@ -160,7 +171,9 @@ class PlainEngine(BaseEngine):
                     refuse_without_graph(loss, outputs)
                     del outputs  # the backward pass needs the memory
                     phases.enter("backward")
-                    engine.backward(sum((one.loss for one in routings), loss), scale_wrt_gas=is_divided)
+                    engine.backward(
+                        sum((one.loss for one in routings), loss), scale_wrt_gas=is_divided
+                    )
                 reported += [(one.balance, one.dropped) for one in routings]
                 phases.enter("optimizer")
                 if total is None:
@@ -178,13 +191,21 @@ class PlainEngine(BaseEngine):
         return Step(self, mean, lr, self.may_be_skipped(), partial(routing_metrics, reported))
 
     def evaluate(
-        self, batches: Iterable[tuple[Any, bool]], *, is_stopping: Callable[[], bool] = lambda: False
+        self,
+        batches: Iterable[tuple[Any, bool]],
+        *,
+        is_stopping: Callable[[], bool] = lambda: False,
     ) -> Mapping[str, float]:
         task = self._task
         sums = EvalSums(device())
         show = self.show_batch
         share_buffers(self.engine)
-        with self.modes.evaluating(), torch.no_grad(), self._average.in_evaluation(), self._sharing():
+        with (
+            self.modes.evaluating(),
+            torch.no_grad(),
+            self._average.in_evaluation(),
+            self._sharing(),
+        ):
             for batch, counts in batches:
                 if is_stopping():
                     return {}
@@ -198,20 +219,27 @@ class PlainEngine(BaseEngine):
         return sums.metrics(task)
 
 
-def _tiles(model: torch.nn.Module, plan: Plan, task: Any) -> Callable[[Any], AbstractContextManager[None]]:
-    """Return what lets the output layer of a model compute the loss of targets tile by tile, where it can and should; a
-    ConfigError of kind ``loss-not-tiled`` where it cannot.
+def _tiles(
+    model: torch.nn.Module, plan: Plan, task: Any
+) -> Callable[[Any], AbstractContextManager[None]]:
+    """Return what lets the output layer of a model compute the loss of targets tile by tile, where
+    it can and should; a ConfigError of kind ``loss-not-tiled`` where it cannot.
     """
     tile = plan.config.training.loss_tile
     kind = type(task)
-    is_open = tile == "auto" and not (kind in (CausalLM, MaskedLM) and isinstance(model, LayeredModel))
+    is_open = tile == "auto" and not (
+        kind in (CausalLM, MaskedLM) and isinstance(model, LayeredModel)
+    )
     if tile == 0 or is_open:
         _warn_of_slow_rows(model, plan)
         return lambda targets: nullcontext()
     reason = f"{kind.__name__} computes a loss of its own from logits"
     head = None
     if {getattr(kind, "loss", None), getattr(kind, "measure", None)} <= _LOSSES:
-        reason = f"the output layer of {type(model).__name__} is not known, or not an nn.Linear of its own"
+        reason = (
+            f"the output layer of {type(model).__name__} is not known, or not an nn.Linear "
+            "of its own"
+        )
         is_joined = plan.layout.tensor_size > 1 and task.vocabulary is None
         if is_joined:
             head = None
@@ -220,29 +248,42 @@ def _tiles(model: torch.nn.Module, plan: Plan, task: Any) -> Callable[[Any], Abs
     if head is None and tile == "auto":
         return lambda targets: nullcontext()
     if head is None:
-        raise ConfigError.of("loss-not-tiled", reason, "set training.loss_tile: 0", "training.loss_tile", tile)
-    for bias in getattr(head, "head_bias", ()) if plan.config.zero.stage == 3 else ():  # of another module
+        raise ConfigError.of(
+            "loss-not-tiled", reason, "set training.loss_tile: 0", "training.loss_tile", tile
+        )
+    # of another module
+    for bias in getattr(head, "head_bias", ()) if plan.config.zero.stage == 3 else ():
         deepspeed.zero.register_external_parameter(head, bias)
     has_two = isinstance(task, MaskedLM)
     return lambda targets: wanting_loss(targets[0] if has_two else targets, tile, task.vocabulary)
 
 
 def _warn_of_slow_rows(model: torch.nn.Module, plan: Plan) -> None:
-    """Mention an output layer of the user's own that GPUs compute slowly; of models by name the plan has a note."""
-    if device_name() == "cpu" or plan.config.precision.dtype == "fp32" or isinstance(model, LayeredModel):
+    """Mention an output layer of the user's own that GPUs compute slowly; of models by name the
+    plan has a note.
+    """
+    if (
+        device_name() == "cpu"
+        or plan.config.precision.dtype == "fp32"
+        or isinstance(model, LayeredModel)
+    ):
         return
     tokens = 0
     with suppress(AttributeError, NotImplementedError):  # few models have one
         tokens = getattr(cast(Any, model).get_output_embeddings(), "out_features", 0)
     if tokens % FAST_ROWS:
-        fix = "fill them up (transformers: resize_token_embeddings), or set training.loss_tile: 2048"
-        warn(f"output layer of {type(model).__name__}: {slow_rows(tokens)}; {fix} [slow-vocabulary]")
+        fix = (
+            "fill them up (transformers: resize_token_embeddings), or set training.loss_tile: 2048"
+        )
+        warn(
+            f"output layer of {type(model).__name__}: {slow_rows(tokens)}; {fix} [slow-vocabulary]"
+        )
 
 
 @contextmanager
 def arithmetic_of(plan: Plan) -> Iterator[None]:
-    """Compute as the config says meanwhile: fp32 products and convolutions in TF32 or not, and the same bits in every
-    run or not.
+    """Compute as the config says meanwhile: fp32 products and convolutions in TF32 or not, and the
+    same bits in every run or not.
     """
     cudnn = torch.backends.cudnn
     matmul = getattr(plan.config.precision, "matmul", "highest")
@@ -256,7 +297,9 @@ def arithmetic_of(plan: Plan) -> Iterator[None]:
         cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)
     try:
-        with torch.autograd.set_detect_anomaly(plan.config.training.detect_anomaly or torch.is_anomaly_enabled()):
+        with torch.autograd.set_detect_anomaly(
+            plan.config.training.detect_anomaly or torch.is_anomaly_enabled()
+        ):
             yield
     finally:
         torch.set_float32_matmul_precision(before[0])

@@ -1,7 +1,8 @@
-"""Steps that are looked at closely: a trace of all operations, and on request what has to wait for each of them.
+"""Steps that are looked at closely: a trace of all operations, and on request what has to wait for
+each of them.
 
-But for a barrier, so that no rank waits within a step for one that still writes, nothing here is collective: a profile
-that fails costs itself alone.
+But for a barrier, so that no rank waits within a step for one that still writes, nothing here is
+collective: a profile that fails costs itself alone.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ Rows = list[dict[str, Any]]
 
 
 class Profiler:
-    """Writes ``profile/rank<N>.json.gz``, a trace for Perfetto, and ``tables<N>.json`` for the report.
+    """Writes ``profile/rank<N>.json.gz``, a trace for Perfetto, and ``tables<N>.json`` for the
+    report.
 
     Attributes:
         is_over: nothing is left to be profiled.
@@ -95,7 +97,9 @@ class Profiler:
 
     def _make_trace(self, step: int) -> None:
         make_own_folder(self._folder)
-        self._trace = _Trace(self._engine.phases, self._folder / f"rank{self._rank}.json.gz", before=step)
+        self._trace = _Trace(
+            self._engine.phases, self._folder / f"rank{self._rank}.json.gz", before=step
+        )
 
     def _begin_trace(self) -> None:
         if self._trace is not None:
@@ -123,11 +127,16 @@ class Profiler:
         try:
             call(*arguments)
         except Exception as error:
-            warn(f"the profile is not complete ({in_one_line(error)}); training goes on [profile-failed]")
+            warn(
+                f"the profile is not complete ({in_one_line(error)}); training goes on "
+                "[profile-failed]"
+            )
 
 
 class _Trace:
-    """Torch's profiler over some steps, with a range for each of them and for each of its phases."""
+    """Torch's profiler over some steps, with a range for each of them and for each of its
+    phases.
+    """
 
     def __init__(self, phases: Phases, path: Path, *, before: int) -> None:
         self._phases = phases
@@ -198,18 +207,25 @@ class _Trace:
         """Return what the report shows of the steps that were taken."""
         if not self._steps:
             return {}
-        timeline = [interval for interval in self._timeline() if interval["step"] in self._steps][-_MOST_INTERVALS:]
+        timeline = [interval for interval in self._timeline() if interval["step"] in self._steps][
+            -_MOST_INTERVALS:
+        ]
         tables = {"steps": self._steps, "began_seconds": self._began, "timeline": timeline}
         if has_operations:
-            profiler: Any = self._profiler.profiler  # whose `events()` takes seconds where these take milliseconds
+            # whose `events()` takes seconds where these take milliseconds
+            profiler: Any = self._profiler.profiler
             events = profiler.kineto_results.events()
             num_steps = len(self._steps)
-            tables["operations"] = operations_of(events, {phase for _, phase, _ in self._marks}, num_steps=num_steps)
+            tables["operations"] = operations_of(
+                events, {phase for _, phase, _ in self._marks}, num_steps=num_steps
+            )
             tables["collectives"] = collectives_of(events, self._sent, num_steps=num_steps)
         return tables
 
     def _timeline(self) -> Iterator[dict[str, Any]]:
-        """Each phase that was entered: of which step and which of its micro-batches, begin and length."""
+        """Each phase that was entered: of which step and which of its micro-batches, begin and
+        length.
+        """
         counts: dict[tuple[int, str], int] = defaultdict(int)
         names = ["", "", *(phase for _, phase, _ in self._marks)]
         for number, ((step, phase, begin), (_, _, end)) in enumerate(pairwise(self._marks)):
@@ -219,11 +235,17 @@ class _Trace:
                 at = self._phases.between(self._base, begin)
                 length = self._phases.between(begin, end)
                 times = {"at_ms": round(1000 * at, 4), "ms": round(1000 * length, 4)}
-                yield {"step": step, "phase": phase, "micro_batch": counts[step, phase] - 1, **times}
+                yield {
+                    "step": step,
+                    "phase": phase,
+                    "micro_batch": counts[step, phase] - 1,
+                    **times,
+                }
 
 
 def operations_of(events: Iterable[Any], phases: Set[str], *, num_steps: int) -> Rows:
-    """Add up the own time of operations on the host and of kernels on the device, as means of a step.
+    """Add up the own time of operations on the host and of kernels on the device, as means of a
+    step.
 
     Args:
         events: of kineto, whose times are in ns.
@@ -231,7 +253,8 @@ def operations_of(events: Iterable[Any], phases: Set[str], *, num_steps: int) ->
         num_steps: how many steps were traced.
 
     Returns:
-        the 15 largest of each place; a phase's is what none of its operations took: Python, and waiting.
+        the 15 largest of each place; a phase's is what none of its operations took: Python, and
+        waiting.
     """
     threads: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
     found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -254,25 +277,41 @@ def operations_of(events: Iterable[Any], phases: Set[str], *, num_steps: int) ->
             open_ones.append((-end, name))
     rows: Rows = []
     for place in ("host", "device"):
-        own = [(name, sums) for (where, name), sums in found.items() if where == place and not name.startswith(_STEP)]
+        own = [
+            (name, sums)
+            for (where, name), sums in found.items()
+            if where == place and not name.startswith(_STEP)
+        ]
         for name, (count, time_ns) in sorted(own, key=lambda pair: -pair[1][1])[:_MOST_OPERATIONS]:
             if name in phases:
                 label = f"{name}: Python and waiting"
             else:
                 label = name
-            rows.append({"name": label, "place": place, "count": count / num_steps, "ms": time_ns / 1e6 / num_steps})
+            rows.append(
+                {
+                    "name": label,
+                    "place": place,
+                    "count": count / num_steps,
+                    "ms": time_ns / 1e6 / num_steps,
+                }
+            )
     return rows
 
 
-def collectives_of(events: Iterable[Any], sizes: Mapping[str, list[int]], *, num_steps: int) -> Rows:
-    """Add up what was sent by kind, as means of a step, each from where it was handed over to its end. `sizes`: bytes
-    of each by its name in torch's flight recorder.
+def collectives_of(
+    events: Iterable[Any], sizes: Mapping[str, list[int]], *, num_steps: int
+) -> Rows:
+    """Add up what was sent by kind, as means of a step, each from where it was handed over to its
+    end. `sizes`: bytes of each by its name in torch's flight recorder.
     """
     events = list(events)
     found = defaultdict[tuple[str, bool], list[float]](lambda: [0.0, 0.0])
-    steps = [(event.start_ns(), event.end_ns()) for event in events if event.name().startswith(_STEP)]
+    steps = [
+        (event.start_ns(), event.end_ns()) for event in events if event.name().startswith(_STEP)
+    ]
     for event in events:
-        is_in_step = any(start <= event.start_ns() < end for start, end in steps)  # and not of a save
+        # and not of a save
+        is_in_step = any(start <= event.start_ns() < end for start, end in steps)
         if is_in_step and event.name().startswith(("gloo:", "nccl:", "hccl:", "xccl:")):
             on_host = event.device_type() == DeviceType.CPU
             _add(found[event.name(), on_host], 1, event.end_ns() - event.start_ns())
@@ -285,7 +324,9 @@ def collectives_of(events: Iterable[Any], sizes: Mapping[str, list[int]], *, num
                 num_bytes = sum(known) / len(known) * count
             else:
                 num_bytes = None
-            rows.append(_row_of_sent(name.partition(":")[2], count, num_bytes, time_ns / 1e6 / num_steps))
+            rows.append(
+                _row_of_sent(name.partition(":")[2], count, num_bytes, time_ns / 1e6 / num_steps)
+            )
     return sorted(rows, key=lambda row: -row["ms"])
 
 
@@ -293,22 +334,38 @@ def _add(sums: list[float], *values: float) -> None:
     sums[:] = map(sum, zip(sums, values, strict=True))
 
 
-def _row_of_sent(name: str, count: float, num_bytes: float | None, milliseconds: float) -> dict[str, Any]:
+def _row_of_sent(
+    name: str, count: float, num_bytes: float | None, milliseconds: float
+) -> dict[str, Any]:
     if num_bytes and milliseconds:
         rate = 1000 * num_bytes / milliseconds
     else:
         rate = None
-    return {"name": name, "count": count, "bytes": num_bytes, "ms": milliseconds, "bytes_per_second": rate}
+    return {
+        "name": name,
+        "count": count,
+        "bytes": num_bytes,
+        "ms": milliseconds,
+        "bytes_per_second": rate,
+    }
 
 
 def _sizes_sent(spans: Sequence[tuple[float, float]]) -> Mapping[str, list[int]]:
-    """Bytes of what was sent within some Unix times, of the larger side, as nccl-tests count them."""
+    """Bytes of what was sent within some Unix times, of the larger side, as nccl-tests count
+    them.
+    """
     dump = torch._C._distributed_c10d._dump_fr_trace_json
     found = defaultdict[str, list[int]](list)
     for entry in json.loads(dump(backend=torch.distributed.get_backend())).get("entries", []):
         if any(begin <= entry["time_created_ns"] / 1e9 <= end for begin, end in spans):
-            sides = [zip(entry[f"{side}_dtypes"], entry[f"{side}_sizes"], strict=False) for side in ("input", "output")]
-            sums = (sum(_BYTES.get(dtype, 1) * torch.Size(size).numel() for dtype, size in side) for side in sides)
+            sides = [
+                zip(entry[f"{side}_dtypes"], entry[f"{side}_sizes"], strict=False)
+                for side in ("input", "output")
+            ]
+            sums = (
+                sum(_BYTES.get(dtype, 1) * torch.Size(size).numel() for dtype, size in side)
+                for side in sides
+            )
             found[entry["profiling_name"]].append(max(sums))
     return found
 
@@ -340,7 +397,9 @@ class _Instruments:
         """Replace attributes of an object until the step has ended."""
         own = vars(owner)
         for name, value in values.items():
-            self._undo.callback(partial(own.__setitem__, name, own[name]) if name in own else partial(own.pop, name))
+            self._undo.callback(
+                partial(own.__setitem__, name, own[name]) if name in own else partial(own.pop, name)
+            )
             own[name] = value
 
     def _time(self, engine: deepspeed.DeepSpeedEngine) -> None:
@@ -349,28 +408,42 @@ class _Instruments:
         if isinstance(engine, deepspeed.PipelineEngine):
             self._put(engine._config, wall_clock_breakdown=True)
             if not engine.is_last_stage():  # it starts these itself, and may not twice
-                named.backward_timers = named.backward_inner_timers = named.backward_reduce_timers = []
+                named.backward_timers = named.backward_inner_timers = (
+                    named.backward_reduce_timers
+                ) = []
         self._put(engine, timers=timers, engine_timers=named)
         for name in ("_start_timers", "_stop_timers"):  # left out, as an idle measurement
             self._put(engine, **{name: partial(getattr(type(engine), name), engine)})
         if hasattr(engine.optimizer, "timers"):
             self._put(engine.optimizer, timers=timers)
         read = timers.get_timers
-        self._reads.append(("timers", lambda: {name: timer.elapsed(reset=False) for name, timer in read().items()}))
+        self._reads.append(
+            ("timers", lambda: {name: timer.elapsed(reset=False) for name, timer in read().items()})
+        )
 
     def _log_communication(self) -> None:
         comm = deepspeed.comm.comm
         found = defaultdict[str, list[float]](lambda: [0.0, 0.0, 0.0])
 
         def append(raw_name: str, name: str, milliseconds: float, num_bytes: int) -> None:
-            """Stand in for DeepSpeed's, which ends the process at an operation that it does not know, and adds the time
-            of each operation to that of the next one of its kind (0.19.8, `timed_op`).
+            """Stand in for DeepSpeed's, which ends the process at an operation that it does not
+            know, and adds the time of each operation to that of the next one of its kind (0.19.8,
+            `timed_op`).
             """
             comm.timers(name).reset()
             _add(found[raw_name], 1, num_bytes, milliseconds)
 
-        self._put(comm.comms_logger, enabled=True, prof_all=True, verbose=False, debug=False, append=append)
-        self._reads.append(("communication", lambda: [_row_of_sent(name, *sums) for name, sums in found.items()]))
+        self._put(
+            comm.comms_logger,
+            enabled=True,
+            prof_all=True,
+            verbose=False,
+            debug=False,
+            append=append,
+        )
+        self._reads.append(
+            ("communication", lambda: [_row_of_sent(name, *sums) for name, sums in found.items()])
+        )
 
     def _watch_modules(self, engine: BaseEngine) -> None:
         watch = self._undo.enter_context(ModuleWatch(engine.engine.module, engine.phases))
@@ -384,10 +457,11 @@ class _Timers(SynchronizedWallClockTimer):  # type: ignore[misc]
 class ModuleWatch:
     """Times, FLOPs and kept activations of the modules of a model, by hooks.
 
-    FLOPs, two for each multiplication with an addition, are counted by torch's formulas as operations arrive:
-    DeepSpeed's flops profiler (0.19.8) misses a function that was imported by its name, and counts products of stage 3
-    twice. What is kept is what autograd saves, without weights, and each piece of memory once. Both take time, and are
-    taken of a step's first forward pass, whose times count only where it is the only one.
+    FLOPs, two for each multiplication with an addition, are counted by torch's formulas as
+    operations arrive: DeepSpeed's flops profiler (0.19.8) misses a function that was imported by
+    its name, and counts products of stage 3 twice. What is kept is what autograd saves, without
+    weights, and each piece of memory once. Both take time, and are taken of a step's first forward
+    pass, whose times count only where it is the only one.
     """
 
     def __init__(self, module: Module, phases: Phases) -> None:
@@ -415,8 +489,12 @@ class ModuleWatch:
         if self._phases.current != "forward":  # it runs again, for the backward pass
             return
         if not self._seconds:
-            self._seen = {weight.untyped_storage().data_ptr() for weight in self._module.parameters()}
-            self._first.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor))
+            self._seen = {
+                weight.untyped_storage().data_ptr() for weight in self._module.parameters()
+            }
+            self._first.enter_context(
+                torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
+            )
             self._first.enter_context(self._flops)
         if not self._inside:
             self._seconds.append(defaultdict(float))
@@ -436,27 +514,35 @@ class ModuleWatch:
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         modules = [module for module, *_ in self._inside]
-        gathered = {weight.untyped_storage().data_ptr() for weight in modules[-1].parameters(recurse=False)}
+        gathered = {
+            weight.untyped_storage().data_ptr() for weight in modules[-1].parameters(recurse=False)
+        }
         if storage.data_ptr() not in self._seen | gathered:
             self._seen.add(storage.data_ptr())
             self._kept.update(dict.fromkeys(modules, storage.nbytes()))
         return tensor
 
     def rows(self, name_module: Callable[[str], str]) -> Rows:
-        """Return a row for each module that was called, with all that is in it: milliseconds, FLOPs and kept bytes of a
-        forward pass, and parameters.
+        """Return a row for each module that was called, with all that is in it: milliseconds, FLOPs
+        and kept bytes of a forward pass, and parameters.
         """
         rows = []
         for name, module in self._module.named_modules():
             times = [1000 * each[module] for each in self._seconds if module in each]
             if times:
-                row = {"name": name_module(name), "kind": type(module).__name__, "depth": name.count(".") + bool(name)}
+                row = {
+                    "name": name_module(name),
+                    "kind": type(module).__name__,
+                    "depth": name.count(".") + bool(name),
+                }
                 row |= {
                     "ms": mean(times[1:] or times),
                     "flops": self._counted[module],
                     "kept_bytes": self._kept[module],
                 }
-                weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in module.parameters())
+                weights = sum(
+                    getattr(weight, "ds_numel", weight.numel()) for weight in module.parameters()
+                )
                 rows.append(row | {"params": weights})
         return rows[:_MOST_MODULES]
 

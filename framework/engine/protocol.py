@@ -1,6 +1,8 @@
-"""The protocol between time and arithmetic: five methods that a DeepSpeed engine, plain or pipelined, is reduced to.
+"""The protocol between time and arithmetic: five methods that a DeepSpeed engine, plain or
+pipelined, is reduced to.
 
-Nothing here imports torch: the Trainer moves batches and results from one side to the other without looking inside.
+Nothing here imports torch: the Trainer moves batches and results from one side to the other without
+looking inside.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
     from framework.checkpoint.manifest import SavedCheckpoint
     from framework.checkpoint.save_stream import OpenFile
 
-# What a run does at a moment, as it is said where it does not get on; a callback is one by its name.
+# What a run does at a moment, as it is said where it does not get on; a callback is one by its
+# name.
 STARTING: Final = "the start"
 LOADING: Final = "the load of a checkpoint"
 STEPS: Final = "a step"
@@ -33,15 +36,17 @@ class StepResult(Protocol):
 
     @property
     def may_be_skipped(self) -> bool:
-        """Check whether the weights may be as they were, because gradients overflowed: their norm then says nothing of
-        the weights.
+        """Check whether the weights may be as they were, because gradients overflowed: their norm
+        then says nothing of the weights.
         """
         ...
 
     def read(self) -> Mapping[str, float]:
-        """Metrics of the step under their public names (``train/loss`` is the mean over micro-batches and ranks).
+        """Metrics of the step under their public names (``train/loss`` is the mean over
+        micro-batches and ranks).
 
-        Collective: every rank calls it or none does. Waits for the device, so it is called at logging points only.
+        Collective: every rank calls it or none does. Waits for the device, so it is called at
+        logging points only.
         """
         ...
 
@@ -67,7 +72,10 @@ class BadStep:
     is_taken: bool = False
 
     def __str__(self) -> str:
-        pairs = ("train/loss", self.loss, self.loss_limit), ("train/grad_norm", self.grad_norm, self.norm_limit)
+        pairs = (
+            ("train/loss", self.loss, self.loss_limit),
+            ("train/grad_norm", self.grad_norm, self.norm_limit),
+        )
         wrong = [
             f"{name} = {value:.6g}{f', above {limit:.4g}' if math.isfinite(value) else ''}"
             for name, value, limit in pairs
@@ -92,8 +100,12 @@ class BadStep:
 
     def details(self) -> dict[str, Any]:
         """Return what an event holds; JSON knows no NaN."""
-        values = {name: getattr(self, name) for name in ("loss", "grad_norm", "loss_limit", "norm_limit")}
-        found = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
+        values = {
+            name: getattr(self, name) for name in ("loss", "grad_norm", "loss_limit", "norm_limit")
+        }
+        found = {
+            name: value if math.isfinite(value) else str(value) for name, value in values.items()
+        }
         further = {"ranks": list(self.ranks), "verdict": self.verdict, "is_taken": self.is_taken}
         return found | {name: value for name, value in further.items() if value}
 
@@ -115,29 +127,37 @@ class Engine(Protocol):
     """One model with its optimizer on this rank."""
 
     def train_step(self, micro_batches: Iterator[Any]) -> StepResult:
-        """Take one optimizer step on the next `accumulation_steps` micro-batches. Does not wait for the device."""
+        """Take one optimizer step on the next `accumulation_steps` micro-batches. Does not wait for
+        the device.
+        """
         ...
 
     def evaluate(
-        self, batches: Iterable[tuple[Any, bool]], *, is_stopping: Callable[[], bool] = lambda: False
+        self,
+        batches: Iterable[tuple[Any, bool]],
+        *,
+        is_stopping: Callable[[], bool] = lambda: False,
     ) -> Mapping[str, float]:
-        """Metrics over all samples of all ranks, each counted once; none where it is to stop before the last.
+        """Metrics over all samples of all ranks, each counted once; none where it is to stop before
+        the last.
 
-        A batch that comes with False is padding: it is run, because a forward pass may be collective, and not counted.
-        `is_stopping` is asked between batches, equally often on every rank.
+        A batch that comes with False is padding: it is run, because a forward pass may be
+        collective, and not counted. `is_stopping` is asked between batches, equally often on every
+        rank.
         """
         ...
 
     def save(
         self, folder: Path, tag: str, state: Mapping[str, Any], *, open_file: OpenFile = NewFile
     ) -> Mapping[str, FileRecord]:
-        """Write weights, optimizer, schedule, random states and `state` to ``folder/tag``. Collective.
+        """Write weights, optimizer, schedule, random states and `state` to ``folder/tag``.
+        Collective.
 
         `open_file` takes the path of a file and returns what its bytes are written to.
 
         Returns:
-            The files that this rank wrote, all flushed to disk, by name within the folder; those of which `close`
-            tells.
+            The files that this rank wrote, all flushed to disk, by name within the folder; those of
+            which `close` tells.
 
         Raises:
             OSError: the file system refused, on this rank; the others return as usual.
@@ -149,7 +169,8 @@ class Engine(Protocol):
 
         Args:
             checkpoint: finished, its bytes verified.
-            moved: it was written by other ranks, at another ZeRO stage, pipeline or precision than this engine's.
+            moved: it was written by other ranks, at another ZeRO stage, pipeline or precision than
+                this engine's.
         """
         ...
 
@@ -164,7 +185,9 @@ EvalSets = Mapping[str, Iterable[tuple[Any, bool]]]
 def evaluate_sets(
     engine: Engine, sets: EvalSets, *, is_stopping: Callable[[], bool] = lambda: False
 ) -> dict[str, float]:
-    """Measure every set: ``eval/<set>/<metric>``, of one without a name ``eval/<metric>``. Collective."""
+    """Measure every set: ``eval/<set>/<metric>``, of one without a name ``eval/<metric>``.
+    Collective.
+    """
     metrics: dict[str, float] = {}
     for name, batches in sets.items():
         if name:
@@ -177,7 +200,9 @@ def evaluate_sets(
 
 
 class StepProfile(Protocol):
-    """A close look at some steps; nothing in it is collective, and a failure costs the profile alone."""
+    """A close look at some steps; nothing in it is collective, and a failure costs the profile
+    alone.
+    """
 
     @property
     def is_over(self) -> bool:

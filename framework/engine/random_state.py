@@ -1,4 +1,6 @@
-"""Random generators: seeded per rank, saved and put back so that a resumed run draws the same numbers."""
+"""Random generators: seeded per rank, saved and put back so that a resumed run draws the same
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +25,29 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_ranks(seed: int, *, rank: int, step: int) -> None:
-    """Seed this rank: other dropout masks on every rank, and where the states of the ranks are not resumed."""
+    """Seed this rank: other dropout masks on every rank, and where the states of the ranks are not
+    resumed.
+    """
     seed_everything(seed_of(seed, rank=rank, step=step))
 
 
 def seed_of(seed: int, *, rank: int, step: int) -> int:
-    """A seed of its own for every rank, and for every step at which a run goes on without the states that it had there.
+    """A seed of its own for every rank, and for every step at which a run goes on without the
+    states that it had there.
 
-    Seeded as at the first step, a model would draw the dropout masks of the first steps once more. Neighbouring seeds
-    have nothing in common.
+    Seeded as at the first step, a model would draw the dropout masks of the first steps once more.
+    Neighbouring seeds have nothing in common.
     """
     return int(np.random.SeedSequence([seed, rank, step]).generate_state(1, np.uint64)[0])
 
 
 _PYTHON: Final = ("version", ">i8"), ("words", ">u4", (625,)), ("gauss", ">f8")
-_NUMPY: Final = ("keys", ">u4", (624,)), ("position", ">i8"), ("has_gauss", ">i8"), ("cached_gauss", ">f8")
+_NUMPY: Final = (
+    ("keys", ">u4", (624,)),
+    ("position", ">i8"),
+    ("has_gauss", ">i8"),
+    ("cached_gauss", ">f8"),
+)
 _HOST: Final = np.dtype([("python", [*_PYTHON]), ("numpy", [*_NUMPY])])
 _MERSENNE: Final = "MT19937"
 
@@ -45,13 +55,18 @@ _MERSENNE: Final = "MT19937"
 def capture() -> torch.Tensor:
     """State of every generator of this process: bytes, uint8, equally many on every rank of a job.
 
-    A thousand ranks' states go into one file: as numbers of Python each would be 15 kB and 1,900 objects.
+    A thousand ranks' states go into one file: as numbers of Python each would be 15 kB and 1,900
+    objects.
     """
     version, words, gauss = random.getstate()
     name, *of_numpy = np.random.get_state()
     if name != _MERSENNE:
-        raise TrainingError(f"numpy's global generator is {name}, whose state cannot be saved [generator-unknown]")
-    host = np.array(((version, words, math.nan if gauss is None else gauss), tuple(of_numpy)), dtype=_HOST)
+        raise TrainingError(
+            f"numpy's global generator is {name}, whose state cannot be saved [generator-unknown]"
+        )
+    host = np.array(
+        ((version, words, math.nan if gauss is None else gauss), tuple(of_numpy)), dtype=_HOST
+    )
     parts = [torch.frombuffer(bytearray(host.tobytes()), dtype=torch.uint8), torch.get_rng_state()]
     if get_accelerator()._name != "cpu":
         parts.append(get_accelerator().get_rng_state().cpu())

@@ -19,15 +19,16 @@ class RankGroups:
     Attributes:
         tensor: ranks that share split weights, in the order of their parts.
         sequence: ranks that share the positions of the same samples, in the order of their parts.
-        data: ranks that hold the same weights, and whose gradients are averaged: DeepSpeed's data-parallel ranks, of
-            other samples or of other positions of the same ones.
+        data: ranks that hold the same weights, and whose gradients are averaged: DeepSpeed's
+            data-parallel ranks, of other samples or of other positions of the same ones.
     """
 
     tensor: Any
     sequence: Any
     data: Any
 
-    # What DeepSpeed asks of its argument `mpu`, under Megatron-LM's names (deepspeed/utils/groups.py).
+    # What DeepSpeed asks of its argument `mpu`, under Megatron-LM's names
+    # (deepspeed/utils/groups.py).
 
     def get_data_parallel_group(self) -> Any:
         return self.data

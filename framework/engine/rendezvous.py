@@ -1,4 +1,6 @@
-"""Ranks meet and lose each other: the address from the launcher, and one line for every collective that fails."""
+"""Ranks meet and lose each other: the address from the launcher, and one line for every collective
+that fails.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,14 @@ from framework.errors import (
 INIT_METHOD: Final = "dsf-env://"
 _NAMES_OF_PLACE: Final = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 _PORTS: Final = range(1, 65_536)
-# gloo's errors are plain RuntimeErrors, each with a place in its sources: others lose connections as well, data sets
-# above all.
+# gloo's errors are plain RuntimeErrors, each with a place in its sources: others lose connections
+# as well, data sets above all.
 _GLOO: Final = re.compile(r"gloo/transport/\S+")
-_WHAT_HAPPENED: Final = re.compile(r"Connection (closed|reset) by (remote )?peer|Broken pipe|Timed out waiting")
-# What NCCL says where the failure is another rank's; whatever else it says is of this machine, and would be so again.
+_WHAT_HAPPENED: Final = re.compile(
+    r"Connection (closed|reset) by (remote )?peer|Broken pipe|Timed out waiting"
+)
+# What NCCL says where the failure is another rank's; whatever else it says is of this machine, and
+# would be so again.
 _REMOTE: Final = re.compile(
     r"remote process exited|ncclRemoteError|communicator was aborted|key-value store|store->get|Watchdog caught|"
     r"timed? ?out|Connection (reset|closed) by",
@@ -46,7 +51,8 @@ _WAITED: Final = re.compile(r"after (\d+) ?(ms|milliseconds|s|seconds)")
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Refuse what the ranks cannot meet by: torch would wait for minutes, or raise something else in each place.
+    """Refuse what the ranks cannot meet by: torch would wait for minutes, or raise something else
+    in each place.
 
     Raises:
         ConfigError: kind ``rendezvous-environment``, with every problem found.
@@ -66,7 +72,8 @@ def check_environment(environment: Mapping[str, str]) -> None:
         ),
         "MASTER_ADDR": (bool(environment.get("MASTER_ADDR", "").strip()), "the host of rank 0"),
         "MASTER_PORT": (
-            environment.get("MASTER_PORT", "").isdecimal() and int(environment["MASTER_PORT"]) in _PORTS,
+            environment.get("MASTER_PORT", "").isdecimal()
+            and int(environment["MASTER_PORT"]) in _PORTS,
             "a port from 1 to 65535",
         ),
     }
@@ -79,17 +86,20 @@ def check_environment(environment: Mapping[str, str]) -> None:
                 value = int(value)
             else:
                 value = value
-            problems.append(Problem("rendezvous-environment", f"must be {wanted}", fix, name, value))
+            problems.append(
+                Problem("rendezvous-environment", f"must be {wanted}", fix, name, value)
+            )
     if problems:
         raise ConfigError(problems)
 
 
 class _KeptStore:
-    """The store at which the ranks of this process have met first, with a room of its own for every group that they
-    form.
+    """The store at which the ranks of this process have met first, with a room of its own for every
+    group that they form.
 
-    torch begins anew with the same keys for each group: in torchrun's store, which outlives a group, ranks then read
-    the addresses that an earlier one left there. A store of rank 0's own may still answer while it is being replaced.
+    torch begins anew with the same keys for each group: in torchrun's store, which outlives a
+    group, ranks then read the addresses that an earlier one left there. A store of rank 0's own may
+    still answer while it is being replaced.
     """
 
     def __init__(self) -> None:
@@ -120,8 +130,13 @@ def is_lost_peer(error: BaseException) -> bool:
         return _REMOTE.search(stated) is not None
     if isinstance(error, torch.distributed.DistError):
         return True
-    # A worker's error is raised again as a RuntimeError with the worker's whole traceback, whatever is in it.
-    return isinstance(error, RuntimeError) and bool(_GLOO.search(stated)) and not stated.startswith("Caught ")
+    # A worker's error is raised again as a RuntimeError with the worker's whole traceback, whatever
+    # is in it.
+    return (
+        isinstance(error, RuntimeError)
+        and bool(_GLOO.search(stated))
+        and not stated.startswith("Caught ")
+    )
 
 
 def failure_of_nccl(error: BaseException) -> TrainingError | None:
@@ -132,19 +147,23 @@ def failure_of_nccl(error: BaseException) -> TrainingError | None:
     stated = str(error).split("Exception raised from", 1)[0]
     words = " ".join(stated.rpartition("Last error:")[2].split()) or " ".join(stated.split())
     return TrainingError(
-        f"{_this_rank()}: NCCL fails: {printable(words[:_LONGEST])}; NCCL_DEBUG=WARN tells more [nccl-failed]",
+        f"{_this_rank()}: NCCL fails: {printable(words[:_LONGEST])}; NCCL_DEBUG=WARN tells more "
+        "[nccl-failed]",
         is_of_one_rank=True,
     )
 
 
 def lost_peer(error: BaseException) -> FrameworkError | None:
-    """The error of a collective that failed; the reason is what the rank that is gone said itself."""
+    """The error of a collective that failed; the reason is what the rank that is gone said
+    itself.
+    """
     if not is_lost_peer(error):
         return failure_of_nccl(error)
     happened = _WHAT_HAPPENED.search(str(error))
     return PeerLostError(
         f"{_this_rank()}: another rank has ended or cannot be reached any more "
-        f"({happened[0] if happened else type(error).__name__}); what that one said last tells why [peer-lost]",
+        f"({happened[0] if happened else type(error).__name__}); what that one said last tells "
+        "why [peer-lost]",
         is_of_one_rank=True,
     )
 
@@ -163,7 +182,9 @@ def _not_met(error: BaseException) -> FrameworkError | None:
 def _reason_not_met(error: RuntimeError) -> str:
     stated = str(error)
     backend_error = torch.distributed.DistBackendError
-    is_network = isinstance(error, torch.distributed.DistError) and not isinstance(error, backend_error)
+    is_network = isinstance(error, torch.distributed.DistError) and not isinstance(
+        error, backend_error
+    )
     rank = os.environ.get("RANK", "0")
     world_size = os.environ.get("WORLD_SIZE", "1")
     host = os.environ.get("MASTER_ADDR", "")
@@ -175,25 +196,28 @@ def _reason_not_met(error: RuntimeError) -> str:
         within = f" within {int(waited[1]) / (1000 if waited[2].startswith('m') else 1):.0f} s"
     if _IN_USE.search(stated):
         return (
-            f"{place}: port {port} on {socket.gethostname()} is in use, by another job, one that is still ending or a "
-            "second rank 0; choose another with --master_port [rendezvous-port-in-use]"
+            f"{place}: port {port} on {socket.gethostname()} is in use, by another job, one that "
+            "is still ending or a second rank 0; choose another with --master_port "
+            "[rendezvous-port-in-use]"
         )
     joined = _JOINED.search(stated)
     if joined:
         return (
-            f"{place}: only {joined[1]} of {joined[2]} ranks came to {host}:{port}{within}; look at what the "
-            "others said, and whether every node was started with its own --node_rank [rendezvous-incomplete]"
+            f"{place}: only {joined[1]} of {joined[2]} ranks came to {host}:{port}{within}; look "
+            "at what the others said, and whether every node was started with its own "
+            "--node_rank [rendezvous-incomplete]"
         )
     if is_network and rank != "0":
         return (
-            f"{place}: no rank 0 answers at {host}:{port}{within}; check that MASTER_ADDR is its host, that "
-            "it was started and that no firewall is between [rendezvous-unreachable]"
+            f"{place}: no rank 0 answers at {host}:{port}{within}; check that MASTER_ADDR is its "
+            "host, that it was started and that no firewall is between [rendezvous-unreachable]"
         )
     if is_network or "gloo" in stated.lower() or "nccl" in stated.lower():
         why = " ".join(stated.split("Exception raised from", 1)[0].split())[:160]
         return (
             f"{place}: the ranks that met at {host}:{port} cannot connect to each other ({why}); "
-            "check the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) [rendezvous-failed]"
+            "check the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) "
+            "[rendezvous-failed]"
         )
     return ""
 

@@ -1,5 +1,5 @@
-"""Schedules of the learning rate that DeepSpeed has not, or has wrong: its WarmupCosineLR spends the first step at rate
-zero.
+"""Schedules of the learning rate that DeepSpeed has not, or has wrong: its WarmupCosineLR spends
+the first step at rate zero.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ _MOVED: Final = ("lr", "momentum", "betas", "weight_decay")
 
 
 def factor(schedule: Constant | InverseSqrt, step: int, total_steps: int) -> float:
-    """Return the share of the learning rate at a step counted from 0: (t + 1) / W while warming up, then by kind.
+    """Return the share of the learning rate at a step counted from 0: (t + 1) / W while warming up,
+    then by kind.
 
-    With p the share of the steps after the warm-up: cosine m + (1 - m) (1 + cos(pi p)) / 2 (Loshchilov & Hutter 2017,
-    eq. 5), polynomial m + (1 - m) (1 - p)^k, inverse_sqrt sqrt(W / (t + 1)) (Vaswani et al. 2017, eq. 3); wsd 1 until
-    the last `decay_steps`, over which p counts then (Haegele et al. 2024).
+    With p the share of the steps after the warm-up: cosine m + (1 - m) (1 + cos(pi p)) / 2
+    (Loshchilov & Hutter 2017, eq. 5), polynomial m + (1 - m) (1 - p)^k, inverse_sqrt sqrt(W / (t +
+    1)) (Vaswani et al. 2017, eq. 3); wsd 1 until the last `decay_steps`, over which p counts then
+    (Haegele et al. 2024).
     """
     warmup = schedule.warmup_steps
     if step < warmup:
@@ -40,11 +42,17 @@ def factor(schedule: Constant | InverseSqrt, step: int, total_steps: int) -> flo
     length = max(1, total_steps - first)
     progress = min(1.0, max(0.0, (step - first) / length))
     if isinstance(schedule, Cosine):
-        left = _half_cosine((step - first) * schedule.cycles % length / length if progress < 1.0 else 1.0)
+        left = _half_cosine(
+            (step - first) * schedule.cycles % length / length if progress < 1.0 else 1.0
+        )
     elif isinstance(schedule, Polynomial):
         left = (1.0 - progress) ** schedule.power
     elif isinstance(schedule, WSD):
-        curves = {"linear": 1.0 - progress, "sqrt": 1.0 - math.sqrt(progress), "cosine": _half_cosine(progress)}
+        curves = {
+            "linear": 1.0 - progress,
+            "sqrt": 1.0 - math.sqrt(progress),
+            "cosine": _half_cosine(progress),
+        }
         left = curves[schedule.curve]
     else:
         return 1.0
@@ -56,7 +64,9 @@ def _half_cosine(progress: float) -> float:
 
 
 class StepSchedule:
-    """Sets the rate of every parameter group; has the methods that DeepSpeed calls on a client schedule."""
+    """Sets the rate of every parameter group; has the methods that DeepSpeed calls on a client
+    schedule.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, factor: Callable[[int], float]) -> None:
         self.optimizer = optimizer
@@ -85,7 +95,9 @@ class StepSchedule:
 
 
 class OwnSchedule:
-    """A schedule of the user's own, and what it has set in the parameter groups: most of torch's go on from there."""
+    """A schedule of the user's own, and what it has set in the parameter groups: most of torch's go
+    on from there.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, make: MakeSchedule) -> None:
         self.optimizer = optimizer
@@ -95,24 +107,34 @@ class OwnSchedule:
         self.get_lr = self.get_last_lr
 
     def state_dict(self) -> dict[str, Any]:
-        groups = [{name: group[name] for name in _MOVED if name in group} for group in self.optimizer.param_groups]
+        groups = [
+            {name: group[name] for name in _MOVED if name in group}
+            for group in self.optimizer.param_groups
+        ]
         return {"schedule": self._schedule.state_dict(), "groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; raises ConfigError where another number of groups was saved."""
         if len(state["groups"]) != len(self.optimizer.param_groups):
-            reason = f"{len(state['groups'])} parameter groups were saved, here are {len(self.optimizer.param_groups)}"
-            raise ConfigError.of("schedule-groups", reason, "resume with the groups of the save", "scheduler")
+            reason = (
+                f"{len(state['groups'])} parameter groups were saved, here are "
+                f"{len(self.optimizer.param_groups)}"
+            )
+            raise ConfigError.of(
+                "schedule-groups", reason, "resume with the groups of the save", "scheduler"
+            )
         self._schedule.load_state_dict(state["schedule"])
         for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
-            group.update({name: tuple(value) if name == "betas" else value for name, value in saved.items()})
+            group.update(
+                {name: tuple(value) if name == "betas" else value for name, value in saved.items()}
+            )
 
 
 def client_schedule(
     plan: Plan, make: MakeSchedule | None
 ) -> Callable[[torch.optim.Optimizer], StepSchedule | OwnSchedule] | None:
-    """Return the argument of `deepspeed.initialize(lr_scheduler=...)`; None where the JSON names the schedule, and
-    where the rate is the same all the time. `make` makes the user's own.
+    """Return the argument of `deepspeed.initialize(lr_scheduler=...)`; None where the JSON names
+    the schedule, and where the rate is the same all the time. `make` makes the user's own.
     """
     schedule = plan.config.scheduler
     if make is not None:

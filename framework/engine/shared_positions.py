@@ -1,4 +1,5 @@
-"""Whether a model gives for shared sequences what it gives for whole ones: asked before the first step.
+"""Whether a model gives for shared sequences what it gives for whole ones: asked before the first
+step.
 
 A model that numbers its positions itself, or mixes them elsewhere than in attention, would train on
 other numbers without an error. Here a few tokens run through it both ways: first through each model
@@ -104,14 +105,21 @@ class PositionCheck:
                 return
         numbering.rule = Numbering.IN_ORDER
         with whole():
-            again = [pair for pair in _tensors(expected, model(**probe)) if pair[0].shape[:2] == mask.shape]
+            again = [
+                pair
+                for pair in _tensors(expected, model(**probe))
+                if pair[0].shape[:2] == mask.shape
+            ]
         if self._difference(again, mask) > self._bound:
             _warn_of_no_look(module, "it computes other numbers from the same tokens every time")
             return
         raise refused_positions(module, _reason(min(differences)))
 
-    def look_at_batch(self, batch: Any, split: Callable[[Any], Any], as_read: Callable[[Any], Any]) -> None:
-        """Compare what the task makes of the first rows of a batch: its outputs and its loss. Collective.
+    def look_at_batch(
+        self, batch: Any, split: Callable[[Any], Any], as_read: Callable[[Any], Any]
+    ) -> None:
+        """Compare what the task makes of the first rows of a batch: its outputs and its loss.
+        Collective.
 
         Raises:
             ConfigError: kind ``sequence-needs-attention``.
@@ -144,25 +152,37 @@ class PositionCheck:
         difference = self._difference(pairs, counts)
         if difference > self._bound:
             raise refused_positions(self._model, _reason(difference))
-        self._compare_losses(_quotients(loss), _quotients(own_loss), is_mean=isinstance(loss, Tensor))
+        self._compare_losses(
+            _quotients(loss), _quotients(own_loss), is_mean=isinstance(loss, Tensor)
+        )
 
     def _compare_losses(self, expected: Tensor, own: Tensor, *, is_mean: bool) -> None:
-        """Compare sums and counts (parts, 2) of a loss over whole sequences with those of this group together."""
+        """Compare sums and counts (parts, 2) of a loss over whole sequences with those of this
+        group together.
+        """
         torch.distributed.all_reduce(own, group=self._group.group)
         (count, *_), (found, *_) = expected[:, 1].tolist(), own[:, 1].tolist()
         if not is_mean and abs(count - found) > 0.5:
-            reason = f"its loss counts {found:g} where ranks share the positions of what counts {count:g} whole"
+            reason = (
+                f"its loss counts {found:g} where ranks share the positions of what counts "
+                f"{count:g} whole"
+            )
             raise refused_positions(self._model, reason)
-        whole_loss, shared_loss = (float((pair[:, 0] / pair[:, 1]).sum()) for pair in (expected, own))
+        whole_loss, shared_loss = (
+            float((pair[:, 0] / pair[:, 1]).sum()) for pair in (expected, own)
+        )
         difference = abs(whole_loss - shared_loss) / max(abs(whole_loss), 1e-12)
         bound = max(_LOSS_BOUND, self._bound)
         if difference > bound and not self._is_routed:  # no where one is not finite
             raise refused_positions(
-                self._model, f"its loss is another by {difference:.1%} where ranks share the positions"
+                self._model,
+                f"its loss is another by {difference:.1%} where ranks share the positions",
             )
 
     def _pairs(self, expected: Any, found: Any) -> Pairs:
-        """This rank's part of each output that has positions, for whole sequences, and the same for shared ones."""
+        """This rank's part of each output that has positions, for whole sequences, and the same for
+        shared ones.
+        """
         rank = self._group.rank
         size = self._group.size
         pairs: Pairs = []
@@ -170,13 +190,14 @@ class PositionCheck:
             length = one.shape[1]
             own = -(-one.shape[1] // size)
             if other.shape[1] == own != length:
-                end = max(0, min(own, length - rank * own))  # without those that were added to divide
+                # without those that were added to divide
+                end = max(0, min(own, length - rank * own))
                 pairs.append((self._part.of(one, fill=0)[:, :end], other[:, :end]))
         return pairs
 
     def _difference(self, pairs: Pairs, counts: Tensor | None) -> float:
-        """Return the largest difference at a position that counts (rows, positions), on any rank; as a share of the
-        largest number of its tensor.
+        """Return the largest difference at a position that counts (rows, positions), on any rank;
+        as a share of the largest number of its tensor.
         """
         worst = torch.zeros((), device=device())
         for expected, found in pairs:
@@ -184,7 +205,9 @@ class PositionCheck:
                 continue
             rows, length = expected.shape[:2]
             largest = expected.float().nan_to_num(0.0).abs().amax().clamp(min=1e-12)
-            shares = (expected.float() - found.float()).abs().reshape(rows, length, -1).amax(2) / largest
+            shares = (expected.float() - found.float()).abs().reshape(rows, length, -1).amax(
+                2
+            ) / largest
             if counts is not None and len(counts) == rows:
                 shares = shares[counts[:, :length]]
             shares = shares.flatten().nan_to_num(1.0)
@@ -199,7 +222,9 @@ class PositionCheck:
 def _tensors(expected: Any, found: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Outputs of two passes that may have positions, in pairs."""
     for one, other in zip(tree_leaves(expected), tree_leaves(found), strict=False):
-        are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor) and one.is_floating_point()
+        are_tensors = (
+            isinstance(one, Tensor) and isinstance(other, Tensor) and one.is_floating_point()
+        )
         if are_tensors and min(one.ndim, other.ndim) > 1 and len(one) == len(other):
             yield one, other
 
@@ -214,7 +239,10 @@ def _quotients(loss: Tensor | Ratio | tuple[Ratio, ...]) -> Tensor:
         else:
             parts = (loss,)
     rows = [
-        (torch.as_tensor(number, device=device()).detach().double() for number in (one.total, one.count))
+        (
+            torch.as_tensor(number, device=device()).detach().double()
+            for number in (one.total, one.count)
+        )
         for one in parts
     ]
     return torch.stack([torch.stack(tuple(row)) for row in rows])
@@ -222,15 +250,16 @@ def _quotients(loss: Tensor | Ratio | tuple[Ratio, ...]) -> Tensor:
 
 def _reason(difference: float) -> str:
     return (
-        f"its outputs are others where ranks share the positions (by {difference:.1%} of the largest): it numbers "
-        "positions by itself, or mixes them elsewhere than in attention"
+        f"its outputs are others where ranks share the positions (by {difference:.1%} of the "
+        "largest): it numbers positions by itself, or mixes them elsewhere than in attention"
     )
 
 
 def _warn_of_no_look(module: nn.Module, reason: str) -> None:
     warn(
-        f"parallel.sequence: {type(module).__name__} was not compared for shared and for whole sequences: {reason}; "
-        "compare train/loss of some steps with those of parallel.sequence: 1 [sequence-not-compared]",
+        f"parallel.sequence: {type(module).__name__} was not compared for shared and for whole "
+        f"sequences: {reason}; compare train/loss of some steps with those of parallel.sequence: "
+        "1 [sequence-not-compared]",
         is_of_all_ranks=True,
     )
 
@@ -241,8 +270,8 @@ def _has_experts(config: Any) -> bool:
 
 
 def _probe(module: nn.Module, numbering: Numbering, *, size: int) -> dict[str, Tensor] | None:
-    """Tokens and masks (rows, positions): one row whole, one padded at its end, one at its begin. None for a model that
-    reads no tokens.
+    """Tokens and masks (rows, positions): one row whole, one padded at its end, one at its begin.
+    None for a model that reads no tokens.
     """
     config: Any = module.config
     if hasattr(config, "get_text_config"):
@@ -252,7 +281,9 @@ def _probe(module: nn.Module, numbering: Numbering, *, size: int) -> dict[str, T
     vocabulary = getattr(config, "vocab_size", None)
     if not isinstance(vocabulary, int):
         return None
-    ids = torch.randint(vocabulary, (_ROWS, _POSITIONS * size), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        vocabulary, (_ROWS, _POSITIONS * size), generator=torch.Generator().manual_seed(1)
+    )
     mask = torch.ones_like(ids)
     mask[1, -_PADDED:] = 0
     mask[2, :_PADDED] = 0
@@ -295,7 +326,9 @@ def _cut(pair: tuple[Any, Any], *, most: int) -> tuple[Any, Any]:
 
 @contextmanager
 def _looking(engine: Any) -> Iterator[None]:
-    """Compute in evaluation mode and without gradients; modes, buffers and states of generators stay as they were."""
+    """Compute in evaluation mode and without gradients; modes, buffers and states of generators
+    stay as they were.
+    """
     modes = [(module, module.training) for module in engine.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
     states = random_state.capture()

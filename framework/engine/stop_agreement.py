@@ -1,16 +1,17 @@
-"""All ranks stop after the same step, although the request may have reached only one of them; so are evaluations and
-saves by the clock of rank 0.
+"""All ranks stop after the same step, although the request may have reached only one of them; so
+are evaluations and saves by the clock of rank 0.
 
-No collective and no read from the device: until somebody is asked, a step costs one look at a variable. A thread of
-every rank looks into the store of the process group several times a second. When a request is there, each rank's thread
-posts the next step its rank will end, and the rank does not go past it before all have posted; the largest of them is
-the step to stop after. Threads answer whatever their ranks wait for, so this needs no guess how long a step takes.
+No collective and no read from the device: until somebody is asked, a step costs one look at a
+variable. A thread of every rank looks into the store of the process group several times a second.
+When a request is there, each rank's thread posts the next step its rank will end, and the rank does
+not go past it before all have posted; the largest of them is the step to stop after. Threads answer
+whatever their ranks wait for, so this needs no guess how long a step takes.
 
     rank 0: SIGTERM -> store: asked   posts 41   .. step 41, waits ..  decided: 42   step 42, stops
     rank 1:               sees asked  posts 42                         decided: 42   step 42, stops
 
-What ends nothing is agreed on as often as it is due, each time under keys of its own. Threads do so ahead of their
-ranks: a step that is decided later lies behind those that were before.
+What ends nothing is agreed on as often as it is due, each time under keys of its own. Threads do so
+ahead of their ranks: a step that is decided later lies behind those that were before.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from framework.system.log import warn
 from framework.system.stopping import EVALUATE, SAVE, StopRequest, announce
 
 _LOOK_SECONDS: Final = 0.25
-_RANKS_PER_LOOK: Final = 512  # more of them look less often, as one thread at rank 0 answers all, and wait longer
-# Threads answer within a second. Who has not after this long is gone, and the launcher's patience is 20 to 30 seconds.
+# more of them look less often, as one thread at rank 0 answers all, and wait longer
+_RANKS_PER_LOOK: Final = 512
+# Threads answer within a second. Who has not after this long is gone, and the launcher's patience
+# is 20 to 30 seconds.
 _WAIT_SECONDS: Final = 12.0
 _numbers = itertools.count()
 
@@ -46,15 +49,16 @@ def agreed_stops(
 ) -> Iterator[Callable[[int], str]]:
     """From here on requests are honoured between two steps. Collective, as is the end of the block.
 
-    `due` is what rank 0's clock asks for, ``evaluate``, ``save`` or a reason to stop; empty for nothing. It is asked in
-    another thread, or after every step where this rank is alone.
+    `due` is what rank 0's clock asks for, ``evaluate``, ``save`` or a reason to stop; empty for
+    nothing. It is asked in another thread, or after every step where this rank is alone.
 
     Raises:
         RunStopped: another rank was asked, too, and ended before it came here.
 
     Yields:
-        To be called on every rank equally often, first with `start_step`, then with the number of the last step taken:
-        the name of the signal if all ranks stop now, what is due now by the clock, else an empty string.
+        To be called on every rank equally often, first with `start_step`, then with the number of
+        the last step taken: the name of the signal if all ranks stop now, what is due now by the
+        clock, else an empty string.
     """
     request.training_begins()
     asked = _asked_so_far(request)
@@ -65,8 +69,9 @@ def agreed_stops(
         return
     if store is None:
         warn(
-            f"process groups of {torch.distributed.get_backend()} have no store: requests to stop cannot be agreed "
-            "on, and are not followed, nor is the clock (every_minutes, max_minutes) [stop-not-agreed]"
+            f"process groups of {torch.distributed.get_backend()} have no store: requests to stop "
+            "cannot be agreed on, and are not followed, nor is the clock (every_minutes, "
+            "max_minutes) [stop-not-agreed]"
         )
         yield lambda step: ""
         return
@@ -74,9 +79,12 @@ def agreed_stops(
     own = PrefixStore(f"stop/{next(_numbers)}", store).clone()
     own_rank = torch.distributed.get_rank()
     ask = due if own_rank == 0 else lambda: ""
-    agreement = StopAgreement(request, store=own, rank=own_rank, world_size=world_size, step=start_step, due=ask)
+    agreement = StopAgreement(
+        request, store=own, rank=own_rank, world_size=world_size, step=start_step, due=ask
+    )
     agreement.start()
-    calls = itertools.count(start_step)  # of every rank: in an evaluation there are several after one step
+    # of every rank: in an evaluation there are several after one step
+    calls = itertools.count(start_step)
     try:
         yield lambda step: agreement.signal_after(next(calls))
         agreement.leave()
@@ -85,13 +93,17 @@ def agreed_stops(
 
 
 def _asked_so_far(request: StopRequest) -> str:
-    """The signal that any rank was asked by. A rank that was asked a moment sooner has ended instead of coming here."""
+    """The signal that any rank was asked by. A rank that was asked a moment sooner has ended
+    instead of coming here.
+    """
     try:
         return next((signal for signal in gather(request.signal) if signal), "")
     except RuntimeError as error:
         if not (request.signal and is_lost_peer(error)):
             raise
-        raise RunStopped(f"{request.signal}: stopped before the first step: nothing new to save [stopped]") from error
+        raise RunStopped(
+            f"{request.signal}: stopped before the first step: nothing new to save [stopped]"
+        ) from error
 
 
 class StopAgreement:
@@ -152,7 +164,9 @@ class StopAgreement:
             return word
 
     def leave(self) -> None:
-        """This rank has trained to its end or stopped: a request that still comes need not wait for it."""
+        """This rank has trained to its end or stopped: a request that still comes need not wait for
+        it.
+        """
         self._closing.set()
         self._thread.join(self._wait_seconds)
         if self._posted < 0 and not self._is_stopping and not self._thread.is_alive():
@@ -168,7 +182,8 @@ class StopAgreement:
 
     def _watch(self) -> None:
         while not self._closing.wait(self._look_seconds):
-            with suppress(RuntimeError):  # the store is where rank 0 is: without it, no rank trains on for long
+            # the store is where rank 0 is: without it, no rank trains on for long
+            with suppress(RuntimeError):
                 self._agree()
                 if self._is_stopping:
                     return
@@ -202,11 +217,15 @@ class StopAgreement:
             self._posted = max(self._step, self._last_decided) + 1
         self._store.set(self._key(f"next/{self._rank}"), str(self._posted))
         if self._store.add(self._key("posted"), 1) == self._world_size:
-            steps = self._store.multi_get([self._key(f"next/{rank}") for rank in range(self._world_size)])
+            steps = self._store.multi_get(
+                [self._key(f"next/{rank}") for rank in range(self._world_size)]
+            )
             self._store.set(self._key("decided"), str(max(map(int, steps))))
 
     def _count_down(self) -> None:
-        """A launcher may have asked that has seen a rank die: then this one waits for that in a collective."""
+        """A launcher may have asked that has seen a rank die: then this one waits for that in a
+        collective.
+        """
         self._giving_up = threading.Timer(self._wait_seconds, self._give_up)
         self._giving_up.daemon = True
         self._giving_up.start()
@@ -219,7 +238,8 @@ class StopAgreement:
 
 def _lost(rank: int) -> PeerLostError:
     return PeerLostError(
-        f"rank {rank}: the ranks are to agree on a step, and another one has ended or does not answer; what that one "
-        "said last tells why. The last complete checkpoint stands: checkpoint.resume=auto [peer-lost]",
+        f"rank {rank}: the ranks are to agree on a step, and another one has ended or does not "
+        "answer; what that one said last tells why. The last complete checkpoint stands: "
+        "checkpoint.resume=auto [peer-lost]",
         is_of_one_rank=True,
     )

@@ -1,9 +1,10 @@
-"""Names a rank that keeps the others waiting, from the parts of a step that all ranks exchange at logged points anyway.
+"""Names a rank that keeps the others waiting, from the parts of a step that all ranks exchange at
+logged points anyway.
 
-What a rank does before the first collective of a step is its own: reading, and the forward pass where no weights,
-positions or experts are divided. Of the backward pass a rank's own part cannot be told from its wait for the others,
-where gradients are summed meanwhile; so it counts only for a rank that is not early. Stages of a pipeline differ
-rightly, and are not compared.
+What a rank does before the first collective of a step is its own: reading, and the forward pass
+where no weights, positions or experts are divided. Of the backward pass a rank's own part cannot be
+told from its wait for the others, where gradients are summed meanwhile; so it counts only for a
+rank that is not early. Stages of a pipeline differ rightly, and are not compared.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ _SHARE_OF_STEP: Final = 0.1
 _SHARE_OF_BACKWARD: Final = 0.1  # of what the rank is late by, to be named beside the forward pass
 _FEWEST_POINTS: Final = 3
 _FEWEST_SECONDS: Final = 2.0
-_CHANGE: Final = 1.5  # of what each step would be shorter by, to be said again: a factor may be of next to nothing
+# of what each step would be shorter by, to be said again: a factor may be of next to nothing
+_CHANGE: Final = 1.5
 _GONE_POINTS: Final = 10  # without it, for one to be forgotten
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank, what it takes longer for, and its milliseconds and the median of the others' in a step."""
+    """A rank, what it takes longer for, and its milliseconds and the median of the others' in a
+    step.
+    """
 
     rank: int
     part: str
@@ -50,7 +54,9 @@ class Straggler:
 
     @property
     def factor(self) -> float:
-        """Compute how much longer it computes; or how much longer the step is, by the wait for its data."""
+        """Compute how much longer it computes; or how much longer the step is, by the wait for its
+        data.
+        """
         if self.part == "data":
             return self.step_ms / max(self.step_ms - self.excess_ms, 0.01 * self.step_ms)
         return self.own_ms / max(self.others_ms, 0.01 * self.own_ms)
@@ -60,12 +66,13 @@ class Straggler:
         figures = f"{self.own_ms:.3g} ms against {self.others_ms:.3g} ms"
         if self.part == "data":
             return (
-                f"rank {self.rank} (host {host}) keeps the others waiting, as it waits for its data: data {figures}, "
-                f"in a step of {self.step_ms:.3g} ms, {self.factor:.1f} x as long by it [straggler]"
+                f"rank {self.rank} (host {host}) keeps the others waiting, as it waits for its "
+                f"data: data {figures}, in a step of {self.step_ms:.3g} ms, {self.factor:.1f} x "
+                "as long by it [straggler]"
             )
         return (
-            f"rank {self.rank} (host {host}) computes {self.factor:.1f} x slower than the others: data "
-            f"{self.data_ms:.3g} ms, {self.part} {figures} [straggler]"
+            f"rank {self.rank} (host {host}) computes {self.factor:.1f} x slower than the others: "
+            f"data {self.data_ms:.3g} ms, {self.part} {figures} [straggler]"
         )
 
 
@@ -76,7 +83,9 @@ def find(parts: Parts, *, sees_forward: bool) -> Straggler | None:
     step = sum(map(sum, times.values())) / ranks
 
     def totals(names: Sequence[str]) -> list[float]:
-        return [sum(row) for row in zip(*(times[name] for name in names if name in times), strict=True)]
+        return [
+            sum(row) for row in zip(*(times[name] for name in names if name in times), strict=True)
+        ]
 
     def excess(rank: int, values: list[float]) -> float:
         return values[rank] - median(values[:rank] + values[rank + 1 :])
@@ -98,15 +107,23 @@ def find(parts: Parts, *, sees_forward: bool) -> Straggler | None:
         part = "data"
         values = data
     else:
-        names = [name for name in ("forward", "backward") if excess(rank, times[name]) > _SHARE_OF_BACKWARD * late]
+        names = [
+            name
+            for name in ("forward", "backward")
+            if excess(rank, times[name]) > _SHARE_OF_BACKWARD * late
+        ]
         names = names or ["forward"]
         part = "+".join(names)
         values = totals(names)
-    return Straggler(rank, part, values[rank], values[rank] - excess(rank, values), data[rank], step)
+    return Straggler(
+        rank, part, values[rank], values[rank] - excess(rank, values), data[rank], step
+    )
 
 
 class Stragglers:
-    """Looks at logged points, on all ranks alike; says a finding once, and again where it has changed."""
+    """Looks at logged points, on all ranks alike; says a finding once, and again where it has
+    changed.
+    """
 
     def __init__(self, hosts: Sequence[str], *, sees_forward: bool) -> None:
         self._hosts = hosts
@@ -119,7 +136,9 @@ class Stragglers:
         self._stated: dict[tuple[int, str], float] = {}
 
     def note(self, step: int, parts: Parts) -> None:
-        """Look at what each rank was busy with since the point before; the first one pays for compiling."""
+        """Look at what each rank was busy with since the point before; the first one pays for
+        compiling.
+        """
         steps = step - (step if self._step is None else self._step)
         self._step = step
         if steps > 0:
@@ -151,7 +170,12 @@ class Stragglers:
 
     def _report(self, found: Straggler) -> None:
         host = self._hosts[found.rank]
-        facts = {"rank": found.rank, "host": host, "factor": round(found.factor, 2), "part": found.part}
+        facts = {
+            "rank": found.rank,
+            "host": host,
+            "factor": round(found.factor, 2),
+            "part": found.part,
+        }
         times = {"own_ms": round(found.own_ms, 3), "others_ms": round(found.others_ms, 3)}
         warn(found.sentence(host), is_of_all_ranks=True, kind="straggler", **facts, **times)
 
@@ -162,4 +186,6 @@ def stragglers_of(plan: Plan, world_size: int) -> Stragglers | None:
     if world_size == 1 or layout.pipe_size > 1:
         return None
     is_divided = max(layout.tensor_size, layout.sequence_size, layout.expert_size) > 1
-    return Stragglers(gather(socket.gethostname()), sees_forward=plan.config.zero.stage < 3 and not is_divided)
+    return Stragglers(
+        gather(socket.gethostname()), sees_forward=plan.config.zero.stage < 3 and not is_divided
+    )

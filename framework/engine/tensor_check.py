@@ -18,18 +18,20 @@ from torch import Tensor
 from framework.errors import ConfigError
 
 _KEY: Final = "parallel.tensor_plan"
-# What rounding may change: of a gradient's norm, and of gradients that are nothing but rounding (a key's bias) of the
-# largest norm of any weight.
+# What rounding may change: of a gradient's norm, and of gradients that are nothing but rounding (a
+# key's bias) of the largest norm of any weight.
 _BOUNDS: Final = {"exact": (0.01, 1e-3), "half": (0.1, 0.05)}
 _MOST_NAMED: Final = 3
 
 
 class GradientCheck:
-    """Compares sums and norms of gradients within tensor groups: of the first step, and of logged ones when they are
-    read. Between logged points it does nothing.
+    """Compares sums and norms of gradients within tensor groups: of the first step, and of logged
+    ones when they are read. Between logged points it does nothing.
     """
 
-    def __init__(self, engine: Any, names: Mapping[Tensor, str], *, group: Any, every: int, is_own_plan: bool) -> None:
+    def __init__(
+        self, engine: Any, names: Mapping[Tensor, str], *, group: Any, every: int, is_own_plan: bool
+    ) -> None:
         """`every` so many steps are logged; `is_own_plan`: the plan came with the model."""
         self._group = group
         self._every = every
@@ -39,11 +41,16 @@ class GradientCheck:
             for weight in engine.module.parameters()
             if weight.requires_grad and "split" not in vars(weight)
         }
-        is_half = any(weight.dtype.itemsize < torch.float32.itemsize for weight in self._weights.values())
-        self._tolerance, self._floor = _BOUNDS["half" if is_half or engine.torch_autocast_enabled() else "exact"]
+        is_half = any(
+            weight.dtype.itemsize < torch.float32.itemsize for weight in self._weights.values()
+        )
+        self._tolerance, self._floor = _BOUNDS[
+            "half" if is_half or engine.torch_autocast_enabled() else "exact"
+        ]
         self._device = engine.device
         self._is_first = True
-        self._sums: Tensor | None = None  # (weights, 2): sum and sum of squares, of a step that was not compared
+        # (weights, 2): sum and sum of squares, of a step that was not compared
+        self._sums: Tensor | None = None
         self._hooks: list[Any] = []
 
     def begin(self, step: int) -> None:
@@ -104,13 +111,17 @@ class GradientCheck:
         if len(names) > _MOST_NAMED:
             shown += f" and {len(names) - _MOST_NAMED} more"
         reason = (
-            f"ranks of a tensor group have other gradients of {shown} (by {max(shares.values()):.0%}), which the plan "
-            "does not divide: each sees the part of its own units"
+            f"ranks of a tensor group have other gradients of {shown} (by "
+            f"{max(shares.values()):.0%}), which the plan does not divide: each sees the part of "
+            "its own units"
         )
         entry = f'"{names[0].rpartition(".")[0]}": summed'
         fix = f"write {entry} into the plan"
         if self._is_own_plan:
-            fix = f"write the model's plan (its _tp_plan) as {_KEY}, with {entry} in it, or set parallel.tensor: 1"
+            fix = (
+                f"write the model's plan (its _tp_plan) as {_KEY}, with {entry} in it, or set "
+                "parallel.tensor: 1"
+            )
         return ConfigError.of("tensor-plan", reason, fix, _KEY, names[0])
 
 

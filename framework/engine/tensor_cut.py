@@ -1,7 +1,9 @@
-"""Divides the weights of a model over the ranks of a tensor group, when it was built whole and before DeepSpeed has it.
+"""Divides the weights of a model over the ranks of a tensor group, when it was built whole and
+before DeepSpeed has it.
 
-Every rank builds the same weights as one process and keeps its part of them: what a run starts from does not depend on
-`parallel.tensor`. A parameter that was cut has the attribute `split` (`checkpoint.state.tensor_split.Split`).
+Every rank builds the same weights as one process and keeps its part of them: what a run starts from
+does not depend on `parallel.tensor`. A parameter that was cut has the attribute `split`
+(`checkpoint.state.tensor_split.Split`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from framework.config.training import TensorSplit
 from framework.errors import ConfigError, counted
 from framework.models.initialized import TokenEmbedding
 from framework.models.layers import LayeredModel
-from framework.models.split import ColumnLinear, RowLinear, TensorPart, VocabularyEmbedding, VocabularyPart
+from framework.models.split import (
+    ColumnLinear,
+    RowLinear,
+    TensorPart,
+    VocabularyEmbedding,
+    VocabularyPart,
+)
 from framework.system.log import warn
 from framework.tasks.causal_lm import CausalLM
 from framework.tasks.masked_lm import MaskedLM
@@ -40,7 +48,9 @@ Plan = Mapping[str, TensorSplit]
 
 
 class TensorCut:
-    """Cuts one model; given a `task` that computes its loss from divided logits, leaves these divided."""
+    """Cuts one model; given a `task` that computes its loss from divided logits, leaves these
+    divided.
+    """
 
     def __init__(self, group: Any, given: Plan | None, task: Task) -> None:
         self.part = TensorPart(group)
@@ -58,8 +68,8 @@ class TensorCut:
         """Cut a model in place.
 
         Raises:
-            ConfigError: kind ``tensor-plan``: it has no plan, a pattern of it matches nothing, or a layer cannot be
-                divided as it wants.
+            ConfigError: kind ``tensor-plan``: it has no plan, a pattern of it matches nothing, or a
+                layer cannot be divided as it wants.
         """
         plan = self._given or _own_plan(model, size=self.part.size)
         if not plan:
@@ -67,7 +77,9 @@ class TensorCut:
             fix = 'name its layers, such as {"blocks.*.up": column, "blocks.*.down": row}'
             raise ConfigError.of("tensor-plan", reason, fix, _KEY, None)
         is_ours = hasattr(type(model), "tensor_plan")
-        self.part.has_draws = not is_ours or any(isinstance(one, nn.Dropout) and one.p for one in model.modules())
+        self.part.has_draws = not is_ours or any(
+            isinstance(one, nn.Dropout) and one.p for one in model.modules()
+        )
         self._columns.clear()
         modules = dict(model.named_modules())
         weights = dict(model.named_parameters())
@@ -78,11 +90,16 @@ class TensorCut:
             if name in wanted:
                 self._cut_module(model, name, module, wanted[name])
         for name in wanted.keys() - modules.keys():
-            if wanted[name].split == "vocabulary" and self._keeps_logits:  # a bias of the output layer
+            # a bias of the output layer
+            if wanted[name].split == "vocabulary" and self._keeps_logits:
                 self._divide(name, weights[name], Split(0, (len(weights[name]),)))
                 self._cut.add(id(model.get_submodule(name.rpartition(".")[0])))
         if self._columns:
-            self._refuse(self._columns[0][0], "no row layer follows this column layer", "name the row layer as well")
+            self._refuse(
+                self._columns[0][0],
+                "no row layer follows this column layer",
+                "name the row layer as well",
+            )
         for name in shared:
             modules[name].register_forward_pre_hook(self._copy_input, with_kwargs=True)
             for inner, module in modules[name].named_modules(prefix=name):
@@ -93,7 +110,8 @@ class TensorCut:
         return model
 
     def _weigh(self, model: nn.Module, sizes: Mapping[nn.Parameter, int]) -> None:
-        """Warn of a plan that leaves most numbers whole; one of the model's own that saves next to nothing is refused.
+        """Warn of a plan that leaves most numbers whole; one of the model's own that saves next to
+        nothing is refused.
 
         `sizes` are those of its matrices before the cut.
         """
@@ -101,22 +119,32 @@ class TensorCut:
         share = divided / max(1, sum(sizes.values()))
         if share >= _LEAST_DIVIDED:
             return
-        named = [name for name, weight in model.named_parameters() if "split" in vars(weight) and weight.ndim > 1]
+        named = [
+            name
+            for name, weight in model.named_parameters()
+            if "split" in vars(weight) and weight.ndim > 1
+        ]
         reason = (
-            f"the plan of {type(model).__name__} divides {share:.1%} of the numbers in its matrices "
-            f"({counted(len(named), 'weight')}, such as {named[0] if named else 'none'}): every rank holds and "
-            "computes all others"
+            f"the plan of {type(model).__name__} divides {share:.1%} of the numbers in its "
+            f"matrices ({counted(len(named), 'weight')}, such as "
+            f"{named[0] if named else 'none'}): every rank holds and computes all others"
         )
         fix = f"write a plan that names its layers as {_KEY}, or set parallel.tensor: 1"
         if share < _LEAST_WORTH and self._given is None:
             raise ConfigError.of("tensor-plan", reason, fix, _KEY, None)
         warn(f"{_KEY}: {reason}; {fix} [tensor-plan]", is_of_all_ranks=True)
 
-    def _cut_module(self, model: nn.Module, name: str, module: nn.Module, entry: TensorSplit) -> None:
+    def _cut_module(
+        self, model: nn.Module, name: str, module: nn.Module, entry: TensorSplit
+    ) -> None:
         for attribute in entry.divide:
             value = getattr(module, attribute, None)
             if not isinstance(value, int) or value % self.part.size:
-                self._refuse(name, f"its attribute {attribute} is {value}, which cannot be divided", "name another")
+                self._refuse(
+                    name,
+                    f"its attribute {attribute} is {value}, which cannot be divided",
+                    "name another",
+                )
             setattr(module, attribute, value // self.part.size)
         kind = entry.split
         if kind == "summed":
@@ -128,11 +156,19 @@ class TensorCut:
         if isinstance(module, nn.Embedding):
             self._cut_embedding(model, name, module, kind)
         elif not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-            self._refuse(name, f"it is a {type(module).__name__}, and only nn.Linear can be cut so", "leave it out")
+            self._refuse(
+                name,
+                f"it is a {type(module).__name__}, and only nn.Linear can be cut so",
+                "leave it out",
+            )
         elif module._parameters.get("weight") is None:
             self._refuse(name, "its weight is computed from others", "leave it out")
         elif isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
-            self._refuse(name, "nn.MultiheadAttention takes the weight and does not call the layer", "leave it out")
+            self._refuse(
+                name,
+                "nn.MultiheadAttention takes the weight and does not call the layer",
+                "leave it out",
+            )
         elif kind == "row":
             self._cut_row(model, name, module)
         else:
@@ -143,7 +179,11 @@ class TensorCut:
         is_last = entry.split in ("vocabulary", "column_gathered")
         unit = entry.sections * (1 if is_last else self.part.size)
         if width % unit or (is_last and (entry.sections > 1 or width < self.part.size)):
-            self._refuse(name, f"its {width} outputs cannot be divided over {self.part.size} ranks", "leave it out")
+            self._refuse(
+                name,
+                f"its {width} outputs cannot be divided over {self.part.size} ranks",
+                "leave it out",
+            )
         split = Split(0, (width // entry.sections,) * entry.sections)
         for weight in filter(None.__ne__, (linear.weight, linear.bias)):
             self._divide(name, weight, split)
@@ -163,7 +203,11 @@ class TensorCut:
             what = f"its {linear.in_features} inputs cannot be divided over {self.part.size} ranks"
             self._refuse(name, what, "leave it and its column layers out")
         if not self._columns:
-            self._refuse(name, "no column layer stands before this row layer", "name its column layers as well")
+            self._refuse(
+                name,
+                "no column layer stands before this row layer",
+                "name its column layers as well",
+            )
         self._divide(name, linear.weight, Split(1, (linear.in_features,)))
         linear.__class__ = RowLinear
         linear.in_features = linear.weight.shape[1]
@@ -178,8 +222,17 @@ class TensorCut:
         size = module.num_embeddings
         if kind != "vocabulary":
             self._refuse(name, f"an embedding cannot be split as {kind}", "write vocabulary")
-        if size < self.part.size or module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
-            self._refuse(name, "an embedding with max_norm, sparse or scale_grad_by_freq stays whole", "leave it out")
+        if (
+            size < self.part.size
+            or module.max_norm is not None
+            or module.sparse
+            or module.scale_grad_by_freq
+        ):
+            self._refuse(
+                name,
+                "an embedding with max_norm, sparse or scale_grad_by_freq stays whole",
+                "leave it out",
+            )
         is_head = isinstance(model, LayeredModel) and any(
             layer.call is not None and model.place_of(layer) == name for layer in model.recipes
         )
@@ -194,8 +247,8 @@ class TensorCut:
         module.num_embeddings = part.size
 
     def _divide_look_up(self, name: str, module: nn.Embedding, part: VocabularyPart) -> None:
-        """Have an embedding look tokens up in all ranks' parts; where it has a forward of its own, such as one that
-        scales the vectors, inside of that.
+        """Have an embedding look tokens up in all ranks' parts; where it has a forward of its own,
+        such as one that scales the vectors, inside of that.
         """
         kind = type(module)
         look_ups = _LookUps()
@@ -203,12 +256,16 @@ class TensorCut:
             module.__class__ = VocabularyEmbedding
         else:
             # What it calls as `super().forward` is the divided one then.
-            module.__class__ = type(kind.__name__, (kind, VocabularyEmbedding), {"__module__": kind.__module__})
+            module.__class__ = type(
+                kind.__name__, (kind, VocabularyEmbedding), {"__module__": kind.__module__}
+            )
             module.vocabulary = look_ups  # type: ignore[assignment]
             with torch.no_grad():
                 module(torch.zeros(1, 2, dtype=torch.long, device=module.weight.device))
             if look_ups.number != 1:
-                reason = f"{kind.__name__} has a forward() of its own, which reads the weight itself"
+                reason = (
+                    f"{kind.__name__} has a forward() of its own, which reads the weight itself"
+                )
                 self._refuse(name, reason, "leave it out of the plan")
         module.vocabulary = part  # type: ignore[assignment]
 
@@ -224,10 +281,15 @@ class TensorCut:
     def _divide(self, name: str, weight: torch.Tensor, split: Split) -> None:
         known = vars(weight).get("split")
         if known not in (None, split):
-            self._refuse(name, "it shares a weight with a layer that is divided otherwise", "divide both alike")
+            self._refuse(
+                name,
+                "it shares a weight with a layer that is divided otherwise",
+                "divide both alike",
+            )
         if known is None:
             weight.data = split.part(weight.data, self.part.rank, self.part.size).clone()
-            # The second is what DeepSpeed's norms look for: what others have as well is counted once.
+            # The second is what DeepSpeed's norms look for: what others have as well is counted
+            # once.
             vars(weight).update(split=split, tensor_model_parallel=True)
 
     def _copy_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -245,7 +307,10 @@ class TensorCut:
         for name, module in modules.items():
             for own, weight in module.named_parameters(recurse=False):
                 if "split" in vars(weight) and id(module) not in self._cut:
-                    what = f"its {own} is that of a layer that is divided, and the plan leaves it whole"
+                    what = (
+                        f"its {own} is that of a layer that is divided, and the plan leaves it "
+                        "whole"
+                    )
                     self._refuse(name, what, "divide both: an embedding as vocabulary")
 
     def _refuse(self, name: str, reason: str, fix: str) -> NoReturn:
@@ -257,7 +322,9 @@ class _LookUps:
 
     number = 0
 
-    def look_up(self, tokens: torch.Tensor, weight: torch.Tensor, *, padding_idx: int | None = None) -> torch.Tensor:
+    def look_up(
+        self, tokens: torch.Tensor, weight: torch.Tensor, *, padding_idx: int | None = None
+    ) -> torch.Tensor:
         self.number += 1
         return weight.new_zeros(*tokens.shape, weight.shape[1])
 
@@ -272,7 +339,9 @@ def _around(*names: str) -> str:
 
 
 def _own_plan(model: nn.Module, *, size: int) -> dict[str, TensorSplit]:
-    """The plan that a model brings along: ours, or the one of the model of transformers that it is or holds."""
+    """The plan that a model brings along: ours, or the one of the model of transformers that it is
+    or holds.
+    """
     own = getattr(type(model), "tensor_plan", None)
     if own is not None:
         return {name: TensorSplit(split=word) for name, word in own.items()}
@@ -281,14 +350,22 @@ def _own_plan(model: nn.Module, *, size: int) -> dict[str, TensorSplit]:
         if found:
             unknown = sorted(set(found.values()) - _OF_TRANSFORMERS.keys())
             if unknown:
-                reason = f"the plan of {type(module).__name__} splits layers as {unknown[0]}, which is not done here"
-                raise ConfigError.of("tensor-plan", reason, "set parallel.tensor: 1, or write a plan", _KEY, None)
+                reason = (
+                    f"the plan of {type(module).__name__} splits layers as {unknown[0]}, "
+                    "which is not done here"
+                )
+                raise ConfigError.of(
+                    "tensor-plan", reason, "set parallel.tensor: 1, or write a plan", _KEY, None
+                )
             _refuse_heads(getattr(module, "config", None), size)
             if name:
                 prefix = f"{name}."
             else:
                 prefix = ""
-            return {f"{prefix}{key}": TensorSplit(split=_OF_TRANSFORMERS[word]) for key, word in found.items()}  # type: ignore[arg-type]
+            return {
+                f"{prefix}{key}": TensorSplit.model_validate({"split": _OF_TRANSFORMERS[word]})
+                for key, word in found.items()
+            }
     return {}
 
 
@@ -297,7 +374,9 @@ def _refuse_heads(config: Any, size: int) -> None:
         count = getattr(config, key, None)
         if isinstance(count, int) and count % size:
             reason = f"ranks cannot share the model's {count} {key} evenly"
-            raise ConfigError.of("tensor-not-divisible", reason, "set another size", "parallel.tensor", size)
+            raise ConfigError.of(
+                "tensor-not-divisible", reason, "set another size", "parallel.tensor", size
+            )
 
 
 def _matched(plan: Plan, names: Iterable[str], *, may_be_idle: bool) -> dict[str, TensorSplit]:

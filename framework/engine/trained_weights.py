@@ -1,8 +1,10 @@
-"""Finds weights that are trained or frozen in mid-run, replaced or added: DeepSpeed would train others, without a word.
+"""Finds weights that are trained or frozen in mid-run, replaced or added: DeepSpeed would train
+others, without a word.
 
-DeepSpeed 0.19.8 takes the weights that require a gradient when the engine is built (runtime/utils.py
-`is_optimized_parameter`). A weight that requires one later is in no optimizer; at stages 1 to 3 one that no longer does
-is stepped all the same, with a gradient of zeros: it decays, and its moments move it.
+DeepSpeed 0.19.8 takes the weights that require a gradient when the engine is built
+(runtime/utils.py `is_optimized_parameter`). A weight that requires one later is in no optimizer; at
+stages 1 to 3 one that no longer does is stepped all the same, with a gradient of zeros: it decays,
+and its moments move it.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from framework.engine.distributed import claims_error_report
 from framework.errors import TrainingError
 from framework.system.log import warn
 
-# Flags of 4,000 weights take 0.2 ms of a step, the identities of all weights and modules 0.7 ms: those of many are
-# looked at in some steps only.
+# Flags of 4,000 weights take 0.2 ms of a step, the identities of all weights and modules 0.7 ms:
+# those of many are looked at in some steps only.
 _MANY: Final = 2000
 _STEPS_OF_A_LOOK: Final = 10
 _FLAG: Final = "[requires-grad-changed]"
@@ -28,9 +30,13 @@ _REPLACED: Final = "[weight-replaced]"
 
 
 class TrainedWeights:
-    """The weights of an engine as they were when it was built; flags and identities are the host's, nothing waits."""
+    """The weights of an engine as they were when it was built; flags and identities are the host's,
+    nothing waits.
+    """
 
-    def __init__(self, engine: deepspeed.DeepSpeedEngine, names: Mapping[torch.Tensor, str]) -> None:
+    def __init__(
+        self, engine: deepspeed.DeepSpeedEngine, names: Mapping[torch.Tensor, str]
+    ) -> None:
         self._engine = engine
         self._weights = list(engine.module.parameters())
         self._names = [names[weight] for weight in self._weights]
@@ -43,8 +49,9 @@ class TrainedWeights:
         self._take = engine._take_model_step
         engine._take_model_step = self._taken
         if engine.zero_optimization_stage() == 3:
-            # It keeps the last step's gradient of a weight that was frozen in any pass of this one (stage3.py
-            # `partition_grads` adds to it, `independent_gradient_partition_epilogue` takes zeros).
+            # It keeps the last step's gradient of a weight that was frozen in any pass of this one
+            # (stage3.py `partition_grads` adds to it, `independent_gradient_partition_epilogue`
+            # takes zeros).
             self._end_pass = engine.optimizer.independent_gradient_partition_epilogue
             engine.optimizer.independent_gradient_partition_epilogue = self._pass_ended
 
@@ -60,7 +67,9 @@ class TrainedWeights:
             self._look()
 
     def refuse_changed_flags(self) -> None:
-        """Refuse weights that require a gradient, or no longer do, as they did not before; raises as the other."""
+        """Refuse weights that require a gradient, or no longer do, as they did not before; raises
+        as the other.
+        """
         flags = list(map(attrgetter("requires_grad"), self._weights))
         if flags != self._accepted:
             self._judge(flags)
@@ -81,7 +90,9 @@ class TrainedWeights:
         self._end_pass()
 
     def _judge(self, flags: list[bool]) -> None:
-        """Refuse changed flags, or accept weights that are frozen where they then stay as they are."""
+        """Refuse changed flags, or accept weights that are frozen where they then stay as they
+        are.
+        """
         pairs = list(zip(self._names, self._flags, flags, strict=True))
         thawed = [name for name, before, now in pairs if now and not before]
         frozen = [name for name, before, now in pairs if before and not now]
@@ -92,16 +103,22 @@ class TrainedWeights:
             self._refuse_flags(thawed, reason, f"until_step: {step}" if step else "")
         if frozen and not self._may_freeze:
             dtype = "" if stage else " in half precision"
-            reason = f"is False now, and at zero.stage {stage}{dtype} DeepSpeed steps it on, by zeros for gradients"
+            reason = (
+                f"is False now, and at zero.stage {stage}{dtype} DeepSpeed steps it on, by "
+                "zeros for gradients"
+            )
             if stage == 3:
-                reason += " (a flag that is the same again before every step() is right at stages 0 to 2)"
+                reason += (
+                    " (a flag that is the same again before every step() is right at stages 0 to 2)"
+                )
             self._refuse_flags(frozen, reason, f"from_step: {step + 1}" if step else "")
         self._accepted = flags
         if frozen and not self._has_warned:
             self._has_warned = True
             warn(
-                f"after step {step}: requires_grad of {_listed(frozen)} is False now; no checkpoint keeps that, and a "
-                f"resumed run trains it until the code freezes it again {_FLAG}",
+                f"after step {step}: requires_grad of {_listed(frozen)} is False now; no "
+                "checkpoint keeps that, and a resumed run trains it until the code freezes it "
+                f"again {_FLAG}",
                 is_of_all_ranks=True,
             )
 
@@ -109,8 +126,13 @@ class TrainedWeights:
         fix = "leave the flag alone, and set it in the model's factory"
         if steps:
             entry = f"{{match: {names[0]!r}, {steps}}}"
-            fix = f"leave the flag alone, and name the weight in training.freeze, for example {entry}"
-        self._refuse(f"requires_grad of {_listed(names)} was changed after the start: it {reason}; {fix}", _FLAG)
+            fix = (
+                f"leave the flag alone, and name the weight in training.freeze, for example {entry}"
+            )
+        self._refuse(
+            f"requires_grad of {_listed(names)} was changed after the start: it {reason}; {fix}",
+            _FLAG,
+        )
 
     def _refuse_replaced(self) -> None:
         """Refuse weights that took the place of others, where either is trained."""
@@ -126,16 +148,18 @@ class TrainedWeights:
         names = list(dict.fromkeys([*lost, *new]))
         if names:
             self._refuse(
-                f"the model's weight {_listed(names)} is another object than at the start, or is new or gone, and "
-                "the optimizer holds those of the start; change numbers in place (weight.copy_(...)), and build all "
-                "layers in the model's factory",
+                f"the model's weight {_listed(names)} is another object than at the start, or is "
+                "new or gone, and the optimizer holds those of the start; change numbers in "
+                "place (weight.copy_(...)), and build all layers in the model's factory",
                 _REPLACED,
             )
 
     def _look(self) -> None:
         """Note where modules keep their weights and their parts, and what is there."""
         modules = list(self._engine.module.modules())
-        self._places = [module._parameters for module in modules] + [module._modules for module in modules]
+        self._places = [module._parameters for module in modules] + [
+            module._modules for module in modules
+        ]
         self._known = self._members()
 
     def _members(self) -> list[int]:

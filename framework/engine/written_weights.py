@@ -1,14 +1,19 @@
-"""Weights that the user's own code writes (callbacks, `forward`, a loop of one's own, torch itself): kept, or refused.
+"""Weights that the user's own code writes (callbacks, `forward`, a loop of one's own, torch
+itself): kept, or refused.
 
-DeepSpeed steps a copy of the weights in fp32 and writes it over the module (ZeRO 1 and 2, half precision at 0), or has
-no whole weights between two uses (3). So a write into the module lasts until the next step, or has no place at all.
-Here what the module holds is carried into the copy: before each step, and before the copy is read.
+DeepSpeed steps a copy of the weights in fp32 and writes it over the module (ZeRO 1 and 2, half
+precision at 0), or has no whole weights between two uses (3). So a write into the module lasts
+until the next step, or has no place at all. Here what the module holds is carried into the copy:
+before each step, and before the copy is read.
 
-- ZeRO 1 and 2, half precision at 0: this rank's share of the module is compared with the copy, rounded as DeepSpeed
-  rounds it (runtime/zero/stage_1_and_2.py `step`). Where they differ, the module's number is taken.
-- ZeRO 3: what a gathered weight holds is written back when it is released (runtime/zero/partition_parameters.py
-  `_partition_param` drops it). A weight that is not gathered is refused by its name at the line that writes into it.
-- A copy that lies on another device costs a transfer: there a sum over the share shows that it was written.
+- ZeRO 1 and 2, half precision at 0: this rank's share of the module is compared with the copy,
+  rounded as DeepSpeed rounds it (runtime/zero/stage_1_and_2.py `step`). Where they differ, the
+  module's number is taken.
+- ZeRO 3: what a gathered weight holds is written back when it is released
+  (runtime/zero/partition_parameters.py `_partition_param` drops it). A weight that is not gathered
+  is refused by its name at the line that writes into it.
+- A copy that lies on another device costs a transfer: there a sum over the share shows that it was
+  written.
 
 Nothing waits for the device between logged points.
 """
@@ -39,16 +44,28 @@ from framework.checkpoint.state.optimizer_shards import Names, opened
 from framework.engine.distributed import gather
 from framework.errors import TrainingError
 
-# Numbers that are compared at once, which takes 11 to 17 bytes each meanwhile: few where they lie in a cache, more
-# where every piece is some kernels to launch.
+# Numbers that are compared at once, which takes 11 to 17 bytes each meanwhile: few where they lie
+# in a cache, more where every piece is some kernels to launch.
 _AT_ONCE_ON_CPU: Final = 2**17
 _AT_ONCE: Final = 2**22
 _MOST_BLOCKS: Final = 2**11  # sums of a flat buffer, by which a weight is found
-# Torch leaves these before it looks at memory, where a tensor has no elements (aten/src/ATen/native/Distributions.cpp),
-# and on GPUs those for lists of tensors (aten/src/ATen/native/cuda/MultiTensorApply.cuh).
-_DRAWS: Final = ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
+# Torch leaves these before it looks at memory, where a tensor has no elements
+# (aten/src/ATen/native/Distributions.cpp), and on GPUs those for lists of tensors
+# (aten/src/ATen/native/cuda/MultiTensorApply.cuh).
+_DRAWS: Final = (
+    "bernoulli_",
+    "cauchy_",
+    "exponential_",
+    "geometric_",
+    "log_normal_",
+    "normal_",
+    "random_",
+    "uniform_",
+)
 _UNREACHABLE: Final = "Cannot access data pointer of Tensor"  # c10/core/StorageImpl.h
-_LOADED: Final = re.compile(r"size mismatch for (\S+): [^\n]*the shape in current model is torch\.Size\(\[0\]\)")
+_LOADED: Final = re.compile(
+    r"size mismatch for (\S+): [^\n]*the shape in current model is torch\.Size\(\[0\]\)"
+)
 _spread: Final[dict[int, str]] = {}  # storages that stand for spread weights -> their names
 
 
@@ -59,7 +76,9 @@ Pairs = list[tuple[Tensor, Tensor]]
 class WrittenWeights:
     """Keeps what is written into the weights of one engine, or refuses it."""
 
-    def __init__(self, engine: deepspeed.DeepSpeedEngine, names: Callable[[], Names], *, log_every: int) -> None:
+    def __init__(
+        self, engine: deepspeed.DeepSpeedEngine, names: Callable[[], Names], *, log_every: int
+    ) -> None:
         """Look from the engine's next step on; `names` are the plain names of its weights."""
         self._engine = engine
         self._optimizer = engine.optimizer
@@ -67,8 +86,10 @@ class WrittenWeights:
         self._log_every = log_every
         self._began = self._since = engine.global_steps
         self._groups = _flat_groups(self._optimizer)
-        self._sums: list[Tensor | None] = [None] * len(self._groups)  # of what all ranks of a group should have alike
-        self._shares: dict[int, Tensor] = {}  # sums after a step of shares whose copy lies elsewhere
+        # of what all ranks of a group should have alike
+        self._sums: list[Tensor | None] = [None] * len(self._groups)
+        # sums after a step of shares whose copy lies elsewhere
+        self._shares: dict[int, Tensor] = {}
         self._written: dict[int, Tensor] = {}  # 1 where such a share was written
         self._places: list[int] = []
         self._same: Pairs = []
@@ -84,7 +105,11 @@ class WrittenWeights:
 
     def reset(self) -> None:
         """Begin anew, from weights that came from a checkpoint."""
-        self._shares = {number: _sums(low) for number, (low, copy) in enumerate(self._pairs()) if _is_apart(low, copy)}
+        self._shares = {
+            number: _sums(low)
+            for number, (low, copy) in enumerate(self._pairs())
+            if _is_apart(low, copy)
+        }
         self._forget()
         self._began = self._engine.global_steps
         if self._spread is not None:
@@ -104,8 +129,8 @@ class WrittenWeights:
 
     @contextmanager
     def gathered(self, module: torch.nn.Module | None = None) -> Iterator[torch.nn.Module]:
-        """Within it the weights of the model, or of one of its modules, are whole, and what every rank alike writes
-        into them is kept. Collective.
+        """Within it the weights of the model, or of one of its modules, are whole, and what every
+        rank alike writes into them is kept. Collective.
         """
         module = module or self._engine.module
         if self._spread is None:
@@ -115,8 +140,8 @@ class WrittenWeights:
                 yield module
 
     def refuse(self) -> None:
-        """Refuse what was written since the last look and is lost, or differs between ranks. Collective; waits for the
-        device.
+        """Refuse what was written since the last look and is lost, or differs between ranks.
+        Collective; waits for the device.
 
         Raises:
             TrainingError: kind ``weight-written`` or ``weight-differs-between-ranks``.
@@ -125,17 +150,24 @@ class WrittenWeights:
         when = self._when()
         self._forget()
         if lost:
-            reason = "was written by code of the run, and the optimizer's copy of it lies on another device"
-            raise self._refusal(lost, reason, "leave out zero.offload_optimizer and zero.offload_param", when=when)
+            reason = (
+                "was written by code of the run, and the optimizer's copy of it lies on "
+                "another device"
+            )
+            raise self._refusal(
+                lost, reason, "leave out zero.offload_optimizer and zero.offload_param", when=when
+            )
         if differing:
             raise TrainingError(
-                f"{when}: weight {_listed(differing)} was written, and not alike on all ranks: of each number one "
-                "rank's value would be kept; draw from a generator with one seed on all ranks, or from what all "
-                "ranks have alike [weight-differs-between-ranks]"
+                f"{when}: weight {_listed(differing)} was written, and not alike on all ranks: of "
+                "each number one rank's value would be kept; draw from a generator with one seed "
+                "on all ranks, or from what all ranks have alike [weight-differs-between-ranks]"
             )
 
     def unguarded(self) -> AbstractContextManager[None]:
-        """Return a context in which DeepSpeed may save and load spread weights as the empty tensors that they are."""
+        """Return a context in which DeepSpeed may save and load spread weights as the empty tensors
+        that they are.
+        """
         return _unguarded(self._spread)
 
     def close(self) -> None:
@@ -169,12 +201,20 @@ class WrittenWeights:
             _take_over(some)
 
     def _views(self) -> tuple[Pairs, list[Pairs]]:
-        """List the pairs of one type, and batches of the others: as before, while all lie where they lay."""
+        """List the pairs of one type, and batches of the others: as before, while all lie where
+        they lay.
+        """
         places = [one.data_ptr() for one in self._compared()]
         if places != self._places:
-            near = [(low, copy) for low, copy in self._pairs() if not (_is_apart(low, copy) or _is_same(low, copy))]
+            near = [
+                (low, copy)
+                for low, copy in self._pairs()
+                if not (_is_apart(low, copy) or _is_same(low, copy))
+            ]
             self._same = [(low, copy) for low, copy in near if low.dtype == copy.dtype]
-            self._others = list(_batches([(low, copy) for low, copy in near if low.dtype != copy.dtype]))
+            self._others = list(
+                _batches([(low, copy) for low, copy in near if low.dtype != copy.dtype])
+            )
             self._places = places
         return self._same, self._others
 
@@ -201,7 +241,9 @@ class WrittenWeights:
             parameter.data = place
 
     def _note_before(self) -> None:
-        """Add up what all ranks should have alike, and note shares that were written since the last step."""
+        """Add up what all ranks should have alike, and note shares that were written since the last
+        step.
+        """
         for number, group in enumerate(self._groups):
             if group.ranks > 1:
                 found = _sums(group.flat())
@@ -214,7 +256,9 @@ class WrittenWeights:
                 self._written[number] = changed if before is None else before | changed
 
     def _found(self) -> tuple[list[str], list[str]]:
-        """Name the weights that were written and are lost, and those that differ between ranks, on all ranks."""
+        """Name the weights that were written and are lost, and those that differ between ranks, on
+        all ranks.
+        """
         lost = list[str]()
         differing = list[str]()
         is_open = False  # alike on all ranks
@@ -227,7 +271,9 @@ class WrittenWeights:
         for group, sums in zip(self._groups, self._sums, strict=True):
             if sums is not None:
                 is_open = True
-                differing += self._named(group.members_in(_differing(sums, group.process_group), group.flat()))
+                differing += self._named(
+                    group.members_in(_differing(sums, group.process_group), group.flat())
+                )
         if not is_open or torch.distributed.get_world_size() == 1:
             return lost, differing
         found = torch.tensor(len(lost) + len(differing), device=self._engine.device)
@@ -236,7 +282,9 @@ class WrittenWeights:
             return [], []
         everyone = gather((lost, differing))
         lost = [name for of_rank, _ in everyone for name in of_rank]
-        return list(dict.fromkeys(lost)), list(dict.fromkeys(name for _, of_rank in everyone for name in of_rank))
+        return list(dict.fromkeys(lost)), list(
+            dict.fromkeys(name for _, of_rank in everyone for name in of_rank)
+        )
 
     def _in_share(self, number: int, changed: Tensor) -> list[Parameter]:
         blocks: list[int] = changed.nonzero().flatten().tolist()
@@ -266,8 +314,12 @@ class WrittenWeights:
             names = {}
         return [names.get(weight, "?") for weight in weights]
 
-    def _refusal(self, names: Sequence[str], reason: str, fix: str, *, when: str = "") -> TrainingError:
-        return TrainingError(f"{when or self._when()}: weight {_listed(names)} {reason}; {fix} [weight-written]")
+    def _refusal(
+        self, names: Sequence[str], reason: str, fix: str, *, when: str = ""
+    ) -> TrainingError:
+        return TrainingError(
+            f"{when or self._when()}: weight {_listed(names)} {reason}; {fix} [weight-written]"
+        )
 
     def _when(self) -> str:
         first = self._since + 1
@@ -284,23 +336,31 @@ class WrittenWeights:
             copies = optimizer.fp32_partitioned_groups_flat
             nothing = torch.empty(0)  # where a share lies in a file
             pairs = zip(lows, copies, strict=True)
-            return [(nothing, nothing) if low is None else (low.data, copy.data) for low, copy in pairs]
+            return [
+                (nothing, nothing) if low is None else (low.data, copy.data) for low, copy in pairs
+            ]
         if self._groups:
             return [(group.share(), group.copy().data) for group in self._groups]
         if isinstance(optimizer, FP16_Optimizer):
             found = Pairs()
             for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
                 pieces = flat.data.split([one.numel() for one in group])
-                found += [(one.data, piece.view_as(one)) for one, piece in zip(group, pieces, strict=True)]
+                found += [
+                    (one.data, piece.view_as(one)) for one, piece in zip(group, pieces, strict=True)
+                ]
             return found
         if isinstance(optimizer, FP16_UnfusedOptimizer):
             groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-            return [(low.data, copy.data) for lows, copies in groups for low, copy in zip(lows, copies, strict=True)]
+            return [
+                (low.data, copy.data)
+                for lows, copies in groups
+                for low, copy in zip(lows, copies, strict=True)
+            ]
         return []
 
     def _keep_what_deepspeed_sets(self) -> None:
-        """DeepSpeed's own functions for this (utils/tensor_fragment.py `safe_set_full_fp32_param`) write the copy
-        alone, and leave the module as it was: it gets the value as well.
+        """DeepSpeed's own functions for this (utils/tensor_fragment.py `safe_set_full_fp32_param`)
+        write the copy alone, and leave the module as it was: it gets the value as well.
         """
         if self._spread is not None:
             self._spread.keep_what_deepspeed_sets()
@@ -311,7 +371,9 @@ class WrittenWeights:
 
 
 class _FlatGroup:
-    """A group of weights that lie in one row, cut into equal shares (ZeRO 1 and 2, bf16 pipelines)."""
+    """A group of weights that lie in one row, cut into equal shares (ZeRO 1 and 2, bf16
+    pipelines).
+    """
 
     def __init__(self, optimizer: Any, number: int, names: tuple[str, str, str, str]) -> None:
         groups, self._flats, self._parts, self._copies = names
@@ -340,12 +402,18 @@ class _FlatGroup:
 
     def members_in(self, blocks: Sequence[int], part: Tensor, *, first: int = 0) -> list[Parameter]:
         """List the weights in blocks of a part that begins at `first`."""
-        members = [(parameter, shape.numel(), offset - first) for parameter, shape, offset in self.members]
+        members = [
+            (parameter, shape.numel(), offset - first) for parameter, shape, offset in self.members
+        ]
         return _members_in(members, blocks, part)
 
 
-def _members_in(members: Iterable[tuple[Parameter, int, int]], blocks: Sequence[int], part: Tensor) -> list[Parameter]:
-    """List those of the members (weight, numbers, place) that lie in blocks of a part, the fullest first."""
+def _members_in(
+    members: Iterable[tuple[Parameter, int, int]], blocks: Sequence[int], part: Tensor
+) -> list[Parameter]:
+    """List those of the members (weight, numbers, place) that lie in blocks of a part, the fullest
+    first.
+    """
     count = _as_numbers(part).numel()
     size = _block_size(count) * part.numel() // max(count, 1)
     starts = torch.tensor(blocks, dtype=torch.int64) * size
@@ -366,11 +434,19 @@ def _flat_groups(optimizer: Any) -> list[_FlatGroup]:
             "parallel_partitioned_bit16_groups",
             "single_partition_of_fp32_groups",
         ),
-        ("bf16_groups", "bf16_groups_flat", "bf16_partitioned_groups", "fp32_groups_flat_partition"),
+        (
+            "bf16_groups",
+            "bf16_groups_flat",
+            "bf16_partitioned_groups",
+            "fp32_groups_flat_partition",
+        ),
     )
     for names in kinds:
         if all(hasattr(optimizer, name) for name in names):
-            return [_FlatGroup(optimizer, number, names) for number in range(len(getattr(optimizer, names[0])))]
+            return [
+                _FlatGroup(optimizer, number, names)
+                for number in range(len(getattr(optimizer, names[0])))
+            ]
     return []
 
 
@@ -385,11 +461,16 @@ class _SpreadWeights:
     def __init__(self, engine: deepspeed.DeepSpeedEngine, names: Names) -> None:
         self._optimizer = engine.optimizer
         self._device = engine.device
-        self._is_exact = not engine.zero_quantized_weights()  # or what is gathered is not what is kept
-        self._weights = [weight for weight in engine.module.parameters() if hasattr(weight, "ds_id")]
+        # or what is gathered is not what is kept
+        self._is_exact = not engine.zero_quantized_weights()
+        self._weights = [
+            weight for weight in engine.module.parameters() if hasattr(weight, "ds_id")
+        ]
         self._names = [names.get(weight, "?") for weight in self._weights]
         self._numbers = {weight: number for number, weight in enumerate(self._weights)}
-        self._empties = [_guard(weight, name) for weight, name in zip(self._weights, self._names, strict=True)]
+        self._empties = [
+            _guard(weight, name) for weight, name in zip(self._weights, self._names, strict=True)
+        ]
         self._partitions = [weight.partition for weight in self._weights]
         self.looks = False
         self._is_guarded = True
@@ -397,7 +478,8 @@ class _SpreadWeights:
             weight.partition = functools.partial(self._release, weight, partition)
             self._set_empty(weight)
         _watch_silent_writes()
-        self._gather_small()  # as DeepSpeed does after each step: they are whole from the first one on
+        # as DeepSpeed does after each step: they are whole from the first one on
+        self._gather_small()
         self.forget()
 
     def forget(self) -> None:
@@ -493,18 +575,26 @@ class _SpreadWeights:
             return
         self.has_news = True
         if is_apart and own:
-            self._lost[number] |= (share.to(kept.device) != kept.narrow(0, 0, own)).any().to(self._device)
+            self._lost[number] |= (
+                (share.to(kept.device) != kept.narrow(0, 0, own)).any().to(self._device)
+            )
         value = _total(whole.reshape(-1))
         ends = torch.stack((value, -value))
         self._ends[number] = torch.maximum(self._ends[number], ends)
 
     def _set_empty(self, weight: Any) -> None:
         number = self._numbers.get(weight)
-        if number is not None and self._is_guarded and weight.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+        if (
+            number is not None
+            and self._is_guarded
+            and weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+        ):
             weight.data = self._empties[number]
 
     def guard(self, is_guarded: bool) -> None:
-        """Have spread weights raise where they are written or read by their address, or be plain empty tensors."""
+        """Have spread weights raise where they are written or read by their address, or be plain
+        empty tensors.
+        """
         self._is_guarded = is_guarded
         for weight in self._weights:
             self._set_empty(weight)
@@ -523,7 +613,8 @@ def _guard(weight: Any, name: str) -> Tensor:
     storage = empty.untyped_storage()
     torch._C._set_throw_on_mutable_data_ptr(empty)
     _spread[storage._cdata] = name
-    weakref.finalize(empty, _spread.pop, storage._cdata, None)  # an error is explained when the engine is closed
+    # an error is explained when the engine is closed
+    weakref.finalize(empty, _spread.pop, storage._cdata, None)
     return empty
 
 
@@ -539,7 +630,8 @@ def _unguarded(spread: _SpreadWeights | None) -> Iterator[None]:
         spread.guard(True)
 
 
-_silent: Final[list[tuple[Any, str, Any]]] = []  # what is replaced: its owner, its name and what it is
+# what is replaced: its owner, its name and what it is
+_silent: Final[list[tuple[Any, str, Any]]] = []
 _num_watching = 0
 
 
@@ -579,8 +671,8 @@ def _unwatch_silent_writes() -> None:
 
 
 def written_while_spread(error: BaseException, *, place: str = "") -> str:
-    """Explain an error of code that writes into a weight which stage 3 has spread; empty for other errors. `place` is
-    where it does.
+    """Explain an error of code that writes into a weight which stage 3 has spread; empty for other
+    errors. `place` is where it does.
     """
     stated = str(error)
     loaded = _LOADED.search(stated)
@@ -598,9 +690,10 @@ def written_while_spread(error: BaseException, *, place: str = "") -> str:
     else:
         weight = "a weight"
     return (
-        f"{weight} is written, or read by its address,{place} while ZeRO stage 3 has spread it over the ranks; do it "
-        "within state.gathered() of a callback or engine.gathered() of a loop of your own, keep what forward moves "
-        "in a buffer, or set zero.stage: 2 [weight-written]"
+        f"{weight} is written, or read by its address,{place} while ZeRO stage 3 has spread it "
+        "over the ranks; do it within state.gathered() of a callback or engine.gathered() of a "
+        "loop of your own, keep what forward moves in a buffer, or set zero.stage: 2 "
+        "[weight-written]"
     )
 
 
@@ -610,12 +703,16 @@ def _spread_names(value: Any) -> list[str]:
     else:
         values = (value,)
     tensors = [one for one in values if isinstance(one, Tensor) and not one.numel()]
-    found = [_spread.get(one.untyped_storage()._cdata) for one in tensors if one.layout is torch.strided]
+    found = [
+        _spread.get(one.untyped_storage()._cdata) for one in tensors if one.layout is torch.strided
+    ]
     return [name for name in found if name]
 
 
 def _place(weight: Any) -> tuple[int, int]:
-    """Return where this rank's share of a weight begins, and how many numbers of it are no padding."""
+    """Return where this rank's share of a weight begins, and how many numbers of it are no
+    padding.
+    """
     size = weight.ds_tensor.ds_numel
     start = size * torch.distributed.get_rank(weight.ds_process_group)
     own = max(min(size, weight.ds_numel - start), 0)
@@ -666,7 +763,9 @@ def _batches(pairs: Pairs) -> Iterator[Pairs]:
 
 
 def _take_over(pairs: Pairs) -> None:
-    """Take the numbers that are not the copy's rounded ones; the others keep the bits that rounding drops."""
+    """Take the numbers that are not the copy's rounded ones; the others keep the bits that rounding
+    drops.
+    """
     lows = [low for low, _ in pairs]
     copies = [copy for _, copy in pairs]
     low = _joined(lows)
@@ -683,7 +782,9 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _as_numbers(flat: Tensor) -> Tensor:
-    """See the bits of a tensor as whole numbers, of which a sum is alike in any order, also where it overflows."""
+    """See the bits of a tensor as whole numbers, of which a sum is alike in any order, also where
+    it overflows.
+    """
     size = flat.element_size()
     if size == 8 or (size == 2 and flat.numel() % 2 == 0 and flat.storage_offset() % 2 == 0):
         return flat.view(torch.int32)

@@ -1,4 +1,6 @@
-"""train.py of an installed copy, which `launch` starts on every rank: train.py --config FILE [key=value ...]."""
+"""train.py of an installed copy, which `launch` starts on every rank: train.py --config FILE
+[key=value ...].
+"""
 
 from framework.script import main
 

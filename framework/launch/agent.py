@@ -54,34 +54,39 @@ _HINTS: Final[Mapping[int, str]] = {
     signal.SIGBUS: _OF_NATIVE_CODE,
 }
 _LESS_MEMORY: Final = (
-    "reduce data.num_workers, data.prefetch_batches, batch.micro_size or the offload to the CPU, or give the "
-    "job more memory"
+    "reduce data.num_workers, data.prefetch_batches, batch.micro_size or the offload to the CPU, "
+    "or give the job more memory"
 )
 
 
 async def run_attempt(
     ranks: Ranks, peers: Peers, requests: StopRequests, *, grace_seconds: float
 ) -> tuple[int, str, int]:
-    """Start the ranks and see them end; no process of theirs is left afterwards but what `Ranks.not_killed` names: the
-    others are not told that this node has ended, because it has not.
+    """Start the ranks and see them end; no process of theirs is left afterwards but what
+    `Ranks.not_killed` names: the others are not told that this node has ended, because it has not.
 
     Args:
         grace_seconds: to save in after a request to stop.
 
     Returns:
-        This node's exit code, a line that says what happened, and the exit code of what happened, wherever that was.
+        This node's exit code, a line that says what happened, and the exit code of what happened,
+        wherever that was.
     """
     attempt = _Attempt(ranks, peers, requests, grace_seconds)
     try:
         attempt.start()
         await attempt.watch()
     finally:
-        await asyncio.to_thread(ranks.clear)  # for seconds, perhaps, in which the other nodes are still heard
+        # for seconds, perhaps, in which the other nodes are still heard
+        await asyncio.to_thread(ranks.clear)
     left = ranks.not_killed
     if left:
         where = f"{peers.own_name} {first_few(left)}"
         how = f"{where}: not ended {KILL_SECONDS:.0f} s after SIGKILL: it waits in the kernel"
-        fix = "bring back the mount or device that it waits for, or restart this host: it may hold its GPU until then"
+        fix = (
+            "bring back the mount or device that it waits for, or restart this host: it may "
+            "hold its GPU until then"
+        )
         return attempt.result(EXIT_PEER_LOST, f"{how}; {fix} [rank-not-killed]")
     return await attempt.conclude()
 
@@ -106,7 +111,9 @@ class _Attempt:
         """All ranks, or the end of all nodes."""
         try:
             self.ranks.start()
-        except OSError as error:  # no more processes, no memory for one, an environment that is too large
+        except (
+            OSError
+        ) as error:  # no more processes, no memory for one, an environment that is too large
             self.codes.append(EXIT_TRAINING)
             self._fail(f": a rank could not be started ({error.strerror})", EXIT_TRAINING)
             self._end_ranks()
@@ -128,7 +135,11 @@ class _Attempt:
         code = self._own_code()
         self.peers.send("ended", code=code)
         confirm_until = math.inf
-        while not self.peers.all_ended and not self.peers.is_cut_off and time.monotonic() < confirm_until:
+        while (
+            not self.peers.all_ended
+            and not self.peers.is_cut_off
+            and time.monotonic() < confirm_until
+        ):
             await self.peers.wait(_LOOK_SECONDS)
             self._ask()
             if self.peers.failures or self.peers.killed:
@@ -154,7 +165,9 @@ class _Attempt:
                 self.peers.send("stop", why=f"rank {end.rank} stopped")
             return
         self.begun_to_end = self.begun_to_end or time.monotonic()
-        how = how_ended(code, lacked_memory=code == 128 + signal.SIGKILL and self.oom_kills.have_risen())
+        how = how_ended(
+            code, lacked_memory=code == 128 + signal.SIGKILL and self.oom_kills.have_risen()
+        )
         how += f": {end.reason}" if end.reason else ""
         self._fail(f" rank {end.rank}: {how}", code)
         self._end_ranks()
@@ -181,7 +194,9 @@ class _Attempt:
         now = time.monotonic()
         if self.peers.failures:
             self._end_ranks()
-        elif self.peers.stop or self.stop_sent:  # a signal that has come since `_ask` is for the next look
+        elif (
+            self.peers.stop or self.stop_sent
+        ):  # a signal that has come since `_ask` is for the next look
             self._stop_ranks(now)
             if self.peers.killed or self.kill_sent:
                 self._give_up("killed at the second request to stop")
@@ -198,8 +213,11 @@ class _Attempt:
             return
         self.stopping, self.begun_to_end, self.kill_at = True, now, now + self._grace()
         why = self.peers.stop or self.requests.asked
-        # Ranks name at their end what they got: Ctrl-C here is theirs, too. Where it is ignored, it is ignored by both.
-        self.ranks.signal(signal.SIGINT if self.requests.asked == signal.SIGINT.name else signal.SIGTERM)
+        # Ranks name at their end what they got: Ctrl-C here is theirs, too. Where it is ignored, it
+        # is ignored by both.
+        self.ranks.signal(
+            signal.SIGINT if self.requests.asked == signal.SIGINT.name else signal.SIGTERM
+        )
         asked = f"asking {self.ranks.num_running} ranks to stop, with {self._grace():.0f} s to save"
         print_line(f"{why}: {asked}; once more kills them")
 
@@ -224,7 +242,9 @@ class _Attempt:
         return min(self.codes, key=lambda code: order.get(code, 0), default=EXIT_OK)
 
     def result(self, code: int, stopped: str) -> tuple[int, str, int]:
-        """Say how the job ended, as far as it is known here; `stopped`: whether everything has, in words."""
+        """Say how the job ended, as far as it is known here; `stopped`: whether everything has, in
+        words.
+        """
         failure = first_failure(self.peers.failures)
         if failure is not None:
             # Two nodes may meet the same error by themselves: each ends with its own code.
@@ -236,21 +256,34 @@ class _Attempt:
             line = f"{failure.what} at {failure.at}; {stopped}{asked}"
             return mine.code if mine else EXIT_PEER_LOST, line, failure.code
         if {*self.peers.ended.values(), code} == {EXIT_OK}:
-            return EXIT_OK, f"finished: {counted(len(self.peers.ended), 'node')}, every rank ended with 0", EXIT_OK
+            return (
+                EXIT_OK,
+                f"finished: {counted(len(self.peers.ended), 'node')}, every rank ended with 0",
+                EXIT_OK,
+            )
         saved = "what was saved, if anything, the ranks said above"
         line = f"stopped on request ({self.peers.stop or 'a rank'}): {stopped}; {saved}"
         return EXIT_STOPPED, line, EXIT_STOPPED
 
 
 def first_failure(failures: list[Failure]) -> Failure | None:
-    """Return the failure that came first; one that is only the loss of another rank or node is chosen last."""
-    return min(failures, key=lambda each: (each.code == EXIT_PEER_LOST) * (2 - (": lost: " in each.what)), default=None)
+    """Return the failure that came first; one that is only the loss of another rank or node is
+    chosen last.
+    """
+    return min(
+        failures,
+        key=lambda each: (each.code == EXIT_PEER_LOST) * (2 - (": lost: " in each.what)),
+        default=None,
+    )
 
 
 def how_ended(code: int, *, lacked_memory: bool = False) -> str:
     """Put an exit code into words; `lacked_memory`: the kernel has counted a kill for it."""
     if lacked_memory:
-        return f"killed by the kernel for lack of host memory ({code}); {_LESS_MEMORY} [out-of-host-memory]"
+        return (
+            f"killed by the kernel for lack of host memory ({code}); {_LESS_MEMORY} "
+            "[out-of-host-memory]"
+        )
     if code > 128 and code - 128 in set(signal.Signals):
         hint = _HINTS.get(code - 128, "")
         return f"killed by {signal.Signals(code - 128).name} ({code}{hint})"

@@ -1,4 +1,6 @@
-"""The plain `deepspeed` command that stands for what is started, the environment it needs, and where train.py is."""
+"""The plain `deepspeed` command that stands for what is started, the environment it needs, and
+where train.py is.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _INCLUDE: Final = "--include=${include#@}"
 
 @dataclass(frozen=True)
 class PlainCommand:
-    """Command for a person to type, with what has to come before it in the shell, and variables for it alone."""
+    """Command for a person to type, with what has to come before it in the shell, and variables for
+    it alone.
+    """
 
     words: list[str]
     before: str = ""
@@ -53,8 +57,11 @@ def local_command(
     Args:
         arguments: of train.py, which is `script`.
         port, address: where ranks meet.
-        chosen: device numbers of ``CUDA_VISIBLE_DEVICES``; without them the launcher takes the first."""
-    # With --num_gpus the launcher drops CUDA_VISIBLE_DEVICES and takes devices 0 to N-1: somebody else's, perhaps.
+        chosen: device numbers of ``CUDA_VISIBLE_DEVICES``; without them the launcher takes the
+            first.
+    """
+    # With --num_gpus the launcher drops CUDA_VISIBLE_DEVICES and takes devices 0 to N-1: somebody
+    # else's, perhaps.
     where = ["--num_gpus", str(num_ranks)]
     if chosen is not None:
         where = ["--include", "localhost:" + ",".join(map(str, sorted(chosen[:num_ranks])))]
@@ -64,7 +71,15 @@ def local_command(
     else:
         local = []
     where += ["--master_addr", address] if address else []
-    return [*deepspeed_program(), *local, *where, "--master_port", str(port), str(script), *arguments]
+    return [
+        *deepspeed_program(),
+        *local,
+        *where,
+        "--master_port",
+        str(port),
+        str(script),
+        *arguments,
+    ]
 
 
 def node_command(
@@ -75,7 +90,9 @@ def node_command(
     devices: Sequence[int] | None = None,
     hostfile: str | None = None,
 ) -> PlainCommand:
-    """The `deepspeed` command that trains the same; its hostfile is only a list of places, with names of no meaning."""
+    """The `deepspeed` command that trains the same; its hostfile is only a list of places, with
+    names of no meaning.
+    """
     if devices:
         numbers = sorted(devices)[: topology.slots]
     else:
@@ -98,18 +115,40 @@ def node_command(
         if numbers:
             before += f"include=$(printf '@node-%s:{','.join(map(str, numbers))}' {places}) && "
             include = [_INCLUDE]
-    own = [f"--{name}={getattr(topology, name)}" for name in ("node_rank", "master_addr", "master_port")]
-    words = [*deepspeed_program(), f"--hostfile={path}", "--no_ssh", *own, *include, str(script), *arguments]
+    own = [
+        f"--{name}={getattr(topology, name)}"
+        for name in ("node_rank", "master_addr", "master_port")
+    ]
+    words = [
+        *deepspeed_program(),
+        f"--hostfile={path}",
+        "--no_ssh",
+        *own,
+        *include,
+        str(script),
+        *arguments,
+    ]
     return PlainCommand(words, before)
 
 
 def hosts_command(
-    options: LaunchOptions, topology: Topology, chosen: Sequence[Chosen], arguments: Sequence[str], *, script: Path
+    options: LaunchOptions,
+    topology: Topology,
+    chosen: Sequence[Chosen],
+    arguments: Sequence[str],
+    *,
+    script: Path,
 ) -> PlainCommand | None:
-    """The `deepspeed` command for the same hosts, through pdsh; None where it has no words for them."""
+    """The `deepspeed` command for the same hosts, through pdsh; None where it has no words for
+    them.
+    """
     names = [item.host.name for item in chosen]
     choice = options.choice
-    filters = [f"--{name}={choice[name]}" for name in ("include", "exclude", "num_nodes", "num_gpus") if choice[name]]
+    filters = [
+        f"--{name}={choice[name]}"
+        for name in ("include", "exclude", "num_nodes", "num_gpus")
+        if choice[name]
+    ]
     before = ""
     path = options.hostfile
     if options.include or options.exclude:
@@ -118,16 +157,25 @@ def hosts_command(
         every = []
     if any(":" in name for name in names) or any(set(name) & set("@:") for name in every):
         # pdsh reads brackets as a range, and --include takes both signs for its own.
-        if not all(item.is_first and not (":" in item.host.name and "@" in item.host.name) for item in chosen):
+        if not all(
+            item.is_first and not (":" in item.host.name and "@" in item.host.name)
+            for item in chosen
+        ):
             return None
-        before = f"hosts=$(mktemp) && printf '%s slots={topology.slots}\\n' {shlex.join(names)} > $hosts && "
+        before = (
+            f"hosts=$(mktemp) && printf '%s slots={topology.slots}\\n' {shlex.join(names)} > "
+            "$hosts && "
+        )
         path = "$hosts"
         filters = []
     if options.remote_python or options.remote_folder:
         return None
-    # A single host would be taken for this machine; without its check the launcher needs none of our options of ssh
-    # there.
-    how = [*(["--force_multi"] if topology.nnodes == 1 else []), *(["--no_ssh_check"] if options.ssh_args else [])]
+    # A single host would be taken for this machine; without its check the launcher needs none of
+    # our options of ssh there.
+    how = [
+        *(["--force_multi"] if topology.nnodes == 1 else []),
+        *(["--no_ssh_check"] if options.ssh_args else []),
+    ]
     if topology.master_port:
         port = [f"--master_port={topology.master_port}"]
     else:
@@ -137,33 +185,45 @@ def hosts_command(
     return PlainCommand([*deepspeed_program(), *where, str(script), *arguments], before, variables)
 
 
-def added_environment(environment: Mapping[str, str], *, device: str, num_ranks: int) -> dict[str, str]:
+def added_environment(
+    environment: Mapping[str, str], *, device: str, num_ranks: int
+) -> dict[str, str]:
     """The variables that the run needs and the user has not set."""
     added: dict[str, str] = {}
     programs = str(Path(sys.executable).parent)
     if programs not in environment.get("PATH", "").split(os.pathsep):
-        # An environment that is not activated: torch calls `ninja` by name to compile DeepSpeed's optimizers.
+        # An environment that is not activated: torch calls `ninja` by name to compile DeepSpeed's
+        # optimizers.
         added["PATH"] = os.pathsep.join(filter(None, [programs, environment.get("PATH", "")]))
     if device == "cpu" and not environment.get("DS_ACCELERATOR"):
         added["DS_ACCELERATOR"] = "cpu"
     if not environment.get("OMP_NUM_THREADS"):
-        # Every rank would take every core, and they would wait for each other: beside GPUs in offloaded optimizers.
+        # Every rank would take every core, and they would wait for each other: beside GPUs in
+        # offloaded optimizers.
         added["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_ranks))
-    if device == "cuda" and not environment.get("PYTORCH_ALLOC_CONF", environment.get("PYTORCH_CUDA_ALLOC_CONF")):
-        # Batches of evaluation have other sizes than those of training: fixed segments would be left in pieces.
+    if device == "cuda" and not environment.get(
+        "PYTORCH_ALLOC_CONF", environment.get("PYTORCH_CUDA_ALLOC_CONF")
+    ):
+        # Batches of evaluation have other sizes than those of training: fixed segments would be
+        # left in pieces.
         added["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return added
 
 
 def as_shell_line(command: Sequence[str], added: Mapping[str, str], *, before: str = "") -> str:
-    """Format the command as a line for the shell; `before` defines the ``$hosts`` and ``$include`` in it."""
+    """Format the command as a line for the shell; `before` defines the ``$hosts`` and ``$include``
+    in it.
+    """
     variables = [f"{name}={shlex.quote(value)}" for name, value in added.items() if name != "PATH"]
     if "PATH" in added:
         variables.insert(0, f"PATH={shlex.quote(added['PATH'].partition(os.pathsep)[0])}:$PATH")
     found = shutil.which("deepspeed")
     on_path = found is not None and Path(found).absolute() == Path(command[0])
     program = "deepspeed" if on_path else command[0]
-    words = [word if before and word in ("--hostfile=$hosts", _INCLUDE) else shlex.quote(word) for word in command[1:]]
+    words = [
+        word if before and word in ("--hostfile=$hosts", _INCLUDE) else shlex.quote(word)
+        for word in command[1:]
+    ]
     return before + " ".join([*variables, shlex.quote(program), *words])
 
 
@@ -183,7 +243,9 @@ def find_train_script() -> Path:
 
 
 def usable_port(asked: int | None) -> int:
-    """A free port, or the one that was asked for; a ConfigError where something listens on that one."""
+    """A free port, or the one that was asked for; a ConfigError where something listens on that
+    one.
+    """
     if asked is None:
         return free_port()
     with socket.socket() as probe:
@@ -193,7 +255,9 @@ def usable_port(asked: int | None) -> int:
         except OSError as error:
             reason = f"ranks cannot meet there: {error.strerror}"
             fix = "leave it out, and a free one is taken"
-            raise ConfigError.of("port-not-usable", reason, fix, "--master_port", asked, "command line") from None
+            raise ConfigError.of(
+                "port-not-usable", reason, fix, "--master_port", asked, "command line"
+            ) from None
     return asked
 
 

@@ -5,9 +5,9 @@
     environment.py installed                everything that is installed, as constraints
     environment.py requirements EXTRA...    everything that is needed, whatever is installed, one per line
 
-It stands alone: it must run before anything is installed, on Python 3.10 without a TOML reader, and never imports the
-package. `missing` ends with 1, and says why, when something installed is too old: launch.sh changes nothing that is
-there.
+It stands alone: it must run before anything is installed, on Python 3.10 without a TOML reader, and
+never imports the package. `missing` ends with 1, and says why, when something installed is too old:
+launch.sh changes nothing that is there.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def requirements(extras: Sequence[str], *, pyproject: str | None = None) -> list[str]:
-    """Requirements of the base and of these extras, such as ``torch>=2.10``, as pyproject.toml writes them."""
+    """Requirements of the base and of these extras, such as ``torch>=2.10``, as pyproject.toml
+    writes them.
+    """
     if pyproject is not None:
         text = pyproject
     else:
         text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     found: list[str] = []
     for name in ("dependencies", *extras):
-        # Good for this project's own file, one quoted requirement to a line; a test holds it against a TOML reader.
+        # Good for this project's own file, one quoted requirement to a line; a test holds it
+        # against a TOML reader.
         block = re.search(rf"^{re.escape(name)} = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
         if block is None:
             raise SystemExit(f"pyproject.toml has no extra {name}")
@@ -40,7 +43,9 @@ def requirements(extras: Sequence[str], *, pyproject: str | None = None) -> list
 
 
 def missing(wanted: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Requirements that are not installed, and sentences about those that are installed but too old."""
+    """Requirements that are not installed, and sentences about those that are installed but too
+    old.
+    """
     absent: list[str] = []
     too_old: list[str] = []
     for requirement in wanted:
@@ -65,8 +70,12 @@ def stamp(extras: Sequence[str]) -> str:
 
 
 def installed() -> list[str]:
-    """``name==version`` of every installed distribution: installing under these changes none of them."""
-    versions = {(each.metadata["Name"] or "").lower(): each.version for each in metadata.distributions()}
+    """``name==version`` of every installed distribution: installing under these changes none of
+    them.
+    """
+    versions = {
+        (each.metadata["Name"] or "").lower(): each.version for each in metadata.distributions()
+    }
     return [f"{name}=={version}" for name, version in sorted(versions.items()) if name and version]
 
 

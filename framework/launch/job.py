@@ -22,7 +22,9 @@ def print_line(text: str) -> None:
 
 
 def write_termination_log(text: str) -> None:
-    """Write the last line where DSF_TERMINATION_LOG points, or where Kubernetes looks for it, if that is there."""
+    """Write the last line where DSF_TERMINATION_LOG points, or where Kubernetes looks for it, if
+    that is there.
+    """
     asked = os.environ.get("DSF_TERMINATION_LOG")
     path = Path(asked or "/dev/termination-log")
     if asked or path.exists():
@@ -31,19 +33,27 @@ def write_termination_log(text: str) -> None:
 
 
 def show_settings(topology: Topology, plain: str, *further: str) -> None:
-    """Print every value that was decided with its source, the command that could be pasted, and what else there is."""
+    """Print every value that was decided with its source, the command that could be pasted, and
+    what else there is.
+    """
     for name in ("nnodes", "node_rank", "slots", "master_addr", "master_port"):
         if name in topology.sources:
             value = getattr(topology, name)
             stated = "free" if name == "master_port" and not value else value
             write(sys.stdout, f"launch: {name:<12}{stated} ({topology.sources[name]})\n")
-    size = f"{topology.world_size} = {counted(topology.nnodes, 'node')} x {counted(topology.slots, 'rank')}"
+    size = (
+        f"{topology.world_size} = {counted(topology.nnodes, 'node')} x "
+        f"{counted(topology.slots, 'rank')}"
+    )
     for line in (f"{'world size':<12}{size}", f"plain command: {plain}", *further):
         write(sys.stdout, f"launch: {line}\n")
 
 
-def refuse_too_few(job: LoadedRun, devices: LocalDevices, *, num_ranks: int, stated_by: str, where: str = "") -> None:
-    """Raise a ConfigError for more ranks than devices: the surplus would die with "invalid device ordinal".
+def refuse_too_few(
+    job: LoadedRun, devices: LocalDevices, *, num_ranks: int, stated_by: str, where: str = ""
+) -> None:
+    """Raise a ConfigError for more ranks than devices: the surplus would die with "invalid device
+    ordinal".
 
     Args:
         stated_by: who asks for so many: an option, a key of the run config, a variable.
@@ -62,7 +72,8 @@ def refuse_too_few(job: LoadedRun, devices: LocalDevices, *, num_ranks: int, sta
 
 
 def refuse_one_start(config: RunConfig, *, place: str, once: str) -> None:
-    """Raise a UsageError where `checkpoint.resume` names a checkpoint: each start of the job would go back there.
+    """Raise a UsageError where `checkpoint.resume` names a checkpoint: each start of the job would
+    go back there.
 
     Args:
         place: what was asked for, such as ``launch slurm --requeue``.
@@ -70,13 +81,15 @@ def refuse_one_start(config: RunConfig, *, place: str, once: str) -> None:
     """
     if config.checkpoint.resume not in ("auto", "never"):
         raise UsageError(
-            f"{place}: checkpoint.resume = {config.checkpoint.resume}: a job that starts again would go back there "
-            f"each time; start once {once}, then go on with checkpoint.resume=auto"
+            f"{place}: checkpoint.resume = {config.checkpoint.resume}: a job that starts again "
+            f"would go back there each time; start once {once}, then go on with "
+            "checkpoint.resume=auto"
         )
 
 
 def hand_out(text: str, *, to: str | None, mark: bytes) -> None:
-    """Print a manifest or a script, or write it to a file, which if it is there has the mark of another one.
+    """Print a manifest or a script, or write it to a file, which if it is there has the mark of
+    another one.
 
     Raises:
         StorageError: it cannot be written, or is a file of another origin.

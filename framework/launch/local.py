@@ -1,7 +1,8 @@
-"""Starts a run on this machine: ``python -m framework launch CONFIG [key=value ...] [--num_gpus N] [--master_port P]``.
+"""Starts a run on this machine: ``python -m framework launch CONFIG [key=value ...] [--num_gpus N]
+[--master_port P]``.
 
-The `deepspeed` command that it prints, pasted into a shell, trains the same run. What would be one of several nodes is
-refused.
+The `deepspeed` command that it prints, pasted into a shell, trains the same run. What would be one
+of several nodes is refused.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from framework.system.output import write
 
 
 def launch(argv: Sequence[str]) -> int:
-    """Check, say what is started, start it, and return the exit code of the run; after a UsageError or ConfigError
-    nothing has been started.
+    """Check, say what is started, start it, and return the exit code of the run; after a UsageError
+    or ConfigError nothing has been started.
     """
     if argv[:1] == ["node"]:
         return be_a_node(argv[1:])
@@ -56,7 +57,9 @@ def launch(argv: Sequence[str]) -> int:
 
 
 def _alone_in_hostfile(options: LaunchOptions) -> Chosen | None:
-    """This machine with its devices, where the hostfile leaves no other host: then nobody needs ssh."""
+    """This machine with its devices, where the hostfile leaves no other host: then nobody needs
+    ssh.
+    """
     if options.remote_python or options.remote_folder:
         return None
     chosen = choose_hosts(options.hostfile or "", **options.choice)
@@ -65,19 +68,23 @@ def _alone_in_hostfile(options: LaunchOptions) -> Chosen | None:
     return None
 
 
-def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chosen | None = None) -> int:
+def _launch_here(
+    options: LaunchOptions, requests: StopRequests, *, alone: Chosen | None = None
+) -> int:
     devices = find_devices(os.environ)
     sources: dict[str, str] = {}
     if alone is not None:
         sources = options.sources
         options = replace(options, num_gpus=len(alone.devices), num_gpus_flag=sources["slots"])
         sources["nnodes"] += ": this machine, without ssh"
-        # Numbers that somebody wrote are those of the machine, whatever the environment leaves visible.
+        # Numbers that somebody wrote are those of the machine, whatever the environment leaves
+        # visible.
         is_named = options.include or options.exclude or not alone.is_first
         devices = devices.only(alone.devices if is_named else None)
         from framework.launch.ssh import passed_on
 
-        # A variable that is not set, a token file that is not there: not needed here, and a mistake all the same.
+        # A variable that is not set, a token file that is not there: not needed here, and a mistake
+        # all the same.
         passed_on(os.environ, exports=options.exports)
         read_token(options.token_file)
     refuse_lone_start(os.environ, options)
@@ -90,10 +97,18 @@ def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chose
     script = find_train_script()
     port = usable_port(options.master_port)
     command = local_command(
-        job.arguments, num_ranks=num_ranks, address=address, port=port, chosen=devices.chosen, script=script
+        job.arguments,
+        num_ranks=num_ranks,
+        address=address,
+        port=port,
+        chosen=devices.chosen,
+        script=script,
     )
     added = added_environment(os.environ, device=devices.kind, num_ranks=num_ranks)
-    sources |= {"slots": ranks.source, "master_port": "--master_port" if options.master_port else "a free one"}
+    sources |= {
+        "slots": ranks.source,
+        "master_port": "--master_port" if options.master_port else "a free one",
+    }
     sources |= {"master_addr": "--master_addr"} if options.master_addr else {}
     topology = Topology(1, num_ranks, 0, address or "127.0.0.1", port, sources)
     show_settings(topology, as_shell_line(command, added))
@@ -101,7 +116,9 @@ def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chose
         return EXIT_OK
     require_deepspeed()
     if not options.no_preflight:
-        _look_at_ops(job, Cluster(devices_per_host=num_ranks, device=devices.kind), {**os.environ, **added})
+        _look_at_ops(
+            job, Cluster(devices_per_host=num_ranks, device=devices.kind), {**os.environ, **added}
+        )
     os.environ.pop("DSF_TOKEN", None)  # no rank has it, and one node has nobody to show it to
     return run_node(
         topology,
@@ -115,22 +132,30 @@ def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chose
 
 
 def _look_at_ops(job: LoadedRun, cluster: Cluster, environment: Mapping[str, str]) -> None:
-    """Refuse what the first rank could not compile, and announce what it will, which may be taken for a hang."""
+    """Refuse what the first rank could not compile, and announce what it will, which may be taken
+    for a hang.
+    """
     from framework.doctor.node.need import need_of
     from framework.doctor.node.software import check_ops, ops_to_compile
 
     need = need_of(job.plan(cluster))
-    errors = [problem for problem in check_ops(need, environment).problems if problem.severity == "error"]
+    errors = [
+        problem for problem in check_ops(need, environment).problems if problem.severity == "error"
+    ]
     if errors:
         raise ConfigError(errors)
     names = ops_to_compile(need, environment)
     if names:
         listed = ", ".join(names)
-        write(sys.stderr, f"compiling DeepSpeed's {listed}: half a minute or more each, once on this machine\n")
+        write(
+            sys.stderr,
+            f"compiling DeepSpeed's {listed}: half a minute or more each, once on this machine\n",
+        )
 
 
 def check(options: LaunchOptions, devices: LocalDevices) -> tuple[LoadedRun, Setting]:
-    """The job, and its number of ranks with who decided it, after all checks that are possible beforehand.
+    """The job, and its number of ranks with who decided it, after all checks that are possible
+    beforehand.
 
     Raises:
         ConfigError: with every problem found.
@@ -160,14 +185,18 @@ def _ranks(options: LaunchOptions, job: LoadedRun, devices: LocalDevices) -> Set
             how = "start ./launch.sh train CONFIG --num_gpus N"
         else:
             how = "give --num_gpus N"
-        raise UsageError(f"launch: devices of kind {kind} are not counted; {how}, or set DS_ACCELERATOR=cpu")
+        raise UsageError(
+            f"launch: devices of kind {kind} are not counted; {how}, or set DS_ACCELERATOR=cpu"
+        )
     if options.fit_batch:
         return _fitting(here, job, devices)
     return here
 
 
 def _fitting(here: Setting, job: LoadedRun, devices: LocalDevices) -> Setting:
-    """The most ranks that the run can be split over; all where it can over none, so that the plan says why."""
+    """The most ranks that the run can be split over; all where it can over none, so that the plan
+    says why.
+    """
     for count in range(int(here.value), 0, -1):
         with suppress(ConfigError):
             cluster = Cluster(devices_per_host=count, device=devices.kind)
@@ -180,10 +209,14 @@ def _fitting(here: Setting, job: LoadedRun, devices: LocalDevices) -> Setting:
 
 
 def refuse_lone_start(environment: Mapping[str, str], options: LaunchOptions) -> None:
-    """Raise a ConfigError where the environment describes several nodes, or several tasks of this one: each would train
-    alone and end well.
+    """Raise a ConfigError where the environment describes several nodes, or several tasks of this
+    one: each would train alone and end well.
     """
-    several = [item for item in described(environment) if item.name == "nnodes" and item.value not in ("", "1")]
+    several = [
+        item
+        for item in described(environment)
+        if item.name == "nnodes" and item.value not in ("", "1")
+    ]
     if several and "LOCAL_RANK" not in environment and options.num_gpus is None:
         reason = "this is one of several nodes, and would train alone"
         fix = "start `launch node CONFIG`, or say --num_gpus N for this machine alone"
@@ -195,7 +228,12 @@ def refuse_lone_start(environment: Mapping[str, str], options: LaunchOptions) ->
     else:
         task = launched_rank(environment)
     if task is not None and task.values.get("LOCAL_WORLD_SIZE", task.size) > 1:
-        reason = f"this is one of {task.size} processes that {task.launcher} started, and each would start all ranks"
+        reason = (
+            f"this is one of {task.size} processes that {task.launcher} started, and each "
+            "would start all ranks"
+        )
         fix = f"let {task.launcher} start `train.py --config CONFIG`, or one process"
         variable = task.sources["WORLD_SIZE"]
-        raise ConfigError.of("several-nodes", reason, fix, key=variable, value=task.size, file="environment")
+        raise ConfigError.of(
+            "several-nodes", reason, fix, key=variable, value=task.size, file="environment"
+        )

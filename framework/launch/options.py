@@ -1,4 +1,6 @@
-"""The command lines of `launch` and `launch node`: options in both spellings, settings anywhere between them."""
+"""The command lines of `launch` and `launch node`: options in both spellings, settings anywhere
+between them.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,22 @@ from typing import Any, Final, TypeVar
 
 from framework.errors import UsageError
 from framework.launch.hosts.hostfile import bare, is_host
-from framework.system.arguments import CommandParser, add_log_level, add_options, flags_of, like, option, whole
+from framework.system.arguments import (
+    CommandParser,
+    add_log_level,
+    add_options,
+    flags_of,
+    like,
+    option,
+    whole,
+)
 
-# A pod or a scheduler may give less; what starts us can say so with --grace_seconds or DSF_GRACE_SECONDS.
+# A pod or a scheduler may give less; what starts us can say so with --grace_seconds or
+# DSF_GRACE_SECONDS.
 GRACE_SECONDS: Final = 600.0
 KILL_SECONDS: Final = 60.0
-"""Wait for a rank after SIGKILL: some take this long to give back hundreds of GB of locked memory. One that sleeps in
-the kernel, for a dead mount or a GPU driver, ends only when that answers.
+"""Wait for a rank after SIGKILL: some take this long to give back hundreds of GB of locked memory.
+One that sleeps in the kernel, for a dead mount or a GPU driver, ends only when that answers.
 """
 WAIT_SECONDS: Final = 1800.0
 _Options = TypeVar("_Options", bound="SharedOptions")
@@ -35,9 +46,13 @@ def address(text: str) -> str:
 
 
 class AsSpelled(argparse.Action):
-    """Stores a value, and as ``NAME_flag`` the name under which it was given: errors blame no other word."""
+    """Stores a value, and as ``NAME_flag`` the name under which it was given: errors blame no other
+    word.
+    """
 
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
         setattr(namespace, self.dest, values)
         setattr(namespace, f"{self.dest}_flag", option_string)
 
@@ -67,7 +82,9 @@ class SharedOptions:
         names=("--num_gpus", "--nproc_per_node"),
         action=AsSpelled,
     )
-    master_port: int | None = option("port where ranks meet; agents meet at the next one", "P", port, default=None)
+    master_port: int | None = option(
+        "port where ranks meet; agents meet at the next one", "P", port, default=None
+    )
     dry_run: bool = option("check, print what would be started and stop")
     deepspeed_config: str | None = option(
         "DeepSpeed JSON that decides a part of the run, as train.py takes it", "FILE", default=None
@@ -79,21 +96,33 @@ class SharedOptions:
         default=None,
     )
     hostfile: str | None = option(
-        "hosts and their devices, in DeepSpeed's format", "FILE", default=None, names=("-H", "--hostfile")
+        "hosts and their devices, in DeepSpeed's format",
+        "FILE",
+        default=None,
+        names=("-H", "--hostfile"),
     )
-    master_addr: str | None = option("address of the first host, as the others know it", "A", address, default=None)
+    master_addr: str | None = option(
+        "address of the first host, as the others know it", "A", address, default=None
+    )
     min_nodes: int | None = option(
         "start again on N of them or more where others do not come back (supervision.max_restarts)",
         "N",
         count,
         default=None,
     )
-    control_port: int | None = option("port where agents meet; default: master_port + 1", "P", port, default=None)
+    control_port: int | None = option(
+        "port where agents meet; default: master_port + 1", "P", port, default=None
+    )
     wait_seconds: float | None = option(
-        f"how long nodes wait for each other; default {WAIT_SECONDS:.0f}", "S", seconds, default=None
+        f"how long nodes wait for each other; default {WAIT_SECONDS:.0f}",
+        "S",
+        seconds,
+        default=None,
     )
     no_preflight: bool = option("do not look at each node and at what is between them")
-    token_file: str | None = option("holds a secret that all nodes share; also DSF_TOKEN", "FILE", default=None)
+    token_file: str | None = option(
+        "holds a secret that all nodes share; also DSF_TOKEN", "FILE", default=None
+    )
     num_gpus_flag: str = field(default="--num_gpus", compare=False)
 
 
@@ -106,7 +135,9 @@ class LaunchOptions(SharedOptions):
     exclude: str = option("the same, to leave out", "WHICH")
     num_nodes: int | None = option("the first N hosts", "N", count, default=None)
     ssh_args: str = option("further options of ssh, such as '-p 2222 -i key'", "TEXT")
-    remote_python: str | None = option("Python on the hosts; left out: this one's path", "PATH", default=None)
+    remote_python: str | None = option(
+        "Python on the hosts; left out: this one's path", "PATH", default=None
+    )
     remote_folder: str | None = option(
         "folder on the hosts to start in; left out: this one's path", "PATH", default=None
     )
@@ -128,7 +159,9 @@ class LaunchOptions(SharedOptions):
     @property
     def sources(self) -> dict[str, str]:
         """Name who decided the number of nodes and that of slots, where there is a hostfile."""
-        choice = ("--include" if self.include else "--exclude" if self.exclude else "") or str(self.hostfile)
+        choice = ("--include" if self.include else "--exclude" if self.exclude else "") or str(
+            self.hostfile
+        )
         return {
             "nnodes": "--num_nodes" if self.num_nodes else choice,
             "slots": self.num_gpus_flag if self.num_gpus else choice,
@@ -137,7 +170,9 @@ class LaunchOptions(SharedOptions):
 
 @dataclass(frozen=True)
 class NodeOptions(SharedOptions):
-    """Command line of `launch node`; `from_stdin` is for an ssh launcher: what it sends, and its life line."""
+    """Command line of `launch node`; `from_stdin` is for an ssh launcher: what it sends, and its
+    life line.
+    """
 
     nnodes: str | None = option(
         "members of the job", "N", default=None, names=("--nnodes", "--num_nodes"), action=AsSpelled
@@ -147,12 +182,15 @@ class NodeOptions(SharedOptions):
         "the devices to use; left out: the first",
         "0,2",
         like(
-            r"\d{1,4}(,\d{1,4})*", lambda text: tuple(map(int, text.split(","))), "{} is not a list of device numbers"
+            r"\d{1,4}(,\d{1,4})*",
+            lambda text: tuple(map(int, text.split(","))),
+            "{} is not a list of device numbers",
         ),
         default=None,
     )
     no_token: bool = option(
-        "let several nodes meet without a secret: whoever reaches their port can end the job or take a place in it"
+        "let several nodes meet without a secret: whoever reaches their port can end the job or "
+        "take a place in it"
     )
     spares: int = option(
         "so many of the members wait for the place of one that is lost",
@@ -166,7 +204,16 @@ class NodeOptions(SharedOptions):
 
 # The options of `launch` that also do something without a hostfile.
 _WITHOUT_HOSTS: Final = frozenset(
-    ("config", "num_gpus", "master_port", "dry_run", "deepspeed_config", "grace_seconds", "hostfile", "fit_batch")
+    (
+        "config",
+        "num_gpus",
+        "master_port",
+        "dry_run",
+        "deepspeed_config",
+        "grace_seconds",
+        "hostfile",
+        "fit_batch",
+    )
 )
 
 
@@ -176,18 +223,25 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
         LaunchOptions,
         argv,
         "launch",
-        "Train on this machine, or with -H on the hosts of a hostfile, through ssh. `launch node` is one "
-        "member without ssh; `launch k8s` and `launch slurm` print what a cluster is given.",
-        "CONFIG [key=value ...] [--num_gpus N] [--master_port P] [-H HOSTFILE ...] [--deepspeed_config FILE] "
-        "[--dry_run]",
+        "Train on this machine, or with -H on the hosts of a hostfile, through ssh. `launch node` "
+        "is one member without ssh; `launch k8s` and `launch slurm` print what a cluster is given.",
+        "CONFIG [key=value ...] [--num_gpus N] [--master_port P] [-H HOSTFILE ...] "
+        "[--deepspeed_config FILE] [--dry_run]",
         grouped="with -H, on the hosts of a hostfile",
     )
     # An option that would do nothing here is a mistake in the thought, not a detail.
-    given = [each for each in fields(options) if getattr(options, each.name) != each.default and each.metadata]
+    given = [
+        each
+        for each in fields(options)
+        if getattr(options, each.name) != each.default and each.metadata
+    ]
     idle = [flags_of(each)[0] for each in given if each.name not in _WITHOUT_HOSTS]
     refuse_idle("launch", idle if options.hostfile is None else ())
     if options.fit_batch and (options.hostfile is not None or options.num_gpus):
-        raise UsageError("launch: --fit_batch chooses a number of devices of this machine; leave -H and --num_gpus out")
+        raise UsageError(
+            "launch: --fit_batch chooses a number of devices of this machine; leave -H and "
+            "--num_gpus out"
+        )
     refuse_choice("launch", options)
     return options
 
@@ -203,11 +257,15 @@ def refuse_idle(command: str, flags: Sequence[str]) -> None:
 
 
 def refuse_choice(command: str, asked: LaunchOptions | argparse.Namespace) -> None:
-    """Refuse, with a UsageError, more than one way to choose: by name or by number, and some or all but some."""
+    """Refuse, with a UsageError, more than one way to choose: by name or by number, and some or all
+    but some.
+    """
     if asked.include and asked.exclude:
         raise UsageError(f"{command}: --include and --exclude exclude each other")
     if (asked.include or asked.exclude) and (asked.num_nodes or asked.num_gpus):
-        raise UsageError(f"{command}: --include and --exclude do not go with --num_nodes and --num_gpus")
+        raise UsageError(
+            f"{command}: --include and --exclude do not go with --num_nodes and --num_gpus"
+        )
 
 
 def parse_node(argv: Sequence[str]) -> NodeOptions:
@@ -218,15 +276,25 @@ def parse_node(argv: Sequence[str]) -> NodeOptions:
         "launch node",
         "One member of a job of several nodes, without ssh: in a pod, under srun, or by hand. "
         "What is left out is taken from the environment.",
-        "CONFIG [key=value ...] [--nnodes N --node_rank R --master_addr A --master_port P --num_gpus G] [--dry_run]",
+        "CONFIG [key=value ...] [--nnodes N --node_rank R --master_addr A --master_port P "
+        "--num_gpus G] [--dry_run]",
     )
 
 
 def _parsed(
-    kind: type[_Options], argv: Sequence[str], command: str, about: str, usage: str, *, grouped: str = ""
+    kind: type[_Options],
+    argv: Sequence[str],
+    command: str,
+    about: str,
+    usage: str,
+    *,
+    grouped: str = "",
 ) -> _Options:
     parser = CommandParser(
-        prog=f"python -m framework {command}", description=about, usage=f"%(prog)s {usage}", allow_abbrev=False
+        prog=f"python -m framework {command}",
+        description=about,
+        usage=f"%(prog)s {usage}",
+        allow_abbrev=False,
     )
     words = "the run config, and settings that win over it"
     parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help=words)

@@ -1,8 +1,8 @@
-"""The ranks of this machine: started with the environment that DeepSpeed's launch.py gives them, signalled, ended,
-counted.
+"""The ranks of this machine: started with the environment that DeepSpeed's launch.py gives them,
+signalled, ended, counted.
 
-They are our own children (docs/decisions/0013). A test holds what a rank is given here against what the `deepspeed`
-command gives it.
+They are our own children (docs/decisions/0013). A test holds what a rank is given here against what
+the `deepspeed` command gives it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _CLEAR_SECONDS: Final = 10.0
 
 @dataclass(frozen=True)
 class RankEnd:
-    """End of a rank: its number in the job, its exit code as a shell counts, and the line that explained it, if any."""
+    """End of a rank: its number in the job, its exit code as a shell counts, and the line that
+    explained it, if any.
+    """
 
     rank: int
     code: int
@@ -63,13 +65,19 @@ class Ranks:
         self._give_up_at = math.inf
         numbers = range(topology.slots) if devices is None else sorted(devices)[: topology.slots]
         visible = {visible_variable(device): ",".join(map(str, numbers))}
-        # A line fits into a pipe whole: every rank writes its own there, and none waits for the agent to read.
+        # A line fits into a pipe whole: every rank writes its own there, and none waits for the
+        # agent to read.
         self._reasons: dict[int, str] = {}
         self.asked = ""
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._read_end, False)
         own = {AGENT_VARIABLE: identity(os.getpid()), REPORT_VARIABLE: str(self._write_end)}
-        self._environment = {**environment, **visible, **own, "DSF_WORLD_SIZE": str(topology.world_size)}
+        self._environment = {
+            **environment,
+            **visible,
+            **own,
+            "DSF_WORLD_SIZE": str(topology.world_size),
+        }
         # torchrun's, from a shell inside its job: the ranks would read it before LOCAL_SIZE.
         self._environment.pop("LOCAL_WORLD_SIZE", None)
 
@@ -79,7 +87,13 @@ class Ranks:
             environment = self._environment | rank_environment(self._topology, local_rank)
             # A session of its own: Ctrl-C reaches the agent only, so that each rank is asked once.
             self._running[int(environment["RANK"])] = subprocess.Popen(
-                [sys.executable, "-u", self._command[0], f"--local_rank={local_rank}", *self._command[1:]],
+                [
+                    sys.executable,
+                    "-u",
+                    self._command[0],
+                    f"--local_rank={local_rank}",
+                    *self._command[1:],
+                ],
                 env=environment,
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
@@ -131,12 +145,18 @@ class Ranks:
 
     @property
     def not_killed(self) -> list[str]:
-        """Ranks that SIGKILL did not end, with their process and its state, for people; after `clear`."""
-        left = {rank: process.pid for rank, process in self._running.items() if process.poll() is None}
+        """Ranks that SIGKILL did not end, with their process and its state, for people; after
+        `clear`.
+        """
+        left = {
+            rank: process.pid for rank, process in self._running.items() if process.poll() is None
+        }
         return [f"rank {rank} (process {pid}, {_state(pid)})" for rank, pid in left.items()]
 
     def clear(self) -> None:
-        """End whatever the ranks started and left: it carries this agent's id in its environment, wherever it is."""
+        """End whatever the ranks started and left: it carries this agent's id in its environment,
+        wherever it is.
+        """
         self.signal(signal.SIGKILL)
         for process in self._running.values():
             with suppress(subprocess.TimeoutExpired):
@@ -147,7 +167,11 @@ class Ranks:
         # What is asked to end may start another process meanwhile, so we look until there is none.
         ours = self._environment[AGENT_VARIABLE]
         stuck = {process.pid for process in self._running.values()}
-        while left := [each for each in psutil.process_iter() if each.pid not in stuck and _has_agent(each, ours)]:
+        while left := [
+            each
+            for each in psutil.process_iter()
+            if each.pid not in stuck and _has_agent(each, ours)
+        ]:
             if time.monotonic() > give_up_at:
                 return
             _end_all(left)
@@ -168,8 +192,8 @@ def rank_environment(topology: Topology, local_rank: int) -> dict[str, str]:
 
 
 def _state(pid: int) -> str:
-    """The state of a process as the kernel has it, and in which of its functions the process sleeps, if that may be
-    read.
+    """The state of a process as the kernel has it, and in which of its functions the process
+    sleeps, if that may be read.
     """
     with suppress(OSError):
         state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
@@ -221,14 +245,18 @@ def _reap_orphans(ours: set[int]) -> None:
 
 
 class OomKills:
-    """Kills for lack of memory in this control group since this was made, as far as the kernel's count can be read."""
+    """Kills for lack of memory in this control group since this was made, as far as the kernel's
+    count can be read.
+    """
 
     def __init__(self, counters: Sequence[Path] | None = None) -> None:
         """Read the first of the files that has the counter: of version 2 (``memory.events``) or 1
         (``memory.oom_control``).
         """
         found = ((path, _read(path)) for path in (_counters() if counters is None else counters))
-        self._path, self._before = next(((path, count) for path, count in found if count is not None), (Path(), 0))
+        self._path, self._before = next(
+            ((path, count) for path, count in found if count is not None), (Path(), 0)
+        )
 
     def have_risen(self) -> bool:
         """Return whether there has been one."""
@@ -247,6 +275,8 @@ def _counters() -> list[Path]:
 def _read(path: Path) -> int | None:
     try:
         words = [line.split() for line in path.read_text().splitlines()]
-        return next((int(line[1]) for line in words if len(line) == 2 and line[0] == "oom_kill"), None)
+        return next(
+            (int(line[1]) for line in words if len(line) == 2 and line[0] == "oom_kill"), None
+        )
     except (OSError, ValueError):
         return None

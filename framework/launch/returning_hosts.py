@@ -1,4 +1,6 @@
-"""Hosts before another start of a job over ssh: waits for those that were lost, or goes on without them."""
+"""Hosts before another start of a job over ssh: waits for those that were lost, or goes on without
+them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def answering(
     longest_seconds: float,
     enough_seconds: float = ENOUGH_SECONDS,
 ) -> list[int]:
-    """Return the hosts of the next start: all that are expected; after a while, as many that answer as the job fits.
+    """Return the hosts of the next start: all that are expected; after a while, as many that answer
+    as the job fits.
 
     Args:
         commands: each host's name, and an `ssh` that does nothing there.
@@ -55,14 +58,20 @@ def answering(
             for count in range(len(here), 0, -1):
                 if fits(count):
                     print_line(
-                        f"going on without {first_few(missing)}, on {count} of {len(commands)} hosts [fewer-hosts]"
+                        f"going on without {first_few(missing)}, on {count} of {len(commands)} "
+                        "hosts [fewer-hosts]"
                     )
                     return here[:count]
         if waited > longest_seconds:
-            raise PeerLostError(f"{first_few(missing)} did not come back within {waited:.0f} s [host-lost]")
+            raise PeerLostError(
+                f"{first_few(missing)} did not come back within {waited:.0f} s [host-lost]"
+            )
         if time.monotonic() - reported >= _REPORT_SECONDS:
             reported = time.monotonic()
-            print_line(f"waiting for {first_few(missing)} since {waited:.0f} s, until {longest_seconds:.0f} s")
+            print_line(
+                f"waiting for {first_few(missing)} since {waited:.0f} s, until "
+                f"{longest_seconds:.0f} s"
+            )
         requests.wait(_PAUSE_SECONDS)
 
 
@@ -70,7 +79,9 @@ def _probe(commands: Sequence[tuple[str, Sequence[str]]], requests: StopRequests
     """Numbers of the hosts that ssh enters now, all asked at once."""
     quiet = subprocess.DEVNULL
     probes = {
-        number: subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+        number: subprocess.Popen(
+            command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
+        )
         for number, (_, command) in enumerate(commands)
     }
     until = time.monotonic() + _PROBE_SECONDS

@@ -1,8 +1,9 @@
-"""`launch -H HOSTFILE`: one agent on each host, started through the system's `ssh`, held by its standard input.
+"""`launch -H HOSTFILE`: one agent on each host, started through the system's `ssh`, held by its
+standard input.
 
-The command line there holds a folder, a Python and fixed words, quoted. Everything else travels over stdin, which stays
-open as a life line: when this process ends, however, the agents see it close and stop their ranks. Nothing is ever
-looked for or killed by name on another machine.
+The command line there holds a folder, a Python and fixed words, quoted. Everything else travels
+over stdin, which stays open as a life line: when this process ends, however, the agents see it
+close and stop their ranks. Nothing is ever looked for or killed by name on another machine.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ from framework.load_run import deepspeed_words
 from framework.system.limits import require
 from framework.system.output import write
 
-# What a run may depend on. Everything else stays here: a name like AWS_SECRET_ACCESS_KEY goes with --export only.
+# What a run may depend on. Everything else stays here: a name like AWS_SECRET_ACCESS_KEY goes with
+# --export only.
 _PASSED_ON: Final = re.compile(
     r"(DS|DSF|NCCL|GLOO|UCX|FI|OMP|MKL|TORCH|PYTORCH)_.*|CUDA_(DEVICE_ORDER|LAUNCH_BLOCKING|HOME)|DEEPSPEED_TIMEOUT|"
     r"HF_(HOME|HUB_OFFLINE|DATASETS_OFFLINE)|TRANSFORMERS_OFFLINE|TRITON_CACHE_DIR|TOKENIZERS_PARALLELISM|"
@@ -57,34 +59,40 @@ _PASSED_ON: Final = re.compile(
 )
 # Meant for this process alone.
 _KEPT: Final = ("DSF_AGENT", "DSF_WORLD_SIZE", "DSF_TERMINATION_LOG")
-# A silent host is given up one interval after the last of three questions: within 16 s, so that all is over within 20.
+# A silent host is given up one interval after the last of three questions: within 16 s, so that all
+# is over within 20.
 _OPTIONS: Final = shlex.split(
-    "-o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=4 -o ServerAliveCountMax=3 -o ControlMaster=no "
-    "-o ControlPath=none -o ForwardAgent=no -o ForwardX11=no -o ClearAllForwardings=yes -T"
+    "-o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=4 -o ServerAliveCountMax=3 -o "
+    "ControlMaster=no -o ControlPath=none -o ForwardAgent=no -o ForwardX11=no -o "
+    "ClearAllForwardings=yes -T"
 )
 _ASKS: Final = re.compile(r"(-o)?\s*batchmode[\s=]+(?!yes)", re.IGNORECASE)
 _REPORTED: Final = 3  # commands of agents that are printed
-_NO_PLAIN: Final = "none; DeepSpeed's launcher has no words for these hosts, devices, folder or Python"
+_NO_PLAIN: Final = (
+    "none; DeepSpeed's launcher has no words for these hosts, devices, folder or Python"
+)
 # Three pipes to every ssh, and some for this process itself.
 _FILES_PER_HOST: Final = 3
 _OWN_FILES: Final = 32
 _LOOK_SECONDS: Final = 0.2
 _LARGEST_LINE_BYTES: Final = 1 << 16
 _STUCK: Final = re.compile(r"launch: .*\(process (\d+), state .*\[rank-not-killed\]")
-# After the first host has ended for bad, the agents have ended the others within 20 s by themselves; a rank that cannot
-# be killed takes its agent longer to find.
+# After the first host has ended for bad, the agents have ended the others within 20 s by
+# themselves; a rank that cannot be killed takes its agent longer to find.
 _WAIT_SECONDS: Final = 30.0 + KILL_SECONDS
-_DRAIN_SECONDS: Final = 2.0  # what an agent has left behind there may hold the other end of its output
+# what an agent has left behind there may hold the other end of its output
+_DRAIN_SECONDS: Final = 2.0
 _LEAVE_SECONDS: Final = 5.0
 _ELSEWHERE: Final = LocalDevices("unknown", 0)  # here only what holds on any machine is checked
-_MOST_ASKED: Final = 128  # hosts of which ssh is asked where they are: each takes it some milliseconds
+# hosts of which ssh is asked where they are: each takes it some milliseconds
+_MOST_ASKED: Final = 128
 _ASKED_AT_ONCE: Final = 8
 _ENDS_REPORTED: Final = 4  # hosts that are told one by one when all is over
 
 
 def launch_over_ssh(options: LaunchOptions) -> int:
-    """Start an agent on every host, pass on what they say, and return the exit code of the job; after a UsageError or
-    ConfigError nothing has been started.
+    """Start an agent on every host, pass on what they say, and return the exit code of the job;
+    after a UsageError or ConfigError nothing has been started.
     """
     assert options.hostfile is not None
     chosen = choose_hosts(options.hostfile, **options.choice)
@@ -102,7 +110,8 @@ def launch_over_ssh(options: LaunchOptions) -> int:
     else:
         shown = commands[:_REPORTED]
     rows = [
-        f"agent on {item.host.name}: {shlex.join(command)}" for item, (_, command) in zip(chosen, shown, strict=False)
+        f"agent on {item.host.name}: {shlex.join(command)}"
+        for item, (_, command) in zip(chosen, shown, strict=False)
     ]
     left = len(commands) - len(shown)
     if left:
@@ -125,7 +134,11 @@ class _Starts:
     """Starts of one job, on all hosts or on those that are left."""
 
     def __init__(
-        self, options: LaunchOptions, chosen: Sequence[Chosen], order: Mapping[str, str], requests: StopRequests
+        self,
+        options: LaunchOptions,
+        chosen: Sequence[Chosen],
+        order: Mapping[str, str],
+        requests: StopRequests,
     ) -> None:
         self._options = options
         self._chosen = chosen
@@ -142,12 +155,17 @@ class _Starts:
             self._wait_for_hosts(options)
         chosen = [self._chosen[number] for number in self._expected]
         topology = _topology(options, chosen)
-        if topology.master_port and not options.master_port:  # what was lost may hold the last one a while longer
+        # what was lost may hold the last one a while longer
+        if topology.master_port and not options.master_port:
             topology = replace(topology, master_port=topology.master_port + 2 * self._number)
         self._number += 1
         commands = _commands(options, chosen, topology)
         environment = {**self._order, "DSF_JOB_ID": secrets.token_hex(8)}
-        agents = Agents(commands, {"environment": environment}, grace_seconds=float(environment["DSF_GRACE_SECONDS"]))
+        agents = Agents(
+            commands,
+            {"environment": environment},
+            grace_seconds=float(environment["DSF_GRACE_SECONDS"]),
+        )
         end = agents.run(self._requests)
         self._stuck |= agents.stuck
         return end
@@ -159,22 +177,35 @@ class _Starts:
                 return ["test", "!", "-e", f"/proc/{process}"]
             return ["true"]
 
-        fit = partial(fits, options, options.overrides, _topology(options, self._chosen), _ELSEWHERE)
+        fit = partial(
+            fits, options, options.overrides, _topology(options, self._chosen), _ELSEWHERE
+        )
         asks = _over_ssh(options, self._chosen, ask)
         seconds = WAIT_SECONDS if options.wait_seconds is None else options.wait_seconds
-        self._expected = answering(asks, self._expected, self._requests, fits=fit, longest_seconds=seconds)
+        self._expected = answering(
+            asks, self._expected, self._requests, fits=fit, longest_seconds=seconds
+        )
 
 
-def _commands(options: LaunchOptions, chosen: Sequence[Chosen], topology: Topology) -> list[tuple[str, Sequence[str]]]:
-    return _over_ssh(options, chosen, lambda node, item: agent_command(options, item, node, topology))
+def _commands(
+    options: LaunchOptions, chosen: Sequence[Chosen], topology: Topology
+) -> list[tuple[str, Sequence[str]]]:
+    return _over_ssh(
+        options, chosen, lambda node, item: agent_command(options, item, node, topology)
+    )
 
 
 def _over_ssh(
-    options: LaunchOptions, chosen: Sequence[Chosen], command: Callable[[int, Chosen], Sequence[str]]
+    options: LaunchOptions,
+    chosen: Sequence[Chosen],
+    command: Callable[[int, Chosen], Sequence[str]],
 ) -> list[tuple[str, Sequence[str]]]:
     """Each host's name without a user, and the `ssh` that runs a command there."""
     return [
-        (item.host.name.rpartition("@")[2], ssh_command(item.host, command(node, item), ssh_args=options.ssh_args))
+        (
+            item.host.name.rpartition("@")[2],
+            ssh_command(item.host, command(node, item), ssh_args=options.ssh_args),
+        )
         for node, item in enumerate(chosen)
     ]
 
@@ -184,17 +215,23 @@ def _topology(options: LaunchOptions, chosen: Sequence[Chosen]) -> Topology:
     master = options.master_addr
     port = DEFAULT_PORT
     if len(chosen) == 1:
-        # Its ranks need no name that others know, which it might not reach itself, and no port that somebody else may
-        # have.
+        # Its ranks need no name that others know, which it might not reach itself, and no port that
+        # somebody else may have.
         master = master or "127.0.0.1"
         port = 0
         sources |= {"master_addr": "one host", "master_port": "one that the host finds"}
-    sources |= {name: f"--{name}" for name in ("master_addr", "master_port") if getattr(options, name)}
+    sources |= {
+        name: f"--{name}" for name in ("master_addr", "master_port") if getattr(options, name)
+    }
     master = master or address_of(chosen[0].host.name, ssh_args=options.ssh_args)
-    return Topology(len(chosen), len(chosen[0].devices), 0, master, options.master_port or port, sources)
+    return Topology(
+        len(chosen), len(chosen[0].devices), 0, master, options.master_port or port, sources
+    )
 
 
-def agent_command(options: LaunchOptions, chosen: Chosen, node_rank: int, topology: Topology) -> list[str]:
+def agent_command(
+    options: LaunchOptions, chosen: Chosen, node_rank: int, topology: Topology
+) -> list[str]:
     """Build the command that a host runs."""
     if options.control_port:
         port = ["--control_port", str(options.control_port)]
@@ -207,13 +244,23 @@ def agent_command(options: LaunchOptions, chosen: Chosen, node_rank: int, topolo
     root = str(Path(framework.__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     # The package may be found by PYTHONPATH alone, and the folder need not be the checkout.
-    words = ["env", f"PYTHONPATH={path}", options.remote_python or sys.executable, "-m", "framework", "launch", "node"]
+    words = [
+        "env",
+        f"PYTHONPATH={path}",
+        options.remote_python or sys.executable,
+        "-m",
+        "framework",
+        "launch",
+        "node",
+    ]
     words += ["--config", options.config, *deepspeed_words(options.deepspeed_config)]
     words += ["--nnodes", str(topology.nnodes), "--node_rank", str(node_rank)]
     words += ["--num_gpus", str(topology.slots), "--master_addr", topology.master_addr]
     words += ["--master_port", str(topology.master_port)] if topology.master_port else []
     words += ["--no_preflight"] if options.no_preflight else []
-    words += [] if options.wait_seconds is None else ["--wait_seconds", f"{options.wait_seconds:.3f}"]
+    words += (
+        [] if options.wait_seconds is None else ["--wait_seconds", f"{options.wait_seconds:.3f}"]
+    )
     words += [*port, *devices, "--from_stdin", "--", *options.overrides]
     return ["cd", options.remote_folder or str(Path.cwd()), "&&", "exec", *words]
 
@@ -238,23 +285,30 @@ def passed_on(environment: Mapping[str, str], *, exports: Sequence[str]) -> dict
 
 
 def address_of(name: str, *, ssh_args: str = "") -> str:
-    """Return the address that the other hosts use: its name, or the HostName that ~/.ssh/config gives it."""
+    """Return the address that the other hosts use: its name, or the HostName that ~/.ssh/config
+    gives it.
+    """
     return _ssh_place(name, ssh_args=ssh_args)[0]
 
 
 def _ssh_place(name: str, *, ssh_args: str) -> tuple[str, str]:
-    """Return the address and the port at which `ssh` finds a host; without one of ~/.ssh/config its name."""
+    """Return the address and the port at which `ssh` finds a host; without one of ~/.ssh/config its
+    name.
+    """
     found: dict[str, str] = {}
     with suppress(OSError, subprocess.SubprocessError):
         command = ["ssh", *split_ssh_args(ssh_args), "-G", "--", name]
-        text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        text = subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        ).stdout
         found = dict(re.findall("^(hostname|port) (.*)$", text, re.MULTILINE))
     return found.get("hostname", name.rpartition("@")[2]), found.get("port", "")
 
 
 def refuse_one_host_twice(chosen: Sequence[Chosen], *, ssh_args: str, path: str) -> None:
-    """Raise a ConfigError where two names of a hostfile lead `ssh` to one host, by ~/.ssh/config or /etc/hosts: its
-    devices would be taken twice. Of very many hosts the agents find that out when they meet.
+    """Raise a ConfigError where two names of a hostfile lead `ssh` to one host, by ~/.ssh/config or
+    /etc/hosts: its devices would be taken twice. Of very many hosts the agents find that out when
+    they meet.
     """
     if not 1 < len(chosen) <= _MOST_ASKED:
         return
@@ -271,14 +325,16 @@ def refuse_one_host_twice(chosen: Sequence[Chosen], *, ssh_args: str, path: str)
         if other != name:
             reason = f"it is the same host as {other}: {place[0]}"
             fix = "keep one line with all its slots"
-            problems.append(Problem("hostfile-duplicate-host", reason, fix, file=path, key="host", value=name))
+            problems.append(
+                Problem("hostfile-duplicate-host", reason, fix, file=path, key="host", value=name)
+            )
     if problems:
         raise ConfigError(problems)
 
 
 def known_addresses(file: Path = Path("/etc/hosts")) -> dict[str, str]:
-    """Return the addresses of names that this machine knows without asking a server; none of loopback, which is another
-    machine to each.
+    """Return the addresses of names that this machine knows without asking a server; none of
+    loopback, which is another machine to each.
     """
     found: dict[str, str] = {}
     with suppress(OSError):
@@ -291,7 +347,9 @@ def known_addresses(file: Path = Path("/etc/hosts")) -> dict[str, str]:
 
 
 def split_ssh_args(text: str, *, command: str = "launch") -> list[str]:
-    """The words of ``--ssh_args``, which win over our own; a UsageError where they are broken or would ask somebody."""
+    """The words of ``--ssh_args``, which win over our own; a UsageError where they are broken or
+    would ask somebody.
+    """
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -323,7 +381,8 @@ def ends_reported(ends: Sequence[HostEnd]) -> str:
 
 
 class Agents:
-    """The `ssh` processes of all hosts: passes on what they say, and requests; their ends make one exit code.
+    """The `ssh` processes of all hosts: passes on what they say, and requests; their ends make one
+    exit code.
 
     Attributes:
         stuck: process id of a rank that cannot be killed, by host.
@@ -336,7 +395,9 @@ class Agents:
         *,
         grace_seconds: float = GRACE_SECONDS,
     ) -> None:
-        """From each host's name, with the `ssh` that starts its agent, and what every agent is sent first."""
+        """From each host's name, with the `ssh` that starts its agent, and what every agent is sent
+        first.
+        """
         self._commands = commands
         self._order = json.dumps(order).encode() + b"\n"
         self._running: dict[int, subprocess.Popen[bytes]] = {}
@@ -349,7 +410,9 @@ class Agents:
         self._grace_seconds = grace_seconds
 
     def run(self, requests: StopRequests) -> JobEnd:
-        """Start them, hand on what they say and what is asked of them, and say how the job ended."""
+        """Start them, hand on what they say and what is asked of them, and say how the job
+        ended.
+        """
         try:
             self._start()
             while not self._is_over():
@@ -364,12 +427,14 @@ class Agents:
         return JobEnd(code, self._last_words.get(first) or ends_reported(self._ends))
 
     def _is_over(self) -> bool:
-        """All have ended, or were given the time: neither an ssh that hangs nor an output that stays open holds us, as
-        that of an agent whose rank cannot be killed does.
+        """All have ended, or were given the time: neither an ssh that hangs nor an output that
+        stays open holds us, as that of an agent whose rank cannot be killed does.
         """
         now = time.monotonic()
         if self._running:
-            return now > self._give_up_at or self.stuck.keys() >= {self._commands[node][0] for node in self._running}
+            return now > self._give_up_at or self.stuck.keys() >= {
+                self._commands[node][0] for node in self._running
+            }
         self._drained_at = min(self._drained_at, now + _DRAIN_SECONDS)
         return not self._streams or now > self._drained_at
 
@@ -378,7 +443,9 @@ class Agents:
             try:
                 # A session of its own: Ctrl-C reaches this process only, and is told to the agents.
                 pipe = subprocess.PIPE
-                process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+                process = subprocess.Popen(
+                    command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+                )
             except FileNotFoundError:
                 fix = "install OpenSSH's client, or start `launch node` on every host"
                 raise ConfigError.of("not-installed", "there is no ssh on PATH", fix) from None
@@ -447,7 +514,9 @@ class Agents:
             self._send_to_all(wish.encode() + b"\n")
 
     def _give_up_after(self, *, saves: bool) -> None:
-        self._give_up_at = time.monotonic() + (self._grace_seconds if saves else 0.0) + _WAIT_SECONDS
+        self._give_up_at = (
+            time.monotonic() + (self._grace_seconds if saves else 0.0) + _WAIT_SECONDS
+        )
 
     def _send_to_all(self, words: bytes) -> None:
         for process in self._running.values():
@@ -478,7 +547,9 @@ class Agents:
 
 
 def readable(waiting: Iterable[IO[bytes]], seconds: float) -> set[IO[bytes]]:
-    """Return the streams with something to read, after so long at most; `select` takes no descriptor above 1023."""
+    """Return the streams with something to read, after so long at most; `select` takes no
+    descriptor above 1023.
+    """
     with selectors.PollSelector() as selector:
         for each in waiting:
             selector.register(each, selectors.EVENT_READ, each)

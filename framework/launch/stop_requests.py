@@ -1,4 +1,6 @@
-"""Requests to stop, wherever they come from: signals, and the input that an ssh launcher holds open."""
+"""Requests to stop, wherever they come from: signals, and the input that an ssh launcher holds
+open.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class StopRequests:
     def ask(self, how: str) -> None:
         """Count a request, as `Insistence` has it."""
         self.asked = self.asked or how
-        self.insists = self._insistence.again(time.monotonic(), is_notice=how in _NOTICES) or self.insists
+        self.insists = (
+            self._insistence.again(time.monotonic(), is_notice=how in _NOTICES) or self.insists
+        )
 
     def hold(self, life_line: int) -> None:
         """Hear from now on what an ssh launcher says, and that it is gone."""
@@ -68,7 +72,9 @@ class StopRequests:
         """Raise RunStopped if somebody has asked before there was anything to stop."""
         self.look()
         if self.asked:
-            raise RunStopped(f"stopped on request ({self.asked}) before any rank was started [stopped-early]")
+            raise RunStopped(
+                f"stopped on request ({self.asked}) before any rank was started [stopped-early]"
+            )
 
     def wait(self, seconds: float) -> None:
         """Wait so long before a start, or raise RunStopped on request."""
@@ -115,6 +121,8 @@ def read_order(descriptor: int, requests: StopRequests) -> dict[str, str]:
             environment = order.get("environment")
         else:
             environment = None
-        if isinstance(environment, dict) and all(isinstance(value, str) for value in environment.values()):
+        if isinstance(environment, dict) and all(
+            isinstance(value, str) for value in environment.values()
+        ):
             return environment
     raise UsageError("launch node: --from_stdin is for `launch -H`, which sends what belongs there")

@@ -1,8 +1,9 @@
-"""Starts after a failure (`supervision.max_restarts`): a job that lost a rank, a host or its storage goes on by itself
-from its newest sound checkpoint, and one that cannot get on is given up.
+"""Starts after a failure (`supervision.max_restarts`): a job that lost a rank, a host or its
+storage goes on by itself from its newest sound checkpoint, and one that cannot get on is given up.
 
-Each start is a job of its own, with new processes, ports and connections. Whether there is another one depends on what
-failed and on whether anything was saved since (nvidia-resiliency-ext's restart policy, without its attribution):
+Each start is a job of its own, with new processes, ports and connections. Whether there is another
+one depends on what failed and on whether anything was saved since (nvidia-resiliency-ext's restart
+policy, without its attribution):
 
 asked to stop, configuration refused   no: its code
 a new checkpoint since the last start  yes, at once
@@ -42,7 +43,8 @@ from framework.system.files import open_own
 
 _LOST: Final = "[run-folder-lost]"
 _LOOK_SECONDS: Final = 5.0
-_ASKED: Final = "[stop-asked]"  # ends the line of a job that failed after it was asked to stop, wherever that was
+# ends the line of a job that failed after it was asked to stop, wherever that was
+_ASKED: Final = "[stop-asked]"
 _FINAL: Final = (EXIT_OK, EXIT_STOPPED, EXIT_CONFIG, EXIT_USAGE, EXIT_NO_PROGRESS)
 _OWN_ERRORS: Final = (EXIT_TRAINING, EXIT_STORAGE)
 _MOST_IDLE: Final = 3
@@ -63,7 +65,9 @@ class JobEnd:
 
     @property
     def fingerprint(self) -> str:
-        """The line without what differs between two ends of one cause: times, addresses, counts; not the step."""
+        """The line without what differs between two ends of one cause: times, addresses, counts;
+        not the step.
+        """
         return _VARIABLE.sub("#", self.line)[:_LONGEST_LAST]
 
 
@@ -97,7 +101,12 @@ class Restarts:
     @property
     def state(self) -> dict[str, Any]:
         """State that another machine needs to go on deciding."""
-        return {"number": self._number, "idle": self._idle, "last": self._last, "resumes": self.resumes}
+        return {
+            "number": self._number,
+            "idle": self._idle,
+            "last": self._last,
+            "resumes": self.resumes,
+        }
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -107,7 +116,9 @@ class Restarts:
     def restore(self, state: object) -> None:
         """Take the state that a node kept while node 0 was replaced; the furthest of all counts."""
         if isinstance(state, dict) and state and is_state(state) and self._number < state["number"]:
-            self._number, self._idle, self._last = (state[name] for name in ("number", "idle", "last"))
+            self._number, self._idle, self._last = (
+                state[name] for name in ("number", "idle", "last")
+            )
             self.resumes = state["resumes"]
 
     def begin(self) -> None:
@@ -128,7 +139,10 @@ class Restarts:
         if gone:
             return gone
         if self._idle >= _MOST_IDLE or self._number > self._most:
-            return f"node 0 was lost: {_given_up(is_again=False, idle=self._idle, left=0, most=self._most)}"
+            return (
+                "node 0 was lost: "
+                f"{_given_up(is_again=False, idle=self._idle, left=0, most=self._most)}"
+            )
         return ""
 
     def count_lost(self) -> None:
@@ -137,7 +151,9 @@ class Restarts:
         self._number += 1
 
     def _note_saved(self) -> int:
-        """Count a start that saved nothing, and note whether the next one has a checkpoint; returns the newest step."""
+        """Count a start that saved nothing, and note whether the next one has a checkpoint; returns
+        the newest step.
+        """
         newest = self._folder.newest_step()
         self._idle = 0 if newest > self._step else self._idle + 1
         # What was named for the first start holds until this run has saved something of its own.
@@ -161,7 +177,9 @@ class Restarts:
             return None
         is_again = self._idle > 1 and end.code in _OWN_ERRORS and end.fingerprint == self._last
         self._last = end.fingerprint
-        why = _given_up(is_again=is_again, idle=self._idle, left=self._most - self._number, most=self._most)
+        why = _given_up(
+            is_again=is_again, idle=self._idle, left=self._most - self._number, most=self._most
+        )
         if why:
             print_line(f"{why}; the job ends [no-restart]")
             write_termination_log(f"{end.line}; {why}")
@@ -179,14 +197,21 @@ class Restarts:
         else:
             goes_on = "from the beginning"
         self._number += 1
-        why = f"start {self._number + 1} of at most {self._most + 1}, {goes_on}, in {seconds:.0f} s [restart]"
+        why = (
+            f"start {self._number + 1} of at most {self._most + 1}, {goes_on}, in {seconds:.0f} "
+            "s [restart]"
+        )
         print_line(why)
         self._folder.note(self._number, end, begun=self._begun)
         return Again(seconds, why)
 
 
-def supervised(config: RunConfig, requests: StopRequests, start: Callable[[tuple[str, ...]], JobEnd]) -> int:
-    """Start a job, and again as long as it makes sense, with further settings of the run; returns its exit code."""
+def supervised(
+    config: RunConfig, requests: StopRequests, start: Callable[[tuple[str, ...]], JobEnd]
+) -> int:
+    """Start a job, and again as long as it makes sense, with further settings of the run; returns
+    its exit code.
+    """
     restarts = Restarts(config)
     while True:
         restarts.begin()
@@ -197,15 +222,21 @@ def supervised(config: RunConfig, requests: StopRequests, start: Callable[[tuple
 
 
 def further_settings(*, resumes: bool) -> tuple[str, ...]:
-    """Return the settings that a later start of a job adds: these alone, whatever another node sends."""
+    """Return the settings that a later start of a job adds: these alone, whatever another node
+    sends.
+    """
     return (_RESUME,) if resumes else ()
 
 
 def is_state(state: Mapping[str, Any]) -> bool:
-    """Check whether this is what `Restarts.state` returns, or the empty one of a job without restarts."""
+    """Check whether this is what `Restarts.state` returns, or the empty one of a job without
+    restarts.
+    """
     if not state:
         return True
-    if state.keys() != _STATE.keys() or any(type(state[name]) is not kind for name, kind in _STATE.items()):
+    if state.keys() != _STATE.keys() or any(
+        type(state[name]) is not kind for name, kind in _STATE.items()
+    ):
         return False
     is_counted = all(0 <= state[name] <= _MOST_COUNTED for name in ("number", "idle"))
     return is_counted and len(state["last"]) <= _LONGEST_LAST
@@ -217,7 +248,9 @@ def is_final(code: int) -> bool:
 
 
 def in_place(given: Sequence[str], words: Sequence[str]) -> tuple[str, ...]:
-    """The words of a command line with further settings, in the place of what it says of the same keys."""
+    """The words of a command line with further settings, in the place of what it says of the same
+    keys.
+    """
     keys = {word.partition("=")[0] for word in words}
     return (*(one for one in given if one.partition("=")[0] not in keys), *words)
 
@@ -236,7 +269,9 @@ class _Folder:
     """Run folder, as the supervisor sees it: what was saved since it began to look."""
 
     def __init__(self, path: Path, *, goes_on: bool) -> None:
-        """Look at the folder; `goes_on`: the job continues with a checkpoint that is there already."""
+        """Look at the folder; `goes_on`: the job continues with a checkpoint that is there
+        already.
+        """
         self._path = path
         self._before = self._saved() or {}
         if goes_on:
@@ -259,7 +294,9 @@ class _Folder:
         return newest
 
     def look(self) -> None:
-        """Look every few seconds from now on: a folder that is moved away takes with it that something was saved."""
+        """Look every few seconds from now on: a folder that is moved away takes with it that
+        something was saved.
+        """
         self._looks.set()
         self._looks = threading.Event()
         threading.Thread(target=self._keep_looking, args=(self._looks,), daemon=True).start()
@@ -278,7 +315,9 @@ class _Folder:
 
     @property
     def gone(self) -> str:
-        """Describe that what was saved is no longer there; empty where it is, or where nothing was saved."""
+        """Describe that what was saved is no longer there; empty where it is, or where nothing was
+        saved.
+        """
         saved = self._saved()
         if saved or saved is None:
             return ""
@@ -305,7 +344,12 @@ class _Folder:
             "step": max(self.newest_step(), 0),
             "kind": "restart",
         }
-        event |= {"number": number, "code": end.code, "cause": end.line, "seconds": round(time.time() - begun, 3)}
+        event |= {
+            "number": number,
+            "code": end.code,
+            "cause": end.line,
+            "seconds": round(time.time() - begun, 3),
+        }
         with suppress(OSError), (self._path / "events.jsonl").open("r+b") as file:
             size = file.seek(0, 2)
             file.seek(max(size - 1, 0))
@@ -313,7 +357,9 @@ class _Folder:
             file.write(b"\n" * broken + json.dumps(event).encode() + b"\n")
 
     def _saved(self) -> dict[int, int] | None:
-        """Step -> when its manifest was written, in nanoseconds; None where storage does not answer."""
+        """Step -> when its manifest was written, in nanoseconds; None where storage does not
+        answer.
+        """
         found = {}
         try:
             for step, path in named_folders(self._path / CHECKPOINTS):

@@ -1,7 +1,9 @@
-"""Low-rank adapters in any `nn.Module`, by peft, and out of it again: added to the weights that they belong to.
+"""Low-rank adapters in any `nn.Module`, by peft, and out of it again: added to the weights that
+they belong to.
 
-peft puts a module of its own in the place of each that it adapts: ``query.weight`` becomes ``query.base_layer.weight``,
-beside ``query.lora_A.default.weight``. `base_name` gives a weight the name that it has in the plain model.
+peft puts a module of its own in the place of each that it adapts: ``query.weight`` becomes
+``query.base_layer.weight``, beside ``query.lora_A.default.weight``. `base_name` gives a weight the
+name that it has in the plain model.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _BASE: Final = "base_layer."
 _ADAPTER: Final = ".default"
 _CHUNK: Final = 1 << 22
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Odd numbers that mix well (Steele et al. 2014, "Fast Splittable Pseudorandom Number Generators"), as int64.
+# Odd numbers that mix well (Steele et al. 2014, "Fast Splittable Pseudorandom Number Generators"),
+# as int64.
 _PLACE: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
 
@@ -49,7 +52,8 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
     """Put adapters into a model, and freeze everything but them and `lora.modules_to_save`.
 
     Args:
-        model: with the weights that it starts from, partitioned by ZeRO-3 or not; the adapters are not partitioned.
+        model: with the weights that it starts from, partitioned by ZeRO-3 or not; the adapters are
+            not partitioned.
         lora: which modules, and how.
         seed: what the adapters are drawn under, at every ZeRO stage the same.
 
@@ -59,7 +63,8 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
     Raises:
         ConfigError: kinds ``lora-matches-nothing``, ``lora-not-adaptable``, ``lora-tied``.
     """
-    from peft import LoraConfig, inject_adapter_in_model  # here: it imports transformers, which takes seconds
+    # here: it imports transformers, which takes seconds
+    from peft import LoraConfig, inject_adapter_in_model
 
     modules = [name for name, _ in model.named_modules() if name]
     problems = unmatched_modules(lora, modules)
@@ -69,7 +74,8 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
     trained = [module for name, module in model.named_modules() if name and is_saved(name, lora)]
     config = LoraConfig(**lora.model_dump(exclude={"modules_to_save"}))
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of layers that store W transposed: peft sets its own switch
+        # of layers that store W transposed: peft sets its own switch
+        warnings.simplefilter("ignore")
         torch.manual_seed(seed + 1)
         try:
             model = inject_adapter_in_model(config, model)
@@ -79,11 +85,16 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
             key = "training.lora.target_modules"
             if "4 dimensions" in reason:
                 fix = "set zero.stage: 2 for convolutions"  # 3 spreads kernels
-            raise ConfigError.of("lora-not-adaptable", reason, fix, key, lora.target_modules) from error
-    adapted = sorted(tied & {name.partition(LORA)[0] for name, _ in model.named_parameters() if is_adapter(name)})
+            raise ConfigError.of(
+                "lora-not-adaptable", reason, fix, key, lora.target_modules
+            ) from error
+    adapted = sorted(
+        tied & {name.partition(LORA)[0] for name, _ in model.named_parameters() if is_adapter(name)}
+    )
     if adapted:
         raise ConfigError([tied_problem(adapted[0], lora.target_modules)])
-    # torch's encoder layers would read frozen weights in evaluation themselves, past all modules and their adapters.
+    # torch's encoder layers would read frozen weights in evaluation themselves, past all modules
+    # and their adapters.
     torch.backends.mha.set_fastpath_enabled(False)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
@@ -104,15 +115,22 @@ def _tied(model: nn.Module) -> set[str]:
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
-    """Add every adapter to its weight, W + lora_alpha / r x B A, and put the plain modules back; the model, changed."""
+    """Add every adapter to its weight, W + lora_alpha / r x B A, and put the plain modules back;
+    the model, changed.
+    """
     from peft.tuners.lora import LoraLayer
 
-    adapted: dict[str, Any] = {name: one for name, one in model.named_modules() if isinstance(one, LoraLayer)}
+    adapted: dict[str, Any] = {
+        name: one for name, one in model.named_modules() if isinstance(one, LoraLayer)
+    }
     for name, module in adapted.items():
-        if any(name.startswith(f"{other}.") for other in adapted):  # in torch's attention, which merges it itself
+        # in torch's attention, which merges it itself
+        if any(name.startswith(f"{other}.") for other in adapted):
             continue
         if hasattr(module, "unload_and_optionally_merge_module"):
-            plain = module.unload_and_optionally_merge_module(merge=True, safe_merge=True, adapter_names=None)
+            plain = module.unload_and_optionally_merge_module(
+                merge=True, safe_merge=True, adapter_names=None
+            )
         else:
             module.merge(safe_merge=True)
             plain = module.get_base_layer()
@@ -121,19 +139,29 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     return model
 
 
-def fingerprint(model: nn.Module, gathered: Callable[[list[nn.Parameter]], AbstractContextManager[Any]]) -> str:
-    """SHA-256 over names, shapes, types and numbers of all frozen weights: the same at every ZeRO stage.
+def fingerprint(
+    model: nn.Module, gathered: Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
+) -> str:
+    """SHA-256 over names, shapes, types and numbers of all frozen weights: the same at every ZeRO
+    stage.
 
-    `gathered` makes weights whole within it, module by module. Of a weight's numbers a sum is taken that depends on
-    the place of each, in 64 bits and on the device: a hash of the bytes would take a second for each GB.
+    `gathered` makes weights whole within it, module by module. Of a weight's numbers a sum is taken
+    that depends on the place of each, in 64 bits and on the device: a hash of the bytes would take
+    a second for each GB.
     """
     lines = []
     for module_name, module in model.named_modules():
-        frozen = {name: one for name, one in module.named_parameters(recurse=False) if not one.requires_grad}
+        frozen = {
+            name: one
+            for name, one in module.named_parameters(recurse=False)
+            if not one.requires_grad
+        }
         with gathered(list(frozen.values())):
             for name, parameter in frozen.items():
                 full = base_name(f"{module_name}.{name}" if module_name else name)
-                lines.append(f"{full} {tuple(parameter.shape)} {parameter.dtype} {_sum(parameter.detach())}")
+                lines.append(
+                    f"{full} {tuple(parameter.shape)} {parameter.dtype} {_sum(parameter.detach())}"
+                )
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
@@ -159,18 +187,25 @@ def put_trained(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
 
 
 def refuse_other_names(model: nn.Module, held: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that lacks something that is trained, or holds what the model has not; a ValueError."""
+    """Refuse a checkpoint that lacks something that is trained, or holds what the model has not; a
+    ValueError.
+    """
     named = dict(model.named_parameters(remove_duplicate=False))
-    there = {id(named[name]) for name in held.keys() & named.keys()}  # of a weight with several names one is held
+    # of a weight with several names one is held
+    there = {id(named[name]) for name in held.keys() & named.keys()}
     may_lack = {name for name, one in named.items() if not one.requires_grad or id(one) in there}
     state = model.state_dict().keys()
     wrong = sorted((state - may_lack - held.keys()) | (held.keys() - state))
     if wrong:
-        raise ValueError(f"it {'holds' if wrong[0] in held else 'lacks'} {wrong[0]}, unlike the model")
+        raise ValueError(
+            f"it {'holds' if wrong[0] in held else 'lacks'} {wrong[0]}, unlike the model"
+        )
 
 
 def untrained_adapters(weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """Names of the modules whose B is all zero, as it is drawn: nothing has ever come through their adapters."""
+    """Names of the modules whose B is all zero, as it is drawn: nothing has ever come through their
+    adapters.
+    """
     for name in weights:
         if (".lora_B." in name or ".lora_embedding_B." in name) and not bool(weights[name].any()):
             yield name.partition(LORA)[0]

@@ -1,9 +1,10 @@
 """BERT with both heads of its pre-training (Devlin et al. 2018), as a list of layers.
 
-Between layers goes one floating tensor, followed by the integer tensors that later layers still need; DeepSpeed's
-pipeline sends several floating tensors badly. The pooled [CLS] vector therefore travels as one more position of the
-sequence. Only the last layer gets two floating tensors, and no stage may start with it: it holds what the decoder,
-which is tied to the embedding, must not hold itself.
+Between layers goes one floating tensor, followed by the integer tensors that later layers still
+need; DeepSpeed's pipeline sends several floating tensors badly. The pooled [CLS] vector therefore
+travels as one more position of the sequence. Only the last layer gets two floating tensors, and no
+stage may start with it: it holds what the decoder, which is tied to the embedding, must not hold
+itself.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from framework.models.tiled_loss import TiledLoss
 
 @dataclass(frozen=True, kw_only=True)
 class BERTShape:
-    """Shape of a BERT, whose fields `framework.config.model.BERT` describes; ValueError where heads do not divide."""
+    """Shape of a BERT, whose fields `framework.config.model.BERT` describes; ValueError where heads
+    do not divide.
+    """
 
     vocab_size: int
     max_positions: int
@@ -48,7 +51,9 @@ class BERTShape:
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads:
-            raise ValueError(f"{self.hidden_size} hidden units must be a multiple of {self.num_heads} heads")
+            raise ValueError(
+                f"{self.hidden_size} hidden units must be a multiple of {self.num_heads} heads"
+            )
 
     def linear(self, in_features: int, out_features: int) -> nn.Module:
         return DrawnLinear(in_features, out_features, truncated=True)
@@ -60,8 +65,9 @@ class BERTShape:
 class TiedTokenEmbedding(TokenEmbedding):
     """First layer and decoder.
 
-    First: (tokens, types, mask), each (batch, sequence) int64, to (vectors (batch, sequence, hidden), types, mask).
-    Decoder: (batch, sequence + 1, hidden) to (logits (batch, sequence, vocabulary) without bias, the last position).
+    First: (tokens, types, mask), each (batch, sequence) int64, to (vectors (batch, sequence,
+    hidden), types, mask). Decoder: (batch, sequence + 1, hidden) to (logits (batch, sequence,
+    vocabulary) without bias, the last position).
     """
 
     def forward(self, value: Any, *, as_decoder: bool = False) -> Any:  # type: ignore[override]
@@ -90,8 +96,10 @@ class OtherEmbeddings(nn.Module):
 
 
 class MaskedAttention(nn.Module):
-    """Self-attention in which no position sees padding: hidden (batch, sequence, hidden), mask (batch, sequence) with 0
-    for padding, to (batch, sequence, hidden). Of sequences that ranks share the mask has all positions."""
+    """Self-attention in which no position sees padding: hidden (batch, sequence, hidden), mask
+    (batch, sequence) with 0 for padding, to (batch, sequence, hidden). Of sequences that ranks
+    share the mask has all positions.
+    """
 
     shares_sequences = True
 
@@ -104,17 +112,24 @@ class MaskedAttention(nn.Module):
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         query, key, value = (
-            split_heads(matrix(hidden), self.head_size) for matrix in (self.query, self.key, self.value)
+            split_heads(matrix(hidden), self.head_size)
+            for matrix in (self.query, self.key, self.value)
         )
         mixed = attend(
-            query, key, value, attn_mask=(mask != 0)[:, None, None, :], dropout_p=self.dropout if self.training else 0.0
+            query,
+            key,
+            value,
+            attn_mask=(mask != 0)[:, None, None, :],
+            dropout_p=self.dropout if self.training else 0.0,
         )
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
 
 
 class BERTBlock(nn.Module):
-    """Post-norm block: norm(x + attention(x)), then norm(x + mlp(x)); (hidden, mask) to (hidden, mask)."""
+    """Post-norm block: norm(x + attention(x)), then norm(x + mlp(x)); (hidden, mask) to (hidden,
+    mask).
+    """
 
     def __init__(self, shape: BERTShape) -> None:
         super().__init__()
@@ -132,11 +147,11 @@ class BERTBlock(nn.Module):
 
 
 class PoolerAndTransform(nn.Module):
-    """Layer between the last block and both outputs: (hidden (batch, sequence, hidden), mask) to (batch, sequence + 1,
-    hidden).
+    """Layer between the last block and both outputs: (hidden (batch, sequence, hidden), mask) to
+    (batch, sequence + 1, hidden).
 
-    Positions before the last: norm(gelu(dense x)), for the decoder. The last: tanh(dense x) of the first position,
-    [CLS].
+    Positions before the last: norm(gelu(dense x)), for the decoder. The last: tanh(dense x) of the
+    first position, [CLS].
     """
 
     def __init__(self, shape: BERTShape) -> None:
@@ -155,8 +170,8 @@ class PoolerAndTransform(nn.Module):
 class Outputs(nn.Module):
     """Bias of the decoder, and next-sentence prediction.
 
-    (logits (batch, sequence, vocabulary), pooled (batch, hidden)) to (logits, next-sentence logits (batch, 2)); a
-    `TiledLoss` in their place has the bias already.
+    (logits (batch, sequence, vocabulary), pooled (batch, hidden)) to (logits, next-sentence logits
+    (batch, 2)); a `TiledLoss` in their place has the bias already.
     """
 
     def __init__(self, shape: BERTShape) -> None:
@@ -164,14 +179,18 @@ class Outputs(nn.Module):
         self.bias = nn.Parameter(torch.zeros(shape.vocab_size))
         self.next_sentence = shape.linear(shape.hidden_size, 2)
 
-    def forward(self, value: tuple[Tensor | TiledLoss, Tensor]) -> tuple[Tensor | TiledLoss, Tensor]:
+    def forward(
+        self, value: tuple[Tensor | TiledLoss, Tensor]
+    ) -> tuple[Tensor | TiledLoss, Tensor]:
         logits, pooled = value
         biased = logits if isinstance(logits, TiledLoss) else logits + self.bias
         return biased, self.next_sentence(pooled)
 
 
 class ClassHead(nn.Module):
-    """Logits of classes from [CLS] (Devlin et al. 2018, section 4.1): (hidden, mask) to (batch, classes)."""
+    """Logits of classes from [CLS] (Devlin et al. 2018, section 4.1): (hidden, mask) to (batch,
+    classes).
+    """
 
     def __init__(self, shape: BERTShape) -> None:
         super().__init__()
@@ -188,11 +207,12 @@ class ClassHead(nn.Module):
 class BERT(LayeredModel):
     """BERT for pre-training, or with a head for classes.
 
-    Input: tokens, segment numbers and attention mask (0 for padding), each (batch, sequence) int64. Output: logits of
-    the tokens (batch, sequence, vocab_size), and of whether the second segment follows the first (batch, 2); or of
-    classes (batch, num_classes).
+    Input: tokens, segment numbers and attention mask (0 for padding), each (batch, sequence) int64.
+    Output: logits of the tokens (batch, sequence, vocab_size), and of whether the second segment
+    follows the first (batch, 2); or of classes (batch, num_classes).
 
-    Weights start from N(0, 0.02^2) cut off at two standard deviations, biases from zero, as in the paper's code.
+    Weights start from N(0, 0.02^2) cut off at two standard deviations, biases from zero, as in the
+    paper's code.
     """
 
     tensor_plan: ClassVar[Mapping[str, str]] = {
@@ -226,11 +246,16 @@ class BERT(LayeredModel):
 
 
 def bert_layers(shape: BERTShape) -> list[Layer]:
-    """Recipes: token embedding, other embeddings, blocks; then pooler and transform, decoder, outputs, or classes."""
+    """Recipes: token embedding, other embeddings, blocks; then pooler and transform, decoder,
+    outputs, or classes.
+    """
     embed = partial(TiedTokenEmbedding, shape.vocab_size, shape.hidden_size, truncated=True)
     body = [
         Layer("embeddings", partial(OtherEmbeddings, shape)),
-        *(Layer(f"blocks.{number}", partial(BERTBlock, shape)) for number in range(shape.num_layers)),
+        *(
+            Layer(f"blocks.{number}", partial(BERTBlock, shape))
+            for number in range(shape.num_layers)
+        ),
     ]
     if shape.num_classes:
         return [Layer("embed", embed), *body, Layer("classes", partial(ClassHead, shape))]

@@ -1,8 +1,9 @@
-"""Mixture of experts in place of a block's perceptron: a router gives each token to one or two of several perceptrons.
+"""Mixture of experts in place of a block's perceptron: a router gives each token to one or two of
+several perceptrons.
 
-Shapes follow from those of the tokens alone, and nothing waits for the device: an expert computes as many rows as it
-has room for, and a token that finds none passes by on the residual stream (Lepikhin et al. 2020, "GShard", section 2.2;
-Fedus et al. 2021, "Switch Transformers", section 2).
+Shapes follow from those of the tokens alone, and nothing waits for the device: an expert computes
+as many rows as it has room for, and a token that finds none passes by on the residual stream
+(Lepikhin et al. 2020, "GShard", section 2.2; Fedus et al. 2021, "Switch Transformers", section 2).
 """
 
 from __future__ import annotations
@@ -50,21 +51,23 @@ def _holding(variable: ContextVar[Any], value: Any) -> Iterator[Any]:
 
 
 def collected_routings() -> AbstractContextManager[list[Routing]]:
-    """Collect what the mixtures that run meanwhile report; activations that are computed again come later, and add
-    nothing.
+    """Collect what the mixtures that run meanwhile report; activations that are computed again come
+    later, and add nothing.
     """
     return _holding(_collected, [])
 
 
 def dividing_experts(group: Any, *, varies: bool = False) -> AbstractContextManager[Any]:
-    """Build mixtures meanwhile that hold a rank's share of their experts, of which the ranks of `group` have all;
-    `varies`: their micro-batches may hold unlike many tokens.
+    """Build mixtures meanwhile that hold a rank's share of their experts, of which the ranks of
+    `group` have all; `varies`: their micro-batches may hold unlike many tokens.
     """
     return _holding(_group, (group, varies))
 
 
 def routing_metrics(reported: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Means of the balance and of the dropped share that mixtures have reported in a step; waits for the device."""
+    """Means of the balance and of the dropped share that mixtures have reported in a step; waits
+    for the device.
+    """
     if not reported:
         return {}
     balance, dropped = torch.stack([torch.stack(pair) for pair in reported]).mean(0).tolist()
@@ -84,7 +87,9 @@ def is_elsewhere(model: nn.Module) -> Callable[[str], bool]:
 
 
 class _Exchange(Function):
-    """Sends the r-th of equal parts of the first dimension to rank r of a group, and receives one from each."""
+    """Sends the r-th of equal parts of the first dimension to rank r of a group, and receives one
+    from each.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
@@ -99,7 +104,9 @@ class _Exchange(Function):
 
 
 class Router(DrawnLinear):
-    """Tokens (tokens, hidden) to logits (tokens, experts), in float32 whatever the precision (Switch, section 2.4)."""
+    """Tokens (tokens, hidden) to logits (tokens, experts), in float32 whatever the precision
+    (Switch, section 2.4).
+    """
 
     def forward(self, tokens: Tensor) -> Tensor:
         with torch.autocast(tokens.device.type, enabled=False):
@@ -110,16 +117,19 @@ class Router(DrawnLinear):
 class Mixture(nn.Module):
     """Perceptrons of which each token takes `top_k`: (..., hidden) to the same.
 
-    An output is the sum over the chosen experts, weighted with their probabilities (Switch, equation 2), which two
-    experts share as if there were no other (GShard, algorithm 1). First choices find room before second ones, and
-    earlier tokens before later ones.
+    An output is the sum over the chosen experts, weighted with their probabilities (Switch,
+    equation 2), which two experts share as if there were no other (GShard, algorithm 1). First
+    choices find room before second ones, and earlier tokens before later ones.
 
-    Beside the task's loss stand, over the tokens of a micro-batch with probabilities p of E experts:
-    ``E sum_e f_e mean(p_e)``, where f_e is the share of tokens whose first choice is expert e (Switch, equation 4), and
-    ``mean(logsumexp(logits)^2)`` (Zoph et al. 2022, "ST-MoE", equation 5).
+    Beside the task's loss stand, over the tokens of a micro-batch with probabilities p of E
+    experts: ``E sum_e f_e mean(p_e)``, where f_e is the share of tokens whose first choice is
+    expert e (Switch, equation 4), and ``mean(logsumexp(logits)^2)`` (Zoph et al. 2022, "ST-MoE",
+    equation 5).
     """
 
-    def __init__(self, shape: MoE, hidden_size: int, *, make_expert: Callable[[], nn.Module]) -> None:
+    def __init__(
+        self, shape: MoE, hidden_size: int, *, make_expert: Callable[[], nn.Module]
+    ) -> None:
         super().__init__()
         self.shape = shape
         self.router = Router(hidden_size, shape.num_experts, bias=False)
@@ -130,7 +140,10 @@ class Mixture(nn.Module):
         found = _group.get()
         if found is not None:
             self.group, self.varies = found
-            self.size, rank = torch.distributed.get_world_size(self.group), torch.distributed.get_rank(self.group)
+            self.size, rank = (
+                torch.distributed.get_world_size(self.group),
+                torch.distributed.get_rank(self.group),
+            )
         self.num_own = shape.num_experts // self.size
         self.experts = nn.ModuleDict()
         for number in range(shape.num_experts):
@@ -156,28 +169,41 @@ class Mixture(nn.Module):
         # One row more takes what finds no room, and is left out again.
         slots = torch.where(fits, chosen * width + place, count * width)
         rows = tokens.new_zeros(count * width + 1, tokens.shape[-1])
-        rows = rows.index_put((slots,), tokens.expand(shape.top_k, *tokens.shape).flatten(0, 1))[:-1]
+        rows = rows.index_put((slots,), tokens.expand(shape.top_k, *tokens.shape).flatten(0, 1))[
+            :-1
+        ]
         made = self._run(rows.view(count, width, -1)).flatten(0, 1)
         made = torch.cat((made, made.new_zeros(1, made.shape[-1]))).index_select(0, slots)
-        mixed: Tensor = (made * weights.T.reshape(-1, 1).to(made.dtype)).view(shape.top_k, *tokens.shape).sum(0)
+        mixed: Tensor = (
+            (made * weights.T.reshape(-1, 1).to(made.dtype)).view(shape.top_k, *tokens.shape).sum(0)
+        )
         if self.training:
             self._report(logits, probabilities, is_of[: len(tokens)], fits)
         return mixed.view_as(hidden)
 
     def _run(self, rows: Tensor) -> Tensor:
-        """(experts, room, hidden) to the same, each expert its own rows; those of other ranks travel."""
+        """(experts, room, hidden) to the same, each expert its own rows; those of other ranks
+        travel.
+        """
         if self.group is not None:
-            # From (ranks, own experts, room, hidden) to (own experts, ranks x room, hidden), and back.
+            # From (ranks, own experts, room, hidden) to (own experts, ranks x room, hidden), and
+            # back.
             rows = _Exchange.apply(rows, self.group)
             rows = rows.view(self.size, self.num_own, *rows.shape[1:]).transpose(0, 1).flatten(1, 2)
-        made = torch.stack([expert(own) for expert, own in zip(self.experts.values(), rows, strict=True)])
+        made = torch.stack(
+            [expert(own) for expert, own in zip(self.experts.values(), rows, strict=True)]
+        )
         if self.group is not None:
-            made = made.view(self.num_own, self.size, -1, made.shape[-1]).transpose(0, 1).flatten(0, 1)
+            made = (
+                made.view(self.num_own, self.size, -1, made.shape[-1]).transpose(0, 1).flatten(0, 1)
+            )
             made = _Exchange.apply(made, self.group)
         return made
 
     def _most(self, room: int) -> int:
-        """Return what any rank has of room: last batches differ by a sample, and sequences may in length."""
+        """Return what any rank has of room: last batches differ by a sample, and sequences may in
+        length.
+        """
         if self.group is None or (self.training and not self.varies):
             return room
         most = torch.tensor(room, device=self.router.weight.device)
@@ -191,8 +217,12 @@ class Mixture(nn.Module):
             return tokens * torch.empty_like(tokens).uniform_(1.0 - noise, 1.0 + noise)
         return tokens
 
-    def _report(self, logits: Tensor, probabilities: Tensor, is_first: Tensor, fits: Tensor) -> None:
-        """Report losses; computed even where nobody collects them, as recomputation wants the same tensors again."""
+    def _report(
+        self, logits: Tensor, probabilities: Tensor, is_first: Tensor, fits: Tensor
+    ) -> None:
+        """Report losses; computed even where nobody collects them, as recomputation wants the same
+        tensors again.
+        """
         shape = self.shape
         balance = shape.num_experts * (is_first.float().mean(0) * probabilities.mean(0)).sum()
         loss = shape.balance_loss * balance

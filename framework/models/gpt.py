@@ -31,12 +31,14 @@ from framework.models.sequence import attend, first_position
 def rotate(*heads: Tensor, theta: float, places: Tensor | None = None) -> tuple[Tensor, ...]:
     """Turn the pair (i, i + d/2) of the vector at position p by the angle p * theta^(-2i/d).
 
-    Rotary positions (Su et al. 2021, "RoFormer"), in the half-split order of Llama's released weights, of queries and
-    keys (batch, heads, sequence, d) of one length, d and dtype, d even; the result has the same shapes and dtype.
-    `places`, (batch, sequence) int64, are their positions; left out: as they stand in sequences.
+    Rotary positions (Su et al. 2021, "RoFormer"), in the half-split order of Llama's released
+    weights, of queries and keys (batch, heads, sequence, d) of one length, d and dtype, d even; the
+    result has the same shapes and dtype. `places`, (batch, sequence) int64, are their positions;
+    left out: as they stand in sequences.
 
-    The angles are computed anew in float32 (float64 for such input) and never kept in a buffer: ZeRO-3's constructor
-    patch and half-precision casts would round them, and a checkpoint would hold what is no weight.
+    The angles are computed anew in float32 (float64 for such input) and never kept in a buffer:
+    ZeRO-3's constructor patch and half-precision casts would round them, and a checkpoint would
+    hold what is no weight.
     """
     some = heads[0]
     dtype = torch.promote_types(some.dtype, torch.float32)
@@ -57,7 +59,8 @@ def rotate(*heads: Tensor, theta: float, places: Tensor | None = None) -> tuple[
 
 @dataclass(frozen=True, kw_only=True)
 class GPTShape:
-    """Shape of a GPT, whose fields `framework.config.model.GPT` describes; the defaults are GPT-2's.
+    """Shape of a GPT, whose fields `framework.config.model.GPT` describes; the defaults are
+    GPT-2's.
 
     Each of `num_kv_heads` serves num_heads / num_kv_heads heads (Ainslie et al. 2023).
 
@@ -85,11 +88,13 @@ class GPTShape:
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"{self.num_kv_heads} key/value heads, {self.num_heads} heads and {self.hidden_size} hidden "
-                "units must be multiples of one another"
+                f"{self.num_kv_heads} key/value heads, {self.num_heads} heads and "
+                f"{self.hidden_size} hidden units must be multiples of one another"
             )
         if self.positions == "rotary" and self.head_size % 2:
-            raise ValueError(f"rotary positions need an even number of units per head, not {self.head_size}")
+            raise ValueError(
+                f"rotary positions need an even number of units per head, not {self.head_size}"
+            )
 
     @property
     def head_size(self) -> int:
@@ -98,7 +103,9 @@ class GPTShape:
 
     @property
     def residual_std(self) -> float:
-        """Of the 2 x num_layers matrices that add to the residual stream (Radford et al. 2019, section 2.3)."""
+        """Of the 2 x num_layers matrices that add to the residual stream (Radford et al. 2019,
+        section 2.3).
+        """
         return DEFAULT_STD / sqrt(2 * self.num_layers)
 
     def linear(self, in_features: int, out_features: int, *, std: float = DEFAULT_STD) -> nn.Module:
@@ -111,11 +118,13 @@ class GPTShape:
 
 
 class Past:
-    """Keys and values of at most `capacity` tokens that a GPT has read: a further one costs a pass over itself alone.
+    """Keys and values of at most `capacity` tokens that a GPT has read: a further one costs a pass
+    over itself alone.
 
-    The first call of the model within `read()` takes prompts (batch, sequence), padded behind: what pads is seen by
-    nothing before it, and overwritten by what follows. Later ones take the next token of each row, (batch, 1), and
-    their `places`, (batch, 1) int64. `held`: by attention (2, batch, heads, capacity, head size).
+    The first call of the model within `read()` takes prompts (batch, sequence), padded behind: what
+    pads is seen by nothing before it, and overwritten by what follows. Later ones take the next
+    token of each row, (batch, 1), and their `places`, (batch, 1) int64. `held`: by attention (2,
+    batch, heads, capacity, head size).
     """
 
     def __init__(self, capacity: int) -> None:
@@ -133,12 +142,16 @@ class Past:
         finally:
             _past = None
 
-    def extend(self, attention: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keep keys and values (batch, heads, sequence, d); returns all, and which each row sees, (batch, 1, 1,
-        capacity): None where each token sees those before it.
+    def extend(
+        self, attention: nn.Module, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keep keys and values (batch, heads, sequence, d); returns all, and which each row sees,
+        (batch, 1, 1, capacity): None where each token sees those before it.
         """
         if self.places is None:
-            self.held[attention] = pad(torch.stack((key, value)), (0, 0, 0, self.capacity - key.shape[2]))
+            self.held[attention] = pad(
+                torch.stack((key, value)), (0, 0, 0, self.capacity - key.shape[2])
+            )
             return key, value, None
         held = self.held[attention]
         rows = torch.arange(len(key), device=key.device)
@@ -152,7 +165,9 @@ _past: Past | None = None
 
 
 class LearnedPositions(nn.Module):
-    """Adds a learned vector for each position: (batch, sequence, hidden) to the same, then dropout."""
+    """Adds a learned vector for each position: (batch, sequence, hidden) to the same, then
+    dropout.
+    """
 
     def __init__(self, max_positions: int, hidden_size: int, *, dropout: float) -> None:
         super().__init__()
@@ -172,9 +187,11 @@ class LearnedPositions(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Self-attention in which a position sees itself and what stands before: (batch, sequence, hidden) to the same.
+    """Self-attention in which a position sees itself and what stands before: (batch, sequence,
+    hidden) to the same.
 
-    Of packed rows, whose places (batch, sequence) begin anew with each text, it sees its own text alone.
+    Of packed rows, whose places (batch, sequence) begin anew with each text, it sees its own text
+    alone.
     """
 
     shares_sequences = True
@@ -192,7 +209,8 @@ class CausalAttention(nn.Module):
         shape = self.shape
         seen = None
         query, key, value = (
-            split_heads(matrix(hidden), shape.head_size) for matrix in (self.query, self.key, self.value)
+            split_heads(matrix(hidden), shape.head_size)
+            for matrix in (self.query, self.key, self.value)
         )
         if places is not None:
             texts = (places == 0).cumsum(1)
@@ -209,11 +227,15 @@ class CausalAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Perceptron of a block: GELU in tanh form (as GPT-2), or SwiGLU (Shazeer 2020): down(silu(gate x) * up x)."""
+    """Perceptron of a block: GELU in tanh form (as GPT-2), or SwiGLU (Shazeer 2020): down(silu(gate
+    x) * up x).
+    """
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
-        self.gate = shape.linear(shape.hidden_size, shape.mlp_size) if shape.mlp == "swiglu" else None
+        self.gate = (
+            shape.linear(shape.hidden_size, shape.mlp_size) if shape.mlp == "swiglu" else None
+        )
         self.up = shape.linear(shape.hidden_size, shape.mlp_size)
         self.down = shape.linear(shape.mlp_size, shape.hidden_size, std=shape.residual_std)
 
@@ -226,8 +248,8 @@ class MLP(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)); (batch, sequence, hidden) to the same, beside the
-    places of packed rows where there are any.
+    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)); (batch, sequence, hidden) to
+    the same, beside the places of packed rows where there are any.
     """
 
     def __init__(self, shape: GPTShape, number: int = 0) -> None:
@@ -269,12 +291,13 @@ def _without_places(module: nn.Module, value: Any) -> Any:
 class GPT(LayeredModel):
     """Causal language model.
 
-    Input: tokens (batch, sequence) int64, at most `max_positions` of them where positions are learned; of rows in which
-    several texts are packed the place of each token in its text, too (`position_ids`). Output: logits (batch, sequence,
-    vocab_size). Between layers goes one tensor (batch, sequence, hidden), and the places where there are any.
+    Input: tokens (batch, sequence) int64, at most `max_positions` of them where positions are
+    learned; of rows in which several texts are packed the place of each token in its text, too
+    (`position_ids`). Output: logits (batch, sequence, vocab_size). Between layers goes one tensor
+    (batch, sequence, hidden), and the places where there are any.
 
-    Weights start from N(0, 0.02^2), those that add to the residual stream from N(0, 0.02^2 / (2 num_layers)), biases
-    from zero (Radford et al. 2018, section 4.1; 2019, section 2.3).
+    Weights start from N(0, 0.02^2), those that add to the residual stream from N(0, 0.02^2 / (2
+    num_layers)), biases from zero (Radford et al. 2018, section 4.1; 2019, section 2.3).
     """
 
     tensor_plan: ClassVar[Mapping[str, str]] = {
@@ -308,13 +331,22 @@ class GPT(LayeredModel):
 def gpt_layers(shape: GPTShape) -> list[Layer]:
     """Recipes: embedding, positions and dropout, blocks, norm, head."""
     embed = partial(TokenEmbedding, shape.vocab_size, shape.hidden_size)
-    blocks = [Layer(f"blocks.{number}", partial(GPTBlock, shape, number)) for number in range(shape.num_layers)]
+    blocks = [
+        Layer(f"blocks.{number}", partial(GPTBlock, shape, number))
+        for number in range(shape.num_layers)
+    ]
     second = Layer("dropout", partial(nn.Dropout, shape.dropout), call=_beside_places)
     if shape.positions == "learned":
-        make = partial(LearnedPositions, shape.max_positions, shape.hidden_size, dropout=shape.dropout)
+        make = partial(
+            LearnedPositions, shape.max_positions, shape.hidden_size, dropout=shape.dropout
+        )
         second = Layer("positions", make, call=_with_places)
     middle = [second, *blocks, Layer("norm", shape.make_norm, call=_without_places)]
     if shape.tie_embeddings:
-        return [Layer("embed", embed, tied="embed"), *middle, Layer("head", embed, call=as_head, tied="embed")]
+        return [
+            Layer("embed", embed, tied="embed"),
+            *middle,
+            Layer("head", embed, call=as_head, tied="embed"),
+        ]
     head = partial(DrawnLinear, shape.hidden_size, shape.vocab_size, bias=False)
     return [Layer("embed", embed), *middle, Layer("head", head)]

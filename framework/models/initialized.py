@@ -1,6 +1,8 @@
-"""Layers that draw their own initial weights: linear layers and embeddings of transformers, convolutions of ResNets.
+"""Layers that draw their own initial weights: linear layers and embeddings of transformers,
+convolutions of ResNets.
 
-Under ZeRO-3 a module's weights are partitioned away when its constructor returns, so they are drawn in the constructor.
+Under ZeRO-3 a module's weights are partitioned away when its constructor returns, so they are drawn
+in the constructor.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ DEFAULT_STD = 0.02
 
 
 class _Drawn(nn.Module):
-    def __init__(self, *sizes: int, std: float = DEFAULT_STD, truncated: bool = False, **options: Any) -> None:
+    def __init__(
+        self, *sizes: int, std: float = DEFAULT_STD, truncated: bool = False, **options: Any
+    ) -> None:
         # torch's constructor draws, and needs them
         self.std = std
         self.truncated = truncated
@@ -36,19 +40,24 @@ class _Drawn(nn.Module):
 
 
 class DrawnLinear(_Drawn, nn.Linear):
-    """`nn.Linear` with weights from N(0, std^2), cut off at two standard deviations if `truncated`; bias zero."""
+    """`nn.Linear` with weights from N(0, std^2), cut off at two standard deviations if `truncated`;
+    bias zero.
+    """
 
 
 class DrawnEmbedding(_Drawn, nn.Embedding):
-    """`nn.Embedding` with vectors from N(0, std^2), cut off at two standard deviations if `truncated`."""
+    """`nn.Embedding` with vectors from N(0, std^2), cut off at two standard deviations if
+    `truncated`.
+    """
 
 
 class TokenEmbedding(DrawnEmbedding):
-    """Tokens (..., ) int64 to vectors (..., hidden); `as_head`: vectors (..., hidden) to logits (..., vocabulary), or
-    to their loss. Places that go with tokens are passed on.
+    """Tokens (..., ) int64 to vectors (..., hidden); `as_head`: vectors (..., hidden) to logits
+    (..., vocabulary), or to their loss. Places that go with tokens are passed on.
 
-    One forward for both, because ZeRO-3 gathers weights when a module is called, and only then. `vocabulary` is this
-    rank's part, where the ranks of a tensor group share the weight; `head_bias` is added to logits in tiles.
+    One forward for both, because ZeRO-3 gathers weights when a module is called, and only then.
+    `vocabulary` is this rank's part, where the ranks of a tensor group share the weight;
+    `head_bias` is added to logits in tiles.
     """
 
     vocabulary: VocabularyPart | None = None
@@ -86,7 +95,8 @@ def split_heads(projected: Tensor, head_size: int) -> Tensor:
 
 
 def positions_of(embedded: Tensor, positions: Tensor) -> Tensor:
-    """Learned vectors (max_positions, hidden) of the positions of (batch, sequence, hidden), or of this rank's part.
+    """Learned vectors (max_positions, hidden) of the positions of (batch, sequence, hidden), or of
+    this rank's part.
 
     Raises:
         ValueError: the sequence is too long.
@@ -101,7 +111,9 @@ def positions_of(embedded: Tensor, positions: Tensor) -> Tensor:
 
 @torch.no_grad()
 def draw(weight: Tensor, *, std: float, truncated: bool) -> None:
-    """Fill with N(0, std^2); in float32 where the cut-off needs more places than half precision has."""
+    """Fill with N(0, std^2); in float32 where the cut-off needs more places than half precision
+    has.
+    """
     if not truncated:
         weight.normal_(std=std)
         return
@@ -110,13 +122,16 @@ def draw(weight: Tensor, *, std: float, truncated: bool) -> None:
 
 
 class HeConv2d(nn.Conv2d):
-    """`nn.Conv2d` with He initialisation, fan-out mode (He et al. 2015, "Delving Deep into Rectifiers").
+    """`nn.Conv2d` with He initialisation, fan-out mode (He et al. 2015, "Delving Deep into
+    Rectifiers").
 
     Drawn by the constructor: `kaiming_normal_` on a weight that ZeRO-3 has partitioned only warns.
     """
 
     def reset_parameters(self) -> None:
-        """Draw the weights from N(0, 2 / (out_channels * kernel area)); set the bias, if any, to zero."""
+        """Draw the weights from N(0, 2 / (out_channels * kernel area)); set the bias, if any, to
+        zero.
+        """
         nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
         if self.bias is not None:
             nn.init.zeros_(self.bias)

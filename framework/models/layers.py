@@ -1,10 +1,13 @@
-"""A model as a list of layers: the same blocks, run one after the other on one device or cut into pipeline stages.
+"""A model as a list of layers: the same blocks, run one after the other on one device or cut into
+pipeline stages.
 
-A `Layer` is a recipe, so that a pipeline stage builds its own layers only. `LayeredModel` is the plain form of such a
-list; `as_layers` finds the list in an `nn.Sequential`, in a list of modules and in any module that tells its layers.
+A `Layer` is a recipe, so that a pipeline stage builds its own layers only. `LayeredModel` is the
+plain form of such a list; `as_layers` finds the list in an `nn.Sequential`, in a list of modules
+and in any module that tells its layers.
 
-The weights of a recipe are drawn under a seed of their own (the model's seed and the layer's number), never from a
-stream that runs through the layers before it: where the model is cut does not change what it starts from.
+The weights of a recipe are drawn under a seed of their own (the model's seed and the layer's
+number), never from a stream that runs through the layers before it: where the model is cut does not
+change what it starts from.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from framework.errors import ConfigError, in_one_line
 
 
 class LayerStack(nn.Sequential):
-    """`nn.Sequential` whose subclasses may have a constructor of their own: a slice such as ``model[:-1]`` is a plain
-    `nn.Sequential` that shares the layers.
+    """`nn.Sequential` whose subclasses may have a constructor of their own: a slice such as
+    ``model[:-1]`` is a plain `nn.Sequential` that shares the layers.
     """
 
     def __getitem__(self, index: Any) -> Any:
@@ -37,23 +40,35 @@ class LayerStack(nn.Sequential):
         return nn.Sequential(OrderedDict(list(self._modules.items())[index]))
 
 
-# Activation recomputation: a group of layers keeps only its input, and runs again in the backward pass.
+# Activation recomputation: a group of layers keeps only its input, and runs again in the backward
+# pass.
 
 
-def recompute(run: Callable[..., Any], *values: Any, modules: Callable[[], Iterable[nn.Module]]) -> Any:
-    """``run(*values)``, keeping the values and none of what `run` computes for the backward pass on the way.
+def recompute(
+    run: Callable[..., Any], *values: Any, modules: Callable[[], Iterable[nn.Module]]
+) -> Any:
+    """``run(*values)``, keeping the values and none of what `run` computes for the backward pass on
+    the way.
 
-    Gradients are the same to the bit: dropout repeats its draws, and batch norms count the batch once.
+    Gradients are the same to the bit: dropout repeats its draws, and batch norms count the batch
+    once.
 
-    `modules` tells the modules that `run` calls, submodules included; it is asked in the backward pass.
+    `modules` tells the modules that `run` calls, submodules included; it is asked in the backward
+    pass.
     """
-    return checkpoint(run, *values, use_reentrant=False, context_fn=lambda: (nullcontext(), _statistics_kept(modules)))
+    return checkpoint(
+        run,
+        *values,
+        use_reentrant=False,
+        context_fn=lambda: (nullcontext(), _statistics_kept(modules)),
+    )
 
 
 @contextmanager
 def _statistics_kept(modules: Callable[[], Iterable[nn.Module]]) -> Iterator[None]:
-    """The first run has counted the batch. `track_running_stats` cannot be turned off instead: autograd would save
-    other tensors than the first time, and the checkpoint would complain."""
+    """The first run has counted the batch. `track_running_stats` cannot be turned off instead:
+    autograd would save other tensors than the first time, and the checkpoint would complain.
+    """
     norms = [module for module in modules() if isinstance(module, _BatchNorm) and module.training]
     before = [(norm, norm.momentum, copy.deepcopy(norm.num_batches_tracked)) for norm in norms]
     for norm in norms:
@@ -76,15 +91,18 @@ class Layer:
     """One layer of a model.
 
     Attributes:
-        name: name of the submodule in the plain model (dots reach into submodules), and so of its weights.
+        name: name of the submodule in the plain model (dots reach into submodules), and so of its
+            weights.
         build: makes the module; called once per process that runs the layer.
-        call: how the module is applied to the value of the layer before, when that is not ``module(value)``. It must go
-            through ``module(...)``, or ZeRO-3 does not see that the weights are needed.
-        tied: layers with the same key are one module, and share `tied_weights` across stages. The first of them must
-            have no `call` and no further weights.
+        call: how the module is applied to the value of the layer before, when that is not
+            ``module(value)``. It must go through ``module(...)``, or ZeRO-3 does not see that the
+            weights are needed.
+        tied: layers with the same key are one module, and share `tied_weights` across stages. The
+            first of them must have no `call` and no further weights.
         tied_weights: the attributes that are shared.
         is_built: `build` returns a module that exists already, with its weights.
-        may_start_stage: whether a pipeline may be cut before it. Not where it gets several floating tensors.
+        may_start_stage: whether a pipeline may be cut before it. Not where it gets several floating
+            tensors.
     """
 
     name: str
@@ -105,7 +123,9 @@ class Layer:
             return self.build()
 
     def make_copy(self, number: int, *, seed: int) -> nn.Module:
-        """`make`, but never the module that will train: running it may change its buffers (batch norm)."""
+        """`make`, but never the module that will train: running it may change its buffers (batch
+        norm).
+        """
         module = self.make(number, seed=seed)
         if self.is_built:
             return copy.deepcopy(module)
@@ -131,8 +151,8 @@ def recipes_only() -> Iterator[None]:
 class LayeredModel(nn.Module):
     """Layers applied one after the other; its weights bear the names of the layers.
 
-    Input: one value, or several, which the first layer gets as one tuple. Output: what the last layer returns. Between
-    layers goes a tensor or a tuple of tensors.
+    Input: one value, or several, which the first layer gets as one tuple. Output: what the last
+    layer returns. Between layers goes a tensor or a tuple of tensors.
     """
 
     def __init__(self, layers: Sequence[Layer], *, taken_from: Any = None) -> None:
@@ -140,7 +160,8 @@ class LayeredModel(nn.Module):
 
         Args:
             layers: in the order in which they are run.
-            taken_from: the model that they are the layers of; its own `train()`, if it has one, sets modes as well.
+            taken_from: the model that they are the layers of; its own `train()`, if it has one,
+                sets modes as well.
 
         Raises:
             ValueError: two layers have one name, or tied layers do not fit together.
@@ -174,8 +195,8 @@ class LayeredModel(nn.Module):
         ]
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run all layers; in groups of `recompute_every`, if it is set, which keep only their inputs for backward.
-        Named inputs are taken in their order.
+        """Run all layers; in groups of `recompute_every`, if it is set, which keep only their
+        inputs for backward. Named inputs are taken in their order.
         """
         inputs += tuple(named.values())
         if len(inputs) == 1:
@@ -195,7 +216,9 @@ class LayeredModel(nn.Module):
         return value
 
     def place_of(self, layer: Layer) -> str:
-        """Return the name under which the layer's module is registered: that of the first that is tied to it."""
+        """Return the name under which the layer's module is registered: that of the first that is
+        tied to it.
+        """
         if layer.tied:
             return next(first.name for first in self.recipes if first.tied == layer.tied)
         return layer.name
@@ -205,8 +228,9 @@ def as_layers(model: Any) -> list[Layer]:
     """The layers of a model, in order.
 
     Args:
-        model: a `LayeredModel`; a module whose method ``layers()`` returns (name, module) pairs; an `nn.Sequential`,
-            nested ones included; a list or tuple of modules. One module in two places is two layers.
+        model: a `LayeredModel`; a module whose method ``layers()`` returns (name, module) pairs; an
+            `nn.Sequential`, nested ones included; a list or tuple of modules. One module in two
+            places is two layers.
 
     Raises:
         ConfigError: kind ``model-not-layered`` or ``model-layers-incomplete``.
@@ -215,8 +239,14 @@ def as_layers(model: Any) -> list[Layer]:
         return model.layers()
     if lists_layers(model):
         return _reported(model)
-    if isinstance(model, (nn.Sequential, nn.ModuleList, list, tuple)) and not _has_own_forward(model):
-        pairs = list(_children(model) if isinstance(model, nn.Module) else ((str(n), m) for n, m in enumerate(model)))
+    if isinstance(model, (nn.Sequential, nn.ModuleList, list, tuple)) and not _has_own_forward(
+        model
+    ):
+        pairs = list(
+            _children(model)
+            if isinstance(model, nn.Module)
+            else ((str(n), m) for n, m in enumerate(model))
+        )
         if pairs and all(isinstance(module, nn.Module) for _, module in pairs):
             return [layer for name, module in pairs for layer in _flat(name, module)]
     reason, fix = _why_not_layered(model)
@@ -224,15 +254,20 @@ def as_layers(model: Any) -> list[Layer]:
 
 
 def own_train(model: Any) -> Callable[[bool], object] | None:
-    """Return the `train()` of a model whose class overrides it, to keep parts in evaluation mode; None for others."""
-    if not isinstance(model, nn.Module) or type(model).train in (nn.Module.train, LayeredModel.train):
+    """Return the `train()` of a model whose class overrides it, to keep parts in evaluation mode;
+    None for others.
+    """
+    if not isinstance(model, nn.Module) or type(model).train in (
+        nn.Module.train,
+        LayeredModel.train,
+    ):
         return None
     return model.train
 
 
 def lists_layers(model: Any) -> bool:
-    """Check whether a module has a method `layers()` beside a forward() of its own; a submodule of that name, which is
-    common, is a part of it and no method.
+    """Check whether a module has a method `layers()` beside a forward() of its own; a submodule of
+    that name, which is common, is a part of it and no method.
     """
     reported = getattr(model, "layers", None)
     is_own = isinstance(model, nn.Module) and not isinstance(model, LayeredModel)
@@ -245,16 +280,24 @@ def _has_own_forward(model: Any) -> bool:
 
 def _why_not_layered(model: Any) -> tuple[str, str]:
     advice = (
-        "give it a method layers() that returns its (name, module) pairs in the order in which forward() calls them"
+        "give it a method layers() that returns its (name, module) pairs in the order in "
+        "which forward() calls them"
     )
     if isinstance(model, nn.Module) and isinstance(getattr(model, "layers", None), nn.Module):
         kind = type(model.layers).__name__
-        reason = f"its attribute layers is a {kind}, and nobody but its forward() knows how that is run"
+        reason = (
+            f"its attribute layers is a {kind}, and nobody but its forward() knows how that is run"
+        )
         return reason, f"name the {kind} otherwise (self.blocks), and {advice}"
     if _has_own_forward(model):
-        return "it has a forward() of its own, which may do more than call its modules in turn", advice
+        return (
+            "it has a forward() of its own, which may do more than call its modules in turn",
+            advice,
+        )
     if not isinstance(model, (nn.Sequential, nn.ModuleList, list, tuple)):
-        reason = "it is not a sequence of layers, so nobody but its forward() knows where it can be cut"
+        reason = (
+            "it is not a sequence of layers, so nobody but its forward() knows where it can be cut"
+        )
         return reason, f"make it an nn.Sequential, return a list of layers, or {advice}"
     items = list(model)
     if not items:
@@ -263,9 +306,18 @@ def _why_not_layered(model: Any) -> tuple[str, str]:
         number = next(n for n, item in enumerate(items) if not isinstance(item, Layer))
         reason = f"item {number} of the list is no Layer, and others are"
         return reason, "write a Layer for every item, or a module for every item"
-    number, other = next((n, item) for n, item in enumerate(items) if not isinstance(item, nn.Module))
-    reason = f"item {number} of the list ({getattr(other, '__name__', type(other).__name__)}) is not a module"
-    return reason, "put a module in its place, such as nn.ReLU() for torch.relu and nn.Flatten() for torch.flatten"
+    number, other = next(
+        (n, item) for n, item in enumerate(items) if not isinstance(item, nn.Module)
+    )
+    reason = (
+        f"item {number} of the list ({getattr(other, '__name__', type(other).__name__)}) is "
+        "not a module"
+    )
+    return (
+        reason,
+        "put a module in its place, such as nn.ReLU() for torch.relu and nn.Flatten() for "
+        "torch.flatten",
+    )
 
 
 def _reported(model: nn.Module) -> list[Layer]:
@@ -280,8 +332,12 @@ def _reported(model: nn.Module) -> list[Layer]:
     except Exception as error:
         wrong = f"fails: {in_one_line(error)}"
     if not pairs or not all(isinstance(module, nn.Module) for _, module in pairs):
-        raise refusal("model-not-layered", f"its layers() {wrong}", 'return [("stem", self.stem), ...]')
-    reported = {id(tensor) for _, module in pairs for tensor in (*module.parameters(), *module.buffers())}
+        raise refusal(
+            "model-not-layered", f"its layers() {wrong}", 'return [("stem", self.stem), ...]'
+        )
+    reported = {
+        id(tensor) for _, module in pairs for tensor in (*module.parameters(), *module.buffers())
+    }
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in reported:
             reason = f"its layers() leaves out {name}"
@@ -291,7 +347,9 @@ def _reported(model: nn.Module) -> list[Layer]:
 
 
 def _flat(name: str, module: nn.Module) -> Iterator[Layer]:
-    """The layers of nested plain sequences; a subclass of nn.Sequential may do more in its forward, and stays whole."""
+    """The layers of nested plain sequences; a subclass of nn.Sequential may do more in its forward,
+    and stays whole.
+    """
     if type(module) is nn.Sequential and len(module):
         for child_name, child in _children(module):
             yield from _flat(f"{name}.{child_name}", child)
@@ -300,7 +358,9 @@ def _flat(name: str, module: nn.Module) -> Iterator[Layer]:
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """In the order in which forward() calls them; `named_children` leaves out a module that it has met before."""
+    """In the order in which forward() calls them; `named_children` leaves out a module that it has
+    met before.
+    """
     return ((name, child) for name, child in module._modules.items() if child is not None)
 
 
@@ -328,7 +388,10 @@ def refuse_bad_ties(layers: Sequence[Layer]) -> None:
             continue
         first = first_of.setdefault(layer.tied, layer)
         if first is layer and layer.call is not None:
-            raise ValueError(f"layer {layer.name}: the first of the layers tied as {layer.tied} must have no call")
+            raise ValueError(
+                f"layer {layer.name}: the first of the layers tied as {layer.tied} must have no "
+                "call"
+            )
         if first.tied_weights != layer.tied_weights:
             raise ValueError(
                 f"layers {first.name} and {layer.name} are tied by different weights: "

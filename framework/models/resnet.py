@@ -16,15 +16,19 @@ BLOCKS_PER_STAGE = 2
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions around a shortcut (He et al. 2015, "Deep Residual Learning", figure 5 left).
+    """Two 3x3 convolutions around a shortcut (He et al. 2015, "Deep Residual Learning", figure 5
+    left).
 
-    Input: (batch, in_channels, H, W). Output: (batch, out_channels, ceil(H / stride), ceil(W / stride)). Where the
-    shape changes, the shortcut is a 1x1 convolution with batch norm (the paper's option B).
+    Input: (batch, in_channels, H, W). Output: (batch, out_channels, ceil(H / stride), ceil(W /
+    stride)). Where the shape changes, the shortcut is a 1x1 convolution with batch norm (the
+    paper's option B).
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1) -> None:
         super().__init__()
-        self.conv1 = HeConv2d(in_channels, out_channels, kernel_size=3, stride=stride, padding=1, bias=False)
+        self.conv1 = HeConv2d(
+            in_channels, out_channels, kernel_size=3, stride=stride, padding=1, bias=False
+        )
         self.norm1 = nn.BatchNorm2d(out_channels)
         self.conv2 = HeConv2d(out_channels, out_channels, kernel_size=3, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(out_channels)
@@ -41,9 +45,11 @@ class BasicBlock(nn.Module):
 
 
 class SmallResNet18(LayerStack):
-    """ResNet-18 with a 3x3 stride-1 stem and no max pooling: 11,173,962 parameters for 3 channels and 10 classes.
+    """ResNet-18 with a 3x3 stride-1 stem and no max pooling: 11,173,962 parameters for 3 channels
+    and 10 classes.
 
-    Input: (batch, in_channels, H, W), floating point, of any H and W. Output: logits (batch, num_classes).
+    Input: (batch, in_channels, H, W), floating point, of any H and W. Output: logits (batch,
+    num_classes).
     """
 
     def __init__(self, num_classes: int = 10, *, in_channels: int = 1) -> None:
@@ -58,41 +64,60 @@ class SmallResNet18(LayerStack):
                 stride = 2 if stage > 0 and block == 0 else 1
                 layers[f"block{stage + 1}_{block + 1}"] = BasicBlock(previous, width, stride=stride)
                 previous = width
-        layers.update(pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), classifier=nn.Linear(previous, num_classes))
+        layers.update(
+            pool=nn.AdaptiveAvgPool2d(1),
+            flatten=nn.Flatten(),
+            classifier=nn.Linear(previous, num_classes),
+        )
         super().__init__(layers)
 
 
 class LayeredResNet(resnet.ResNet):  # type: ignore[misc]
-    """torchvision's ResNet, which says where it can be cut; the names of its weights are torchvision's."""
+    """torchvision's ResNet, which says where it can be cut; the names of its weights are
+    torchvision's.
+    """
 
     def layers(self) -> list[tuple[str, nn.Module]]:
         """Stem, residual blocks and head in the order of `forward`."""
         stages = ("layer1", "layer2", "layer3", "layer4")
         blocks = [
-            (f"{stage}.{name}", block) for stage in stages for name, block in getattr(self, stage).named_children()
+            (f"{stage}.{name}", block)
+            for stage in stages
+            for name, block in getattr(self, stage).named_children()
         ]
         stem = [(name, getattr(self, name)) for name in ("conv1", "bn1", "relu", "maxpool")]
-        return [*stem, *blocks, ("avgpool", self.avgpool), ("flatten", nn.Flatten()), ("fc", self.fc)]
+        return [
+            *stem,
+            *blocks,
+            ("avgpool", self.avgpool),
+            ("flatten", nn.Flatten()),
+            ("fc", self.fc),
+        ]
 
 
 def resnet18(num_classes: int = 1000, *, in_channels: int = 3) -> nn.Module:
-    """ResNet-18 (He et al. 2015) of torchvision: 11,689,512 parameters for 3 channels and 1000 classes.
+    """ResNet-18 (He et al. 2015) of torchvision: 11,689,512 parameters for 3 channels and 1000
+    classes.
 
     Returns:
-        A module from images (batch, in_channels, H, W), H and W of 32 pixels or more, to logits (batch, num_classes).
+        A module from images (batch, in_channels, H, W), H and W of 32 pixels or more, to logits
+        (batch, num_classes).
     """
     return _build(resnet.BasicBlock, (2, 2, 2, 2), num_classes=num_classes, in_channels=in_channels)
 
 
 def resnet50(num_classes: int = 1000, *, in_channels: int = 3) -> nn.Module:
-    """ResNet-50 (He et al. 2015, stride in the 3x3 convolution) of torchvision: 25,557,032 parameters for 1000 classes.
+    """ResNet-50 (He et al. 2015, stride in the 3x3 convolution) of torchvision: 25,557,032
+    parameters for 1000 classes.
 
     Result as for `resnet18`.
     """
     return _build(resnet.Bottleneck, (3, 4, 6, 3), num_classes=num_classes, in_channels=in_channels)
 
 
-def _build(block: type[nn.Module], num_blocks: tuple[int, ...], *, num_classes: int, in_channels: int) -> nn.Module:
+def _build(
+    block: type[nn.Module], num_blocks: tuple[int, ...], *, num_classes: int, in_channels: int
+) -> nn.Module:
     model = LayeredResNet(block, list(num_blocks), num_classes=num_classes)
     if in_channels != 3:
         model.conv1 = HeConv2d(in_channels, 64, kernel_size=7, stride=2, padding=3, bias=False)

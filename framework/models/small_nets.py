@@ -1,4 +1,6 @@
-"""Small networks for images: LeNet-5 as later literature trains it, and the multi-layer perceptron."""
+"""Small networks for images: LeNet-5 as later literature trains it, and the multi-layer
+perceptron.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,21 @@ from framework.models.layers import LayerStack
 
 
 class LeNet(LayerStack):
-    """LeNet-5 (LeCun, Bottou, Bengio, Haffner 1998) with ReLU and max pooling for tanh and trained sub-sampling.
+    """LeNet-5 (LeCun, Bottou, Bengio, Haffner 1998) with ReLU and max pooling for tanh and trained
+    sub-sampling.
 
-    The second convolution is fully connected to the first, and the last layer is linear: 61,706 parameters for one
-    input channel and ten classes.
+    The second convolution is fully connected to the first, and the last layer is linear: 61,706
+    parameters for one input channel and ten classes.
 
-    Input: (batch, in_channels, image_size, image_size), floating point. Output: logits (batch, num_classes).
+    Input: (batch, in_channels, image_size, image_size), floating point. Output: logits (batch,
+    num_classes).
     """
 
-    def __init__(self, num_classes: int = 10, *, in_channels: int = 1, image_size: int = 28) -> None:
-        """Build the network for images of 32 pixels, as in the paper, or of 28, which the first convolution pads to 32.
+    def __init__(
+        self, num_classes: int = 10, *, in_channels: int = 1, image_size: int = 28
+    ) -> None:
+        """Build the network for images of 32 pixels, as in the paper, or of 28, which the first
+        convolution pads to 32.
 
         Raises:
             ValueError: `image_size` is neither 28 nor 32.
@@ -49,7 +56,8 @@ class LeNet(LayerStack):
 class MLP(LayerStack):
     """Linear, ReLU, dropout for every hidden layer, then a linear layer to the classes.
 
-    Input: (batch, in_channels, image_size, image_size), floating point. Output: logits (batch, num_classes).
+    Input: (batch, in_channels, image_size, image_size), floating point. Output: logits (batch,
+    num_classes).
     """
 
     def __init__(
@@ -61,7 +69,9 @@ class MLP(LayerStack):
         hidden_sizes: Sequence[int] = (256, 256),
         dropout: float = 0.0,
     ) -> None:
-        """Build the network; no `hidden_sizes` give a linear classifier, `dropout` is a hidden unit's probability."""
+        """Build the network; no `hidden_sizes` give a linear classifier, `dropout` is a hidden
+        unit's probability.
+        """
         widths = [in_channels * image_size**2, *hidden_sizes]
         layers = OrderedDict[str, nn.Module](flatten=nn.Flatten())
         for number, (before, after) in enumerate(pairwise(widths), start=1):

@@ -1,8 +1,10 @@
-"""Layers whose weights are divided over the ranks of a tensor group (Shoeybi et al. 2019, "Megatron-LM", section 3).
+"""Layers whose weights are divided over the ranks of a tensor group (Shoeybi et al. 2019,
+"Megatron-LM", section 3).
 
-A column layer has some of its outputs, a row layer some of its inputs: after column layers and a row layer every rank
-has the same sum, for one all-reduce in the forward pass (of the row layer's outputs) and one in the backward pass (of
-the gradient of what the column layers read, which is copied once for all of them).
+A column layer has some of its outputs, a row layer some of its inputs: after column layers and a
+row layer every rank has the same sum, for one all-reduce in the forward pass (of the row layer's
+outputs) and one in the backward pass (of the gradient of what the column layers read, which is
+copied once for all of them).
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        # A copy: another branch of the graph may have been handed the same tensor; contiguous, or nothing is added.
+        # A copy: another branch of the graph may have been handed the same tensor; contiguous, or
+        # nothing is added.
         total = gradient.clone(memory_format=torch.contiguous_format)
         torch.distributed.all_reduce(total, group=ctx.group)
         return total, None
@@ -56,7 +59,9 @@ class _Joined(torch.autograd.Function):
         padded = pad(tensor, (0, max(widths) - widths[rank])).contiguous()
         parts = [torch.empty_like(padded) for _ in widths]
         torch.distributed.all_gather(parts, padded, group=group)
-        return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
+        return torch.cat(
+            [part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -66,9 +71,9 @@ class _Joined(torch.autograd.Function):
 class TensorPart:
     """This rank's place in a tensor group, and what its layers share within a pass.
 
-    Between a column layer and its row layer ranks compute different things: there each draws its own random numbers,
-    from a seed that all draw from the common stream. That stream alone is a run's state, saved and computed again as
-    it always was.
+    Between a column layer and its row layer ranks compute different things: there each draws its
+    own random numbers, from a seed that all draw from the common stream. That stream alone is a
+    run's state, saved and computed again as it always was.
 
     Attributes:
         group: process group.
@@ -126,11 +131,14 @@ class TensorPart:
 
 
 class ColumnLinear(nn.Linear):
-    """`nn.Linear` with this rank's part of the outputs: (..., in_features) to (..., part of out_features).
+    """`nn.Linear` with this rank's part of the outputs: (..., in_features) to (..., part of
+    out_features).
 
     Attributes:
-        copies: whether it copies its input itself; a module around it may have done so for all column layers.
-        widths: of all ranks, where the parts are joined to (..., out_features); None where they stay apart.
+        copies: whether it copies its input itself; a module around it may have done so for all
+            column layers.
+        widths: of all ranks, where the parts are joined to (..., out_features); None where they
+            stay apart.
         is_last: no row layer follows: what it returns is the model's.
     """
 
@@ -153,7 +161,9 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """`nn.Linear` with this rank's part of the inputs: (..., part of in_features) to (..., out_features), summed."""
+    """`nn.Linear` with this rank's part of the inputs: (..., part of in_features) to (...,
+    out_features), summed.
+    """
 
     part: TensorPart
 
@@ -182,7 +192,9 @@ class VocabularyPart:
         self.size = widths[rank]
 
     def look_up(self, tokens: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
-        """Vectors (..., hidden) of tokens (...,) int64 of the whole vocabulary; `weight` (own tokens, hidden)."""
+        """Vectors (..., hidden) of tokens (...,) int64 of the whole vocabulary; `weight` (own
+        tokens, hidden).
+        """
         assert self.part is not None
         local, outside = self.own(tokens)
         padding = None if padding_idx is None else padding_idx - self.first
@@ -200,15 +212,18 @@ class VocabularyPart:
         return logits
 
     def nats(self, logits: Tensor, targets: Tensor, *, ignore_index: int) -> Tensor:
-        """Cross-entropy (positions,) float32 of logits (positions, own tokens) and targets (positions,) int64, 0 where
-        the target is `ignore_index`: log sum exp(x - m) - (x_target - m) with the largest logit m of any rank (as
-        Megatron-LM's `vocab_parallel_cross_entropy`). Two small all-reduces."""
+        """Cross-entropy (positions,) float32 of logits (positions, own tokens) and targets
+        (positions,) int64, 0 where the target is `ignore_index`: log sum exp(x - m) - (x_target -
+        m) with the largest logit m of any rank (as Megatron-LM's `vocab_parallel_cross_entropy`).
+        Two small all-reduces.
+        """
         nats: Tensor = _Nats.apply(logits, *self.own(targets), self)
         return nats.masked_fill(targets == ignore_index, 0.0)
 
     def guesses(self, logits: Tensor) -> Tensor:
-        """The token (positions,) int64 with the largest logit of logits (positions, own tokens); the first of several.
-        Two small all-reduces."""
+        """The token (positions,) int64 with the largest logit of logits (positions, own tokens);
+        the first of several. Two small all-reduces.
+        """
         largest, token = logits.max(dim=-1)
         if self.part is None:
             return token
@@ -217,15 +232,19 @@ class VocabularyPart:
         return token
 
     def shares(self, logits: Tensor, local: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities (positions, own tokens), in the memory of logits (positions, own tokens) float32, and the
-        cross-entropy (positions,); `local` and `outside` are `own` of the targets. Two small all-reduces.
+        """Probabilities (positions, own tokens), in the memory of logits (positions, own tokens)
+        float32, and the cross-entropy (positions,); `local` and `outside` are `own` of the targets.
+        Two small all-reduces.
         """
         exponentials, sums, nats = self.exponentials(logits, local, outside)
         return exponentials.div_(sums.unsqueeze(-1)), nats
 
-    def exponentials(self, logits: Tensor, local: Tensor, outside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """exp(logits - the largest of a position) (positions, own tokens) float32, in the memory of logits that are
-        float32; their sums over all tokens (positions,), and the cross-entropy (positions,). As `shares`.
+    def exponentials(
+        self, logits: Tensor, local: Tensor, outside: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """exp(logits - the largest of a position) (positions, own tokens) float32, in the memory of
+        logits that are float32; their sums over all tokens (positions,), and the cross-entropy
+        (positions,). As `shares`.
         """
         largest = self._largest(logits).unsqueeze(-1)
         if logits.dtype == torch.float32:
@@ -239,7 +258,9 @@ class VocabularyPart:
         return found, sums, sums.log() - target
 
     def own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens as rows of this rank's weight, 0 for those of others, and whether they are others'."""
+        """Tokens as rows of this rank's weight, 0 for those of others, and whether they are
+        others'.
+        """
         local = tokens - self.first
         outside = (local < 0) | (local >= self.size)
         return local.masked_fill(outside, 0), outside
@@ -247,15 +268,21 @@ class VocabularyPart:
     def _largest(self, logits: Tensor) -> Tensor:
         largest = logits.amax(dim=-1).float()
         if self.part is not None:
-            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=self.part.group)
+            torch.distributed.all_reduce(
+                largest, torch.distributed.ReduceOp.MAX, group=self.part.group
+            )
         return largest
 
 
 class _Nats(torch.autograd.Function):
-    """Keeps this rank's probabilities alone, and makes them the gradient in place: of logits these are many bytes."""
+    """Keeps this rank's probabilities alone, and makes them the gradient in place: of logits these
+    are many bytes.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, local: Tensor, outside: Tensor, vocabulary: VocabularyPart) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, local: Tensor, outside: Tensor, vocabulary: VocabularyPart
+    ) -> Tensor:
         shares, nats = vocabulary.shares(logits.to(torch.float32, copy=True), local, outside)
         ctx.save_for_backward(shares, local, outside)
         ctx.dtype = logits.dtype

@@ -1,4 +1,6 @@
-"""Batch norm over the batches of all data-parallel ranks, on GPUs by torch's kernels and on CPUs by ours."""
+"""Batch norm over the batches of all data-parallel ranks, on GPUs by torch's kernels and on CPUs by
+ours.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,28 @@ from torch.nn.modules.batchnorm import _BatchNorm
 class SyncBatchNorm(nn.SyncBatchNorm):
     """`torch.nn.SyncBatchNorm`, which refuses tensors on the CPU, taught to take them.
 
-    Input and output: (batch, channels, ...). Ranks may have batches of different sizes. In evaluation, without a
-    process group and on one rank it is ordinary batch norm.
+    Input and output: (batch, channels, ...). Ranks may have batches of different sizes. In
+    evaluation, without a process group and on one rank it is ordinary batch norm.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise with mean and variance over the batches of all ranks; collective in training."""
-        synchronised = self.training and distributed.is_initialized() and distributed.get_world_size(self._group()) > 1
+        """Normalise with mean and variance over the batches of all ranks; collective in
+        training.
+        """
+        synchronised = (
+            self.training
+            and distributed.is_initialized()
+            and distributed.get_world_size(self._group()) > 1
+        )
         if input.device.type != "cpu" or not synchronised:
             output: Tensor = super().forward(input)
             return output
         return self._over_ranks(input)
 
     def _over_ranks(self, input: Tensor) -> Tensor:
-        """Mean first, then the variance around it: sums of squares would lose the variance of a large mean."""
+        """Mean first, then the variance around it: sums of squares would lose the variance of a
+        large mean.
+        """
         self._check_input_dim(input)
         values = input.to(torch.promote_types(input.dtype, torch.float32))
         axes = [axis for axis in range(values.ndim) if axis != 1]
@@ -81,7 +91,8 @@ def _summed(value: Tensor, group: Any) -> Tensor:
 
 
 def with_sync_batch_norm(model: nn.Module, *, process_group: Any = None) -> nn.Module:
-    """Replace every batch norm in a model by one that is synchronised; weights, buffers and their names stay.
+    """Replace every batch norm in a model by one that is synchronised; weights, buffers and their
+    names stay.
 
     Args:
         model: changed in place; a model that is itself a batch norm is returned anew.
@@ -89,7 +100,8 @@ def with_sync_batch_norm(model: nn.Module, *, process_group: Any = None) -> nn.M
     """
     done: dict[nn.Module, nn.Module] = {}
     for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):  # named_children would pass over a module's second place
+        # named_children would pass over a module's second place
+        for name, child in list(parent._modules.items()):
             if child is not None and _is_plain(child):
                 done[child] = done[child] if child in done else _synchronised(child, process_group)
                 parent.add_module(name, done[child])
@@ -103,9 +115,16 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _synchronised(norm: Any, process_group: Any) -> SyncBatchNorm:
-    """The same batch norm with the same parameter objects, which ZeRO-3 may have partitioned already."""
+    """The same batch norm with the same parameter objects, which ZeRO-3 may have partitioned
+    already.
+    """
     new = SyncBatchNorm(
-        norm.num_features, norm.eps, norm.momentum, affine=False, track_running_stats=False, process_group=process_group
+        norm.num_features,
+        norm.eps,
+        norm.momentum,
+        affine=False,
+        track_running_stats=False,
+        process_group=process_group,
     )
     new.affine = norm.affine
     new.track_running_stats = norm.track_running_stats

@@ -1,7 +1,9 @@
-"""Cross-entropy of an output layer tile by tile over positions: the logits of a long sequence are never whole.
+"""Cross-entropy of an output layer tile by tile over positions: the logits of a long sequence are
+never whole.
 
-A tile's gradients are made beside its loss, before its logits go (Hsu et al. 2024, "Liger Kernel"); those of weights
-are summed in fp32. torch's own `linear_cross_entropy` (2.15) sums in the weight's precision, and divides no vocabulary.
+A tile's gradients are made beside its loss, before its logits go (Hsu et al. 2024, "Liger Kernel");
+those of weights are summed in fp32. torch's own `linear_cross_entropy` (2.15) sums in the weight's
+precision, and divides no vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class TiledLoss(NamedTuple):
     """Output of a model in the place of its logits.
 
     Attributes:
-        guesses: the token with the largest logit, int64 in the shape of the targets; None in training.
+        guesses: the token with the largest logit, int64 in the shape of the targets; None in
+            training.
         nats: sum of the cross-entropies of all positions with a target, 0-d float32.
     """
 
@@ -41,10 +44,12 @@ _wanted: tuple[Tensor, LossTile, VocabularyPart | None] | None = None
 
 
 @contextmanager
-def wanting_loss(targets: Tensor, tile: LossTile, vocabulary: VocabularyPart | None) -> Iterator[None]:
-    """Within this block output layers compute the loss of targets (...,) int64, negative where a position has none, in
-    tiles as `training.loss_tile` says. Not a context variable: the backward pass, which may run layers again, has
-    threads of its own.
+def wanting_loss(
+    targets: Tensor, tile: LossTile, vocabulary: VocabularyPart | None
+) -> Iterator[None]:
+    """Within this block output layers compute the loss of targets (...,) int64, negative where a
+    position has none, in tiles as `training.loss_tile` says. Not a context variable: the backward
+    pass, which may run layers again, has threads of its own.
     """
     global _wanted
     _wanted = targets, tile, vocabulary
@@ -55,8 +60,9 @@ def wanting_loss(targets: Tensor, tile: LossTile, vocabulary: VocabularyPart | N
 
 
 def tiled_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> TiledLoss | None:
-    """The loss of logits hidden @ weight.T + bias, where one is wanted and they are too many; None elsewhere: hidden
-    (..., size), weight (tokens, size), bias (tokens,), of a divided vocabulary this rank's.
+    """The loss of logits hidden @ weight.T + bias, where one is wanted and they are too many; None
+    elsewhere: hidden (..., size), weight (tokens, size), bias (tokens,), of a divided vocabulary
+    this rank's.
     """
     targets, tile, vocabulary = _wanted or (None, 0, None)
     if targets is None:
@@ -75,7 +81,9 @@ def tiled_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ti
         hidden = vocabulary.part.copy(hidden)
     has_guesses = not torch.is_grad_enabled()
     matrices = hidden.flatten(0, -2).to(dtype), weight.to(dtype)
-    guesses, nats = _TiledLoss.apply(*matrices, bias, targets.flatten(), vocabulary, positions, has_guesses)
+    guesses, nats = _TiledLoss.apply(
+        *matrices, bias, targets.flatten(), vocabulary, positions, has_guesses
+    )
     return TiledLoss(guesses.view(targets.shape) if has_guesses else None, nats)
 
 
@@ -133,14 +141,18 @@ class _TiledLoss(torch.autograd.Function):
                 part = part * counts.unsqueeze(-1)
             else:
                 exponentials, sums, nats = vocabulary.exponentials(logits, local, outside)
-            # Not in place: compiled by torch 2.11, an output that was written in place has no gradient.
+            # Not in place: compiled by torch 2.11, an output that was written in place has no
+            # gradient.
             total = total + nats.masked_fill(~counts, 0.0).sum()
             if not any(needed):
                 continue
             if not is_fused:
                 factors = counts / sums
                 local = local.unsqueeze(-1)
-                of_target = exponentials.gather(-1, local).squeeze(-1) * factors - (counts & ~outside).float()
+                of_target = (
+                    exponentials.gather(-1, local).squeeze(-1) * factors
+                    - (counts & ~outside).float()
+                )
                 if logits.dtype == rows.dtype:
                     shares = logits
                 else:
@@ -159,7 +171,10 @@ class _TiledLoss(torch.autograd.Function):
             elif of_weight is not None:
                 of_weight += shares.T @ part
             del shares, logits  # or the next tile's logits would stand beside them
-        ctx.gradients = of_rows, *(None if one is None else one[:size] for one in (of_weight, of_bias))
+        ctx.gradients = (
+            of_rows,
+            *(None if one is None else one[:size] for one in (of_weight, of_bias)),
+        )
         ctx.dtypes = rows.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(guesses)
         ctx.set_materialize_grads(False)
@@ -172,10 +187,13 @@ class _TiledLoss(torch.autograd.Function):
         found = ctx.gradients
         ctx.gradients = None
         if found is None:
-            raise RuntimeError("a loss in tiles has one backward pass; set training.loss_tile: 0 for several")
+            raise RuntimeError(
+                "a loss in tiles has one backward pass; set training.loss_tile: 0 for several"
+            )
         scale = gradient.view(1)  # of one dimension: a product with half precision is made in fp32
         scaled = (
-            None if one is None else one.mul_(scale).to(dtype) for one, dtype in zip(found, ctx.dtypes, strict=True)
+            None if one is None else one.mul_(scale).to(dtype)
+            for one, dtype in zip(found, ctx.dtypes, strict=True)
         )
         return *scaled, None, None, None, None
 
@@ -188,8 +206,8 @@ def _shares_of_half(logits: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
         local: targets (positions,) int64.
 
     Returns:
-        The gradient of the cross-entropy of each position, (positions, tokens) in the memory of the logits, and the
-        cross-entropy (positions,) float32.
+        The gradient of the cross-entropy of each position, (positions, tokens) in the memory of the
+        logits, and the cross-entropy (positions,) float32.
     """
     logs = torch.log_softmax(logits, -1, dtype=torch.float32)
     places = local.unsqueeze(-1)
@@ -208,12 +226,17 @@ class _Head:
 
 
 def output_head(model: Any) -> nn.Module | None:
-    """Let the output layer of a model, as transformers name it, give losses; None where it is not one that can."""
+    """Let the output layer of a model, as transformers name it, give losses; None where it is not
+    one that can.
+    """
     find = getattr(model, "get_output_embeddings", None)
     head = find() if callable(find) else None
     if hasattr(head, "head_bias"):
         return head
-    if not isinstance(head, nn.Linear) or type(head).forward not in (nn.Linear.forward, ColumnLinear.forward):
+    if not isinstance(head, nn.Linear) or type(head).forward not in (
+        nn.Linear.forward,
+        ColumnLinear.forward,
+    ):
         return None
     head.__class__ = type(type(head).__name__, (_Head, type(head)), {})
     return head

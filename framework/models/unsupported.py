@@ -1,4 +1,6 @@
-"""Modules and weights that DeepSpeed would train as another model, or fail on in words of its own."""
+"""Modules and weights that DeepSpeed would train as another model, or fail on in words of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def refuse_unsupported(model: nn.Module, config: RunConfig, *, prefix: str = "")
         prefix: of the names in `model`, where it is a layer of a pipeline's stage.
 
     Raises:
-        ConfigError: kinds ``lazy-weight``, ``deepspeed-moe``, ``weights-share-memory``; all problems at once.
+        ConfigError: kinds ``lazy-weight``, ``deepspeed-moe``, ``weights-share-memory``; all
+            problems at once.
     """
     problems = [
         *_lazy_weights(model, prefix),
@@ -56,8 +59,8 @@ def _deepspeed_experts(model: nn.Module, prefix: str) -> Iterator[Problem]:
             yield Problem(
                 "deepspeed-moe",
                 f"its module {prefix}{name or '(root)'} is DeepSpeed's own mixture of experts "
-                f"({type(module).__module__}), whose weights are saved in files that export, load and resume on other "
-                "ranks do not read",
+                f"({type(module).__module__}), whose weights are saved in files that export, load "
+                "and resume on other ranks do not read",
                 "write the experts as plain PyTorch modules, or set model.moe of the kind gpt",
                 "model",
                 type(model).__name__,
@@ -71,7 +74,8 @@ def _is_deepspeed_moe(module: nn.Module) -> bool:
 
 
 def refuse_sparse_gradients(model: nn.Module, config: RunConfig, *, prefix: str = "") -> None:
-    """Refuse trained embeddings with sparse gradients at ZeRO 1 to 3, which make flat copies of gradients.
+    """Refuse trained embeddings with sparse gradients at ZeRO 1 to 3, which make flat copies of
+    gradients.
 
     DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py and stage3.py.
 
@@ -90,8 +94,8 @@ def refuse_sparse_gradients(model: nn.Module, config: RunConfig, *, prefix: str 
         if is_embedding and module.sparse and module.weight.requires_grad:
             raise ConfigError.of(
                 "sparse-gradient",
-                f"its embedding {prefix}{name or '(root)'} has sparse gradients, and DeepSpeed takes dense ones alone "
-                f"at zero.stage {config.zero.stage}",
+                f"its embedding {prefix}{name or '(root)'} has sparse gradients, and DeepSpeed "
+                f"takes dense ones alone at zero.stage {config.zero.stage}",
                 "build it with sparse=False (the numbers are the same), or set zero.stage: 0",
                 "model",
                 type(model).__name__,
@@ -102,7 +106,9 @@ def _makes_flat_copies(config: RunConfig) -> bool:
     return config.zero.stage > 0 or config.precision.dtype in _IN_HALF
 
 
-def _weights_in_the_same_memory(model: nn.Module, config: RunConfig, prefix: str) -> Iterator[Problem]:
+def _weights_in_the_same_memory(
+    model: nn.Module, config: RunConfig, prefix: str
+) -> Iterator[Problem]:
     """Find two parameters over the same memory, where each would be given a memory of its own."""
     spans = []
     for name, parameter in model.named_parameters():
@@ -126,8 +132,8 @@ def _weights_in_the_same_memory(model: nn.Module, config: RunConfig, prefix: str
         if is_shared and (_makes_flat_copies(config) or not stays_shared):
             yield Problem(
                 "weights-share-memory",
-                f"its weights {prefix}{name} and {prefix}{next_name} are two parameters over the same memory, and "
-                "DeepSpeed would train them apart",
+                f"its weights {prefix}{name} and {prefix}{next_name} are two parameters over the "
+                "same memory, and DeepSpeed would train them apart",
                 "tie them by one nn.Parameter under both names (head.weight = embedding.weight), "
                 "transposed in forward where needed, or copy the second: .detach().clone()",
                 "model",
@@ -147,7 +153,9 @@ def _is_dense(parameter: torch.Tensor) -> bool:
 
 
 def in_rows(build: Callable[[], nn.Module], config: RunConfig) -> Callable[[], nn.Module]:
-    """Return what builds the same model with all weights stored row by row; warns of `channels_last` once."""
+    """Return what builds the same model with all weights stored row by row; warns of
+    `channels_last` once.
+    """
     is_known = False
 
     def build_in_rows() -> nn.Module:
@@ -157,9 +165,10 @@ def in_rows(build: Callable[[], nn.Module], config: RunConfig) -> Callable[[], n
         if names and not is_known and not config.training.channels_last:
             is_known = True
             warn(
-                f"{len(names)} weights are not stored row by row, as in channels_last (the first is {names[0]}), and "
-                "DeepSpeed takes no others: they are stored row by row, with the same numbers; for convolutions in "
-                "channels_last set training.channels_last: true [weights-stored-in-rows]",
+                f"{len(names)} weights are not stored row by row, as in channels_last (the first "
+                f"is {names[0]}), and DeepSpeed takes no others: they are stored row by row, with "
+                "the same numbers; for convolutions in channels_last set training.channels_last: "
+                "true [weights-stored-in-rows]",
                 is_of_all_ranks=True,
             )
         return model
@@ -170,8 +179,9 @@ def in_rows(build: Callable[[], nn.Module], config: RunConfig) -> Callable[[], n
 def store_in_rows(model: nn.Module) -> list[str]:
     """Store weights with other strides (`channels_last`, a transposed view) row by row, in place.
 
-    DeepSpeed sends every weight as bytes, which takes a last dimension without gaps (0.19.8, runtime/engine.py,
-    `_broadcast_model`; at stage 3 runtime/zero/partition_parameters.py). The numbers stay the same.
+    DeepSpeed sends every weight as bytes, which takes a last dimension without gaps (0.19.8,
+    runtime/engine.py, `_broadcast_model`; at stage 3 runtime/zero/partition_parameters.py). The
+    numbers stay the same.
 
     Returns:
         Names of the weights that were stored otherwise.

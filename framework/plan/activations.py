@@ -1,5 +1,5 @@
-"""Bytes that values take in the forward and backward pass of a micro-batch: at which moment they are most depends on
-what else is there, so all moments that may be the fullest are listed.
+"""Bytes that values take in the forward and backward pass of a micro-batch: at which moment they
+are most depends on what else is there, so all moments that may be the fullest are listed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Moment:
 
 @dataclass(frozen=True)
 class Passes:
-    """Moments of the forward and of the backward pass over the layers of one rank; `kept_bytes`: what one micro-batch
-    leaves for its backward pass.
+    """Moments of the forward and of the backward pass over the layers of one rank; `kept_bytes`:
+    what one micro-batch leaves for its backward pass.
     """
 
     forward: tuple[Moment, ...]
@@ -49,7 +49,8 @@ def passes_over(layers: Sequence[Part], loss: Part | None, *, recompute_every: i
     Args:
         layers: of the rank, each by itself.
         loss: where the rank has it.
-        recompute_every: layers of a group that keeps only its input and runs again in the backward pass; 0: none.
+        recompute_every: layers of a group that keeps only its input and runs again in the backward
+            pass; 0: none.
     """
     every = recompute_every or len(layers)
     if not layers:
@@ -81,25 +82,42 @@ def passes_over(layers: Sequence[Part], loss: Part | None, *, recompute_every: i
             here = saved[place + 1]
             own = layer.num_params + layer.shared_params
             if recompute_every:
-                forward.append(_moment(held[number], layer.passing_bytes - (0 if place else before), 0, is_last))
+                forward.append(
+                    _moment(
+                        held[number], layer.passing_bytes - (0 if place else before), 0, is_last
+                    )
+                )
                 beside_held = layer.peak_bytes - (0 if place or layer.input_bytes else before)
-                backward.append(_moment(here, beside_held + group[-1].output_bytes, reduced, is_last))
+                backward.append(
+                    _moment(here, beside_held + group[-1].output_bytes, reduced, is_last)
+                )
             else:
                 forward.append(_moment(here, layer.peak_bytes, 0, is_last))
             beside = own if layer.is_product else 0
-            reduced_now = layer.num_params if layer.shares in names else own  # a tied weight's gradient waits
+            # a tied weight's gradient waits
+            reduced_now = layer.num_params if layer.shares in names else own
             waiting = sum(ties.values())
-            backward.append(_moment(here, layer.backward_bytes, behind, is_last, reduced_now, waiting, beside))
+            backward.append(
+                _moment(here, layer.backward_bytes, behind, is_last, reduced_now, waiting, beside)
+            )
             if layer.shares in names:
                 ties[layer.shares] = layer.shared_params
             ties.pop(layer.name, None)
             behind += own
-            backward.append(_moment(saved[place], before, behind, is_logits=False, waiting=sum(ties.values())))
+            backward.append(
+                _moment(saved[place], before, behind, is_logits=False, waiting=sum(ties.values()))
+            )
     return Passes(tuple(forward), tuple(backward), kept)
 
 
 def _moment(
-    saved: int, passing: int, gradients: int, is_logits: bool, own: int = 0, waiting: int = 0, beside: int = 0
+    saved: int,
+    passing: int,
+    gradients: int,
+    is_logits: bool,
+    own: int = 0,
+    waiting: int = 0,
+    beside: int = 0,
 ) -> Moment:
     """Count the last layer's output as logits."""
     activations, loss = (saved, passing) if is_logits else (saved + passing, 0)

@@ -44,8 +44,8 @@ class Alternative:
 def alternatives(
     plan: Plan, choices: Iterable[Mapping[str, Any]], *, work: ModelWork | None = None
 ) -> Iterator[Alternative]:
-    """Those of the choices, dotted keys with their values, that the rules allow and that change the plan; `work`: of a
-    model of the user's own, which would be another in another type.
+    """Those of the choices, dotted keys with their values, that the rules allow and that change the
+    plan; `work`: of a model of the user's own, which would be another in another type.
     """
     seen = [plan.config.to_dict()]
     for settings in choices:
@@ -64,7 +64,9 @@ def alternatives(
 
 
 def knobs(plan: Plan, *, half: str = "bf16") -> Iterator[tuple[str, Any, Any]]:
-    """Key, value and lower value of what may free memory; `half`: the device's type of half width."""
+    """Key, value and lower value of what may free memory; `half`: the device's type of half
+    width.
+    """
     for key, after in (*_KNOBS, ("precision.dtype", half)):
         section, _, name = key.partition(".")
         before = getattr(getattr(plan.config, section), name, None)
@@ -72,7 +74,9 @@ def knobs(plan: Plan, *, half: str = "bf16") -> Iterator[tuple[str, Any, Any]]:
             yield key, before, after
 
 
-def with_settings(config: RunConfig, settings: Mapping[str, Any], *, source: Source | None = None) -> RunConfig:
+def with_settings(
+    config: RunConfig, settings: Mapping[str, Any], *, source: Source | None = None
+) -> RunConfig:
     """A config with dotted keys set; where a kind changes, what belonged to the other one goes.
 
     Raises:

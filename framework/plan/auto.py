@@ -1,7 +1,8 @@
-"""Keys of a run config that are `auto`: chosen once, before the run, from the config, the cluster and its devices.
+"""Keys of a run config that are `auto`: chosen once, before the run, from the config, the cluster
+and its devices.
 
-The choice follows from these alone, so that every rank that makes it makes the same one. A launcher makes it for all
-ranks and hands them plain settings.
+The choice follows from these alone, so that every rank that makes it makes the same one. A launcher
+makes it for all ranks and hands them plain settings.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 def target_at_hand(cluster: Cluster, environment: Mapping[str, str] = os.environ) -> Target:
-    """The devices of this machine, as far as they can be found without torch: NVIDIA's by their driver, processors by
-    the memory of the host, of which each rank gets its share, others by ``DSF_GPU``.
+    """The devices of this machine, as far as they can be found without torch: NVIDIA's by their
+    driver, processors by the memory of the host, of which each rank gets its share, others by
+    ``DSF_GPU``.
     """
     ranks = cluster.devices_per_host
     host = host_memory_bytes()
@@ -59,13 +61,17 @@ def target_at_hand(cluster: Cluster, environment: Mapping[str, str] = os.environ
         known = _listed_name(name, memory)
         if known is None:
             return Target(name, memory, host)
-        return replace(listed_target(known, devices_per_host=ranks, host_bytes=host), memory_bytes=memory)
+        return replace(
+            listed_target(known, devices_per_host=ranks, host_bytes=host), memory_bytes=memory
+        )
     return Target()
 
 
-def peaks_at_hand(cluster: Cluster, environment: Mapping[str, str] = os.environ) -> dict[str, float]:
-    """Listed peaks of this machine's devices, type of numbers -> operations per second; empty where they are not
-    known.
+def peaks_at_hand(
+    cluster: Cluster, environment: Mapping[str, str] = os.environ
+) -> dict[str, float]:
+    """Listed peaks of this machine's devices, type of numbers -> operations per second; empty where
+    they are not known.
     """
     with suppress(UsageError):  # a name that is not listed
         machine = target_at_hand(cluster, environment).machine
@@ -84,7 +90,9 @@ def listed_target(
 
 
 def measured_target(cluster: Cluster) -> Target | None:
-    """This machine by its measured rates; None for several hosts, or where none were measured with so many ranks."""
+    """This machine by its measured rates; None for several hosts, or where none were measured with
+    so many ranks.
+    """
     ranks = cluster.world_size
     if cluster.num_hosts == 1:
         found = measured_rates(ranks)
@@ -127,7 +135,9 @@ def _ask_driver() -> tuple[str, int] | None:
     with suppress(OSError, subprocess.TimeoutExpired, ValueError):
         if program:
             command = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-            asked = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
+            asked = subprocess.run(
+                command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
+            )
             rows = [line.rpartition(",") for line in asked.stdout.splitlines() if line.strip()]
             found = sorted((int(mib) * 2**20, name.strip()) for name, _, mib in rows)
             return (found[0][1], found[0][0]) if found else None
@@ -135,12 +145,16 @@ def _ask_driver() -> tuple[str, int] | None:
 
 
 def _listed_name(name: str, memory_bytes: int) -> str | None:
-    """The listed device that a driver's name means, such as ``NVIDIA H100 80GB HBM3``: the longest whose name is in it
-    and whose memory is as large, to a tenth.
+    """The listed device that a driver's name means, such as ``NVIDIA H100 80GB HBM3``: the longest
+    whose name is in it and whose memory is as large, to a tenth.
     """
     text = re.sub(r"[^a-z0-9]", "", name.lower())
     found = [kind for kind in tables()["devices"] if kind.partition("-")[0] in text]
-    close = [kind for kind in found if abs((find_device(kind).memory_bytes or 0) / memory_bytes - 1) < _CLOSE]
+    close = [
+        kind
+        for kind in found
+        if abs((find_device(kind).memory_bytes or 0) / memory_bytes - 1) < _CLOSE
+    ]
     return max(close, key=lambda kind: len(kind.partition("-")[0]), default=None)
 
 
@@ -163,7 +177,8 @@ def resolve(
         target: its devices.
         source: where the config's values came from.
         num_train_samples: size of the training data, where it is known.
-        saved: manifest of the checkpoint that the run goes on from: on as many ranks its values are kept.
+        saved: manifest of the checkpoint that the run goes on from: on as many ranks its values are
+            kept.
         is_proposal: nothing is started, so that the device may be unknown.
         work: of a model of the user's own.
 
@@ -184,7 +199,10 @@ def resolve(
     if target.memory_bytes is None and not is_proposal:
         reason = "it cannot be chosen without knowing the device"
         ranks = cluster.world_size
-        fix = f"write what `plan CONFIG --num_gpus {ranks} --gpu KIND` proposes, or set {GPU_VARIABLE} to the kind"
+        fix = (
+            f"write what `plan CONFIG --num_gpus {ranks} --gpu KIND` proposes, or set "
+            f"{GPU_VARIABLE} to the kind"
+        )
         raise _refused("auto-without-device", reason, fix, key, source)
     free = config.auto | ({ACCUMULATION} if config.batch.accumulation_steps is None else set())
     try:
@@ -197,14 +215,20 @@ def resolve(
         fix = "use more devices, or `plan` with --search, which may also offload and recompute"
         raise _refused("auto-nothing-fits", found.block, fix, key, source)
     best = found.ranked[0]
-    chosen = config.auto | ({ACCUMULATION} if best.plan.layout.pipe_size > 1 and MICRO in config.auto else set())
+    chosen = config.auto | (
+        {ACCUMULATION} if best.plan.layout.pipe_size > 1 and MICRO in config.auto else set()
+    )
     settings = {name: value for name, value in best.settings.items() if name in chosen}
     line = f"auto: {settings_text(settings)}: {choice_text(best, target)}"
     return _with(config, settings, source), settings, line
 
 
 def chosen_here(
-    config: RunConfig, cluster: Cluster, saved_manifest: Callable[[RunConfig], Mapping[str, Any]], *, source: Source
+    config: RunConfig,
+    cluster: Cluster,
+    saved_manifest: Callable[[RunConfig], Mapping[str, Any]],
+    *,
+    source: Source,
 ) -> RunConfig:
     """Choose for the devices of this machine, and print the choice to stderr, on one rank."""
     if not config.auto:
@@ -231,7 +255,9 @@ def choice_text(best: Candidate, target: Target) -> str:
         else:
             why = "no device named"
         return f"{memory}, estimated; speed unknown: {why}, so the least traffic is taken"
-    return f"{memory}, {best.samples_per_second:,.0f} samples per second; estimated for {target.text}"
+    return (
+        f"{memory}, {best.samples_per_second:,.0f} samples per second; estimated for {target.text}"
+    )
 
 
 def _with(config: RunConfig, settings: Mapping[str, Any], source: Source) -> RunConfig:

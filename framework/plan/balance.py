@@ -1,4 +1,6 @@
-"""Cut of a model of layers into pipeline stages, and the weight of each stage. Pure arithmetic on a list of layers."""
+"""Cut of a model of layers into pipeline stages, and the weight of each stage. Pure arithmetic on a
+list of layers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ class LayerFacts:
         kind: class name of its module.
         num_params: trainable parameters.
         param_bytes: bytes of all its parameters and buffers, as they are built.
-        output_bytes: bytes of its output for one micro-batch, which cross to the next stage; None when not known.
+        output_bytes: bytes of its output for one micro-batch, which cross to the next stage; None
+            when not known.
         flops: floating-point operations of one micro-batch, forward; None when not known.
         seconds: forward and backward of one micro-batch; None when not measured.
         tied: key of the layers that share its weights; empty for none.
@@ -74,12 +77,18 @@ class StageTable:
     bounds: Bounds
 
     def stages(self) -> list[Stage]:
-        """Return the weight of every stage; tied layers are counted once on each stage that has them."""
+        """Return the weight of every stage; tied layers are counted once on each stage that has
+        them.
+        """
         return [self._stage(start, stop) for start, stop in pairwise(self.bounds)]
 
     def _stage(self, start: int, stop: int) -> Stage:
         own = self.layers[start:stop]
-        firsts = [layer for n, layer in enumerate(own) if not layer.tied or layer.tied not in {o.tied for o in own[:n]}]
+        firsts = [
+            layer
+            for n, layer in enumerate(own)
+            if not layer.tied or layer.tied not in {o.tied for o in own[:n]}
+        ]
         return Stage(
             start,
             stop,
@@ -103,7 +112,9 @@ class StageTable:
         }
 
     def lines(self) -> Iterator[str]:
-        """One line per stage for a person; what was not timed is estimated by its share of the FLOPs."""
+        """One line per stage for a person; what was not timed is estimated by its share of the
+        FLOPs.
+        """
         total = sum(layer.flops or 0 for layer in self.layers)
         for number, stage in enumerate(self.stages()):
             first = self.layers[stage.start].name
@@ -127,16 +138,18 @@ def _total(values: Sequence[Number | None]) -> Number | None:
     return None
 
 
-def cut(layers: Sequence[LayerFacts], parallel: Parallel, *, same_groups: bool = False) -> StageTable | Problem:
+def cut(
+    layers: Sequence[LayerFacts], parallel: Parallel, *, same_groups: bool = False
+) -> StageTable | Problem:
     """Decide where the stages begin, or say why it cannot be done.
 
     Args:
         layers: what is known of them.
         parallel: how many stages, and how they are chosen.
-        same_groups: every stage must have weights of every parameter group. ZeRO and fp16 without it reduce the
-            gradient norm once per group, over all stages (runtime/zero/stage_1_and_2.py `scaled_global_norm`,
-            runtime/fp16/unfused_optimizer.py `step`): stages with one group and stages with two would wait for each
-            other for ever.
+        same_groups: every stage must have weights of every parameter group. ZeRO and fp16 without
+            it reduce the gradient norm once per group, over all stages
+            (runtime/zero/stage_1_and_2.py `scaled_global_norm`, runtime/fp16/unfused_optimizer.py
+            `step`): stages with one group and stages with two would wait for each other for ever.
     """
     problem = next(stage_problems(parallel, len(layers), [layer.name for layer in layers]), None)
     if problem:
@@ -152,8 +165,15 @@ def cut(layers: Sequence[LayerFacts], parallel: Parallel, *, same_groups: bool =
     for number, stage in enumerate(table.stages()):
         own = layers[stage.start : stage.stop]
         if not stage.num_params:
-            key, value = ("stages", parallel.stages) if parallel.stages else ("partition", parallel.partition)
-            reason = f"stage {number} ({', '.join(layer.name for layer in own)}) would have nothing to train"
+            key, value = (
+                ("stages", parallel.stages)
+                if parallel.stages
+                else ("partition", parallel.partition)
+            )
+            reason = (
+                f"stage {number} ({', '.join(layer.name for layer in own)}) would have "
+                "nothing to train"
+            )
             fix = "set parallel.partition: parameters, or fewer stages"
             return Problem("stage-without-parameters", reason, fix, f"parallel.{key}", value)
         if same_groups and not all_groups(stage.start, stage.stop):
@@ -161,20 +181,28 @@ def cut(layers: Sequence[LayerFacts], parallel: Parallel, *, same_groups: bool =
             span = f"stage {number} ({own[0].name} .. {own[-1].name})"
             key = "optimizer.weight_decay_on"
             reason = f"{span} has only {only}, and with ZeRO or in fp16 every stage must have both"
-            return Problem("stage-with-one-group", reason, f"set {key}: all, or fewer stages", key, "matrices")
+            return Problem(
+                "stage-with-one-group", reason, f"set {key}: all, or fewer stages", key, "matrices"
+            )
     return table
 
 
 def needs_same_groups(config: RunConfig) -> bool:
-    """Check whether every stage must have weights of both groups, matrices and others, as `parameter_groups` has them:
-    with ZeRO and in fp16 DeepSpeed reduces the gradient norm once per group over all stages.
+    """Check whether every stage must have weights of both groups, matrices and others, as
+    `parameter_groups` has them: with ZeRO and in fp16 DeepSpeed reduces the gradient norm once per
+    group over all stages.
     """
     optimizer = config.optimizer
-    has_two = getattr(optimizer, "weight_decay", 0.0) and getattr(optimizer, "weight_decay_on", "all") == "matrices"
+    has_two = (
+        getattr(optimizer, "weight_decay", 0.0)
+        and getattr(optimizer, "weight_decay_on", "all") == "matrices"
+    )
     return bool(has_two) and (config.zero.stage > 0 or isinstance(config.precision, FP16))
 
 
-def stage_problems(parallel: Parallel, num_layers: int | None, names: Sequence[str] = ()) -> Iterator[Problem]:
+def stage_problems(
+    parallel: Parallel, num_layers: int | None, names: Sequence[str] = ()
+) -> Iterator[Problem]:
     """Find what is wrong with the cut as it is written; `num_layers` None: not known yet."""
     stages = parallel.stages
     pipe = parallel.pipe
@@ -186,7 +214,9 @@ def stage_problems(parallel: Parallel, num_layers: int | None, names: Sequence[s
     if stages is None:
         fix = "write for example type:Linear"
         method = parallel.partition
-        yield from pattern_problem(method.removeprefix("type:"), key="parallel.partition", value=method, fix=fix)
+        yield from pattern_problem(
+            method.removeprefix("type:"), key="parallel.partition", value=method, fix=fix
+        )
     elif num_layers is not None and len(stages) != num_layers:
         if names:
             reported = f": {', '.join(names)}"
@@ -197,7 +227,13 @@ def stage_problems(parallel: Parallel, num_layers: int | None, names: Sequence[s
     elif sorted(stages) != stages or set(stages) != set(range(pipe)):
         wanted = ", ".join(map(str, range(pipe)))
         reason = f"the stages of {pipe} are {wanted}, each for some layers in a row"
-        yield Problem("stages-out-of-order", reason, "write them in ascending order, none left out", key, stages)
+        yield Problem(
+            "stages-out-of-order",
+            reason,
+            "write them in ascending order, none left out",
+            key,
+            stages,
+        )
 
 
 def pattern_problem(pattern: str, *, key: str, value: str, fix: str) -> Iterator[Problem]:
@@ -220,7 +256,9 @@ def _explicit(layers: Sequence[LayerFacts], parallel: Parallel) -> Bounds | Prob
 
 
 def _has_all_groups(layers: Sequence[LayerFacts]) -> MayBe:
-    """Check whether a stage from one layer up to another has weights of all groups that the model has."""
+    """Check whether a stage from one layer up to another has weights of all groups that the model
+    has.
+    """
     counts = [
         [0, *accumulate(group in layer.groups for layer in layers)]
         for group in frozenset[str]().union(*(layer.groups for layer in layers))
@@ -228,7 +266,9 @@ def _has_all_groups(layers: Sequence[LayerFacts]) -> MayBe:
     return lambda start, stop: all(count[start] < count[stop] for count in counts)
 
 
-def _chosen(layers: Sequence[LayerFacts], parallel: Parallel, *, may_be: MayBe | None) -> Bounds | Problem:
+def _chosen(
+    layers: Sequence[LayerFacts], parallel: Parallel, *, may_be: MayBe | None
+) -> Bounds | Problem:
     method = parallel.partition
     pipe = parallel.pipe
     if method.startswith("type:"):
@@ -256,17 +296,22 @@ def _chosen(layers: Sequence[LayerFacts], parallel: Parallel, *, may_be: MayBe |
 
 
 def balanced(
-    costs: Sequence[float], parts: int, *, may_start: Sequence[bool] | None = None, may_be: MayBe | None = None
+    costs: Sequence[float],
+    parts: int,
+    *,
+    may_start: Sequence[bool] | None = None,
+    may_be: MayBe | None = None,
 ) -> Bounds | None:
-    """Cut a row of costs into contiguous, non-empty parts whose largest sum is as small as possible.
+    """Cut a row of costs into contiguous, non-empty parts whose largest sum is as small as
+    possible.
 
-    Among the cuts with the same largest sum the one with the smallest sum of squares is taken, so that the other parts
-    are even too. Dynamic programming over (items, parts), O(parts x items^2) (Linear partition: Skiena, "The Algorithm
-    Design Manual", 3rd ed., section 10.7).
+    Among the cuts with the same largest sum the one with the smallest sum of squares is taken, so
+    that the other parts are even too. Dynamic programming over (items, parts), O(parts x items^2)
+    (Linear partition: Skiena, "The Algorithm Design Manual", 3rd ed., section 10.7).
 
     Returns:
-        ``parts + 1`` bounds; None where `may_start`, of the first item of a part, and `may_be`, of the items from one
-        up to but without another, leave no cut.
+        ``parts + 1`` bounds; None where `may_start`, of the first item of a part, and `may_be`, of
+        the items from one up to but without another, leave no cut.
     """
     allowed = may_start or [True] * len(costs)
     fits = cache(may_be or (lambda start, stop: True))
@@ -279,7 +324,11 @@ def balanced(
         cuts: dict[int, tuple[float, float, Bounds]] = {}
         for stop in ends:
             found = [
-                (max(largest, sums[stop] - sums[start]), squares + (sums[stop] - sums[start]) ** 2, (*bounds, stop))
+                (
+                    max(largest, sums[stop] - sums[start]),
+                    squares + (sums[stop] - sums[start]) ** 2,
+                    (*bounds, stop),
+                )
                 for start, (largest, squares, bounds) in best.items()
                 if start < stop and allowed[start] and fits(start, stop)
             ]

@@ -11,7 +11,8 @@ from framework.errors import ConfigError, UsageError, counted
 Device = Literal["cuda", "cpu", "npu", "xpu", "hpu", "mps", "unknown"]
 # torchrun's name first, then the DeepSpeed launcher's (deepspeed/launcher/launch.py).
 _LOCAL_SIZE_VARIABLES: Final = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
-# What `launch` takes without devices: enough to show that ranks work together, and no more than a laptop has cores.
+# What `launch` takes without devices: enough to show that ranks work together, and no more than a
+# laptop has cores.
 RANKS_ON_CPU: Final = 2
 # Set by whoever planned the job, above the launcher that counts the ranks.
 PLANNED_VARIABLE: Final = "DSF_WORLD_SIZE"
@@ -33,7 +34,10 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.num_hosts < 1 or self.devices_per_host < 1:
-            raise UsageError(f"a cluster needs a host and a device, not {self.num_hosts} x {self.devices_per_host}")
+            raise UsageError(
+                f"a cluster needs a host and a device, not {self.num_hosts} x "
+                f"{self.devices_per_host}"
+            )
 
     @property
     def world_size(self) -> int:
@@ -42,7 +46,8 @@ class Cluster:
 
     @staticmethod
     def from_environment(environment: Mapping[str, str], *, device: Device = "unknown") -> Cluster:
-        """The cluster that a launcher (deepspeed, torchrun, srun with exports) described to this process.
+        """The cluster that a launcher (deepspeed, torchrun, srun with exports) described to this
+        process.
 
         Raises:
             UsageError: the numbers are none, or do not fit together.
@@ -53,9 +58,10 @@ class Cluster:
         if planned != world_size:
             raise ConfigError.of(
                 "world-size-differs",
-                f"the job was planned for {planned} ranks ({PLANNED_VARIABLE}), and the launcher started {world_size}",
-                "check that every node was given the same hostfile and that it can be read there: without one the "
-                "deepspeed launcher lets each node train alone",
+                f"the job was planned for {planned} ranks ({PLANNED_VARIABLE}), and the launcher "
+                f"started {world_size}",
+                "check that every node was given the same hostfile and that it can be read there: "
+                "without one the deepspeed launcher lets each node train alone",
                 key="WORLD_SIZE",
                 value=world_size,
             )

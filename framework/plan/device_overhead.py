@@ -1,5 +1,6 @@
-"""Memory of a device that no tensor holds: CUDA's context, the buffers of NCCL's communicators, and what torch's
-allocator reserves beyond its tensors. Figures stand in `devices.json`, each with its source.
+"""Memory of a device that no tensor holds: CUDA's context, the buffers of NCCL's communicators, and
+what torch's allocator reserves beyond its tensors. Figures stand in `devices.json`, each with its
+source.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ def beside_tensors(memory: Memory, plan: Plan, device: str) -> dict[str, int]:
     Args:
         memory: of its tensors.
         plan: whose ranks communicate.
-        device: name of the GPU, as ``--gpu`` takes it; one without published figures has those of a device that the
-            source does not name. Empty or ``cpu``: there is nothing beside tensors, or nothing is known.
+        device: name of the GPU, as ``--gpu`` takes it; one without published figures has those of a
+            device that the source does not name. Empty or ``cpu``: there is nothing beside tensors,
+            or nothing is known.
     """
     if device in ("", "cpu") or plan.cluster.device == "cpu":
         return {}
     figures: Mapping[str, Any] = tables()["beside_tensors"]
     listed = {**figures["other"], **figures.get(device, {})}
-    # Tensors that stay are allocated once; those of a micro-batch come and go in sizes that do not fit each other.
+    # Tensors that stay are allocated once; those of a micro-batch come and go in sizes that do not
+    # fit each other.
     moment = memory.moments[memory.peak]
     passing = moment.get("activations", 0) + moment.get("logits and loss", 0)
     found = {
@@ -39,10 +42,11 @@ def beside_tensors(memory: Memory, plan: Plan, device: str) -> dict[str, int]:
 def num_communicators(plan: Plan) -> int:
     """Groups of ranks for which NCCL has buffers on the fullest rank.
 
-    torch's group of all ranks (barriers) and DeepSpeed's own copy of it (utils/groups.py `_clone_world_group`). A
-    pipeline has, beside torch's, those of its stages (losses), of a model's ranks and of each pair of neighbours
-    (runtime/pipe/{topology,p2p}.py), and where it is there more than once that of its copies. Tensor and sequence
-    parallelism have a group each, and beside tensor parallelism the copies of a part have one.
+    torch's group of all ranks (barriers) and DeepSpeed's own copy of it (utils/groups.py
+    `_clone_world_group`). A pipeline has, beside torch's, those of its stages (losses), of a
+    model's ranks and of each pair of neighbours (runtime/pipe/{topology,p2p}.py), and where it is
+    there more than once that of its copies. Tensor and sequence parallelism have a group each, and
+    beside tensor parallelism the copies of a part have one.
     """
     layout = plan.layout
     if layout.world_size == 1:

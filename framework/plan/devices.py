@@ -26,9 +26,11 @@ class Device:
         flops_per_second: type of numbers -> peak of matrix products, without sparsity.
         memory_bytes_per_second: bandwidth of its memory.
         link_bytes_per_second: to the other devices of its host, one direction, peak.
-        collective_bytes_per_second: of large collectives within a host, as NCCL counts them (bus bandwidth).
+        collective_bytes_per_second: of large collectives within a host, as NCCL counts them (bus
+            bandwidth).
         host_bytes_per_second: to and from host memory, one direction, peak.
-        matmul_flops_per_second: the most that bf16 matrix products reached when others measured them.
+        matmul_flops_per_second: the most that bf16 matrix products reached when others measured
+            them.
         host_memory_bytes_per_second: of a whole host as it is usual with it.
         capability: CUDA compute capability.
         network: the fabric that hosts with it usually have, one of those listed.
@@ -49,7 +51,9 @@ class Device:
 
 @dataclass(frozen=True)
 class Network:
-    """Network between hosts: bytes per second of one device, one direction, and seconds of one hop."""
+    """Network between hosts: bytes per second of one device, one direction, and seconds of one
+    hop.
+    """
 
     name: str
     bytes_per_second: float
@@ -65,9 +69,11 @@ class Machine:
         network: between hosts; None: not known.
         devices_per_host: on each host.
         step_overhead_seconds: time of an optimizer step that is no device's: measured, else None.
-        all_reduce_latency_seconds: of one small sum over the devices of a host: measured, else None.
-        engine_seconds: ZeRO stage -> what the engine takes beside the model, measured where nothing hides it: as
-            ``plan --measure`` names it. Empty: not known, or hidden behind a device's work.
+        all_reduce_latency_seconds: of one small sum over the devices of a host: measured, else
+            None.
+        engine_seconds: ZeRO stage -> what the engine takes beside the model, measured where nothing
+            hides it: as ``plan --measure`` names it. Empty: not known, or hidden behind a device's
+            work.
         measured: names of figures that were measured; all others are listed.
     """
 
@@ -79,7 +85,9 @@ class Machine:
     engine_seconds: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     measured: frozenset[str] = frozenset()
 
-    def overhead_seconds(self, stage: int, *, sizes: Sequence[int], micro_batches: int, persistent: int) -> float:
+    def overhead_seconds(
+        self, stage: int, *, sizes: Sequence[int], micro_batches: int, persistent: int
+    ) -> float:
         """Seconds of an optimizer step that are spent in Python and not in operations.
 
         Args:
@@ -91,13 +99,18 @@ class Machine:
         if not self.engine_seconds:
             return self.step_overhead_seconds or 0.0
         own = self.engine_seconds[stage]
-        per_weight = own["seconds_per_weight"] + (micro_batches - 1) * own["seconds_per_weight_again"]
-        gathered = own.get("seconds_per_gathered_weight", 0.0) * sum(size > persistent for size in sizes)
+        per_weight = (
+            own["seconds_per_weight"] + (micro_batches - 1) * own["seconds_per_weight_again"]
+        )
+        gathered = own.get("seconds_per_gathered_weight", 0.0) * sum(
+            size > persistent for size in sizes
+        )
         return own["seconds"] + len(sizes) * per_weight + micro_batches * gathered
 
     @staticmethod
     def listed(gpu: str, *, devices_per_host: int = 8, network: str | None = None) -> Machine:
-        """Build a machine from the tables; without a network's name the one that is usual for the device.
+        """Build a machine from the tables; without a network's name the one that is usual for the
+        device.
 
         Raises:
             UsageError: the device or the network is not listed.
@@ -107,24 +120,37 @@ class Machine:
         return Machine(device, None if fabric is None else find_network(fabric), devices_per_host)
 
     @staticmethod
-    def from_measured(found: Mapping[str, Any], base: Machine | None = None, *, devices_per_host: int = 1) -> Machine:
+    def from_measured(
+        found: Mapping[str, Any], base: Machine | None = None, *, devices_per_host: int = 1
+    ) -> Machine:
         """Build a machine from measured values, over the listed ones of `base`.
 
         Args:
-            found: ``flops_per_second`` by type of numbers, ``memory_bytes_per_second``, ``host_bytes_per_second``,
-                ``all_reduce_bytes_per_second``, ``all_reduce_latency_seconds``, ``per_step_overhead_seconds``; any of
-                them may be left out or None.
+            found: ``flops_per_second`` by type of numbers, ``memory_bytes_per_second``,
+                ``host_bytes_per_second``, ``all_reduce_bytes_per_second``,
+                ``all_reduce_latency_seconds``, ``per_step_overhead_seconds``; any of them may be
+                left out or None.
             base: where the figures come from that were not measured; None: they stay unknown.
             devices_per_host: without a base.
         """
         base = base or Machine(Device("measured"), None, devices_per_host)
         known = {key: value for key, value in found.items() if value is not None}
-        flops = {dtype: float(value) for dtype, value in known.get("flops_per_second", {}).items() if value is not None}
-        rates: dict[str, Any] = {name: float(known[key]) for key, name in _MEASURED_RATES.items() if key in known}
+        flops = {
+            dtype: float(value)
+            for dtype, value in known.get("flops_per_second", {}).items()
+            if value is not None
+        }
+        rates: dict[str, Any] = {
+            name: float(known[key]) for key, name in _MEASURED_RATES.items() if key in known
+        }
         if flops:  # they were reached, by no more than themselves
             rates["matmul_flops_per_second"] = flops.get("bf16")
-        device = replace(base.device, flops_per_second={**base.device.flops_per_second, **flops}, **rates)
-        own: dict[str, Any] = {name: float(known[key]) for key, name in _MEASURED_TIMES.items() if key in known}
+        device = replace(
+            base.device, flops_per_second={**base.device.flops_per_second, **flops}, **rates
+        )
+        own: dict[str, Any] = {
+            name: float(known[key]) for key, name in _MEASURED_TIMES.items() if key in known
+        }
         if not known.get("hides_overhead", True):
             stages = known["step_overhead_by_stage"].items()
             own["engine_seconds"] = {int(stage): dict(times) for stage, times in stages}
@@ -136,12 +162,17 @@ class Machine:
         return "measured" if figure in self.measured else "listed"
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures as plain values, each with its origin; those that are not known are left out."""
+        """The figures as plain values, each with its origin; those that are not known are left
+        out.
+        """
         device = self.device
         network = self.network
         figures: dict[str, float | None] = {
             "memory_bytes": device.memory_bytes,
-            **{f"flops_per_second.{dtype}": value for dtype, value in device.flops_per_second.items()},
+            **{
+                f"flops_per_second.{dtype}": value
+                for dtype, value in device.flops_per_second.items()
+            },
             **{name: getattr(device, name) for name in _RATES},
             **{name: getattr(self, name) for name in _MEASURED_TIMES.values()},
             "network_bytes_per_second": network.bytes_per_second if network else None,
@@ -152,7 +183,9 @@ class Machine:
             "device": device.name,
             "network": network and network.name,
             "devices_per_host": self.devices_per_host,
-            "figures": {name: {"value": value, "origin": self.origin(name)} for name, value in known.items()},
+            "figures": {
+                name: {"value": value, "origin": self.origin(name)} for name, value in known.items()
+            },
         }
 
 
@@ -221,7 +254,9 @@ def _listed(table: str, what: str, name: str) -> dict[str, Any]:
     listed = tables()[table]
     wanted = name.lower()
     if wanted not in listed:
-        meant = nearest(wanted, listed) or next((known for known in listed if known.startswith(wanted)), None)
+        meant = nearest(wanted, listed) or next(
+            (known for known in listed if known.startswith(wanted)), None
+        )
         if meant:
             guess = f"did you mean {meant}? "
         else:

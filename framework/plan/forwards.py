@@ -1,4 +1,6 @@
-"""Forward passes of the models that a run config can name, layer by layer as `layers()` lists them, on a tape."""
+"""Forward passes of the models that a run config can name, layer by layer as `layers()` lists them,
+on a tape.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ Layers = Iterator[tuple[str, Run, int]]
 
 @dataclass(frozen=True)
 class RankShare:
-    """Division of a model over ranks: of its heads, inner units and vocabulary, and of the positions of a sequence.
+    """Division of a model over ranks: of its heads, inner units and vocabulary, and of the
+    positions of a sequence.
 
     Attributes:
         tensor: ranks that share every weight that is divided.
@@ -38,18 +41,24 @@ class RankShare:
         """Logits of this rank's tokens, or in tiles their loss."""
         if self.tile:
             return tape.tiled_loss(value, self.of(count), self.tile)
-        return tape.linear(value, self.of(count), has_bias=False, split=True if self.tensor > 1 else None)
+        return tape.linear(
+            value, self.of(count), has_bias=False, split=True if self.tensor > 1 else None
+        )
 
     def heads(self, tape: Tape, value: Value, head_size: int) -> Value:
         """(batch, own positions, size) to (batch, own heads, all positions, head size)."""
         batch, length, size = value.shape
         heads = value.view(batch, size // head_size, length, head_size)
-        return self._exchanged(tape, heads, (batch, max(heads.shape[1] // self.sequence, 1), length * self.sequence))
+        return self._exchanged(
+            tape, heads, (batch, max(heads.shape[1] // self.sequence, 1), length * self.sequence)
+        )
 
     def rows(self, tape: Tape, heads: Value, size: int) -> Value:
         """The way back from `heads`."""
         batch, num_heads, length, _ = heads.shape
-        back = self._exchanged(tape, heads, (batch, num_heads * self.sequence, length // self.sequence))
+        back = self._exchanged(
+            tape, heads, (batch, num_heads * self.sequence, length // self.sequence)
+        )
         return back.view(batch, length // self.sequence, size)
 
     def _exchanged(self, tape: Tape, value: Value, shape: tuple[int, ...]) -> Value:
@@ -62,8 +71,8 @@ UNDIVIDED: Final = RankShare()
 
 
 def forward_of(model: models.ModelSection, share: RankShare = UNDIVIDED) -> Layers | None:
-    """The layers of a named model, or of a rank's share of it; None for a model of the user's, and for a share of one
-    that is not divided.
+    """The layers of a named model, or of a rank's share of it; None for a model of the user's, and
+    for a share of one that is not divided.
     """
     if isinstance(model, models.GPT):
         return _gpt(model, share)
@@ -92,7 +101,11 @@ def _with(operation: Callable[..., Value], *args: Any, **options: Any) -> Run:
 
 
 def _lenet(model: models.LeNet) -> Layers:
-    yield "conv1", _with(Tape.convolution, 6, kernel=5, padding=(32 - model.image_size) // 2, has_bias=True), 1
+    yield (
+        "conv1",
+        _with(Tape.convolution, 6, kernel=5, padding=(32 - model.image_size) // 2, has_bias=True),
+        1,
+    )
     yield "relu1", Tape.relu, 1
     yield "pool1", _with(Tape.max_pool, 2, 2), 1
     yield "conv2", _with(Tape.convolution, 16, kernel=5, padding=0, has_bias=True), 1
@@ -114,8 +127,12 @@ def _mlp(model: models.MLP) -> Layers:
     yield "classifier", _with(Tape.linear, model.num_classes), 1
 
 
-def _residual(width: int, *, kernels: Sequence[int], expansion: int, stride: int, norm: str, shortcut: str) -> Run:
-    """A residual block: a convolution and a norm for each kernel; the stride is that of the first of 3 pixels."""
+def _residual(
+    width: int, *, kernels: Sequence[int], expansion: int, stride: int, norm: str, shortcut: str
+) -> Run:
+    """A residual block: a convolution and a norm for each kernel; the stride is that of the first
+    of 3 pixels.
+    """
     strided = kernels.index(3)
 
     def run(tape: Tape, images: Value) -> Value:
@@ -142,7 +159,11 @@ def _residual_blocks(names: str, *, counts: Sequence[int], **options: Any) -> La
     for stage, (width, count) in enumerate(zip((64, 128, 256, 512), counts, strict=True), start=1):
         for block in range(count):
             stride = 2 if stage > 1 and not block else 1
-            yield names.format(stage, block, block + 1), _residual(width, stride=stride, **options), 1
+            yield (
+                names.format(stage, block, block + 1),
+                _residual(width, stride=stride, **options),
+                1,
+            )
 
 
 def _small_resnet18(model: models.SmallResNet18) -> Layers:
@@ -150,7 +171,9 @@ def _small_resnet18(model: models.SmallResNet18) -> Layers:
     yield "norm", Tape.batch_norm, 1
     yield "relu", Tape.relu, 1
     names = {"norm": "norm", "shortcut": "shortcut"}
-    yield from _residual_blocks("block{0}_{2}", counts=(2, 2, 2, 2), kernels=(3, 3), expansion=1, **names)
+    yield from _residual_blocks(
+        "block{0}_{2}", counts=(2, 2, 2, 2), kernels=(3, 3), expansion=1, **names
+    )
     yield "pool", Tape.mean, 1
     yield "flatten", _flatten, 1
     yield "classifier", _with(Tape.linear, model.num_classes), 1
@@ -176,14 +199,20 @@ def _gpt(model: models.GPT, share: RankShare) -> Layers:
 
     def positions(tape: Tape, value: Value) -> Value:
         flows = tape.own((model.max_positions, model.hidden_size)) or value.has_gradient
-        return tape.dropout(tape.run(value, shape=value.shape, has_gradient=flows, passes=True), model.dropout)
+        return tape.dropout(
+            tape.run(value, shape=value.shape, has_gradient=flows, passes=True), model.dropout
+        )
 
     def head(tape: Tape, value: Value) -> Value:
         if model.tie_embeddings:
             tape.prefix = "embed"
         return share.logits(tape, value, model.vocab_size)
 
-    yield "embed", lambda tape, tokens: tape.embedding(tokens, share.of(model.vocab_size), model.hidden_size), 1
+    yield (
+        "embed",
+        lambda tape, tokens: tape.embedding(tokens, share.of(model.vocab_size), model.hidden_size),
+        1,
+    )
     yield (
         ("positions", positions, 1)
         if model.positions == "learned"
@@ -226,10 +255,13 @@ def _gpt_block(
     if model.positions == "rotary":
         heads[:2] = tape.rotate(*heads[:2])
     mixed = tape.attention(*heads, dropout=model.dropout, is_causal=True)
-    if model.positions == "rotary":  # its output lies as the rotated query does, and is copied into rows
+    # its output lies as the rotated query does, and is copied into rows
+    if model.positions == "rotary":
         mixed = tape.run(mixed, shape=mixed.shape)
     mixed = share.rows(tape, mixed, own)
-    hidden = tape.add(hidden, tape.dropout(linear(mixed, size, "attention.output", split=False), model.dropout))
+    hidden = tape.add(
+        hidden, tape.dropout(linear(mixed, size, "attention.output", split=False), model.dropout)
+    )
     normed = norm(tape, hidden, "mlp_norm")
     if moe:
         added = _mixture(model, moe, tape, normed)
@@ -245,14 +277,18 @@ def _perceptron(model: models.GPT, share: RankShare, tape: Tape, value: Value, n
         tape.own((inner_size, model.hidden_size), f"{name}.gate", has_bias=model.bias)
     inner = linear(value, inner_size, f"{name}.up", split=True)
     if model.mlp == "swiglu":
-        inner = tape.multiply(tape.gelu(linear(value, inner_size, f"{name}.gate", split=True)), inner)
+        inner = tape.multiply(
+            tape.gelu(linear(value, inner_size, f"{name}.gate", split=True)), inner
+        )
     else:
         inner = tape.gelu(inner)
     return linear(inner, model.hidden_size, f"{name}.down", split=False)
 
 
 def _mixture(model: models.GPT, moe: models.MoE, tape: Tape, normed: Value) -> Value:
-    """Every expert computes all rows that it has room for; `flops` are those of tokens, as if each found room."""
+    """Every expert computes all rows that it has room for; `flops` are those of tokens, as if each
+    found room.
+    """
     size = model.hidden_size
     wide = model.mlp_size
     tokens = prod(normed.shape[:-1])
@@ -293,16 +329,21 @@ def _bert(model: models.BERT, share: RankShare) -> Layers:
 
     def embeddings(tape: Tape, value: Value) -> Value:
         flows = tape.own((model.max_positions, size), weight="positions") or value.has_gradient
-        types = tape.embedding(Value(value.shape[:2], 8, has_gradient=False), model.num_types, size, "types")
+        types = tape.embedding(
+            Value(value.shape[:2], 8, has_gradient=False), model.num_types, size, "types"
+        )
         value = tape.run(value, shape=value.shape, passes=True, has_gradient=flows)
         return tape.dropout(tape.layer_norm(tape.add(value, types), "norm"), model.dropout)
 
     def heads(tape: Tape, hidden: Value) -> Value:
         batch, length, _ = hidden.shape
-        tape.own((size, size), "pooler", has_bias=True)  # before the others in the model, and used after them
+        # before the others in the model, and used after them
+        tape.own((size, size), "pooler", has_bias=True)
         transformed = tape.layer_norm(tape.gelu(tape.linear(hidden, size, "transform")), "norm")
         pooled = tape.relu(tape.linear(hidden.view(batch, 1, size), size, "pooler"))
-        return tape.run(tape.cast(pooled, transformed.width), transformed, shape=(batch, length + 1, size))
+        return tape.run(
+            tape.cast(pooled, transformed.width), transformed, shape=(batch, length + 1, size)
+        )
 
     def decoder(tape: Tape, value: Value) -> tuple[Value, Value]:
         batch, length, _ = value.shape
@@ -315,7 +356,9 @@ def _bert(model: models.BERT, share: RankShare) -> Layers:
         flows = tape.own((vocab_size,), weight="bias") or logits.has_gradient
         if share.tile:
             return logits, tape.linear(pooled, 2, "next_sentence")
-        biased = tape.run(logits, shape=logits.shape, width=tape.weight_width, passes=True, has_gradient=flows)
+        biased = tape.run(
+            logits, shape=logits.shape, width=tape.weight_width, passes=True, has_gradient=flows
+        )
         return biased, tape.linear(pooled, 2, "next_sentence")
 
     def classes(tape: Tape, hidden: Value) -> Value:
@@ -324,7 +367,11 @@ def _bert(model: models.BERT, share: RankShare) -> Layers:
 
     yield "embed", lambda tape, tokens: tape.embedding(tokens, vocab_size, size), 1
     yield "embeddings", embeddings, 1
-    yield "blocks.{}", lambda tape, hidden: _bert_block(model, share, tape, hidden), model.num_layers
+    yield (
+        "blocks.{}",
+        lambda tape, hidden: _bert_block(model, share, tape, hidden),
+        model.num_layers,
+    )
     if model.num_classes:
         yield "classes", classes, 1
         return
@@ -336,7 +383,9 @@ def _bert(model: models.BERT, share: RankShare) -> Layers:
 def _bert_block(model: models.BERT, share: RankShare, tape: Tape, hidden: Value) -> Value:
     size, own, (batch, length, _) = model.hidden_size, share.of(model.hidden_size), hidden.shape
     heads = [
-        share.heads(tape, tape.linear(hidden, own, f"attention.{name}", split=True), size // model.num_heads)
+        share.heads(
+            tape, tape.linear(hidden, own, f"attention.{name}", split=True), size // model.num_heads
+        )
         for name in ("query", "key", "value")
     ]
     mask = Value((batch, 1, 1, length * share.sequence), 1, has_gradient=False)

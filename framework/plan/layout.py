@@ -22,7 +22,8 @@ class Layout:
         data_parallel_size: ranks that see different samples.
         global_size: samples per optimizer step.
         micro_size: samples per forward pass of a rank.
-        accumulation_steps: forward passes of a rank per optimizer step; with a pipeline its micro-batches per step.
+        accumulation_steps: forward passes of a rank per optimizer step; with a pipeline its
+            micro-batches per step.
         pipe_size: pipeline stages.
         tensor_size: ranks that share every split weight of one stage, and see the same samples.
         sequence_size: ranks that share the positions of the same samples.
@@ -41,12 +42,15 @@ class Layout:
 
     @property
     def num_replicas(self) -> int:
-        """Ranks that hold the same weights and sum their gradients: of other samples, or of other positions."""
+        """Ranks that hold the same weights and sum their gradients: of other samples, or of other
+        positions.
+        """
         return self.data_parallel_size * self.sequence_size
 
     def data_parallel_rank(self, rank: int) -> int:
-        """Return the data-parallel rank, which decides the samples that a rank sees. Ranks are ordered (stage, data,
-        sequence, tensor), as in DeepSpeed's PipeModelDataParallelTopology: what talks most stands closest.
+        """Return the data-parallel rank, which decides the samples that a rank sees. Ranks are
+        ordered (stage, data, sequence, tensor), as in DeepSpeed's PipeModelDataParallelTopology:
+        what talks most stands closest.
         """
         return rank // (self.sequence_size * self.tensor_size) % self.data_parallel_size
 
@@ -64,8 +68,8 @@ class Layout:
 
     def __str__(self) -> str:
         return (
-            f"{self.global_size} samples per step = {self.micro_size} x {self.accumulation_steps} accumulation "
-            f"x {self.data_parallel_size} data-parallel"
+            f"{self.global_size} samples per step = {self.micro_size} x {self.accumulation_steps} "
+            f"accumulation x {self.data_parallel_size} data-parallel"
             + (f", {self.pipe_size} pipeline stages" if self.pipe_size > 1 else "")
             + (f", {self.tensor_size} tensor-parallel" if self.tensor_size > 1 else "")
             + (f", {self.sequence_size} sequence-parallel" if self.sequence_size > 1 else "")
@@ -82,15 +86,20 @@ def implied_data_parallel_size(batch: Batch) -> int | None:
 
 
 def largest_global_size(batch: Batch, *, parallel: int, at_most: int) -> int:
-    """The largest global size up to a limit that fits what else is given on `parallel` data-parallel ranks; 0 if
-    none.
+    """The largest global size up to a limit that fits what else is given on `parallel`
+    data-parallel ranks; 0 if none.
     """
     unit = _unit(batch, parallel)
     return at_most // unit * unit
 
 
 def make_layout(
-    batch: Batch, *, world_size: int, pipe_size: int = 1, tensor_size: int = 1, sequence_size: int = 1
+    batch: Batch,
+    *,
+    world_size: int,
+    pipe_size: int = 1,
+    tensor_size: int = 1,
+    sequence_size: int = 1,
 ) -> Layout | Problem:
     """Fill in the numbers that were left out, or say why they cannot fit."""
     together = pipe_size * tensor_size * sequence_size  # ranks that train on the same samples
@@ -104,7 +113,9 @@ def make_layout(
     if given_global is None:
         micro = micro or DEFAULT_MICRO_SIZE
         accumulation = accumulation or 1
-        return Layout(world_size, parallel, micro * accumulation * parallel, micro, accumulation, **sizes)
+        return Layout(
+            world_size, parallel, micro * accumulation * parallel, micro, accumulation, **sizes
+        )
     samples = counted(given_global, "sample")
     devices = counted(parallel, "device")
     if given_global % parallel:
@@ -112,13 +123,19 @@ def make_layout(
     if micro is None:
         accumulation = accumulation or 1
         micro, remainder = divmod(given_global, parallel * accumulation)
-        reason = f"{samples} cannot be split over {devices} x {counted(accumulation, 'accumulation step')}"
+        reason = (
+            f"{samples} cannot be split over {devices} x "
+            f"{counted(accumulation, 'accumulation step')}"
+        )
     elif accumulation is None:
         accumulation, remainder = divmod(given_global, parallel * micro)
         reason = f"{samples} cannot be split over {devices} x micro-batches of {micro}"
     else:
         remainder = given_global - micro * accumulation * parallel
-        reason = f"{given_global} is not micro_size {micro} x accumulation_steps {accumulation} x {devices}"
+        reason = (
+            f"{given_global} is not micro_size {micro} x accumulation_steps {accumulation} x "
+            f"{devices}"
+        )
     if remainder or not micro or not accumulation:
         return _does_not_divide(batch, parallel, reason)
     return Layout(world_size, parallel, given_global, micro, accumulation, **sizes)
@@ -141,7 +158,13 @@ def _devices_do_not_divide(world_size: int, sizes: Mapping[str, int]) -> Problem
     parts += " ranks" if tensor * sequence > 1 else ""
     reason = f"{counted(world_size, 'device')} cannot be split into {parts}"
     if tensor * sequence == 1:
-        return Problem("pipe-not-divisible", reason, f"use {counts} devices, or other stages", "parallel.pipe", pipe)
+        return Problem(
+            "pipe-not-divisible",
+            reason,
+            f"use {counts} devices, or other stages",
+            "parallel.pipe",
+            pipe,
+        )
     name, size = ("tensor", tensor) if tensor > 1 else ("sequence", sequence)
     fix = f"use {counts} devices, or smaller groups"
     return Problem("parallel-not-divisible", reason, fix, f"parallel.{name}", size)

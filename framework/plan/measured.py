@@ -1,5 +1,5 @@
-"""Figures that `plan` measured on this machine, kept in the user's cache: rates, for later plans of as many ranks, and
-memory of the user's own optimizers, until their code changes.
+"""Figures that `plan` measured on this machine, kept in the user's cache: rates, for later plans of
+as many ranks, and memory of the user's own optimizers, until their code changes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from framework.system.files import replace_text
 
 # Device files of drivers of accelerators: NVIDIA's, AMD's, Huawei's.
 _DRIVERS: Final = ("/dev/nvidiactl", "/dev/kfd", "/dev/davinci_manager")
-# More files are no project's own code, and looking at them would take longer than what they are asked for.
+# More files are no project's own code, and looking at them would take longer than what they are
+# asked for.
 _MOST_FILES: Final = 5_000
 
 
 def identity(num_ranks: int) -> dict[str, Any]:
-    """What rates depend on beside the code that found them: host, kind of device, versions, ranks at work together."""
+    """What rates depend on beside the code that found them: host, kind of device, versions, ranks
+    at work together.
+    """
     versions = {"framework": framework.__version__}
     for name in ("torch", "deepspeed"):
         with suppress(metadata.PackageNotFoundError):
@@ -38,7 +41,10 @@ def identity(num_ranks: int) -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "processor": f"{platform.machine()} x {os.cpu_count()}",
-        "is_cpu": os.environ.get("DS_ACCELERATOR", "" if any(map(os.path.exists, _DRIVERS)) else "cpu") == "cpu",
+        "is_cpu": os.environ.get(
+            "DS_ACCELERATOR", "" if any(map(os.path.exists, _DRIVERS)) else "cpu"
+        )
+        == "cpu",
         "versions": versions,
         "num_ranks": num_ranks,
     }
@@ -87,7 +93,8 @@ def _kept(path: Path) -> OptimizerState | None:
 
 
 def kept_state(optimizer: Target) -> OptimizerState | None:
-    """Return what `plan` measured of the user's own optimizer; None where nothing was, or where its code has changed.
+    """Return what `plan` measured of the user's own optimizer; None where nothing was, or where its
+    code has changed.
 
     `keep_state` writes it.
     """
@@ -98,7 +105,9 @@ def kept_state(optimizer: Target) -> OptimizerState | None:
 
 
 def keep_state(optimizer: Target, state: OptimizerState) -> None:
-    """Keep what was measured of the user's own optimizer; without a place for it, for this process alone."""
+    """Keep what was measured of the user's own optimizer; without a place for it, for this process
+    alone.
+    """
     path = state_file(optimizer.target, json.dumps(optimizer.args, sort_keys=True, default=str))
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,20 +119,25 @@ def keep_state(optimizer: Target, state: OptimizerState) -> None:
 def state_file(target: str, arguments: str) -> Path | None:
     """Place of the state of an optimizer, by a hash of its code; None where that is not found."""
     with suppress(OSError, LookupError):
-        known = json.dumps([target, arguments, list(code_of(target)), identity(1)["versions"]], sort_keys=True)
+        known = json.dumps(
+            [target, arguments, list(code_of(target)), identity(1)["versions"]], sort_keys=True
+        )
         name = f"{hashlib.sha256(known.encode()).hexdigest()}.json"
         return cache_folder(os.environ) / "dsf-trainer" / "optimizers" / name
     return None
 
 
 def code_of(target: str) -> list[tuple[str, int, int]]:
-    """Files of a target's code: of its package, or those beside a module that is in none. Nothing is imported.
+    """Files of a target's code: of its package, or those beside a module that is in none. Nothing
+    is imported.
 
     Raises:
         LookupError: it is not found, or is too much.
     """
     first = target.partition(":")[0].partition(".")[0]
-    spec = machinery.PathFinder.find_spec(first, [os.getcwd(), str(Path(framework.__file__).parents[1]), *sys.path])
+    spec = machinery.PathFinder.find_spec(
+        first, [os.getcwd(), str(Path(framework.__file__).parents[1]), *sys.path]
+    )
     if spec is None or spec.origin is None:
         raise LookupError(first)
     return list(stamps_of(Path(spec.origin).parent))

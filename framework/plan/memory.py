@@ -1,8 +1,9 @@
-"""Memory of the fullest rank at five moments of a run, by component: estimated from the config alone, without torch.
+"""Memory of the fullest rank at five moments of a run, by component: estimated from the config
+alone, without torch.
 
-What DeepSpeed 0.19.8 allocates was read in `runtime/zero/stage_1_and_2.py`, `stage3.py`, `partition_parameters.py`,
-`runtime/fp16/unfused_optimizer.py` and our `engine/gradient_sums.py`, and is held against the bytes of all live
-tensors by `tests/plan/test_memory.py`.
+What DeepSpeed 0.19.8 allocates was read in `runtime/zero/stage_1_and_2.py`, `stage3.py`,
+`partition_parameters.py`, `runtime/fp16/unfused_optimizer.py` and our `engine/gradient_sums.py`,
+and is held against the bytes of all live tensors by `tests/plan/test_memory.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from typing import Any, Final
 from framework.config.base import Object, Target
 from framework.config.freezing import always_frozen
 from framework.config.groups import group_values, has_groups, in_order, stepped_by_muon
-from framework.config.optimizer import SGD, Adafactor, Adagrad, AdamW, Lamb, Lion, Muon, OptimizerSection
+from framework.config.optimizer import (
+    SGD,
+    Adafactor,
+    Adagrad,
+    AdamW,
+    Lamb,
+    Lion,
+    Muon,
+    OptimizerSection,
+)
 from framework.config.precision import BF16, FP16
 from framework.config.run_config import RunConfig
 from framework.config.training import Parallel
@@ -39,7 +49,9 @@ _STAGE_0_BUCKET: Final = 25 * 2**20 // 4
 # The same of DeepSpeed's pipeline (`MEMORY_OPT_ALLREDUCE_SIZE`).
 _PIPELINE_BUCKET: Final = 500_000_000
 # Keys of `deepspeed.zero_optimization` that a run config cannot set, and that allocate nothing.
-_HARMLESS: Final = frozenset({"log_trace_cache_warnings", "ignore_unused_parameters", "legacy_stage1"})
+_HARMLESS: Final = frozenset(
+    {"log_trace_cache_warnings", "ignore_unused_parameters", "legacy_stage1"}
+)
 
 
 class NotEstimatedError(Exception):
@@ -51,16 +63,18 @@ class Memory:
     """Estimated bytes of the fullest rank, by component.
 
     Attributes:
-        moments: moment -> component -> bytes on the device. ``start``: after `deepspeed.initialize`; ``between``:
-            between two steps; ``forward``, ``backward``, ``step``: at the fullest within.
+        moments: moment -> component -> bytes on the device. ``start``: after
+            `deepspeed.initialize`; ``between``: between two steps; ``forward``, ``backward``,
+            ``step``: at the fullest within.
         host: component -> bytes of host memory that offloading takes, and a save in the background.
         drive: component -> bytes on an NVMe drive.
         saved_bytes: bytes of a checkpoint, the files of all ranks together.
-        num_params: trained elements of the model; of a pipeline those of the fullest stage, with tensor parallelism
-            those of a rank.
+        num_params: trained elements of the model; of a pipeline those of the fullest stage, with
+            tensor parallelism those of a rank.
         lacks: why activations are not counted; empty where they are.
         stage: the pipeline stage that is the fullest; None without a pipeline.
-        beside: component -> bytes of the device that no tensor holds (`beside_tensors`), where they are asked for.
+        beside: component -> bytes of the device that no tensor holds (`beside_tensors`), where they
+            are asked for.
     """
 
     moments: Mapping[str, Bytes]
@@ -121,7 +135,9 @@ def estimate(plan: Plan, *, work: ModelWork | None = None) -> Memory:
     if found is None and is_shared:
         raise NotEstimatedError("a model of your own is shared by tensor or sequence parallelism")
     if found is None:
-        found = weights_alone(config.model, always_frozen(config.training.freeze), config.training.lora)
+        found = weights_alone(
+            config.model, always_frozen(config.training.freeze), config.training.lora
+        )
         lacks = "the size of the images is not known"
     if found is None:
         raise NotEstimatedError("the model is one of your own")
@@ -129,7 +145,11 @@ def estimate(plan: Plan, *, work: ModelWork | None = None) -> Memory:
     if layout.pipe_size > 1:
         stages = stage_memories(plan, work)
         saved_bytes = sum(stage.saved_bytes for stage in stages)
-        return replace(max(stages, key=lambda stage: stage.total(stage.peak)), lacks=lacks, saved_bytes=saved_bytes)
+        return replace(
+            max(stages, key=lambda stage: stage.total(stage.peak)),
+            lacks=lacks,
+            saved_bytes=saved_bytes,
+        )
     *layers, loss = work.layers()
     passes = passes_over(layers, loss, recompute_every=config.training.recompute_every)
     own = _of_rank(work, plan)
@@ -147,7 +167,9 @@ def _of_rank(work: ModelWork, plan: Plan) -> ModelWork:
     def is_own(name: str) -> bool:
         return _EXPERTS not in name or int(name.partition(_EXPERTS)[2].partition(".")[0]) < count
 
-    return replace(work, weights={name: shape for name, shape in work.weights.items() if is_own(name)})
+    return replace(
+        work, weights={name: shape for name, shape in work.weights.items() if is_own(name)}
+    )
 
 
 def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
@@ -168,22 +190,37 @@ def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
     for number, (start, stop) in enumerate(pairwise(bounds)):
         own = layers[start:stop]
         is_last = stop == len(layers)
-        passes = passes_over(own, loss if is_last else None, recompute_every=config.training.recompute_every)
+        passes = passes_over(
+            own, loss if is_last else None, recompute_every=config.training.recompute_every
+        )
         received = layers[start - 1].output_bytes if start else 0
         sent = layers[stop - 1].output_bytes
         names = {layer.name for layer in own}
         shared = sum(layer.shared_params for layer in own if layer.shares not in names)
-        stage = _Stage(min(parallel.pipe - number, plan.layout.accumulation_steps), received, sent, is_last, shared)
+        stage = _Stage(
+            min(parallel.pipe - number, plan.layout.accumulation_steps),
+            received,
+            sent,
+            is_last,
+            shared,
+        )
         memory = _Estimate(plan, _of_layers(work, own), passes, stage).memory()
         found.append(replace(memory, stage=number))
     return found
 
 
-@lru_cache(maxsize=256)  # a search asks for the same cut with every stage of ZeRO and every micro-batch
+# a search asks for the same cut with every stage of ZeRO and every micro-batch
+@lru_cache(maxsize=256)
 def _bounds(
-    facts: tuple[LayerFacts, ...], pipe: int, partition: str, stages: tuple[int, ...] | None, same_groups: bool
+    facts: tuple[LayerFacts, ...],
+    pipe: int,
+    partition: str,
+    stages: tuple[int, ...] | None,
+    same_groups: bool,
 ) -> Bounds | Problem:
-    parallel = Parallel(pipe=pipe, partition=partition, stages=None if stages is None else list(stages))
+    parallel = Parallel(
+        pipe=pipe, partition=partition, stages=None if stages is None else list(stages)
+    )
     table = cut(facts, parallel, same_groups=same_groups)
     if isinstance(table, Problem):
         return table
@@ -192,19 +229,25 @@ def _bounds(
 
 def _of_layers(work: ModelWork, layers: Sequence[Part]) -> ModelWork:
     """The weights of some layers, and their part of the buffers."""
-    names = sorted({name for layer in layers for name in work.names_of(layer)}, key=work.places.__getitem__)
+    names = sorted(
+        {name for layer in layers for name in work.names_of(layer)}, key=work.places.__getitem__
+    )
     trained, frozen = (
-        {name: weights[name] for name in names if name in weights} for weights in (work.weights, work.frozen)
+        {name: weights[name] for name in names if name in weights}
+        for weights in (work.weights, work.frozen)
     )
     own = sum(map(prod, trained.values()))
     whole = work.num_params
-    return replace(work, weights=trained, frozen=frozen, buffer_bytes=work.buffer_bytes * own // whole)
+    return replace(
+        work, weights=trained, frozen=frozen, buffer_bytes=work.buffer_bytes * own // whole
+    )
 
 
 @dataclass(frozen=True)
 class _Stage:
-    """What a pipeline adds (DeepSpeed's `runtime/pipe/engine.py`): micro-batches in flight, and bytes of what a stage
-    receives and sends for each; `shared`: elements of weights that an earlier stage has too.
+    """What a pipeline adds (DeepSpeed's `runtime/pipe/engine.py`): micro-batches in flight, and
+    bytes of what a stage receives and sends for each; `shared`: elements of weights that an earlier
+    stage has too.
     """
 
     in_flight: int
@@ -214,8 +257,8 @@ class _Stage:
     shared: int = 0
 
     def buffers(self, micro_batches: int) -> int:
-        """Bytes that stay: what values and gradients are received in, and in the last stage's two slots its outputs,
-        whose graph holds what came in and its gradient.
+        """Bytes that stay: what values and gradients are received in, and in the last stage's two
+        slots its outputs, whose graph holds what came in and its gradient.
         """
         if self.is_last:
             slots = min(2, micro_batches) * (self.sent + 2 * self.received)
@@ -233,7 +276,10 @@ def _refuse_unknown(plan: Plan) -> None:
     config, passed = plan.config, plan.config.deepspeed
     zero = passed.get("zero_optimization", {})
     reasons = {
-        "deepspeed": bool(passed.keys() - {"zero_optimization", "zero_allow_untested_optimizer", "gradient_clipping"})
+        "deepspeed": bool(
+            passed.keys()
+            - {"zero_optimization", "zero_allow_untested_optimizer", "gradient_clipping"}
+        )
         or not isinstance(zero, Mapping)
         or bool(zero.keys() - _HARMLESS),
         "optimizer: its state is not measured": _state_of(config.optimizer, {}) is None,
@@ -244,12 +290,21 @@ def _refuse_unknown(plan: Plan) -> None:
 
 
 class _Estimate:
-    """Sizes that the components follow from. Elements are numbers of a weight, `ranks` hold the same weights."""
+    """Sizes that the components follow from. Elements are numbers of a weight, `ranks` hold the
+    same weights.
+    """
 
     def __init__(
-        self, plan: Plan, work: ModelWork, passes: Passes, stage: _Stage | None = None, elsewhere: int = 0
+        self,
+        plan: Plan,
+        work: ModelWork,
+        passes: Passes,
+        stage: _Stage | None = None,
+        elsewhere: int = 0,
     ) -> None:
-        """Take what a rank has; `elsewhere`: elements of experts on other ranks, which the model's file has too."""
+        """Take what a rank has; `elsewhere`: elements of experts on other ranks, which the model's
+        file has too.
+        """
         config = plan.config
         self.elsewhere = elsewhere
         self.config = config
@@ -278,15 +333,23 @@ class _Estimate:
         for name, shape in work.weights.items():
             over = self.ranks // (plan.layout.expert_size if _EXPERTS in name else 1)
             kinds.setdefault(over, {})[name] = shape
-        found = [(group, over) for over, shapes in kinds.items() for group in _groups(shapes, config)]
+        found = [
+            (group, over) for over, shapes in kinds.items() for group in _groups(shapes, config)
+        ]
         self.groups = [group for group, _ in found]
         self.over = [over for _, over in found]
         self.sizes = [size for group in self.groups for size in group]
         self.total, self.largest = sum(self.sizes), max(self.sizes)
-        # DeepSpeed pads each group to a multiple of 2 x ranks at stages 1 and 2, each weight to one of ranks at 3.
-        even = [ceil(sum(group) / (2 * over)) * 2 for group, over in zip(self.groups, self.over, strict=True)]
+        # DeepSpeed pads each group to a multiple of 2 x ranks at stages 1 and 2, each weight to one
+        # of ranks at 3.
+        even = [
+            ceil(sum(group) / (2 * over)) * 2
+            for group, over in zip(self.groups, self.over, strict=True)
+        ]
         self.padded = sum(part * over for part, over in zip(even, self.over, strict=True))
-        self.share = {0: self.total, 3: sum(ceil(size / self.ranks) for size in self.sizes)}.get(self.stage, sum(even))
+        self.share = {0: self.total, 3: sum(ceil(size / self.ranks) for size in self.sizes)}.get(
+            self.stage, sum(even)
+        )
         # What the optimizer steps at once.
         self.parts = {0: self.sizes, 3: list(self.sub_groups())}.get(self.stage, even)
         self.largest_share = max(self.parts)
@@ -307,7 +370,9 @@ class _Estimate:
             stays = {"pipeline buffers": self.pipeline.buffers(self.steps)}
         states = start | self.optimizer_state() | stays
         between = states | self.persistent()
-        between = {name: between[name] for name in sorted(between, key=between.__getitem__, reverse=True)}
+        between = {
+            name: between[name] for name in sorted(between, key=between.__getitem__, reverse=True)
+        }
         if self.steps > (1 if self.pipeline is None else self.pipeline.in_flight):
             kept = self.kept_gradients()
         else:
@@ -321,7 +386,10 @@ class _Estimate:
         }
         moments = {name: _positive(each) for name, each in moments.items()}
         shares = self.shares()
-        host, (model, own, _) = shares.host(is_staged=self.config.checkpoint.mode == "async"), shares.saved()
+        host, (model, own, _) = (
+            shares.host(is_staged=self.config.checkpoint.mode == "async"),
+            shares.saved(),
+        )
         drive = _positive(shares.drive())
         saved_bytes = self.tensor_size * (model + self.ranks * own)
         return Memory(moments, _positive(host), drive, saved_bytes, self.total)
@@ -382,7 +450,9 @@ class _Estimate:
         return {} if self.is_offloaded else found
 
     def buckets(self) -> dict[str, int]:
-        """Buffers that stay: at stage 3 gradients of its own part and one bucket, as large as configured."""
+        """Buffers that stay: at stage 3 gradients of its own part and one bucket, as large as
+        configured.
+        """
         found = {}
         if self.stage == 3:
             found["gradient buffer"] = 0 if self.is_offloaded else self.sum_width * self.share
@@ -409,16 +479,20 @@ class _Estimate:
                 own = max(self.touched())
             return {"gradients": 0 if self.is_offloaded else self.sum_width * own}
         found = {"gradients": self.sum_width * self.total}
-        return found | ({"reduce bucket": self.bucket} if self.stage and self.pipeline is None else {})
+        return found | (
+            {"reduce bucket": self.bucket} if self.stage and self.pipeline is None else {}
+        )
 
     @property
     def bucket(self) -> int:
-        """Bytes of the buckets of stages 1 and 2, however small the model is; two where sums overlap."""
+        """Bytes of the buckets of stages 1 and 2, however small the model is; two where sums
+        overlap.
+        """
         return (1 + self.overlaps) * self.sum_width * int(self.zero["reduce_bucket_size"])
 
     def touched(self, groups: int | None = None) -> list[int]:
-        """For each rank the elements of the weights that have a part in its share: their gradients stay whole.
-        `groups`: of the first ones alone.
+        """For each rank the elements of the weights that have a part in its share: their gradients
+        stay whole. `groups`: of the first ones alone.
         """
         totals = [0] * (self.ranks + 1)
         for group, over in [*zip(self.groups, self.over, strict=True)][:groups]:
@@ -432,10 +506,14 @@ class _Estimate:
     @property
     def spread(self) -> list[int]:
         """Elements of each weight that is gathered at stage 3."""
-        return [size for size in self.held if size > self.zero["stage3_param_persistence_threshold"]]
+        return [
+            size for size in self.held if size > self.zero["stage3_param_persistence_threshold"]
+        ]
 
     def gathered(self, *, forward: bool) -> dict[str, int]:
-        """Weights of other ranks at stage 3: they stay up to `stage3_max_live_parameters`, beside what is fetched."""
+        """Weights of other ranks at stage 3: they stay up to `stage3_max_live_parameters`, beside
+        what is fetched.
+        """
         if self.stage < 3 or self.ranks == 1:
             return {}
         live, spread, whole = self.zero["stage3_max_live_parameters"], self.spread, sum(self.spread)
@@ -453,12 +531,15 @@ class _Estimate:
 
     def forward(self) -> dict[str, int]:
         """Values and gathered weights at the fullest moment of the forward pass."""
-        most = self.values(max(self.passes.forward, key=lambda moment: moment.activations + moment.loss))
+        most = self.values(
+            max(self.passes.forward, key=lambda moment: moment.activations + moment.loss)
+        )
         found = self.gathered(forward=True) | most
         whole = self.width * sum(self.spread)
         if found.get("gathered weights", 0) <= whole:
             return found
-        # The buffer that they are fetched into is gone when the last of them was copied out of it, before the loss.
+        # The buffer that they are fetched into is gone when the last of them was copied out of it,
+        # before the loss.
         before = [moment.activations for moment in self.passes.forward if not moment.loss]
         copying = found | self.values(Moment(max(before, default=0)))
         return max(copying, most | {"gathered weights": whole}, key=lambda each: sum(each.values()))
@@ -473,8 +554,9 @@ class _Estimate:
         return found
 
     def backward(self, between: Bytes, kept: Bytes) -> Bytes:
-        """The fullest of its moments: of its beginning, with all activations, of those where some have gone and the
-        gradients of later layers are there, and of the sums of gradients, when all activations are gone.
+        """The fullest of its moments: of its beginning, with all activations, of those where some
+        have gone and the gradients of later layers are there, and of the sums of gradients, when
+        all activations are gone.
         """
         gathered = self.gathered(forward=False)
         begin = dict(between) | dict(kept) | gathered
@@ -490,20 +572,28 @@ class _Estimate:
         room = max(summed.get("gradients", 0) - first, 0)
 
         def added(moment: Moment) -> int:
-            """Gradients of this backward pass: below stage 2 each stays; at 2 they lie in the bucket up to the first
-            sum, which makes room for all of the rank's share, and later are there twice.
+            """Gradients of this backward pass: below stage 2 each stays; at 2 they lie in the
+            bucket up to the first sum, which makes room for all of the rank's share, and later are
+            there twice.
             """
             bucket = self.zero["reduce_bucket_size"]
             filled = moment.gradients - moment.waiting
             if self.stage == 2 and filled <= bucket:
-                has_room = filled + moment.own > bucket and not self.is_offloaded and self.sum_width == self.width
+                has_room = (
+                    filled + moment.own > bucket
+                    and not self.is_offloaded
+                    and self.sum_width == self.width
+                )
                 return self.width * (moment.waiting + (max(self.touched()) if has_room else 0))
             if self.stage == 2:
                 return room
             made = moment.gradients + moment.beside
             return min(room, (self.sum_width if self.stage else self.reduce_width) * made)
 
-        most = max(self.passes.backward, key=lambda moment: moment.activations + moment.loss + added(moment))
+        most = max(
+            self.passes.backward,
+            key=lambda moment: moment.activations + moment.loss + added(moment),
+        )
         begin["gradients"] = first + added(most)
         begin |= self.values(most)
         return max(begin, summed, key=lambda each: sum(each.values()))
@@ -515,8 +605,9 @@ class _Estimate:
         return min(max(bucket, self.largest), self.total)
 
     def reduced_with(self, gathered: int) -> int:
-        """Bytes of gradients at stage 3, beside weights that are whole: of a bucket that fills and of one more weight,
-        or of a full one and its copy, or of the first weight, when the others are gone.
+        """Bytes of gradients at stage 3, beside weights that are whole: of a bucket that fills and
+        of one more weight, or of a full one and its copy, or of the first weight, when the others
+        are gone.
         """
         bucket: int = self.zero["reduce_bucket_size"]
         filling = min(self.flight + min(self.largest, bucket), self.total)
@@ -535,7 +626,9 @@ class _Estimate:
             bucket = _STAGE_0_BUCKET if self.pipeline is None else _PIPELINE_BUCKET
             sent = min(max(bucket, self.largest), self.total)
             found = {"gradients": self.reduce_width * self.total}
-            return found | ({"reduce bucket": self.width * sent} if self.ranks > 1 or self.pipeline else {})
+            return found | (
+                {"reduce bucket": self.width * sent} if self.ranks > 1 or self.pipeline else {}
+            )
         if self.is_offloaded:
             own = 0
         else:
@@ -546,7 +639,8 @@ class _Estimate:
                 "gradients": width * (self.total + max(own - bucket, 0) + copied),
                 "reduce bucket": self.bucket,
             }
-        # What is reduced is there twice; where weights are larger than a bucket their gradients stay beside the copy.
+        # What is reduced is there twice; where weights are larger than a bucket their gradients
+        # stay beside the copy.
         if self.largest > bucket:
             reduced = 2 * flight
         else:
@@ -588,7 +682,8 @@ class _Estimate:
         flat = self.sum_width * share
         single = _FP32 * share if self.sum_width < _FP32 else 0
         copied = self.sum_width * own + flat + single
-        if self.stage < 3 and self.largest > share:  # of one weight alone nothing is copied: it stays whole
+        # of one weight alone nothing is copied: it stays whole
+        if self.stage < 3 and self.largest > share:
             flat = self.sum_width * self.largest
         stepped = stays + (single or flat) + copies * share
         found["gradients"] = max(copied, stepped - copies * share)
@@ -596,18 +691,24 @@ class _Estimate:
         return found
 
     def muon_copies(self, muon: Muon) -> int:
-        """Bytes of copies of a matrix in fp32 and twice in bf16, with two of its products with itself; of the other
-        weights as AdamW.
+        """Bytes of copies of a matrix in fp32 and twice in bf16, with two of its products with
+        itself; of the other weights as AdamW.
         """
         weights = self.weights_of.items()
-        rest = [prod(shape) for name, shape in weights if not stepped_by_muon(name, shape, muon)] or [0]
-        own = [8 * prod(shape) + 4 * min(shape) ** 2 for name, shape in weights if stepped_by_muon(name, shape, muon)]
+        rest = [
+            prod(shape) for name, shape in weights if not stepped_by_muon(name, shape, muon)
+        ] or [0]
+        own = [
+            8 * prod(shape) + 4 * min(shape) ** 2
+            for name, shape in weights
+            if stepped_by_muon(name, shape, muon)
+        ]
         return max(*own, 2 * _FP32 * max(rest) if self.is_cpu else _FP32 * sum(rest))
 
     def stepped_gradients(self) -> int:
-        """Bytes of gradients in a step without ZeRO: in half precision with fp32 copies, as FP16_UnfusedOptimizer makes
-        them, or FP16_Optimizer for DeepSpeed's fused Adam: group by group, first apart and then joined; for Lamb joined
-        as they are.
+        """Bytes of gradients in a step without ZeRO: in half precision with fp32 copies, as
+        FP16_UnfusedOptimizer makes them, or FP16_Optimizer for DeepSpeed's fused Adam: group by
+        group, first apart and then joined; for Lamb joined as they are.
         """
         optimizer = self.config.optimizer
         if not self.is_half:
@@ -624,8 +725,9 @@ class _Estimate:
         )
 
     def step_copies(self) -> int:
-        """Bytes that the optimizer takes for each element that it steps at once. torch's loop over weights, on CPU,
-        holds two copies of one weight, its `foreach` form, on GPUs, one of all; fused kernels none.
+        """Bytes that the optimizer takes for each element that it steps at once. torch's loop over
+        weights, on CPU, holds two copies of one weight, its `foreach` form, on GPUs, one of all;
+        fused kernels none.
         """
         optimizer = self.config.optimizer
         if isinstance(optimizer, Target):
@@ -635,15 +737,24 @@ class _Estimate:
             return 0
         if _is_fused(optimizer):
             return 0
-        decayed = _FP32 if optimizer.weight_decay and type(optimizer) not in (AdamW, Adafactor) else 0  # type: ignore[union-attr]
+        decayed = 0
+        if type(optimizer) not in (
+            AdamW,
+            Adafactor,
+        ):  # Adam, which derives from AdamW, adds decay to gradients
+            decay = optimizer.weight_decay  # type: ignore[union-attr]
+            if decay:
+                decayed = _FP32
         if isinstance(optimizer, SGD):
             return decayed
-        return decayed + _FP32 * (2 if (self.is_cpu or self.is_offloaded) and isinstance(optimizer, AdamW) else 1)
+        return decayed + _FP32 * (
+            2 if (self.is_cpu or self.is_offloaded) and isinstance(optimizer, AdamW) else 1
+        )
 
 
 def _state_of(optimizer: OptimizerSection, shapes: Mapping[str, Shape]) -> OptimizerState | None:
-    """State of the optimizer for an element, of these weights in the mean; None where it is the user's own and not
-    measured.
+    """State of the optimizer for an element, of these weights in the mean; None where it is the
+    user's own and not measured.
     """
     if isinstance(optimizer, Target | Object):
         if isinstance(optimizer, Target):
@@ -667,7 +778,10 @@ def _state_numbers(name: str, shape: Shape, optimizer: Muon | Adafactor) -> int:
 
 
 def _is_fused(optimizer: object) -> bool:
-    return isinstance(optimizer, Lion | Lamb) or getattr(optimizer, "implementation", "torch") != "torch"
+    return (
+        isinstance(optimizer, Lion | Lamb)
+        or getattr(optimizer, "implementation", "torch") != "torch"
+    )
 
 
 def _positive(found: Bytes) -> Bytes:
@@ -680,5 +794,6 @@ def _groups(shapes: Mapping[str, Shape], config: RunConfig) -> list[list[int]]:
         return [[prod(shape) for shape in shapes.values()]]
     values = group_values(shapes, config.optimizer)
     return [
-        [prod(shape) for name, shape in shapes.items() if values[name] == each] for each in in_order(values.values())
+        [prod(shape) for name, shape in shapes.items() if values[name] == each]
+        for each in in_order(values.values())
     ]

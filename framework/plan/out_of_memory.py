@@ -1,7 +1,8 @@
-"""Memory that was not there: read in the text of an error, placed in a step, and explained by a plan's estimate.
+"""Memory that was not there: read in the text of an error, placed in a step, and explained by a
+plan's estimate.
 
-The texts are torch's (`c10/cuda/CUDACachingAllocator.cpp`, `c10/core/impl/alloc_cpu.cpp`), in the forms of releases
-1.2 to 2.9, NCCL's, and those of launchers whose rank the kernel has killed.
+The texts are torch's (`c10/cuda/CUDACachingAllocator.cpp`, `c10/core/impl/alloc_cpu.cpp`), in the
+forms of releases 1.2 to 2.9, NCCL's, and those of launchers whose rank the kernel has killed.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from framework.plan.memory import Memory, NotEstimatedError, estimate
 from framework.plan.plan import Plan
 from framework.plan.work import ModelWork
 
-# Patterns of texts -> what lacks memory, in the order in which they decide: a launcher ends ranks after the first.
+# Patterns of texts -> what lacks memory, in the order in which they decide: a launcher ends ranks
+# after the first.
 _KINDS: Final = {
     "device": re.compile(
         r"(CUDA|HIP|NPU) (error: )?out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED|Failed to CUDA calloc"
         r"|Cuda failure \d* ?'out of memory'"
     ),
-    "shared": re.compile(r"out of shared memory|creating shared memory segment|/dev/shm.*No space left on device"),
+    "shared": re.compile(
+        r"out of shared memory|creating shared memory segment|/dev/shm.*No space left on device"
+    ),
     "host": re.compile(
         r"DefaultCPUAllocator: (can't allocate memory|not enough memory)|Cannot allocate memory|std::bad_alloc"
         r"|MemoryError|Unable to allocate [\d.]+ \w+ for an array|Killed process \d+|OOMKilled|oom-kill|Out of memory: "
@@ -46,9 +50,12 @@ _NUMBERS: Final = {
 }
 _OF_PROCESS: Final = re.compile(rf"[^s] [Pp]rocess \d{{1,20}} has {_SIZE} memory in use")
 _UNITS: Final = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_FRAME: Final = re.compile(r'File "([^"]+)", line \d+, in (\S+)|(\S{1,300}?\.py):\d+,? in\s+(?:\w+\.)?(\w+)')
+_FRAME: Final = re.compile(
+    r'File "([^"]+)", line \d+, in (\S+)|(\S{1,300}?\.py):\d+,? in\s+(?:\w+\.)?(\w+)'
+)
 
-# Moment -> files and functions of which the outermost decides: an optimizer steps within `initialize` as well.
+# Moment -> files and functions of which the outermost decides: an optimizer steps within
+# `initialize` as well.
 _MOMENTS: Final = {
     "start": r"deepspeed/__init__\.py initialize$|engine/(initialize|model_build)\.py |(deepspeed_light|runtime/engine)"
     r"\.py (__init__|_configure\w+)$"
@@ -97,15 +104,17 @@ class Shortage:
     """Memory that was not there.
 
     Attributes:
-        kind: what lacked it: ``device``, ``pinned`` (host memory that a device reads), ``shared`` (/dev/shm), ``host``,
-            or ``killed``: a process was killed, as the kernel does for lack of host memory.
+        kind: what lacked it: ``device``, ``pinned`` (host memory that a device reads), ``shared``
+            (/dev/shm), ``host``, or ``killed``: a process was killed, as the kernel does for lack
+            of host memory.
         stated: the line that says so.
         moment: a key of `IN_WORDS`, or empty.
-        place: file and function in it: the innermost outside torch and deepspeed, or where it begins.
+        place: file and function in it: the innermost outside torch and deepspeed, or where it
+            begins.
         component: of the estimate, where the function that asked shows it.
         is_stage_3: whether ZeRO's stage 3 is in the traceback.
-        sizes: name -> bytes as the text has them: ``asked``, ``capacity``, ``free``, ``allocated``, ``unused`` (held by
-            torch, in pieces), ``others`` (of other processes on the device).
+        sizes: name -> bytes as the text has them: ``asked``, ``capacity``, ``free``, ``allocated``,
+            ``unused`` (held by torch, in pieces), ``others`` (of other processes on the device).
     """
 
     kind: str
@@ -127,7 +136,9 @@ class Shortage:
 
 
 def read_shortage(text: str) -> Shortage | None:
-    """Find the first message of memory that is not there, and the traceback before it; None where there is none."""
+    """Find the first message of memory that is not there, and the traceback before it; None where
+    there is none.
+    """
     if "│" in text:
         plain = re.sub(r"\s*│\s*\n\s*│\s*|[│❱╭╮╰╯]", " ", text)
     else:
@@ -185,16 +196,22 @@ def shortage_of(kind: str, message: str, frames: Frames) -> Shortage:
 
 
 def _frames_before(lines: Sequence[str], at: int) -> Frames:
-    """Frames of the last traceback before a line, of the same rank where the launcher marks them."""
+    """Frames of the last traceback before a line, of the same rank where the launcher marks
+    them.
+    """
     prefix = _prefix(lines[at])
     own = [line for line in lines[: at + 1] if _prefix(line) == prefix]
-    begins = [number for number, line in enumerate(own) if "Traceback (most recent call last)" in line]
+    begins = [
+        number for number, line in enumerate(own) if "Traceback (most recent call last)" in line
+    ]
     found = _FRAME.findall("\n".join(own[begins[-1] if begins else 0 :]))
     return [(file or other, function or name) for file, function, other, name in found]
 
 
 def _prefix(line: str) -> str:
-    """Return what a launcher puts before the lines of a rank, such as ``[rank0]:`` or ``192.168.1.51:``."""
+    """Return what a launcher puts before the lines of a rank, such as ``[rank0]:`` or
+    ``192.168.1.51:``.
+    """
     match = re.match(r"\s*((?:[\w.-]+: ?)?\[[\w-]+\]:|(?:\d+\.){3}\d+:)", line)
     return match[1] if match else ""
 
@@ -240,7 +257,8 @@ class Explanation:
         memory: the estimate, or None; `unknown` says why.
         at: the moment of the estimate that is nearest to that of the shortage.
         fixes: settings that take less then, the largest gain first.
-        on_host: whether it is the memory of offloading that counts; on processors the host is the device.
+        on_host: whether it is the memory of offloading that counts; on processors the host is the
+            device.
     """
 
     shortage: Shortage
@@ -251,15 +269,21 @@ class Explanation:
     on_host: bool = False
 
     def gain(self, other: Alternative) -> int:
-        """Bytes that an alternative takes less at that moment, on the device or, where that is what lacks, the host."""
+        """Bytes that an alternative takes less at that moment, on the device or, where that is what
+        lacks, the host.
+        """
         return self.total - sum(self._of(other.memory).values())
 
     def is_enough(self, other: Alternative) -> bool:
-        """Check whether what was asked for would have been there with an alternative, and all fits by estimate."""
+        """Check whether what was asked for would have been there with an alternative, and all fits
+        by estimate.
+        """
         sizes = self.shortage.sizes or {}
         left = sum(self._of(other.memory).values())
         fits = left <= sizes.get("capacity", left) - sizes.get("others", 0)
-        return "asked" in sizes and fits and self.gain(other) >= sizes["asked"] - sizes.get("free", 0)
+        return (
+            "asked" in sizes and fits and self.gain(other) >= sizes["asked"] - sizes.get("free", 0)
+        )
 
     def _of(self, memory: Memory) -> Mapping[str, int]:
         return memory.host if self.on_host else memory.moments[self.at]
@@ -271,7 +295,9 @@ class Explanation:
 
     @property
     def beyond_bytes(self) -> int:
-        """Bytes that torch held beyond the estimate, where these are a tenth of it or more; else 0."""
+        """Bytes that torch held beyond the estimate, where these are a tenth of it or more; else
+        0.
+        """
         held = (self.shortage.sizes or {}).get("allocated", 0)
         more = held - self.total
         if self.memory is not None and not self.on_host and 10 * more >= self.total:
@@ -287,8 +313,8 @@ class Explanation:
 
 
 def explain(shortage: Shortage, plan: Plan, *, work: ModelWork | None = None) -> Explanation:
-    """Find the components of that moment, and the settings that would have taken less; `work`: of a model of the
-    user's own.
+    """Find the components of that moment, and the settings that would have taken less; `work`: of a
+    model of the user's own.
     """
     try:
         memory = estimate(plan, work=work and work.of_samples(plan.layout.micro_size))
@@ -296,7 +322,9 @@ def explain(shortage: Shortage, plan: Plan, *, work: ModelWork | None = None) ->
         return Explanation(shortage, None, unknown=str(error))
     near = {"save": "between", "load": "between", "evaluation": "between", "": memory.peak}
     on_host = shortage.kind != "device" and plan.cluster.device != "cpu"
-    found = Explanation(shortage, memory, near.get(shortage.moment, shortage.moment), on_host=on_host)
+    found = Explanation(
+        shortage, memory, near.get(shortage.moment, shortage.moment), on_host=on_host
+    )
     tried = alternatives(plan, _choices(plan), work=work)
     others = [other for other in tried if found.gain(other) * 100 >= max(found.total, 1)]
     return replace(found, fixes=tuple(sorted(others, key=found.gain, reverse=True)))
@@ -330,7 +358,11 @@ def in_one_sentence(shortage: Shortage, plan: Plan | None, *, most: int = 3) -> 
         parts = [f"{sizes['asked']} were asked for"]
     else:
         parts = []
-    parts += [f"{sizes['free']} of {sizes['capacity']} are free"] if {"free", "capacity"} <= sizes.keys() else []
+    parts += (
+        [f"{sizes['free']} of {sizes['capacity']} are free"]
+        if {"free", "capacity"} <= sizes.keys()
+        else []
+    )
     if parts:
         text = f" ({', '.join(parts)})"
     else:
@@ -343,7 +375,9 @@ def in_one_sentence(shortage: Shortage, plan: Plan | None, *, most: int = 3) -> 
     if found is not None and (components := found.components):
         named = ", ".join(f"{name} {size_text(size)}" for name, size in components[:most])
         text += f"; by estimate {size_text(found.total)} then: {named}"
-        fixes = " or ".join(f"{each} ({size_text(found.gain(each))} less)" for each in found.fixes[:most])
+        fixes = " or ".join(
+            f"{each} ({size_text(found.gain(each))} less)" for each in found.fixes[:most]
+        )
         text += f"; set {fixes}" if fixes else ""
     if shortage.is_fragmented:
         pieces = next(iter(advice(shortage)), "")
@@ -355,7 +389,9 @@ def in_one_sentence(shortage: Shortage, plan: Plan | None, *, most: int = 3) -> 
 
 
 def advice(shortage: Shortage, plan: Plan | None = None) -> Iterable[str]:
-    """Explain what lies beside the config: pieces, other processes, and where the host's memory goes."""
+    """Explain what lies beside the config: pieces, other processes, and where the host's memory
+    goes.
+    """
     sizes = shortage.sizes or {}
     if shortage.is_fragmented:
         if sizes["unused"] >= sizes.get("asked", 2**63):
@@ -364,37 +400,49 @@ def advice(shortage: Shortage, plan: Plan | None = None) -> Iterable[str]:
             enough = "a tenth of the device"
         yield (
             f"torch holds {size_text(sizes['unused'])} in unused pieces, {enough}: set "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (PYTORCH_ALLOC_CONF in later releases; `launch` sets it)"
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (PYTORCH_ALLOC_CONF in later "
+            "releases; `launch` sets it)"
         )
     if "others" in sizes:
         yield (
-            f"other processes hold {size_text(sizes['others'])} of this device: look with nvidia-smi, and start one "
-            "rank per device (each rank sets its device before it uses CUDA)"
+            f"other processes hold {size_text(sizes['others'])} of this device: look with "
+            "nvidia-smi, and start one rank per device (each rank sets its device before it uses "
+            "CUDA)"
         )
     if shortage.component == "buffers of NCCL":
-        yield "NCCL allocates beside torch: leave it 1 to 2 GiB, by the settings above or a smaller batch"
+        yield (
+            "NCCL allocates beside torch: leave it 1 to 2 GiB, by the settings above or a "
+            "smaller batch"
+        )
     if shortage.moment == "evaluation":
         yield "an evaluation has a batch of its own: set a smaller evaluation.batch_size"
     if shortage.kind == "pinned":
         yield (
-            "memory of the host that a device reads (pinned) is limited by ulimit -l, the container and the kernel: "
-            "raise them, or set zero.offload_optimizer.pin_memory: false"
+            "memory of the host that a device reads (pinned) is limited by ulimit -l, the "
+            "container and the kernel: raise them, or set zero.offload_optimizer.pin_memory: false"
         )
     if shortage.kind == "shared":
-        yield "/dev/shm is full: docker --shm-size or an emptyDir of medium Memory; fewer data.num_workers take less"
+        yield (
+            "/dev/shm is full: docker --shm-size or an emptyDir of medium Memory; fewer "
+            "data.num_workers take less"
+        )
     if shortage.kind == "killed":
-        yield "SIGKILL without a message is mostly the kernel's, for lack of host memory: dmesg names the process"
+        yield (
+            "SIGKILL without a message is mostly the kernel's, for lack of host memory: dmesg "
+            "names the process"
+        )
     on_host = shortage.kind in ("host", "killed", "pinned")
     if plan and on_host and plan.config.zero.offload_optimizer.device == "cpu":
         yield (
-            "each rank of a host holds there what is offloaded: fewer of them take less, and so does a "
-            "zero.offload_optimizer.ratio below 1 at zero.stage: 3"
+            "each rank of a host holds there what is offloaded: fewer of them take less, and so "
+            "does a zero.offload_optimizer.ratio below 1 at zero.stage: 3"
         )
     if plan and on_host and plan.config.checkpoint.mode == "async":
         yield "checkpoint.mode: async copies what is saved to the host; sync does not"
     if shortage.kind in ("host", "killed"):
         yield (
-            "on the host: every rank reads the weights of a checkpoint, fills data.prefetch_batches in each of its "
-            "data.num_workers and holds what zero.offload_* puts there; fewer of them, or a larger limit of the job "
-            "(ulimit -v, Slurm --mem, resources of the pod)"
+            "on the host: every rank reads the weights of a checkpoint, fills "
+            "data.prefetch_batches in each of its data.num_workers and holds what zero.offload_* "
+            "puts there; fewer of them, or a larger limit of the job (ulimit -v, Slurm --mem, "
+            "resources of the pod)"
         )

@@ -14,11 +14,23 @@ from framework.config.groups import is_adapted
 from framework.config.load import Source
 from framework.config.model import BERT, GPT
 from framework.config.run_config import AUTO, RunConfig
-from framework.config.training import FAST_ROWS, HALF_ROWS, CausalLM, MaskedLM, positions_of_tile, slow_rows
+from framework.config.training import (
+    FAST_ROWS,
+    HALF_ROWS,
+    CausalLM,
+    MaskedLM,
+    positions_of_tile,
+    slow_rows,
+)
 from framework.errors import ConfigError, Problem, counted
 from framework.plan import rules
 from framework.plan.cluster import Cluster, Device
-from framework.plan.layout import Layout, implied_data_parallel_size, largest_global_size, make_layout
+from framework.plan.layout import (
+    Layout,
+    implied_data_parallel_size,
+    largest_global_size,
+    make_layout,
+)
 from framework.plan.rules.devices import half_precision_without_zero
 from framework.plan.rules.metrics_and_ema import length_for_ema
 from framework.plan.rules.schedule import length_for_schedule, overruled
@@ -36,10 +48,13 @@ class Length:
     """Length of the run, in optimizer steps.
 
     Attributes:
-        steps_per_epoch: whole global batches in one pass over the training data; None when its size is not known yet.
-        total_steps: optimizer steps of the run; None when it is given in epochs and the size of the data is not known.
+        steps_per_epoch: whole global batches in one pass over the training data; None when its size
+            is not known yet.
+        total_steps: optimizer steps of the run; None when it is given in epochs and the size of the
+            data is not known.
         num_train_samples: size of the training data; None when not known yet.
-        unused_samples_per_epoch: samples that do not fill a global batch; a new order brings others every epoch.
+        unused_samples_per_epoch: samples that do not fill a global batch; a new order brings others
+            every epoch.
     """
 
     steps_per_epoch: int | None
@@ -56,7 +71,8 @@ class Length:
         if self.total_steps is None:
             return "known when the data is read"
         steps = counted(self.total_steps, "step")
-        if self.steps_per_epoch is None or self.total_steps < self.steps_per_epoch / 1e6:  # a loop with data of its own
+        # a loop with data of its own
+        if self.steps_per_epoch is None or self.total_steps < self.steps_per_epoch / 1e6:
             return steps
         left = self.unused_samples_per_epoch
         epochs = self.total_steps / self.steps_per_epoch
@@ -65,7 +81,10 @@ class Length:
         else:
             in_words = f"{epochs:.2f} epochs"
         in_words = "less than 0.01 epochs" if epochs < 0.01 else in_words
-        return f"{steps} = {in_words} of {self.steps_per_epoch}{f', {left} samples left out of each' if left else ''}"
+        return (
+            f"{steps} = {in_words} of "
+            f"{self.steps_per_epoch}{f', {left} samples left out of each' if left else ''}"
+        )
 
 
 @dataclass(frozen=True)
@@ -101,8 +120,8 @@ class Plan:
         return make_plan(self.config, replace(self.cluster, device=device), source=source)
 
     def with_data(self, num_train_samples: int | None, source: Source) -> Plan:
-        """The plan with the real size of the training data, None of a stream; a ConfigError where that is too small for
-        a step, or a stream has no length.
+        """The plan with the real size of the training data, None of a stream; a ConfigError where
+        that is too small for a step, or a stream has no length.
         """
         if num_train_samples is None:
             size = self.config.data.num_train_samples()
@@ -131,9 +150,13 @@ class Plan:
 
 
 def default_cluster(config: RunConfig) -> Cluster:
-    """The smallest cluster that the config alone allows: what it says it is meant for, or what its batch implies."""
+    """The smallest cluster that the config alone allows: what it says it is meant for, or what its
+    batch implies.
+    """
     parallel = implied_data_parallel_size(config.batch) or config.parallel.expert
-    return Cluster(devices_per_host=config.run.world_size or parallel * prod(config.parallel.sizes().values()))
+    return Cluster(
+        devices_per_host=config.run.world_size or parallel * prod(config.parallel.sizes().values())
+    )
 
 
 def make_plan(
@@ -149,7 +172,8 @@ def make_plan(
     Args:
         config: what was asked.
         cluster: where it will run.
-        num_train_samples: real size of the training data; left out: as published, where that is known.
+        num_train_samples: real size of the training data; left out: as published, where that is
+            known.
         source: where the config's values came from, so that problems name file and line.
         further: what else was found, to be reported with the plan's findings.
 
@@ -170,13 +194,19 @@ def make_plan(
         num_train_samples = config.data.num_train_samples()
     layout = replace(layout, expert_size=config.parallel.expert)
     length = _length(config, layout, num_train_samples)
-    notes = *half_precision_without_zero(config, cluster, layout), *_slow_vocabulary(config, cluster, layout)
+    notes = (
+        *half_precision_without_zero(config, cluster, layout),
+        *_slow_vocabulary(config, cluster, layout),
+    )
     findings = [*findings, *_length_findings(config, layout, length), *notes, *further]
     return Plan(config, cluster, layout, length, accepted(findings, source))
 
 
-def errors_of_known(config: RunConfig, unknown: Set[str], cluster: Cluster | None, *, source: Source) -> list[Problem]:
-    """Find errors that follow from the sections that could be read; a rule ends where it asks for another one.
+def errors_of_known(
+    config: RunConfig, unknown: Set[str], cluster: Cluster | None, *, source: Source
+) -> list[Problem]:
+    """Find errors that follow from the sections that could be read; a rule ends where it asks for
+    another one.
 
     Args:
         config: the run config without the sections that cannot be read.
@@ -197,7 +227,11 @@ def errors_of_known(config: RunConfig, unknown: Set[str], cluster: Cluster | Non
             yield layout
 
     found: list[Problem] = []
-    for problems in (*(rule(known, where) for rule in rules.ALL), overruled(known, source), layout_problem()):
+    for problems in (
+        *(rule(known, where) for rule in rules.ALL),
+        overruled(known, source),
+        layout_problem(),
+    ):
         with suppress(AttributeError):
             found.extend(problems)
     return _errors(found, source)
@@ -216,7 +250,9 @@ def accepted(findings: Iterable[Problem], source: Source) -> tuple[Problem, ...]
 
 
 def _length(config: RunConfig, layout: Layout, num_samples: int | None) -> Length:
-    steps_per_epoch, unused = (None, 0) if num_samples is None else divmod(num_samples, layout.global_size)
+    steps_per_epoch, unused = (
+        (None, 0) if num_samples is None else divmod(num_samples, layout.global_size)
+    )
     total = config.training.max_steps
     if total is None and steps_per_epoch is not None:
         total = steps_per_epoch * (config.training.max_epochs or 1)
@@ -228,7 +264,9 @@ def _length_findings(config: RunConfig, layout: Layout, length: Length) -> Itera
     if length.num_train_samples is not None and not length.steps_per_epoch:
         samples = length.num_train_samples
         key = "batch.global_size"
-        largest = largest_global_size(config.batch, parallel=layout.data_parallel_size, at_most=samples)
+        largest = largest_global_size(
+            config.batch, parallel=layout.data_parallel_size, at_most=samples
+        )
         reason = f"the training data has only {samples} samples, not enough for one step"
         if largest:
             fix = f"set {key}: {largest} or less"
@@ -249,8 +287,8 @@ def one_line(plan: Plan) -> str:
 
 
 def loss_tile(config: RunConfig, micro_size: int) -> int:
-    """Positions whose logits are there at once, as `training.loss_tile` has it for a micro-batch of so many samples; 0:
-    all, and where the model or the task is the user's own.
+    """Positions whose logits are there at once, as `training.loss_tile` has it for a micro-batch of
+    so many samples; 0: all, and where the model or the task is the user's own.
     """
     model = config.model
     lora = config.training.lora
@@ -268,13 +306,19 @@ def loss_tile(config: RunConfig, micro_size: int) -> int:
 
 
 def _slow_vocabulary(config: RunConfig, cluster: Cluster, layout: Layout) -> Iterator[Problem]:
-    """Find an output layer that GPUs compute slowly in half precision: tiles would be filled up, and there are none."""
+    """Find an output layer that GPUs compute slowly in half precision: tiles would be filled up,
+    and there are none.
+    """
     model = config.model
     is_half = config.precision.dtype != "fp32"
     if cluster.device != "cuda" or not is_half or not isinstance(model, GPT | BERT):
         return
     tokens = ceil(model.vocab_size / layout.tensor_size)
-    if isinstance(config.task, CausalLM | MaskedLM) and tokens % FAST_ROWS and not loss_tile(config, layout.micro_size):
+    if (
+        isinstance(config.task, CausalLM | MaskedLM)
+        and tokens % FAST_ROWS
+        and not loss_tile(config, layout.micro_size)
+    ):
         filled = (model.vocab_size + -model.vocab_size % HALF_ROWS) * (layout.tensor_size == 1)
         if filled:
             size = f"{filled}"
@@ -282,7 +326,12 @@ def _slow_vocabulary(config: RunConfig, cluster: Cluster, layout: Layout) -> Ite
             size = f"a multiple of {HALF_ROWS * layout.tensor_size}"
         reason = f"{slow_rows(tokens)}; no text has the tokens that fill it up"
         yield Problem(
-            "slow-vocabulary", reason, f"set it to {size}", "model.vocab_size", model.vocab_size, severity="note"
+            "slow-vocabulary",
+            reason,
+            f"set it to {size}",
+            "model.vocab_size",
+            model.vocab_size,
+            severity="note",
         )
 
 
@@ -296,7 +345,11 @@ def rows(plan: Plan) -> dict[str, str]:
         "length": str(plan.length),
         "precision": plan.config.precision.dtype,
         "ZeRO": _zero(plan),
-        **({"loss": f"tile by tile, the logits of {counted(tile, 'position')} at once"} if tile else {}),
+        **(
+            {"loss": f"tile by tile, the logits of {counted(tile, 'position')} at once"}
+            if tile
+            else {}
+        ),
     }
 
 
@@ -314,7 +367,10 @@ def _zero(plan: Plan) -> str:
         over = ""
     offloads = [
         f"{what} on {device}"
-        for what, device in (("optimizer", zero.offload_optimizer.device), ("weights", zero.offload_param.device))
+        for what, device in (
+            ("optimizer", zero.offload_optimizer.device),
+            ("weights", zero.offload_param.device),
+        )
         if device != "none"
     ]
     return ", ".join([f"stage {zero.stage}: {spread[zero.stage]}{over}", *offloads])

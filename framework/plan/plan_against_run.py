@@ -1,4 +1,6 @@
-"""Plan against run: the estimates of a plan beside what its first steps took, logged once and kept in ``plan.json``."""
+"""Plan against run: the estimates of a plan beside what its first steps took, logged once and kept
+in ``plan.json``.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,9 @@ class Point(Protocol):
 
 
 class PlanAgainstRun:
-    """Monitor that compares once: peak memory at the first logged point, and the time of a step at the second one,
-    because the first pays for warm-up; of a run with one logged point, that one's. It reads what is logged anyway, so
-    that nothing waits for the device.
+    """Monitor that compares once: peak memory at the first logged point, and the time of a step at
+    the second one, because the first pays for warm-up; of a run with one logged point, that one's.
+    It reads what is logged anyway, so that nothing waits for the device.
     """
 
     name = "plan against run"
@@ -90,12 +92,18 @@ class PlanAgainstRun:
         found = self._estimated(self._plan)
         self._memory["estimate"] = found.peak_bytes if found else None
         self._time["estimate"] = found.time.total if found and found.time else None
-        for name, values, text in (("peak memory", self._memory, size_text), ("step time", self._time, _milliseconds)):
+        for name, values, text in (
+            ("peak memory", self._memory, size_text),
+            ("step time", self._time, _milliseconds),
+        ):
             if values["measured"] and values["estimate"] is not None:
                 ratio = values["estimate"] / values["measured"] - 1
                 estimated = text(values["estimate"])
                 measured = text(values["measured"])
-                self._print_line(f"plan against run: {name}: estimate {estimated}, measured {measured} ({ratio:+.1%})")
+                self._print_line(
+                    f"plan against run: {name}: estimate {estimated}, measured {measured} "
+                    f"({ratio:+.1%})"
+                )
         self._unwritten = {
             "step": self._step,
             "device_peak_bytes": self._memory,
@@ -123,8 +131,8 @@ def _milliseconds(seconds: float) -> str:
 
 
 def estimates_here(plan: Plan) -> Candidate | None:
-    """The estimates of a plan for this machine, by its measured rates where there are such; None where its memory is
-    not known.
+    """The estimates of a plan for this machine, by its measured rates where there are such; None
+    where its memory is not known.
     """
     try:
         return judge(plan, measured_target(plan.cluster) or target_at_hand(plan.cluster))

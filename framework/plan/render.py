@@ -1,9 +1,9 @@
-"""`render`: the exact DeepSpeed JSON of a plan. Every decided value is written out: no "auto", no null, no left-out
-default.
+"""`render`: the exact DeepSpeed JSON of a plan. Every decided value is written out: no "auto", no
+null, no left-out default.
 
-Some defaults of DeepSpeed 0.19.8 cost time on every step and are decided otherwise here: `timers.throughput` (two
-device synchronisations per micro-batch), `bf16.check_grad_overflow` (two per step), and clipping, which is 1.0 when
-left out.
+Some defaults of DeepSpeed 0.19.8 cost time on every step and are decided otherwise here:
+`timers.throughput` (two device synchronisations per micro-batch), `bf16.check_grad_overflow` (two
+per step), and clipping, which is 1.0 when left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from framework.plan.plan import Plan
 from framework.plan.rules.devices import sums_of
 
 Json = dict[str, Any]
-# DeepSpeed's own progress line would repeat ours; `null` breaks its pipeline engine, so it is put out of reach.
+# DeepSpeed's own progress line would repeat ours; `null` breaks its pipeline engine, so it is put
+# out of reach.
 _NEVER: Final = 1_000_000_000
 
 
@@ -57,7 +58,10 @@ def merged(section: Any, further: Any) -> Any:
     """Both together; a plan has seen to it that no key is in both."""
     if not isinstance(section, Mapping) or not isinstance(further, Mapping):
         return further
-    return {**section, **{key: merged(section.get(key, {}), value) for key, value in further.items()}}
+    return {
+        **section,
+        **{key: merged(section.get(key, {}), value) for key, value in further.items()},
+    }
 
 
 def _precision(plan: Plan) -> Json:
@@ -66,7 +70,11 @@ def _precision(plan: Plan) -> Json:
     if isinstance(precision, Autocast):
         names = {"bf16": "bfloat16", "fp16": "float16"}
         modules = precision.model_dump(include={"lower_precision_safe_modules"}, exclude_none=True)
-        sections["torch_autocast"] = {"enabled": True, "dtype": names[precision.compute_dtype], **modules}
+        sections["torch_autocast"] = {
+            "enabled": True,
+            "dtype": names[precision.compute_dtype],
+            **modules,
+        }
     elif not isinstance(precision, FP32):
         options = precision.model_dump(exclude={"dtype", "grad_accumulation", "grad_reduction"})
         sections[precision.dtype] = {"enabled": True, **options}
@@ -74,7 +82,9 @@ def _precision(plan: Plan) -> Json:
 
 
 def _sums(plan: Plan) -> Json:
-    """What half-precision gradients are summed in; where it is their own type DeepSpeed needs no word."""
+    """What half-precision gradients are summed in; where it is their own type DeepSpeed needs no
+    word.
+    """
     accumulation, reduction = sums_of(plan.config, plan.layout)
     if accumulation:
         section: Json = {"data_types": {"grad_accum_dtype": accumulation}}
@@ -115,7 +125,10 @@ def _optimizer(plan: Plan) -> Json:
     name = type(optimizer).__name__  # DeepSpeed's too
     if isinstance(optimizer, AdamW):  # and Adam, which DeepSpeed tells apart by adam_w_mode only
         params |= {"betas": list(optimizer.betas), "eps": optimizer.eps}
-        params |= {"torch_adam": optimizer.implementation != "deepspeed", "adam_w_mode": name == "AdamW"}
+        params |= {
+            "torch_adam": optimizer.implementation != "deepspeed",
+            "adam_w_mode": name == "AdamW",
+        }
         params |= {"fused": True} if optimizer.implementation == "fused" else {}
     else:
         params |= optimizer.model_dump(exclude={"kind", "lr", "weight_decay", *GROUP_KEYS})
@@ -154,7 +167,8 @@ def schedule_steps(plan: Plan) -> int:
     if given is None:
         raise ConfigError.of(
             "run-length-unknown",
-            "the schedule needs the number of steps, and the size of the data is only known when it is read",
+            "the schedule needs the number of steps, and the size of the data is only known when "
+            "it is read",
             "set training.max_steps, scheduler.total_steps or data.train_samples",
             key="scheduler.total_steps",
         )

@@ -1,5 +1,6 @@
-"""Rows of a table of rules, for run configs and for DeepSpeed JSON: ``when`` has what must hold for the problem to be
-there, all of it, and ``unless`` what must not. Where one kind is found in several ways, ``cases`` have what differs.
+"""Rows of a table of rules, for run configs and for DeepSpeed JSON: ``when`` has what must hold for
+the problem to be there, all of it, and ``unless`` what must not. Where one kind is found in several
+ways, ``cases`` have what differs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ def findings(
     for case in cases:
         is_there = all(holds(*each) for each in case["when"].items())
         if is_there and not any(holds(*each) for each in case.get("unless", {}).items()):
-            reason, fix = (_FILLED_IN.sub(lambda name: str(value(name[1])), case[part]) for part in ("reason", "fix"))
+            reason, fix = (
+                _FILLED_IN.sub(lambda name: str(value(name[1])), case[part])
+                for part in ("reason", "fix")
+            )
             yield case["key"], reason, fix, case.get("severity", "error")
 
 

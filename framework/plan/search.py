@@ -1,8 +1,10 @@
-"""Search for a strategy: which ZeRO stage, offload, recomputation, micro-batch and pipeline serve a run best.
+"""Search for a strategy: which ZeRO stage, offload, recomputation, micro-batch and pipeline serve a
+run best.
 
-Every candidate is a run config that the house's own validation and rules accept, on its cluster; there is no second set
-of rules. One costs about two milliseconds, so that few are left out: micro-batches beyond the first that does not fit,
-because memory grows with them, and those of a strategy that a rule refuses, whatever the batch.
+Every candidate is a run config that the house's own validation and rules accept, on its cluster;
+there is no second set of rules. One costs about two milliseconds, so that few are left out:
+micro-batches beyond the first that does not fit, because memory grows with them, and those of a
+strategy that a rule refuses, whatever the batch.
 """
 
 from __future__ import annotations
@@ -47,13 +49,15 @@ USUAL: Final[Settings] = {OFFLOAD: "none", RECOMPUTE: 0, **dict.fromkeys(SIZES, 
 """The plainest value of each key of a strategy but the stage."""
 EVERYTHING: Final = frozenset({*STRATEGY, MICRO, ACCUMULATION})
 _LARGEST_MICRO: Final = 4096
-# What makes a difference: estimates are not that exact. Twice the micro-batch has to gain it, where that is free.
+# What makes a difference: estimates are not that exact. Twice the micro-batch has to gain it, where
+# that is free.
 _LEAST_GAIN: Final = 1.02
 # What the estimate cannot tell apart: the plainest of those comes first.
 _TIE: Final = 1.03
 _LONGEST_SEQUENCE: Final = 1 << 24
 _UNKNOWN: Final = "its memory is not known"
-# Micro-batches of a step for each stage of a pipeline, where nothing fixes them: it then waits a fifth of the time.
+# Micro-batches of a step for each stage of a pipeline, where nothing fixes them: it then waits a
+# fifth of the time.
 _PER_STAGE: Final = 4
 
 
@@ -91,12 +95,17 @@ class Target:
         return replace(memory, beside=beside_tensors(memory, plan, self.name))
 
     def lacking(self, memory: Memory) -> str:
-        """Reason why a run does not fit; empty where it does, or where the memory of the devices is not known."""
+        """Reason why a run does not fit; empty where it does, or where the memory of the devices is
+        not known.
+        """
         limit = self.usable_bytes(memory)
         peak_bytes = memory.total(memory.peak)
         if limit is None or peak_bytes <= limit:
             return ""
-        return f"each rank takes {size_text(peak_bytes)}, and {self.name} has {size_text(limit)} usable"
+        return (
+            f"each rank takes {size_text(peak_bytes)}, and {self.name} has {size_text(limit)} "
+            "usable"
+        )
 
 
 @dataclass(frozen=True)
@@ -107,8 +116,8 @@ class Request:
         config: what was asked; keys that are not `free` stay as they are.
         cluster: where it is to run.
         target: its devices; left out: not known.
-        free: dotted keys that may be chosen. `batch.global_size` stays where it is given; else micro-batches grow as
-            long as doubling them gains 2 %.
+        free: dotted keys that may be chosen. `batch.global_size` stays where it is given; else
+            micro-batches grow as long as doubling them gains 2 %.
         num_train_samples: size of the training data, where it is known.
         work: of a model of the user's own, on any micro-batch.
     """
@@ -144,7 +153,9 @@ class Candidate:
 
     @property
     def choice(self) -> dict[str, Any]:
-        """What was chosen, or would be: every key of a strategy and its batch, with its value in the plan."""
+        """What was chosen, or would be: every key of a strategy and its batch, with its value in
+        the plan.
+        """
         config = self.plan.config
         layout = self.plan.layout
         return {
@@ -170,9 +181,9 @@ class Candidate:
 
     @cached_property
     def traffic_bytes(self) -> float:
-        """Bytes that a rank sends for each sample of the run, as DeepSpeed 0.19.8 does it: at stage 0 an all-reduce in
-        a step, at 1 the gathering of weights as well, at 2 an all-reduce for each micro-batch, at 3 two gatherings and
-        a reduction for each.
+        """Bytes that a rank sends for each sample of the run, as DeepSpeed 0.19.8 does it: at stage
+        0 an all-reduce in a step, at 1 the gathering of weights as well, at 2 an all-reduce for
+        each micro-batch, at 3 two gatherings and a reduction for each.
         """
         config = self.plan.config
         layout = self.plan.layout
@@ -212,7 +223,10 @@ class Knob:
     freed_bytes: int
 
     def __str__(self) -> str:
-        return f"{self.key} {_number(self.before)} -> {_number(self.after)} frees {size_text(self.freed_bytes)}"
+        return (
+            f"{self.key} {_number(self.before)} -> {_number(self.after)} frees "
+            f"{size_text(self.freed_bytes)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -248,7 +262,8 @@ class Found:
             ranks = found.plan.cluster.devices_per_host
             on_host = sum(memory.host.values())
             return (
-                f"{counted(ranks, 'rank')} take {size_text(ranks * on_host)} of a host that has {size_text(host or 0)}"
+                f"{counted(ranks, 'rank')} take {size_text(ranks * on_host)} of a host that "
+                f"has {size_text(host or 0)}"
             )
         least = settings_text({key: found.settings[key] for key in STRATEGY})
         takes = f"the least is {size_text(found.peak_bytes)}, with {least}: {fullest(memory)}"
@@ -256,36 +271,45 @@ class Found:
 
 
 def search(asked: Request, *, is_quick: bool = False) -> Found:
-    """Rank the strategies of a run on a cluster: by samples per second, or by costs where speed is not known. A quick
-    search drops what cannot fit, and so does not know what takes least. A NotEstimatedError where the model's memory is
-    not known.
+    """Rank the strategies of a run on a cluster: by samples per second, or by costs where speed is
+    not known. A quick search drops what cannot fit, and so does not know what takes least. A
+    NotEstimatedError where the model's memory is not known.
     """
     judges = _Judge(asked, is_quick=is_quick)
     found = [best for strategy in _strategies(asked) if (best := judges.best(strategy))]
     smallest = min(judges.too_large, key=lambda each: each.peak_bytes, default=None)
     if not (found or smallest or is_quick) and judges.unknown is not None:
         raise judges.unknown
-    return Found(asked.target, tuple(_ranked(found)), tuple(judges.losers()), None if found else smallest)
+    return Found(
+        asked.target, tuple(_ranked(found)), tuple(judges.losers()), None if found else smallest
+    )
 
 
 def search_fewest_devices(asked: Request) -> Found:
-    """The search on the smallest part of a cluster on which something fits: whole hosts, or devices of one host in
-    powers of two; on the whole cluster where nothing does. A UsageError where the device's memory is not known.
+    """The search on the smallest part of a cluster on which something fits: whole hosts, or devices
+    of one host in powers of two; on the whole cluster where nothing does. A UsageError where the
+    device's memory is not known.
     """
     cluster = asked.cluster
     if asked.target.memory_bytes is None:
         raise UsageError("the fewest devices take the device, as --gpu names it")
     hosts = sorted({*_powers(cluster.num_hosts), cluster.num_hosts})
     devices = sorted({*_powers(cluster.devices_per_host), cluster.devices_per_host})
-    sizes = [*((1, count) for count in devices), *((count, cluster.devices_per_host) for count in hosts[1:])]
-    parts = [replace(asked, cluster=replace(cluster, num_hosts=num, devices_per_host=count)) for num, count in sizes]
+    sizes = [
+        *((1, count) for count in devices),
+        *((count, cluster.devices_per_host) for count in hosts[1:]),
+    ]
+    parts = [
+        replace(asked, cluster=replace(cluster, num_hosts=num, devices_per_host=count))
+        for num, count in sizes
+    ]
     enough = (part for part in parts[:-1] if search(part, is_quick=True).ranked)
     return search(next(enough, parts[-1]))
 
 
 def search_longest_sequence(asked: Request) -> Found:
-    """The search with the longest sequence on which something fits, to an eighth of its length; a UsageError where the
-    length is no key of the data, or the device's memory is not known.
+    """The search with the longest sequence on which something fits, to an eighth of its length; a
+    UsageError where the length is no key of the data, or the device's memory is not known.
     """
     config = asked.config
     memory = asked.target.memory_bytes
@@ -320,9 +344,14 @@ def search_longest_sequence(asked: Request) -> Found:
 
 
 def judge(
-    plan: Plan, target: Target | None = None, *, settings: Settings | None = None, work: ModelWork | None = None
+    plan: Plan,
+    target: Target | None = None,
+    *,
+    settings: Settings | None = None,
+    work: ModelWork | None = None,
 ) -> Candidate:
-    """Estimate what a plan takes; `work`: of its model on any micro-batch, left out: as the named model has it.
+    """Estimate what a plan takes; `work`: of its model on any micro-batch, left out: as the named
+    model has it.
 
     Raises:
         NotEstimatedError: its memory is not known.
@@ -357,7 +386,9 @@ class _Judge:
         self._works: dict[tuple[int, bool], ModelWork | None] = {}
 
     def best(self, strategy: Settings) -> Candidate | None:
-        """The best candidate of one strategy that fits, its micro-batches tried from the smallest on."""
+        """The best candidate of one strategy that fits, its micro-batches tried from the smallest
+        on.
+        """
         best = None
         smallest = None
         reasons = []
@@ -366,8 +397,11 @@ class _Judge:
         is_free = batch.global_size is None
         plain = batch.micro_size or DEFAULT_MICRO_SIZE
         for sizes in _batches(self.asked, strategy, grows=grows):
-            if smallest is not None and sizes.get(ACCUMULATION, 1) > (1 if self.is_quick else strategy[PIPE]):
-                continue  # larger micro-batches, as many of them in flight, and gradients are kept as well
+            if smallest is not None and sizes.get(ACCUMULATION, 1) > (
+                1 if self.is_quick else strategy[PIPE]
+            ):
+                # larger micro-batches, as many of them in flight, and gradients are kept as well
+                continue
             tried = self.candidate({**strategy, **sizes})
             if isinstance(tried, str):
                 reasons.append(tried)
@@ -379,7 +413,8 @@ class _Judge:
                     smallest = tried
                 else:
                     smallest = min(smallest, tried, key=lambda each: each.peak_bytes)
-                if is_free:  # no larger one will; with a fixed global size more micro-batches may take more
+                # no larger one will; with a fixed global size more micro-batches may take more
+                if is_free:
                     break
             elif best is None or _is_better(tried, best, by=_LEAST_GAIN if is_free else 1.0):
                 best = tried
@@ -405,7 +440,11 @@ class _Judge:
             if key not in self._works:
                 self._works[key] = work_of(plan) if work is None else work.of_samples(micro)
             found = self._works[key]
-            if self.is_quick and found and least_bytes(plan, found) > (asked.target.memory_bytes or inf):
+            if (
+                self.is_quick
+                and found
+                and least_bytes(plan, found) > (asked.target.memory_bytes or inf)
+            ):
                 return "too large, whatever the batch"
             return judge(plan, asked.target, settings=settings, work=found)
         except ConfigError as error:
@@ -420,10 +459,14 @@ class _Judge:
         limit = self.asked.target.usable_bytes(candidate.memory)
         host = self.asked.target.host_bytes
         on_host = sum(candidate.memory.host.values()) * self.asked.cluster.devices_per_host
-        return (limit is None or candidate.peak_bytes <= limit) and (host is None or on_host <= host)
+        return (limit is None or candidate.peak_bytes <= limit) and (
+            host is None or on_host <= host
+        )
 
     def losers(self) -> Iterator[Loser]:
-        """Those that fit on no device, the smallest first, then those that are refused, by reason."""
+        """Those that fit on no device, the smallest first, then those that are refused, by
+        reason.
+        """
         large: dict[str, list[Settings]] = {}
         for found in sorted(self.too_large, key=lambda found: found.peak_bytes):
             layout = found.plan.layout
@@ -444,23 +487,29 @@ def _is_better(one: Candidate, other: Candidate, *, by: float) -> bool:
 
 
 def least_bytes(plan: Plan, work: ModelWork) -> int:
-    """Bytes that the fullest rank takes at least, whatever the batch: its share of weights, optimizer state and, at
-    stages 0 and 1, of gradients. The fullest stage of a pipeline has no less than the mean.
+    """Bytes that the fullest rank takes at least, whatever the batch: its share of weights,
+    optimizer state and, at stages 0 and 1, of gradients. The fullest stage of a pipeline has no
+    less than the mean.
     """
     by = Parallelism.from_plan(plan)
     ranks = by.data * by.sequence
     weights = 0 if by.weights_offloaded else by.weight_bytes / (ranks if by.zero_stage == 3 else 1)
     each = weights + (by.weight_bytes if by.zero_stage < 2 else 0)
-    if not by.is_offloaded and hasattr(plan.config.optimizer, "kind"):  # that of the user's own may have none
+    # that of the user's own may have none
+    if not by.is_offloaded and hasattr(plan.config.optimizer, "kind"):
         each += by.state_bytes / (ranks if by.zero_stage else 1)
     return int(each * work.num_params / by.pipe / by.tensor)
 
 
 def search_more_devices(asked: Request, *, most: int = 16_384) -> Found | None:
-    """The search on the smallest cluster of twice as many hosts, or four times and so on, on which something fits."""
+    """The search on the smallest cluster of twice as many hosts, or four times and so on, on which
+    something fits.
+    """
     hosts = 2 * asked.cluster.num_hosts
     while hosts * asked.cluster.devices_per_host <= most:
-        found = search(replace(asked, cluster=replace(asked.cluster, num_hosts=hosts)), is_quick=True)
+        found = search(
+            replace(asked, cluster=replace(asked.cluster, num_hosts=hosts)), is_quick=True
+        )
         if found.ranked:
             return found
         hosts *= 2
@@ -470,14 +519,19 @@ def search_more_devices(asked: Request, *, most: int = 16_384) -> Found | None:
 def nearest_plan(
     config: RunConfig, cluster: Cluster, *, num_train_samples: int | None = None
 ) -> tuple[str, Plan] | None:
-    """The plan that is nearest to one that cannot be, and what it changes, in words; None where none is near.
+    """The plan that is nearest to one that cannot be, and what it changes, in words; None where
+    none is near.
 
-    Tried in this order: another micro-batch, another global size, fewer pipeline stages, fewer devices.
+    Tried in this order: another micro-batch, another global size, fewer pipeline stages, fewer
+    devices.
     """
     batch = config.batch
     pipe = config.parallel.pipe
     tries: list[tuple[Settings, Cluster]] = []
-    for stages in (pipe, *(count for count in range(pipe - 1, 0, -1) if cluster.world_size % count == 0)):
+    for stages in (
+        pipe,
+        *(count for count in range(pipe - 1, 0, -1) if cluster.world_size % count == 0),
+    ):
         below = (batch.global_size or 0) // (ranks := max(cluster.world_size // stages, 1)) * ranks
         if batch.global_size is None:
             sizes = []
@@ -485,7 +539,9 @@ def nearest_plan(
             sizes = [{GLOBAL: below or ranks}, {GLOBAL: below + ranks}]
         own = {} if stages == pipe else {PIPE: stages}
         free = {MICRO: None, ACCUMULATION: None}
-        tries += [({**own, **size, **more}, cluster) for size in ({}, *sizes) for more in ({}, free)]
+        tries += [
+            ({**own, **size, **more}, cluster) for size in ({}, *sizes) for more in ({}, free)
+        ]
     fewer = range(cluster.devices_per_host - 1, 0, -1)
     tries += [({}, replace(cluster, devices_per_host=count)) for count in fewer]
     for settings, where in tries:
@@ -494,13 +550,21 @@ def nearest_plan(
             plan = make_plan(changed, where, num_train_samples=num_train_samples)
             shown = {key: value for key, value in settings.items() if value}
             micro = plan.layout.micro_size
-            shown |= {MICRO: micro} if MICRO in settings and batch.micro_size not in (None, micro) else {}
-            return settings_text(shown) or (str(where) if where != cluster else str(plan.layout)), plan
+            shown |= (
+                {MICRO: micro}
+                if MICRO in settings and batch.micro_size not in (None, micro)
+                else {}
+            )
+            return settings_text(shown) or (
+                str(where) if where != cluster else str(plan.layout)
+            ), plan
     return None
 
 
 def _ranked(found: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates, the best one first; of those that the estimate cannot tell from the fastest, the plainest."""
+    """The candidates, the best one first; of those that the estimate cannot tell from the fastest,
+    the plainest.
+    """
     most = max((each.samples_per_second or 0.0 for each in found), default=0.0)
 
     def order(candidate: Candidate) -> tuple[float, ...]:
@@ -511,13 +575,21 @@ def _ranked(found: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _rank(candidate: Candidate) -> tuple[float, ...]:
-    """Order of candidates, the best one first: by speed, else by what costs time, traffic and memory."""
+    """Order of candidates, the best one first: by speed, else by what costs time, traffic and
+    memory.
+    """
     config = candidate.plan.config
     speed = candidate.samples_per_second
     costs = (config.zero.offload_optimizer.device != "none", bool(config.training.recompute_every))
     layout = candidate.plan.layout
     together = layout.world_size // layout.data_parallel_size
-    order = (*costs, together, candidate.traffic_bytes, layout.accumulation_steps, candidate.peak_bytes)
+    order = (
+        *costs,
+        together,
+        candidate.traffic_bytes,
+        layout.accumulation_steps,
+        candidate.peak_bytes,
+    )
     return (-speed if speed is not None else inf, *order)
 
 
@@ -547,23 +619,35 @@ def _sizes(asked: Request) -> Iterator[dict[str, int]]:
     yield given
     plain = {key: 1 if key in free else size for key, size in given.items()}
     heads = int(getattr(config.model, "num_kv_heads", 0) or getattr(config.model, "num_heads", 1))
-    on_host = [size for size in _powers(asked.cluster.devices_per_host) if asked.cluster.devices_per_host % size == 0]
+    on_host = [
+        size
+        for size in _powers(asked.cluster.devices_per_host)
+        if asked.cluster.devices_per_host % size == 0
+    ]
     choices = {PIPE: _pipes(config, asked.cluster), **dict.fromkeys((TENSOR, SEQUENCE), on_host)}
     for key in SIZES:
         for size in choices[key] if key in free else []:
-            if plain | {key: size} != given and (size > 1 or key == PIPE) and (key == PIPE or heads % size == 0):
+            if (
+                plain | {key: size} != given
+                and (size > 1 or key == PIPE)
+                and (key == PIPE or heads % size == 0)
+            ):
                 yield plain | {key: size}
 
 
 def _pipes(config: RunConfig, cluster: Cluster) -> list[int]:
-    """Numbers of stages that divide the ranks and that the model has layers for; its own where that is not known."""
+    """Numbers of stages that divide the ranks and that the model has layers for; its own where that
+    is not known.
+    """
     most = min(num_layers(config.model) or 1, cluster.world_size)
     divisors = {pipe for pipe in range(1, most + 1) if cluster.world_size % pipe == 0}
     return sorted(divisors | {config.parallel.pipe})
 
 
 def _batches(asked: Request, strategy: Settings, *, grows: bool) -> Iterator[Settings]:
-    """Micro-batches and their number in a step, the smallest first; whether they divide is the layout's to judge."""
+    """Micro-batches and their number in a step, the smallest first; whether they divide is the
+    layout's to judge.
+    """
     batch = asked.config.batch
     pipe = strategy[PIPE]
     free = asked.free
@@ -586,7 +670,9 @@ def _batches(asked: Request, strategy: Settings, *, grows: bool) -> Iterator[Set
             yield {MICRO: size, ACCUMULATION: fixed or share // size}
         return
     steps = fixed or batch.accumulation_steps or (1 if pipe == 1 else _PER_STAGE * pipe)
-    for size in sorted({*_powers(_LARGEST_MICRO if grows else batch.micro_size or DEFAULT_MICRO_SIZE), *given}):
+    for size in sorted(
+        {*_powers(_LARGEST_MICRO if grows else batch.micro_size or DEFAULT_MICRO_SIZE), *given}
+    ):
         yield {MICRO: size, ACCUMULATION: steps}
 
 
@@ -597,9 +683,11 @@ def _powers(most: int) -> Iterator[int]:
         size *= 2
 
 
-def find_knob(plan: Plan, target: Target | None = None, *, work: ModelWork | None = None) -> Knob | None:
-    """Find the setting beside the strategy that frees most on the fullest rank; None where none frees one part in a
-    hundred.
+def find_knob(
+    plan: Plan, target: Target | None = None, *, work: ModelWork | None = None
+) -> Knob | None:
+    """Find the setting beside the strategy that frees most on the fullest rank; None where none
+    frees one part in a hundred.
     """
     planned = judge(plan, work=work).peak_bytes
     found = []
@@ -609,7 +697,9 @@ def find_knob(plan: Plan, target: Target | None = None, *, work: ModelWork | Non
     else:
         half = "fp16"
     for key, before, after in knobs(plan, half=half):
-        freed = (planned - each.peak_bytes for each in alternatives(plan, [{key: after}], work=work))
+        freed = (
+            planned - each.peak_bytes for each in alternatives(plan, [{key: after}], work=work)
+        )
         found += [Knob(key, before, after, size) for size in freed]
     best = max(found, key=lambda knob: knob.freed_bytes, default=None)
     if best is not None and best.freed_bytes >= planned / 100:
@@ -631,4 +721,8 @@ def fullest(memory: Memory) -> str:
 
 def _common(those: Sequence[Settings]) -> Settings:
     """The settings that all of them share."""
-    return {key: value for key, value in those[0].items() if all(other.get(key) == value for other in those)}
+    return {
+        key: value
+        for key, value in those[0].items()
+        if all(other.get(key) == value for other in those)
+    }

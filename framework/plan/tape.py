@@ -1,8 +1,9 @@
-"""Operations on tensors without numbers, written down one after the other: what they compute and move, what autograd
-saves of them, and what is alive at most meanwhile. Without torch.
+"""Operations on tensors without numbers, written down one after the other: what they compute and
+move, what autograd saves of them, and what is alive at most meanwhile. Without torch.
 
-Each operation saves what PyTorch 2.15 saves of it (its `derivatives.yaml`), as saved-tensor hooks show on a CPU. CPU
-and GPU differ in attention, dropout and RMSNorm: their fused forms on GPUs keep less.
+Each operation saves what PyTorch 2.15 saves of it (its `derivatives.yaml`), as saved-tensor hooks
+show on a CPU. CPU and GPU differ in attention, dropout and RMSNorm: their fused forms on GPUs keep
+less.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Value:
 
 @dataclass
 class _Operation:
-    """`temporary`: bytes that its backward pass takes beside gradients; `passes`: its gradient goes on as it is;
-    `holds`: what is still there, though nobody reads it.
+    """`temporary`: bytes that its backward pass takes beside gradients; `passes`: its gradient goes
+    on as it is; `holds`: what is still there, though nobody reads it.
     """
 
     reads: tuple[Value, ...]
@@ -74,17 +75,19 @@ class Tape:
 
     Attributes:
         weight_width: bytes of a weight's element.
-        product_width: bytes of an element in matrix products and convolutions; less than `weight_width` with autocast.
+        product_width: bytes of an element in matrix products and convolutions; less than
+            `weight_width` with autocast.
         device: what it runs on.
         is_trained: whether a weight of that name has a gradient.
-        keeps_inputs: whether linear layers keep their inputs as they are, and no copy of a weight: DeepSpeed's do at
-            ZeRO stage 3.
+        keeps_inputs: whether linear layers keep their inputs as they are, and no copy of a weight:
+            DeepSpeed's do at ZeRO stage 3.
         saved: what parts up to here have saved.
         weights: name -> shape of all weights up to here, in the model's order, shared ones once.
         products: matrix products and convolutions of the part.
         count: linear layers alike that one operation stands for, each on its own rows.
         lora: which modules have adapters; None: none have.
-        buffer_bytes: bytes of what is kept beside them: the statistics of batch norms, fp32, and their counts, int64.
+        buffer_bytes: bytes of what is kept beside them: the statistics of batch norms, fp32, and
+            their counts, int64.
     """
 
     weight_width: int
@@ -180,8 +183,8 @@ class Tape:
         return made
 
     def forward_bytes(self, *ends: Value, keeps: bool = True) -> int:
-        """Bytes at most in the forward pass, beside what the part saves; or in one that saves nothing. What is given
-        to it and what it returns, `ends`, stays.
+        """Bytes at most in the forward pass, beside what the part saves; or in one that saves
+        nothing. What is given to it and what it returns, `ends`, stays.
         """
         last: dict[Value, int] = {}
         stays = {end.storage for end in ends}
@@ -192,18 +195,28 @@ class Tape:
         live = set[Value]()
         most = 0
         for number, operation in enumerate(self._operations):
-            live |= {value.storage for value in (*operation.reads, operation.made, *operation.saves)}
+            live |= {
+                value.storage for value in (*operation.reads, operation.made, *operation.saves)
+            }
             most = max(most, sum(v.num_bytes for v in live if v not in kept or v in self._new))
-            live -= {v for v in live if last.get(v, number) <= number and v not in kept and v not in stays}
+            live -= {
+                v
+                for v in live
+                if last.get(v, number) <= number and v not in kept and v not in stays
+            }
         return most - (self.saved_bytes if keeps else 0)
 
     def backward_bytes(self, *outputs: Value) -> int:
-        """Bytes at most in the backward pass, beside what the part has saved: gradients, without those of weights."""
+        """Bytes at most in the backward pass, beside what the part has saved: gradients, without
+        those of weights.
+        """
         firsts: dict[Value, int] = {}
         for number, operation in enumerate(self._operations):
             for value in operation.saves:
                 firsts.setdefault(value.storage, number)
-        gradients = {output.storage: output.num_bytes if output.has_gradient else 0 for output in outputs}
+        gradients = {
+            output.storage: output.num_bytes if output.has_gradient else 0 for output in outputs
+        }
         saved = self.saved_bytes
         most = saved + sum(gradients.values())
         for number in range(len(self._operations) - 1, -1, -1):
@@ -218,7 +231,8 @@ class Tape:
             else:
                 made = sum(value.num_bytes for value in reads)
             most = max(most, saved + sum(gradients.values()) + given + made + operation.temporary)
-            for place, value in enumerate(reads):  # where it is passed on, one of them stands for all
+            # where it is passed on, one of them stands for all
+            for place, value in enumerate(reads):
                 if operation.passes:
                     size = given if place == 0 else 0
                 else:
@@ -233,29 +247,49 @@ class Tape:
         """The full name of a weight of this part."""
         return ".".join(filter(None, (self.prefix, name, weight)))
 
-    def own(self, shape: Shape, name: str = "", weight: str = "weight", *, has_bias: bool = False) -> bool:
+    def own(
+        self, shape: Shape, name: str = "", weight: str = "weight", *, has_bias: bool = False
+    ) -> bool:
         """Note a weight of this part, and its bias; returns whether one of them has a gradient."""
-        own = {self.place(name, weight): shape} | ({self.place(name, "bias"): shape[:1]} if has_bias else {})
+        own = {self.place(name, weight): shape} | (
+            {self.place(name, "bias"): shape[:1]} if has_bias else {}
+        )
         self.weights |= {full: each for full, each in own.items() if full not in self.weights}
         return any(map(self.is_trained, own))
 
     def embedding(self, tokens: Value, count: int, size: int, name: str = "") -> Value:
         flows = self.own((count, size), name)
         shape = (*tokens.shape, size)
-        made = self.run(tokens, shape=shape, width=self.weight_width, saves=[tokens], has_gradient=flows)
+        made = self.run(
+            tokens, shape=shape, width=self.weight_width, saves=[tokens], has_gradient=flows
+        )
         lora = self._adapts(name, is_linear=False)
         if lora is None:
             return made
         first, second = (self.place(name, f"lora_embedding_{each}.default") for each in "AB")
         self.weights |= {first: (lora.r, count), second: (size, lora.r)}
-        rows = self.run(tokens, shape=(*tokens.shape, lora.r), width=made.width, saves=[tokens], has_gradient=True)
+        rows = self.run(
+            tokens,
+            shape=(*tokens.shape, lora.r),
+            width=made.width,
+            saves=[tokens],
+            has_gradient=True,
+        )
         more = self.run(rows, shape=shape, saves=[rows], flops=2 * prod(shape) * lora.r)
         return self.add(made, self.run(more, shape=shape))
 
     def linear(
-        self, value: Value, outputs: int, name: str = "", *, has_bias: bool = True, split: bool | None = None
+        self,
+        value: Value,
+        outputs: int,
+        name: str = "",
+        *,
+        has_bias: bool = True,
+        split: bool | None = None,
     ) -> Value:
-        """(..., inputs) to (..., outputs); `split`: whether tensor parallelism divides its outputs, or its inputs."""
+        """(..., inputs) to (..., outputs); `split`: whether tensor parallelism divides its outputs,
+        or its inputs.
+        """
         shape = (*value.shape[:-1], outputs)
         is_first = self.place(name) not in self.weights
         weight = (outputs, value.shape[-1])
@@ -276,10 +310,16 @@ class Tape:
         padding: int | None = None,
         has_bias: bool = False,
     ) -> Value:
-        """(batch, channels, height, width) to (batch, outputs, ...); `padding` left out: half of the kernel."""
-        sizes = convolved(value.shape[2:], kernel, stride, kernel // 2 if padding is None else padding)
+        """(batch, channels, height, width) to (batch, outputs, ...); `padding` left out: half of
+        the kernel.
+        """
+        sizes = convolved(
+            value.shape[2:], kernel, stride, kernel // 2 if padding is None else padding
+        )
         weight = (outputs, value.shape[1], kernel, kernel)
-        made = self._product(value, (value.shape[0], outputs, *sizes), weight, name, has_bias=has_bias)
+        made = self._product(
+            value, (value.shape[0], outputs, *sizes), weight, name, has_bias=has_bias
+        )
         lora = self._adapts(name, is_linear=False)
         if lora is None:
             return made
@@ -298,15 +338,26 @@ class Tape:
         """What an adapter's A makes of the inputs of its module."""
         assert self.lora is not None
         given = self.dropout(value, self.lora.lora_dropout)
-        return self._product(given, shape, weight, f"{name}.lora_A.default".lstrip("."), has_bias=False)
+        return self._product(
+            given, shape, weight, f"{name}.lora_A.default".lstrip("."), has_bias=False
+        )
 
     def _adapted(self, made: Value, low: Value, name: str, weight: Shape) -> Value:
         """What a module makes, with what its adapter's B adds, scaled."""
-        more = self._product(low, made.shape, weight, f"{name}.lora_B.default".lstrip("."), has_bias=False)
+        more = self._product(
+            low, made.shape, weight, f"{name}.lora_B.default".lstrip("."), has_bias=False
+        )
         return self.add(made, self.run(more, shape=more.shape))
 
     def _product(
-        self, value: Value, shape: Shape, weight: Shape, name: str, *, has_bias: bool, split: bool | None = None
+        self,
+        value: Value,
+        shape: Shape,
+        weight: Shape,
+        name: str,
+        *,
+        has_bias: bool,
+        split: bool | None = None,
     ) -> Value:
         flows = self.own(weight, name, has_bias=has_bias)
         is_trained = self.is_trained(self.place(name))
@@ -314,7 +365,8 @@ class Tape:
         value = self.cast(value, self.product_width)
         saves = [value] if is_trained else []
         temporary = 0
-        if self.keeps_inputs and len(weight) == 2 and self.place(name) != "embed.weight":  # which is no linear layer
+        # which is no linear layer
+        if self.keeps_inputs and len(weight) == 2 and self.place(name) != "embed.weight":
             saves = [given]
         elif self.product_width < self.weight_width:  # autograd keeps the copy of the weight
             copy = Value((self.count, *weight), self.product_width, is_split=split is not None)
@@ -337,7 +389,9 @@ class Tape:
         return self.run(value, shape=value.shape, width=width)
 
     def add(self, *values: Value) -> Value:
-        return self.run(*values, shape=values[0].shape, width=max(each.width for each in values), passes=True)
+        return self.run(
+            *values, shape=values[0].shape, width=max(each.width for each in values), passes=True
+        )
 
     def multiply(self, one: Value, other: Value) -> Value:
         saves = [each for each, beside in ((one, other), (other, one)) if beside.has_gradient]
@@ -367,7 +421,8 @@ class Tape:
         flows = self.own(value.shape[-1:], name)
         if self.device == "cuda":
             return self._norm(value, flows, statistics)
-        wide = self.cast(value, _FP32)  # on a processor it is made of several operations, all in fp32
+        # on a processor it is made of several operations, all in fp32
+        wide = self.cast(value, _FP32)
         scaled = self.run(wide, shape=value.shape, saves=[wide, statistics])
         return self.cast(self._norm(scaled, flows), value.width)
 
@@ -394,7 +449,8 @@ class Tape:
         """Rotary positions: computed in fp32, with angles that are kept."""
         angles = Value((heads[0].shape[-2], heads[0].shape[-1]), _FP32, has_gradient=False)
         wide = [self.cast(each, _FP32) for each in heads]
-        self.moved_bytes += 5 * sum(each.num_bytes for each in wide)  # products, sums and a copy, one after the other
+        # products, sums and a copy, one after the other
+        self.moved_bytes += 5 * sum(each.num_bytes for each in wide)
         halves = [self.run(each, shape=each.shape, saves=[angles]) for each in wide]
         return [self.cast(self.run(each, shape=each.shape), heads[0].width) for each in halves]
 
@@ -408,7 +464,9 @@ class Tape:
         mask: Value | None = None,
         is_causal: bool = False,
     ) -> Value:
-        """(batch, heads, sequence, head size), with fewer heads of key and value, to the shape of the query."""
+        """(batch, heads, sequence, head size), with fewer heads of key and value, to the shape of
+        the query.
+        """
         batch, heads, length, size = query.shape
         flops = 4 * batch * heads * length * length * size
         saves = [query, key, value]
@@ -421,7 +479,8 @@ class Tape:
             sums = Value((batch, heads, length), _FP32, has_gradient=False)
             made = self.run(*saves, shape=query.shape, saves=[*saves, sums, *bias], flops=flops)
             return self.save_output(made)
-        # Without dropout alone it is fused on processors; else in steps, in fp32, of which each keeps its inputs.
+        # Without dropout alone it is fused on processors; else in steps, in fp32, of which each
+        # keeps its inputs.
         wide = [self.cast(each, _FP32) for each in (query, key, value)]
         copies = [self.run(each, shape=query.shape) for each in wide]
         square = (batch, heads, length, length)
@@ -430,12 +489,14 @@ class Tape:
         noise = Value(square, _FP32, has_gradient=False)
         dropped = self.run(weights, shape=square, saves=[noise])
         kept = [dropped, copies[2]]
-        mixed = self.run(*kept, shape=query.shape, saves=kept, flops=flops // 2, holds=[*wide, *copies[:2]])
+        mixed = self.run(
+            *kept, shape=query.shape, saves=kept, flops=flops // 2, holds=[*wide, *copies[:2]]
+        )
         return self.run(self.cast(mixed, query.width), shape=query.shape)
 
     def cross_entropy(self, logits: Value, targets: Value) -> Value:
-        """Logits (samples, classes) and class numbers to a sum, in fp32; of divided logits probabilities are kept, and
-        become the gradient (`models.split`).
+        """Logits (samples, classes) and class numbers to a sum, in fp32; of divided logits
+        probabilities are kept, and become the gradient (`models.split`).
         """
         if logits.is_split:
             kept = Value(logits.shape, _FP32)
@@ -444,8 +505,8 @@ class Tape:
         return self.run(self.relu(self.cast(logits, _FP32)), shape=(), saves=[targets])
 
     def tiled_loss(self, value: Value, outputs: int, tile: int) -> Value:
-        """(..., inputs) to the loss of so many logits of each position, 0-d, by tiles (`models.tiled_loss`): what is
-        kept are gradients of the inputs and, in fp32, of the weight.
+        """(..., inputs) to the loss of so many logits of each position, 0-d, by tiles
+        (`models.tiled_loss`): what is kept are gradients of the inputs and, in fp32, of the weight.
         """
         weight = (outputs, value.shape[-1])
         rows = prod(value.shape[:-1])
@@ -468,8 +529,9 @@ class Tape:
             exponentials = made(logits, *converted, shape=logits.shape, width=_FP32)
             logits = made(exponentials, logits, *converted, shape=logits.shape, width=value.width)
         product = [made(logits, shape=filled)] * (is_half and is_trained)
-        # Of every logit largest, difference, exponential, sum and gradient; of each tile the sum of the weight's
-        # gradient. Half of it: a backward pass is taken to move as much again, and here there is none.
+        # Of every logit largest, difference, exponential, sum and gradient; of each tile the sum of
+        # the weight's gradient. Half of it: a backward pass is taken to move as much again, and
+        # here there is none.
         moved = rows * filled[0] * (26 if is_half else 32)
         moved += ceil(rows / tile) * 10 * prod(filled) * (is_half and is_trained)
         self.moved_bytes = before + moved // 2
@@ -479,7 +541,8 @@ class Tape:
             width=_FP32,
             saves=[of_rows] * flows + [of_weight] * is_trained,
             flops=work,
-            temporary=prod(filled) * value.width * (is_half and is_trained) - of_rows.num_bytes * flows,
+            temporary=prod(filled) * value.width * (is_half and is_trained)
+            - of_rows.num_bytes * flows,
             has_gradient=flows or is_trained,
         )
 

@@ -1,7 +1,9 @@
-"""Time of an optimizer step by component: estimated from a model's work, its distribution and a machine, without torch.
+"""Time of an optimizer step by component: estimated from a model's work, its distribution and a
+machine, without torch.
 
-What is sent, and when, was read in DeepSpeed 0.19.8 (`runtime/zero/stage_1_and_2.py`, `stage3.py`, `runtime/engine.py`,
-`runtime/pipe/engine.py`) and our `engine/gradient_sums.py`. Collectives cost as in NCCL's own model (`tuning.cc`).
+What is sent, and when, was read in DeepSpeed 0.19.8 (`runtime/zero/stage_1_and_2.py`, `stage3.py`,
+`runtime/engine.py`, `runtime/pipe/engine.py`) and our `engine/gradient_sums.py`. Collectives cost
+as in NCCL's own model (`tuning.cc`).
 """
 
 from __future__ import annotations
@@ -41,14 +43,18 @@ class Parallelism:
         state_bytes: of optimizer state for an element, with the fp32 weight where there is one.
         recomputed: share of the forward pass that runs again in the backward pass.
         overlaps: sums of gradients run beside the backward pass.
-        scatters: each rank gets its part of the sums alone, as with FSDP; DeepSpeed does so at stage 3 only.
+        scatters: each rank gets its part of the sums alone, as with FSDP; DeepSpeed does so at
+            stage 3 only.
         bucket: elements of gradients that are summed at once.
         prefetches: weights of stage 3 are gathered ahead of their use.
-        live: elements of weights that stay whole at stage 3 between the forward and the backward pass.
+        live: elements of weights that stay whole at stage 3 between the forward and the backward
+            pass.
         persistent: elements up to which a weight stays whole at stage 3.
-        by_weight: the host handles each weight by itself at stage 3, as DeepSpeed does; FSDP handles blocks.
+        by_weight: the host handles each weight by itself at stage 3, as DeepSpeed does; FSDP
+            handles blocks.
         halves_alone: half precision without ZeRO, whose step DeepSpeed takes weight by weight.
-        joins_gradients: stages 1 and 2, whose step DeepSpeed takes on a joined, unscaled and clipped fp32 copy.
+        joins_gradients: stages 1 and 2, whose step DeepSpeed takes on a joined, unscaled and
+            clipped fp32 copy.
         interleaving: parts of the model on each pipeline stage.
         block_sums: all-reduces of tensor parallelism in a block, forward and backward.
         is_offloaded: the optimizer runs on the host.
@@ -142,7 +148,8 @@ class StepTime:
     """Estimated time of an optimizer step.
 
     Attributes:
-        seconds: component -> seconds on the critical path; what runs beside something else is not in it.
+        seconds: component -> seconds on the critical path; what runs beside something else is not
+            in it.
         num_samples: of the step, on all devices.
         num_tokens: of the step; None for models that know none.
         num_devices: that work at it.
@@ -176,7 +183,9 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: the share of the peak that the model itself needs (Chowdhery et al. 2022, B)."""
+        """Model FLOPs utilization: the share of the peak that the model itself needs (Chowdhery et
+        al. 2022, B).
+        """
         return self.model_flops / self.total / self.num_devices / self.peak_flops_per_second
 
     def to_dict(self) -> dict[str, Any]:
@@ -193,32 +202,37 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Rates:
-    """Constants that no table of devices has. The first six were chosen on the `fit` half of the published points by
-    ``python -m benchmarks.planner.validate --fit``: least squares of log ratios of throughput.
+    """Constants that no table of devices has. The first six were chosen on the `fit` half of the
+    published points by ``python -m benchmarks.planner.validate --fit``: least squares of log ratios
+    of throughput.
 
     Attributes:
         plateau: share of the fastest matrix product that the products of a large model reach.
         plateau_hopper: the same since Hopper, whose clock falls under load.
-        attention: share of the fastest matrix product that attention reaches, in the scores that are computed;
-            fused kernels leave masked ones out.
-        attention_hopper: the same since Hopper, for whose tensor cores torch's kernels of attention were not written.
-        width: half of the plateau is reached where a part's weights on one device are a square of this width, on a
-            device of 1e15 FLOP/s; it grows with the root of those, as a product is divided among more units.
+        attention: share of the fastest matrix product that attention reaches, in the scores that
+            are computed; fused kernels leave masked ones out.
+        attention_hopper: the same since Hopper, for whose tensor cores torch's kernels of attention
+            were not written.
+        width: half of the plateau is reached where a part's weights on one device are a square of
+            this width, on a device of 1e15 FLOP/s; it grows with the root of those, as a product is
+            divided among more units.
         memory: share of the memory's bandwidth that other operations reach.
-        overlap: share of the computation beside which something is sent that hides it. The points tell no value from
-            0.3 to 0.7 from another.
-        network: share of the network's bandwidth that large collectives reach: four fifths of what is printed (source
-            `mle-network` of devices.json).
-        best: share of the peak that the fastest matrix product reaches where nobody measured it: NVIDIA's reach 0.73
-            to 0.87.
+        overlap: share of the computation beside which something is sent that hides it. The points
+            tell no value from 0.3 to 0.7 from another.
+        network: share of the network's bandwidth that large collectives reach: four fifths of what
+            is printed (source `mle-network` of devices.json).
+        best: share of the peak that the fastest matrix product reaches where nobody measured it:
+            NVIDIA's reach 0.73 to 0.87.
         launch_seconds: least time of one part in one pass, in which the host starts its operations.
-        weight_seconds: time of the host for one weight in one pass at stage 3. Of the points of the `fit` half
-            belle-402-007 to -009 show it: their steps take 0.38 to 0.42 s whatever the length and width, for 293
-            weights in two passes.
-        half_weight_seconds: the same for one weight in a step of half precision without ZeRO. That of GPT-2, which has
-            196 weights, takes 143 ms on an H200, and 104 at stage 1 (benchmarks/results/one_gpu.json).
-        joined_bytes: moved for an element by DeepSpeed's step at stages 1 and 2 beyond what the optimizer itself needs.
-            With them the steps of GPT-2 and GPT-2 XL on an H200 take 8 and 101 ms, as measured there.
+        weight_seconds: time of the host for one weight in one pass at stage 3. Of the points of the
+            `fit` half belle-402-007 to -009 show it: their steps take 0.38 to 0.42 s whatever the
+            length and width, for 293 weights in two passes.
+        half_weight_seconds: the same for one weight in a step of half precision without ZeRO. That
+            of GPT-2, which has 196 weights, takes 143 ms on an H200, and 104 at stage 1
+            (benchmarks/results/one_gpu.json).
+        joined_bytes: moved for an element by DeepSpeed's step at stages 1 and 2 beyond what the
+            optimizer itself needs. With them the steps of GPT-2 and GPT-2 XL on an H200 take 8 and
+            101 ms, as measured there.
     """
 
     plateau: float = 0.91
@@ -237,8 +251,8 @@ class Rates:
 
 
 RATES: Final = Rates()
-# Of processors, whose engine was measured: the ranks share the cores, so that nothing hides behind anything, products
-# of every size reach what was measured, and the host's own time is the engine's.
+# Of processors, whose engine was measured: the ranks share the cores, so that nothing hides behind
+# anything, products of every size reach what was measured, and the host's own time is the engine's.
 OF_PROCESSORS: Final = Rates(
     plateau=1.0,
     attention=0.646,
@@ -267,11 +281,14 @@ def estimate_time(plan: Plan, work: ModelWork, machine: Machine) -> StepTime:
     return step_time(work, Parallelism.from_plan(plan), machine)
 
 
-def step_time(work: ModelWork, parallelism: Parallelism, machine: Machine, rates: Rates | None = None) -> StepTime:
+def step_time(
+    work: ModelWork, parallelism: Parallelism, machine: Machine, rates: Rates | None = None
+) -> StepTime:
     """Estimate the time of an optimizer step.
 
     Args:
-        work: of the model undivided, for a micro-batch of any size: all but its weights grows with the samples.
+        work: of the model undivided, for a micro-batch of any size: all but its weights grows with
+            the samples.
         parallelism: how it is distributed.
         machine: what it runs on.
         rates: constants; left out: the fitted ones, or those of processors.
@@ -286,15 +303,21 @@ def step_time(work: ModelWork, parallelism: Parallelism, machine: Machine, rates
 class _Step:
     """Sizes and rates that the components follow from."""
 
-    def __init__(self, work: ModelWork, parallelism: Parallelism, machine: Machine, rates: Rates) -> None:
+    def __init__(
+        self, work: ModelWork, parallelism: Parallelism, machine: Machine, rates: Rates
+    ) -> None:
         self.work = work
         self.by = parallelism
         self.machine = machine
         self.rates = rates
         device = machine.device
         self.samples = parallelism.micro_size / work.num_samples
-        self.peak = _needed(device.flops_per_second.get(parallelism.dtype), f"peak in {parallelism.dtype}", device)
-        self.bandwidth = rates.memory * _needed(device.memory_bytes_per_second, "memory bandwidth", device)
+        self.peak = _needed(
+            device.flops_per_second.get(parallelism.dtype), f"peak in {parallelism.dtype}", device
+        )
+        self.bandwidth = rates.memory * _needed(
+            device.memory_bytes_per_second, "memory bandwidth", device
+        )
         best = device.matmul_flops_per_second
         bf16 = device.flops_per_second.get("bf16")
         self.fastest = self.peak * (best / bf16 if best and bf16 else rates.best)
@@ -342,10 +365,14 @@ class _Step:
         )
 
     def slowest_stage(self) -> tuple[Seconds, Seconds]:
-        """Forward and backward seconds of a micro-batch on the slowest pipeline stage, or on the only one."""
+        """Forward and backward seconds of a micro-batch on the slowest pipeline stage, or on the
+        only one.
+        """
         parts = self.work.parts
         pipe = self.by.pipe
-        found = [self.part(part, is_loss=number == len(parts) - 1) for number, part in enumerate(parts)]
+        found = [
+            self.part(part, is_loss=number == len(parts) - 1) for number, part in enumerate(parts)
+        ]
         times = [sum(forward.values()) + sum(backward.values()) for forward, backward in found]
         candidates = [[float(part.count) for part in parts]]
         repeated = [number for number, part in enumerate(parts) if part.count > 1]
@@ -366,7 +393,9 @@ class _Step:
         return total
 
     def stages(self, repeated: int) -> Iterator[list[float]]:
-        """How often each part is on the last stage, and on one in the middle, where weights are shared evenly."""
+        """How often each part is on the last stage, and on one in the middle, where weights are
+        shared evenly.
+        """
         parts = self.work.parts
         pipe = self.by.pipe
         weights = [self.weights(part) for part in parts]
@@ -377,7 +406,10 @@ class _Step:
         last = min(max(round((total / pipe - head) / block), 0), blocks)
         before = ceil((blocks - last) / (pipe - 1))
         for count, has_head in ((last, True), (before, False)):
-            yield [count * (n == repeated) + 1.0 * (has_head and n > repeated) for n in range(len(parts))]
+            yield [
+                count * (n == repeated) + 1.0 * (has_head and n > repeated)
+                for n in range(len(parts))
+            ]
 
     def weights(self, part: Part) -> float:
         """Elements that its matrix products take, those that it shares with an earlier part too."""
@@ -402,9 +434,13 @@ class _Step:
         flops = flops if weights else 0.0
         is_hopper = (self.machine.device.capability or (0, 0)) >= (9, 0)
         plateau, attention = (
-            (rates.plateau_hopper, rates.attention_hopper) if is_hopper else (rates.plateau, rates.attention)
+            (rates.plateau_hopper, rates.attention_hopper)
+            if is_hopper
+            else (rates.plateau, rates.attention)
         )
-        reached = plateau / (1 + rates.width * sqrt(self.fastest / 1e15 * by.tensor / max(weights, 1)))
+        reached = plateau / (
+            1 + rates.width * sqrt(self.fastest / 1e15 * by.tensor / max(weights, 1))
+        )
         work = flops / reached + (most - flops) / attention
         return self.samples * work / by.tensor / by.sequence / self.fastest
 
@@ -417,12 +453,19 @@ class _Step:
             split = 1.0
         else:
             split = part.split_bytes / max(part.saved_bytes, 1)
-        moved = self.samples * part.moved_bytes * (1 - split + split / by.tensor) / by.sequence / self.bandwidth
+        moved = (
+            self.samples
+            * part.moved_bytes
+            * (1 - split + split / by.tensor)
+            / by.sequence
+            / self.bandwidth
+        )
         least = self.rates.launch_seconds if part.flops else 0.0
         launch = max(least - product - moved, 0.0)
         again = 0.0 if is_loss else by.recomputed
         forward = {"compute": product, "memory-bound operations": moved, "launch": launch}
-        # Each product has two in the backward pass; of other operations as much is moved as forward.
+        # Each product has two in the backward pass; of other operations as much is moved as
+        # forward.
         backward = {
             "compute": (2 + again) * product,
             "memory-bound operations": (1 + again) * moved,
@@ -430,7 +473,8 @@ class _Step:
         }
         output = self.samples * part.output_bytes / by.sequence
         if not is_loss and part.count > 1:
-            # Ulysses exchanges queries, keys, values and outputs, experts what comes to them and from them.
+            # Ulysses exchanges queries, keys, values and outputs, experts what comes to them and
+            # from them.
             for name, ranks, stride, num, one in (
                 ("tensor parallel", by.tensor, 1, by.block_sums, self.all_reduce),
                 ("sequence parallel", by.sequence, by.tensor, (4, 4), self.scatter),
@@ -444,9 +488,11 @@ class _Step:
         return forward, backward
 
     def gradient_sums(self, backward: float) -> float:
-        """Sums of gradients over the data-parallel ranks, without what hides behind the backward pass.
+        """Sums of gradients over the data-parallel ranks, without what hides behind the backward
+        pass.
 
-        DeepSpeed's buckets wait for each other: one is sent while the next one fills, and the last one in the open.
+        DeepSpeed's buckets wait for each other: one is sent while the next one fills, and the last
+        one in the open.
         """
         by = self.by
         if self.ranks == 1:
@@ -462,7 +508,9 @@ class _Step:
         return (by.accumulation if by.zero_stage > 1 else 1) * (num * one - hidden)
 
     def weight_gathers(self, forward: float, backward: float) -> float:
-        """Gathers of weights: once a step at stages 1 and 2, for each pass at stage 3, ahead of their use."""
+        """Gathers of weights: once a step at stages 1 and 2, for each pass at stage 3, ahead of
+        their use.
+        """
         by = self.by
         if self.ranks == 1 or not by.zero_stage:
             return 0.0
@@ -473,14 +521,20 @@ class _Step:
             return num * one
         ahead = self.rates.overlap if by.prefetches else 0.0
         passes = (forward, backward)[: self.gathers]
-        return by.accumulation * sum(num * one - (num - 1) * min(one, ahead * own / num) for own in passes)
+        return by.accumulation * sum(
+            num * one - (num - 1) * min(one, ahead * own / num) for own in passes
+        )
 
     def host_work(self, forward: float, backward: float) -> float:
-        """Time of a micro-batch in which the device waits for the host, which handles each weight of stage 3."""
+        """Time of a micro-batch in which the device waits for the host, which handles each weight
+        of stage 3.
+        """
         by = self.by
         if by.zero_stage < 3 or not by.by_weight:
             return 0.0
-        once = self.rates.weight_seconds * (len(self.work.weights) + len(self.work.frozen)) / by.pipe
+        once = (
+            self.rates.weight_seconds * (len(self.work.weights) + len(self.work.frozen)) / by.pipe
+        )
         return max(once - forward, 0.0) + max((1 + by.recomputed) * once - backward, 0.0)
 
     @property
@@ -489,7 +543,9 @@ class _Step:
         return 1 if self.held_params <= self.by.live else 2
 
     def copies(self) -> float:
-        """Copies in the device's memory: of gradients into sums and buckets, of gathered weights into place."""
+        """Copies in the device's memory: of gradients into sums and buckets, of gathered weights
+        into place.
+        """
         by = self.by
         gradients = 3 * by.gradient_bytes
         if by.zero_stage == 3 and self.ranks > 1:
@@ -515,14 +571,17 @@ class _Step:
         seconds = 0.0
         if by.is_offloaded:
             gradients = by.gradient_bytes * self.share / link
-            seconds += weights + by.accumulation * max(gradients - self.rates.overlap * backward, 0.0)
+            seconds += weights + by.accumulation * max(
+                gradients - self.rates.overlap * backward, 0.0
+            )
         if by.weights_offloaded:
             seconds += by.accumulation * self.gathers * weights
         return seconds
 
     def optimizer(self) -> float:
-        """The optimizer's step, bound by memory: it reads gradients, reads and writes its state and fp32 weights, and
-        writes weights; in half precision without ZeRO the host looks at each gradient.
+        """The optimizer's step, bound by memory: it reads gradients, reads and writes its state and
+        fp32 weights, and writes weights; in half precision without ZeRO the host looks at each
+        gradient.
         """
         by = self.by
         device = self.machine.device
@@ -538,7 +597,9 @@ class _Step:
         return moved * self.machine.devices_per_host / host / self.rates.memory
 
     def all_reduce(self, size: float, ranks: int, stride: int) -> float:
-        """Seconds of a sum of `size` bytes over ranks that lie `stride` apart, in a ring or in a tree."""
+        """Seconds of a sum of `size` bytes over ranks that lie `stride` apart, in a ring or in a
+        tree.
+        """
         inside, hosts = self.placed(ranks, stride)
         ring = 2 * ((ranks - hosts) * _LINK_SECONDS + (hosts if hosts > 1 else 0) * self.hop)
         tree = 2 * ((inside - 1) * _LINK_SECONDS + log2(hosts) * self.hop)
@@ -551,11 +612,13 @@ class _Step:
         """Seconds of a gather, a scattered sum or an exchange of `size` bytes in all over ranks."""
         inside, hosts = self.placed(ranks, stride)
         latency = (ranks - hosts) * _LINK_SECONDS + (hosts if hosts > 1 else 0) * self.hop
-        return self.start + latency + (ranks - 1) / ranks * size / self.ring_bandwidth(inside, hosts)
+        return (
+            self.start + latency + (ranks - 1) / ranks * size / self.ring_bandwidth(inside, hosts)
+        )
 
     def send(self, size: float) -> float:
-        """Seconds of a transfer to the next pipeline stage. Tensor-parallel ranks send a part each, and gather them
-        (DeepSpeed's `pipe_partitioned`, on by default).
+        """Seconds of a transfer to the next pipeline stage. Tensor-parallel ranks send a part each,
+        and gather them (DeepSpeed's `pipe_partitioned`, on by default).
         """
         tensor = self.by.tensor
         inside, hosts = self.placed(2, self.ranks * tensor)
@@ -567,7 +630,9 @@ class _Step:
         return self.start + (self.hop if hosts > 1 else 0) + sent + gathered
 
     def placed(self, ranks: int, stride: int) -> tuple[int, int]:
-        """Members of a group on one host, and hosts: tensor ranks are neighbours, then sequence, data, pipe."""
+        """Members of a group on one host, and hosts: tensor ranks are neighbours, then sequence,
+        data, pipe.
+        """
         inside = min(ranks, max(self.machine.devices_per_host // stride, 1))
         return inside, ceil(ranks / inside)
 
@@ -582,7 +647,9 @@ class _Step:
         return self.machine.network.latency_seconds if self.machine.network else 0.0
 
     def ring_bandwidth(self, inside: int, hosts: int) -> float:
-        """Bytes per second of a ring: of the links within a host, or of the network of all its members on a host."""
+        """Bytes per second of a ring: of the links within a host, or of the network of all its
+        members on a host.
+        """
         device = self.machine.device
         network = self.machine.network
         links = device.collective_bytes_per_second or device.link_bytes_per_second
@@ -590,14 +657,17 @@ class _Step:
             links = _needed(links, "bandwidth between devices", device)
         if hosts == 1:
             return links or 0.0
-        between = _needed(network.bytes_per_second if network else None, "network between hosts", device)
+        between = _needed(
+            network.bytes_per_second if network else None, "network between hosts", device
+        )
         across = self.rates.network * between * inside
         if inside == 1:
             return across
         return min(across, links or across)
 
 
-# NCCL's tuning.cc: start of a ring, and a step over NVLink, both with the protocol of large messages.
+# NCCL's tuning.cc: start of a ring, and a step over NVLink, both with the protocol of large
+# messages.
 _START_SECONDS: Final = 8.4e-6
 _LINK_SECONDS: Final = 3.4e-6
 
@@ -608,13 +678,16 @@ def _needed(figure: float | None, what: str, device: Device) -> float:
     return figure
 
 
-def flops_per_step(plan: Plan, work: ModelWork | None, peaks: Mapping[str, float]) -> dict[str, float]:
-    """Amounts of floating-point operations in one step, on one device on average, by the metric that is their rate.
+def flops_per_step(
+    plan: Plan, work: ModelWork | None, peaks: Mapping[str, float]
+) -> dict[str, float]:
+    """Amounts of floating-point operations in one step, on one device on average, by the metric
+    that is their rate.
 
-    Model operations: those of matrix products, convolutions and attention in the forward pass, and twice as many in the
-    backward pass (Chowdhery et al. 2022, PaLM, appendix B), what is computed again not counted; a multiplication with
-    an addition is two. Utilisation is their share of the device's peak; with what is computed again it is that of the
-    hardware.
+    Model operations: those of matrix products, convolutions and attention in the forward pass, and
+    twice as many in the backward pass (Chowdhery et al. 2022, PaLM, appendix B), what is computed
+    again not counted; a multiplication with an addition is two. Utilisation is their share of the
+    device's peak; with what is computed again it is that of the hardware.
 
     Args:
         plan: of the run.
@@ -622,8 +695,8 @@ def flops_per_step(plan: Plan, work: ModelWork | None, peaks: Mapping[str, float
         peaks: of the device, type of numbers -> operations per second; empty where it is not known.
 
     Returns:
-        ``throughput/tflops`` where the work is known; ``throughput/mfu`` where the peak is known as well; with
-        recomputation ``throughput/hfu``. None of them is guessed.
+        ``throughput/tflops`` where the work is known; ``throughput/mfu`` where the peak is known as
+        well; with recomputation ``throughput/hfu``. None of them is guessed.
     """
     if work is None or not work.flops:
         return {}

@@ -1,6 +1,8 @@
-"""The data that a run config names, where it is on this machine: what is wrong with it, and how long the run will be.
+"""The data that a run config names, where it is on this machine: what is wrong with it, and how
+long the run will be.
 
-Read are ``meta.json`` and the sizes of the files, not the tokens: a laptop needs neither numpy nor torch for it.
+Read are ``meta.json`` and the sizes of the files, not the tokens: a laptop needs neither numpy nor
+torch for it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from framework.plan.rules.model import vocabulary_problem
 _KEY = "data.path"
 
 
-def look_at_data(config: RunConfig, *, data_elsewhere: bool = True) -> tuple[list[Problem], int | None]:
+def look_at_data(
+    config: RunConfig, *, data_elsewhere: bool = True
+) -> tuple[list[Problem], int | None]:
     """Read what a folder of text says of itself; of images only whether their folders are here.
 
     Args:
@@ -39,7 +43,9 @@ def look_at_data(config: RunConfig, *, data_elsewhere: bool = True) -> tuple[lis
     """
     data = config.data
     if isinstance(data, ImageFolder):
-        return [_not_here(problem, data_elsewhere=data_elsewhere) for problem in _missing_images(data)], None
+        return [
+            _not_here(problem, data_elsewhere=data_elsewhere) for problem in _missing_images(data)
+        ], None
     if not isinstance(data, (Text, TextPairs)) or data.path is None:
         return [], None
     try:
@@ -71,7 +77,11 @@ def _not_here(problem: Problem, *, data_elsewhere: bool) -> Problem:
         fix = "make it with python -m framework prepare"
     else:
         fix = "name the folder"
-    fix += ", or start where it is" if data_elsewhere else "; where another machine has it: check --data_elsewhere"
+    fix += (
+        ", or start where it is"
+        if data_elsewhere
+        else "; where another machine has it: check --data_elsewhere"
+    )
     severity = "warning" if data_elsewhere else problem.severity
     return replace(problem, severity=severity, reason="there is no such folder here", fix=fix)
 
@@ -80,7 +90,9 @@ def _unfit(config: RunConfig, data: Text | TextPairs, meta: Meta) -> Iterator[Pr
     """As the datasets and the run itself would refuse it."""
     for name, part in meta.parts.items():
         if isinstance(data, Text):
-            yield from too_short(name, num_tokens=part.num_tokens, sequence_length=data.sequence_length)
+            yield from too_short(
+                name, num_tokens=part.num_tokens, sequence_length=data.sequence_length
+            )
         else:
             yield from one_document(name, num_documents=part.num_documents, path=data.path)
     if isinstance(data, TextPairs):

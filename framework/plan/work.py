@@ -1,4 +1,6 @@
-"""Work of a model in one micro-batch, part by part: what it computes, moves and keeps for the backward pass."""
+"""Work of a model in one micro-batch, part by part: what it computes, moves and keeps for the
+backward pass.
+"""
 
 from __future__ import annotations
 
@@ -26,29 +28,33 @@ Arithmetic = Literal["fp32", "half", "autocast"]
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a model, such as a transformer block, in the forward pass of one micro-batch on one rank.
+    """One part of a model, such as a transformer block, in the forward pass of one micro-batch on
+    one rank.
 
     Attributes:
         name: of the layer, as `layers()` names it where the model has such.
         num_params: trained elements; those that it shares with an earlier part are counted there.
-        flops: floating-point operations of its matrix products and convolutions; a multiplication with an addition is
-            two.
+        flops: floating-point operations of its matrix products and convolutions; a multiplication
+            with an addition is two.
         moved_bytes: bytes that all its other operations read and write.
-        saved_bytes: bytes that autograd keeps for the backward pass, without weights, and without what an earlier part
-            keeps already.
+        saved_bytes: bytes that autograd keeps for the backward pass, without weights, and without
+            what an earlier part keeps already.
         split_bytes: those of `saved_bytes` that tensor parallelism splits.
-        peak_bytes: bytes at most at any moment of its forward pass, beside what it keeps in the end.
+        peak_bytes: bytes at most at any moment of its forward pass, beside what it keeps in the
+            end.
         output_bytes: bytes of its output: what recomputation keeps, and a pipeline sends.
         count: so many parts alike, one after the other; every figure is of one of them.
-        input_bytes: those of `saved_bytes` that are its input, which recomputation keeps as the output before it.
-        backward_bytes: bytes at most at any moment of its backward pass, beside what it has saved: gradients of values,
-            without those of weights.
+        input_bytes: those of `saved_bytes` that are its input, which recomputation keeps as the
+            output before it.
+        backward_bytes: bytes at most at any moment of its backward pass, beside what it has saved:
+            gradients of values, without those of weights.
         passing_bytes: bytes at most at any moment of a forward pass that keeps nothing.
         shared_params: trained elements that it shares with an earlier part.
         shares: name of that part.
         may_start_stage: whether a pipeline may be cut before it.
         masked_flops: those of `flops` that fused kernels of causal attention leave out.
-        is_product: whether it is one product with one weight, whose gradient is made beside that of its output.
+        is_product: whether it is one product with one weight, whose gradient is made beside that of
+            its output.
     """
 
     name: str
@@ -72,7 +78,11 @@ class Part:
 
 # What grows with the samples of a micro-batch: all but weights.
 _GROWS: Final = frozenset(
-    {"flops", "masked_flops", *(name for name in Part.__dataclass_fields__ if name.endswith("_bytes"))}
+    {
+        "flops",
+        "masked_flops",
+        *(name for name in Part.__dataclass_fields__ if name.endswith("_bytes")),
+    }
 )
 
 
@@ -102,21 +112,27 @@ class ModelWork:
         return sum(part.flops * part.count for part in self.parts)
 
     def of_samples(self, count: int) -> ModelWork:
-        """The same of a micro-batch of so many samples: all but its weights grows with them, and so do, here alone, the
-        copies of weights that autocast keeps.
+        """The same of a micro-batch of so many samples: all but its weights grows with them, and so
+        do, here alone, the copies of weights that autocast keeps.
         """
         if count == self.num_samples or not self.num_samples:
             return self
 
         def grown(part: Part) -> Part:
-            sizes = {name: size * count // self.num_samples for name, size in vars(part).items() if name in _GROWS}
+            sizes = {
+                name: size * count // self.num_samples
+                for name, size in vars(part).items()
+                if name in _GROWS
+            }
             return replace(part, **sizes)
 
         if self.num_tokens is None:
             tokens = None
         else:
             tokens = self.num_tokens * count // self.num_samples
-        return replace(self, parts=tuple(map(grown, self.parts)), num_samples=count, num_tokens=tokens)
+        return replace(
+            self, parts=tuple(map(grown, self.parts)), num_samples=count, num_tokens=tokens
+        )
 
     @cached_property
     def num_params(self) -> int:
@@ -140,7 +156,10 @@ class ModelWork:
 
     def names_of(self, layer: Part) -> list[str]:
         """Names of the weights of a layer, with those that it shares."""
-        return [*self._names.get(layer.name, ()), *(self._names.get(layer.shares, ()) if layer.shares else ())]
+        return [
+            *self._names.get(layer.name, ()),
+            *(self._names.get(layer.shares, ()) if layer.shares else ()),
+        ]
 
     @cached_property
     def facts(self) -> tuple[LayerFacts, ...]:
@@ -148,10 +167,16 @@ class ModelWork:
         found = []
         for layer in list(self.layers())[:-1]:
             shapes = [self.weights[name] for name in self.names_of(layer) if name in self.weights]
-            groups = frozenset("matrices" if len(shape) > 1 else "biases and norms" for shape in shapes)
+            groups = frozenset(
+                "matrices" if len(shape) > 1 else "biases and norms" for shape in shapes
+            )
             num_params = layer.num_params + layer.shared_params
             may_start = layer.may_start_stage
-            found.append(LayerFacts(layer.name, layer.name, num_params, may_start_stage=may_start, groups=groups))
+            found.append(
+                LayerFacts(
+                    layer.name, layer.name, num_params, may_start_stage=may_start, groups=groups
+                )
+            )
         return tuple(found)
 
     def layers(self) -> Iterator[Part]:
@@ -169,10 +194,11 @@ class ModelWork:
 def named_work(
     config: RunConfig, micro_size: int, *, device: Device = "cuda", share: RankShare = UNDIVIDED
 ) -> ModelWork | None:
-    """Work of a run's model, or of a rank's share of it, on a micro-batch of so many samples; None as `model_work`.
+    """Work of a run's model, or of a rank's share of it, on a micro-batch of so many samples; None
+    as `model_work`.
 
-    Where only the user's own data knows the length of sequences, the model's longest is taken; a loss of the user's own
-    counts as the one that belongs to the model.
+    Where only the user's own data knows the length of sequences, the model's longest is taken; a
+    loss of the user's own counts as the one that belongs to the model.
     """
     shape = config.data.image_shape()
     model = config.model
@@ -197,7 +223,9 @@ def named_work(
 
 
 def work_of_rank(plan: Plan) -> ModelWork | None:
-    """`work_of` a rank of a tensor or sequence group; None as that, and where the model is not divided."""
+    """`work_of` a rank of a tensor or sequence group; None as that, and where the model is not
+    divided.
+    """
     layout = plan.layout
     config = plan.config
     device: Device = "cpu" if plan.cluster.device == "cpu" else "cuda"
@@ -206,8 +234,14 @@ def work_of_rank(plan: Plan) -> ModelWork | None:
 
 
 def work_of(plan: Plan) -> ModelWork | None:
-    """Work of a plan's model on its micro-batch and kind of device, GPUs where it names none; None as `named_work`."""
-    return named_work(plan.config, plan.layout.micro_size, device="cpu" if plan.cluster.device == "cpu" else "cuda")
+    """Work of a plan's model on its micro-batch and kind of device, GPUs where it names none; None
+    as `named_work`.
+    """
+    return named_work(
+        plan.config,
+        plan.layout.micro_size,
+        device="cpu" if plan.cluster.device == "cpu" else "cuda",
+    )
 
 
 def model_work(
@@ -230,7 +264,8 @@ def model_work(
         micro_size: samples in a micro-batch.
         sequence_length: tokens in a sample; left out: as many as the model has positions.
         image_size: height and width of an image in pixels.
-        arithmetic: weights and values in fp32, in bf16 or fp16 (``half``), or fp32 weights under torch's autocast.
+        arithmetic: weights and values in fp32, in bf16 or fp16 (``half``), or fp32 weights under
+            torch's autocast.
         device: what it runs on: attention, dropout and norms keep other things on each.
         freeze: patterns of the whole names of weights that are not trained.
         lora: adapters, which are trained in place of all others.
@@ -242,7 +277,17 @@ def model_work(
     """
     asked = _Asked(f"{model!r} {lora!r}", model, lora)
     is_stage3 = zero_stage == 3
-    return _work(asked, micro_size, sequence_length, image_size, arithmetic, device, tuple(freeze), is_stage3, share)
+    return _work(
+        asked,
+        micro_size,
+        sequence_length,
+        image_size,
+        arithmetic,
+        device,
+        tuple(freeze),
+        is_stage3,
+        share,
+    )
 
 
 @dataclass(frozen=True)
@@ -277,7 +322,8 @@ def _work(
     if tokens:
         inputs = Value((micro_size, tokens), 8, has_gradient=False)
     elif image_size:
-        inputs = Value((micro_size, model.in_channels, image_size, image_size), half, has_gradient=False)  # type: ignore[union-attr]
+        channels = model.in_channels  # type: ignore[union-attr]
+        inputs = Value((micro_size, channels, image_size, image_size), half, has_gradient=False)
     else:
         return None
 
@@ -290,20 +336,29 @@ def _work(
     tape = Tape(half, half if arithmetic != "autocast" else 2, device, is_trained, is_stage3, lora)
     parts = tuple(_parts(tape, layers, inputs))
     trained, frozen = (
-        {name: shape for name, shape in tape.weights.items() if is_trained(name) is kind} for kind in (True, False)
+        {name: shape for name, shape in tape.weights.items() if is_trained(name) is kind}
+        for kind in (True, False)
     )
     num_tokens = micro_size * tokens if tokens else None
     return ModelWork(trained, tape.buffer_bytes, parts, micro_size, num_tokens, frozen)
 
 
-def weights_alone(model: ModelSection, freeze: Sequence[str] = (), lora: LoRA | None = None) -> ModelWork | None:
-    """Weights and buffers of a named model, the same for images of every size; None for a model of the user's own."""
-    work = model_work(model, micro_size=1, image_size=getattr(model, "image_size", 32), freeze=freeze, lora=lora)
+def weights_alone(
+    model: ModelSection, freeze: Sequence[str] = (), lora: LoRA | None = None
+) -> ModelWork | None:
+    """Weights and buffers of a named model, the same for images of every size; None for a model of
+    the user's own.
+    """
+    work = model_work(
+        model, micro_size=1, image_size=getattr(model, "image_size", 32), freeze=freeze, lora=lora
+    )
     return work and replace(work, parts=(Part(""),), num_samples=0)
 
 
 def _parts(tape: Tape, layers: Layers, inputs: Value) -> Iterator[Part]:
-    """Parts of all layers and of the loss; like layers with the same trained weights are one part with a count."""
+    """Parts of all layers and of the loss; like layers with the same trained weights are one part
+    with a count.
+    """
     value: Any = inputs
     for name, run, count in layers:
         parts: list[Part] = []
@@ -321,7 +376,10 @@ def _parts(tape: Tape, layers: Layers, inputs: Value) -> Iterator[Part]:
             flows = getattr(value, "has_gradient", True)
             part, value = _part(tape, place, run, value)
             parts.append(part)
-            own = {full.removeprefix(f"{place}."): tape.weights[full] for full in [*tape.weights][before:]}
+            own = {
+                full.removeprefix(f"{place}."): tape.weights[full]
+                for full in [*tape.weights][before:]
+            }
             key = ([tape.is_trained(f"{place}.{weight}") for weight in own], flows)
         yield from parts
     if isinstance(value, tuple):
@@ -354,7 +412,9 @@ def _part(tape: Tape, name: str, run: Run, value: Any) -> tuple[Part, Any]:
     is_new = bool(inputs) and tape.saves_first(inputs[0])
     part = Part(
         name,
-        num_params=sum(prod(tape.weights[full]) for full in [*tape.weights][before:] if tape.is_trained(full)),
+        num_params=sum(
+            prod(tape.weights[full]) for full in [*tape.weights][before:] if tape.is_trained(full)
+        ),
         flops=tape.flops,
         moved_bytes=tape.moved_bytes,
         saved_bytes=tape.saved_bytes,

@@ -14,11 +14,22 @@ from framework.report.page import document, figures, table
 from framework.report.records import flat
 from framework.report.repeats import Variant
 
-COLUMNS: Final = ("", "samples/s", "middle half", "tokens/s", "step", "memory", "windows", "other work")
+COLUMNS: Final = (
+    "",
+    "samples/s",
+    "middle half",
+    "tokens/s",
+    "step",
+    "memory",
+    "windows",
+    "other work",
+)
 
 
 def speed_chart(variants: Sequence[Variant]) -> Chart | None:
-    """Draw the median of every variant that ran as a bar, with its quartiles and every window; None where none ran."""
+    """Draw the median of every variant that ran as a bar, with its quartiles and every window; None
+    where none ran.
+    """
     ran = [each for each in variants if each.windows]
     bars = [(each.name, [("median", each.quartiles[1])]) for each in ran]
     spans = [(each.quartiles[0], each.quartiles[2], each.windows) for each in ran]
@@ -28,7 +39,9 @@ def speed_chart(variants: Sequence[Variant]) -> Chart | None:
 
 def rows_of(variants: Sequence[Variant]) -> list[list[str]]:
     """Rows of a table with `COLUMNS`, one for each variant."""
-    return [_row(each) if each.windows else [each.name, each.failure, *[""] * 6] for each in variants]
+    return [
+        _row(each) if each.windows else [each.name, each.failure, *[""] * 6] for each in variants
+    ]
 
 
 def _row(variant: Variant) -> list[str]:
@@ -36,8 +49,17 @@ def _row(variant: Variant) -> list[str]:
     memory = mean.get("memory/device_peak_bytes", mean.get("memory/host_peak_bytes", 0.0))
     tokens = mean.get("throughput/tokens_per_sec")
     return [
-        *(variant.name, number(middle), f"{number(low)} to {number(high)}", number(tokens) if tokens else ""),
-        *(f"{number(mean['time/step_ms'])} ms", size(memory), " + ".join(str(len(start)) for start in variant.rounds)),
+        *(
+            variant.name,
+            number(middle),
+            f"{number(low)} to {number(high)}",
+            number(tokens) if tokens else "",
+        ),
+        *(
+            f"{number(mean['time/step_ms'])} ms",
+            size(memory),
+            " + ".join(str(len(start)) for start in variant.rounds),
+        ),
         f"{min(busy):.1f} to {max(busy):.1f} cores" if busy else "",
     ]
 
@@ -49,11 +71,16 @@ def bench_page(
     notes: Sequence[str],
     environment: Mapping[str, Any],
 ) -> str:
-    """Make the page: what is faster, in sentences, and how that was found, in notes; charts, table, environment."""
+    """Make the page: what is faster, in sentences, and how that was found, in notes; charts, table,
+    environment.
+    """
     verdict = "".join(f"<p><strong>{text(line)}.</strong></p>" for line in sentences)
     verdict += "".join(f"<p>{text(note)}.</p>" for note in notes)
     splits = step_bars([(each.name, time_split(each.means())) for each in variants if each.windows])
-    settings = [[each.name, each.settings, str(each.plan.cluster), str(each.plan.layout)] for each in variants]
+    settings = [
+        [each.name, each.settings, str(each.plan.cluster), str(each.plan.layout)]
+        for each in variants
+    ]
     facts = [[key, show_value(value)] for key, value in flat(environment).items()]
     sections = [
         ("Speed", figures([chart for chart in (speed_chart(variants), splits) if chart])),

@@ -43,7 +43,9 @@ def charts_of(runs: Sequence[Run]) -> dict[str, list[Chart]]:
     return {name: charts for name, charts in sections.items() if charts}
 
 
-def _lines(runs: Sequence[Run], metric: str, *, factor: float = 1.0, shows_points: bool = False) -> list[Line]:
+def _lines(
+    runs: Sequence[Run], metric: str, *, factor: float = 1.0, shows_points: bool = False
+) -> list[Line]:
     return [
         Line(run.name, _scaled(run.metrics[metric], factor), style, shows_points)
         for style, run in enumerate(runs)
@@ -58,8 +60,12 @@ def _scaled(series: Series, factor: float) -> Series:
 
 
 def marks_of(run: Run) -> list[Mark]:
-    """List checkpoints, skipped steps and restarts of a run; without events, of what its metrics and folder hold."""
-    saved = {event["step"] for event in run.happened("save") if "step" in event} or set(run.saved_steps)
+    """List checkpoints, skipped steps and restarts of a run; without events, of what its metrics
+    and folder hold.
+    """
+    saved = {event["step"] for event in run.happened("save") if "step" in event} or set(
+        run.saved_steps
+    )
     marks = [Mark("save", step) for step in sorted(saved)]
     marks += [Mark("restart", event.get("step", 0)) for event in run.happened("resume")]
     marks += [Mark("back", event.get("step", 0)) for event in run.happened("roll_back")]
@@ -77,7 +83,11 @@ def _loss(runs: Sequence[Run]) -> Iterator[Chart]:
     lines = []
     several = len(runs) > 1
     for style, run in enumerate(runs):
-        losses = [name for name in ("train/loss", *_names([run], "eval/")) if name in run.metrics and _is_loss(name)]
+        losses = [
+            name
+            for name in ("train/loss", *_names([run], "eval/"))
+            if name in run.metrics and _is_loss(name)
+        ]
         # Of one run, a colour each; of several, each its own, and evaluations as points of it.
         lines += [
             Line(
@@ -94,7 +104,9 @@ def _loss(runs: Sequence[Run]) -> Iterator[Chart]:
         marks = marks_of(runs[0])
     for run in runs:
         loss = run.metrics.get("train/loss", Series())
-        marks += [Mark("nan", s) for s, v in zip(loss.steps, loss.values, strict=True) if not isfinite(v)]
+        marks += [
+            Mark("nan", s) for s, v in zip(loss.steps, loss.values, strict=True) if not isfinite(v)
+        ]
     chart = line_chart("loss", "Loss", "loss", lines, marks=marks, has_wide=True)
     if chart:
         yield chart
@@ -111,7 +123,9 @@ def _curves(runs: Sequence[Run]) -> Iterator[Chart]:
         else:
             marks = []
         is_log = False if name == "train/lr" else None
-        chart = line_chart(name.replace("/", "-"), title, unit, _lines(runs, name), marks=marks, is_log=is_log)
+        chart = line_chart(
+            name.replace("/", "-"), title, unit, _lines(runs, name), marks=marks, is_log=is_log
+        )
         if chart:
             yield chart
 
@@ -120,7 +134,9 @@ def _evaluations(runs: Sequence[Run]) -> Iterator[Chart]:
     names = [name for name in _names(runs, "eval/") if not _is_loss(name)]
     for index, name in enumerate(names[:_MOST_OTHERS]):
         lines = _lines(runs, name, shows_points=True)
-        chart = line_chart(f"evaluation-{index}", f"Evaluation: {name.removeprefix('eval/')}", name, lines)
+        chart = line_chart(
+            f"evaluation-{index}", f"Evaluation: {name.removeprefix('eval/')}", name, lines
+        )
         if chart:
             yield chart
 
@@ -135,7 +151,9 @@ def _rates(runs: Sequence[Run]) -> Iterator[Chart]:
             planned = _planned_step(runs[0])
         else:
             planned = None
-        chart = line_chart(name.replace("/", "-"), title, unit, lines, from_zero=True, reference=planned)
+        chart = line_chart(
+            name.replace("/", "-"), title, unit, lines, from_zero=True, reference=planned
+        )
         if chart:
             yield chart
 
@@ -159,7 +177,9 @@ def step_bars(splits: Sequence[tuple[str, Mapping[str, float]]]) -> Chart | None
     def milliseconds(value: float) -> str:
         return f"{number(value)} ms"
 
-    return bar_chart("step-parts", "Where the time of a mean step goes", "ms per step", bars, show=milliseconds)
+    return bar_chart(
+        "step-parts", "Where the time of a mean step goes", "ms per step", bars, show=milliseconds
+    )
 
 
 def _split(runs: Sequence[Run]) -> Iterator[Chart]:
@@ -185,16 +205,27 @@ def _named(split: Mapping[str, float]) -> dict[str, float]:
 def _parts_over_time(run: Run) -> list[tuple[str, Series]]:
     """Parts of a step at every logged point, and the rest of the step."""
     step = run.metrics.get("time/step_ms", Series())
-    found = {phase: run.metrics[f"time/{phase}_ms"] for phase in PHASES if f"time/{phase}_ms" in run.metrics}
+    found = {
+        phase: run.metrics[f"time/{phase}_ms"]
+        for phase in PHASES
+        if f"time/{phase}_ms" in run.metrics
+    }
     at = {phase: dict(zip(each.steps, each.values, strict=True)) for phase, each in found.items()}
-    parts = {phase: [values.get(step_, 0.0) for step_ in step.steps] for phase, values in at.items()}
+    parts = {
+        phase: [values.get(step_, 0.0) for step_ in step.steps] for phase, values in at.items()
+    }
     rest = [
         whole - sum(part[index] for part in parts.values() if isfinite(part[index]))
         for index, whole in enumerate(step.values)
     ]
-    if sum(value for value in rest if isfinite(value)) > 0.02 * sum(value for value in step.values if isfinite(value)):
+    if sum(value for value in rest if isfinite(value)) > 0.02 * sum(
+        value for value in step.values if isfinite(value)
+    ):
         parts["not timed"] = rest
-    return [(PHASE_NAMES.get(phase, phase), Series(step.steps, values)) for phase, values in parts.items()]
+    return [
+        (PHASE_NAMES.get(phase, phase), Series(step.steps, values))
+        for phase, values in parts.items()
+    ]
 
 
 def _timelines(runs: Sequence[Run]) -> Iterator[Chart]:
@@ -233,14 +264,16 @@ def _memory(runs: Sequence[Run]) -> Iterator[Chart]:
         else:
             known = None
         reference = ("plan", known * gib) if known else None
-        chart = line_chart(f"memory-{index}", f"Memory: {where}", unit, lines, from_zero=True, reference=reference)
+        chart = line_chart(
+            f"memory-{index}", f"Memory: {where}", unit, lines, from_zero=True, reference=reference
+        )
         if chart:
             yield chart
 
 
 def _memory_bars(run: Run) -> Iterator[tuple[str, list[tuple[str, float]]]]:
-    """Estimate of the plan by component where it has that, and what was measured. A process on a host holds libraries
-    as well, which no plan counts.
+    """Estimate of the plan by component where it has that, and what was measured. A process on a
+    host holds libraries as well, which no plan counts.
     """
     memory = run.section("memory")
     by_moment = memory.get("bytes")
@@ -283,9 +316,13 @@ def _positive(values: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 def _goodput(runs: Sequence[Run]) -> Iterator[Chart]:
-    found = [(run.name, list(each.parts.items())) for run in runs if (each := goodput(run)) is not None]
+    found = [
+        (run.name, list(each.parts.items())) for run in runs if (each := goodput(run)) is not None
+    ]
     longest = max((sum(value for _, value in parts) for _, parts in found), default=0.0)
-    unit, divisor = ("h", 3600.0) if longest > 7200 else ("min", 60.0) if longest > 120 else ("s", 1.0)
+    unit, divisor = (
+        ("h", 3600.0) if longest > 7200 else ("min", 60.0) if longest > 120 else ("s", 1.0)
+    )
     title = "What the time of the run was spent on"
     chart = bar_chart("goodput", title, unit, found, show=duration, shown_unit=divisor)
     if chart:
@@ -294,7 +331,11 @@ def _goodput(runs: Sequence[Run]) -> Iterator[Chart]:
 
 def _others(runs: Sequence[Run]) -> Iterator[Chart]:
     drawn = {"train/loss", *_CURVES, *_RATES}
-    names = [name for name in _names(runs, "") if name not in drawn and not name.startswith(_SHOWN_ELSEWHERE)]
+    names = [
+        name
+        for name in _names(runs, "")
+        if name not in drawn and not name.startswith(_SHOWN_ELSEWHERE)
+    ]
     for index, name in enumerate(names[:_MOST_OTHERS]):
         is_used = any(value for run in runs for _, value in run.metrics.get(name, Series()).finite)
         chart = line_chart(f"other-{index}", name, name.rpartition("/")[2], _lines(runs, name))

@@ -1,4 +1,6 @@
-"""Figures of a run, derived from its records: means without warm-up, the split of a step, goodput, headline."""
+"""Figures of a run, derived from its records: means without warm-up, the split of a step, goodput,
+headline.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ def weights(series: Series) -> list[float]:
 
 
 def means(run: Run) -> Mapping[str, float]:
-    """Mean of every time, throughput and memory metric per step, without the first interval where there are others: it
-    pays for warm-up. Parts of a step keep adding up to the whole, which medians would not.
+    """Mean of every time, throughput and memory metric per step, without the first interval where
+    there are others: it pays for warm-up. Parts of a step keep adding up to the whole, which
+    medians would not.
     """
     if run.means:  # of a long run they take a second, and a page asks for them often
         return run.means
@@ -36,7 +39,9 @@ def means(run: Run) -> Mapping[str, float]:
     for name, series in run.metrics.items():
         if name.startswith(("time/", "throughput/", "ranks/")):
             pairs = list(zip(weights(series), series.values, strict=True))
-            pairs = [(weight, value) for weight, value in pairs[1:] or pairs if math.isfinite(value)]
+            pairs = [
+                (weight, value) for weight, value in pairs[1:] or pairs if math.isfinite(value)
+            ]
             total = sum(weight for weight, _ in pairs)
             if total:
                 # A rate is averaged over time, of which slow intervals take more.
@@ -50,7 +55,9 @@ def means(run: Run) -> Mapping[str, float]:
 
 
 def time_split(found: Mapping[str, float]) -> dict[str, float]:
-    """Parts of a mean step in milliseconds, in the order of a step; what no metric covers is ``not timed``."""
+    """Parts of a mean step in milliseconds, in the order of a step; what no metric covers is ``not
+    timed``.
+    """
     parts = {phase: found[f"time/{phase}_ms"] for phase in PHASES if f"time/{phase}_ms" in found}
     rest = found.get("time/step_ms", 0.0) - sum(parts.values())
     # Less is what rounding leaves of parts that were timed.
@@ -97,7 +104,9 @@ def total_steps(run: Run) -> int:
 def is_finished(run: Run) -> bool:
     """Check whether the run has reached its last step, or was ended early by a callback."""
     last = run.happened("start", "resume", "end")[-1:]
-    has_ended = any(event["kind"] == "end" and event.get("is_finished", "error" not in event) for event in last)
+    has_ended = any(
+        event["kind"] == "end" and event.get("is_finished", "error" not in event) for event in last
+    )
     return has_ended or 0 < total_steps(run) <= run.last_step
 
 
@@ -119,13 +128,17 @@ def state(run: Run) -> str:
 
 
 def seconds(run: Run) -> float:
-    """Time from the first event or the begin of the first logged interval to the last record, without breaks."""
+    """Time from the first event or the begin of the first logged interval to the last record,
+    without breaks.
+    """
     found = goodput(run)
     return found.total if found else 0.0
 
 
 def goodput_line(found: Goodput) -> str:
-    """Goodput and what the rest of the time went to, the most first, in a line; less than a hundredth is left out."""
+    """Goodput and what the rest of the time went to, the most first, in a line; less than a
+    hundredth is left out.
+    """
     parts = sorted(found.parts.items(), key=lambda part: -part[1])
     shown = [
         f"{name} {duration(value)}" + (f" ({found.restarts})" if name == "between restarts" else "")
@@ -140,7 +153,9 @@ def headline(run: Run) -> list[tuple[str, str]]:
     mean = means(run)
     last = {name: points[-1] for name, each in run.metrics.items() if (points := each.finite)}
     planned = total_steps(run)
-    rows = [("steps", f"{run.last_step:,}" + (f" of {planned:,}" if planned > run.last_step else ""))]
+    rows = [
+        ("steps", f"{run.last_step:,}" + (f" of {planned:,}" if planned > run.last_step else ""))
+    ]
     epochs = run.epochs.finite
     if epochs:
         rows.append(("epochs", f"{epochs[-1][1]:.4g}"))
@@ -153,18 +168,32 @@ def headline(run: Run) -> list[tuple[str, str]]:
         if name.startswith("eval/") and name in last:
             step, value = best(name, run.metrics[name])
             rows.append((f"best {name}", f"{number(value)} at step {step:,}"))
-    rates = {"tokens_per_sec": "tokens/s", "samples_per_sec": "samples/s", "tflops": "TFLOP/s per device"}
+    rates = {
+        "tokens_per_sec": "tokens/s",
+        "samples_per_sec": "samples/s",
+        "tflops": "TFLOP/s per device",
+    }
     for name, unit in rates.items():
         if f"throughput/{name}" in mean:
-            rows.append((name.replace("_per_sec", " per second"), f"{number(mean[f'throughput/{name}'])} {unit}"))
+            rows.append(
+                (
+                    name.replace("_per_sec", " per second"),
+                    f"{number(mean[f'throughput/{name}'])} {unit}",
+                )
+            )
     if "throughput/mfu" in mean:
         rows.append(("MFU", f"{mean['throughput/mfu']:.1%}"))
     if "time/step_ms" in mean:
         rows.append(("mean step", f"{number(mean['time/step_ms'])} ms"))
     factor = mean.get("ranks/slowest_factor", 0.0)
     if factor >= SLOW_RANK:
-        rows.append(("slowest rank", f"{last['ranks/slowest'][1]:.0f} works {factor:.2f} times as long"))
-    for name, label in (("memory/device_peak_bytes", "device memory"), ("memory/host_peak_bytes", "host memory")):
+        rows.append(
+            ("slowest rank", f"{last['ranks/slowest'][1]:.0f} works {factor:.2f} times as long")
+        )
+    for name, label in (
+        ("memory/device_peak_bytes", "device memory"),
+        ("memory/host_peak_bytes", "host memory"),
+    ):
         if name in mean:
             rows.append((f"peak {label}", size(mean[name])))
     found = goodput(run)

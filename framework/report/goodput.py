@@ -1,9 +1,10 @@
-"""Goodput of a run: every second from the begin of its first process to its last sign of life, by what it was spent on,
-over all of its starts. The one computation, for the report, for ``--json`` and for the last line of a run.
+"""Goodput of a run: every second from the begin of its first process to its last sign of life, by
+what it was spent on, over all of its starts. The one computation, for the report, for ``--json``
+and for the last line of a run.
 
-Steps are timed by metrics, of which a run that goes on keeps those of the last attempt alone; the rest is in events.
-Time that the failure of a start has made worthless, from the checkpoint that the next one goes on from to the last sign
-of life, is one class, whatever was done in it.
+Steps are timed by metrics, of which a run that goes on keeps those of the last attempt alone; the
+rest is in events. Time that the failure of a start has made worthless, from the checkpoint that the
+next one goes on from to the last sign of life, is one class, whatever was done in it.
 """
 
 from __future__ import annotations
@@ -21,17 +22,23 @@ from framework.report.records import Run
 from framework.report.series import Series
 
 # Of these events `seconds` is time beside the steps, at their end.
-_BESIDE: Final = {"evaluate": "evaluation", "save": "saving", "profile": "profiling", "callbacks": "callbacks"}
+_BESIDE: Final = {
+    "evaluate": "evaluation",
+    "save": "saving",
+    "profile": "profiling",
+    "callbacks": "callbacks",
+}
 _ROUNDING: Final = 0.002  # of the stamps of events
 _LOOK_SECONDS: Final = 1.0  # in which a thread sees that a run goes on
-# Of threads that know the last logged step alone, or of a later process: not how far a start had come.
+# Of threads that know the last logged step alone, or of a later process: not how far a start had
+# come.
 _NOT_REACHED: Final = ("warning", "hang", "slow", "straggler", "restart")
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Time of a run by what it was spent on, in the categories of ml-goodput: seconds of each; and how many starts
-    failed before another one.
+    """Time of a run by what it was spent on, in the categories of ml-goodput: seconds of each; and
+    how many starts failed before another one.
     """
 
     parts: Mapping[str, float]
@@ -96,7 +103,9 @@ class _Attempt:
         self.events = [event | {"time_seconds": _stamp(event) + seconds} for event in self.events]
 
     def hang(self) -> dict[str, Any] | None:
-        """The hang in which it ended; one after which it went on was slow, and is part of what was slow."""
+        """The hang in which it ended; one after which it went on was slow, and is part of what was
+        slow.
+        """
         hangs = self.happened("hang")
         if not hangs:
             return None
@@ -110,7 +119,9 @@ class _Attempt:
 
 
 def goodput(run: Run) -> Goodput | None:
-    """Attribute the time between the first and the last record, all of it; None where no step was taken."""
+    """Attribute the time between the first and the last record, all of it; None where no step was
+    taken.
+    """
     attempts = _attempts(run)
     times = _Times(run, attempts)
     if not attempts or not (times.is_timed or run.happened("first_step")):
@@ -154,7 +165,9 @@ def goodput(run: Run) -> Goodput | None:
 
 
 class _Times:
-    """Time of the steps by the metrics: of a usual step, and of those of each start by (step, Unix time)."""
+    """Time of the steps by the metrics: of a usual step, and of those of each start by (step, Unix
+    time).
+    """
 
     def __init__(self, run: Run, attempts: Sequence[_Attempt]) -> None:
         timed = run.metrics.get("time/step_ms", Series())
@@ -163,14 +176,17 @@ class _Times:
         self._steps = [step for step, _ in self._stamps]
         self.seconds = self._by_attempt(timed, attempts)
         self.waits = self._by_attempt(waits, attempts)
-        # Of a run that has several points the first one pays for compiling; a slow step is no usual one.
+        # Of a run that has several points the first one pays for compiling; a slow step is no usual
+        # one.
         each = [0.001 * value for _, _, value in _weighted(timed)]
         self.is_timed = sum(each) > 0
         self.usual = median(each[1:] or each or [0.0])
 
-    def _by_attempt(self, series: Series, attempts: Sequence[_Attempt]) -> dict[int, list[tuple[float, float]]]:
-        """Number of a start -> Unix time and seconds of each point; of a thinned series a point may have the time of
-        the next one that is known.
+    def _by_attempt(
+        self, series: Series, attempts: Sequence[_Attempt]
+    ) -> dict[int, list[tuple[float, float]]]:
+        """Number of a start -> Unix time and seconds of each point; of a thinned series a point may
+        have the time of the next one that is known.
         """
         found: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for step, weight, value in _weighted(series):
@@ -197,7 +213,9 @@ def _of_start(attempt: _Attempt, loop_begin: float) -> dict[str, float]:
 
 
 def _of_loop(attempt: _Attempt, loop_begin: float, kept: float, times: _Times) -> dict[str, float]:
-    """Time from the first step to the last one that was kept: steps, what was done beside them, and the rest."""
+    """Time from the first step to the last one that was kept: steps, what was done beside them, and
+    the rest.
+    """
     beside: dict[str, float] = {}
     for event in attempt.happened(*_BESIDE):
         if loop_begin + _ROUNDING < _stamp(event) <= kept:
@@ -236,7 +254,9 @@ def _of_loop(attempt: _Attempt, loop_begin: float, kept: float, times: _Times) -
 
 
 def _not_timed(attempt: _Attempt, loop_begin: float, kept: float, times: _Times) -> float:
-    """Time of steps after the last point, of which events know: a full disk may have cost the points."""
+    """Time of steps after the last point, of which events know: a full disk may have cost the
+    points.
+    """
     points = [(step, stamp) for step, stamp in attempt.points if stamp <= kept]
     step, since = points[-1] if points else (attempt.from_step, loop_begin)
     reached = [
@@ -286,7 +306,9 @@ def _attempts(run: Run) -> list[_Attempt]:
 
 
 def _add_begin(run: Run, attempts: list[_Attempt], point: tuple[int, float]) -> None:
-    """Begin with the first point where no event knows of the first step, as in runs of older releases."""
+    """Begin with the first point where no event knows of the first step, as in runs of older
+    releases.
+    """
     step, stamp = point
     spent = 0.0
     for at, weight, milliseconds in _weighted(run.metrics.get("time/step_ms", Series())):
@@ -304,8 +326,9 @@ def _add_begin(run: Run, attempts: list[_Attempt], point: tuple[int, float]) -> 
 
 
 def _owner(attempts: Sequence[_Attempt], step: int, stamp: float) -> _Attempt:
-    """Find the start that has logged a point: the last one from an earlier step, for each drops the points after the
-    step that it begins from; or one from that step that has evaluated there at that time.
+    """Find the start that has logged a point: the last one from an earlier step, for each drops the
+    points after the step that it begins from; or one from that step that has evaluated there at
+    that time.
     """
     for attempt in reversed(attempts):
         if attempt.from_step < step:
@@ -319,8 +342,9 @@ def _owner(attempts: Sequence[_Attempt], step: int, stamp: float) -> _Attempt:
 
 
 def _shift(attempt: _Attempt, later: _Attempt) -> float:
-    """Seconds by which the clock of a start differs from that of the one before, where both are known to a machine's
-    clock that nothing sets; otherwise none that lets it begin before the last sign of life.
+    """Seconds by which the clock of a start differs from that of the one before, where both are
+    known to a machine's clock that nothing sets; otherwise none that lets it begin before the last
+    sign of life.
     """
     start = attempt.events[0]
     resume = later.events[0]

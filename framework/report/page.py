@@ -24,7 +24,10 @@ _MOST_WARNINGS: Final = 100
 _LONGEST_TEXT: Final = 500
 _LONGEST_CONFIG: Final = 60_000
 # Nothing may be fetched, and nothing may run, whatever a name or a config holds.
-_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+_POLICY: Final = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+    "form-action 'none'"
+)
 _PAGE_STYLE: Final = """
 * {box-sizing: border-box}
 body {margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif}
@@ -96,16 +99,27 @@ def page(runs: Sequence[Run], *, refresh_seconds: int = 0) -> str:
     sections = [(name, figures(found)) for name, found in charts.items()]
     sections += [(name, content) for name, content in _tables(runs) if content]
     parts = {"top": _top(runs), "lead": _figures(runs)}
-    return document(title, sections, about="Report of training", **parts, refresh_seconds=refresh_seconds)
+    return document(
+        title, sections, about="Report of training", **parts, refresh_seconds=refresh_seconds
+    )
 
 
 def document(
-    title: str, sections: Sequence[tuple[str, str]], *, about: str, top: str, lead: str = "", refresh_seconds: int = 0
+    title: str,
+    sections: Sequence[tuple[str, str]],
+    *,
+    about: str,
+    top: str,
+    lead: str = "",
+    refresh_seconds: int = 0,
 ) -> str:
-    """Make a page: heading, the line above it, sections by headings, and HTML before and after the links to them."""
+    """Make a page: heading, the line above it, sections by headings, and HTML before and after the
+    links to them.
+    """
     links = "".join(f'<a href="#{_anchor(name)}">{name}</a>' for name, _ in sections)
     body = "".join(
-        f'<section aria-labelledby="{_anchor(name)}"><h2 id="{_anchor(name)}">{name}</h2>{content}</section>'
+        f'<section aria-labelledby="{_anchor(name)}"><h2 '
+        f'id="{_anchor(name)}">{name}</h2>{content}</section>'
         for name, content in sections
     )
     if refresh_seconds:
@@ -125,7 +139,9 @@ def document(
 
 
 def write_page(folder: Path, out: Path) -> None:
-    """Write the page of a run that ends, of a long one with every n-th point, so that its end does not wait."""
+    """Write the page of a run that ends, of a long one with every n-th point, so that its end does
+    not wait.
+    """
     replace_text(out, page([read_run(folder, most_points=MOST_POINTS_AT_END)]))
 
 
@@ -179,9 +195,13 @@ def _figures(runs: Sequence[Run]) -> str:
     if len(runs) == 1:
         # What a number belongs to stands below it: best at which step, rate of what.
         parts = (
-            (label, *((value, "", "") if label == "duration" else value.partition(" "))) for label, value in found[0]
+            (label, *((value, "", "") if label == "duration" else value.partition(" ")))
+            for label, value in found[0]
         )
-        tiles = (f"<div><dt>{text(a)}</dt><dd>{text(b)} <span>{text(c)}</span></dd></div>" for a, b, _, c in parts)
+        tiles = (
+            f"<div><dt>{text(a)}</dt><dd>{text(b)} <span>{text(c)}</span></dd></div>"
+            for a, b, _, c in parts
+        )
         return f'<dl class="tiles">{"".join(tiles)}</dl>'
     labels = dict.fromkeys(label for rows in found for label, _ in rows)
     table = [[label, *(dict(rows).get(label, "") for rows in found)] for label in labels]
@@ -210,13 +230,22 @@ def _figure(chart: Chart) -> str:
 
 def _tables(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
     """Sections without charts."""
-    yield "Profile", "".join(_heading(run, runs) + found for run in runs if (found := _profile(run)))
-    yield "Evaluation", "".join(_heading(run, runs) + found for run in runs if (found := _evaluation(run)))
+    yield (
+        "Profile",
+        "".join(_heading(run, runs) + found for run in runs if (found := _profile(run))),
+    )
+    yield (
+        "Evaluation",
+        "".join(_heading(run, runs) + found for run in runs if (found := _evaluation(run))),
+    )
     yield "Events", "".join(_heading(run, runs) + found for run in runs if (found := _events(run)))
     yield "Config", (_differences(runs) if len(runs) > 1 else "") + "".join(map(_config, runs))
     facts = [flat(run.environment) | flat(run.section("layout"), prefix="layout") for run in runs]
     keys = dict.fromkeys(key for each in facts for key in each)
-    rows = [[key, *(show_value(each[key]) if key in each else "" for each in facts)] for key in list(keys)[:_MOST_ROWS]]
+    rows = [
+        [key, *(show_value(each[key]) if key in each else "" for each in facts)]
+        for key in list(keys)[:_MOST_ROWS]
+    ]
     columns = ["", *(run.name if len(runs) > 1 else "value" for run in runs)]
     yield "Environment", _table(columns, rows, label="Environment") if rows else ""
 
@@ -230,13 +259,20 @@ def _heading(run: Run, runs: Sequence[Run]) -> str:
 def _profile(run: Run) -> str:
     tables = tables_of(run.profile)
     return "".join(
-        f"<h3>{text(title)}</h3>{_table(cols, rows, label=title, is_tall=True)}" for title, cols, rows in tables
+        f"<h3>{text(title)}</h3>{_table(cols, rows, label=title, is_tall=True)}"
+        for title, cols, rows in tables
     )
 
 
 def _evaluation(run: Run) -> str:
-    """A row for each evaluation, the best of every metric marked; of very many, those at even distances."""
-    found = {name: each for name, each in sorted(run.metrics.items()) if name.startswith("eval/") and each.finite}
+    """A row for each evaluation, the best of every metric marked; of very many, those at even
+    distances.
+    """
+    found = {
+        name: each
+        for name, each in sorted(run.metrics.items())
+        if name.startswith("eval/") and each.finite
+    }
     if not found:
         return ""
     bests = {name: best(name, each)[0] for name, each in found.items()}
@@ -268,11 +304,19 @@ def _events(run: Run) -> str:
         ]
         for event in run.events
     ]
-    names = {"save": "checkpoint", "skip": "skipped step", "restart": "restart", "back": "roll back"}
+    names = {
+        "save": "checkpoint",
+        "skip": "skipped step",
+        "restart": "restart",
+        "back": "roll back",
+    }
     if not rows:
         marks = sorted(marks_of(run), key=lambda mark: mark.step)
         rows = [["", f"{mark.step:,}", names[mark.kind], "", ""] for mark in marks]
-    known = {str(event.get("text", event.get("message", ""))) for event in run.happened("warning", "straggler")}
+    known = {
+        str(event.get("text", event.get("message", "")))
+        for event in run.happened("warning", "straggler")
+    }
     warnings = [_shortened(warning) for warning in run.warnings if warning not in known]
     if len(rows) > _MOST_ROWS:
         left_out = f"{len(rows) - _MOST_ROWS:,} events in between are left out"
@@ -289,12 +333,20 @@ def _events(run: Run) -> str:
         table = ""
     listed = [left_out] if left_out else []
     listed += [f"warning: {warning}" for warning in warnings[:_MOST_WARNINGS]]
-    listed += [f"{len(warnings) - _MOST_WARNINGS} more warnings"] if len(warnings) > _MOST_WARNINGS else []
+    listed += (
+        [f"{len(warnings) - _MOST_WARNINGS} more warnings"]
+        if len(warnings) > _MOST_WARNINGS
+        else []
+    )
     return table + _list(listed)
 
 
 def _details(event: Mapping[str, Any]) -> str:
-    shown = {key: value for key, value in event.items() if key not in ("time_seconds", "step", "kind", "seconds")}
+    shown = {
+        key: value
+        for key, value in event.items()
+        if key not in ("time_seconds", "step", "kind", "seconds")
+    }
     return ", ".join(f"{key}: {show_value(value)}" for key, value in list(shown.items())[:20])
 
 
@@ -308,7 +360,9 @@ def _differences(runs: Sequence[Run]) -> str:
     """Keys of the configs whose values differ between the runs."""
     found = [flat(run.config) for run in runs]
     keys = dict.fromkeys(key for each in found for key in each)
-    rows = [[key, *(show_value(each[key]) if key in each else "" for each in found)] for key in keys]
+    rows = [
+        [key, *(show_value(each[key]) if key in each else "" for each in found)] for key in keys
+    ]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     if not rows:
         return "<p>The configs are equal.</p>"
@@ -329,10 +383,15 @@ def _config(run: Run) -> str:
         words = words[:_LONGEST_CONFIG] + "\n... (cut off)"
     lines = "\n".join(map(text, words.splitlines()))
     place = _scroll(f"<pre>{lines}</pre>", f"config.yaml of {run.name}", is_tall=True)
-    return f"<details><summary>config.yaml of {text(run.name)}, with every default</summary>{place}</details>"
+    return (
+        f"<details><summary>config.yaml of {text(run.name)}, with every "
+        f"default</summary>{place}</details>"
+    )
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, is_tall: bool = False) -> str:
+def _table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, is_tall: bool = False
+) -> str:
     def row_of(cells: Sequence[str], scope: str) -> str:
         if cells[0]:
             first = f'<th scope="{scope}">{text(cells[0])}</th>'
@@ -344,7 +403,9 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, label: str,
 
     head = row_of(columns, "col")
     body = "".join(row_of(row, "row") for row in rows)
-    return _scroll(f"<table><thead>{head}</thead><tbody>{body}</tbody></table>", label, is_tall=is_tall)
+    return _scroll(
+        f"<table><thead>{head}</thead><tbody>{body}</tbody></table>", label, is_tall=is_tall
+    )
 
 
 table: Final = _table  # for pages of other things than runs
@@ -359,7 +420,9 @@ def _class(cell: str) -> str:
 def _scroll(content: str, label: str, *, is_tall: bool = False) -> str:
     """Scroll a wide table by itself, also with the keyboard, so that the page never does."""
     shape = "scroll tall" if is_tall else "scroll"
-    return f'<div class="{shape}" role="group" aria-label="{text(label)}" tabindex="0">{content}</div>'
+    return (
+        f'<div class="{shape}" role="group" aria-label="{text(label)}" tabindex="0">{content}</div>'
+    )
 
 
 def _list(lines: Sequence[str]) -> str:

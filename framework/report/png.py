@@ -33,7 +33,9 @@ def png_of(svg: str) -> bytes:
     family = next((each for each in _FAMILIES if _drawn(text, each) != _drawn(blank, each)), "")
     if not family:
         fix = "install one, such as the system's package fonts-dejavu-core, or take the SVG"
-        raise ConfigError.of("font-missing", "PNG: this machine has no font, and a chart would have no words", fix)
+        raise ConfigError.of(
+            "font-missing", "PNG: this machine has no font, and a chart would have no words", fix
+        )
     found = _STYLE.search(svg)
     if found:
         style = _MEDIA.sub("", found[0])
@@ -53,4 +55,10 @@ def _drawn(svg: str, family: str) -> bytes:
         from resvg_py import svg_to_bytes
     except ModuleNotFoundError:
         raise missing_package("resvg-py", what="PNG", extra="bench") from None
-    return svg_to_bytes(svg_string=svg, zoom=_ZOOM, background="#ffffff", font_family=family, sans_serif_family=family)
+    return svg_to_bytes(
+        svg_string=svg,
+        zoom=_ZOOM,
+        background="#ffffff",
+        font_family=family,
+        sans_serif_family=family,
+    )

@@ -1,4 +1,6 @@
-"""Profiled steps of a run: what its ranks have measured, as a timeline and as tables of the page."""
+"""Profiled steps of a run: what its ranks have measured, as a timeline and as tables of the
+page.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 
 
 def timeline_of(ranks: Sequence[Mapping[str, Any]], *, slug: str, run: str) -> Chart | None:
-    """Draw the last step that all ranks have traced, a row for each; None where there is none. `slug` is the name of
-    its file, and its title begins with `run`.
+    """Draw the last step that all ranks have traced, a row for each; None where there is none.
+    `slug` is the name of its file, and its title begins with `run`.
     """
     try:
         rows, step = _timeline(ranks)
@@ -46,7 +48,12 @@ def _timeline(ranks: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, list[
         else:
             stage = ""
         bars = [
-            (began + part["at_ms"], part["ms"], PHASE_NAMES.get(part["phase"], part["phase"]), part["micro_batch"])
+            (
+                began + part["at_ms"],
+                part["ms"],
+                PHASE_NAMES.get(part["phase"], part["phase"]),
+                part["micro_batch"],
+            )
             for part in parts[: _MOST_INTERVALS // len(ranks)]
         ]
         rows.append((f"rank {rank['rank']}{stage}", bars))
@@ -75,22 +82,29 @@ def _tables(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
         ("collectives", f"Sent, per step (steps {steps})"),
         ("communication", _LOGGED.format(measured)),
     ):
-        rows = _rows(first.get(name), name=str, count=number, bytes=size, ms=_ms, bytes_per_second=_rate)
+        rows = _rows(
+            first.get(name), name=str, count=number, bytes=size, ms=_ms, bytes_per_second=_rate
+        )
         if rows:
             yield f"{title}, rank 0", ["kind", "count", "bytes", "time", "bandwidth"], rows
     for rank in ranks:
-        is_new_stage = all(rank is each or rank["stage"] != each["stage"] for each in ranks[: ranks.index(rank)])
+        is_new_stage = all(
+            rank is each or rank["stage"] != each["stage"] for each in ranks[: ranks.index(rank)]
+        )
         modules = sorted(rank.get("modules", ()), key=lambda row: row["depth"])[:_MOST_ROWS]
         if is_new_stage:
             modules = [row for row in rank.get("modules", ()) if row in modules]
         else:
             modules = []
-        rows = _rows(modules, name=str, kind=str, ms=_ms, flops=number, params=number, kept_bytes=size)
+        rows = _rows(
+            modules, name=str, kind=str, ms=_ms, flops=number, params=number, kept_bytes=size
+        )
         if rows:
             rows = [[row[0] or "(all)", *row[1:]] for row in rows]
             columns = ["module", "kind", "time", "FLOPs", "parameters", "kept for backward"]
             yield (
-                f"Modules, per forward pass (rank {rank['rank']}, stage {rank['stage']}, step {measured})",
+                f"Modules, per forward pass (rank {rank['rank']}, stage {rank['stage']}, step "
+                f"{measured})",
                 columns,
                 rows,
             )

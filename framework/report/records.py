@@ -1,5 +1,5 @@
-"""Records of a run: its folder, read for a report. A run that was killed, is old or trains at this moment leaves files
-out or half written: what can be read is read, and a note says what could not.
+"""Records of a run: its folder, read for a report. A run that was killed, is old or trains at this
+moment leaves files out or half written: what can be read is read, and a note says what could not.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Run:
         folder: where it is.
         metrics: ``area/name`` -> points.
         clock, epochs: Unix time, and passes over the data, of every logged point.
-        events: of ``events.jsonl``, in order; each has ``kind`` and, unless they were lost, ``step`` and
-            ``time_seconds`` as numbers.
+        events: of ``events.jsonl``, in order; each has ``kind`` and, unless they were lost,
+            ``step`` and ``time_seconds`` as numbers.
         config, plan, environment: those files; empty where there is none.
         saved_steps: steps whose checkpoints are in the folder.
         warnings: what ranks logged as warnings, each once.
@@ -95,7 +95,9 @@ class Run:
 
     @cached_property
     def name(self) -> str:
-        """Name of its folder: unlike `run.name`, it differs between an earlier run and the one that replaced it."""
+        """Name of its folder: unlike `run.name`, it differs between an earlier run and the one that
+        replaced it.
+        """
         return self.folder.resolve().name or str(self.folder)
 
     @property
@@ -105,8 +107,8 @@ class Run:
 
     @cached_property
     def last_step(self) -> int:
-        """How far the run has come, by its points, the events of its last start, and its checkpoints: a disk that was
-        full may have cost some of them.
+        """How far the run has come, by its points, the events of its last start, and its
+        checkpoints: a disk that was full may have cost some of them.
         """
         steps = [self.last_logged_step, *self.saved_steps]
         for event in self.events:
@@ -134,11 +136,14 @@ def read_run(folder: Path, *, most_points: int | None = None, before: Run | None
 
     Args:
         folder: of the run.
-        most_points: of a longer run only every n-th logged point is looked at, and all with evaluations; left out: all.
-        before: the run as it was read earlier, which is not used any more: only what is new is read.
+        most_points: of a longer run only every n-th logged point is looked at, and all with
+            evaluations; left out: all.
+        before: the run as it was read earlier, which is not used any more: only what is new is
+            read.
 
     Raises:
-        ConfigError: there is no such folder, or it is no run's; kind ``run-not-found`` or ``not-a-run``.
+        ConfigError: there is no such folder, or it is no run's; kind ``run-not-found`` or
+            ``not-a-run``.
     """
     run = Run(folder)
     try:
@@ -206,9 +211,14 @@ def _read_metrics(run: Run, most_points: int | None) -> None:
             f"all of them: python -m framework report {run.folder}"
         )
     elif run.clock.is_thinned:
-        run.notes.append(f"metrics.jsonl has {place.num_lines:,} points, which are drawn as {len(run.clock.steps):,}")
+        run.notes.append(
+            f"metrics.jsonl has {place.num_lines:,} points, which are drawn as "
+            f"{len(run.clock.steps):,}"
+        )
     if place.num_broken:
-        run.notes.append(f"metrics.jsonl: {place.num_broken} of {place.num_lines} lines are damaged and left out")
+        run.notes.append(
+            f"metrics.jsonl: {place.num_broken} of {place.num_lines} lines are damaged and left out"
+        )
     if run.others:
         num = len(run.metrics) + len(run.others)
         more = f"more than {num}" if len(run.others) == _MOST_OTHERS else num
@@ -226,8 +236,8 @@ def _note_lost_points(run: Run) -> None:
     longest = max(gaps, default=steps[0])
     if run.last_step - steps[-1] > longest:
         run.notes.append(
-            f"metrics.jsonl ends with step {steps[-1]:,}; by its events and checkpoints the run came to step "
-            f"{run.last_step:,}"
+            f"metrics.jsonl ends with step {steps[-1]:,}; by its events and checkpoints the run "
+            f"came to step {run.last_step:,}"
         )
 
 
@@ -295,8 +305,8 @@ def _read_events(run: Run) -> None:
 
 
 def _lines(run: Run, name: str, place: Place, *, is_expected: bool = True) -> Iterator[bytes]:
-    """Lines behind a place that were written to the end, and how far that is: a kill may leave half a line behind, even
-    one that reads well. One that is too long is damaged.
+    """Lines behind a place that were written to the end, and how far that is: a kill may leave half
+    a line behind, even one that reads well. One that is too long is damaged.
     """
     try:
         with open_own(run.folder / name, "rb") as stream:
@@ -346,11 +356,15 @@ def _yaml(text: str) -> Any:
 
 
 def _profile(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """Read what the first ranks have written of the profiled steps; nothing of a start with another number of ranks."""
+    """Read what the first ranks have written of the profiled steps; nothing of a start with another
+    number of ranks.
+    """
     world_size = None
     for rank in range(_MOST_RANKS):
         with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-            content = read_regular(folder / f"tables{rank}.json", num_bytes=_LARGEST_PROFILE) or b"null"
+            content = (
+                read_regular(folder / f"tables{rank}.json", num_bytes=_LARGEST_PROFILE) or b"null"
+            )
             tables = json.loads(content)
             world_size = world_size or tables["world_size"]
             if tables["world_size"] == world_size:
@@ -370,7 +384,9 @@ def _saved_steps(folder: Path) -> Iterator[int]:
 def _read_logs(run: Run) -> None:
     """Gather what ranks logged as warnings and errors, of a large log the beginning."""
     try:
-        logs = sorted((run.folder / "logs").glob("rank*.log"), key=lambda path: (len(path.name), path.name))
+        logs = sorted(
+            (run.folder / "logs").glob("rank*.log"), key=lambda path: (len(path.name), path.name)
+        )
     except OSError:
         return
     warnings: dict[str, None] = {}
@@ -388,7 +404,11 @@ def _read_logs(run: Run) -> None:
 
 
 def _whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LARGEST_STEP:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 <= value < _LARGEST_STEP
+    ):
         raise ValueError
     return int(value)
 

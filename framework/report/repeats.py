@@ -1,4 +1,6 @@
-"""Repeated measurements of variants of a run: medians, their spread, and whether a difference is more than noise."""
+"""Repeated measurements of variants of a run: medians, their spread, and whether a difference is
+more than noise.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class Variant:
         name, settings: what it is called, and what makes it differ.
         plan: what is trained.
         rounds: of each start its windows, each with the means of its metrics.
-        busy_cores: of each start, the mean number of cores that other work took, where that is known.
+        busy_cores: of each start, the mean number of cores that other work took, where that is
+            known.
         failure: why it does not run; empty where it does.
     """
 
@@ -72,11 +75,13 @@ class Variant:
         }
 
 
-def interval_of_ratio(base: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> tuple[float, float]:
+def interval_of_ratio(
+    base: Sequence[Sequence[float]], other: Sequence[Sequence[float]]
+) -> tuple[float, float]:
     """Find the 95 % interval of the ratio of two medians, of windows by start.
 
-    A bootstrap of rounds, and of windows within each: what was slow for both in a round stays together, and is no
-    difference (a block bootstrap: Davison and Hinkley 1997, section 3.8).
+    A bootstrap of rounds, and of windows within each: what was slow for both in a round stays
+    together, and is no difference (a block bootstrap: Davison and Hinkley 1997, section 3.8).
     """
     chance = random.Random(0)
     rounds = range(min(len(base), len(other)))
@@ -84,7 +89,8 @@ def interval_of_ratio(base: Sequence[Sequence[float]], other: Sequence[Sequence[
     for _ in range(_DRAWS):
         chosen = chance.choices(rounds, k=len(rounds))
         below, above = (
-            median([v for r in chosen for v in chance.choices(one[r], k=len(one[r]))]) for one in (base, other)
+            median([v for r in chosen for v in chance.choices(one[r], k=len(one[r]))])
+            for one in (base, other)
         )
         ratios.append(above / below)
     ratios.sort()
@@ -92,7 +98,9 @@ def interval_of_ratio(base: Sequence[Sequence[float]], other: Sequence[Sequence[
 
 
 def compare(variants: Sequence[Variant]) -> list[dict[str, Any]]:
-    """Compare every variant that ran with the first that did; no interval where one was started only once."""
+    """Compare every variant that ran with the first that did; no interval where one was started
+    only once.
+    """
     found = []
     ran = [each for each in variants if each.windows]
     for base, other in ((ran[0], other) for other in ran[1:]):
@@ -104,17 +112,37 @@ def compare(variants: Sequence[Variant]) -> list[dict[str, Any]]:
         else:
             ends = interval_of_ratio(base.rates, other.rates)
             sure = f"95 %: {ends[0]:.3g} to {ends[1]:.3g}"
-            noise = f"{other.name} and {base.name}: no difference beyond noise (ratio {ratio:.3g}, {sure})"
+            noise = (
+                f"{other.name} and {base.name}: no difference beyond noise (ratio "
+                f"{ratio:.3g}, {sure})"
+            )
             if ends[0] <= 1 <= ends[1]:
                 sentence = noise
             else:
                 sentence = f"{sentence} ({sure})"
-        found.append({"variant": other.name, "over": base.name, "ratio": ratio, "interval": ends, "sentence": sentence})
+        found.append(
+            {
+                "variant": other.name,
+                "over": base.name,
+                "ratio": ratio,
+                "interval": ends,
+                "sentence": sentence,
+            }
+        )
     return found
 
 
 def windows_of(run: Run, *, dropped: int, size: int) -> list[dict[str, float]]:
-    """Means of every metric over windows of so many points, after those that are dropped; one cut short is left out."""
-    found = {name: each.values[dropped:] for name, each in run.metrics.items() if name.startswith(_MEASURED)}
+    """Means of every metric over windows of so many points, after those that are dropped; one cut
+    short is left out.
+    """
+    found = {
+        name: each.values[dropped:]
+        for name, each in run.metrics.items()
+        if name.startswith(_MEASURED)
+    }
     num = len(found.get("time/step_ms", ())) // size
-    return [{name: mean(each[size * n : size * (n + 1)]) for name, each in found.items()} for n in range(num)]
+    return [
+        {name: mean(each[size * n : size * (n + 1)]) for name, each in found.items()}
+        for n in range(num)
+    ]

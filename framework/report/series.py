@@ -1,4 +1,6 @@
-"""Points of one metric in bounded memory: of a long run a point stands for several that were logged."""
+"""Points of one metric in bounded memory: of a long run a point stands for several that were
+logged.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ MOST_POINTS: Final = 10_000
 """Of a series; up to twice as many are kept."""
 
 Thinning = Literal["extremes", "means", "last"]
-"""What is kept of four points: the least and the largest value; the means of each two, weighted by their steps, so that
-sums over steps stay what they are; or the second of each two.
+"""What is kept of four points: the least and the largest value; the means of each two, weighted by
+their steps, so that sums over steps stay what they are; or the second of each two.
 """
 
 

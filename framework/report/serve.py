@@ -1,4 +1,6 @@
-"""Server of a report on this machine alone: every request reads what is new, so that a page follows a run."""
+"""Server of a report on this machine alone: every request reads what is new, so that a page follows
+a run.
+"""
 
 from __future__ import annotations
 
@@ -71,5 +73,8 @@ def make_server(make_page: Callable[[], str], *, port: int) -> ThreadingHTTPServ
 def serve(make_page: Callable[[], str], *, port: int) -> None:
     """Serve until Ctrl-C."""
     with make_server(make_page, port=port) as server:
-        write(sys.stdout, f"http://{_LOOPBACK}:{server.server_port}/ follows the run; Ctrl-C ends it\n")
+        write(
+            sys.stdout,
+            f"http://{_LOOPBACK}:{server.server_port}/ follows the run; Ctrl-C ends it\n",
+        )
         server.serve_forever()

@@ -22,13 +22,23 @@ from framework.text.document import is_setting
 from framework.train.best import Best
 from framework.train.trainer import Outcome
 
-# From launch.sh, which puts its environment's programs in front of the PATH: what the person's own shell finds, and how
-# the script is called from there.
+# From launch.sh, which puts its environment's programs in front of the PATH: what the person's own
+# shell finds, and how the script is called from there.
 SHELL_PATH: Final = "DSF_SHELL_PATH"
 DOOR: Final = "DSF_DOOR"
 # Of a step; without a device's clock only the first is known, and the rest is computing.
-_PARTS: Final = ("data", "copy", "forward", "backward", "communication", "optimizer", "bubble", "other")
-# Half a million points of 500 bytes. To read them takes 0.7 s of a processor; a page may cost the end of a run one.
+_PARTS: Final = (
+    "data",
+    "copy",
+    "forward",
+    "backward",
+    "communication",
+    "optimizer",
+    "bubble",
+    "other",
+)
+# Half a million points of 500 bytes. To read them takes 0.7 s of a processor; a page may cost the
+# end of a run one.
 _LARGEST_METRICS: Final = 256 << 20
 
 
@@ -43,8 +53,9 @@ class RunResult:
         samples_per_sec: mean training throughput without the first logged interval.
         start_step: the step that this process started from.
         tokens_per_sec: throughput in tokens; 0 where the data has none.
-        best: the best value of the metric that `checkpoint.keep_best` names, from the first step on, also of the
-            processes that this one went on from; None where it names none, or none was measured.
+        best: the best value of the metric that `checkpoint.keep_best` names, from the first step
+            on, also of the processes that this one went on from; None where it names none, or none
+            was measured.
         ended_early: why a callback ended it before its last step; empty where none did.
     """
 
@@ -74,11 +85,11 @@ def print_start(
     num_params: int | None = None,
     num_trained: int | None = None,
 ) -> None:
-    """The plan's warnings and notes, the balance of the stages, and what is about to happen: one line, and the sizes
-    below it where they are known.
+    """The plan's warnings and notes, the balance of the stages, and what is about to happen: one
+    line, and the sizes below it where they are known.
 
-    `evaluates` says whether there is evaluation data, which the plan does not know, and `num_params` the size of the
-    model, of which `num_trained` are trained.
+    `evaluates` says whether there is evaluation data, which the plan does not know, and
+    `num_params` the size of the model, of which `num_trained` are trained.
     """
     for finding in plan.findings:
         print_line(f"{finding.severity}: {finding}")
@@ -86,7 +97,8 @@ def print_start(
     found = plan.length.num_train_samples
     if None not in (expected, found) and expected != found:
         print_line(
-            f"note: {found:,} training samples found ({expected:,} expected); steps and schedule follow what was found"
+            f"note: {found:,} training samples found ({expected:,} expected); steps and schedule "
+            "follow what was found"
         )
     if not evaluates:
         for line in _without_evaluation_data(plan):
@@ -108,7 +120,11 @@ def print_start(
 
 def _sizes(plan: Plan, num_params: int, num_trained: int) -> Iterator[tuple[str, str]]:
     config, save = plan.config, plan.config.checkpoint
-    model = next(getattr(config.model, tag) for tag in ("kind", "target", "object") if hasattr(config.model, tag))
+    model = next(
+        getattr(config.model, tag)
+        for tag in ("kind", "target", "object")
+        if hasattr(config.model, tag)
+    )
     if num_trained < num_params:
         trained = f", {num_trained:,} of them trained ({num_trained / num_params:.2%})"
     else:
@@ -116,12 +132,18 @@ def _sizes(plan: Plan, num_params: int, num_trained: int) -> Iterator[tuple[str,
     yield "model", f"{model}, {num_params:,} parameters{trained}"
     compiled = config.training.compile
     if compiled is not None:
-        yield "compiled", f"per {compiled.per} by {compiled.backend}, in the first step and where shapes change"
+        yield (
+            "compiled",
+            f"per {compiled.per} by {compiled.backend}, in the first step and where shapes change",
+        )
     yield "length", str(plan.length)
     with suppress(NotEstimatedError):
         memory = estimate(plan)
         where = "host memory" if plan.cluster.device == "cpu" else "device memory"
-        yield "estimate", f"{_size(memory.total(memory.peak))} of {where} per rank, without activations"
+        yield (
+            "estimate",
+            f"{_size(memory.total(memory.peak))} of {where} per rank, without activations",
+        )
     every = [
         f"every {counted(count, unit)}"
         for count, unit in ((save.every_steps, "step"), (save.every_epochs, "epoch"))
@@ -148,19 +170,22 @@ def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
 
 
 def _without_evaluation_data(plan: Plan) -> Iterator[str]:
-    """List evaluations that are configured and will not happen; evaluating the last step is a default and not
-    listed.
+    """List evaluations that are configured and will not happen; evaluating the last step is a
+    default and not listed.
     """
     evaluation = plan.config.evaluation
     metric = plan.config.checkpoint.keep_best or ""
     for name in ("every_steps", "every_epochs", "every_minutes", "at_start"):
         if getattr(evaluation, name):
             value = getattr(evaluation, name)
-            yield f"note: evaluation.{name} = {value}: there is no evaluation data [no-evaluation-data]"
+            yield (
+                f"note: evaluation.{name} = {value}: there is no evaluation data "
+                "[no-evaluation-data]"
+            )
     if metric.startswith("eval/"):
         yield (
-            f"warning: checkpoint.keep_best = {metric}: there is no evaluation data, so it is never measured, and no "
-            "checkpoint is deleted [no-evaluation-data]"
+            f"warning: checkpoint.keep_best = {metric}: there is no evaluation data, so it is "
+            "never measured, and no checkpoint is deleted [no-evaluation-data]"
         )
 
 
@@ -176,18 +201,24 @@ def write_report(folder: Path) -> Path | None:
 
         if (folder / "metrics.jsonl").stat().st_size > _LARGEST_METRICS:
             print_line(
-                f"note: metrics.jsonl is large; for its page: python -m framework report {shlex.quote(str(folder))}"
+                "note: metrics.jsonl is large; for its page: python -m framework report "
+                f"{shlex.quote(str(folder))}"
             )
             return None
         write_page(folder, folder / REPORT)
     except Exception as error:
-        warn(f"report.html was not written ({in_one_line(error)}); the run is not affected [report-not-written]")
+        warn(
+            f"report.html was not written ({in_one_line(error)}); the run is not affected "
+            "[report-not-written]"
+        )
         return None
     return folder / REPORT
 
 
 def describe_goodput(folder: Path) -> str:
-    """Share of the time of a run, over all of its starts, that trained something; empty where nothing is known."""
+    """Share of the time of a run, over all of its starts, that trained something; empty where
+    nothing is known.
+    """
     with suppress(Exception):  # as with a page: nothing of it may end a run otherwise
         from framework.report.figures import goodput_line
         from framework.report.goodput import goodput
@@ -203,12 +234,19 @@ def describe_goodput(folder: Path) -> str:
 
 
 def print_end(
-    result: RunResult, plan: Plan, *, environment: Mapping[str, str], report: Path | None = None, goodput: str = ""
+    result: RunResult,
+    plan: Plan,
+    *,
+    environment: Mapping[str, str],
+    report: Path | None = None,
+    goodput: str = "",
 ) -> None:
     """The summary: what was reached, how fast, where it is; `report` is the place of its page."""
     print_line()
     if result.step == result.start_step:
-        print_line(f"{plan.config.run.name}: nothing left to do, step {result.step} was reached before")
+        print_line(
+            f"{plan.config.run.name}: nothing left to do, step {result.step} was reached before"
+        )
     else:
         if result.ended_early:
             early = f" of {plan.length.total_steps}: {result.ended_early}"
@@ -216,10 +254,14 @@ def print_end(
             early = ""
         print_line(f"{plan.config.run.name}: finished after {counted(result.step, 'step')}{early}")
     rows = [
-        (f"final {name}", f"{value:.4f}") for name, value in sorted(result.metrics.items()) if name.startswith("eval/")
+        (f"final {name}", f"{value:.4f}")
+        for name, value in sorted(result.metrics.items())
+        if name.startswith("eval/")
     ]
     if result.best is not None:
-        rows.append((f"best {result.best.metric}", f"{result.best.value:.4f} at step {result.best.step}"))
+        rows.append(
+            (f"best {result.best.metric}", f"{result.best.value:.4f} at step {result.best.step}")
+        )
     if "train/loss" in result.metrics:
         rows.append(("final train/loss", f"{result.metrics['train/loss']:.4f}"))
     if result.samples_per_sec:
@@ -235,20 +277,30 @@ def print_end(
     if report is not None:
         rows.append(("report", str(report)))
     if plan.config.monitors.tensorboard:
-        rows.append(("TensorBoard", f"{_tensorboard(environment)} --logdir {shlex.quote(str(result.folder.parent))}"))
+        rows.append(
+            (
+                "TensorBoard",
+                f"{_tensorboard(environment)} --logdir {shlex.quote(str(result.folder.parent))}",
+            )
+        )
     _print_rows(rows)
 
 
 def _bounded_by(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """The parts of the last interval's steps, the largest first: what to look at where a run is too slow."""
+    """The parts of the last interval's steps, the largest first: what to look at where a run is too
+    slow.
+    """
     step = metrics.get("time/step_ms", 0.0)
     parts = {name: metrics[f"time/{name}_ms"] for name in _PARTS if f"time/{name}_ms" in metrics}
     known = sorted(
-        ((value / step, name) for name, value in parts.items() if step and value >= step / 100), reverse=True
+        ((value / step, name) for name, value in parts.items() if step and value >= step / 100),
+        reverse=True,
     )
     if parts and step:
         rest = 1 - sum(parts.values()) / step
-        shares = [f"{name} {share:.0%}" for share, name in known] + ([f"computing {rest:.0%}"] if rest >= 0.01 else [])
+        shares = [f"{name} {share:.0%}" for share, name in known] + (
+            [f"computing {rest:.0%}"] if rest >= 0.01 else []
+        )
         yield "step", f"{step:,.1f} ms: {', '.join(shares)}"
     peak = metrics.get("memory/device_peak_bytes")
     if peak is not None:
@@ -266,11 +318,16 @@ def print_next(plan: Plan, words: Sequence[str], *, environment: Mapping[str, st
     config = plan.config
     plain_fp32 = config.precision.dtype == "fp32" and config.precision.model_fields_set <= {"dtype"}
     name = "second" if config.run.name != "second" else "third"
-    changed = ["precision.dtype=autocast" if plain_fp32 else f"run.seed={config.run.seed + 1}", f"run.name={name}"]
+    changed = [
+        "precision.dtype=autocast" if plain_fp32 else f"run.seed={config.run.seed + 1}",
+        f"run.name={name}",
+    ]
     replaced = {setting.partition("=")[0] for setting in changed} | {
         "checkpoint.resume"
     }  # the new run has nothing to resume
-    words = [word for word in words if not (is_setting(word) and word.partition("=")[0] in replaced)]
+    words = [
+        word for word in words if not (is_setting(word) and word.partition("=")[0] in replaced)
+    ]
     if plan.cluster.num_hosts > 1:  # who starts several hosts, and how, is not known here
         print_line(f"try next: the same command with {' '.join(changed)}")
         return
@@ -296,7 +353,9 @@ def _tensorboard(environment: Mapping[str, str]) -> str:
 
 
 def _program(name: str, environment: Mapping[str, str]) -> str:
-    """A program of this Python's environment: its name where the shell finds that one, else its path."""
+    """A program of this Python's environment: its name where the shell finds that one, else its
+    path.
+    """
     own = Path(sys.executable).with_name(name)
     found = shutil.which(name, path=environment.get(SHELL_PATH, environment.get("PATH", "")))
     if found is not None and Path(found).absolute() == own:
@@ -311,6 +370,6 @@ def describe_stop(result: RunResult, stopped: str, plan: Plan) -> str:
         return f"{stopped}: stopped before the first step: nothing new to save [stopped]"
     saved = result.folder / CHECKPOINTS / tag_of(result.step)
     return (
-        f"{stopped}: stopped after step {result.step} of {plan.length.total_steps}; {saved} is complete; go on with "
-        "checkpoint.resume=auto [stopped]"
+        f"{stopped}: stopped after step {result.step} of {plan.length.total_steps}; {saved} is "
+        "complete; go on with checkpoint.resume=auto [stopped]"
     )

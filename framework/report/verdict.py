@@ -1,8 +1,9 @@
 """Verdict: what bounds a run, in one sentence, with the figure that shows it and what to try next.
 
-A pure function over mean metrics. A share `s` of a step that is spent on something else than the model's own arithmetic
-can make the run at most 1 / (1 - s) times as fast once it is gone; each threshold is the share from which that is worth
-the work its remedy takes. Where several are reached, the one that exceeds its threshold most bounds the run.
+A pure function over mean metrics. A share `s` of a step that is spent on something else than the
+model's own arithmetic can make the run at most 1 / (1 - s) times as fast once it is gone; each
+threshold is the share from which that is worth the work its remedy takes. Where several are
+reached, the one that exceeds its threshold most bounds the run.
 """
 
 from __future__ import annotations
@@ -25,30 +26,46 @@ Kind = Literal[
     "unknown",
 ]
 
-# A loader that keeps up leaves no wait, and more workers cost one line of the config: from 1.11 times on.
+# A loader that keeps up leaves no wait, and more workers cost one line of the config: from 1.11
+# times on.
 DATA_SHARE: Final = 0.10
 # The same for saving: saving less often, or in the background, is a line as well.
 CHECKPOINT_SHARE: Final = 0.10
-# Time in no phase of the step, and copies to the device: the device waits for Python. Up to 1.25 times.
+# Time in no phase of the step, and copies to the device: the device waits for Python. Up to 1.25
+# times.
 HOST_SHARE: Final = 0.20
-# With the optimizer, what a step costs however small its batch is: from here on it exceeds forward and backward.
+# With the optimizer, what a step costs however small its batch is: from here on it exceeds forward
+# and backward.
 FIXED_SHARE: Final = 0.50
-# Below a tenth of the peak, with nothing that it waits for, a device runs kernels that are too small to fill it.
+# Below a tenth of the peak, with nothing that it waits for, a device runs kernels that are too
+# small to fill it.
 IDLE_MFU: Final = 0.10
-# Only what is not hidden behind arithmetic counts. Its remedies change layout or batch, which takes up to 1.33 times.
+# Only what is not hidden behind arithmetic counts. Its remedies change layout or batch, which takes
+# up to 1.33 times.
 COMMUNICATION_SHARE: Final = 0.25
 # Times the median of the other ranks: what they wait for is the one, and not what is sent.
 SLOW_RANK: Final = 1.2
-# (p - 1) / (m + p - 1) of p stages and m micro-batches; a fifth is m = 4 (p - 1), the usual advice for pipelines.
+# (p - 1) / (m + p - 1) of p stages and m micro-batches; a fifth is m = 4 (p - 1), the usual advice
+# for pipelines.
 BUBBLE_SHARE: Final = 0.20
 # The allocator needs the rest: beyond it fragments end a run sooner than arithmetic on paper does.
 MEMORY_SHARE: Final = 0.90
-# From here on a device does what good implementations get out of it, and a full memory is put to good use.
+# From here on a device does what good implementations get out of it, and a full memory is put to
+# good use.
 GOOD_MFU: Final = 0.40
 # Most of a step.
 COMPUTE_SHARE: Final = 0.50
 
-PHASES: Final = ("data", "copy", "forward", "backward", "communication", "optimizer", "bubble", "other")
+PHASES: Final = (
+    "data",
+    "copy",
+    "forward",
+    "backward",
+    "communication",
+    "optimizer",
+    "bubble",
+    "other",
+)
 _OUT_OF_MEMORY: Final = re.compile(r"out[ -]of[ -]memory", re.IGNORECASE)
 
 
@@ -57,7 +74,8 @@ class Verdict:
     """Judgement on a run.
 
     Attributes:
-        kind: what bounds it; ``unknown`` where too little was measured, ``mixed`` where nothing stands out.
+        kind: what bounds it; ``unknown`` where too little was measured, ``mixed`` where nothing
+            stands out.
         sentence: the same in one sentence, with the figure.
         advice: what to try next.
         share: that figure as a fraction of 1; None where there is none.
@@ -81,7 +99,8 @@ def judge(
     """Find what bounds a run.
 
     Args:
-        metrics: mean of every metric over the run without its warm-up; ``time/*_ms`` are parts of ``time/step_ms``.
+        metrics: mean of every metric over the run without its warm-up; ``time/*_ms`` are parts of
+            ``time/step_ms``.
         pipe_size: stages of its pipeline.
         accumulation_steps: micro-batches of a step.
         saving_share: part of the time for steps and saves that saves take.
@@ -89,7 +108,11 @@ def judge(
         ended_with: the error that ended it, if one did.
     """
     if _OUT_OF_MEMORY.search(ended_with):
-        return Verdict("memory-bound", "memory-bound: the run ended because a device ran out of memory", _LESS_MEMORY)
+        return Verdict(
+            "memory-bound",
+            "memory-bound: the run ended because a device ran out of memory",
+            _LESS_MEMORY,
+        )
     step = metrics.get("time/step_ms", math.nan)
     if not (math.isfinite(step) and step > 0):
         advice = "log more often (training.log_every), so that there is an interval to measure"
@@ -103,7 +126,9 @@ def judge(
     reached = [
         (excess, verdict)
         for excess, verdict in (
-            *_causes(shares, step, pipe_size=pipe_size, micro_batches=accumulation_steps, factor=factor),
+            *_causes(
+                shares, step, pipe_size=pipe_size, micro_batches=accumulation_steps, factor=factor
+            ),
             _saving(saving_share),
         )
         if excess >= 1
@@ -120,41 +145,67 @@ def _saving(share: float) -> tuple[float, Verdict]:
 
 
 def _causes(
-    shares: Mapping[str, float], step_ms: float, *, pipe_size: int, micro_batches: int, factor: float
+    shares: Mapping[str, float],
+    step_ms: float,
+    *,
+    pipe_size: int,
+    micro_batches: int,
+    factor: float,
 ) -> Iterator[tuple[float, Verdict]]:
-    """Everything but arithmetic that a step can wait for, with its share in units of its threshold."""
+    """Everything but arithmetic that a step can wait for, with its share in units of its
+    threshold.
+    """
 
-    def cause(kind: Kind, share: float, threshold: float, text: str, advice: str) -> tuple[float, Verdict]:
+    def cause(
+        kind: Kind, share: float, threshold: float, text: str, advice: str
+    ) -> tuple[float, Verdict]:
         return share / threshold, Verdict(kind, f"{kind}: {text}", advice, share)
 
     def part(share: float) -> str:
-        return f"{share:.0%} of a step ({_milliseconds(share * step_ms)} of {_milliseconds(step_ms)})"
+        return (
+            f"{share:.0%} of a step ({_milliseconds(share * step_ms)} of {_milliseconds(step_ms)})"
+        )
 
     data = shares.get("data", 0.0)
-    advice = "raise data.num_workers, do less per sample (prepare or cache it once), or keep the data on a local disk"
-    yield cause("data-bound", data, DATA_SHARE, f"ranks wait for the loader for {part(data)}", advice)
+    advice = (
+        "raise data.num_workers, do less per sample (prepare or cache it once), or keep the "
+        "data on a local disk"
+    )
+    yield cause(
+        "data-bound", data, DATA_SHARE, f"ranks wait for the loader for {part(data)}", advice
+    )
     sent = shares.get("communication", 0.0)
     advice = (
-        "accumulate more micro-batches per step (batch.global_size), lower zero.stage where memory allows it, set "
-        "zero.overlap_comm: true, or keep what talks most on one host"
+        "accumulate more micro-batches per step (batch.global_size), lower zero.stage where "
+        "memory allows it, set zero.overlap_comm: true, or keep what talks most on one host"
     )
     text = f"communication that nothing hides takes {part(sent)}"
     if pipe_size == 1 and factor >= SLOW_RANK:
-        text += f", and the slowest rank works {factor:.2f} times as long as the others, which wait for it"
-        advice = "look for what slows that rank (ranks/slowest): its device, its processor, its disk; then " + advice
+        text += (
+            f", and the slowest rank works {factor:.2f} times as long as the others, which "
+            "wait for it"
+        )
+        advice = (
+            "look for what slows that rank (ranks/slowest): its device, its processor, its disk; "
+            "then " + advice
+        )
     yield cause("communication-bound", sent, COMMUNICATION_SHARE, text, advice)
     bubble = (pipe_size - 1) / (micro_batches + pipe_size - 1)
     wanted = 4 * (pipe_size - 1)
     text = (
-        f"with {pipe_size} stages and {micro_batches} micro-batches per step, stages are idle for {bubble:.0%} of it "
-        "((p - 1) / (m + p - 1))"
+        f"with {pipe_size} stages and {micro_batches} micro-batches per step, stages are idle for "
+        f"{bubble:.0%} of it ((p - 1) / (m + p - 1))"
     )
-    advice = f"raise batch.accumulation_steps to {wanted} or more with a smaller micro_size, or use fewer stages"
+    advice = (
+        f"raise batch.accumulation_steps to {wanted} or more with a smaller micro_size, or "
+        "use fewer stages"
+    )
     yield cause("bubble-bound", bubble, BUBBLE_SHARE, text, advice)
     host = shares.get("other", 0.0) + shares.get("copy", 0.0)
     fixed = host + shares.get("optimizer", 0.0)
     advice = (
-        "raise batch.micro_size or accumulation_steps, compile the model, use a fused optimizer, and log less often"
+        "raise batch.micro_size or accumulation_steps, compile the model, use a fused "
+        "optimizer, and log less often"
     )
     text = f"Python and copies between the phases take {part(host)}"
     yield cause("host-bound", host, HOST_SHARE, text, advice)
@@ -162,21 +213,31 @@ def _causes(
     yield cause("host-bound", fixed, FIXED_SHARE, text, advice)
 
 
-def _of_the_device(shares: Mapping[str, float], metrics: Mapping[str, float], device_bytes: float | None) -> Verdict:
+def _of_the_device(
+    shares: Mapping[str, float], metrics: Mapping[str, float], device_bytes: float | None
+) -> Verdict:
     """Judge a run that waits for nothing: is its memory full, its device busy, or is it unknown?"""
     mfu = metrics.get("throughput/mfu")
     peak = metrics.get("memory/device_peak_bytes")
     full = peak / device_bytes if peak and device_bytes else 0.0
     if full >= MEMORY_SHARE and not (mfu is not None and mfu >= GOOD_MFU):
-        text = f"memory-bound: {full:.0%} of a device's memory is in use at the peak, so no larger micro-batch fits"
+        text = (
+            f"memory-bound: {full:.0%} of a device's memory is in use at the peak, so no "
+            "larger micro-batch fits"
+        )
         return Verdict("memory-bound", text, _LESS_MEMORY, full)
     if mfu is None:
         utilization = ""
     else:
         utilization = f", at {mfu:.0%} of the device's peak (MFU)"
     if mfu is not None and mfu < IDLE_MFU:
-        text = f"host-bound: the device reaches {mfu:.1%} of its peak (MFU) and waits for nothing that was measured"
-        return Verdict("host-bound", text, "raise batch.micro_size, compile the model, or use bf16", mfu)
+        text = (
+            f"host-bound: the device reaches {mfu:.1%} of its peak (MFU) and waits for nothing "
+            "that was measured"
+        )
+        return Verdict(
+            "host-bound", text, "raise batch.micro_size, compile the model, or use bf16", mfu
+        )
     compute = shares.get("forward", 0.0) + shares.get("backward", 0.0)
     if compute >= COMPUTE_SHARE:
         advice = "lower precision (precision.dtype: bf16), compiled kernels, or more devices"
@@ -186,10 +247,14 @@ def _of_the_device(shares: Mapping[str, float], metrics: Mapping[str, float], de
         largest = sorted(shares, key=lambda phase: -shares[phase])[:2]
         parts = " and ".join(f"{phase} {shares[phase]:.0%}" for phase in largest)
         advice = "nothing stands out: look at the split of a step below"
-        return Verdict("mixed", f"mixed: no part of a step bounds the run; its largest are {parts}", advice)
+        return Verdict(
+            "mixed", f"mixed: no part of a step bounds the run; its largest are {parts}", advice
+        )
     if mfu is not None:
         advice = "lower precision (precision.dtype: bf16), compiled kernels, or more devices"
-        return Verdict("compute-bound", f"compute-bound: the run waits for no data{utilization}", advice, mfu)
+        return Verdict(
+            "compute-bound", f"compute-bound: the run waits for no data{utilization}", advice, mfu
+        )
     if "data" in shares:
         waits = f": waiting for data takes {_percent(shares['data'])} of a step, and"
     else:
@@ -198,12 +263,16 @@ def _of_the_device(shares: Mapping[str, float], metrics: Mapping[str, float], de
         text = f"not data-bound{waits} its other parts were not timed"
     else:
         text = "unknown: no part was timed"
-    return Verdict("unknown", text, "train with a release that times the parts of a step (time/forward_ms and others)")
+    return Verdict(
+        "unknown",
+        text,
+        "train with a release that times the parts of a step (time/forward_ms and others)",
+    )
 
 
 _LESS_MEMORY: Final = (
-    "recompute activations (training.recompute_every), raise zero.stage, offload the optimizer, or lower "
-    "batch.micro_size and accumulate more"
+    "recompute activations (training.recompute_every), raise zero.stage, offload the optimizer, "
+    "or lower batch.micro_size and accumulate more"
 )
 
 

@@ -1,4 +1,6 @@
-"""What `export` makes of a checkpoint with adapters: files for peft, or the plain model with the adapters merged."""
+"""What `export` makes of a checkpoint with adapters: files for peft, or the plain model with the
+adapters merged.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from framework.config.run_config import RunConfig
 from framework.config.training import LoRA
 from framework.engine.random_state import seed_everything
 from framework.engine.step_batches import HALF
-from framework.engine.weights import checkpoint_weights, describe_base, find_weights, put_weights, refuse_other_base
+from framework.engine.weights import (
+    checkpoint_weights,
+    describe_base,
+    find_weights,
+    put_weights,
+    refuse_other_base,
+)
 from framework.errors import ConfigError, StorageError
 from framework.models.adapt import as_fp32
 from framework.models.adapters import (
@@ -39,7 +47,8 @@ def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -
     """Write what `peft.PeftModel.from_pretrained` loads onto the same base; returns file -> bytes.
 
     Raises:
-        StorageError: kind ``adapter-untrained``: nothing has come through any adapter; ``adapter-tied``.
+        StorageError: kind ``adapter-untrained``: nothing has come through any adapter;
+            ``adapter-tied``.
     """
     checkpoint = weights.checkpoint
     lora = checkpoint.manifest["config"]["training"]["lora"]
@@ -48,20 +57,32 @@ def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -
     adapted += [name for name in weights if ".lora_embedding_B." in name]
     if weights.ties:
         one, other = next(iter(weights.ties.items()))
-        reason = f"{one} and {other} are one weight, of which peft would make two; export it without --adapter"
+        reason = (
+            f"{one} and {other} are one weight, of which peft would make two; export it "
+            "without --adapter"
+        )
         raise StorageError(f"{checkpoint.path}: {reason} [adapter-tied]")
     if untrained:
-        places = f"{len(untrained)} of {len(adapted)} adapters have a B of zeros and add nothing, {untrained[0]} first"
+        places = (
+            f"{len(untrained)} of {len(adapted)} adapters have a B of zeros and add nothing, "
+            f"{untrained[0]} first"
+        )
         if checkpoint.step and len(untrained) == len(adapted):
             raise StorageError(
-                f"{checkpoint.path}: {places}, after {checkpoint.step} steps: what the model computes does not go "
-                "through these modules; name others [adapter-untrained]"
+                f"{checkpoint.path}: {places}, after {checkpoint.step} steps: what the model "
+                "computes does not go through these modules; name others [adapter-untrained]"
             )
         warn(f"{places} (step {checkpoint.step}) [adapter-untrained]")
     # As peft does, without the buffers of modules that are not trained.
     section = LoRA.model_validate(lora)
-    names = {name: peft_name(name) for name in weights if is_adapter(name) or is_inside_saved(name, section)}
-    found = [entry for entry in entries(weights.stored, dtype=dtype, names=names) if entry.name in names]
+    names = {
+        name: peft_name(name)
+        for name in weights
+        if is_adapter(name) or is_inside_saved(name, section)
+    }
+    found = [
+        entry for entry in entries(weights.stored, dtype=dtype, names=names) if entry.name in names
+    ]
     described: dict[str, Any] = {
         "peft_type": "LORA",
         "base_model_name_or_path": (checkpoint.manifest.get("base") or {}).get("init_weights"),
@@ -77,12 +98,17 @@ def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -
 
 
 def merged_model(
-    weights: MergedWeights, config: RunConfig, build: Callable[[], torch.nn.Module], *, base: str | None = None
+    weights: MergedWeights,
+    config: RunConfig,
+    build: Callable[[], torch.nn.Module],
+    *,
+    base: str | None = None,
 ) -> torch.nn.Module:
-    """What `build` returns, with the adapters of a checkpoint added to its weights, on the CPU in fp32.
+    """What `build` returns, with the adapters of a checkpoint added to its weights, on the CPU in
+    fp32.
 
-    The frozen weights are found as the run found them: read from `base`, left out from the run's own
-    `checkpoint.init_weights`, or drawn under its seed; and rounded as the run rounded them.
+    The frozen weights are found as the run found them: read from `base`, left out from the run's
+    own `checkpoint.init_weights`, or drawn under its seed; and rounded as the run rounded them.
 
     Raises:
         ConfigError: they are not there, or not those that the adapters were trained on.
@@ -94,17 +120,27 @@ def merged_model(
     model = as_fp32(build())
     if source is not None:
         try:
-            found = find_weights(source, allow_unverified=config.checkpoint.allow_unverified, model=config.model)
+            found = find_weights(
+                source, allow_unverified=config.checkpoint.allow_unverified, model=config.model
+            )
         except ConfigError as error:
-            reason = f"{error.problems[0].reason}, and the adapters were trained on the weights there"
+            reason = (
+                f"{error.problems[0].reason}, and the adapters were trained on the weights there"
+            )
             raise ConfigError.of(
                 "weights-not-found", reason, "give --base PATH: where they are", "--base", source
             ) from error
-        put_weights(model, checkpoint_weights(found) if isinstance(found, SavedCheckpoint) else found, source=source)
+        put_weights(
+            model,
+            checkpoint_weights(found) if isinstance(found, SavedCheckpoint) else found,
+            source=source,
+        )
     model = add_adapters(model, lora, seed=config.run.seed)
     half = HALF.get(config.precision.dtype)
     for parameter in model.parameters() if half is not None else ():
-        parameter.data = parameter.data.to(half if parameter.is_floating_point() else parameter.dtype)
+        parameter.data = parameter.data.to(
+            half if parameter.is_floating_point() else parameter.dtype
+        )
     refuse_other_base(weights.checkpoint, describe_base(model, source))
     put_trained(as_fp32(model), weights)
     return merge_adapters(model)

@@ -1,4 +1,6 @@
-"""From a prepared run to its engine and its trainer, with all that these are given, on this rank."""
+"""From a prepared run to its engine and its trainer, with all that these are given, on this
+rank.
+"""
 
 from __future__ import annotations
 
@@ -64,13 +66,15 @@ from framework.train.monitors.tensorboard_events import TensorBoardEvents
 from framework.train.run_folder import RunFolder
 from framework.train.trainer import Every, Schedule
 
-# Logged losses in a row that may be infinite in fp16, whose step is skipped: the dynamic loss scale has found its level
-# long before.
+# Logged losses in a row that may be infinite in fp16, whose step is skipped: the dynamic loss scale
+# has found its level long before.
 _IN_FP16: Final = 4
 
 
 def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
-    """Build the model with its optimizer, whole or as this rank's stage of a pipeline. Collective."""
+    """Build the model with its optimizer, whole or as this rank's stage of a pipeline.
+    Collective.
+    """
     plan = prepared.plan
     parts = prepared.parts
     random_state.seed_everything(plan.config.run.seed)  # the same weights on every rank
@@ -134,8 +138,12 @@ def _assemble_stage(prepared: Prepared, cut: CutModel, *, varying_shapes: bool) 
     return stage
 
 
-def _whole_model(prepared: Prepared, groups: RankGroups | None, *, varying_shapes: bool) -> torch.nn.Module:
-    """Build this rank's model, its share of one in a tensor group, partitioned at stage 3. Collective."""
+def _whole_model(
+    prepared: Prepared, groups: RankGroups | None, *, varying_shapes: bool
+) -> torch.nn.Module:
+    """Build this rank's model, its share of one in a tensor group, partitioned at stage 3.
+    Collective.
+    """
     plan = prepared.plan
     parts = prepared.parts
     weights = prepared.weights
@@ -151,7 +159,9 @@ def _whole_model(prepared: Prepared, groups: RankGroups | None, *, varying_shape
         if divides:
             model = build()
         else:
-            model = build_model(build, ds_config=prepared.ds_config, draws_in_pieces=is_ours, groups=groups)
+            model = build_model(
+                build, ds_config=prepared.ds_config, draws_in_pieces=is_ours, groups=groups
+            )
     if config.precision.dtype not in HALF:  # below stage 3 DeepSpeed would train what it gets
         as_fp32(model)
     model = prepare_model(model, config.training)
@@ -170,7 +180,9 @@ def _whole_model(prepared: Prepared, groups: RankGroups | None, *, varying_shape
 
 @torch.no_grad()
 def _refuse_mixing(engine: PlainEngine, task: Task) -> None:
-    """Refuse a model in which one of the texts that are packed in a row changes what comes of the next. Collective."""
+    """Refuse a model in which one of the texts that are packed in a row changes what comes of the
+    next. Collective.
+    """
     module = engine.engine.module
     places = torch.arange(4, device=device()).repeat(1, 2)
     own = getattr(module, "config", task)
@@ -181,20 +193,26 @@ def _refuse_mixing(engine: PlainEngine, task: Task) -> None:
     try:
         with engine.modes.evaluating():
             for first in (0, 8):
-                ids = torch.cat([torch.arange(first, first + 4), torch.arange(4, 8)])[None].to(places.device)
+                ids = torch.cat([torch.arange(first, first + 4), torch.arange(4, 8)])[None].to(
+                    places.device
+                )
                 outputs = task.forward(engine.engine, {"input_ids": ids, "position_ids": places})
                 found.append(logits_of(outputs)[:, 4:].float())
     except TypeError as error:
         reason = f"the model does not take the places of tokens ({in_one_line(error)})"
     # Experts compute the same tokens in other groups, and round otherwise.
     if len(found) < 2 or (found[0] - found[1]).abs().max() > 0.01 * found[0].abs().max():
-        raise ConfigError.of("packing-not-separated", reason, "set data.packing: false", "data.packing", True)
+        raise ConfigError.of(
+            "packing-not-separated", reason, "set data.packing: false", "data.packing", True
+        )
 
 
 def watch_samples(
     engine: Engine, plan: Plan, monitors: Sequence[Monitor], folder: RunFolder
 ) -> tuple[Every, Callable[[int], object]] | None:
-    """Let TensorBoard see samples of evaluations, and return when and how it looks at the weights."""
+    """Let TensorBoard see samples of evaluations, and return when and how it looks at the
+    weights.
+    """
     asked = plan.config.monitors.tensorboard
     board = next((each for each in monitors if each.name == "tensorboard"), None)
     if asked is None:
@@ -231,8 +249,12 @@ def make_callbacks(engine: Engine, prepared: Prepared) -> Callbacks:
     )
 
 
-def make_profiler(engine: Engine, plan: Plan, folder: RunFolder, *, start_step: int) -> Profiler | None:
-    """Build what profiles the steps that the config names; None where all of them were taken before."""
+def make_profiler(
+    engine: Engine, plan: Plan, folder: RunFolder, *, start_step: int
+) -> Profiler | None:
+    """Build what profiles the steps that the config names; None where all of them were taken
+    before.
+    """
     asked = plan.config.profile
     if asked is None or start_step >= asked.last:
         return None
@@ -248,19 +270,27 @@ def show_weights(engine: Engine, plan: Plan, board: Monitor | None, step: int) -
 
 
 def make_schedule(
-    plan: Plan, *, tokens_per_sample: int | None = None, per_step: Mapping[str, float] = MappingProxyType({})
+    plan: Plan,
+    *,
+    tokens_per_sample: int | None = None,
+    per_step: Mapping[str, float] = MappingProxyType({}),
 ) -> Schedule:
-    """Build the schedule of what is due after which step; `tokens_per_sample` where the training data is text,
-    `per_step` as the schedule has it.
+    """Build the schedule of what is due after which step; `tokens_per_sample` where the training
+    data is text, `per_step` as the schedule has it.
     """
     config, precision = plan.config, plan.config.precision
     steps_per_epoch = plan.length.epoch
     total_steps = plan.length.total_steps or 0
     assert total_steps, "prepare() plans with the real size of the data"
-    in_fp16 = isinstance(precision, FP16) or (isinstance(precision, Autocast) and precision.compute_dtype == "fp16")
+    in_fp16 = isinstance(precision, FP16) or (
+        isinstance(precision, Autocast) and precision.compute_dtype == "fp16"
+    )
 
     def often(section: Evaluation | Checkpoint, *further: str) -> Every:
-        asked = {name: getattr(section, name) for name in ("every_steps", "every_epochs", "at_end", *further)}
+        asked = {
+            name: getattr(section, name)
+            for name in ("every_steps", "every_epochs", "at_end", *further)
+        }
         return Every.of(**asked, steps_per_epoch=steps_per_epoch)
 
     return Schedule(
@@ -284,8 +314,8 @@ def make_checkpointer(
     description: Mapping[str, Any],
     further: Callable[[int], Mapping[str, Any]],
 ) -> Checkpointer:
-    """Build the checkpointer that saves this run in `folder`, at once or in the background; to be closed. `further`
-    adds to the state of every save.
+    """Build the checkpointer that saves this run in `folder`, at once or in the background; to be
+    closed. `further` adds to the state of every save.
 
     Raises:
         StorageError: the process that would write in the background does not start.
@@ -306,23 +336,25 @@ def make_checkpointer(
     options: dict[str, Any] = {
         "retention": Retention(asked.keep_last, asked.keep_every, asked.keep_best, asked.best_is),
         "is_main": rank() == 0,
-        # In the background ranks meet every few seconds, however long a disk takes: there a long silence means a lost
-        # peer.
+        # In the background ranks meet every few seconds, however long a disk takes: there a long
+        # silence means a lost peer.
         "gather": gather if in_background else gather_from_disks,
         "position": position,
         "last_step": plan.length.total_steps,
         "description": description,
     }
     if in_background:
-        return AsyncCheckpointer(engine, folder, rank=rank(), world_size=plan.layout.world_size, **options)
+        return AsyncCheckpointer(
+            engine, folder, rank=rank(), world_size=plan.layout.world_size, **options
+        )
     return Checkpointer(engine, folder, **options)
 
 
 def make_monitors(
     config: RunConfig, folder: Path, *, total_steps: int, from_step: int, held: Behind | None = None
 ) -> list[Monitor]:
-    """The files of metrics, written behind the look at whether the folder is `held`, the console, and what talks to
-    servers. But for ``metrics.jsonl``, one that cannot be made costs a warning.
+    """The files of metrics, written behind the look at whether the folder is `held`, the console,
+    and what talks to servers. But for ``metrics.jsonl``, one that cannot be made costs a warning.
     """
     asked = config.monitors
     run = Described(folder, config.run.name, config.to_dict(), from_step)
@@ -331,11 +363,19 @@ def make_monitors(
         files += made("metrics.csv", lambda: CsvFile(folder / "metrics.csv", from_step=from_step))
     if asked.tensorboard:
         files += made(
-            "tensorboard", lambda: TensorBoardEvents(folder / "tensorboard", from_step=from_step, config=run.config)
+            "tensorboard",
+            lambda: TensorBoardEvents(
+                folder / "tensorboard", from_step=from_step, config=run.config
+            ),
         )
     console = make_console(asked.progress, total_steps=total_steps, from_step=from_step)
-    services = {name: section.model_dump() for name, section in asked.sinks().items() if name in SERVICES}
-    own = [(one.target, partial(load_target(one.target, key="monitors.others"), **one.args)) for one in asked.others]
+    services = {
+        name: section.model_dump() for name, section in asked.sinks().items() if name in SERVICES
+    }
+    own = [
+        (one.target, partial(load_target(one.target, key="monitors.others"), **one.args))
+        for one in asked.others
+    ]
     return [
         *(Behind(file, after=held) for file in files),
         *([console] if console is not None else []),
@@ -359,7 +399,8 @@ def make_eval_loaders(plan: Plan, splits: Splits, *, rank: int) -> dict[str, Exp
         pin_memory=plan.cluster.device != "cpu",
     )
     return {
-        name: ExplainedData(make(dataset), claims=claims_error_report) for name, dataset in splits.evaluations.items()
+        name: ExplainedData(make(dataset), claims=claims_error_report)
+        for name, dataset in splits.evaluations.items()
     }
 
 

@@ -1,8 +1,9 @@
-"""The user's own code: objects that a program hands over, with the config that describes them, and targets that a
-config names as ``package.module:name`` with keyword arguments.
+"""The user's own code: objects that a program hands over, with the config that describes them, and
+targets that a config names as ``package.module:name`` with keyword arguments.
 
-A section of the config whose object is handed over may hold the other keys that it takes: ``data: {num_workers: 2}``.
-Whatever goes wrong in the user's module becomes one problem that names the key, the reason and the line of code.
+A section of the config whose object is handed over may hold the other keys that it takes: ``data:
+{num_workers: 2}``. Whatever goes wrong in the user's module becomes one problem that names the key,
+the reason and the line of code.
 """
 
 from __future__ import annotations
@@ -48,14 +49,16 @@ class Objects:
     """Objects handed over from Python; None: the config names the part.
 
     Attributes:
-        model: a module or a list of layers, or a callable that builds one (at ZeRO stage 3 it is then built already
-            spread).
-        train_data, eval_data: datasets, map-style or streams, of evaluation also several by name; `train_data` may be
-            the pair.
+        model: a module or a list of layers, or a callable that builds one (at ZeRO stage 3 it is
+            then built already spread).
+        train_data, eval_data: datasets, map-style or streams, of evaluation also several by name;
+            `train_data` may be the pair.
         task: a Task, or a callable ``loss(outputs, targets)``.
-        optimizer: a callable that takes parameters and returns an optimizer, for example ``partial(SGD, lr=0.1)``.
+        optimizer: a callable that takes parameters and returns an optimizer, for example
+            ``partial(SGD, lr=0.1)``.
         callbacks: objects that are called at the events of the run, after those of the config.
-        scheduler: a callable that takes the optimizer and returns a schedule with the interface of torch's LRScheduler.
+        scheduler: a callable that takes the optimizer and returns a schedule with the interface of
+            torch's LRScheduler.
     """
 
     model: ModelSource | None = None
@@ -89,10 +92,13 @@ def config_with_objects(values: RunConfig | Mapping[str, Any], objects: Objects)
         ConfigError: with every problem found.
         UsageError: it is no config at all.
     """
-    # The default model reads images of the default data: data of one's own is hardly ever meant for it.
+    # The default model reads images of the default data: data of one's own is hardly ever meant for
+    # it.
     if objects.train_data is not None and objects.model is None and not _names_model(values):
         fix = "hand over model=..., or name one in the config's model section"
-        raise ConfigError.of("model-not-given", "train_data was handed over, and no model", fix, "model")
+        raise ConfigError.of(
+            "model-not-given", "train_data was handed over, and no model", fix, "model"
+        )
     if isinstance(values, Mapping):
         values = _with_sections(plain_values(values), objects)
     config = config_from_values(values)
@@ -115,7 +121,9 @@ def _names_model(values: RunConfig | Mapping[str, Any]) -> bool:
 def describe_objects(config: RunConfig, objects: Objects) -> RunConfig:
     """The config with the sections of handed-over objects saying so."""
     found = _sections(objects)
-    changes: dict[str, Any] = {name: Object(**found[name]) for name in ("model", "task", "scheduler") if name in found}
+    changes: dict[str, Any] = {
+        name: Object(**found[name]) for name in ("model", "task", "scheduler") if name in found
+    }
     splits = objects.splits
     if splits is not None:
         known = config.data.model_dump(include={*DataObject.model_fields} - {"object"})
@@ -130,7 +138,9 @@ def describe_objects(config: RunConfig, objects: Objects) -> RunConfig:
         is_open = batch.micro_size is None and "batch.micro_size" not in config.auto
         if is_open and None in (batch.global_size, batch.accumulation_steps):
             changes["batch"] = batch.model_copy(update={"micro_size": size})
-        changes["evaluation"] = measured.model_copy(update={"batch_size": measured.batch_size or eval_size})
+        changes["evaluation"] = measured.model_copy(
+            update={"batch_size": measured.batch_size or eval_size}
+        )
     if "optimizer" in found:
         if isinstance(config.optimizer, OptimizerObject):
             stated = config.optimizer.lr
@@ -141,7 +151,9 @@ def describe_objects(config: RunConfig, objects: Objects) -> RunConfig:
 
 
 def type_name(value: Any) -> str:
-    """Of a class or function its own name, of anything else that of its type, as ``module.name``."""
+    """Of a class or function its own name, of anything else that of its type, as
+    ``module.name``.
+    """
     if inspect.isroutine(value) or inspect.isclass(value):
         kind = value
     else:
@@ -150,7 +162,9 @@ def type_name(value: Any) -> str:
 
 
 def _with_sections(values: dict[str, Any], objects: Objects) -> dict[str, Any]:
-    """The values with what the objects say; in a section that names something else the object takes its place later."""
+    """The values with what the objects say; in a section that names something else the object takes
+    its place later.
+    """
     for name, found in _sections(objects).items():
         section = values.get(name, {})
         if not isinstance(section, Mapping) or any(tag in section for tag in _TAGS):
@@ -177,28 +191,52 @@ def _sections(objects: Objects) -> dict[str, dict[str, Any]]:
     if objects.task is not None:
         found["task"] = {"object": type_name(objects.task)}
     if objects.scheduler is not None:
-        found["scheduler"] = {"object": type_name(getattr(objects.scheduler, "func", objects.scheduler))}
+        found["scheduler"] = {
+            "object": type_name(getattr(objects.scheduler, "func", objects.scheduler))
+        }
     if objects.optimizer is not None:
         # Of a `functools.partial` as much as JSON has: a run that goes on must have the same.
         if isinstance(objects.optimizer, partial):
             keywords = objects.optimizer.keywords
         else:
             keywords = {}
-        args = {name: plain_values(value) for name, value in keywords.items() if name != "lr" and is_plain(value)}
+        args = {
+            name: plain_values(value)
+            for name, value in keywords.items()
+            if name != "lr" and is_plain(value)
+        }
         found["optimizer"] = {"object": type_name(objects.optimizer), "args": args}
-        lr = keywords.get("lr")  # one that is no plain number (a tensor) is the optimizer's business
-        if isinstance(lr, (int, float)) and not isinstance(lr, bool) and math.isfinite(lr) and lr >= 0:
+        # one that is no plain number (a tensor) is the optimizer's business
+        lr = keywords.get("lr")
+        if (
+            isinstance(lr, (int, float))
+            and not isinstance(lr, bool)
+            and math.isfinite(lr)
+            and lr >= 0
+        ):
             found["optimizer"]["lr"] = float(lr)
     return found
 
 
 # Arguments of `fit` that there are not: where what they mean is written instead.
-_KNOWN: Final = ("config", "model", "train_data", "eval_data", "task", "optimizer", "scheduler", "callbacks")
-_MEANT: Final[Mapping[str, str]] = json.loads(Path(__file__).with_name("arguments.json").read_text(encoding="utf-8"))
+_KNOWN: Final = (
+    "config",
+    "model",
+    "train_data",
+    "eval_data",
+    "task",
+    "optimizer",
+    "scheduler",
+    "callbacks",
+)
+_MEANT: Final[Mapping[str, str]] = json.loads(
+    Path(__file__).with_name("arguments.json").read_text(encoding="utf-8")
+)
 
 
 def refuse_unknown_arguments(names: Iterable[str], *, further: Sequence[Any] = ()) -> None:
-    """Refuse arguments that `fit` does not take, and those after the config that do not say what they are.
+    """Refuse arguments that `fit` does not take, and those after the config that do not say what
+    they are.
 
     Raises:
         ConfigError: kind ``unknown-argument``, for each.
@@ -208,7 +246,10 @@ def refuse_unknown_arguments(names: Iterable[str], *, further: Sequence[Any] = (
         reason = "only the config is taken by its place, as the first argument"
         fix = f"write fit(config, {'=..., '.join(_KNOWN[1:])}=...)"
         raise ConfigError.of("unknown-argument", reason, fix, "fit", given)
-    problems = [Problem("unknown-argument", "fit() takes no such argument", _fix(name), name) for name in names]
+    problems = [
+        Problem("unknown-argument", "fit() takes no such argument", _fix(name), name)
+        for name in names
+    ]
     if problems:
         raise ConfigError(problems)
 
@@ -242,18 +283,25 @@ def load_target(path: str, *, key: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` exits, perhaps with code 0
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a script without `if __name__ == "__main__"` exits, perhaps with code 0
         if isinstance(error, ModuleNotFoundError):
             missing = error.name
         else:
             missing = None
         if not missing:
-            raise refuse("target-import-failed", f"importing it failed: {summary(error)}", "mend the module") from error
+            raise refuse(
+                "target-import-failed", f"importing it failed: {summary(error)}", "mend the module"
+            ) from error
         if module_name == missing or module_name.startswith(f"{missing}."):
             fix = f"check the spelling, or start where {module_name.split('.')[0]} can be imported"
             raise refuse("target-not-found", f"there is no module {missing}", fix) from error
         fix = f"install {missing}, or check its spelling"
-        raise refuse("target-import-failed", f"importing it needs {missing}{_place(error)}", fix) from error
+        raise refuse(
+            "target-import-failed", f"importing it needs {missing}{_place(error)}", fix
+        ) from error
     walked = module_name
     for part in name.split("."):
         try:
@@ -304,21 +352,30 @@ def takes(function: Any, kwargs: Mapping[str, Any], *, positional: int = 0) -> b
     return True
 
 
-def check_arguments(function: Any, kwargs: Mapping[str, Any], *, key: str, positional: int = 0) -> None:
-    """Refuse something that cannot be called with these keyword arguments (after `positional` others)."""
+def check_arguments(
+    function: Any, kwargs: Mapping[str, Any], *, key: str, positional: int = 0
+) -> None:
+    """Refuse something that cannot be called with these keyword arguments (after `positional`
+    others).
+    """
     if not callable(function):
         value = f"a {type(function).__name__}"
         fix = "name a class or a function"
-        raise ConfigError.of("target-not-callable", "it cannot be called", fix, f"{key}.target", value)
+        raise ConfigError.of(
+            "target-not-callable", "it cannot be called", fix, f"{key}.target", value
+        )
     try:
-        # A decorator may supply arguments that the function beneath it asks for: what is called counts.
+        # A decorator may supply arguments that the function beneath it asks for: what is called
+        # counts.
         signature = inspect.signature(function, follow_wrapped=False)
     except (ValueError, TypeError):  # some builtins have none
         return
     try:
         signature.bind(*[None] * positional, **kwargs)
     except TypeError as error:
-        raise ConfigError.of("target-args", str(error), f"it takes {signature}", f"{key}.args", dict(kwargs)) from error
+        raise ConfigError.of(
+            "target-args", str(error), f"it takes {signature}", f"{key}.args", dict(kwargs)
+        ) from error
 
 
 def check_handed_over(function: Any, *, key: str, call: str, fix: str, num_values: int = 0) -> None:
@@ -350,10 +407,16 @@ def summary(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Format the place where an error was raised, as `` (file:line)``; frames of the import machinery are left out."""
+    """Format the place where an error was raised, as `` (file:line)``; frames of the import
+    machinery are left out.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen ")]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<frozen ")
+    ]
     own = [frame for frame in frames if frame.filename not in (__file__, importlib.__file__)]
     if own:
         return f" ({own[-1].filename}:{own[-1].lineno})"

@@ -24,8 +24,20 @@ from framework.plan.balance import StageTable
 from framework.plan.plan_against_run import PlanAgainstRun
 from framework.plan.time import flops_per_step
 from framework.plan.work import work_of
-from framework.report.summary import RunResult, describe_goodput, print_end, print_start, write_report
-from framework.setup.assemble import make_eval_loaders, make_monitors, make_profiler, make_schedule, watch_samples
+from framework.report.summary import (
+    RunResult,
+    describe_goodput,
+    print_end,
+    print_start,
+    write_report,
+)
+from framework.setup.assemble import (
+    make_eval_loaders,
+    make_monitors,
+    make_profiler,
+    make_schedule,
+    watch_samples,
+)
 from framework.setup.parts import make_train_loader
 from framework.setup.prepared import Prepared, order_of
 from framework.setup.start_point import on_rank0
@@ -44,8 +56,8 @@ from framework.train.trainer import Minutes, Outcome, Trainer
 
 @dataclass
 class OpenRun:
-    """A run between its start and its end: what a loop works with, as `start` has it, and the `outcome` to fill.
-    `began` is when this process did, by the monotonic clock.
+    """A run between its start and its end: what a loop works with, as `start` has it, and the
+    `outcome` to fill. `began` is when this process did, by the monotonic clock.
     """
 
     prepared: Prepared
@@ -71,7 +83,9 @@ class OpenRun:
     @property
     def result(self) -> RunResult:
         """What its loop has left in `outcome`."""
-        return RunResult.of(self.outcome, folder=self.folder.path, start_step=self.start_step, best=self.best.found)
+        return RunResult.of(
+            self.outcome, folder=self.folder.path, start_step=self.start_step, best=self.best.found
+        )
 
     def print_start(self) -> None:
         """Print what is about to happen; on rank 0."""
@@ -103,7 +117,9 @@ class OpenRun:
             print_line(f"goodput {goodput}")
 
     def open_monitors(self) -> tuple[list[Monitor], Events | None, tuple[int, Mapping[str, float]]]:
-        """Open monitors, on rank 0 events, and count earlier starts and peaks of the devices. Collective."""
+        """Open monitors, on rank 0 events, and count earlier starts and peaks of the devices.
+        Collective.
+        """
         plan = self.prepared.plan
         folder = self.folder
         start_step = self.start_step
@@ -117,7 +133,13 @@ class OpenRun:
             since = time.monotonic() - self.began
             events.append(Events(folder.events, from_step=start_step, seconds=since))
             monitors.extend(
-                make_monitors(plan.config, folder.path, total_steps=total_steps, from_step=start_step, held=held)
+                make_monitors(
+                    plan.config,
+                    folder.path,
+                    total_steps=total_steps,
+                    from_step=start_step,
+                    held=held,
+                )
             )
             monitors.append(Behind(PlanAgainstRun(plan, folder.path), after=held))
             monitors.append(events[0])
@@ -137,7 +159,14 @@ class OpenRun:
         else:
             at_once = 1
         return ExplainedData(
-            make_train_loader(plan, parts.splits, rank=rank(), order=order, places=self.places, read_at_once=at_once),
+            make_train_loader(
+                plan,
+                parts.splits,
+                rank=rank(),
+                order=order,
+                places=self.places,
+                read_at_once=at_once,
+            ),
             claims=claims_error_report,
         )
 
@@ -163,7 +192,9 @@ def build_trainer(run: OpenRun) -> Trainer:
     watch = engine.bad_steps
     policy = None
     if asked is not None and watch is not None:
-        policy = BadStepPolicy(asked.policy, asked.max_roll_backs, watch, run.left_out, engine.pass_over)
+        policy = BadStepPolicy(
+            asked.policy, asked.max_roll_backs, watch, run.left_out, engine.pass_over
+        )
     tokens_per_sample = getattr(splits.train, "tokens_per_sample", None)
     return Trainer(
         engine,
@@ -191,8 +222,8 @@ def _was_evaluated(checkpoint: SavedCheckpoint) -> bool:
 
 
 def count_parameters(engine: Engine, stages: StageTable | None) -> tuple[int, int]:
-    """Count the parameters of the whole model, and those that are trained: of all stages, and of all shares that ranks
-    have of weights.
+    """Count the parameters of the whole model, and those that are trained: of all stages, and of
+    all shares that ranks have of weights.
     """
     if stages is not None:
         count = sum(stage.num_params for stage in stages.stages())
@@ -200,5 +231,7 @@ def count_parameters(engine: Engine, stages: StageTable | None) -> tuple[int, in
     module = engine.engine.module  # type: ignore[attr-defined]
     sizes = {weight: whole_shape(weight).numel() for weight in module.parameters()}
     mixtures = (one for one in module.modules() if isinstance(one, Mixture))
-    sizes |= {weight: one.size * sizes[weight] for one in mixtures for weight in one.experts.parameters()}
+    sizes |= {
+        weight: one.size * sizes[weight] for one in mixtures for weight in one.experts.parameters()
+    }
     return sum(sizes.values()), sum(size for weight, size in sizes.items() if weight.requires_grad)

@@ -1,12 +1,14 @@
 """A trial of the user's optimizer on a small loss: whether ZeRO or a tensor group may step it.
 
-At stages 1 to 3 DeepSpeed joins the weights of a group end to end and gives every rank a share of that vector. What
-works on one number at a time takes the same step there. What looks at rows and columns (Muon, Shampoo), at the norm of
-a weight (LAMB), or at sums over all weights (Prodigy) silently takes another one.
+At stages 1 to 3 DeepSpeed joins the weights of a group end to end and gives every rank a share of
+that vector. What works on one number at a time takes the same step there. What looks at rows and
+columns (Muon, Shampoo), at the norm of a weight (LAMB), or at sums over all weights (Prodigy)
+silently takes another one.
 
-The optimizer is made and given its shares as DeepSpeed does it, and stepped beside one over the whole weights. Both get
-the gradients of a real loss at the whole ones: they turn with the weights, as those of a training do, so that
-thresholds, warm-ups and estimates of a step size are reached; and last bits do not grow, as nothing feeds them back.
+The optimizer is made and given its shares as DeepSpeed does it, and stepped beside one over the
+whole weights. Both get the gradients of a real loss at the whole ones: they turn with the weights,
+as those of a training do, so that thresholds, warm-ups and estimates of a step size are reached;
+and last bits do not grow, as nothing feeds them back.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ from framework.system.log import warn
 _NUM_SHARES: Final = 2
 _FIRST_SHARE: Final = 0.4  # of the numbers of a group: ends within a weight
 _TOLERANCE: Final = {torch.float64: 1e-5, torch.float32: 1e-3}
-"""Difference that is allowed, of the largest change: kernels for vectors and matrices differ in the last bits."""
+"""Difference that is allowed, of the largest change: kernels for vectors and matrices differ in the
+last bits.
+"""
 _ROUNDINGS: Final = 64
 _RATE_IF_NONE: Final = 1e-2  # where a schedule gives the rate, and the optimizer is made with none
 
@@ -72,9 +76,9 @@ class _Trial:
     def gradients(self, weights: Sequence[Tensor], step: int) -> list[Tensor]:
         """Compute the gradients on the batch of a step.
 
-        The loss hardly changes with the length of the first weight's rows, as under a norm: some optimizers take from
-        a step what is along the weight, where that is little. Now and then it is many times as steep, or nearly flat,
-        as losses are for a while.
+        The loss hardly changes with the length of the first weight's rows, as under a norm: some
+        optimizers take from a step what is along the weight, where that is little. Now and then it
+        is many times as steep, or nearly flat, as losses are for a while.
         """
         inputs, wanted = self.batches[step % len(self.batches)]
         with torch.enable_grad():
@@ -84,13 +88,15 @@ class _Trial:
             hidden = torch.tanh(inputs @ first.T + bias)
             filtered = torch.tanh(hidden @ filters.flatten(1).T)
             errors = filtered @ head.T - wanted
-            loss = torch.sqrt(1 + errors**2).mean()  # no steeper further out: large rates do not end it
+            # no steeper further out: large rates do not end it
+            loss = torch.sqrt(1 + errors**2).mean()
             return list(torch.autograd.grad(_slope(step) * loss, leaves))
 
 
 _TRIALS: Final = (
     _Trial(num_inputs=6, num_hidden=8, num_steps=120),
-    _Trial(num_inputs=130, num_hidden=132, num_steps=6),  # some factor or quantize large weights only
+    # some factor or quantize large weights only
+    _Trial(num_inputs=130, num_hidden=132, num_steps=6),
 )
 
 
@@ -100,34 +106,42 @@ def _slope(step: int) -> float:
     return 30.0 if step % 17 == 16 else 1.0
 
 
-def check_optimizer(make: MakeOptimizer, *, stage: int, key: str, value: str, tensor: int = 1) -> None:
-    """Refuse an optimizer that cannot be stepped by DeepSpeed, or not at this ZeRO stage or in a tensor group of this
-    size: it is stepped on small weights.
+def check_optimizer(
+    make: MakeOptimizer, *, stage: int, key: str, value: str, tensor: int = 1
+) -> None:
+    """Refuse an optimizer that cannot be stepped by DeepSpeed, or not at this ZeRO stage or in a
+    tensor group of this size: it is stepped on small weights.
 
-    Random numbers for each number of a weight are drawn alike on all sides, so that the rest of a step is compared.
-    Where no copy of the optimizer can be made or stepped here, as it wants a GPU or the model's own weights, it is not
-    judged; a warning mentions it.
+    Random numbers for each number of a weight are drawn alike on all sides, so that the rest of a
+    step is compared. Where no copy of the optimizer can be made or stepped here, as it wants a GPU
+    or the model's own weights, it is not judged; a warning mentions it.
 
     Raises:
-        ConfigError: kind ``optimizer-needs-closure``, ``optimizer-needs-modes`` or ``optimizer-sees-shape``, or what
-            `make` refuses itself.
+        ConfigError: kind ``optimizer-needs-closure``, ``optimizer-needs-modes`` or
+            ``optimizer-sees-shape``, or what `make` refuses itself.
     """
     with _undisturbed():
         try:
             reason = _disagreement(make, stage, tensor, key=key, value=value)
-            is_from_stage_3 = stage == 3 and reason and not _disagreement(make, 2, tensor, key=key, value=value)
+            is_from_stage_3 = (
+                stage == 3 and reason and not _disagreement(make, 2, tensor, key=key, value=value)
+            )
         except NotJudgedError as error:
             if stage or tensor > 1:
                 warn(
-                    f"{key} = {value}: it could not be tried on small weights ({error}); shares of weights are stepped "
-                    "rightly only by what works number by number [optimizer-not-tried]",
+                    f"{key} = {value}: it could not be tried on small weights ({error}); shares "
+                    "of weights are stepped rightly only by what works number by number "
+                    "[optimizer-not-tried]",
                     is_of_all_ranks=True,
                 )
             return
     if not reason:
         return
     if is_from_stage_3:
-        reason += ", at zero.stage 3, where it is made from flat, empty tensors and stepped once for each of its groups"
+        reason += (
+            ", at zero.stage 3, where it is made from flat, empty tensors and stepped once "
+            "for each of its groups"
+        )
         fix = f"set zero.stage: 2, or {_BY_NUMBER}"
         raise ConfigError.of("optimizer-sees-shape", reason, fix, key, value)
     if stage:
@@ -135,7 +149,9 @@ def check_optimizer(make: MakeOptimizer, *, stage: int, key: str, value: str, te
     if tensor > 1:
         reason += f", and of parallel.tensor: {tensor} each rank has a part of it"
     instead = "parallel.tensor: 1" if tensor > 1 else "zero.stage: 0"
-    raise ConfigError.of("optimizer-sees-shape", reason, f"set {instead}, or {_BY_NUMBER}", key, value)
+    raise ConfigError.of(
+        "optimizer-sees-shape", reason, f"set {instead}, or {_BY_NUMBER}", key, value
+    )
 
 
 def _disagreement(make: MakeOptimizer, stage: int, tensor: int, *, key: str, value: str) -> str:
@@ -168,7 +184,9 @@ def _of_first_possible(
     raise first_error
 
 
-def _compared(make: MakeOptimizer, trial: _Trial, stage: int, is_divided: bool, *, key: str, value: str) -> str:
+def _compared(
+    make: MakeOptimizer, trial: _Trial, stage: int, is_divided: bool, *, key: str, value: str
+) -> str:
     start = trial.trained
     whole = _Whole(make, start, key=key, value=value)
     if not is_divided:
@@ -176,7 +194,10 @@ def _compared(make: MakeOptimizer, trial: _Trial, stage: int, is_divided: bool, 
             whole.step(trial.gradients(whole.weights, step), step)
         return ""
     try:
-        shares = [_Share(make, start, number, stage, key=key, value=value) for number in range(_NUM_SHARES)]
+        shares = [
+            _Share(make, start, number, stage, key=key, value=value)
+            for number in range(_NUM_SHARES)
+        ]
     except NotJudgedError as error:
         return f"it cannot be made for its share of the weights ({error})"
     begin = _joined(start)
@@ -213,9 +234,13 @@ class _Stepped:
         self._value = value
         if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
             reason = (
-                "it has train() and eval(), and weights of two kinds: the run would evaluate and save the wrong ones"
+                "it has train() and eval(), and weights of two kinds: the run would evaluate "
+                "and save the wrong ones"
             )
-            fix = "take an optimizer without them, such as adamw with scheduler: {kind: wsd, ...} or ema"
+            fix = (
+                "take an optimizer without them, such as adamw with scheduler: {kind: wsd, ...} "
+                "or ema"
+            )
             raise ConfigError.of("optimizer-needs-modes", reason, fix, key, value)
         for group in optimizer.param_groups:
             if isinstance(group.get("lr"), float) and not group["lr"]:
@@ -234,7 +259,9 @@ class _Stepped:
 class _Whole(_Stepped):
     """Steps whole weights, as plain PyTorch does."""
 
-    def __init__(self, make: MakeOptimizer, start: Sequence[Tensor], *, key: str, value: str) -> None:
+    def __init__(
+        self, make: MakeOptimizer, start: Sequence[Tensor], *, key: str, value: str
+    ) -> None:
         self.weights = [torch.nn.Parameter(weight.clone()) for weight in start]
         super().__init__(made_optimizer(make, self.weights), key=key, value=value)
 
@@ -248,13 +275,21 @@ class _Whole(_Stepped):
 
 
 class _Share(_Stepped):
-    """Steps a share of every group's flat vector, as DeepSpeed does (0.19.8, runtime/zero/stage_1_and_2.py and
-    stage3.py): the groups are those of the model's weights; at stage 3 these are empty, and `step` is called once for
-    each group, while the others hold nothing.
+    """Steps a share of every group's flat vector, as DeepSpeed does (0.19.8,
+    runtime/zero/stage_1_and_2.py and stage3.py): the groups are those of the model's weights; at
+    stage 3 these are empty, and `step` is called once for each group, while the others hold
+    nothing.
     """
 
     def __init__(
-        self, make: MakeOptimizer, start: Sequence[Tensor], number: int, stage: int, *, key: str, value: str
+        self,
+        make: MakeOptimizer,
+        start: Sequence[Tensor],
+        number: int,
+        stage: int,
+        *,
+        key: str,
+        value: str,
     ) -> None:
         given = [_as_given(weight, stage) for weight in start]
         optimizer = made_optimizer(make, given)
@@ -290,7 +325,10 @@ class _Share(_Stepped):
 
     def distance(self, weights: Tensor) -> float:
         """Return the largest distance of these numbers from those of the whole weights."""
-        apart = [(flat.detach() - weights[own]).abs() for flat, own in zip(self._flat, self._places, strict=True)]
+        apart = [
+            (flat.detach() - weights[own]).abs()
+            for flat, own in zip(self._flat, self._places, strict=True)
+        ]
         return float(torch.cat(apart).max())
 
     def scalars(self) -> Mapping[str, list[float]]:
@@ -298,7 +336,9 @@ class _Share(_Stepped):
 
 
 def _as_given(weight: Tensor, stage: int) -> torch.nn.Parameter:
-    """Make the weight an optimizer is made with: ZeRO-3 leaves a flat, empty tensor, and notes the shape."""
+    """Make the weight an optimizer is made with: ZeRO-3 leaves a flat, empty tensor, and notes the
+    shape.
+    """
     if stage < 3:
         return torch.nn.Parameter(weight.clone())
     empty: Any = torch.nn.Parameter(weight.new_empty(0))
@@ -318,8 +358,12 @@ def _places(given: Sequence[Tensor], start: Sequence[Tensor]) -> Mapping[int, Te
     return places
 
 
-def _scalars(optimizer: torch.optim.Optimizer, held: Sequence[Sequence[Tensor]]) -> Mapping[str, list[float]]:
-    """Return the single numbers that an optimizer keeps: of each group, and over the weights of a group."""
+def _scalars(
+    optimizer: torch.optim.Optimizer, held: Sequence[Sequence[Tensor]]
+) -> Mapping[str, list[float]]:
+    """Return the single numbers that an optimizer keeps: of each group, and over the weights of a
+    group.
+    """
     found: dict[str, list[float]] = {}
     for index, (group, weights) in enumerate(zip(optimizer.param_groups, held, strict=False)):
         for name, one in group.items():
@@ -353,9 +397,9 @@ def _other_scalar(whole: Mapping[str, list[float]], share: Mapping[str, list[flo
 
 
 class _EqualDraws(TorchDispatchMode):
-    """Gives all numbers of a tensor one random number that belongs to the step: what is drawn for each number of a
-    weight is then the same, whole or in shares. A single draw, or an order, is left to the generator, which ranks do
-    not have in common.
+    """Gives all numbers of a tensor one random number that belongs to the step: what is drawn for
+    each number of a weight is then the same, whole or in shares. A single draw, or an order, is
+    left to the generator, which ranks do not have in common.
     """
 
     def __init__(self, step: int) -> None:
@@ -369,11 +413,20 @@ class _EqualDraws(TorchDispatchMode):
             return drawn
         full_name: str = func._overloadpacket.__name__
         name = full_name.removesuffix("_")
-        if not isinstance(drawn, Tensor) or drawn.numel() < 2 or name in ("randperm", "multinomial"):
+        if (
+            not isinstance(drawn, Tensor)
+            or drawn.numel() < 2
+            or name in ("randperm", "multinomial")
+        ):
             return drawn
-        named = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | (kwargs or {})
+        named = dict(
+            zip([argument.name for argument in func._schema.arguments], args, strict=False)
+        ) | (kwargs or {})
         if name in ("normal", "randn", "randn_like"):
-            return drawn.copy_(named.get("mean", 0.0) + named.get("std", 1.0) * torch.full_like(drawn, self._normal))
+            return drawn.copy_(
+                named.get("mean", 0.0)
+                + named.get("std", 1.0) * torch.full_like(drawn, self._normal)
+            )
         if name == "bernoulli":
             chance: Any = named.get("p", 0.5 if full_name.endswith("_") else named["self"])
             return drawn.copy_(torch.full_like(drawn, self._uniform) < chance)
@@ -405,8 +458,12 @@ def _eager() -> AbstractContextManager[Any]:
 
 
 def _numbers(shape: tuple[int, ...], dtype: torch.dtype, *, seed: int) -> Tensor:
-    """Return normal numbers; doubles where that does: a small learning rate changes a float by its last bits only."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    """Return normal numbers; doubles where that does: a small learning rate changes a float by its
+    last bits only.
+    """
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

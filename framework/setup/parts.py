@@ -1,8 +1,8 @@
-"""The four things a run is made of beside its numbers: model, data, task, optimizer; named in the config or handed
-over.
+"""The four things a run is made of beside its numbers: model, data, task, optimizer; named in the
+config or handed over.
 
-All of them are imported here, and data and task are built, before any process group exists: what is wrong with them is
-found while nothing else waits.
+All of them are imported here, and data and task are built, before any process group exists: what is
+wrong with them is found while nothing else waits.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ _IN_THE_BOX: Final = {"early_stopping": EarlyStopping, "reduce_on_plateau": Redu
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts that a run is made of; callbacks are objects with some of the methods of `train.callbacks.EVENTS`."""
+    """Parts that a run is made of; callbacks are objects with some of the methods of
+    `train.callbacks.EVENTS`.
+    """
 
     build_model: Callable[[], torch.nn.Module]
     splits: Splits
@@ -69,7 +71,8 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
     """Import all four, build data and task.
 
     Raises:
-        ConfigError: something named does not import, does not take its arguments, or is not what it should be.
+        ConfigError: something named does not import, does not take its arguments, or is not what it
+            should be.
     """
     _refuse_objects_from_files(config, objects)
     splits = objects.splits or _load_data(config.data, key="data")
@@ -100,9 +103,16 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
 def _load_data(section: Any, *, key: str) -> Splits:
     if not isinstance(section, Mixture):
         return as_splits(call_factory(section.factory(), key=key))
-    found = [_load_data(part.data, key=f"{key}.parts.{number}.data") for number, part in enumerate(section.parts)]
-    weighted = [(part.weight, splits.train) for part, splits in zip(section.parts, found, strict=True)]
-    evaluation = next((splits.evaluation for splits in found if splits.evaluation is not None), None)
+    found = [
+        _load_data(part.data, key=f"{key}.parts.{number}.data")
+        for number, part in enumerate(section.parts)
+    ]
+    weighted = [
+        (part.weight, splits.train) for part, splits in zip(section.parts, found, strict=True)
+    ]
+    evaluation = next(
+        (splits.evaluation for splits in found if splits.evaluation is not None), None
+    )
     return Splits(mixtures.Mixture(weighted, shuffle=section.shuffle), evaluation)
 
 
@@ -114,14 +124,26 @@ def _callbacks(config: RunConfig, objects: Objects) -> tuple[Any, ...]:
         if isinstance(section, Target):
             found.append((key, section.target, call_factory(section.factory(), key=key)))
         else:
-            found.append((key, section.kind, _IN_THE_BOX[section.kind](**section.model_dump(exclude={"kind"}))))
-    found += [(f"callbacks.{number}", type_name(one), one) for number, one in enumerate(objects.callbacks)]
+            found.append(
+                (
+                    key,
+                    section.kind,
+                    _IN_THE_BOX[section.kind](**section.model_dump(exclude={"kind"})),
+                )
+            )
+    found += [
+        (f"callbacks.{number}", type_name(one), one) for number, one in enumerate(objects.callbacks)
+    ]
     for key, value, one in found:
         if inspect.isclass(one):
-            raise ConfigError.of("callback-without-events", "it is a class", "hand over an object of it", key, value)
+            raise ConfigError.of(
+                "callback-without-events", "it is a class", "hand over an object of it", key, value
+            )
         if not any(callable(getattr(one, event, None)) for event in EVENTS):
             fix = f"give it one of {', '.join(EVENTS)}"
-            raise ConfigError.of("callback-without-events", "it has no method of an event", fix, key, value)
+            raise ConfigError.of(
+                "callback-without-events", "it has no method of an event", fix, key, value
+            )
     return tuple(one for _, _, one in found)
 
 
@@ -135,10 +157,11 @@ def make_train_loader(
     read_at_once: int = 1,
     places: StreamPlaces | None = None,
 ) -> TrainLoader | StreamLoader:
-    """This rank's stream of micro-batches. With `num_workers`, other than the config's, no device is touched.
+    """This rank's stream of micro-batches. With `num_workers`, other than the config's, no device
+    is touched.
 
-    `read_at_once`: micro-batches that a step takes before it begins; the workers have that many ready together.
-    `places`: of the lanes of a stream.
+    `read_at_once`: micro-batches that a step takes before it begins; the workers have that many
+    ready together. `places`: of the lanes of a stream.
     """
     data = plan.config.data
     layout = plan.layout
@@ -160,28 +183,41 @@ def make_train_loader(
         "pin_memory": plan.cluster.device != "cpu" and num_workers is None,
         "random_samples": data.has_random_samples(),
     }
-    by_length: dict[str, Any] = {"bucket_steps": data.bucket_steps, "curriculum_steps": data.curriculum_steps}
+    by_length: dict[str, Any] = {
+        "bucket_steps": data.bucket_steps,
+        "curriculum_steps": data.curriculum_steps,
+    }
     if is_stream(splits.train):  # of which a worker has a whole step ready
         if any(by_length.values()):
-            lengths_of(splits.train, "data.bucket_steps" if data.bucket_steps else "data.curriculum_steps")
+            lengths_of(
+                splits.train, "data.bucket_steps" if data.bucket_steps else "data.curriculum_steps"
+            )
         found = None if places is None else places.found
-        loader = StreamLoader(splits.train, share=share, lanes=getattr(data, "lanes", None), places=found, **options)
+        loader = StreamLoader(
+            splits.train, share=share, lanes=getattr(data, "lanes", None), places=found, **options
+        )
         if places is not None:
             places.loader = loader
         return loader
     shuffle = splits.taken.get("shuffle", data.shuffle)
     options["prefetch_batches"] = max(data.prefetch_batches, -(-read_at_once // max(workers, 1)))
-    return TrainLoader(splits.train, **asdict(share), shuffle=shuffle, order_version=order, **by_length, **options)
+    return TrainLoader(
+        splits.train, **asdict(share), shuffle=shuffle, order_version=order, **by_length, **options
+    )
 
 
 def _check_labels_and_tokens(config: RunConfig, splits: Splits) -> None:
-    """Of what some datasets only know from their files: a class that the model lacks would fail in a GPU kernel."""
+    """Of what some datasets only know from their files: a class that the model lacks would fail in
+    a GPU kernel.
+    """
     found = getattr(splits.train, "classes", None)
     expected = getattr(config.model, "num_classes", None)
     if isinstance(found, Sized) and expected is not None and len(found) > expected:
         reason = f"the training data has {len(found)} classes"
         key = "model.num_classes"
-        raise ConfigError.of("model-data-num-classes", reason, f"set {key}: {len(found)}", key, expected)
+        raise ConfigError.of(
+            "model-data-num-classes", reason, f"set {key}: {len(found)}", key, expected
+        )
     problems = tuple(vocabulary_problem(getattr(splits.train, "vocab_size", None), config.model))
     if problems:
         raise ConfigError(problems)
@@ -192,11 +228,19 @@ def refuse_unmeasured(config: RunConfig, splits: Splits) -> None:
     areas = [f"eval/{name}/" if name else "eval/" for name in splits.evaluations]
     known = [f"{area}{name}" for area in areas for name in getattr(config.task, "metrics", ())]
     asked = {"checkpoint.keep_best": config.checkpoint.keep_best}
-    watches = ((number, one) for number, one in enumerate(config.callbacks) if isinstance(one, WatchSection))
+    watches = (
+        (number, one)
+        for number, one in enumerate(config.callbacks)
+        if isinstance(one, WatchSection)
+    )
     asked |= {f"callbacks.{number}.metric": one.metric for number, one in watches}
     problems = [
         Problem(
-            "unknown-metric", "no evaluation set gives it", f"write one of {', '.join(known or areas)}", key, metric
+            "unknown-metric",
+            "no evaluation set gives it",
+            f"write one of {', '.join(known or areas)}",
+            key,
+            metric,
         )
         for key, metric in asked.items()
         if metric and areas and metric.startswith("eval/")
@@ -207,8 +251,9 @@ def refuse_unmeasured(config: RunConfig, splits: Splits) -> None:
 
 
 def load_task(config: RunConfig) -> Any:
-    """Load what `as_task` takes: a task target is a loss function ``loss(outputs, targets, **args)``, or a class or
-    function to call with the args. A function that would do as either is a loss where there are no args.
+    """Load what `as_task` takes: a task target is a loss function ``loss(outputs, targets,
+    **args)``, or a class or function to call with the args. A function that would do as either is a
+    loss where there are no args.
     """
     section = config.task
     if not isinstance(section, Target):
@@ -217,7 +262,9 @@ def load_task(config: RunConfig) -> Any:
     if isinstance(found, (Task, torch.nn.Module)) or not callable(found):
         if section.args:
             reason = f"it is an object ({type_name(found)}), which takes no args"
-            raise ConfigError.of("target-not-callable", reason, "leave args out", "task.target", section.target)
+            raise ConfigError.of(
+                "target-not-callable", reason, "leave args out", "task.target", section.target
+            )
         return found
     may_be_loss = not inspect.isclass(found) and takes(found, {}, positional=2)
     if may_be_loss and not (section.args and takes(found, section.args)):
@@ -244,7 +291,9 @@ def model_builder(config: RunConfig, model: ModelSource | None) -> Callable[[], 
     if isinstance(model, (torch.nn.Module, list, tuple)):
         return lambda: as_module(model)
     if not callable(model):
-        reason = "it is neither a torch.nn.Module nor a list of layers, nor a callable that builds one"
+        reason = (
+            "it is neither a torch.nn.Module nor a list of layers, nor a callable that builds one"
+        )
         fix = "hand over a module, or a function that returns one"
         raise ConfigError.of("model-target-result", reason, fix, "model", type_name(model))
     fix = "hand over functools.partial(...) with its arguments, or the built model"
@@ -252,7 +301,9 @@ def model_builder(config: RunConfig, model: ModelSource | None) -> Callable[[], 
     return lambda: as_module(model())
 
 
-def _refusing_unsupported(build: Callable[[], torch.nn.Module], config: RunConfig) -> Callable[[], torch.nn.Module]:
+def _refusing_unsupported(
+    build: Callable[[], torch.nn.Module], config: RunConfig
+) -> Callable[[], torch.nn.Module]:
     def build_supported() -> torch.nn.Module:
         model = build()
         refuse_unsupported(model, config)
@@ -267,13 +318,17 @@ def as_module(model: Any) -> torch.nn.Module:
         return model
     if not isinstance(model, (torch.nn.ModuleList, list, tuple)):
         reason = "it is neither a torch.nn.Module nor a list of layers"
-        raise ConfigError.of("model-target-result", reason, "return a module", "model", type_name(model))
+        raise ConfigError.of(
+            "model-target-result", reason, "return a module", "model", type_name(model)
+        )
     layers = list(model)
     if layers and all(isinstance(layer, Layer) for layer in layers):
         try:
             return LayeredModel(layers)
         except ValueError as error:
-            raise ConfigError.of("layers-do-not-fit", str(error), "mend the list", "model") from error
+            raise ConfigError.of(
+                "layers-do-not-fit", str(error), "mend the list", "model"
+            ) from error
     return LayeredModel(as_layers(model), taken_from=model)
 
 
@@ -297,7 +352,10 @@ def optimizer_maker(config: RunConfig) -> MakeOptimizer | None:
 
 
 def _given_optimizer(make: Any) -> MakeOptimizer:
-    fix = "hand over a function from parameters to an optimizer, such as functools.partial(torch.optim.SGD, lr=0.1)"
+    fix = (
+        "hand over a function from parameters to an optimizer, such as "
+        "functools.partial(torch.optim.SGD, lr=0.1)"
+    )
     if not callable(make):
         built = "it is built already, over parameters that are yet to move to their device"
         if isinstance(make, torch.optim.Optimizer):
@@ -305,11 +363,16 @@ def _given_optimizer(make: Any) -> MakeOptimizer:
         else:
             reason = "it cannot be called"
         if len(getattr(make, "param_groups", ())) > 1:
-            fix += "; groups by name go into the config: optimizer: {kind: adamw, groups: [{match: '.*bias', "
+            fix += (
+                "; groups by name go into the config: optimizer: {kind: adamw, groups: "
+                "[{match: '.*bias', "
+            )
             fix += "weight_decay: 0}]}"
         raise ConfigError.of("optimizer-target-result", reason, fix, "optimizer", type_name(make))
     check_handed_over(make, key="optimizer", call="(parameters)", num_values=1, fix=fix)
-    return lambda parameters: _checked_optimizer(make(parameters), key="optimizer", value=type_name(make))
+    return lambda parameters: _checked_optimizer(
+        make(parameters), key="optimizer", value=type_name(make)
+    )
 
 
 def _checked_optimizer(optimizer: Any, *, key: str, value: str) -> torch.optim.Optimizer:
@@ -324,7 +387,9 @@ def _checked_optimizer(optimizer: Any, *, key: str, value: str) -> torch.optim.O
 def _schedule_maker(
     config: RunConfig, given: MakeSchedule | None, make_optimizer: MakeOptimizer | None
 ) -> MakeSchedule | None:
-    """The schedule of the user's own, tried over an optimizer of one weight; None where the config names another."""
+    """The schedule of the user's own, tried over an optimizer of one weight; None where the config
+    names another.
+    """
     section = config.scheduler
     make = given
     if isinstance(section, Target):
@@ -333,23 +398,36 @@ def _schedule_maker(
         make = partial(found, **section.args)
     if make is None:
         return None
-    key, path = ("scheduler", type_name(given)) if given is not None else ("scheduler.target", section.target)  # type: ignore[union-attr]
+    if given is not None:
+        key = "scheduler"
+        path = type_name(given)
+    else:
+        key = "scheduler.target"
+        path = section.target  # type: ignore[union-attr]
     weights = [torch.nn.Parameter(torch.zeros(1))]
     lr = optimizer_lr(config.optimizer) or 1.0
-    plain = partial(torch.optim.AdamW if hasattr(config.optimizer, "betas") else torch.optim.SGD, lr=lr)
+    plain = partial(
+        torch.optim.AdamW if hasattr(config.optimizer, "betas") else torch.optim.SGD, lr=lr
+    )
     check_schedule(make, (make_optimizer or plain)(weights), key=key, value=path)
     return make
 
 
 def _refuse_objects_from_files(config: RunConfig, objects: Objects) -> None:
     """A resolved config says which objects a run was given; it cannot bring them back."""
-    given = {"model": objects.model, "data": objects.train_data, "task": objects.task, "optimizer": objects.optimizer}
+    given = {
+        "model": objects.model,
+        "data": objects.train_data,
+        "task": objects.task,
+        "optimizer": objects.optimizer,
+    }
     given["scheduler"] = objects.scheduler
     problems = [
         Problem(
             "object-not-given",
             "it was handed over from Python and exists only there",
-            f"hand it over again with framework.fit(..., {'train_data' if key == 'data' else key}=...)",
+            "hand it over again with framework.fit(..., "
+            f"{'train_data' if key == 'data' else key}=...)",
             f"{key}.object",
             getattr(config, key).object,
         )

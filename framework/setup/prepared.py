@@ -1,4 +1,6 @@
-"""Everything that a run needs before its process waits for any other: what can be wrong with it is found here."""
+"""Everything that a run needs before its process waits for any other: what can be wrong with it is
+found here.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ from framework.data.order import LATEST_ORDER
 from framework.data.splits import tokens_sha256
 from framework.data.streams import num_lanes
 from framework.dslint.judge import judge_passed_through
-from framework.engine.distributed import check_device, describe_environment, device_name, take_device_of_rank
+from framework.engine.distributed import (
+    check_device,
+    describe_environment,
+    device_name,
+    take_device_of_rank,
+)
 from framework.engine.weights import find_weights, refuse_other_layers
 from framework.errors import ConfigError, Problem, StorageError, counted
 from framework.plan.auto import chosen_here
@@ -47,8 +54,8 @@ class Prepared:
         ds_config: the rendered DeepSpeed JSON.
         parts: model, data, task and optimizer.
         cut: the model as layers, for a pipeline.
-        weights: what a fresh start begins with, if they are not drawn; or the checkpoint to take them from, when all
-            ranks have met and verified its files.
+        weights: what a fresh start begins with, if they are not drawn; or the checkpoint to take
+            them from, when all ranks have met and verified its files.
     """
 
     plan: Plan
@@ -58,15 +65,23 @@ class Prepared:
     weights: LazyWeights | SavedCheckpoint | None = None
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the values that must be equal on every rank, or collectives would hang or mix different runs."""
+        """Return the values that must be equal on every rank, or collectives would hang or mix
+        different runs.
+        """
         splits = self.parts.splits.by_name()
-        sizes: dict[str, Any] = {f"{name} samples": num_samples_of(split) for name, split in splits.items()}
+        sizes: dict[str, Any] = {
+            f"{name} samples": num_samples_of(split) for name, split in splits.items()
+        }
         sums = {name: tokens_sha256(split) for name, split in splits.items()}
         sizes |= {f"checksum of the {name} text": found for name, found in sums.items() if found}
-        return sizes | {f"config.{name}": section for name, section in self.plan.config.to_dict().items()}
+        return sizes | {
+            f"config.{name}": section for name, section in self.plan.config.to_dict().items()
+        }
 
     def describe_weights(self) -> str:
-        """Describe the weights that this rank has found for a fresh start: a file system may show others to others."""
+        """Describe the weights that this rank has found for a fresh start: a file system may show
+        others to others.
+        """
         if self.weights is None:
             return "no weights are read"
         if isinstance(self.weights, SavedCheckpoint):
@@ -78,13 +93,17 @@ class Prepared:
         return replace(self, weights=None)
 
     def pipeline(self) -> dict[str, Any] | None:
-        """The layers of the model and where they are cut, as plain values; None without a pipeline."""
+        """The layers of the model and where they are cut, as plain values; None without a
+        pipeline.
+        """
         if self.cut is None:
             return None
         return self.cut.table.to_dict()
 
     def description(self, *, order: int = LATEST_ORDER) -> dict[str, Any]:
-        """Describe the run for its checkpoints; `order` is the version of the order of its samples."""
+        """Describe the run for its checkpoints; `order` is the version of the order of its
+        samples.
+        """
         plan = self.plan
         pipeline = self.pipeline()
         text = tokens_sha256(self.parts.splits.train)
@@ -104,12 +123,18 @@ class Prepared:
 
 
 def order_of(start: SavedCheckpoint | None) -> int:
-    """Version of the order of samples: a run that goes on keeps its own, and a new one has the latest."""
+    """Version of the order of samples: a run that goes on keeps its own, and a new one has the
+    latest.
+    """
     return LATEST_ORDER if start is None else start.manifest.get("order", 1)
 
 
 def prepare(
-    config: RunConfig, *, objects: Objects | None = None, source: Source | None = None, plan: Plan | None = None
+    config: RunConfig,
+    *,
+    objects: Objects | None = None,
+    source: Source | None = None,
+    plan: Plan | None = None,
 ) -> Prepared:
     """Import and build the parts of a run, and render its DeepSpeed JSON.
 
@@ -160,7 +185,11 @@ def prepare(
         else:
             weights = None
     return Prepared(
-        replace(plan, findings=(*plan.findings, *further, *problems, *published)), ds_config, parts, cut, weights
+        replace(plan, findings=(*plan.findings, *further, *problems, *published)),
+        ds_config,
+        parts,
+        cut,
+        weights,
     )
 
 
@@ -177,15 +206,17 @@ def _shared_lanes(plan: Plan, parts: Parts) -> Iterator[Problem]:
     ranks = plan.layout.data_parallel_size
     if lanes % ranks:
         reason = (
-            f"{ranks} ranks share {counted(lanes, 'part')} of the training stream: several read a part, each its share"
+            f"{ranks} ranks share {counted(lanes, 'part')} of the training stream: several "
+            "read a part, each its share"
         )
         fix = f"give the stream num_shards, a multiple of {ranks}, and shard(num_shards, index)"
         yield Problem("stream-lanes-shared", reason, fix, "data.lanes", lanes, severity="warning")
 
 
 def _find_resumed(config: RunConfig) -> SavedCheckpoint | None:
-    """Look up the checkpoint that is resumed from, where a path must lead to one or first weights depend on it. Whether
-    its bytes are those that were written is found out when the run folder is held.
+    """Look up the checkpoint that is resumed from, where a path must lead to one or first weights
+    depend on it. Whether its bytes are those that were written is found out when the run folder is
+    held.
     """
     asked = config.checkpoint.resume
     unverified = config.checkpoint.allow_unverified
@@ -238,7 +269,12 @@ def _compile_problems(asked: Compile | None, device: Device) -> Iterator[Problem
 def _check_packages(config: RunConfig, device: Device) -> None:
     """On every rank: found missing on rank 0 only, and later, the others would be left waiting."""
     problems = [
-        Problem("package-missing", f"{name} is not installed", f"pip install {name}, or set {key}: false", key)
+        Problem(
+            "package-missing",
+            f"{name} is not installed",
+            f"pip install {name}, or set {key}: false",
+            key,
+        )
         for key, name in config.monitors.missing_packages()
     ]
     if config.training.lora is not None and importlib.util.find_spec("peft") is None:

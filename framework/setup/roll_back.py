@@ -1,5 +1,5 @@
-"""Roll back: a run whose step was bad goes on from an earlier checkpoint, in the same processes, without the data that
-led there.
+"""Roll back: a run whose step was bad goes on from an earlier checkpoint, in the same processes,
+without the data that led there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from framework.train.trainer import Outcome
 
 
 def train(run: OpenRun) -> Outcome:
-    """Train to the end of the run, from a checkpoint again as often as it is rolled back. Collective.
+    """Train to the end of the run, from a checkpoint again as often as it is rolled back.
+    Collective.
 
     Raises:
         TrainingError: kind ``bad-step``: there is no checkpoint to go back to.
@@ -33,7 +34,9 @@ def train(run: OpenRun) -> Outcome:
 
 
 def _go_back(run: OpenRun, found: RolledBack) -> None:
-    """Load the checkpoint, note what is left out, and set aside what was saved since. Collective."""
+    """Load the checkpoint, note what is left out, and set aside what was saved since.
+    Collective.
+    """
     run.began = time.monotonic()
     bad = found.bad
     asked = run.prepared.plan.config.training.bad_steps
@@ -41,7 +44,10 @@ def _go_back(run: OpenRun, found: RolledBack) -> None:
     run.checkpointer.finish()
     start = _choose(run, bad.step, before=bad.step - asked.roll_back_steps)
     if start is None:
-        error = f"{bad}; there is no sound checkpoint before it to go back to: set checkpoint.every_steps [bad-step]"
+        error = (
+            f"{bad}; there is no sound checkpoint before it to go back to: set "
+            "checkpoint.every_steps [bad-step]"
+        )
         from_rank0(on_rank0(lambda: Events.append(run.folder.events, "end", bad.step, error=error)))
         raise TrainingError(error)
     window = max(start.step, bad.step - asked.roll_back_steps) + 1, bad.step
@@ -55,19 +61,21 @@ def _go_back(run: OpenRun, found: RolledBack) -> None:
         """Without the event a run that is resumed meets the same step, and goes back again."""
         if start.folder == run.folder.checkpoints:
             set_aside_later(start)
-        Events.append(run.folder.events, "roll_back", bad.step, to=start.step, first=window[0], last=window[1])
+        Events.append(
+            run.folder.events, "roll_back", bad.step, to=start.step, first=window[0], last=window[1]
+        )
 
     from_rank0(on_rank0(note))
     warn(
-        f"{bad}; rolled back to {start.path}, and the data of steps {window[0]} to {window[1]} is left out "
-        f"({len(run.left_out.windows)} of {asked.max_roll_backs}) [bad-step]",
+        f"{bad}; rolled back to {start.path}, and the data of steps {window[0]} to {window[1]} is "
+        f"left out ({len(run.left_out.windows)} of {asked.max_roll_backs}) [bad-step]",
         is_of_all_ranks=True,
     )
 
 
 def _choose(run: OpenRun, step: int, *, before: int) -> SavedCheckpoint | None:
-    """Choose the newest sound checkpoint up to `before`, or else the oldest before `step`, or else what the run began
-    with, which may be another run's. Collective.
+    """Choose the newest sound checkpoint up to `before`, or else the oldest before `step`, or else
+    what the run began with, which may be another run's. Collective.
     """
 
     def choose(damage_of: DamageOf) -> SavedCheckpoint | None:

@@ -1,8 +1,8 @@
-"""A model cut into pipeline stages, before any process waits for another: its layers, what they weigh, where they are
-cut.
+"""A model cut into pipeline stages, before any process waits for another: its layers, what they
+weigh, where they are cut.
 
-Also started by itself (``python -m framework.setup.stages``) by the command `plan`, which does not import torch: see
-`framework.commands.stage_balance`.
+Also started by itself (``python -m framework.setup.stages``) by the command `plan`, which does not
+import torch: see `framework.commands.stage_balance`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from framework.setup.objects import Objects, summary
 from framework.setup.parts import Parts, gather_parts, make_train_loader
 from framework.tasks.task import Task
 
-# Of what is found while the parts are gathered: not that this machine lacks something, but that the run cannot work.
+# Of what is found while the parts are gathered: not that this machine lacks something, but that the
+# run cannot work.
 _WRONG_ANYWHERE: Final = frozenset(
     {
         "model-data-num-classes",
@@ -64,7 +65,8 @@ class CutModel:
         inputs: the model's inputs of one micro-batch, on the CPU.
         surveyed: what each layer passes on.
         frozen: names of the weights that are not trained.
-        set_mode: the model's own `train()`, which sets modes of its layers; None where its class overrides none.
+        set_mode: the model's own `train()`, which sets modes of its layers; None where its class
+            overrides none.
     """
 
     layers: tuple[Layer, ...]
@@ -91,47 +93,69 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
     except ValueError as error:
         raise ConfigError.of("layers-do-not-fit", str(error), "mend the list", "model") from error
     if type(parts.task).forward is not Task.forward:
-        reason = "its own forward() would not be called in a pipeline, whose stages call their layers themselves"
+        reason = (
+            "its own forward() would not be called in a pipeline, whose stages call their "
+            "layers themselves"
+        )
         fix = "move it into the model's layers, or set parallel.pipe: 1"
-        raise ConfigError.of("task-forward-with-pipeline", reason, fix, "task", type(parts.task).__name__)
+        raise ConfigError.of(
+            "task-forward-with-pipeline", reason, fix, "task", type(parts.task).__name__
+        )
     inputs, _ = first_batch(plan, parts)
     if not _is_tensors(inputs):
         handed = f"the task hands a {type(inputs).__name__} to the model"
         reason = f"{handed}, and a pipeline's first stage takes a tensor or a tuple of tensors"
         fix = "let split(batch) return such inputs, or set parallel.pipe: 1"
-        raise ConfigError.of("inputs-unsendable", reason, fix, "parallel.pipe", config.parallel.pipe)
+        raise ConfigError.of(
+            "inputs-unsendable", reason, fix, "parallel.pipe", config.parallel.pipe
+        )
     in_half = config.precision.dtype in ("bf16", "fp16")
     look = partial(survey, layers, inputs, seed=seed, float_bytes=2 if in_half else 4)
     surveyed = tuple(look())
-    shapes = {f"{layer.place}.{name}": shape for layer in surveyed for name, shape in layer.params.items()}
+    shapes = {
+        f"{layer.place}.{name}": shape for layer in surveyed for name, shape in layer.params.items()
+    }
     frozen = frozenset(frozen_names(shapes, config.training.freeze))
     trained = {name: shape for name, shape in shapes.items() if name not in frozen}
     refuse_unmatched_groups(trained, config.optimizer)
     if frozen:  # once more, now that the names are known: no gradient flows through what is frozen
         surveyed = tuple(look(frozen=frozen))
-    if lists_layers(model) and not isinstance(config.model, ModelKind):  # those of our own are tested
+    # those of our own are tested
+    if lists_layers(model) and not isinstance(config.model, ModelKind):
         refuse_untrue_layers(model, inputs, seed=seed)
-    return CutModel(layers, _cut(_facts(surveyed), surveyed, plan), inputs, surveyed, frozen, _mode_setter(model))
+    return CutModel(
+        layers,
+        _cut(_facts(surveyed), surveyed, plan),
+        inputs,
+        surveyed,
+        frozen,
+        _mode_setter(model),
+    )
 
 
 def _mode_setter(model: torch.nn.Module) -> Callable[[bool], object] | None:
     """Return the `train()` of the model that was taken apart.
 
     Raises:
-        ConfigError: kind ``layers-do-not-fit``: it has one, and is no more than recipes of its layers here.
+        ConfigError: kind ``layers-do-not-fit``: it has one, and is no more than recipes of its
+            layers here.
     """
     if isinstance(model, LayeredModel) and type(model).train is LayeredModel.train:
         return model.taken_from_train
     own = own_train(model)
     if own is not None and not any(True for _ in model.children()):
-        reason = "its own train() would not be called in a pipeline, whose stages build their layers themselves"
+        reason = (
+            "its own train() would not be called in a pipeline, whose stages build their "
+            "layers themselves"
+        )
         fix = "override train() in the modules of its layers, or set parallel.pipe: 1"
         raise ConfigError.of("layers-do-not-fit", reason, fix, "model", type(model).__name__)
     return own
 
 
 def check_recomputed(plan: Plan, parts: Parts) -> None:
-    """With `training.recompute_every` a module that tells its layers is run by them on one device too.
+    """With `training.recompute_every` a module that tells its layers is run by them on one device
+    too.
 
     Not at ZeRO stage 3, where the whole model may not fit one process's memory.
 
@@ -139,7 +163,11 @@ def check_recomputed(plan: Plan, parts: Parts) -> None:
         ConfigError: the layers give another output than its forward().
     """
     config = plan.config
-    if not config.training.recompute_every or config.zero.stage == 3 or isinstance(config.model, ModelKind):
+    if (
+        not config.training.recompute_every
+        or config.zero.stage == 3
+        or isinstance(config.model, ModelKind)
+    ):
         return
     torch.manual_seed(config.run.seed)
     model = parts.build_model()
@@ -156,12 +184,14 @@ def cut_by_time(model: CutModel, plan: Plan, seconds: Sequence[float]) -> CutMod
     Raises:
         ConfigError: what crosses the new cut cannot be sent.
     """
-    return replace(model, table=_cut(with_seconds(model.table.layers, seconds), model.surveyed, plan))
+    return replace(
+        model, table=_cut(with_seconds(model.table.layers, seconds), model.surveyed, plan)
+    )
 
 
 def cut_as_saved(model: CutModel, plan: Plan, manifest: Mapping[str, Any]) -> CutModel | None:
-    """The same model, cut as a checkpoint says that its run was by measurement; None where it had other layers or
-    stages.
+    """The same model, cut as a checkpoint says that its run was by measurement; None where it had
+    other layers or stages.
     """
     saved = manifest.get("pipeline") or {}
     parallel = plan.config.parallel
@@ -170,12 +200,21 @@ def cut_as_saved(model: CutModel, plan: Plan, manifest: Mapping[str, Any]) -> Cu
     was_measured = manifest["config"].get("parallel", {}).get("partition") == parallel.partition
     if not was_measured or saved.get("layers") != layers or not isinstance(bounds, list):
         return None
-    is_whole = all(type(bound) is int for bound in bounds) and [0, len(layers)] == [*bounds[:1], *bounds[-1:]]
+    is_whole = all(type(bound) is int for bound in bounds) and [0, len(layers)] == [
+        *bounds[:1],
+        *bounds[-1:],
+    ]
     if not is_whole or len(bounds) != parallel.pipe + 1:
         return None
-    stages = [number for number, (start, stop) in enumerate(pairwise(bounds)) for _ in range(start, stop)]
-    config = plan.config.model_copy(update={"parallel": parallel.model_copy(update={"stages": stages})})
-    return replace(model, table=_cut(model.table.layers, model.surveyed, replace(plan, config=config)))
+    stages = [
+        number for number, (start, stop) in enumerate(pairwise(bounds)) for _ in range(start, stop)
+    ]
+    config = plan.config.model_copy(
+        update={"parallel": parallel.model_copy(update={"stages": stages})}
+    )
+    return replace(
+        model, table=_cut(model.table.layers, model.surveyed, replace(plan, config=config))
+    )
 
 
 def _cut(facts: Sequence[LayerFacts], surveyed: Sequence[Surveyed], plan: Plan) -> StageTable:
@@ -201,7 +240,9 @@ def _cut(facts: Sequence[LayerFacts], surveyed: Sequence[Surveyed], plan: Plan) 
 
 
 def _facts(surveyed: Sequence[Surveyed]) -> list[LayerFacts]:
-    """Collect the figures that the balance is computed from; weights that are not trained count as nothing in it."""
+    """Collect the figures that the balance is computed from; weights that are not trained count as
+    nothing in it.
+    """
     return [
         LayerFacts(
             layer.layer.name,
@@ -212,14 +253,19 @@ def _facts(surveyed: Sequence[Surveyed]) -> list[LayerFacts]:
             flops=layer.flops,
             tied=layer.layer.tied,
             may_start_stage=layer.layer.may_start_stage,
-            groups=frozenset("matrices" if is_matrix(shape) else "biases and norms" for shape in layer.params.values()),
+            groups=frozenset(
+                "matrices" if is_matrix(shape) else "biases and norms"
+                for shape in layer.params.values()
+            ),
         )
         for layer in surveyed
     ]
 
 
 def _refuse_shared_weights(table: StageTable, surveyed: Sequence[Surveyed]) -> None:
-    """One weight in two layers that nobody tied: each stage would train a copy, and they would drift apart."""
+    """One weight in two layers that nobody tied: each stage would train a copy, and they would
+    drift apart.
+    """
     holders: dict[int, tuple[int, str]] = {}
     for stage, (start, stop) in enumerate(pairwise(table.bounds)):
         for surveyed_layer in surveyed[start:stop]:
@@ -230,14 +276,24 @@ def _refuse_shared_weights(table: StageTable, surveyed: Sequence[Surveyed]) -> N
             for name in surveyed_layer.params:
                 other_stage, other = holders.setdefault(id(weights[name]), (stage, layer.name))
                 if other_stage != stage:
-                    reason = f"it is a weight of {other} on stage {other_stage} as well as of {layer.name} on stage "
+                    reason = (
+                        f"it is a weight of {other} on stage {other_stage} as well as of "
+                        f"{layer.name} on stage "
+                    )
                     reason += f"{stage}, and the copies would drift apart"
-                    fix = "put both on one stage in parallel.stages, or build a LayeredModel with tied layers"
-                    raise ConfigError.of("weight-on-two-stages", reason, fix, "model", f"{layer.name}.{name}")
+                    fix = (
+                        "put both on one stage in parallel.stages, or build a LayeredModel with "
+                        "tied layers"
+                    )
+                    raise ConfigError.of(
+                        "weight-on-two-stages", reason, fix, "model", f"{layer.name}.{name}"
+                    )
 
 
 def first_batch(plan: Plan, parts: Parts) -> tuple[Any, Any]:
-    """The model's inputs and the targets of the run's first micro-batch; a ConfigError where it cannot be read."""
+    """The model's inputs and the targets of the run's first micro-batch; a ConfigError where it
+    cannot be read.
+    """
     batches = make_train_loader(plan, parts.splits, rank=0, num_workers=0).stream(0)
     try:
         return parts.task.split(next(batches))
@@ -252,7 +308,10 @@ def first_batch(plan: Plan, parts: Parts) -> tuple[Any, Any]:
 
 
 def _is_tensors(inputs: Any) -> bool:
-    return all(isinstance(tensor, torch.Tensor) for tensor in (inputs if isinstance(inputs, tuple) else (inputs,)))
+    return all(
+        isinstance(tensor, torch.Tensor)
+        for tensor in (inputs if isinstance(inputs, tuple) else (inputs,))
+    )
 
 
 def describe(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,8 +321,8 @@ def describe(asked: Mapping[str, Any]) -> dict[str, Any]:
         asked: ``config`` and ``cluster`` as plain values.
 
     Returns:
-        ``lines`` and ``pipeline`` of the table; or ``missing``, what this machine lacks to know it; or ``problems``,
-        why it cannot be cut. Problems as plain values.
+        ``lines`` and ``pipeline`` of the table; or ``missing``, what this machine lacks to know it;
+        or ``problems``, why it cannot be cut. Problems as plain values.
     """
     config = config_from_values(asked["config"])
     cluster = Cluster(**asked["cluster"])
@@ -276,14 +335,18 @@ def describe(asked: Mapping[str, Any]) -> dict[str, Any]:
             reported = "missing"
         return {reported: [problem.to_dict() for problem in error.problems]}
     try:
-        table = cut_model(make_plan(config, cluster, num_train_samples=parts.splits.num_train), parts).table
+        table = cut_model(
+            make_plan(config, cluster, num_train_samples=parts.splits.num_train), parts
+        ).table
     except ConfigError as error:
         return {"problems": [problem.to_dict() for problem in error.problems]}
     return {"lines": list(table.lines()), "pipeline": table.to_dict()}
 
 
 def answer(find: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> int:
-    """Read a question from stdin and write the answer to stdout, both JSON; what user code prints goes to stderr."""
+    """Read a question from stdin and write the answer to stdout, both JSON; what user code prints
+    goes to stderr.
+    """
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as output:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         with contextlib.redirect_stdout(sys.stderr):

@@ -1,4 +1,6 @@
-"""Choice of the checkpoint that a run starts from: decided by rank 0, read by all ranks before it is trusted."""
+"""Choice of the checkpoint that a run starts from: decided by rank 0, read by all ranks before it
+is trusted.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ from framework.engine.distributed import describe_environment, from_rank0, gathe
 from framework.engine.metrics import time_layers
 from framework.engine.protocol import Engine
 from framework.engine.rendezvous import is_lost_peer
-from framework.engine.weights import checkpoint_weights, describe_base, refuse_other_base, refuse_other_layers
+from framework.engine.weights import (
+    checkpoint_weights,
+    describe_base,
+    refuse_other_base,
+    refuse_other_layers,
+)
 from framework.errors import FrameworkError, StorageError, TrainingError, in_one_line
 from framework.plan.plan import Plan
 from framework.setup.prepared import Prepared
@@ -84,20 +91,25 @@ def on_rank0(work: Callable[[], Any]) -> Any:
         if is_lost_peer(error):
             raise
         traceback.print_exc()  # and the other ranks wait for an answer
-        return TrainingError(f"rank 0 failed before the first step: {in_one_line(error, longest=300)} [rank0-failed]")
+        return TrainingError(
+            f"rank 0 failed before the first step: {in_one_line(error, longest=300)} [rank0-failed]"
+        )
 
 
-def agreed_weights(prepared: Prepared, start: SavedCheckpoint | None, *, average: bool = False) -> Prepared:
-    """With the weights of a fresh start, or their moving average, or without, as all ranks have them. Collective.
+def agreed_weights(
+    prepared: Prepared, start: SavedCheckpoint | None, *, average: bool = False
+) -> Prepared:
+    """With the weights of a fresh start, or their moving average, or without, as all ranks have
+    them. Collective.
 
-    The files of a checkpoint as `checkpoint.init_weights` are verified by the ranks of each host in shares. Before the
-    run folder is touched: an earlier run of the same name, whose weights these may be, is renamed then. So all ranks
-    have opened the files, or all fail, when this returns.
+    The files of a checkpoint as `checkpoint.init_weights` are verified by the ranks of each host in
+    shares. Before the run folder is touched: an earlier run of the same name, whose weights these
+    may be, is renamed then. So all ranks have opened the files, or all fail, when this returns.
 
     Raises:
         ConfigError: the weights of the checkpoint are another model's.
-        StorageError: they are damaged; or not all ranks have found the same, with a code that platforms try again, for
-            their hosts may yet.
+        StorageError: they are damaged; or not all ranks have found the same, with a code that
+            platforms try again, for their hosts may yet.
     """
     if start is not None and prepared.plan.config.training.lora is None:
         return prepared.without_weights()
@@ -106,8 +118,8 @@ def agreed_weights(prepared: Prepared, start: SavedCheckpoint | None, *, average
     for number, other in enumerate(everyone):
         if other != everyone[0]:
             raise StorageError(
-                f"checkpoint.init_weights = {path}: on rank {number}, {other}; on rank 0, {everyone[0]}; all hosts "
-                "must see the same files there [weights-differ]"
+                f"checkpoint.init_weights = {path}: on rank {number}, {other}; on rank 0, "
+                f"{everyone[0]}; all hosts must see the same files there [weights-differ]"
             )
     of = prepared.weights
     if not isinstance(of, SavedCheckpoint):
@@ -130,16 +142,22 @@ def agreed_weights(prepared: Prepared, start: SavedCheckpoint | None, *, average
 
 
 def _verification() -> SharedVerification:
-    return SharedVerification(rank=rank(), gather=gather, from_rank0=from_rank0, print_line=print_line)
+    return SharedVerification(
+        rank=rank(), gather=gather, from_rank0=from_rank0, print_line=print_line
+    )
 
 
 def choose_together(folder: RunFolder, config: RunConfig) -> SavedCheckpoint | None:
-    """Rank 0 decides where the run starts from, and all ranks read the checkpoints that it thinks of. Collective."""
+    """Rank 0 decides where the run starts from, and all ranks read the checkpoints that it thinks
+    of. Collective.
+    """
     return decide_together(lambda damage_of: choose_start(folder, config, damage_of=damage_of))
 
 
 def decide_together(decide: Callable[[DamageOf], SavedCheckpoint | None]) -> SavedCheckpoint | None:
-    """Have rank 0 decide, while all ranks read the checkpoints whose damage it asks about. Collective."""
+    """Have rank 0 decide, while all ranks read the checkpoints whose damage it asks about.
+    Collective.
+    """
     shared = _verification()
     if rank() != 0:
         shared.help()
@@ -171,14 +189,19 @@ def choose_start(
 
 
 def measure_cut(prepared: Prepared, start: SavedCheckpoint | None) -> Prepared:
-    """With `parallel.partition: measured`: rank 0 times the layers on its device, and all ranks cut by that.
-    Collective.
+    """With `parallel.partition: measured`: rank 0 times the layers on its device, and all ranks cut
+    by that. Collective.
 
-    A run that goes on is cut as it was: no two measurements are the same, and another cut would be a move.
+    A run that goes on is cut as it was: no two measurements are the same, and another cut would be
+    a move.
     """
     plan = prepared.plan
     cut = prepared.cut
-    if cut is None or plan.config.parallel.partition != "measured" or plan.config.parallel.stages is not None:
+    if (
+        cut is None
+        or plan.config.parallel.partition != "measured"
+        or plan.config.parallel.stages is not None
+    ):
         return prepared
     if start is not None and (as_saved := cut_as_saved(cut, plan, start.manifest)):
         if rank() == 0:
@@ -186,7 +209,9 @@ def measure_cut(prepared: Prepared, start: SavedCheckpoint | None) -> Prepared:
         return replace(prepared, cut=as_saved)
     seed = plan.config.run.seed
     precision = plan.config.precision
-    seconds = from_rank0(on_rank0(lambda: time_layers(cut.layers, cut.inputs, seed=seed, precision=precision)))
+    seconds = from_rank0(
+        on_rank0(lambda: time_layers(cut.layers, cut.inputs, seed=seed, precision=precision))
+    )
     return replace(prepared, cut=cut_by_time(cut, plan, seconds))
 
 
@@ -220,15 +245,19 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
     _report_resume(start, plan, folder)
     if continues:
         for removed in clear_unfinished(folder.checkpoints):
-            print_line(f"removed {folder.checkpoints}/{removed}, which an interrupted save or deletion left")
+            print_line(
+                f"removed {folder.checkpoints}/{removed}, which an interrupted save or deletion "
+                "left"
+            )
     if moved is not None:
         print_line(f"{folder.path} held an earlier run; it is now {moved}")
         carry_over(moved, folder.path)
     if start is not None and continues:
         for replaced in set_aside_later(start):
             print_line(
-                f"the steps after {start.step} are taken again; an earlier checkpoint of them is now {replaced} "
-                f"({size_of(replaced) / 1e9:.3f} GB; it stays until somebody deletes it)"
+                f"the steps after {start.step} are taken again; an earlier checkpoint of them is "
+                f"now {replaced} ({size_of(replaced) / 1e9:.3f} GB; it stays until somebody "
+                "deletes it)"
             )
     pipeline = prepared.pipeline()
     folder.describe(
@@ -255,50 +284,69 @@ def _report_resume(start: SavedCheckpoint | None, plan: Plan, folder: RunFolder)
         if plan.config.checkpoint.resume == "auto":
             print_line(f"resume: auto: no checkpoint in {folder.path}, starting afresh")
         return
-    print_line(f"resume: {'auto: ' if plan.config.checkpoint.resume == 'auto' else ''}from {start.path}")
+    print_line(
+        f"resume: {'auto: ' if plan.config.checkpoint.resume == 'auto' else ''}from {start.path}"
+    )
     for change in describe_changes(start, config=plan.config.to_dict()):
         print_line(f"resume: changed since the save, and applied: {change}")
     versions = describe_versions(start, versions=describe_environment()["versions"])
     if versions:
         print_line(
-            f"note: other releases wrote this checkpoint ({versions}); an unbroken run may differ in the last bits"
+            f"note: other releases wrote this checkpoint ({versions}); an unbroken run may differ "
+            "in the last bits"
         )
     for note in _changed_schedule(start, plan):
         print_line(f"note: {note}")
 
 
 def _changed_schedule(start: SavedCheckpoint, plan: Plan) -> Iterator[str]:
-    """A run that is made longer stretches a schedule that ends with it: allowed, but never silently."""
+    """A run that is made longer stretches a schedule that ends with it: allowed, but never
+    silently.
+    """
     scheduler = plan.config.scheduler
     before = start.manifest.get("total_steps")
     now = plan.length.total_steps
-    ends_with_run = "total_steps" in type(scheduler).model_fields and getattr(scheduler, "total_steps", None) is None
+    ends_with_run = (
+        "total_steps" in type(scheduler).model_fields
+        and getattr(scheduler, "total_steps", None) is None
+    )
     if ends_with_run and before is not None and before != now:
         yield (
-            f"the {getattr(scheduler, 'kind', 'own')} schedule now ends at step {now} instead of {before}, so the "
-            f"learning rate goes on from another point of its curve; scheduler.total_steps={before} keeps it"
+            f"the {getattr(scheduler, 'kind', 'own')} schedule now ends at step {now} instead of "
+            f"{before}, so the learning rate goes on from another point of its curve; "
+            f"scheduler.total_steps={before} keeps it"
         )
 
 
 def describe_frozen(engine: Engine, config: RunConfig) -> dict[str, Any]:
-    """The weights under adapters, for checkpoints, which do not hold them; nothing without adapters. Collective."""
+    """The weights under adapters, for checkpoints, which do not hold them; nothing without
+    adapters. Collective.
+    """
     if config.training.lora is None:
         return {}
     return {"base": describe_base(engine.engine.module, config.checkpoint.init_weights)}  # type: ignore[attr-defined]
 
 
 def steps_left_out(folder: RunFolder, start: SavedCheckpoint | None, config: RunConfig) -> LeftOut:
-    """Know the roll backs of a run from its events: a checkpoint from before one holds nothing of it. Collective."""
+    """Know the roll backs of a run from its events: a checkpoint from before one holds nothing of
+    it. Collective.
+    """
     left_out = LeftOut()
     own = folder.checkpoints.resolve()
-    if config.training.bad_steps is not None and start is not None and start.folder.resolve() == own:
+    if (
+        config.training.bad_steps is not None
+        and start is not None
+        and start.folder.resolve() == own
+    ):
         left_out.add(from_rank0(on_rank0(lambda: noted_windows(folder.events))))
     return left_out
 
 
-def load_start(engine: Engine, start: SavedCheckpoint | None, kept: Kept, description: Mapping[str, Any]) -> int:
-    """Load the checkpoint that the run starts from, moved into the run's layout, and give back what it holds of `kept`;
-    returns its step, 0 without one. Collective.
+def load_start(
+    engine: Engine, start: SavedCheckpoint | None, kept: Kept, description: Mapping[str, Any]
+) -> int:
+    """Load the checkpoint that the run starts from, moved into the run's layout, and give back what
+    it holds of `kept`; returns its step, 0 without one. Collective.
     """
     if start is None:
         return 0
@@ -307,7 +355,10 @@ def load_start(engine: Engine, start: SavedCheckpoint | None, kept: Kept, descri
     moved = needs_resharding(start, description=description)
     if moved and rank() == 0:
         stated = describe_resharding(start, description=description)
-        print_line(f"resume: {start.path} was written in another layout ({stated}) and is moved into this one")
+        print_line(
+            f"resume: {start.path} was written in another layout ({stated}) and is moved into "
+            "this one"
+        )
     state = engine.load(start, moved=moved)
     kept.restore(state)
     return int(state["step"])

@@ -1,4 +1,6 @@
-"""What TensorBoard shows beside numbers: histograms of the weights, and evaluation samples with their predictions."""
+"""What TensorBoard shows beside numbers: histograms of the weights, and evaluation samples with
+their predictions.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def _edges() -> Tensor:
 
 
 def weight_histograms(module: torch.nn.Module, plan: Plan) -> list[Shown]:
-    """Histograms of all weights, on rank 0; elsewhere none. Collective: each rank counts what it alone holds.
+    """Histograms of all weights, on rank 0; elsewhere none. Collective: each rank counts what it
+    alone holds.
 
     Waits for the device. Sent between ranks: 700 counts for each weight.
     """
@@ -54,11 +57,17 @@ def weight_histograms(module: torch.nn.Module, plan: Plan) -> list[Shown]:
                 merged[name] = histogram
             elif is_spread:  # of a pipeline's tied weights every stage has all
                 merged[name] = merged[name].plus(histogram)
-    return [Histogram(f"weights/{name}", *histogram[1:]) for name, histogram in merged.items() if histogram.num]
+    return [
+        Histogram(f"weights/{name}", *histogram[1:])
+        for name, histogram in merged.items()
+        if histogram.num
+    ]
 
 
 def _own_share(weight: Any) -> Tensor:
-    """This rank's part of a weight that ZeRO stage 3 has spread, without what fills the last part up."""
+    """This rank's part of a weight that ZeRO stage 3 has spread, without what fills the last part
+    up.
+    """
     part: Tensor = weight.ds_tensor.detach().flatten()
     before = rank() * part.numel()
     return part[: max(0, min(part.numel(), weight.ds_numel - before))]
@@ -85,12 +94,14 @@ def _count(values: Tensor) -> Histogram:
             squares = squares + part.double().square().sum().item()
     limits = [*_edges().tolist(), 1.8e308]
     filled = counts.nonzero().flatten().tolist()
-    return Histogram("", low, high, num, total, squares, {limits[n]: int(counts[n]) for n in filled})
+    return Histogram(
+        "", low, high, num, total, squares, {limits[n]: int(counts[n]) for n in filled}
+    )
 
 
 class SampleWatch:
-    """Shows the first samples of an evaluation, of several at one `step` of the first, on rank 0; what cannot be shown
-    costs a warning and nothing else.
+    """Shows the first samples of an evaluation, of several at one `step` of the first, on rank 0;
+    what cannot be shown costs a warning and nothing else.
     """
 
     def __init__(
@@ -118,7 +129,9 @@ class SampleWatch:
             return
         self._shown_at = step
         try:
-            self._show(list(samples(inputs, targets, outputs, count=self._count, decode=self._decode)))
+            self._show(
+                list(samples(inputs, targets, outputs, count=self._count, decode=self._decode))
+            )
         except Exception as error:
             self._has_failed = True
             warn(f"monitors.tensorboard.samples: {error}; they are not shown [monitor-failed]")
@@ -137,8 +150,9 @@ class SampleWatch:
 def samples(
     inputs: Any, targets: Any, outputs: Any, *, count: int, decode: Callable[[Sequence[int]], str]
 ) -> Iterator[Shown]:
-    """Images (batch, 1 or 3, height, width), and a table of targets and predictions: the class with the largest of
-    logits (batch, classes), or the tokens with the largest of logits (batch, length, vocabulary).
+    """Images (batch, 1 or 3, height, width), and a table of targets and predictions: the class with
+    the largest of logits (batch, classes), or the tokens with the largest of logits (batch, length,
+    vocabulary).
 
     Raises:
         ValueError: the task's batches are of another kind.
@@ -154,7 +168,10 @@ def samples(
     if first.ndim == 4 and first.shape[1] in (1, 3) and logits.ndim == 2:
         for number, image in enumerate(first.float()):
             yield Image(f"samples/{number}", image.shape[1], image.shape[2], png(image))
-        rows = [(str(number), str(one), str(other)) for number, (one, other) in enumerate(_pairs(wanted, chosen))]
+        rows = [
+            (str(number), str(one), str(other))
+            for number, (one, other) in enumerate(_pairs(wanted, chosen))
+        ]
     elif first.ndim == 2 and not first.is_floating_point() and logits.ndim == 3:
         texts = partial(_as_text, decode=decode)
         rows = [tuple(map(texts, three)) for three in zip(first, wanted, chosen, strict=True)]  # type: ignore[misc]
@@ -167,7 +184,13 @@ def samples(
 def _first_tensor(value: Any) -> Tensor | None:
     if isinstance(value, Tensor):
         return value
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    parts = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    )
     return next((found for part in parts if (found := _first_tensor(part)) is not None), None)
 
 
@@ -184,7 +207,8 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Markdown, with nothing in a cell that would end it."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(
-        "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in row) + " |" for row in lines
+        "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in row) + " |"
+        for row in lines
     )
 
 
@@ -194,10 +218,14 @@ def png(image: Tensor) -> bytes:
     high = image.max()
     whole = ((image - low) / (high - low).clamp(min=1e-12) * 255).byte()
     lines = b"".join(b"\0" + bytes(line.flatten().tolist()) for line in whole.permute(1, 2, 0))
-    header = struct.pack(">IIBBBBB", image.shape[2], image.shape[1], 8, 2 if image.shape[0] == 3 else 0, 0, 0, 0)
+    header = struct.pack(
+        ">IIBBBBB", image.shape[2], image.shape[1], 8, 2 if image.shape[0] == 3 else 0, 0, 0, 0
+    )
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + parts

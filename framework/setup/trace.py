@@ -1,7 +1,8 @@
-"""Work of a model of the user's own: one pass forward and backward on fake tensors, which have shapes and no numbers.
+"""Work of a model of the user's own: one pass forward and backward on fake tensors, which have
+shapes and no numbers.
 
-No weights are allocated. Started by itself (``python -m framework.setup.trace``) by the command `plan`, which does not
-import torch: see `framework.commands.traced_work`.
+No weights are allocated. Started by itself (``python -m framework.setup.trace``) by the command
+`plan`, which does not import torch: see `framework.commands.traced_work`.
 """
 
 from __future__ import annotations
@@ -45,12 +46,18 @@ _LARGEST_SHARE = 0.5
 
 
 # Make memory, and move nothing.
-_EMPTY = (torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format)
+_EMPTY = (
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.empty.memory_format,
+)
 
 
 @dataclass
 class _Record:
-    """What is found of a part while it runs; `most`: bytes alive at most in its forward and in its backward pass."""
+    """What is found of a part while it runs; `most`: bytes alive at most in its forward and in its
+    backward pass.
+    """
 
     name: str
     module: nn.Module | None = None
@@ -116,9 +123,17 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads = _tensors((args, kwargs))
         tensors = _tensors(made)
         if self.way == "forward" and count is not None:
-            is_causal = args[4:5] == (True,)  # of the fused attention of processors; no other has a truth value there
-            self.count(int(count(*args, **(kwargs or {}), out_val=made)), args[0].shape[-2] if is_causal else 0)
-        elif self.way == "forward" and (func._schema.is_mutable or _is_new(tensors, reads)) and func not in _EMPTY:
+            # of the fused attention of processors; no other has a truth value there
+            is_causal = args[4:5] == (True,)
+            self.count(
+                int(count(*args, **(kwargs or {}), out_val=made)),
+                args[0].shape[-2] if is_causal else 0,
+            )
+        elif (
+            self.way == "forward"
+            and (func._schema.is_mutable or _is_new(tensors, reads))
+            and func not in _EMPTY
+        ):
             self.current.figures["moved"] += sum(map(_bytes, (*reads, *tensors)))
         for tensor in tensors:
             self._add(tensor)
@@ -128,7 +143,9 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_new(made: Sequence[Tensor], reads: Sequence[Tensor]) -> bool:
     """Check whether an operation has made memory of its own; a view has not."""
-    return not {each.untyped_storage()._cdata for each in made} <= {each.untyped_storage()._cdata for each in reads}
+    return not {each.untyped_storage()._cdata for each in made} <= {
+        each.untyped_storage()._cdata for each in reads
+    }
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -146,7 +163,9 @@ class _FusedAttention(torch.autograd.Function):
             made = torch.empty_like(query)
         else:
             made = query.new_empty(*query.shape[:-1], value.shape[-1])
-        ctx.save_for_backward(query, key, value, made, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        ctx.save_for_backward(
+            query, key, value, made, query.new_empty(query.shape[:-1], dtype=torch.float32)
+        )
         return made
 
     @staticmethod
@@ -186,9 +205,14 @@ class _AsOnGPU(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
-            query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs))[:3]
+            query, key, value = (
+                *args,
+                *(kwargs[name] for name in ("query", "key", "value") if name in kwargs),
+            )[:3]
             if torch.is_autocast_enabled("cpu"):
-                query, key, value = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
+                query, key, value = (
+                    each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value)
+                )
             size = query.shape[-1]
             is_causal = kwargs.get("is_causal", args[5:6] == (True,))
             flops = 2 * query.numel() // size * key.shape[-2] * (size + value.shape[-1])
@@ -208,7 +232,9 @@ class _AsOnGPU(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def trace_work(config: RunConfig, parts: Parts, batch: tuple[Any, Any], *, device: Device = "cuda") -> ModelWork:
+def trace_work(
+    config: RunConfig, parts: Parts, batch: tuple[Any, Any], *, device: Device = "cuda"
+) -> ModelWork:
     """Find the work of a model and its loss on one micro-batch.
 
     Args:
@@ -233,33 +259,57 @@ def trace_work(config: RunConfig, parts: Parts, batch: tuple[Any, Any], *, devic
         if config.precision.dtype in ("bf16", "fp16"):
             half = torch.bfloat16 if config.precision.dtype == "bf16" else torch.float16
             _cast(model, half)
-            inputs = tree_map_only(Tensor, lambda each: each.to(half) if each.is_floating_point() else each, inputs)
+            inputs = tree_map_only(
+                Tensor, lambda each: each.to(half) if each.is_floating_point() else each, inputs
+            )
         ledger = _Ledger([*model.parameters(), *model.buffers()], _tensors((inputs, targets)))
-        handles = [handle for name, part in _part_modules(model) for handle in _watch(ledger, name, part)]
-        autocast = torch.autocast("cpu", torch.bfloat16) if config.precision.dtype == "autocast" else nullcontext()
-        with ledger, ledger.hooks, _AsOnGPU(ledger) if device == "cuda" else nullcontext(), autocast:
+        handles = [
+            handle for name, part in _part_modules(model) for handle in _watch(ledger, name, part)
+        ]
+        autocast = (
+            torch.autocast("cpu", torch.bfloat16)
+            if config.precision.dtype == "autocast"
+            else nullcontext()
+        )
+        with (
+            ledger,
+            ledger.hooks,
+            _AsOnGPU(ledger) if device == "cuda" else nullcontext(),
+            autocast,
+        ):
             outputs = parts.task.forward(model, inputs)
             made = ledger.begin("loss", None)
             loss = parts.task.loss(outputs, targets)
             losses = loss if isinstance(loss, tuple) else (loss,)
-            total = torch.stack([each if isinstance(each, Tensor) else each.total for each in losses]).sum()
+            total = torch.stack(
+                [each if isinstance(each, Tensor) else each.total for each in losses]
+            ).sum()
             made.figures["output"] = _bytes(total)
         del outputs, loss, losses
         for handle in handles:
             handle.remove()
         ledger.way = "backward"
-        with ledger:  # back to the first value that has a gradient: no gradients of weights come into it
+        # back to the first value that has a gradient: no gradients of weights come into it
+        with ledger:
             torch.autograd.grad(total, ledger.first or list(model.parameters()), allow_unused=True)
     trained, frozen = (
-        {name: tuple(weight.shape) for name, weight in model.named_parameters() if weight.requires_grad is kind}
+        {
+            name: tuple(weight.shape)
+            for name, weight in model.named_parameters()
+            if weight.requires_grad is kind
+        }
         for kind in (True, False)
     )
-    return ModelWork(trained, buffer_bytes, tuple(_parts(ledger, model)), samples, _num_tokens(inputs), frozen)
+    return ModelWork(
+        trained, buffer_bytes, tuple(_parts(ledger, model)), samples, _num_tokens(inputs), frozen
+    )
 
 
 @contextmanager
 def _nothing_drawn() -> Iterator[None]:
-    """torch draws truncated normals anew until all are within their bounds, which numbers alone can tell."""
+    """torch draws truncated normals anew until all are within their bounds, which numbers alone can
+    tell.
+    """
     own = nn.init._no_grad_trunc_normal_
     nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor
     try:
@@ -287,12 +337,16 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
                 if id(tensor) not in made:
                     other = tensor.detach().to(dtype)
                     is_weight = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = nn.Parameter(other, tensor.requires_grad) if is_weight else other
+                    made[id(tensor)] = (
+                        nn.Parameter(other, tensor.requires_grad) if is_weight else other
+                    )
                 tensors[name] = made[id(tensor)]
 
 
 def _part_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of a model that has such; else its modules, and in their place what is in those that hold most."""
+    """The layers of a model that has such; else its modules, and in their place what is in those
+    that hold most.
+    """
     try:
         layers = as_layers(model)
     except ConfigError:
@@ -318,14 +372,20 @@ def _children(module: nn.Module, prefix: str, total: int) -> Iterator[tuple[str,
 
 
 def _watch(ledger: _Ledger, name: str, module: nn.Module) -> Iterator[Any]:
-    """Begin a part where the module is called, and again where a gradient comes back to what it returned."""
+    """Begin a part where the module is called, and again where a gradient comes back to what it
+    returned.
+    """
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        ledger.begin(name, module).unsaved = [each for each in _tensors((args, kwargs)) if not ledger.has_saved(each)]
+        ledger.begin(name, module).unsaved = [
+            each for each in _tensors((args, kwargs)) if not ledger.has_saved(each)
+        ]
 
     def after(module: nn.Module, args: Any, kwargs: Any, made: Any) -> None:
         record = ledger.current
-        record.figures["input"] = sum(_bytes(each) for each in record.unsaved if ledger.has_saved(each))
+        record.figures["input"] = sum(
+            _bytes(each) for each in record.unsaved if ledger.has_saved(each)
+        )
         record.unsaved = []
         tensors = _tensors(made)
         record.figures["output"] = sum(map(_bytes, tensors))
@@ -349,11 +409,20 @@ def _tensors(value: Any) -> list[Tensor]:
 def _parts(ledger: _Ledger, model: nn.Module) -> Iterator[Part]:
     """Figures of every part; weights that none of them has are of the first one."""
     weights = {id(weight): weight.numel() for weight in model.parameters() if weight.requires_grad}
-    within = {id(weight) for record in ledger.records if record.module for weight in record.module.parameters()}
+    within = {
+        id(weight)
+        for record in ledger.records
+        if record.module
+        for weight in record.module.parameters()
+    }
     first_of: dict[int, str] = {}
     saved = 0
     for number, record in enumerate(ledger.records):
-        if not number and not sum(record.figures.values()) and {*map(id, model.parameters())} <= within:
+        if (
+            not number
+            and not sum(record.figures.values())
+            and {*map(id, model.parameters())} <= within
+        ):
             continue  # nothing stands before the first part
         if record.module:
             own = [id(weight) for weight in record.module.parameters()]

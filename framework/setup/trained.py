@@ -1,4 +1,6 @@
-"""After training: the checkpoint that a path names, the config in its manifest, and its model as a plain module."""
+"""After training: the checkpoint that a path names, the config in its manifest, and its model as a
+plain module.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,25 @@ KEY: Final = "CHECKPOINT"
 
 
 def load(
-    source: str | Path, model: Any = None, *, weights: Literal["trained", "ema"] = "trained", trust: bool = False
+    source: str | Path,
+    model: Any = None,
+    *,
+    weights: Literal["trained", "ema"] = "trained",
+    trust: bool = False,
 ) -> torch.nn.Module:
-    """The trained model as a plain `torch.nn.Module`, on the CPU and in evaluation mode; adapters are merged.
+    """The trained model as a plain `torch.nn.Module`, on the CPU and in evaluation mode; adapters
+    are merged.
 
     Args:
         source: a run folder (its newest checkpoint) or ``.../global_step<N>``, of any layout.
         model: as `fit` takes it; left out: the model that the checkpoint's own config names.
         weights: as trained, or their moving average (``training.ema``).
-        trust: call code that the checkpoint names as ``model.target``; the built-in kinds need no trust.
+        trust: call code that the checkpoint names as ``model.target``; the built-in kinds need no
+            trust.
 
     Raises:
-        ConfigError: there is no such checkpoint, its model cannot be built, or other weights belong to it.
+        ConfigError: there is no such checkpoint, its model cannot be built, or other weights belong
+            to it.
         StorageError: the checkpoint is damaged.
     """
     checkpoint = find_source(str(source), key="load")
@@ -49,20 +58,31 @@ def load(
 
 
 def module_of(
-    checkpoint: SavedCheckpoint, config: RunConfig, model: Any = None, *, average: bool = False, base: str | None = None
+    checkpoint: SavedCheckpoint,
+    config: RunConfig,
+    model: Any = None,
+    *,
+    average: bool = False,
+    base: str | None = None,
 ) -> torch.nn.Module:
-    """Build the model of a config, or `model`, with the checkpoint's weights or their average; `base` as for export."""
+    """Build the model of a config, or `model`, with the checkpoint's weights or their average;
+    `base` as for export.
+    """
     build = model_builder(config, model)
     if checkpoint.has_adapters:
-        return merged_model(MergedWeights(checkpoint, average=average), config, build, base=base).eval()
+        return merged_model(
+            MergedWeights(checkpoint, average=average), config, build, base=base
+        ).eval()
     built = as_fp32(build())
     put_weights(built, checkpoint_weights(checkpoint, average=average), source=str(checkpoint.path))
     return built.eval()
 
 
-def module_to_ask(checkpoint: SavedCheckpoint, config: RunConfig, *, average: bool) -> torch.nn.Module:
-    """As `module_of`, on this rank's device; and experts have room for all tokens: what becomes of one must not depend
-    on those that are read with it.
+def module_to_ask(
+    checkpoint: SavedCheckpoint, config: RunConfig, *, average: bool
+) -> torch.nn.Module:
+    """As `module_of`, on this rank's device; and experts have room for all tokens: what becomes of
+    one must not depend on those that are read with it.
     """
     model = module_of(checkpoint, config, average=average)
     for module in model.modules():
@@ -74,13 +94,15 @@ def module_to_ask(checkpoint: SavedCheckpoint, config: RunConfig, *, average: bo
 
 
 def find_source(path: str, *, allow_unverified: bool = False, key: str = KEY) -> SavedCheckpoint:
-    """The checkpoint that a path names, or the newest one of the run that it names; a ConfigError of kind
-    ``checkpoint-not-found`` or ``checkpoint-unverified`` where there is none.
+    """The checkpoint that a path names, or the newest one of the run that it names; a ConfigError
+    of kind ``checkpoint-not-found`` or ``checkpoint-unverified`` where there is none.
     """
     found = newest_at(path, key=key, allow_unverified=allow_unverified)
     if found is None:
         fix = "name a .../global_step<N> folder or a run folder that holds one"
-        raise ConfigError.of("checkpoint-not-found", absence_at(path, key=key), fix, key=key, value=path)
+        raise ConfigError.of(
+            "checkpoint-not-found", absence_at(path, key=key), fix, key=key, value=path
+        )
     return found
 
 
@@ -92,29 +114,43 @@ def saved_config(
     otherwise: str = "name another checkpoint",
     kind: str | None = None,
 ) -> RunConfig:
-    """The config in a checkpoint's manifest, of which `sections` can be built here, and may be: whoever wrote it must
-    not choose what is called, but where the user trusts its folder, `trust`.
+    """The config in a checkpoint's manifest, of which `sections` can be built here, and may be:
+    whoever wrote it must not choose what is called, but where the user trusts its folder, `trust`.
 
     Raises:
-        ConfigError: at `key`, of `kind` or ``target-not-trusted``; `otherwise` is what can be done instead.
+        ConfigError: at `key`, of `kind` or ``target-not-trusted``; `otherwise` is what can be done
+            instead.
     """
     refused = partial(ConfigError.of, key=key, file=str(checkpoint.path))
     lost = kind or "object-not-given"
     if not checkpoint.verified:
-        raise refused(kind or UNVERIFIED, "without a manifest nothing in it says what model it is of", otherwise)
+        raise refused(
+            kind or UNVERIFIED,
+            "without a manifest nothing in it says what model it is of",
+            otherwise,
+        )
     try:
         config = RunConfig.model_validate(checkpoint.manifest["config"])
     except ValueError:  # pydantic's error is one
         reason = "its manifest does not hold a run config of this release"
         raise refused(lost, reason, f"use the release that wrote it, or {otherwise}") from None
-    places = [place.resolve() for place in (checkpoint.path, checkpoint.folder, checkpoint.folder.absolute().parent)]
+    places = [
+        place.resolve()
+        for place in (checkpoint.path, checkpoint.folder, checkpoint.folder.absolute().parent)
+    ]
     for name in sections:
         section = getattr(config, name)
         if isinstance(section, Object):
             reason = f"{section.object} was handed over from Python, and nobody can ask it here"
             raise refused(lost, reason, f"name it in the config ({name}.target), or {otherwise}")
         if isinstance(section, Target) and (trust is None or Path(trust).resolve() not in places):
-            reason = f"the manifest names code of its own, {name}.target = {section.target}, which would be run"
-            fix = f"if you trust whoever wrote the folder, give --trust {checkpoint.path} (in Python trust=True)"
+            reason = (
+                f"the manifest names code of its own, {name}.target = {section.target}, "
+                "which would be run"
+            )
+            fix = (
+                f"if you trust whoever wrote the folder, give --trust {checkpoint.path} (in "
+                "Python trust=True)"
+            )
             raise refused("target-not-trusted", reason, f"{fix}; or {otherwise}")
     return config

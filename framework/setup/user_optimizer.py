@@ -1,4 +1,6 @@
-"""The user's own optimizer and schedule: what their states hold, a step as DeepSpeed takes it, and its memory."""
+"""The user's own optimizer and schedule: what their states hold, a step as DeepSpeed takes it, and
+its memory.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ _MEASURED: Final = 1 << 16  # elements of the weight that memory is counted for
 
 
 def savable(optimizer: torch.optim.Optimizer, *, key: str, value: str) -> torch.optim.Optimizer:
-    """The optimizer, its groups with Python's numbers for numpy's: a checkpoint is read as weights and plain values
-    only.
+    """The optimizer, its groups with Python's numbers for numpy's: a checkpoint is read as weights
+    and plain values only.
 
     Args:
         optimizer: as it was just made, before a schedule remembers its rates.
@@ -32,14 +34,18 @@ def savable(optimizer: torch.optim.Optimizer, *, key: str, value: str) -> torch.
         value: at that key.
 
     Raises:
-        ConfigError: kind ``optimizer-group-object``: a group holds something that no checkpoint would give back. It
-            would be written into each of them, and the first to notice would be the run that is to go on.
+        ConfigError: kind ``optimizer-group-object``: a group holds something that no checkpoint
+            would give back. It would be written into each of them, and the first to notice would be
+            the run that is to go on.
     """
     for group in optimizer.param_groups:
         for name in [name for name in group if name != "params"]:
             held, group[name] = group[name], _plain(group[name])
             if not _comes_back(group[name]):
-                reason = f"its parameter groups hold {name}, {type_name(held)}, which no checkpoint could give back"
+                reason = (
+                    f"its parameter groups hold {name}, {type_name(held)}, which no "
+                    "checkpoint could give back"
+                )
                 fix = "keep only numbers, text, tensors and lists of them there"
                 raise ConfigError.of("optimizer-group-object", reason, fix, key, value)
     return optimizer
@@ -54,7 +60,8 @@ def _plain(value: Any) -> Any:
 
 
 def _comes_back(value: Any) -> bool:
-    if value is None or type(value) in (bool, int, float, str):  # an enumeration is more than the number that it is
+    # an enumeration is more than the number that it is
+    if value is None or type(value) in (bool, int, float, str):
         return True
     stream = io.BytesIO()
     try:
@@ -66,7 +73,9 @@ def _comes_back(value: Any) -> bool:
     return True
 
 
-def check_schedule(make: MakeSchedule, optimizer: torch.optim.Optimizer, *, key: str, value: str) -> None:
+def check_schedule(
+    make: MakeSchedule, optimizer: torch.optim.Optimizer, *, key: str, value: str
+) -> None:
     """Refuse a schedule that DeepSpeed cannot step, or that no checkpoint would give back.
 
     Raises:
@@ -78,7 +87,10 @@ def check_schedule(make: MakeSchedule, optimizer: torch.optim.Optimizer, *, key:
         reason = f"calling it with an optimizer failed: {in_one_line(error)}"
         fix = "check its arguments and the code"
         raise ConfigError.of("schedule-target-result", reason, fix, key, value) from error
-    fix = "return what has torch's LRScheduler as a base, or step(), get_last_lr(), state_dict() and load_state_dict()"
+    fix = (
+        "return what has torch's LRScheduler as a base, or step(), get_last_lr(), state_dict() "
+        "and load_state_dict()"
+    )
     missing = [name for name in _OF_SCHEDULES if not callable(getattr(schedule, name, None))]
     if missing:
         reason = f"it returned {type_name(schedule)}, which has no {missing[0]}()"
@@ -108,8 +120,12 @@ def refuse_closure(optimizer: torch.optim.Optimizer, *, key: str, value: str) ->
 
 
 def _needs_closure(key: str, value: str) -> ConfigError:
-    reason = "its step() asks for a closure that computes the loss anew, and DeepSpeed steps without one"
-    return ConfigError.of("optimizer-needs-closure", reason, "take another optimizer, such as adamw", key, value)
+    reason = (
+        "its step() asks for a closure that computes the loss anew, and DeepSpeed steps without one"
+    )
+    return ConfigError.of(
+        "optimizer-needs-closure", reason, "take another optimizer, such as adamw", key, value
+    )
 
 
 class NotJudgedError(Exception):
@@ -135,7 +151,9 @@ def take_step(optimizer: torch.optim.Optimizer, *, key: str, value: str) -> None
         raise _not_judged(error) from error
 
 
-def made_optimizer(make: MakeOptimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def made_optimizer(
+    make: MakeOptimizer, parameters: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
     """Make an optimizer over these weights.
 
     Raises:
@@ -151,7 +169,8 @@ def made_optimizer(make: MakeOptimizer, parameters: list[torch.nn.Parameter]) ->
     except Exception as error:
         raise _not_judged(error) from error
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    if sorted(held) != sorted(map(id, parameters)):  # the model's own, perhaps, which no step may touch
+    # the model's own, perhaps, which no step may touch
+    if sorted(held) != sorted(map(id, parameters)):
         raise NotJudgedError("it holds other weights than it was given")
     return optimizer
 
@@ -166,7 +185,9 @@ def _takes_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def measure_optimizer(make: MakeOptimizer) -> OptimizerState | str:
-    """Measure what an optimizer keeps after a step, and makes within the next one, on processors; or say why not."""
+    """Measure what an optimizer keeps after a step, and makes within the next one, on processors;
+    or say why not.
+    """
     try:
         return _memory_of(make)
     except (ConfigError, NotJudgedError) as error:
@@ -201,11 +222,16 @@ class _NewBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = {
-            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
         }
         made = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(made):
-            if isinstance(leaf, torch.Tensor) and (storage := leaf.untyped_storage())._cdata not in known:
+            if (
+                isinstance(leaf, torch.Tensor)
+                and (storage := leaf.untyped_storage())._cdata not in known
+            ):
                 known.add(storage._cdata)
                 self.now += storage.nbytes()
                 self.most = max(self.most, self.now)

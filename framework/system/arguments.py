@@ -27,7 +27,9 @@ class CommandParser(argparse.ArgumentParser):
         flag = re.match(r"argument (--\w+).*: expected one argument$", message)
         if flag:  # argparse takes what follows for an option of its own
             message += f" (if it begins with a dash, write {flag[1]}=-...)"
-        raise UsageError(f"{self.prog.removeprefix('python -m framework ')}: {message}; see {self.prog} --help")
+        raise UsageError(
+            f"{self.prog.removeprefix('python -m framework ')}: {message}; see {self.prog} --help"
+        )
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Raises HelpShown."""
@@ -40,9 +42,15 @@ class CommandParser(argparse.ArgumentParser):
         add_option(self, *names, **kwargs)
 
 
-def add_option(target: argparse.ArgumentParser | argparse._ArgumentGroup, *names: str, **kwargs: Any) -> None:
+def add_option(
+    target: argparse.ArgumentParser | argparse._ArgumentGroup, *names: str, **kwargs: Any
+) -> None:
     """An option in both spellings, --a_b and --a-b, of a parser or of a group in its help."""
-    both = [spelled for name in names for spelled in dict.fromkeys((name, name[:2] + name[2:].replace("_", "-")))]
+    both = [
+        spelled
+        for name in names
+        for spelled in dict.fromkeys((name, name[:2] + name[2:].replace("_", "-")))
+    ]
     target.add_argument(*both, **kwargs)
 
 
@@ -57,7 +65,8 @@ def option(
     names: tuple[str, ...] = (),
     **more: Any,
 ) -> Any:
-    """A field of a dataclass that is an option, for `add_options`: a switch unless it has a `metavar` or `choices`.
+    """A field of a dataclass that is an option, for `add_options`: a switch unless it has a
+    `metavar` or `choices`.
 
     Args:
         text: for the help.
@@ -83,15 +92,24 @@ def flags_of(each: Field[Any]) -> tuple[str, ...]:
 
 
 def add_options(
-    parser: CommandParser, request: Any, *, only: Collection[str] = (), grouped: str = "", apart: Collection[str] = ()
+    parser: CommandParser,
+    request: Any,
+    *,
+    only: Collection[str] = (),
+    grouped: str = "",
+    apart: Collection[str] = (),
 ) -> None:
-    """Add the options that are fields of a dataclass, or `only` some; under a heading those that do not stand apart."""
+    """Add the options that are fields of a dataclass, or `only` some; under a heading those that do
+    not stand apart.
+    """
     group = parser.add_argument_group(grouped) if grouped else parser
     for each in fields(request):
         if each.metadata and (each.name in only or not only):
             terms = {name: value for name, value in each.metadata.items() if name != "names"}
             # argparse would read the default of a text, and append to that of many.
-            is_kept = each.default == () or (isinstance(each.default, str) and terms.get("type", str) is not str)
+            is_kept = each.default == () or (
+                isinstance(each.default, str) and terms.get("type", str) is not str
+            )
             terms |= {"dest": each.name, "default": argparse.SUPPRESS if is_kept else each.default}
             add_option(parser if each.name in apart else group, *flags_of(each), **terms)
 
@@ -100,9 +118,13 @@ LOG_LEVEL: Final = "DSF_LOG_LEVEL"
 
 
 class _LogLevel(argparse.Action):
-    """Puts the level where every process that is started from here finds it, on other hosts as well."""
+    """Puts the level where every process that is started from here finds it, on other hosts as
+    well.
+    """
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
         os.environ[LOG_LEVEL] = values
 
 
@@ -110,14 +132,18 @@ def add_log_level(parser: CommandParser) -> None:
     """Add ``--log_level``, as train.py and `launch` take it."""
     levels = ("debug", "info", "warning", "error")
     sense = "least level of messages in the logs of ranks, DeepSpeed's too; default info"
-    parser.option("--log_level", action=_LogLevel, dest=argparse.SUPPRESS, choices=levels, help=sense)
+    parser.option(
+        "--log_level", action=_LogLevel, dest=argparse.SUPPRESS, choices=levels, help=sense
+    )
 
 
 def whole(least: int, below: int, error: str) -> Callable[[str], int]:
     """The type of an option that is a whole number; `error` takes the text that is none."""
 
     def read(text: str) -> int:
-        if not (text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) < below):
+        if not (
+            text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) < below
+        ):
             raise argparse.ArgumentTypeError(error.format(text))
         return int(text)
 

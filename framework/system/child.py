@@ -31,7 +31,8 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._read = b""
-        self._poll = select.poll()  # `select.select` refuses descriptors above 1023, of which a rank may have many
+        # `select.select` refuses descriptors above 1023, of which a rank may have many
+        self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
 
     def send(self, **message: Any) -> None:
@@ -39,7 +40,9 @@ class Channel:
         self._end.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout: float | None = None) -> Mapping[str, Any] | None:
-        """The next message, None when the other end is gone; raises TimeoutError if none comes in so many seconds."""
+        """The next message, None when the other end is gone; raises TimeoutError if none comes in
+        so many seconds.
+        """
         while b"\n" not in self._read:
             try:
                 if not self._poll.poll(None if timeout is None else math.ceil(timeout * 1000)):
@@ -54,7 +57,9 @@ class Channel:
         return dict(json.loads(line))
 
     def close(self) -> None:
-        """The other end sees the end, even where a forked child of this process still holds a copy of this one."""
+        """The other end sees the end, even where a forked child of this process still holds a copy
+        of this one.
+        """
         with suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()
@@ -67,7 +72,11 @@ class Child(Channel):
     """
 
     def __init__(
-        self, target: str, *words: str, descriptors: Sequence[int] = (), path: Sequence[str] = (_ROOT,)
+        self,
+        target: str,
+        *words: str,
+        descriptors: Sequence[int] = (),
+        path: Sequence[str] = (_ROOT,),
     ) -> None:
         """Start it; raises OSError if that fails.
 
@@ -77,12 +86,25 @@ class Child(Channel):
             path: folders that its modules come from, before Python's own.
         """
         ours, theirs = socket.socketpair()
-        program = f"import sys; sys.path[:0] = {[*path]!r}; from framework.system.child import main; main()"
+        program = (
+            f"import sys; sys.path[:0] = {[*path]!r}; from framework.system.child import "
+            "main; main()"
+        )
         with theirs:
             try:
-                # -I: nothing in the current folder or in the environment takes the place of a module.
+                # -I: nothing in the current folder or in the environment takes the place of a
+                # module.
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-c", program, str(os.getpid()), str(theirs.fileno()), target, *words],
+                    [
+                        sys.executable,
+                        "-I",
+                        "-c",
+                        program,
+                        str(os.getpid()),
+                        str(theirs.fileno()),
+                        target,
+                        *words,
+                    ],
                     pass_fds=(theirs.fileno(), *descriptors),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -113,7 +135,9 @@ class Child(Channel):
 
 
 def main() -> None:
-    """Do what a `Child` was started for. What asks the whole process group to stop is its parent's business."""
+    """Do what a `Child` was started for. What asks the whole process group to stop is its parent's
+    business.
+    """
     parent, channel, target, *words = sys.argv[1:]
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

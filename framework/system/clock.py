@@ -1,4 +1,6 @@
-"""Time stamps of one process, an hour apart where an hour has passed: a correction of the system's clock moves none."""
+"""Time stamps of one process, an hour apart where an hour has passed: a correction of the system's
+clock moves none.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def seconds_since_boot() -> float:
-    """Return the time since this machine was started, the same for all of its processes; sleep of the machine counts,
-    where the system knows.
+    """Return the time since this machine was started, the same for all of its processes; sleep of
+    the machine counts, where the system knows.
     """
     clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
     return time.clock_gettime(clock)

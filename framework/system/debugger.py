@@ -9,14 +9,29 @@ from typing import Final
 
 from framework.system.frames import current_frames
 
-_DEBUGGERS: Final = ("bdb", "pdb", "pudb", "debugpy", "pydevd", "_pydevd", "celery.contrib.rdb", "remote_pdb")
-_MODULES: Final = ("IPython.core.debugger", "IPython.terminal.debugger", "IPython.terminal.embed", "code")
+_DEBUGGERS: Final = (
+    "bdb",
+    "pdb",
+    "pudb",
+    "debugpy",
+    "pydevd",
+    "_pydevd",
+    "celery.contrib.rdb",
+    "remote_pdb",
+)
+_MODULES: Final = (
+    "IPython.core.debugger",
+    "IPython.terminal.debugger",
+    "IPython.terminal.embed",
+    "code",
+)
 _OWN: Final = str(Path(__file__).resolve().parents[1])
 
 
 def is_at_prompt(thread: int) -> bool:
-    """Check whether code that this package has called is in a debugger, or in a prompt of its own. A notebook's and
-    IPython's own frames are around the call, and those of a tracer, such as one that measures coverage, are not there.
+    """Check whether code that this package has called is in a debugger, or in a prompt of its own.
+    A notebook's and IPython's own frames are around the call, and those of a tracer, such as one
+    that measures coverage, are not there.
     """
     return any(_is_debugger(frame) for frame in _called(current_frames().get(thread)))
 

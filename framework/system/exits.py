@@ -1,8 +1,10 @@
-"""Ends of a process: uncaught errors become one line and an exit code, and early exits of foreign code are named.
+"""Ends of a process: uncaught errors become one line and an exit code, and early exits of foreign
+code are named.
 
-`fit` and `load_config` see to it where nobody else has: not in an interpreter that somebody types into, a notebook or
-pytest, not where the script has a `sys.excepthook` of its own, and not with `DSF_TRACEBACK=1` in the environment. What
-a script catches, or fails with by itself, is its own business.
+`fit` and `load_config` see to it where nobody else has: not in an interpreter that somebody types
+into, a notebook or pytest, not where the script has a `sys.excepthook` of its own, and not with
+`DSF_TRACEBACK=1` in the environment. What a script catches, or fails with by itself, is its own
+business.
 """
 
 from __future__ import annotations
@@ -36,19 +38,24 @@ from framework.system.output import write
 from framework.system.parent_watch import report_end
 
 SWITCH: Final = "DSF_TRACEBACK"
-# A launcher ends all ranks when the first one ends: the one that speaks has to be given the time to.
+# A launcher ends all ranks when the first one ends: the one that speaks has to be given the time
+# to.
 SILENT_RANKS_WAIT_SECONDS: Final = 2.0
-_EXITS: Final = re.compile(r"_sitebuiltins|[/\\]argparse\.py$")  # `exit`, `quit`; a parser that is asked in mid-run
+# `exit`, `quit`; a parser that is asked in mid-run
+_EXITS: Final = re.compile(r"_sitebuiltins|[/\\]argparse\.py$")
 # Of signals: a command's own, and a run's, from which a script's own is called.
-_HANDLERS: Final = frozenset({("framework.system.stopping", "end"), ("framework.system.stopping", "handle")})
+_HANDLERS: Final = frozenset(
+    {("framework.system.stopping", "end"), ("framework.system.stopping", "handle")}
+)
 _LONGEST: Final = 200
 
 
 def end_in_one_line() -> None:
-    """From now on an error that nobody catches is one line and an exit code, if this process is a script's.
+    """From now on an error that nobody catches is one line and an exit code, if this process is a
+    script's.
 
-    Called again when the process group is up: torch sets a hook of its own then, which keeps what is written until it
-    returns.
+    Called again when the process group is up: torch sets a hook of its own then, which keeps what
+    is written until it returns.
     """
     hook = sys.excepthook
     if _is_known(hook) and _is_a_script() and os.environ.get(SWITCH, "") in ("", "0"):
@@ -56,7 +63,9 @@ def end_in_one_line() -> None:
 
 
 def _is_known(hook: Any) -> bool:
-    """Python's, or torch's around that or around ours: torch keeps the hook that it found, perhaps the script's own."""
+    """Python's, or torch's around that or around ours: torch keeps the hook that it found, perhaps
+    the script's own.
+    """
     is_torchs = False
     while getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":
         is_torchs = True
@@ -65,29 +74,51 @@ def _is_known(hook: Any) -> bool:
 
 
 def _is_a_script() -> bool:
-    typed_into = hasattr(sys, "ps1") or sys.flags.interactive or sys.flags.inspect or hasattr(builtins, "__IPYTHON__")
-    return not typed_into and hasattr(sys.modules.get("__main__"), "__file__") and "pytest" not in sys.modules
+    typed_into = (
+        hasattr(sys, "ps1")
+        or sys.flags.interactive
+        or sys.flags.inspect
+        or hasattr(builtins, "__IPYTHON__")
+    )
+    return (
+        not typed_into
+        and hasattr(sys.modules.get("__main__"), "__file__")
+        and "pytest" not in sys.modules
+    )
 
 
 class _Hook:
-    """A `sys.excepthook`; errors that are not meant for a user go to the one that was there before."""
+    """A `sys.excepthook`; errors that are not meant for a user go to the one that was there
+    before.
+    """
 
     def __init__(self, before: Callable[..., object]) -> None:
         self._before = before
 
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         if isinstance(error, FrameworkError) and sys.excepthook is self:
             _end(error)
         if isinstance(error, Exception):
             report_end(in_one_line(error))
         self._before(kind, error, trace)
-        if isinstance(error, Exception) and sys.excepthook is self and _group_is_up() and _came_through_fit(trace):
+        if (
+            isinstance(error, Exception)
+            and sys.excepthook is self
+            and _group_is_up()
+            and _came_through_fit(trace)
+        ):
             _leave(EXIT_TRAINING)
 
 
-def report(error: FrameworkError, *, wait: Callable[[], None] = lambda: time.sleep(SILENT_RANKS_WAIT_SECONDS)) -> None:
-    """Say why this process ends. Mostly every rank meets the same error, and one on each host prints it; the others
-    `wait` meanwhile.
+def report(
+    error: FrameworkError,
+    *,
+    wait: Callable[[], None] = lambda: time.sleep(SILENT_RANKS_WAIT_SECONDS),
+) -> None:
+    """Say why this process ends. Mostly every rank meets the same error, and one on each host
+    prints it; the others `wait` meanwhile.
     """
     report_end(str(error))
     if os.environ.get("LOCAL_RANK", "0") == "0" or error.is_of_one_rank:
@@ -99,10 +130,12 @@ def report(error: FrameworkError, *, wait: Callable[[], None] = lambda: time.sle
 def _end(error: FrameworkError) -> NoReturn:
     report(error)
     if error.exit_code in (EXIT_CONFIG, EXIT_USAGE) and not _group_is_up():
-        raise SystemExit(error.exit_code) from None  # nothing was started: exit handlers have nothing to wait for
+        # nothing was started: exit handlers have nothing to wait for
+        raise SystemExit(error.exit_code) from None
     if error.exit_code == EXIT_STOPPED and not _group_is_up():
         with suppress(Exception):
-            # all ranks have ended well; only DeepSpeed's threads must not meet the interpreter's end
+            # all ranks have ended well; only DeepSpeed's threads must not meet the interpreter's
+            # end
             atexit._run_exitfuncs()
     _leave(error.exit_code)
 
@@ -126,11 +159,12 @@ def _came_through_fit(trace: TracebackType | None) -> bool:
 
 @contextmanager
 def refusing_exits(*, speaks: Callable[[str], bool] = lambda text: True) -> Iterator[None]:
-    """Raise a TrainingError where code in the block, a user's or a library's, would end the process: a rank that ends
-    with 0 in mid-run looks finished to every launcher.
+    """Raise a TrainingError where code in the block, a user's or a library's, would end the
+    process: a rank that ends with 0 in mid-run looks finished to every launcher.
 
     Args:
-        speaks: whether this rank prints the error of this text; by default it does, for nobody knows of the others.
+        speaks: whether this rank prints the error of this text; by default it does, for nobody
+            knows of the others.
 
     Raises:
         TrainingError: kind ``exit-called``.
@@ -156,8 +190,8 @@ def exited(end: SystemExit) -> TrainingError:
     """The error that names where `end` was raised."""
     code = printable(" ".join(str(end.code).split()))[:_LONGEST]
     return TrainingError(
-        f"{_place(end)}: it exits in the middle of the run (SystemExit: {code}); raise an exception there, or return "
-        "[exit-called]"
+        f"{_place(end)}: it exits in the middle of the run (SystemExit: {code}); raise an "
+        "exception there, or return [exit-called]"
     )
 
 

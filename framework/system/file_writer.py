@@ -1,7 +1,9 @@
-"""One thread of this process that writes to log and metric files: storage that stalls does not stall the training.
+"""One thread of this process that writes to log and metric files: storage that stalls does not
+stall the training.
 
-A write that is handed over is mostly done on return, as without the thread, so that not even a kill loses it. Only
-where storage takes longer than a moment, writes line up behind each other; `settle` waits for them.
+A write that is handed over is mostly done on return, as without the thread, so that not even a kill
+loses it. Only where storage takes longer than a moment, writes line up behind each other; `settle`
+waits for them.
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ class _Writer:
     def start(self) -> None:
         if self._thread is None or not self._thread.is_alive():
             self.__init__()  # type: ignore[misc] # what a forked process finds here is its parent's
-            self._thread = Thread(target=self._work, args=(self._writes,), name="file-writer", daemon=True)
+            self._thread = Thread(
+                target=self._work, args=(self._writes,), name="file-writer", daemon=True
+            )
             self._thread.start()
 
     def hand_over(self, write: Callable[[], object], *, settles: bool = False) -> None:
         thread = self._thread
-        if thread is None or thread is current_thread() or not thread.is_alive():  # as in a process that was forked
+        # as in a process that was forked
+        if thread is None or thread is current_thread() or not thread.is_alive():
             write()
             return
         was_late = not self._newest.done()

@@ -1,6 +1,8 @@
-"""Files that survive a crash: a reader, or a power cut, sees the old content or the new one and nothing between.
+"""Files that survive a crash: a reader, or a power cut, sees the old content or the new one and
+nothing between.
 
-What is read of a stranger's files is read here as well: no links, no pipes, and no more than was asked for.
+What is read of a stranger's files is read here as well: no links, no pipes, and no more than was
+asked for.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ class FileRecord:
 class NewFile:
     """A file that did not exist, hashed while it is written and flushed to disk when it is closed.
 
-    It has the methods that `torch.save` calls on a file, and no buffer, so that every failure of the disk is seen where
-    it happens.
+    It has the methods that `torch.save` calls on a file, and no buffer, so that every failure of
+    the disk is seen where it happens.
     """
 
     def __init__(self, path: Path) -> None:
@@ -113,7 +115,8 @@ def hash_file(path: Path, *, on_read: Callable[[int], None] = lambda _: None) ->
 
 
 def read_regular(path: Path, *, num_bytes: int) -> bytes | None:
-    """A file's first `num_bytes`; None of a link or a pipe, which may lead elsewhere or keep a reader waiting for ever.
+    """A file's first `num_bytes`; None of a link or a pipe, which may lead elsewhere or keep a
+    reader waiting for ever.
 
     Raises:
         OSError: there is none, or the file system does not answer.
@@ -129,7 +132,8 @@ def read_regular(path: Path, *, num_bytes: int) -> bytes | None:
 
 
 def open_own(path: Path, mode: str, *, newline: str | None = None) -> IO[Any]:
-    """Open a file of a run folder as `open` does, with text as UTF-8; nothing there is written or read through a link.
+    """Open a file of a run folder as `open` does, with text as UTF-8; nothing there is written or
+    read through a link.
 
     Raises:
         OSError: it is a link or a pipe, which its text names, or what `open` raises.
@@ -169,12 +173,16 @@ def refuse_link(path: Path) -> None:
 
 def _irregular(path: Path) -> OSError:
     return OSError(
-        errno.ELOOP, f"{path} is a link or no regular file, and a run folder's own files are not reached through such"
+        errno.ELOOP,
+        f"{path} is a link or no regular file, and a run folder's own files are not reached "
+        "through such",
     )
 
 
 def replace_text(path: Path, text: str, *, mode: int | None = None) -> None:
-    """Write beside, flush to disk, rename over, and flush the folder entry; `mode`: permissions to set."""
+    """Write beside, flush to disk, rename over, and flush the folder entry; `mode`: permissions to
+    set.
+    """
     replace_bytes(path, text.encode("utf-8"), mode=mode)
 
 
@@ -241,18 +249,22 @@ def sync_file(path: Path) -> None:
 
 
 def walk(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Everything in a folder and the folders in it, by its name within it; a link is not followed. One pass over the
-    names: on a network's disk each question about a file is a message.
+    """Everything in a folder and the folders in it, by its name within it; a link is not followed.
+    One pass over the names: on a network's disk each question about a file is a message.
     """
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             yield entry.name, entry
             if entry.is_dir(follow_symlinks=False):
-                yield from ((f"{entry.name}/{name}", inner) for name, inner in walk(Path(entry.path)))
+                yield from (
+                    (f"{entry.name}/{name}", inner) for name, inner in walk(Path(entry.path))
+                )
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder with all in it; many files at the same time, for each waits for a network's disk."""
+    """Remove a folder with all in it; many files at the same time, for each waits for a network's
+    disk.
+    """
     files = [entry.path for _, entry in walk(folder) if not entry.is_dir(follow_symlinks=False)]
     if len(files) > _MANY_FILES:
         with ThreadPoolExecutor(_REMOVING_THREADS) as pool:

@@ -1,8 +1,9 @@
-"""Large values that are made once per host: one rank makes it, the host's others and all workers map its memory.
+"""Large values that are made once per host: one rank makes it, the host's others and all workers
+map its memory.
 
-It lies in anonymous memory, and a small file in the temporary folder says in which. Both need no process group. With a
-rank that dies the kernel takes back its lock and its memory: nobody waits for it, or takes what an earlier start left.
-Whoever finds nothing makes the value itself.
+It lies in anonymous memory, and a small file in the temporary folder says in which. Both need no
+process group. With a rank that dies the kernel takes back its lock and its memory: nobody waits for
+it, or takes what an earlier start left. Whoever finds nothing makes the value itself.
 """
 
 from __future__ import annotations
@@ -29,13 +30,21 @@ from typing import IO, Any, Final
 from framework.errors import FrameworkError
 
 # Of one start of the ranks of a host: torchrun's and DeepSpeed's variables, and this launcher's.
-_START: Final = ("MASTER_ADDR", "MASTER_PORT", "DSF_AGENT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+_START: Final = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "DSF_AGENT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+)
 _ALIGNED_BYTES: Final = 8
 _asked: Counter[str] = Counter()
 
 
 class HostValue:
-    """A picklable value in anonymous memory; numpy arrays in it are read-only views of that memory."""
+    """A picklable value in anonymous memory; numpy arrays in it are read-only views of that
+    memory.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -71,7 +80,9 @@ class HostValue:
 
     @property
     def address(self) -> bytes:
-        """Where other processes of this user find the memory, and its name, while this process holds it."""
+        """Where other processes of this user find the memory, and its name, while this process
+        holds it.
+        """
         link = Path(f"/proc/{os.getpid()}/fd/{self._descriptor}")
         return f"{link} {_name(link)}".encode()
 
@@ -94,13 +105,15 @@ def _in_worker(duplicate: Any) -> HostValue:
 
 
 def made_once_on_host(subject: str, make: Callable[[], object]) -> HostValue:
-    """Make a value, or take the one that another rank of this host makes or has made in the same start of the ranks.
+    """Make a value, or take the one that another rank of this host makes or has made in the same
+    start of the ranks.
 
     A process that asks for a subject again gets a value that was made again.
 
     Args:
         subject: tells apart the values that ranks make.
-        make: returns a picklable value, the same on each of the host's ranks; where it raises, all of them do.
+        make: returns a picklable value, the same on each of the host's ranks; where it raises, all
+            of them do.
     """
     num_ranks = _num_ranks()
     if num_ranks > 1:
@@ -135,16 +148,21 @@ def made_once_on_host(subject: str, make: Callable[[], object]) -> HostValue:
 
 
 def _locked(subject: str) -> IO[bytes] | None:
-    """The file that says where the value is, when no other rank has it; None where there can be no such file."""
+    """The file that says where the value is, when no other rank has it; None where there can be no
+    such file.
+    """
     _asked[subject] += 1
     start = [socket.gethostname(), *map(os.environ.get, _START)]
-    digest = sha256(repr((start, subject, _asked[subject])).encode("utf-8", "surrogatepass")).hexdigest()
+    digest = sha256(
+        repr((start, subject, _asked[subject])).encode("utf-8", "surrogatepass")
+    ).hexdigest()
     with ExitStack() as closing, suppress(OSError):
         path = Path(tempfile.gettempdir(), f"dsf-{os.getuid()}-{digest[:32]}")
         file = closing.enter_context(open(path, "a+b", buffering=0, opener=_open_private))
         found = os.fstat(file.fileno())
         if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid():
-            fcntl.flock(file, fcntl.LOCK_EX)  # the kernel gives it back when its holder ends, however that ends
+            # the kernel gives it back when its holder ends, however that ends
+            fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             closing.pop_all()
             return file
@@ -156,5 +174,7 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def _num_ranks() -> int:
-    """Ranks on this host, as torchrun or DeepSpeed's launcher says; they were checked when the run was planned."""
+    """Ranks on this host, as torchrun or DeepSpeed's launcher says; they were checked when the run
+    was planned.
+    """
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)

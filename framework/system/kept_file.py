@@ -1,7 +1,7 @@
 """Files that grow by records while a run trains: what storage does not take now is written later.
 
-A full disk, a quota and a server that is away pass. Until then the records wait in memory, within a bound, and each
-new one tries again. No half record stays in a file.
+A full disk, a quota and a server that is away pass. Until then the records wait in memory, within a
+bound, and each new one tries again. No half record stays in a file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _GONE: Final = frozenset({errno.ESTALE, errno.ENODEV, errno.ENOTCONN, errno.EBAD
 class Troubles:
     """Failures of one file: when it is tried again, and what it lacks in the end."""
 
-    def __init__(self, name: str, *, kind: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, name: str, *, kind: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Note that nothing has failed yet.
 
         Args:
@@ -91,7 +93,9 @@ class Troubles:
             return
         lacks = counted(self._num_lost, "line")
         if self._lost:
-            gaps = [f"{first} to {last}" if last > first else f"{first}" for first, last in self._lost]
+            gaps = [
+                f"{first} to {last}" if last > first else f"{first}" for first, last in self._lost
+            ]
             is_one_step = len(self._lost) == 1 and self._lost[0][0] == self._lost[0][1]
             lacks = f"{'step' if is_one_step else 'steps'} {', '.join(gaps)}"
         warn(f"{self._name} lacks {lacks}: {self._reason} [{self._kind}]")

@@ -1,7 +1,9 @@
-"""The place of a process among those that `srun`, `mpirun` or another MPI launcher started: a task for each device.
+"""The place of a process among those that `srun`, `mpirun` or another MPI launcher started: a task
+for each device.
 
-torchrun, DeepSpeed's launcher and ours say it by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Of these
-launchers each has variables of its own, and a process that reads only torch's takes itself for the only one.
+torchrun, DeepSpeed's launcher and ours say it by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+MASTER_PORT. Of these launchers each has variables of its own, and a process that reads only torch's
+takes itself for the only one.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from typing import Final
 from framework.errors import ConfigError, Problem
 
 KIND: Final = "rendezvous-environment"
-# The launchers, in the order in which they are believed: Open MPI and Hydra start their daemons with srun, one on each
-# node, and what those start inherits the variables of that step. Of each value the first variable that is set counts.
+# The launchers, in the order in which they are believed: Open MPI and Hydra start their daemons
+# with srun, one on each node, and what those start inherits the variables of that step. Of each
+# value the first variable that is set counts.
 _LAUNCHERS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "mpirun": {
         "RANK": ("OMPI_COMM_WORLD_RANK",),
@@ -49,14 +52,23 @@ _LAUNCHERS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     },
 }
 _OPEN_MPI_LOCAL_RANK: Final = "OMPI_COMM_WORLD_LOCAL_RANK"
-# A launcher of ranks, below one process on each node, sets one of these: torchrun, ours, DeepSpeed's launch.py.
+# A launcher of ranks, below one process on each node, sets one of these: torchrun, ours,
+# DeepSpeed's launch.py.
 _BELOW: Final = ("TORCHELASTIC_RUN_ID", "DSF_AGENT", "CROSS_RANK")
 # By which the ranks of one job know it, alike on all of them.
-_JOBS: Final = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "PMI_JOBID", "SLURM_JOB_ID", "PBS_JOBID")
+_JOBS: Final = (
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+    "PALS_APID",
+    "PMI_JOBID",
+    "SLURM_JOB_ID",
+    "PBS_JOBID",
+)
 _FIRST_PORT: Final = 20_000
 _NUM_PORTS: Final = 12_000  # below those that Linux hands out by itself
 _LARGEST: Final = 1 << 20
-_alone: set[str] = set()  # launchers of which this process was asked to train alone: it may train again
+# launchers of which this process was asked to train alone: it may train again
+_alone: set[str] = set()
 _TASKS: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
@@ -87,21 +99,23 @@ class LauncherRank:
 
 
 def take_rank(environment: MutableMapping[str, str]) -> None:
-    """Set what torch calls the place of this process, where a launcher has other names for it. A process that is alone,
-    or has its place from torchrun or the like, keeps what it has.
+    """Set what torch calls the place of this process, where a launcher has other names for it. A
+    process that is alone, or has its place from torchrun or the like, keeps what it has.
 
     Raises:
-        ConfigError: kind ``rendezvous-environment``: variables contradict each other, or do not say where ranks meet.
+        ConfigError: kind ``rendezvous-environment``: variables contradict each other, or do not say
+            where ranks meet.
     """
     found = launched_rank(environment)
     if found is None:
         return
     if "RANK" in environment and any(name in environment for name in _BELOW):
-        # DeepSpeed compares it with LOCAL_RANK (runtime/engine.py, _do_args_sanity_check): it is of the one process on
-        # this node that started the launcher of the ranks.
+        # DeepSpeed compares it with LOCAL_RANK (runtime/engine.py, _do_args_sanity_check): it is of
+        # the one process on this node that started the launcher of the ranks.
         environment.pop(_OPEN_MPI_LOCAL_RANK, None)
         return
-    if "RANK" not in environment and environment.get("WORLD_SIZE") == "1":  # each task is to train alone
+    # each task is to train alone
+    if "RANK" not in environment and environment.get("WORLD_SIZE") == "1":
         _alone.add(found.launcher)
     if found.launcher in _alone:
         environment.pop(_OPEN_MPI_LOCAL_RANK, None)
@@ -115,7 +129,8 @@ def take_rank(environment: MutableMapping[str, str]) -> None:
 
 
 def launched_rank(environment: Mapping[str, str]) -> LauncherRank | None:
-    """Return the place that a launcher of single processes gave this one; None where there was no such launcher.
+    """Return the place that a launcher of single processes gave this one; None where there was no
+    such launcher.
 
     Raises:
         ConfigError: kind ``rendezvous-environment``: the values are none.
@@ -126,7 +141,9 @@ def launched_rank(environment: Mapping[str, str]) -> LauncherRank | None:
             # With --mpi=pmi2 srun sets both.
             if launcher == "mpiexec (PMI)" and _is_same(environment, "srun", sources):
                 continue
-            return _rank_of(environment, launcher, {name: text for name, text in sources.items() if text})
+            return _rank_of(
+                environment, launcher, {name: text for name, text in sources.items() if text}
+            )
     return None
 
 
@@ -142,19 +159,27 @@ def _first_set(environment: Mapping[str, str], variables: tuple[str, ...]) -> st
 
 
 def _is_of_step(environment: Mapping[str, str], launcher: str) -> bool:
-    """Check whether Slurm started this as a task: the script of a job, and a shell in an allocation, are none."""
+    """Check whether Slurm started this as a task: the script of a job, and a shell in an
+    allocation, are none.
+    """
     return launcher != "srun" or {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"} <= environment.keys()
 
 
 def _is_same(environment: Mapping[str, str], launcher: str, sources: Mapping[str, str]) -> bool:
-    other = {name: _first_set(environment, variables) for name, variables in _LAUNCHERS[launcher].items()}
+    other = {
+        name: _first_set(environment, variables) for name, variables in _LAUNCHERS[launcher].items()
+    }
     if not _is_of_step(environment, launcher):
         return False
     names = ("RANK", "WORLD_SIZE")
-    return all(other[name] and environment[other[name]] == environment.get(sources[name]) for name in names)
+    return all(
+        other[name] and environment[other[name]] == environment.get(sources[name]) for name in names
+    )
 
 
-def _rank_of(environment: Mapping[str, str], launcher: str, sources: Mapping[str, str]) -> LauncherRank:
+def _rank_of(
+    environment: Mapping[str, str], launcher: str, sources: Mapping[str, str]
+) -> LauncherRank:
     values: dict[str, int] = {}
     for name, variable in sources.items():
         text = environment[variable]
@@ -163,7 +188,9 @@ def _rank_of(environment: Mapping[str, str], launcher: str, sources: Mapping[str
         else:
             least = 0
         if not (text.isascii() and text.isdecimal() and least <= int(text) < _LARGEST):
-            raise ConfigError.of(KIND, f"no number that can be {name}", "leave it to the launcher", variable, text)
+            raise ConfigError.of(
+                KIND, f"no number that can be {name}", "leave it to the launcher", variable, text
+            )
         values[name] = int(text)
     if "WORLD_SIZE" not in values:
         reason = f"{launcher} started this process, and nothing says how many there are"
@@ -181,12 +208,16 @@ def _rank_of(environment: Mapping[str, str], launcher: str, sources: Mapping[str
         job = ".".join(environment.get(name, "") for name in parts)
     elif values.get("LOCAL_WORLD_SIZE") == values["WORLD_SIZE"]:
         num_nodes = 1
-    return LauncherRank(launcher, values, sources, num_nodes, "127.0.0.1" if num_nodes == 1 else address, job)
+    return LauncherRank(
+        launcher, values, sources, num_nodes, "127.0.0.1" if num_nodes == 1 else address, job
+    )
 
 
 def _slurm_local_size(environment: Mapping[str, str], size: int) -> dict[str, int]:
     """``2(x3),1`` tasks on four nodes: one number where all nodes have as many."""
-    counts = {int(tasks) for tasks, _ in _TASKS.findall(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))}
+    counts = {
+        int(tasks) for tasks, _ in _TASKS.findall(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    }
     if len(counts) == 1:
         return {"LOCAL_WORLD_SIZE": counts.pop()}
     if counts or environment.get("SLURM_STEP_NUM_NODES") != "1":
@@ -207,15 +238,23 @@ def _contradictions(environment: Mapping[str, str], found: LauncherRank) -> Iter
 
 def _missing(environment: Mapping[str, str], found: LauncherRank) -> Iterator[Problem]:
     def problem(key: str, reason: str, fix: str) -> Problem:
-        return Problem(KIND, f"{found.launcher} started {found.size} processes, and {reason}", fix, key=key)
+        return Problem(
+            KIND, f"{found.launcher} started {found.size} processes, and {reason}", fix, key=key
+        )
 
     rank = found.values["RANK"]
     local_rank = found.values.get("LOCAL_RANK", environment.get("LOCAL_RANK"))
     local_size = found.values.get("LOCAL_WORLD_SIZE")
     if rank >= found.size:
-        yield problem("RANK", f"this one is number {rank}", "start the ranks by torchrun or `launch`")
+        yield problem(
+            "RANK", f"this one is number {rank}", "start the ranks by torchrun or `launch`"
+        )
     if local_rank is None:
-        yield problem("LOCAL_RANK", "nothing says which of its node this is", "set LOCAL_RANK, or use torchrun")
+        yield problem(
+            "LOCAL_RANK",
+            "nothing says which of its node this is",
+            "set LOCAL_RANK, or use torchrun",
+        )
     if local_size is None:
         if found.launcher == "srun":
             fix = "give every node as many: srun --ntasks-per-node=N"
@@ -228,11 +267,16 @@ def _missing(environment: Mapping[str, str], found: LauncherRank) -> Iterator[Pr
         fix = "place those of a node together: srun --distribution=block, mpirun --map-by slot"
         yield problem("LOCAL_RANK", reason, fix)
     if not found.address and not environment.get("MASTER_ADDR"):
-        fix = "set MASTER_ADDR to the host of rank 0, as the others know it (mpirun -x MASTER_ADDR=HOST)"
+        fix = (
+            "set MASTER_ADDR to the host of rank 0, as the others know it (mpirun -x "
+            "MASTER_ADDR=HOST)"
+        )
         yield problem("MASTER_ADDR", "nothing says on which host the first one is", fix)
 
 
 def _port(job: str) -> int:
-    """Return a port that all ranks of a job choose alike, and other jobs of its hosts mostly do not."""
+    """Return a port that all ranks of a job choose alike, and other jobs of its hosts mostly do
+    not.
+    """
     digest = hashlib.sha256(job.encode("utf-8", "surrogatepass")).digest()
     return _FIRST_PORT + int.from_bytes(digest[:4], "big") % _NUM_PORTS

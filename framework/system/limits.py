@@ -1,4 +1,6 @@
-"""Limits of this host, or of the container that this process runs in: free memory, and open files."""
+"""Limits of this host, or of the container that this process runs in: free memory, and open
+files.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,23 @@ _VERSION_1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 @dataclass(frozen=True)
 class Room:
-    """Memory that can be taken: how much, after a margin for others, and whose limit that is, in words."""
+    """Memory that can be taken: how much, after a margin for others, and whose limit that is, in
+    words.
+    """
 
     num_bytes: int
     limit: str
 
 
 def room(*, system: Path = Path("/")) -> Room | None:
-    """The tightest of the host's memory and the limits of the control groups around this process; None where nobody
-    tells. Pages that the kernel can drop (what it keeps of files) count as room.
+    """The tightest of the host's memory and the limits of the control groups around this process;
+    None where nobody tells. Pages that the kernel can drop (what it keeps of files) count as room.
     """
     found = [*_of_host(system / "proc/meminfo"), *_of_groups(system)]
-    rooms = [Room(free - min(_MARGIN_BYTES, int(total * _MARGIN_SHARE)), limit) for free, total, limit in found]
+    rooms = [
+        Room(free - min(_MARGIN_BYTES, int(total * _MARGIN_SHARE)), limit)
+        for free, total, limit in found
+    ]
     return min(rooms, key=lambda one: one.num_bytes, default=None)
 
 
@@ -49,20 +56,29 @@ def _of_host(meminfo: Path) -> Iterator[tuple[int, int, str]]:
 
 
 def memory_groups(system: Path = Path("/")) -> Iterator[tuple[Path, str, bool]]:
-    """The control groups of this process that count memory: root of their tree, name in it, whether of version 2. That
-    has one line without controllers; version 1 one that names `memory`.
+    """The control groups of this process that count memory: root of their tree, name in it, whether
+    of version 2. That has one line without controllers; version 1 one that names `memory`.
     """
     try:
-        lines = [line.split(":", 2) for line in (system / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()]
+        lines = [
+            line.split(":", 2)
+            for line in (system / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        ]
     except (OSError, ValueError):
         return
     for _, controllers, group in (line for line in lines if len(line) == 3):
         if not controllers or "memory" in controllers.split(","):
-            yield system / "sys/fs/cgroup" / ("memory" if controllers else ""), group.lstrip("/"), not controllers
+            yield (
+                system / "sys/fs/cgroup" / ("memory" if controllers else ""),
+                group.lstrip("/"),
+                not controllers,
+            )
 
 
 def _of_groups(system: Path) -> Iterator[tuple[int, int, str]]:
-    """All groups above one limit it too; in a container, where a host's name is not there, the root is its own."""
+    """All groups above one limit it too; in a container, where a host's name is not there, the root
+    is its own.
+    """
     for root, group, is_unified in memory_groups(system):
         for folder in (root / group, *(root / group).parents):
             if folder.is_relative_to(root):
@@ -71,17 +87,27 @@ def _of_groups(system: Path) -> Iterator[tuple[int, int, str]]:
 
 def _of_group(folder: Path, limit: str, usage: str, prefix: str) -> Iterator[tuple[int, int, str]]:
     try:
-        most, used = ((folder / name).read_text(encoding="ascii").strip() for name in (limit, usage))
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+        most, used = (
+            (folder / name).read_text(encoding="ascii").strip() for name in (limit, usage)
+        )
+        stat = dict(
+            line.split()
+            for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+        )
         of_files = sum(int(stat.get(f"{prefix}{name}_file", 0)) for name in ("inactive", "active"))
         if most != "max" and int(most) < _NO_LIMIT:
-            yield int(most) - int(used) + of_files, int(most), f"the container's limit ({int(most) / 1e9:.1f} GB)"
+            yield (
+                int(most) - int(used) + of_files,
+                int(most),
+                f"the container's limit ({int(most) / 1e9:.1f} GB)",
+            )
     except (OSError, ValueError):  # the root group has no limit and no file for one
         return
 
 
 def require(wanted: int, what: str, *, fix: str = "") -> None:
-    """See to it that so many files can be open at once; what this process starts has the same limit.
+    """See to it that so many files can be open at once; what this process starts has the same
+    limit.
 
     Args:
         what: that needs them, in the plural: ``1000 hosts``.

@@ -1,7 +1,7 @@
 """Log of a rank: its own file, lines on stdout, and warnings on stderr.
 
-The file also has DeepSpeed's messages, so that it tells how far the rank came: both write with `logging` and share one
-handler. Nothing goes there before a file is given.
+The file also has DeepSpeed's messages, so that it tells how far the rank came: both write with
+`logging` and share one handler. Nothing goes there before a file is given.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from framework.system.output import visible, write
 _LOGGER: Final = logging.getLogger("dsf-trainer")
 _LOGGER.setLevel(logging.INFO)
 _LOGGER.propagate = False
-_LOGGER.addHandler(logging.NullHandler())  # else `logging` prints warnings by itself where there is no file yet
+# else `logging` prints warnings by itself where there is no file yet
+_LOGGER.addHandler(logging.NullHandler())
 _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -32,7 +33,9 @@ note_error = _LOGGER.error
 
 
 def print_line(line: str = "") -> None:
-    """Print a line. Nobody may be listening any more (``| head``, a closed terminal): no reason to lose a run."""
+    """Print a line. Nobody may be listening any more (``| head``, a closed terminal): no reason to
+    lose a run.
+    """
     write(sys.stdout, f"{line}\n")
     if line:
         note(line)
@@ -53,7 +56,8 @@ def write_to(handler: logging.FileHandler) -> None:
 
 
 def let_go() -> None:
-    """No more to the file: the next run of this process has another. It is left open, for DeepSpeed's messages.
+    """No more to the file: the next run of this process has another. It is left open, for
+    DeepSpeed's messages.
 
     All that was logged is in the file then.
     """
@@ -80,12 +84,15 @@ def noting_errors() -> Iterator[None]:
 
 
 def _reported(error: Exception) -> str:
-    """Its text where that was written for a user, with what lies behind it; for others the traceback."""
+    """Its text where that was written for a user, with what lies behind it; for others the
+    traceback.
+    """
     if not isinstance(error, FrameworkError):
         return traceback.format_exc().rstrip()
     reported = [str(error)]
     cause = error.__cause__
-    while isinstance(cause, FrameworkError):  # of a data loader's worker: its text is the worker's traceback
+    # of a data loader's worker: its text is the worker's traceback
+    while isinstance(cause, FrameworkError):
         reported += [str(cause)] if str(cause) not in reported else []
         cause = cause.__cause__
     if cause is not None:
@@ -97,7 +104,9 @@ _listener: Callable[..., object] | None = None
 
 
 def listen_to_events(listener: Callable[..., object] | None) -> None:
-    """Hand every event from now on to `listener`, its kind and what is known of it; None: to nobody any more."""
+    """Hand every event from now on to `listener`, its kind and what is known of it; None: to nobody
+    any more.
+    """
     global _listener
     _listener = listener
 
@@ -108,12 +117,15 @@ def report_event(kind: str, **details: object) -> None:
         _listener(kind, **details)
 
 
-def warn(text: str, *, is_of_all_ranks: bool = False, kind: str = "warning", **details: object) -> None:
+def warn(
+    text: str, *, is_of_all_ranks: bool = False, kind: str = "warning", **details: object
+) -> None:
     """Print a warning on stderr, beside the progress on stdout, and log it.
 
     Args:
         text: the warning, with its kind in brackets.
-        is_of_all_ranks: every rank meets it at the same time: rank 0 says it, the others only note it in their logs.
+        is_of_all_ranks: every rank meets it at the same time: rank 0 says it, the others only note
+            it in their logs.
         kind: of the event that it is, with `details`.
     """
     line = " ".join(text.split())

@@ -1,4 +1,6 @@
-"""Writing to a stream whose reader may have left: a terminal that was closed, an ssh that died, a full disk."""
+"""Writing to a stream whose reader may have left: a terminal that was closed, an ssh that died, a
+full disk.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,25 @@ _SECRET: Final = re.compile(
 
 
 def masked(key: object, value: Any) -> Any:
-    """The value of a key such as ``comet.api_key``, for a log: of a secret nothing but that there is one."""
+    """The value of a key such as ``comet.api_key``, for a log: of a secret nothing but that there
+    is one.
+    """
     if value and _SECRET.search(str(key).rpartition(".")[2]):
         return "***"
     return value
 
 
 def visible(text: str, *, keeps: str = "\n\t") -> str:
-    """A text of unknown origin, with escapes such as ``\\x1b`` for what would steer a terminal or a page: control
-    characters, marks that turn the direction of reading, separators of lines, and bytes that are no text. `keeps`
-    stay as they are.
+    """A text of unknown origin, with escapes such as ``\\x1b`` for what would steer a terminal or a
+    page: control characters, marks that turn the direction of reading, separators of lines, and
+    bytes that are no text. `keeps` stay as they are.
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in keeps else c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(
+        c if c.isprintable() or c in keeps else c.encode("unicode_escape").decode("ascii")
+        for c in text
+    )
 
 
 def write(stream: TextIO | None, text: str) -> None:
@@ -48,7 +55,9 @@ def write(stream: TextIO | None, text: str) -> None:
 
 
 def leave(stream: TextIO) -> None:
-    """Let what the stream holds, and whatever comes, go nowhere; else it is an error again, at exit at the latest."""
+    """Let what the stream holds, and whatever comes, go nowhere; else it is an error again, at exit
+    at the latest.
+    """
     with suppress(OSError):  # a stream without a descriptor
         nowhere = os.open(os.devnull, os.O_WRONLY)
         try:

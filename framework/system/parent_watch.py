@@ -1,11 +1,13 @@
-"""No rank outlives its launcher: a thread looks twice a second whether the processes above this one are still there.
+"""No rank outlives its launcher: a thread looks twice a second whether the processes above this one
+are still there.
 
-Two are looked at: the parent, where a launcher started this process as one of several ranks, and the agent above the
-launcher, which ``DSF_AGENT=<process id>:<start time>`` names (the start time as in /proc/<pid>/stat, because ids are
-used again). When one is gone, the rank ends at once: a save in the writing has no name before it is complete, and
-whoever starts the run again needs the devices; only a rank that has been asked to stop, and may be saving, gets some
-seconds. (PR_SET_PDEATHSIG acts when the *thread* that started us ends, in a launcher that may live on, and leaves
-neither the line nor the seconds.) Standard library only: train.py starts this before it imports anything else.
+Two are looked at: the parent, where a launcher started this process as one of several ranks, and
+the agent above the launcher, which ``DSF_AGENT=<process id>:<start time>`` names (the start time as
+in /proc/<pid>/stat, because ids are used again). When one is gone, the rank ends at once: a save in
+the writing has no name before it is complete, and whoever starts the run again needs the devices;
+only a rank that has been asked to stop, and may be saving, gets some seconds. (PR_SET_PDEATHSIG
+acts when the *thread* that started us ends, in a launcher that may live on, and leaves neither the
+line nor the seconds.) Standard library only: train.py starts this before it imports anything else.
 """
 
 from __future__ import annotations
@@ -29,12 +31,13 @@ _LONGEST_REPORT: Final = 600
 _LOOK_SECONDS: Final = 0.5
 _STOPPING_SECONDS: Final = 10.0
 _DIE_WITH_PARENT: Final = 1  # prctl's PR_SET_PDEATHSIG
-_START_TIME: Final = 22 - 3  # its place in /proc/<pid>/stat after the name in parentheses, which is the second
+# its place in /proc/<pid>/stat after the name in parentheses, which is the second
+_START_TIME: Final = 22 - 3
 
 
 def identity(pid: int) -> str:
-    """``<process id>:<start time>``, the value of DSF_AGENT for a process; the time is empty where there is no /proc.
-    ProcessLookupError where there is no such process.
+    """``<process id>:<start time>``, the value of DSF_AGENT for a process; the time is empty where
+    there is no /proc. ProcessLookupError where there is no such process.
     """
     try:
         fields = Path("/proc", str(pid), "stat").read_bytes().rpartition(b")")[2].decode().split()
@@ -79,7 +82,10 @@ def watch_parent(
             time.sleep(_LOOK_SECONDS / 5)
         with suppress(OSError):
             rank = environment.get("RANK", "0")
-            os.write(2, f"rank {rank}: the {lost} is gone, and this rank ends with it [launcher-lost]\n".encode())
+            os.write(
+                2,
+                f"rank {rank}: the {lost} is gone, and this rank ends with it [launcher-lost]\n".encode(),
+            )
         os._exit(EXIT_STOPPED if is_over() else EXIT_PEER_LOST)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
@@ -95,7 +101,8 @@ def _lost(parent: int | None, agent: str | None) -> str:
         except ProcessLookupError:
             is_there = False
         except OSError:
-            is_there = True  # it may not be signalled, or the table of files is full: no reason to end
+            # it may not be signalled, or the table of files is full: no reason to end
+            is_there = True
         if not is_there:
             return f"agent (process {pid})"
     return ""
@@ -114,8 +121,10 @@ def _agent(environment: Mapping[str, str]) -> str | None:
 
 
 def die_with(parent: int) -> None:
-    """The kernel kills this process when the thread that started it ends, as it does with the process `parent`; at once
-    if that is gone already. Only Linux has it: elsewhere nothing but the second holds."""
+    """The kernel kills this process when the thread that started it ends, as it does with the
+    process `parent`; at once if that is gone already. Only Linux has it: elsewhere nothing but the
+    second holds.
+    """
     with suppress(AttributeError):
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
@@ -123,15 +132,16 @@ def die_with(parent: int) -> None:
 
 
 def report_end(line: str) -> None:
-    """Send the line that explains this rank's end to the agent that started it, which shows it in its last one; not
-    from a process that a rank has started itself: it has the variable, and not the pipe.
+    """Send the line that explains this rank's end to the agent that started it, which shows it in
+    its last one; not from a process that a rank has started itself: it has the variable, and not
+    the pipe.
     """
     _report(" ".join(line.split())[:_LONGEST_REPORT])
 
 
 def report_asked(name: str) -> None:
-    """Send the name of the signal that asks this rank to stop: nobody else may have it, and who fails before that stop
-    is not to be started again.
+    """Send the name of the signal that asks this rank to stop: nobody else may have it, and who
+    fails before that stop is not to be started again.
     """
     _report(f"\t{name}")
 
@@ -140,6 +150,10 @@ def _report(text: str) -> None:
     number = os.environ.get(REPORT_VARIABLE, "")
     agent = os.environ.get(AGENT_VARIABLE)
     with suppress(OSError):
-        if number.isdecimal() and identity(os.getppid()) == agent and stat.S_ISFIFO(os.fstat(int(number)).st_mode):
+        if (
+            number.isdecimal()
+            and identity(os.getppid()) == agent
+            and stat.S_ISFIFO(os.fstat(int(number)).st_mode)
+        ):
             line = f"{os.environ.get('RANK', '0')}\t{text}\n"
             os.write(int(number), line.encode(errors="backslashreplace"))

@@ -1,4 +1,6 @@
-"""A port for ranks to meet at, found seconds before one of them listens there. Standard library only."""
+"""A port for ranks to meet at, found seconds before one of them listens there. Standard library
+only.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-# Linux gives whoever asks for any port one of these, and so it does to every connection that is made.
+# Linux gives whoever asks for any port one of these, and so it does to every connection that is
+# made.
 _GIVEN: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LARGEST: Final = 65_535
 _TRIES: Final = 64
@@ -16,8 +19,9 @@ _ENOUGH: Final = 2000  # of fewer, jobs that start at the same moment would take
 
 
 def free_port() -> int:
-    """A port at which nobody listens on any address of this machine; where the kernel leaves enough out, one of those
-    that it gives to nobody by itself: no other program is given it in the seconds until a rank listens there.
+    """A port at which nobody listens on any address of this machine; where the kernel leaves enough
+    out, one of those that it gives to nobody by itself: no other program is given it in the seconds
+    until a rank listens there.
     """
     outside = range(_last_given() + 1, _LARGEST)  # without the last: some take the next one as well
     for port in random.SystemRandom().sample(outside, _TRIES) if len(outside) >= _ENOUGH else ():

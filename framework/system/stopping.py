@@ -1,12 +1,13 @@
 """Requests to stop: SIGTERM, SIGINT, SIGUSR1 and SIGHUP mean "save and end", not "die".
 
-A request only leaves a mark, which is looked at between two steps. Before the first step there is nothing to save, and
-the process ends at once. Whoever sends SIGINT or SIGTERM a second time, more than two seconds later, means now.
+A request only leaves a mark, which is looked at between two steps. Before the first step there is
+nothing to save, and the process ends at once. Whoever sends SIGINT or SIGTERM a second time, more
+than two seconds later, means now.
 
-Python runs a signal's handler between two lines of the main thread, which may wait for minutes in C++. So `listen`
-reads the signals in a thread of its own, through the wakeup descriptor that the C-level handler writes to; a process
-that is not ours (`framework.fit`) keeps its descriptor, and only lends its handlers. Standard library only: train.py
-listens before it imports anything else.
+Python runs a signal's handler between two lines of the main thread, which may wait for minutes in
+C++. So `listen` reads the signals in a thread of its own, through the wakeup descriptor that the
+C-level handler writes to; a process that is not ours (`framework.fit`) keeps its descriptor, and
+only lends its handlers. Standard library only: train.py listens before it imports anything else.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from typing import Any, Final, Literal, NoReturn
 from framework.errors import EXIT_STOPPED
 from framework.system.parent_watch import report_asked
 
-# Signals that ask to stop: which, when one is heeded, and when asking again means "now". Ranks and launchers have one
-# rule.
+# Signals that ask to stop: which, when one is heeded, and when asking again means "now". Ranks and
+# launchers have one rule.
 
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Some minutes before the time is up, a closed terminal: the request proper may follow.
 NOTICES: Final = (signal.SIGUSR1, signal.SIGHUP)
-# nohup ignores SIGHUP, a shell script's `&` SIGINT: whoever did that meant it. The others are ignored by somebody
-# further up for himself, and nobody else could ask.
+# nohup ignores SIGHUP, a shell script's `&` SIGINT: whoever did that meant it. The others are
+# ignored by somebody further up for himself, and nobody else could ask.
 _MAY_BE_IGNORED: Final = (signal.SIGINT, signal.SIGHUP)
-# `timeout` and some schedulers send one request twice; a person who means "now" takes longer than this.
+# `timeout` and some schedulers send one request twice; a person who means "now" takes longer than
+# this.
 _SAME_REQUEST_SECONDS: Final = 2.0
 # What the clock asks for: the first two end nothing, the last stops the run as a signal does.
 EVALUATE: Final = "evaluate"
@@ -49,7 +51,9 @@ class Insistence:
         self._meant_at: float | None = None
 
     def again(self, now: float, *, is_notice: bool) -> bool:
-        """Count a request. Notices never insist, and what follows them is the first that is meant."""
+        """Count a request. Notices never insist, and what follows them is the first that is
+        meant.
+        """
         if is_notice:
             return False
         if self._meant_at is None:
@@ -60,19 +64,24 @@ class Insistence:
 def handled() -> list[signal.Signals]:
     """All but those that whoever started this process has ignored for good reason."""
     return [
-        number for number in SIGNALS if number not in _MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN
+        number
+        for number in SIGNALS
+        if number not in _MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN
     ]
 
 
 def put_back(handlers: Mapping[signal.Signals, Any]) -> None:
     """Give signals the handlers that they had."""
     for number, handler in handlers.items():
-        signal.signal(number, handler if handler is not None else signal.SIG_DFL)  # None: not set from Python
+        # None: not set from Python
+        signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 @contextmanager
 def ending_in_good_order() -> Iterator[None]:
-    """SIGTERM ends a command with 143 as always, but what lies half-written is removed on the way out."""
+    """SIGTERM ends a command with 143 as always, but what lies half-written is removed on the way
+    out.
+    """
 
     def end(number: int, _: object) -> NoReturn:
         raise SystemExit(128 + number)
@@ -88,7 +97,9 @@ Verdict = Literal["noted", "nothing to save", "now", "known"]
 
 
 class StopRequest:
-    """Request to stop this process, and the signal that brought it; `began` is when this start did."""
+    """Request to stop this process, and the signal that brought it; `began` is when this start
+    did.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -98,14 +109,21 @@ class StopRequest:
         self._insistence = Insistence()
         self._number: int | None = None
         self._when_asked: Callable[[], None] | None = None
-        self._wakeups = -1  # of a process that only lends its handlers, where C's handler writes each signal
+        # of a process that only lends its handlers, where C's handler writes each signal
+        self._wakeups = -1
         self._woken_by = ""
 
     def asked(self) -> str:
-        """Return the name of the first signal, also while the main thread is in C++ and has not run its handler."""
+        """Return the name of the first signal, also while the main thread is in C++ and has not run
+        its handler.
+        """
         if not (self.signal or self._woken_by) and self._wakeups >= 0:
             with suppress(OSError):
-                names = [signal.Signals(number).name for number in os.read(self._wakeups, 64) if number in SIGNALS]
+                names = [
+                    signal.Signals(number).name
+                    for number in os.read(self._wakeups, 64)
+                    if number in SIGNALS
+                ]
                 self._woken_by = next(iter(names), "")
         return self.signal or self._woken_by
 
@@ -118,7 +136,9 @@ class StopRequest:
 
     @property
     def is_over(self) -> bool:
-        """Check whether the run has stopped and saved, so that nothing is lost by ending at once."""
+        """Check whether the run has stopped and saved, so that nothing is lost by ending at
+        once.
+        """
         return self._phase == "over"
 
     def receive(self, number: int) -> Verdict:
@@ -135,14 +155,18 @@ class StopRequest:
             return "now" if again else "known"
 
     def when_asked(self, work: Callable[[], None] | None) -> None:
-        """Have `work` done at the first signal, in the thread that sees it; at once if there was one."""
+        """Have `work` done at the first signal, in the thread that sees it; at once if there was
+        one.
+        """
         with self._lock:
             self._when_asked = work
             if self._number is not None and work is not None:
                 work()
 
     def training_begins(self) -> None:
-        """From here on requests are honoured between two steps; all ranks say this before any of them takes a step."""
+        """From here on requests are honoured between two steps; all ranks say this before any of
+        them takes a step.
+        """
         with self._lock:
             self._phase = "training"
 
@@ -152,19 +176,25 @@ class StopRequest:
             self._phase = "over"
 
     def run_has_failed(self) -> None:
-        """There is nothing to stop any more: who asks now is a launcher that ends what is left of the job."""
+        """There is nothing to stop any more: who asks now is a launcher that ends what is left of
+        the job.
+        """
         with self._lock:
             self._phase = "failed"
 
     def listen(self) -> None:
-        """Read requests from now to the end of this process, which is a rank and nothing else. Main thread only."""
+        """Read requests from now to the end of this process, which is a rank and nothing else. Main
+        thread only.
+        """
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in handled():
             signal.signal(number, lambda number, frame: None)  # the thread sees it
         _leave_children_alone()
-        threading.Thread(target=self._attend, args=(reader,), name="stop-requests", daemon=True).start()
+        threading.Thread(
+            target=self._attend, args=(reader,), name="stop-requests", daemon=True
+        ).start()
 
     def _attend(self, reader: int) -> None:
         while True:
@@ -177,16 +207,26 @@ class StopRequest:
             verdict = self.receive(number)
             name = signal.Signals(number).name
             if verdict == "nothing to save":
-                _end(EXIT_STOPPED, f"{name}: stopped before the first step: nothing new to save [stopped]")
+                _end(
+                    EXIT_STOPPED,
+                    f"{name}: stopped before the first step: nothing new to save [stopped]",
+                )
             if verdict == "now":
-                _end(EXIT_STOPPED if self.is_over else 128 + number, f"{name} again: ending at once [stopped-at-once]")
+                _end(
+                    EXIT_STOPPED if self.is_over else 128 + number,
+                    f"{name} again: ending at once [stopped-at-once]",
+                )
         if verdict == "noted" and not self.is_over and os.environ.get("LOCAL_RANK", "0") == "0":
-            announce(f"{name}: stopping after a step that all ranks agree on; once more ends at once")
+            announce(
+                f"{name}: stopping after a step that all ranks agree on; once more ends at once"
+            )
 
     @contextmanager
     def handling(self) -> Iterator[None]:
-        """Handle requests during the block, and put back the handlers that were there. Elsewhere than in the main
-        thread, which alone may do so, nothing is handled. A request that means now is left to the former handlers."""
+        """Handle requests during the block, and put back the handlers that were there. Elsewhere
+        than in the main thread, which alone may do so, nothing is handled. A request that means now
+        is left to the former handlers.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -212,8 +252,8 @@ _lent: set[int] = set()  # ends of pipes that C's handler writes to
 
 @contextmanager
 def _wakeups() -> Iterator[int]:
-    """Yield the end of a pipe where C's handler writes the number of each signal; -1 where the process has a use for
-    that of its own, as one with an event loop has.
+    """Yield the end of a pipe where C's handler writes the number of each signal; -1 where the
+    process has a use for that of its own, as one with an event loop has.
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
@@ -238,7 +278,9 @@ def _wakeups() -> Iterator[int]:
 
 @cache
 def _keep_from_children() -> None:
-    """What is sent to a child, as the end of a data loader sends it to its workers, is no request to this process."""
+    """What is sent to a child, as the end of a data loader sends it to its workers, is no request
+    to this process.
+    """
 
     def let_go() -> None:
         if _lent:
@@ -282,10 +324,12 @@ def _let_go() -> None:
 
 
 def _be_no_rank() -> None:
-    """After a fork: the child shares the pipe, and a signal to it must not be taken for one to the rank."""
+    """After a fork: the child shares the pipe, and a signal to it must not be taken for one to the
+    rank.
+    """
     signal.set_wakeup_fd(-1)
     for number in handled():
-        # Requests to a whole process group are the rank's to answer. SIGTERM stays: `multiprocessing` ends children
-        # with it.
+        # Requests to a whole process group are the rank's to answer. SIGTERM stays:
+        # `multiprocessing` ends children with it.
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
     _let_go()

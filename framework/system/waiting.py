@@ -20,8 +20,8 @@ _open: Final[list[threading.Event]] = []  # of this process, the innermost last:
 
 @contextmanager
 def waiting(what: str, *, usually: str = "", limit_seconds: float | None = None) -> Iterator[None]:
-    """Say what is waited for in this block on the first rank of each host, after ten seconds and then every half
-    minute.
+    """Say what is waited for in this block on the first rank of each host, after ten seconds and
+    then every half minute.
 
     Args:
         what: as it follows ``waiting for``.
@@ -42,7 +42,9 @@ def waiting(what: str, *, usually: str = "", limit_seconds: float | None = None)
         _open.remove(done)
 
 
-def _speak(done: threading.Event, what: str, usually: str, limit_seconds: float | None, waits: int) -> None:
+def _speak(
+    done: threading.Event, what: str, usually: str, limit_seconds: float | None, waits: int
+) -> None:
     began = time.time()
     wait = _FIRST_SECONDS
     if limit_seconds is not None:
@@ -56,7 +58,10 @@ def _speak(done: threading.Event, what: str, usually: str, limit_seconds: float 
     while not done.wait(wait):
         wait = _AGAIN_SECONDS
         if _open and _open[-1] is done and not is_at_prompt(waits):
-            line = f"waiting for {what} since {_clock(began)}, {time.time() - began:.0f} s{expected}{until}"
+            line = (
+                f"waiting for {what} since {_clock(began)}, {time.time() - began:.0f} "
+                f"s{expected}{until}"
+            )
             note(line)
             announce(line)
 

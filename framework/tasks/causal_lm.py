@@ -19,7 +19,9 @@ _LARGEST_EXPONENT: Final = 709.0
 
 
 def perplexity_of(metrics: Mapping[str, float], *, loss: str) -> dict[str, float]:
-    """``{"perplexity": exp(metrics[loss])}``; infinite where a float ends, nothing where the loss was not measured."""
+    """``{"perplexity": exp(metrics[loss])}``; infinite where a float ends, nothing where the loss
+    was not measured.
+    """
     if loss not in metrics:
         return {}
     nats = metrics[loss]
@@ -29,9 +31,9 @@ def perplexity_of(metrics: Mapping[str, float], *, loss: str) -> dict[str, float
 class CausalLM(Task):
     """Next-token cross-entropy; metrics: loss, accuracy, perplexity.
 
-    The model returns logits (batch, length, vocabulary) of any floating dtype; targets are token numbers (batch,
-    length) int64, already shifted by the data: the target at a position is the token that follows it. A target of -100
-    is left out of loss and metrics.
+    The model returns logits (batch, length, vocabulary) of any floating dtype; targets are token
+    numbers (batch, length) int64, already shifted by the data: the target at a position is the
+    token that follows it. A target of -100 is left out of loss and metrics.
     """
 
     ignore_index = -100
@@ -39,8 +41,8 @@ class CausalLM(Task):
     """This rank's part of the logits, where a tensor group shares them."""
 
     def split(self, batch: Any) -> tuple[Any, Any]:
-        """As of any task; the labels of a mapping are the tokens themselves, as transformers' models take them, and
-        move by one.
+        """As of any task; the labels of a mapping are the tokens themselves, as transformers'
+        models take them, and move by one.
         """
         inputs, targets = super().split(batch)
         if isinstance(batch, Mapping):
@@ -53,7 +55,9 @@ class CausalLM(Task):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Ratio:
         """Cross-entropy in nats per position with a target."""
-        return token_loss(outputs, targets, ignore_index=self.ignore_index, vocabulary=self.vocabulary)
+        return token_loss(
+            outputs, targets, ignore_index=self.ignore_index, vocabulary=self.vocabulary
+        )
 
     def count(self, targets: Tensor) -> Tensor:
         """Number of positions with a target."""
@@ -61,7 +65,9 @@ class CausalLM(Task):
 
     def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, Ratio]:
         """``loss``: nats per token; ``accuracy``: share of tokens whose logit is the largest."""
-        nats, correct, count = token_sums(outputs, targets, ignore_index=self.ignore_index, vocabulary=self.vocabulary)
+        nats, correct, count = token_sums(
+            outputs, targets, ignore_index=self.ignore_index, vocabulary=self.vocabulary
+        )
         return {"loss": Ratio(nats, count), "accuracy": Ratio(correct, count)}
 
     def derive(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -74,19 +80,30 @@ def logits_of(outputs: Any) -> Any:
     return getattr(outputs, "logits", outputs)
 
 
-def class_loss(logits: Tensor, targets: Tensor, *, ignore_index: int, label_smoothing: float = 0.0) -> Ratio:
-    """Compute the cross-entropy in nats over targets that are not `ignore_index`: a float32 sum, a count.
+def class_loss(
+    logits: Tensor, targets: Tensor, *, ignore_index: int, label_smoothing: float = 0.0
+) -> Ratio:
+    """Compute the cross-entropy in nats over targets that are not `ignore_index`: a float32 sum, a
+    count.
 
     Logits (batch, classes, ...) are floating, targets (batch, ...) int64.
     """
     nats = cross_entropy(
-        logits.float(), targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
+        logits.float(),
+        targets,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="sum",
     )
     return Ratio(nats, (targets != ignore_index).sum())
 
 
-def token_loss(logits: Any, targets: Tensor, *, ignore_index: int, vocabulary: VocabularyPart | None = None) -> Ratio:
-    """`class_loss` of logits (..., vocabulary), or this rank's part of them, or what tiles gave, and targets (...,)."""
+def token_loss(
+    logits: Any, targets: Tensor, *, ignore_index: int, vocabulary: VocabularyPart | None = None
+) -> Ratio:
+    """`class_loss` of logits (..., vocabulary), or this rank's part of them, or what tiles gave,
+    and targets (...,).
+    """
     logits = logits_of(logits)
     if isinstance(logits, TiledLoss):
         return Ratio(logits.nats, (targets != ignore_index).sum())
@@ -101,11 +118,12 @@ def token_loss(logits: Any, targets: Tensor, *, ignore_index: int, vocabulary: V
 def token_sums(
     logits: Any, targets: Tensor, *, ignore_index: int, vocabulary: VocabularyPart | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums over the positions whose target (...,) is not `ignore_index`, of logits (..., vocabulary), or this rank's
-    part of them.
+    """Sums over the positions whose target (...,) is not `ignore_index`, of logits (...,
+    vocabulary), or this rank's part of them.
 
     Returns:
-        Cross-entropy in nats, number of right guesses, number of positions: 0-d float64, on the logits' device.
+        Cross-entropy in nats, number of right guesses, number of positions: 0-d float64, on the
+        logits' device.
     """
     logits = logits_of(logits)
     targets = targets.flatten()

@@ -13,16 +13,17 @@ from framework.tasks.task import Ratio, Task
 class Classification(Task):
     """Cross-entropy over classes; metrics: loss and accuracy.
 
-    The model returns logits (batch, num_classes) of any floating dtype; targets are class numbers (batch,) int64. With
-    further dimensions behind ((batch, num_classes, H, W) and (batch, H, W)) every position counts as a sample. A target
-    of `ignore_index` is left out of loss and metrics.
+    The model returns logits (batch, num_classes) of any floating dtype; targets are class numbers
+    (batch,) int64. With further dimensions behind ((batch, num_classes, H, W) and (batch, H, W))
+    every position counts as a sample. A target of `ignore_index` is left out of loss and metrics.
     """
 
     def __init__(self, *, label_smoothing: float = 0.0, ignore_index: int = -100) -> None:
-        """Set what is left out, and the share of the target spread evenly over all classes, in [0, 1) (Szegedy et al.
-        2016, section 7).
+        """Set what is left out, and the share of the target spread evenly over all classes, in [0,
+        1) (Szegedy et al. 2016, section 7).
 
-        Smoothing applies to training only: the measured loss is the plain cross-entropy, comparable between runs.
+        Smoothing applies to training only: the measured loss is the plain cross-entropy, comparable
+        between runs.
         """
         self.label_smoothing = label_smoothing
         self.ignore_index = ignore_index
@@ -30,15 +31,19 @@ class Classification(Task):
     def loss(self, outputs: Any, targets: Tensor) -> Ratio:
         """Cross-entropy in nats per sample, with label smoothing."""
         outputs = logits_of(outputs)
-        return class_loss(outputs, targets, ignore_index=self.ignore_index, label_smoothing=self.label_smoothing)
+        return class_loss(
+            outputs, targets, ignore_index=self.ignore_index, label_smoothing=self.label_smoothing
+        )
 
     def count(self, targets: Tensor) -> Tensor:
         """Number of samples that are not left out."""
         return (targets != self.ignore_index).sum()
 
     def measure(self, outputs: Any, targets: Tensor) -> dict[str, Ratio]:
-        """``loss``: cross-entropy in nats, not smoothed; ``accuracy``: share of samples whose largest logit is
-        right.
+        """``loss``: cross-entropy in nats, not smoothed; ``accuracy``: share of samples whose
+        largest logit is right.
         """
-        nats, correct, count = token_sums(logits_of(outputs).movedim(1, -1), targets, ignore_index=self.ignore_index)
+        nats, correct, count = token_sums(
+            logits_of(outputs).movedim(1, -1), targets, ignore_index=self.ignore_index
+        )
         return {"loss": Ratio(nats, count), "accuracy": Ratio(correct, count)}

@@ -1,8 +1,8 @@
 """What a loss must not be: without a graph, or a sum over the samples of a batch.
 
-DeepSpeed takes the mean of losses over micro-batches and ranks: of sums it would depend on how a batch is divided. The
-graph shows at no cost whether a loss may be a sum; only then it is compared with the losses of both halves of its
-batch.
+DeepSpeed takes the mean of losses over micro-batches and ranks: of sums it would depend on how a
+batch is divided. The graph shows at no cost whether a loss may be a sum; only then it is compared
+with the losses of both halves of its batch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ _SUM: Final = 2  # of torch's reductions (torch/nn/_reduction.py)
 _SUMS: Final = frozenset({"Sum", "Bmm", "Mm", "Mv", "Dot"})
 _ADDED: Final = frozenset({"Add", "Sub"})
 _FACTORS: Final = frozenset({"Mul", "Div"})
-_PASSED: Final = frozenset({"Neg", "ToCopy", "View", "ReshapeAlias", "UnsafeView", "Squeeze", "Permute", "Clone"})
+_PASSED: Final = frozenset(
+    {"Neg", "ToCopy", "View", "ReshapeAlias", "UnsafeView", "Squeeze", "Permute", "Clone"}
+)
 _DEEPEST: Final = 16
 _MOST_TERMS: Final = 256
 _TOLERANCE: Final = 1e-4
 
 
 def refuse_without_graph(loss: Any, outputs: Any = None, *, key: str = "task") -> None:
-    """Refuse a loss that no gradient can be computed of; it would be an AssertionError of DeepSpeed's.
+    """Refuse a loss that no gradient can be computed of; it would be an AssertionError of
+    DeepSpeed's.
 
     Raises:
         ConfigError: kind ``loss-without-graph``.
@@ -42,7 +45,10 @@ def refuse_without_graph(loss: Any, outputs: Any = None, *, key: str = "task") -
     causes = "argmax, comparisons, .item(), .detach() and torch.no_grad()"
     leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     if leaves and not any(leaf.requires_grad for leaf in leaves):
-        reason = f"the model's outputs depend on no weight that is trained; {causes} in forward() end the graph"
+        reason = (
+            f"the model's outputs depend on no weight that is trained; {causes} in forward() "
+            "end the graph"
+        )
         fix = "remove what ends it, or let weights be trained that the outputs depend on"
         raise ConfigError.of("loss-without-graph", reason, fix, "model")
     if leaves:
@@ -50,7 +56,10 @@ def refuse_without_graph(loss: Any, outputs: Any = None, *, key: str = "task") -
     else:
         where = "on the way to it"
     reason = f"no gradient can be computed of the loss; {causes} {where} end its graph"
-    fix = "compute it from the outputs by operations that have a gradient, such as a cross-entropy of logits"
+    fix = (
+        "compute it from the outputs by operations that have a gradient, such as a "
+        "cross-entropy of logits"
+    )
     raise ConfigError.of("loss-without-graph", reason, fix, key)
 
 
@@ -66,13 +75,17 @@ def refuse_first_sum(task: Task, loss: Any, outputs: Any, targets: Any) -> None:
 
 def refusal(key: str, value: str = "") -> ConfigError:
     """Return the problem of a loss that is a sum."""
-    reason = "the loss is a sum over the batch, and a mean of sums depends on the micro-batches and ranks"
+    reason = (
+        "the loss is a sum over the batch, and a mean of sums depends on the micro-batches "
+        "and ranks"
+    )
     fix = "return the mean over the batch, or Ratio(sum, count) from a Task that has count()"
     return ConfigError.of("task-loss-result", reason, fix, key, value)
 
 
 def refuse_summed(loss: Any, *, key: str) -> None:
-    """Refuse a loss object that is set to sum: a module, or a function that is given ``reduction="sum"``.
+    """Refuse a loss object that is set to sum: a module, or a function that is given
+    ``reduction="sum"``.
 
     Raises:
         ConfigError: kind ``task-loss-result``.
@@ -95,7 +108,8 @@ def is_summed_by_torch(loss: Tensor) -> bool:
 
 
 def is_sum(loss_of: Callable[[Any, Any], Any], loss: Tensor, outputs: Any, targets: Any) -> bool:
-    """Check whether a loss is the sum of the losses of both halves of its batch, and not their mean.
+    """Check whether a loss is the sum of the losses of both halves of its batch, and not their
+    mean.
 
     Waits for the device where the graph of the loss ends in a sum.
     """
@@ -114,7 +128,9 @@ def is_sum(loss_of: Callable[[Any, Any], Any], loss: Tensor, outputs: Any, targe
                 loss_of(_part(outputs, rows, size), _part(targets, rows, size))
                 for rows in (slice(half), slice(half, None))
             ]
-            whole, first, second = torch.stack([loss.detach().double(), *(one.double() for one in halves)]).tolist()
+            whole, first, second = torch.stack(
+                [loss.detach().double(), *(one.double() for one in halves)]
+            ).tolist()
     except Exception:  # whatever the user's code raises: halves are no batch for it
         return False
     allowed = _TOLERANCE * abs(whole)
@@ -124,8 +140,8 @@ def is_sum(loss_of: Callable[[Any, Any], Any], loss: Tensor, outputs: Any, targe
 
 
 def _ends_in_sum(node: Any, size: int, depth: int) -> bool:
-    """Check whether a graph ends in a sum, alone, among terms, or times what does not divide by the batch; or in as
-    many terms as the batch has samples.
+    """Check whether a graph ends in a sum, alone, among terms, or times what does not divide by the
+    batch; or in as many terms as the batch has samples.
     """
     if node is None or not depth:
         return False
@@ -160,7 +176,9 @@ def _terms(node: Any) -> list[Any]:
 
 
 def _is_large(node: Any, size: int) -> bool:
-    """Check that a constant factor is none that may divide by the batch: such a mean depends on nothing."""
+    """Check that a constant factor is none that may divide by the batch: such a mean depends on
+    nothing.
+    """
     constant = getattr(node, "_saved_other", None)
     if isinstance(constant, Tensor):
         if constant.ndim or constant.device.type != "cpu":

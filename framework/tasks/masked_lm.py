@@ -18,13 +18,16 @@ _FIELDS = "(input_ids, token_type_ids, attention_mask, mlm_labels, nsp_label)"
 
 
 class MaskedLM(Task):
-    """Masked language model plus next-sentence prediction (Devlin et al. 2018); the loss is the sum of both means.
+    """Masked language model plus next-sentence prediction (Devlin et al. 2018); the loss is the sum
+    of both means.
 
-    A batch is (input_ids, token_type_ids, attention_mask, mlm_labels, nsp_label): the first three (batch, length) int64
-    are the model's, the last two the targets. mlm_labels (batch, length) are -100 where nothing is predicted; nsp_label
-    (batch,) is 0 where the second segment follows the first, 1 where it is from elsewhere.
+    A batch is (input_ids, token_type_ids, attention_mask, mlm_labels, nsp_label): the first three
+    (batch, length) int64 are the model's, the last two the targets. mlm_labels (batch, length) are
+    -100 where nothing is predicted; nsp_label (batch,) is 0 where the second segment follows the
+    first, 1 where it is from elsewhere.
 
-    The model returns (mlm_logits (batch, length, vocabulary), nsp_logits (batch, 2)) of any floating dtype.
+    The model returns (mlm_logits (batch, length, vocabulary), nsp_logits (batch, 2)) of any
+    floating dtype.
     """
 
     ignore_index = -100
@@ -42,28 +45,41 @@ class MaskedLM(Task):
                 size = f" of {len(batch)}"
             else:
                 size = ""
-            reason = f"the data yields a {type(batch).__name__}{size} per batch, and masked_lm reads {_FIELDS}"
+            reason = (
+                f"the data yields a {type(batch).__name__}{size} per batch, and masked_lm "
+                f"reads {_FIELDS}"
+            )
             fix = "set data: {kind: text_pairs}, or yield these five"
             raise ConfigError.of("task-batch", reason, fix, "task", "masked_lm")
         return tuple(batch[:_NUM_INPUTS]), tuple(batch[_NUM_INPUTS:])
 
-    def share(self, inputs: Any, targets: Any, positions: Positions) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """All but the pair's label have positions. The label counts where the first one, [CLS], is; attention reads the
-        whole mask.
+    def share(
+        self, inputs: Any, targets: Any, positions: Positions
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """All but the pair's label have positions. The label counts where the first one, [CLS], is;
+        attention reads the whole mask.
         """
         (ids, types, mask), (labels, nsp_label) = inputs, targets
-        shared = positions.of(ids, fill=0), positions.of(types, fill=0), positions.whole(mask, fill=0)
+        shared = (
+            positions.of(ids, fill=0),
+            positions.of(types, fill=0),
+            positions.whole(mask, fill=0),
+        )
         if positions.rank == 0:
             own_label = nsp_label
         else:
             own_label = torch.full_like(nsp_label, self.ignore_index)
         return shared, (positions.of(labels, fill=self.ignore_index), own_label)
 
-    def loss(self, outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) -> tuple[Ratio, Ratio]:
+    def loss(
+        self, outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]
+    ) -> tuple[Ratio, Ratio]:
         """Cross-entropy in nats per predicted token, and per pair."""
         (mlm_logits, nsp_logits), (mlm_labels, nsp_label) = outputs, targets
         return (
-            token_loss(mlm_logits, mlm_labels, ignore_index=self.ignore_index, vocabulary=self.vocabulary),
+            token_loss(
+                mlm_logits, mlm_labels, ignore_index=self.ignore_index, vocabulary=self.vocabulary
+            ),
             class_loss(nsp_logits, nsp_label, ignore_index=self.ignore_index),
         )
 
@@ -71,14 +87,22 @@ class MaskedLM(Task):
         """Number of predicted tokens, and of pairs."""
         return tuple((labels != self.ignore_index).sum() for labels in targets)
 
-    def measure(self, outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) -> dict[str, Ratio]:
-        """``mlm_loss`` and ``accuracy`` per predicted token, ``nsp_loss`` and ``nsp_accuracy`` per pair."""
+    def measure(
+        self, outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]
+    ) -> dict[str, Ratio]:
+        """``mlm_loss`` and ``accuracy`` per predicted token, ``nsp_loss`` and ``nsp_accuracy`` per
+        pair.
+        """
         (mlm_logits, nsp_logits), (mlm_labels, nsp_label) = outputs, targets
         nats, correct, num_predicted = token_sums(
             mlm_logits, mlm_labels, ignore_index=self.ignore_index, vocabulary=self.vocabulary
         )
-        nsp_nats, nsp_correct, num_pairs = token_sums(nsp_logits, nsp_label, ignore_index=self.ignore_index)
-        return {  # the loss, a sum of two quotients, is no ratio of sums: `derive` makes it of those over all batches
+        nsp_nats, nsp_correct, num_pairs = token_sums(
+            nsp_logits, nsp_label, ignore_index=self.ignore_index
+        )
+        # the loss, a sum of two quotients, is no ratio of sums: `derive` makes it of those over all
+        # batches
+        return {
             "mlm_loss": Ratio(nats, num_predicted),
             "accuracy": Ratio(correct, num_predicted),
             "nsp_loss": Ratio(nsp_nats, num_pairs),
@@ -89,4 +113,6 @@ class MaskedLM(Task):
         """``loss``: mlm_loss + nsp_loss, each over all batches; ``perplexity``: exp(mlm_loss)."""
         if not {"mlm_loss", "nsp_loss"} <= metrics.keys():
             return {}
-        return {"loss": metrics["mlm_loss"] + metrics["nsp_loss"]} | perplexity_of(metrics, loss="mlm_loss")
+        return {"loss": metrics["mlm_loss"] + metrics["nsp_loss"]} | perplexity_of(
+            metrics, loss="mlm_loss"
+        )

@@ -1,8 +1,9 @@
-"""Documents: plain values with the place and the extent of every key, read from YAML or JSON within fixed bounds.
+"""Documents: plain values with the place and the extent of every key, read from YAML or JSON within
+fixed bounds.
 
-PyYAML composes the node tree (no Python objects are ever constructed from tags) and we build the values ourselves,
-because its loaders drop line numbers and duplicate keys, read `1e-3` as a string, and expand nested aliases without
-bound. `framework.text.hjson` reads DeepSpeed's own files.
+PyYAML composes the node tree (no Python objects are ever constructed from tags) and we build the
+values ourselves, because its loaders drop line numbers and duplicate keys, read `1e-3` as a string,
+and expand nested aliases without bound. `framework.text.hjson` reads DeepSpeed's own files.
 """
 
 from __future__ import annotations
@@ -47,10 +48,16 @@ _SPECIAL: Final[Mapping[str, Any]] = {
 }
 # What libyaml (or PyYAML) says -> what to do about it; anything else gets the general advice.
 _ADVICE: Final[Mapping[str, tuple[str, str]]] = {
-    "mapping values are not allowed": ("a colon that no key can have here", "check the indentation, or quote the text"),
+    "mapping values are not allowed": (
+        "a colon that no key can have here",
+        "check the indentation, or quote the text",
+    ),
     "found another document": ("a second document starts here", "keep one document per file"),
     "cannot start any token": ("this character cannot start a value", "put the text in quotes"),
-    "found undefined alias": ("the alias has no anchor", "write the value out, or quote a text that starts with *"),
+    "found undefined alias": (
+        "the alias has no anchor",
+        "write the value out, or quote a text that starts with *",
+    ),
     "alphabetic or numeric": ("a * or & that starts no alias or anchor", "put the text in quotes"),
 }
 
@@ -62,7 +69,8 @@ class Span(NamedTuple):
     """The extent of one member in the text, in characters: ``text[start:end]``.
 
     Attributes:
-        key: the key as it is written, with its quotes; None for an element of a list and for the whole document.
+        key: the key as it is written, with its quotes; None for an element of a list and for the
+            whole document.
         value: the value as it is written, without the blanks around it.
         comma: offset of the comma that follows; None where there is none.
     """
@@ -84,11 +92,13 @@ class Document:
     Attributes:
         name: file name as the user gave it.
         value: nested dicts, lists and scalars.
-        places: path of a key -> (line, column), both 1-based; the path of a value is the path of its key.
+        places: path of a key -> (line, column), both 1-based; the path of a value is the path of
+            its key.
         texts: path of a number or truth value -> how it is written; not for Hjson.
         text: what was read, character for character.
-        spans: path -> extent in the text; ``()`` is the whole document, to the end of the text where it has no braces.
-            YAML: only members of sections, and none of what an alias stands for.
+        spans: path -> extent in the text; ``()`` is the whole document, to the end of the text
+            where it has no braces. YAML: only members of sections, and none of what an alias stands
+            for.
         syntax: what the text was read as.
     """
 
@@ -114,15 +124,18 @@ def at(value: Any, path: Sequence[str | int]) -> Any:
 
 
 def is_setting(word: str) -> bool:
-    """Check whether a word of a command line is meant as ``key=value`` (a path such as ``sweeps/lr=3.yaml`` is not)."""
+    """Check whether a word of a command line is meant as ``key=value`` (a path such as
+    ``sweeps/lr=3.yaml`` is not).
+    """
     return "=" in word and "/" not in word.partition("=")[0]
 
 
 def read_text(path: Path, *, name: str) -> str:
-    """The text of a config file, character for character: a byte order mark and carriage returns are in it.
+    """The text of a config file, character for character: a byte order mark and carriage returns
+    are in it.
 
-    Whatever stands at the path, at most a megabyte is read, for a few seconds. A pipe is read, because shells hand over
-    the output of a command as one (``check <(envsubst < x.json)``).
+    Whatever stands at the path, at most a megabyte is read, for a few seconds. A pipe is read,
+    because shells hand over the output of a command as one (``check <(envsubst < x.json)``).
 
     Raises:
         ConfigError: it is not there, not text, too large, or nothing that can be read to an end.
@@ -133,12 +146,17 @@ def read_text(path: Path, *, name: str) -> str:
 
     try:
         mode = path.stat().st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):  # not even opened: some devices act on that
+        # not even opened: some devices act on that
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
             if stat.S_ISDIR(mode):
                 reason = "this is a folder"
             else:
                 reason = "it is a device or a socket, and no file"
-            raise refuse("config-unreadable", reason, "name a .yaml or .json file" + " in it" * stat.S_ISDIR(mode))
+            raise refuse(
+                "config-unreadable",
+                reason,
+                "name a .yaml or .json file" + " in it" * stat.S_ISDIR(mode),
+            )
         # Without O_NONBLOCK, opening a pipe waits for its writer, perhaps for ever.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
             if stat.S_ISFIFO(mode):
@@ -147,18 +165,28 @@ def read_text(path: Path, *, name: str) -> str:
                 data = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
         if path.is_symlink():
-            raise refuse("config-not-found", "it is a link to a file that is not there", "mend the link") from None
+            raise refuse(
+                "config-not-found", "it is a link to a file that is not there", "mend the link"
+            ) from None
         raise refuse("config-not-found", "there is no such file", "check the path") from None
     except OSError as error:
-        raise refuse("config-unreadable", f"cannot be read ({error.strerror})", "check the file") from None
+        raise refuse(
+            "config-unreadable", f"cannot be read ({error.strerror})", "check the file"
+        ) from None
     except ValueError:  # Python refuses such a path before the system sees it
         raise refuse("config-not-found", "a path holds no zero byte", "check the path") from None
     if len(data) > MAX_BYTES:
-        raise refuse("config-too-large", f"more than {MAX_BYTES:,} bytes", "a run config is a few kilobytes of text")
+        raise refuse(
+            "config-too-large",
+            f"more than {MAX_BYTES:,} bytes",
+            "a run config is a few kilobytes of text",
+        )
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise refuse("config-not-text", f"byte {error.start} is not UTF-8 text", "save the file as UTF-8") from None
+        raise refuse(
+            "config-not-text", f"byte {error.start} is not UTF-8 text", "save the file as UTF-8"
+        ) from None
     if "\0" in text:
         raise refuse("config-not-text", "it holds zero bytes", "name a text file")
     return text
@@ -180,7 +208,9 @@ def _read_pipe(descriptor: int, refuse: Callable[[str, str, str], ConfigError]) 
         if part == b"" and waited > WRITER_SECONDS:
             raise refuse("config-unreadable", "a pipe that nobody writes to", fix)
         if waited > PIPE_SECONDS:
-            raise refuse("config-unreadable", f"a pipe that did not end within {PIPE_SECONDS:g} s", fix)
+            raise refuse(
+                "config-unreadable", f"a pipe that did not end within {PIPE_SECONDS:g} s", fix
+            )
         if part:
             data += part
         else:
@@ -236,7 +266,9 @@ class Builder:
         if self.num_values > MAX_VALUES:
             self.stop("config-too-large", place, self.too_many, "make it smaller")
         if depth > MAX_DEPTH:
-            self.stop("config-too-deep", place, f"nested more than {MAX_DEPTH} levels", "flatten it")
+            self.stop(
+                "config-too-deep", place, f"nested more than {MAX_DEPTH} levels", "flatten it"
+            )
 
     def add_duplicate(self, path: KeyPath, place: tuple[int, int]) -> None:
         """Remember a key that is there already."""
@@ -279,23 +311,38 @@ class _NodeReader(Builder):
         return document
 
     def _json_value(self, text: str) -> Any:
-        """YAML finds the places, JSON decides the values: escapes such as \\ud83d\\ude00 differ between the two."""
+        """YAML finds the places, JSON decides the values: escapes such as \\ud83d\\ude00 differ
+        between the two.
+        """
         if not text.strip():
             self.stop("config-syntax", (0, 0), "the file is empty", "write at least {}")
         try:
             value = json.loads(text)
         except json.JSONDecodeError as error:
-            fix = "check commas, quotes and brackets; comments and trailing commas need a .yaml file"
-            self.stop("config-syntax", (error.lineno, error.colno), f"not valid JSON: {error.msg}", fix)
+            fix = (
+                "check commas, quotes and brackets; comments and trailing commas need a .yaml file"
+            )
+            self.stop(
+                "config-syntax", (error.lineno, error.colno), f"not valid JSON: {error.msg}", fix
+            )
         except RecursionError:
-            self.stop("config-too-deep", (0, 0), f"nested more than {MAX_DEPTH} levels", "flatten it")
+            self.stop(
+                "config-too-deep", (0, 0), f"nested more than {MAX_DEPTH} levels", "flatten it"
+            )
         except ValueError:  # Python reads no integer of more than 4,300 digits
-            self.stop("config-syntax", (0, 0), "a number of thousands of digits", "write a smaller one")
+            self.stop(
+                "config-syntax", (0, 0), "a number of thousands of digits", "write a smaller one"
+            )
         if _SURROGATE.search(text):
             try:
                 json.dumps(value, ensure_ascii=False).encode()
             except UnicodeEncodeError:
-                self.stop("config-syntax", (0, 0), "half of a UTF-16 pair is no text", "write the character itself")
+                self.stop(
+                    "config-syntax",
+                    (0, 0),
+                    "half of a UTF-16 pair is no text",
+                    "write the character itself",
+                )
         return value
 
     def _walk(self, text: str) -> None:
@@ -303,7 +350,9 @@ class _NodeReader(Builder):
         depth = num_nodes = 0
         event: Any  # PyYAML's types allow for events without a place; the parser makes none
         for event in yaml.parse(text, Loader=_LOADER):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+                event, yaml.CollectionEndEvent
+            )
             num_nodes += isinstance(event, yaml.NodeEvent)
             self.num_values = num_nodes // 2  # a value has at most one key
             self.count(depth, (event.start_mark.line + 1, 0))
@@ -342,7 +391,12 @@ class _NodeReader(Builder):
                 self.stop("config-syntax", place, "a key must be a word", "write key: value")
             key = key_node.value
             if key == "<<" and not key_node.style:  # plain: None or empty, by loader
-                self.stop("config-syntax", place, "merge keys (<<) are not supported", "write the keys out")
+                self.stop(
+                    "config-syntax",
+                    place,
+                    "merge keys (<<) are not supported",
+                    "write the keys out",
+                )
             here = (*path, key)
             if key in values:
                 self.add_duplicate(here, place)
@@ -350,7 +404,8 @@ class _NodeReader(Builder):
             self.document.places[here] = place
             written = self._extent(key_node)
             value = self._extent(value_node)
-            if path in self.document.spans and value >= written:  # the value of an alias stands before its key
+            # the value of an alias stands before its key
+            if path in self.document.spans and value >= written:
                 if node.flow_style:
                     comma = _COMMA.match(self.document.text, value[1])
                 else:
@@ -367,7 +422,9 @@ def _place(mark: Any) -> tuple[int, int]:
     return mark.line + 1, mark.column + 1
 
 
-def _syntax_error(error: yaml.YAMLError, text: str, *, is_json: bool) -> tuple[tuple[int, int], str, str]:
+def _syntax_error(
+    error: yaml.YAMLError, text: str, *, is_json: bool
+) -> tuple[tuple[int, int], str, str]:
     mark = getattr(error, "problem_mark", None)
     began = getattr(error, "context_mark", None)
     stated = getattr(error, "problem", None)
@@ -375,7 +432,8 @@ def _syntax_error(error: yaml.YAMLError, text: str, *, is_json: bool) -> tuple[t
         place = _place(mark)
     else:
         place = (0, 0)
-    if is_json:  # valid JSON that PyYAML cannot walk, for example a key of more than 1,024 characters
+    # valid JSON that PyYAML cannot walk, for example a key of more than 1,024 characters
+    if is_json:
         reason = f"a layout that cannot be read: {stated or 'an odd character'}"
         return place, reason, "lay it out as `python -m json.tool` does"
     stated = str(stated or getattr(error, "reason", None) or "not YAML")

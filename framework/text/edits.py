@@ -1,8 +1,9 @@
-"""Edits that keep the text of a document: comments, order and layout of everything else stay as they are.
+"""Edits that keep the text of a document: comments, order and layout of everything else stay as
+they are.
 
-An edit names its place by the path in the original document, also when several are made at once. Each result is read
-again and compared with the value that was meant, so that no layout, however odd, can lead to a file that says something
-else.
+An edit names its place by the path in the original document, also when several are made at once.
+Each result is read again and compared with the value that was meant, so that no layout, however
+odd, can lead to a file that says something else.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class RenameKey(Edit):
 
 @dataclass(frozen=True)
 class MoveMember(Edit):
-    """A member, with the comments in it, becomes the last one of another section: `to` is its new path.
+    """A member, with the comments in it, becomes the last one of another section: `to` is its new
+    path.
 
     Sections on the way that are missing are made.
     """
@@ -159,7 +161,8 @@ def edited_value(value: Any, edits: Iterable[Edit]) -> Any:
             else:
                 section = section[key]
         section[path[-1]] = addition
-    for path in sorted(names, key=len, reverse=True):  # the inner ones while their path still leads there
+    # the inner ones while their path still leads there
+    for path in sorted(names, key=len, reverse=True):
         section = at(value, path)
         items = [(names[path].get(key, key), item) for key, item in section.items()]
         section.clear()
@@ -173,17 +176,27 @@ def clash(first: Edit, second: Edit) -> bool:
         return False
     if first.touched is not None and first.touched == second.touched:
         return True
-    if first.made and second.made and (_is_in(first.made, second.made) or _is_in(second.made, first.made)):
+    if (
+        first.made
+        and second.made
+        and (_is_in(first.made, second.made) or _is_in(second.made, first.made))
+    ):
         return True
     return _disturbs(first, second) or _disturbs(second, first)
 
 
 def unified_diff(before: str, after: str, name: str) -> str:
-    """Format the changes as `diff -u` does; characters that would control the terminal are shown as escapes."""
-    if before.endswith("\n") and after.endswith("\n"):  # what stands behind the last line end is no line
+    """Format the changes as `diff -u` does; characters that would control the terminal are shown as
+    escapes.
+    """
+    # what stands behind the last line end is no line
+    if before.endswith("\n") and after.endswith("\n"):
         before = before[:-1]
         after = after[:-1]
-    old, new = ([visible(line.removesuffix("\r"), keeps="\t") for line in text.split("\n")] for text in (before, after))
+    old, new = (
+        [visible(line.removesuffix("\r"), keeps="\t") for line in text.split("\n")]
+        for text in (before, after)
+    )
     return "\n".join(difflib.unified_diff(old, new, name, name, lineterm=""))
 
 
@@ -200,12 +213,19 @@ def _check_fits(document: Document, edit: Edit) -> None:
     made = edit.made
     spans = document.spans
     fits = touched is None or (
-        touched != () and touched in spans and (isinstance(edit, ReplaceValue) or spans[touched].key is not None)
+        touched != ()
+        and touched in spans
+        and (isinstance(edit, ReplaceValue) or spans[touched].key is not None)
     )
     if made is not None:
         home = next(made[:depth] for depth in range(len(made) - 1, -1, -1) if made[:depth] in spans)
         is_into_itself = touched is not None and _is_in(made, touched)
-        fits = fits and made not in spans and not is_into_itself and isinstance(at(document.value, home), dict)
+        fits = (
+            fits
+            and made not in spans
+            and not is_into_itself
+            and isinstance(at(document.value, home), dict)
+        )
     if not fits:
         raise EditError(f"{edit} does not fit")
 
@@ -218,7 +238,9 @@ def _disturbs(first: Edit, second: Edit) -> bool:
         if isinstance(second, RenameKey):
             return second.made == first.path
         return second.made is not None and _is_in(second.made, first.path)
-    return any(path is not None and _is_in(path, first.path) for path in (second.touched, second.made))
+    return any(
+        path is not None and _is_in(path, first.path) for path in (second.touched, second.made)
+    )
 
 
 def _is_in(path: KeyPath, outer: KeyPath) -> bool:

@@ -1,9 +1,11 @@
-"""Reads DeepSpeed JSON as DeepSpeed does, which is Hjson, together with the place and the extent of everything.
+"""Reads DeepSpeed JSON as DeepSpeed does, which is Hjson, together with the place and the extent of
+everything.
 
-DeepSpeed reads its file with the `hjson` package: comments, commas too many or left out, text without quotes that runs
-to the end of its line, with commas and comments in it; `1e3` and `1.0` are integers, `NaN` is text. That package gives
-no positions and reads without bound; here every problem has a line, every edit finds its characters, and a hostile file
-costs a bounded amount of time. What is refused beyond its rules has no meaning in a config.
+DeepSpeed reads its file with the `hjson` package: comments, commas too many or left out, text
+without quotes that runs to the end of its line, with commas and comments in it; `1e3` and `1.0` are
+integers, `NaN` is text. That package gives no positions and reads without bound; here every problem
+has a line, every edit finds its characters, and a hostile file costs a bounded amount of time. What
+is refused beyond its rules has no meaning in a config.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from framework.errors import ConfigError, show_value
-from framework.text.document import BYTE_ORDER_MARK, MAX_BYTES, Builder, Document, KeyPath, Span, read_text
+from framework.text.document import (
+    BYTE_ORDER_MARK,
+    MAX_BYTES,
+    Builder,
+    Document,
+    KeyPath,
+    Span,
+    read_text,
+)
 
 MAX_KEY: Final = 1_024  # as in YAML
 MAX_DIGITS: Final = 4_300  # Python reads no longer integer; a longer float is no setting either
@@ -27,11 +37,23 @@ _LINE: Final = re.compile(r"[^\r\n]*")
 _LINE_END: Final = re.compile(r"\r\n|\n|\r")
 _WORD: Final = re.compile(rf"(null|true|false)[^\S\r\n]*(?={ENDS_NUMBER.pattern})")
 _WORDS: Final = {"null": None, "true": True, "false": False}
-_NUMBER: Final = re.compile(rf"(-?(?:0|[1-9]\d*))(\.\d+)?([eE][-+]?\d+)?[\t ]*(?={ENDS_NUMBER.pattern})")
+_NUMBER: Final = re.compile(
+    rf"(-?(?:0|[1-9]\d*))(\.\d+)?([eE][-+]?\d+)?[\t ]*(?={ENDS_NUMBER.pattern})"
+)
 _KEY: Final = re.compile(r"[^:{}\[\],]*")
 _CHUNK: Final = re.compile(r"[^'\"\\\x00-\x1f]*")
 _HEX: Final = re.compile(r"[0-9a-fA-F]{4}")
-_ESCAPES: Final = {'"': '"', "'": "'", "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+_ESCAPES: Final = {
+    '"': '"',
+    "'": "'",
+    "\\": "\\",
+    "/": "/",
+    "b": "\b",
+    "f": "\f",
+    "n": "\n",
+    "r": "\r",
+    "t": "\t",
+}
 # First character where a key belongs -> what to say.
 _NO_KEY: Final = {
     ":": ("a colon without a key", "write the key before it (an empty key needs quotes)"),
@@ -51,7 +73,9 @@ _MISLEADING: Final = (",", "}", "]", '"', " #", "//", "/*")
 
 
 def read_hjson(path: Path, *, name: str) -> Document:
-    """Read a DeepSpeed JSON file; `text` of the result encodes to its bytes. Errors: `read_text`'s, `parse_hjson`'s."""
+    """Read a DeepSpeed JSON file; `text` of the result encodes to its bytes. Errors: `read_text`'s,
+    `parse_hjson`'s.
+    """
     return parse_hjson(read_text(path, name=name), name=name)
 
 
@@ -65,7 +89,8 @@ def parse_hjson(text: str, *, name: str) -> Document:
 
 
 class _Reader(Builder):
-    """Walks the text once; methods take an offset, and return what they read and the offset behind it.
+    """Walks the text once; methods take an offset, and return what they read and the offset behind
+    it.
 
     Nesting is bounded, so they may recurse.
     """
@@ -75,20 +100,28 @@ class _Reader(Builder):
         self._line_starts = [0, *(match.end() for match in _LINE_END.finditer(text))]
         self._has_lone_return = bool(re.search(r"\r(?!\n)", text))
         self._has_member = False
-        self._misleading: int | None = None  # the last text without quotes that holds what looks like Hjson
+        # the last text without quotes that holds what looks like Hjson
+        self._misleading: int | None = None
         try:
             if len(text.encode()) > MAX_BYTES:
                 reason = f"more than {MAX_BYTES:,} bytes"
                 fix = "a DeepSpeed config is a few kilobytes of text"
                 self.stop("config-too-large", (0, 0), reason, fix)
         except UnicodeEncodeError:
-            self.stop("config-not-text", (0, 0), "half of a UTF-16 pair is no text", "save the text as UTF-8")
+            self.stop(
+                "config-not-text",
+                (0, 0),
+                "half of a UTF-16 pair is no text",
+                "save the text as UTF-8",
+            )
         if "\0" in text:
             self.stop("config-not-text", (0, 0), "it holds zero bytes", "name a text file")
         begin = self._skip(len(BYTE_ORDER_MARK) * text.startswith(BYTE_ORDER_MARK))
         self.document.places[()] = self._place(begin)
         if begin < len(text):
-            self.document.value, end = self._value(begin, ()) if text[begin] in "{[" else self._without_braces(begin)
+            self.document.value, end = (
+                self._value(begin, ()) if text[begin] in "{[" else self._without_braces(begin)
+            )
             self._refuse_rest(end)
         elif text.startswith(BYTE_ORDER_MARK):  # the hjson package refuses this one
             self._refuse(begin, "the file is empty", "write at least {}")
@@ -111,7 +144,11 @@ class _Reader(Builder):
     def _refuse_rest(self, end: int) -> None:
         rest = self._skip(end)
         if rest < len(self.text):
-            self._refuse(rest, "text after the end of the document", "remove it, or check the brackets before it")
+            self._refuse(
+                rest,
+                "text after the end of the document",
+                "remove it, or check the brackets before it",
+            )
 
     def _without_braces(self, begin: int) -> tuple[Any, int]:
         try:
@@ -136,7 +173,11 @@ class _Reader(Builder):
         if text.startswith("[", at):
             return self._elements(at + 1, path)
         value, end = self._scalar(at)
-        if isinstance(value, str) and text[at] not in "\"'" and any(mark in value for mark in _MISLEADING):
+        if (
+            isinstance(value, str)
+            and text[at] not in "\"'"
+            and any(mark in value for mark in _MISLEADING)
+        ):
             self._misleading = at
         return value, end
 
@@ -155,7 +196,11 @@ class _Reader(Builder):
             self._has_member = True
             at = self._skip(at + 1)
             if len(key) > MAX_KEY:
-                self._refuse(key_at, f"a key of {len(key):,} characters", "check the quotes and the colons before it")
+                self._refuse(
+                    key_at,
+                    f"a key of {len(key):,} characters",
+                    "check the quotes and the colons before it",
+                )
             here = (*path, key)
             place = self._place(key_at)
             if key not in values:
@@ -202,10 +247,16 @@ class _Reader(Builder):
         if self._misleading is not None:
             word = _match(_FIRST_WORD, self.text, self._misleading)[0]
             if word in _FOREIGN:
-                reason = f"{word} is no word of JSON: as text without quotes it runs to the end of its line"
+                reason = (
+                    f"{word} is no word of JSON: as text without quotes it runs to the end "
+                    "of its line"
+                )
                 self._refuse(self._misleading, reason, f"write {_FOREIGN[word]}")
             line = self._place(self._misleading)[0]
-            fix += f", or put the text of line {line} in quotes: without them it runs to the end of its line"
+            fix += (
+                f", or put the text of line {line} in quotes: without them it runs to the end "
+                "of its line"
+            )
         self._refuse(opening, reason, fix)
 
     # ---- words
@@ -220,7 +271,9 @@ class _Reader(Builder):
             elif text.startswith("/*", at):
                 end = text.find("*/", at + 2)
                 if end < 0:
-                    self._refuse(at, "the comment that begins here does not end", "close it with */")
+                    self._refuse(
+                        at, "the comment that begins here does not end", "close it with */"
+                    )
                 at = end + 2
             else:
                 return at
@@ -233,7 +286,12 @@ class _Reader(Builder):
         written = match[0]
         stop = self.text[match.end() : match.end() + 1]
         if not written:
-            self._refuse(at, *_NO_KEY.get(stop, (f"a {stop} where a key belongs", "check the brackets before it")))
+            self._refuse(
+                at,
+                *_NO_KEY.get(
+                    stop, (f"a {stop} where a key belongs", "check the brackets before it")
+                ),
+            )
         if stop != ":":
             if written.strip():
                 name = written.split(maxsplit=1)[0]
@@ -253,7 +311,11 @@ class _Reader(Builder):
         if text[at] in "\"'":
             return self._quoted(at)
         if text[at] in "}],:":
-            self._refuse(at, f"a {text[at]} where a value belongs", "write the value, or remove what asks for one")
+            self._refuse(
+                at,
+                f"a {text[at]} where a value belongs",
+                "write the value, or remove what asks for one",
+            )
         word = _WORD.match(text, at)
         if word:
             return _WORDS[word[1]], at + len(word[0].rstrip(" \t"))
@@ -266,7 +328,9 @@ class _Reader(Builder):
     def _number(self, match: re.Match[str]) -> int | float:
         written = match[0].rstrip(" \t")
         if len(written) > MAX_DIGITS:
-            self._refuse(match.start(), f"a number of {len(written):,} characters", "write a shorter one")
+            self._refuse(
+                match.start(), f"a number of {len(written):,} characters", "write a shorter one"
+            )
         if not match[2] and not match[3]:
             return int(written)
         number = float(written)
@@ -292,9 +356,17 @@ class _Reader(Builder):
                 part = mark
                 at = at + 1
             elif mark in ("", "\r", "\n"):
-                self._refuse(begin, "the quotes that begin here do not end on their line", f"add the closing {quote}")
+                self._refuse(
+                    begin,
+                    "the quotes that begin here do not end on their line",
+                    f"add the closing {quote}",
+                )
             else:
-                self._refuse(at, "a tab or control character inside quotes", "write it as an escape, for example \\t")
+                self._refuse(
+                    at,
+                    "a tab or control character inside quotes",
+                    "write it as an escape, for example \\t",
+                )
             parts.append(part)
 
     def _escape(self, at: int) -> tuple[str, int]:
@@ -319,20 +391,31 @@ class _Reader(Builder):
         return int(match[0], 16)
 
     def _many_lines(self, at: int) -> tuple[str, int]:
-        """Text between three single quotes; its lines lose as many blanks as stand left of the opening quotes."""
+        """Text between three single quotes; its lines lose as many blanks as stand left of the
+        opening quotes.
+        """
         text = self.text
         end = text.find("'''", at + 3)
         if end < 0:
             self._refuse(at, "the ''' that begins here does not end", "close it with '''")
         if self._has_lone_return:
-            self._refuse(at, "a ''' text in a file with carriage returns alone", "save the file with other line ends")
+            self._refuse(
+                at,
+                "a ''' text in a file with carriage returns alone",
+                "save the file with other line ends",
+            )
         first, *rest = text[at + 3 : end].replace("\r\n", "\n").lstrip(" \t").split("\n")
         line = bisect_right(self._line_starts, at)
         if len(self._line_starts) == 1:
             self._refuse(at, "DeepSpeed cannot read ''' in a file of one line", "use double quotes")
         # In the first line the hjson package counts on from the end of the text.
-        indent = at - self._line_starts[line - 1] + (line == 1) * (len(text) - self._line_starts[-1])
-        lines = [first, *(line[min(indent, len(line) - len(line.lstrip(" \t"))) :] for line in rest)]
+        indent = (
+            at - self._line_starts[line - 1] + (line == 1) * (len(text) - self._line_starts[-1])
+        )
+        lines = [
+            first,
+            *(line[min(indent, len(line) - len(line.lstrip(" \t"))) :] for line in rest),
+        ]
         return "\n".join(lines[bool(rest and not first) :]).removesuffix("\n"), end + 3
 
 

@@ -1,7 +1,8 @@
-"""Positions where edits cut a text, and the text that they insert: commas, indentation, and lines that become empty.
+"""Positions where edits cut a text, and the text that they insert: commas, indentation, and lines
+that become empty.
 
-All offsets are those of the original text, so that any number of edits is cut in one pass. Hjson, JSON and the flow
-style of YAML have commas and braces; in YAML's block style a member is a line.
+All offsets are those of the original text, so that any number of edits is cut in one pass. Hjson,
+JSON and the flow style of YAML have commas and braces; in YAML's block style a member is a line.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from framework.text.document import BYTE_ORDER_MARK, Document, KeyPath, Span, at
 from framework.text.hjson import ENDS_NUMBER
 
 _BLANKS: Final = re.compile(r"[ \t]*")
-_REST_OF_LINE: Final = re.compile(r"(?:[ \t]|/\*(?:[^*\r\n]|\*(?!/))*\*/)*(?:(?:#|//)[^\r\n]*)?(?=[\r\n]|\Z)")
+_REST_OF_LINE: Final = re.compile(
+    r"(?:[ \t]|/\*(?:[^*\r\n]|\*(?!/))*\*/)*(?:(?:#|//)[^\r\n]*)?(?=[\r\n]|\Z)"
+)
 _LINE_END: Final = re.compile(r"\r\n|\n|\r")
 _PLAIN_KEY: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _PLAIN_TEXT: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
@@ -32,7 +35,9 @@ class EditError(Exception):
 
 @dataclass
 class _Value:
-    """A new member's value: a plain one, or text as it stood behind a key, with the indentation of its line there."""
+    """A new member's value: a plain one, or text as it stood behind a key, with the indentation of
+    its line there.
+    """
 
     value: Any = None
     tail: str = ""
@@ -67,7 +72,8 @@ def spliced(text: str, splices: Iterable[Splice]) -> str:
 
 
 class TextEditor:
-    """Collects edits of a document and turns them into splices; offsets and paths are those of the document.
+    """Collects edits of a document and turns them into splices; offsets and paths are those of the
+    document.
 
     What a layout does not allow is an EditError.
     """
@@ -94,13 +100,17 @@ class TextEditor:
         self._splices.append((start, end, _written_key(name, like=self.text[start:end])))
 
     def replace(self, path: KeyPath, value: Any) -> None:
-        """Another value; what needs a comma behind it, where text in quotes needed none, gets one."""
+        """Another value; what needs a comma behind it, where text in quotes needed none, gets
+        one.
+        """
         start, end = self.spans[path].value
         if self.syntax == "yaml":
             old = self.value_at(path)
             if start == end or self.text[start] in "|>" or isinstance(old, (dict, list)):
                 raise EditError("a value that has no place of its own")
-            keeps = _is_number(value) and isinstance(old, str) and parse_scalar(old.strip()) == value
+            keeps = (
+                _is_number(value) and isinstance(old, str) and parse_scalar(old.strip()) == value
+            )
             # keeps its digits: 1e-3, not 0.001
             if keeps:
                 written = old.strip()
@@ -134,7 +144,10 @@ class TextEditor:
             inside = [inner for inner in self.spans if inner[: len(path)] == path]
         else:
             inside = [path]
-        quoted = [(start - begin, stop - begin, text) for start, stop, text in self._quoted(inside, also_plain=path)]
+        quoted = [
+            (start - begin, stop - begin, text)
+            for start, stop, text in self._quoted(inside, also_plain=path)
+        ]
         tail = spliced(self.text[begin:end], quoted)
         self._add(to, _Value(tail=tail, indent=self._line_indent(span.start)[0]))
 
@@ -167,7 +180,9 @@ class TextEditor:
     def requoted(self, splices: Sequence[Splice]) -> list[Splice]:
         """Splices that write every ''' text outside the given ones in double quotes."""
         return [
-            new for new in self._quoted(self.spans) if not any(old[0] < new[1] and new[0] < old[1] for old in splices)
+            new
+            for new in self._quoted(self.spans)
+            if not any(old[0] < new[1] and new[0] < old[1] for old in splices)
         ]
 
     def _section(self, path: KeyPath) -> _Section:
@@ -182,14 +197,20 @@ class TextEditor:
             new = inner
         new[str(path[-1])] = value
 
-    def _quoted(self, paths: Iterable[KeyPath], *, also_plain: KeyPath | None = None) -> list[Splice]:
-        """The ''' texts among the values, and the text without quotes at one path, in double quotes."""
+    def _quoted(
+        self, paths: Iterable[KeyPath], *, also_plain: KeyPath | None = None
+    ) -> list[Splice]:
+        """The ''' texts among the values, and the text without quotes at one path, in double
+        quotes.
+        """
         if self.syntax != "hjson":
             return []
         quoted = []
         for path in paths:
             start, end = self.spans[path].value
-            is_many_lines = self.text.startswith("'''", start) and isinstance(self.value_at(path), str)
+            is_many_lines = self.text.startswith("'''", start) and isinstance(
+                self.value_at(path), str
+            )
             if is_many_lines or (path == also_plain and self._is_plain(path)):
                 quoted.append((start, end, json.dumps(self.value_at(path), ensure_ascii=False)))
         return quoted
@@ -211,7 +232,9 @@ class TextEditor:
         return is_text and self.text[self.spans[path].value[0]] not in "\"'"
 
     def _has_braces(self, path: KeyPath) -> bool:
-        """Check whether the value is an object with braces: the root may do without, and all block style does."""
+        """Check whether the value is an object with braces: the root may do without, and all block
+        style does.
+        """
         return self.text.startswith("{", self.spans[path].value[0])
 
     def _is_block(self, path: KeyPath) -> bool:
@@ -223,7 +246,9 @@ class TextEditor:
         return indent if is_first else None
 
     def _line_indent(self, at: int) -> tuple[str, bool]:
-        """The blanks that begin the line of an offset, and whether nothing else stands before it."""
+        """The blanks that begin the line of an offset, and whether nothing else stands before
+        it.
+        """
         begin = max(self.text.rfind("\n", 0, at), self.text.rfind("\r", 0, at)) + 1
         if begin == 0 and self.text.startswith(BYTE_ORDER_MARK):
             begin = 1
@@ -231,28 +256,41 @@ class TextEditor:
         return self.text[begin : min(end, at)], end >= at
 
     def _separator(self, members: Sequence[KeyPath]) -> str:
-        """Return the separator of members on lines of their own: nothing where several stand without commas."""
+        """Return the separator of members on lines of their own: nothing where several stand
+        without commas.
+        """
         is_bare = len(members) > 1 and all(self.spans[path].comma is None for path in members)
         if is_bare and self._own_indent(members[-1]) is not None:
             return ""
         return ","
 
     def _ends_number(self, at: int) -> bool:
-        """Check whether a number may stand before an offset: what follows on the line would otherwise make it text."""
+        """Check whether a number may stand before an offset: what follows on the line would
+        otherwise make it text.
+        """
         return bool(ENDS_NUMBER.match(self.text, _match_end(_BLANKS, self.text, at)))
 
     # ---- block style
 
     def _line(self, path: KeyPath) -> tuple[int, int]:
-        """Start and end of the line that is a member, with the comment in it, without the blanks at its end."""
+        """Start and end of the line that is a member, with the comment in it, without the blanks at
+        its end.
+        """
         span = self.spans[path]
         indent, is_first = self._line_indent(span.start)
         end = _match_end(_REST_OF_LINE, self.text, span.value[1])
-        if not is_first or end < 0 or _LINE_END.search(self.text, span.start, end) or span.value[0] == span.value[1]:
+        if (
+            not is_first
+            or end < 0
+            or _LINE_END.search(self.text, span.start, end)
+            or span.value[0] == span.value[1]
+        ):
             raise EditError("a member that is no line")
         return span.start - len(indent), len(self.text[:end].rstrip(" \t"))
 
-    def _changed_lines(self, path: KeyPath, members: Sequence[KeyPath], section: _Section) -> Iterator[Splice]:
+    def _changed_lines(
+        self, path: KeyPath, members: Sequence[KeyPath], section: _Section
+    ) -> Iterator[Splice]:
         if section.removed.issuperset(members):
             raise EditError("without its members the section is null")
         for member in section.removed:
@@ -280,7 +318,9 @@ class TextEditor:
             cuts += [(span.start, span.value[1]), *_comma(span)]
         return cuts
 
-    def _last_comma(self, members: Sequence[KeyPath], removed: set[KeyPath]) -> list[tuple[int, int]]:
+    def _last_comma(
+        self, members: Sequence[KeyPath], removed: set[KeyPath]
+    ) -> list[tuple[int, int]]:
         """The comma that would stand before the closing brace, where none stood before."""
         kept = [path for path in members if path not in removed]
         stays = not kept or members[-1] not in removed or self.spans[members[-1]].comma is not None
@@ -289,7 +329,9 @@ class TextEditor:
         return _comma(self.spans[kept[-1]])
 
     def _deletions(self, cuts: Sequence[tuple[int, int]]) -> list[Splice]:
-        """The cuts, joined over the blanks between them, with the line and the blanks that nobody needs afterwards."""
+        """The cuts, joined over the blanks between them, with the line and the blanks that nobody
+        needs afterwards.
+        """
         blocks: list[tuple[int, int]] = []
         for start, end in cuts:
             if blocks and not self.text[blocks[-1][1] : start].strip(" \t"):
@@ -348,7 +390,12 @@ class TextEditor:
         if indent is None:
             written = self._members(new, like=last)
             return [(end, end, f" {written}," if trailing else f", {written}")]
-        written = self.newline + indent + self._members(new, indent=indent, like=last, comma=comma) + trailing
+        written = (
+            self.newline
+            + indent
+            + self._members(new, indent=indent, like=last, comma=comma)
+            + trailing
+        )
         line_end = _match_end(_REST_OF_LINE, self.text, end)
         place = end if line_end < 0 else line_end
         separator = "" if trailing or is_plain else comma
@@ -356,7 +403,9 @@ class TextEditor:
             return [(end, end, separator + written)]
         return [*([(end, end, separator)] if separator else []), (place, place, written)]
 
-    def _members(self, new: _New, *, indent: str | None = None, like: Span | None = None, comma: str = ",") -> str:
+    def _members(
+        self, new: _New, *, indent: str | None = None, like: Span | None = None, comma: str = ","
+    ) -> str:
         key = like.key if like else None
         if key:
             quoting = self.text[slice(*key)]
@@ -369,7 +418,8 @@ class TextEditor:
 
     def _member(self, name: str, body: _Value | _New, indent: str | None, quoting: str) -> str:
         behind = self._behind_key(body, indent)
-        if not behind.lstrip(" \t\r\n").startswith(":"):  # a comment stands there: only a quoted key may have one
+        # a comment stands there: only a quoted key may have one
+        if not behind.lstrip(" \t\r\n").startswith(":"):
             quoting = '"'
         return _written_key(name, like=quoting) + behind
 
@@ -388,13 +438,28 @@ class TextEditor:
         if indent is None:
             return "{" + self._members(new) + "}"
         inner = self.newline + indent + self.indent_unit
-        return "{" + inner + self._members(new, indent=indent + self.indent_unit) + self.newline + indent + "}"
+        return (
+            "{"
+            + inner
+            + self._members(new, indent=indent + self.indent_unit)
+            + self.newline
+            + indent
+            + "}"
+        )
 
     def _json(self, value: Any, indent: str | None) -> str:
         if self.syntax == "yaml":
             if isinstance(value, dict):
-                return "{" + ", ".join(f"{key}: {self._json(item, None)}" for key, item in value.items()) + "}"
-            if isinstance(value, str) and _PLAIN_TEXT.fullmatch(value) and isinstance(parse_scalar(value), str):
+                return (
+                    "{"
+                    + ", ".join(f"{key}: {self._json(item, None)}" for key, item in value.items())
+                    + "}"
+                )
+            if (
+                isinstance(value, str)
+                and _PLAIN_TEXT.fullmatch(value)
+                and isinstance(parse_scalar(value), str)
+            ):
                 return value
         unit = None if indent is None else self.indent_unit
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=unit)
@@ -402,7 +467,11 @@ class TextEditor:
 
     def _at_end(self, written: str) -> Splice:
         is_new_line = self.text.removeprefix(BYTE_ORDER_MARK)[-1:] in ("", "\r", "\n")
-        return len(self.text), len(self.text), ("" if is_new_line else self.newline) + written + self.newline
+        return (
+            len(self.text),
+            len(self.text),
+            ("" if is_new_line else self.newline) + written + self.newline,
+        )
 
 
 def _match_end(pattern: re.Pattern[str], text: str, at: int) -> int:

@@ -29,12 +29,15 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def unmatched_pattern(pattern: str, names: Sequence[str]) -> str:
-    """What to write for a regular expression that matches no name from beginning to end: around a name that contains
-    it, for those who expect a search, or the nearest one.
+    """What to write for a regular expression that matches no name from beginning to end: around a
+    name that contains it, for those who expect a search, or the nearest one.
     """
     containing = [name for name in names if pattern and re.search(pattern, name)]
     if containing:
-        return f"it must match the whole name, as in {containing[0]}; write {pattern}.* or .*{pattern}.*"
+        return (
+            f"it must match the whole name, as in {containing[0]}; write {pattern}.* or "
+            f".*{pattern}.*"
+        )
     guess = nearest(pattern, names) or next(iter(names), "")
     if guess:
         return f"did you mean {guess}?"
@@ -44,7 +47,9 @@ def unmatched_pattern(pattern: str, names: Sequence[str]) -> str:
 def only_alike(word: str, known: Iterable[str], *, least: float) -> str | None:
     """The one known word that is like a misspelt one, if no other comes near."""
     written = _plain(word[:100])
-    ratios = ((difflib.SequenceMatcher(None, written, _plain(name)).ratio(), name) for name in known)
+    ratios = (
+        (difflib.SequenceMatcher(None, written, _plain(name)).ratio(), name) for name in known
+    )
     (best, name), (second, _) = sorted([*ratios, (0.0, ""), (0.0, "")], reverse=True)[:2]
     if best >= least and (second < _SECOND or best - second >= _AHEAD):
         return name
@@ -59,14 +64,17 @@ def means(written: str, known: str) -> bool:
         return True
     digits = [sorted(letter for letter in name if letter.isdigit()) for name in (one, two)]
     shortest, longest = sorted((len(one), len(two)))
-    if shortest < _SHORTEST or longest > _LONGEST or digits[0] != digits[1]:  # fp8 is no slip for fp16
+    # fp8 is no slip for fp16
+    if shortest < _SHORTEST or longest > _LONGEST or digits[0] != digits[1]:
         return False
     return distance(one, two) <= (2 if shortest >= _LONG else 1)
 
 
 @cache
 def distance(one: str, two: str) -> int:
-    """Letters to add, take away, change or swap with their neighbour to get from one word to the other."""
+    """Letters to add, take away, change or swap with their neighbour to get from one word to the
+    other.
+    """
     before: list[int] = []
     row = list(range(len(two) + 1))
     for i, letter in enumerate(one, start=1):
@@ -84,7 +92,9 @@ def likeness(word: str, other: str) -> float:
     """From 0 to 1; a name that holds the other one whole is a good guess as well."""
     one = _plain(word[:100])
     two = _plain(other[:100])
-    if (len(one) >= _LONG_ENOUGH and one in two) or (len(one) >= _BEGINNING and one == other.partition("_")[0]):
+    if (len(one) >= _LONG_ENOUGH and one in two) or (
+        len(one) >= _BEGINNING and one == other.partition("_")[0]
+    ):
         return 0.8
     matcher = difflib.SequenceMatcher(None, one, two)
     if matcher.real_quick_ratio() >= ALIKE and matcher.quick_ratio() >= ALIKE:

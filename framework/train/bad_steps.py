@@ -1,4 +1,6 @@
-"""Policy for bad steps (`training.bad_steps`), and the steps whose data is left out after a roll back."""
+"""Policy for bad steps (`training.bad_steps`), and the steps whose data is left out after a roll
+back.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from framework.errors import TrainingError
 from framework.system.files import open_own
 
 _KEY: Final = "left_out"
-_ADVICE: Final = "look at the data of this step, lower optimizer.lr, or set training.bad_steps: skip or roll_back"
+_ADVICE: Final = (
+    "look at the data of this step, lower optimizer.lr, or set training.bad_steps: "
+    "skip or roll_back"
+)
 
 
 class RolledBack(Exception):  # noqa: N818 - no error
@@ -36,7 +41,9 @@ class LeftOut:
 
     def add(self, windows: Iterable[Sequence[int]]) -> None:
         """Add windows that are not known."""
-        self.windows = sorted({*self.windows, *((int(first), int(last)) for first, last in windows)})
+        self.windows = sorted(
+            {*self.windows, *((int(first), int(last)) for first, last in windows)}
+        )
 
     def state(self) -> dict[str, Any]:
         """Return them for a checkpoint; empty where there are none."""
@@ -50,7 +57,9 @@ class LeftOut:
 
 
 def noted_windows(path: Path) -> list[tuple[int, int]]:
-    """Read the windows in a run's events: a checkpoint from before a roll back knows nothing of it."""
+    """Read the windows in a run's events: a checkpoint from before a roll back knows nothing of
+    it.
+    """
     found = []
     with suppress(OSError), open_own(path, "r") as stream:
         for line in stream:
@@ -63,7 +72,9 @@ def noted_windows(path: Path) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class BadStepPolicy:
-    """Policy for bad steps (`training.bad_steps`), on all ranks alike; `pass_over` takes what is left out."""
+    """Policy for bad steps (`training.bad_steps`), on all ranks alike; `pass_over` takes what is
+    left out.
+    """
 
     policy: str
     max_roll_backs: int
@@ -86,7 +97,12 @@ class BadStepPolicy:
             elif self.policy == "stop":
                 raise TrainingError(f"{bad}; {_ADVICE} [bad-step]")
             elif len(self.left_out.windows) >= self.max_roll_backs:
-                reason = f"training.bad_steps.max_roll_backs = {self.max_roll_backs}, and so often it has gone back"
-                raise TrainingError(f"{bad}; {reason}: look at the data, or lower optimizer.lr [bad-step]")
+                reason = (
+                    f"training.bad_steps.max_roll_backs = {self.max_roll_backs}, and so "
+                    "often it has gone back"
+                )
+                raise TrainingError(
+                    f"{bad}; {reason}: look at the data, or lower optimizer.lr [bad-step]"
+                )
             else:
                 raise RolledBack(bad)

@@ -1,5 +1,5 @@
-"""The best value so far of the metric that `checkpoint.keep_best` names: of this process and of those it goes on
-from.
+"""The best value so far of the metric that `checkpoint.keep_best` names: of this process and of
+those it goes on from.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from framework.train.monitors.base import Point
 
 @dataclass(frozen=True)
 class Best:
-    """The best value of a metric, and the step after which it was measured; of equal values the newest."""
+    """The best value of a metric, and the step after which it was measured; of equal values the
+    newest.
+    """
 
     metric: str
     value: float
@@ -25,7 +27,9 @@ class Best:
 
 
 class BestSoFar:
-    """Follows one metric, as a monitor does, but on every rank: what it finds is part of the state that is saved."""
+    """Follows one metric, as a monitor does, but on every rank: what it finds is part of the state
+    that is saved.
+    """
 
     name = "best"
 
@@ -57,11 +61,14 @@ class BestSoFar:
         return {"best": {**asdict(self.found), "best_is": self._best_is}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint says. The best of another metric, or in the other direction, is none of this
-        one.
+        """Go on from what a checkpoint says. The best of another metric, or in the other direction,
+        is none of this one.
         """
         saved = state.get("best")
-        if isinstance(saved, Mapping) and (saved.get("metric"), saved.get("best_is")) == (self._metric, self._best_is):
+        if isinstance(saved, Mapping) and (saved.get("metric"), saved.get("best_is")) == (
+            self._metric,
+            self._best_is,
+        ):
             self.found = best_in(state)
 
 

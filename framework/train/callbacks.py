@@ -31,14 +31,15 @@ class Requests:
 
 @dataclass(frozen=True)
 class State:
-    """A run as a callback sees it. What it asks for happens on all ranks, at the next step that is logged, evaluated or
-    saved, whichever rank has asked.
+    """A run as a callback sees it. What it asks for happens on all ranks, at the next step that is
+    logged, evaluated or saved, whichever rank has asked.
 
     Attributes:
         step: optimizer steps taken.
         total_steps: of the whole run.
         epoch: passes over the data, as a fraction.
-        metrics: ``area/name`` -> its last value; with `on_log` and `on_evaluation` those of this step.
+        metrics: ``area/name`` -> its last value; with `on_log` and `on_evaluation` those of this
+            step.
         is_main: whether this process is rank 0.
         model: the module as it is trained; at ZeRO stage 3 its weights are spread.
         requests: filled by the methods.
@@ -55,13 +56,16 @@ class State:
     gathering: Callable[..., AbstractContextManager[Any]] = nullcontext
 
     def gathered(self, module: Any = None) -> AbstractContextManager[Any]:
-        """Return a context in which the weights of the model, or of one of its modules, are whole at every ZeRO stage.
-        What all ranks write into them alike is kept. Collective: on every rank, or on none.
+        """Return a context in which the weights of the model, or of one of its modules, are whole
+        at every ZeRO stage. What all ranks write into them alike is kept. Collective: on every
+        rank, or on none.
         """
         return self.gathering(module)
 
     def stop(self, reason: str = "") -> None:
-        """End the run as if this were its last step: evaluated and saved where that is due at the end."""
+        """End the run as if this were its last step: evaluated and saved where that is due at the
+        end.
+        """
         self.requests.stop = reason or "a callback asked for it"
 
     def save(self) -> None:
@@ -73,20 +77,22 @@ class State:
         self.requests.evaluate = True
 
     def log(self, **metrics: float) -> None:
-        """Add metrics to the next logged point, to this one within `on_log` and `on_evaluation`; rank 0's count.
-        ``log(**{"mine/value": 1.0})``.
+        """Add metrics to the next logged point, to this one within `on_log` and `on_evaluation`;
+        rank 0's count. ``log(**{"mine/value": 1.0})``.
         """
         self.requests.metrics |= {name: float(value) for name, value in metrics.items()}
 
     def scale_lr(self, factor: float) -> None:
-        """Multiply the learning rates, and those of all later steps; with a scheduler other than ``constant`` the
-        schedule sets its own again.
+        """Multiply the learning rates, and those of all later steps; with a scheduler other than
+        ``constant`` the schedule sets its own again.
         """
         self.requests.lr_factor *= factor
 
 
 class Callbacks:
-    """The callbacks of a run, in their order: called on every rank, their requests agreed on between the ranks."""
+    """The callbacks of a run, in their order: called on every rank, their requests agreed on
+    between the ranks.
+    """
 
     def __init__(
         self,
@@ -102,8 +108,8 @@ class Callbacks:
         """Take objects with some of the methods of `EVENTS`.
 
         Args:
-            callbacks: may have ``state_dict()`` and ``load_state_dict(state)``, whose plain values are part of each
-                checkpoint.
+            callbacks: may have ``state_dict()`` and ``load_state_dict(state)``, whose plain values
+                are part of each checkpoint.
             gather: a collective, for the requests.
             is_main: whether this is rank 0.
             model: what is trained.
@@ -111,9 +117,15 @@ class Callbacks:
             gathered: makes weights whole.
             explain: returns the line of a known failure, or nothing.
         """
-        self._named = [(f"{type(one).__name__} {number}", one) for number, one in enumerate(callbacks)]
+        self._named = [
+            (f"{type(one).__name__} {number}", one) for number, one in enumerate(callbacks)
+        ]
         self._calls = {
-            event: [(name, getattr(one, event)) for name, one in self._named if callable(getattr(one, event, None))]
+            event: [
+                (name, getattr(one, event))
+                for name, one in self._named
+                if callable(getattr(one, event, None))
+            ]
             for event in EVENTS
         }
         self._gather = gather
@@ -140,15 +152,29 @@ class Callbacks:
             TrainingError: kind ``callback-failed``: one raised.
         """
         view = MappingProxyType(metrics)
-        state = State(step, total_steps, epoch, view, self._is_main, self._model, self._requests, self._gathered)
+        state = State(
+            step,
+            total_steps,
+            epoch,
+            view,
+            self._is_main,
+            self._model,
+            self._requests,
+            self._gathered,
+        )
         for name, method in self._calls[event]:
             try:
                 method(state)
             except Exception as error:
                 frame = traceback.extract_tb(error.__traceback__)[-1]
                 known = self._explain(error)
-                line = f" raised {in_one_line(error, longest=300)} ({frame.filename}:{frame.lineno}) [callback-failed]"
-                failed = TrainingError(f"step {step}: callback {name}: {event}{f': {known}' if known else line}")
+                line = (
+                    f" raised {in_one_line(error, longest=300)} "
+                    f"({frame.filename}:{frame.lineno}) [callback-failed]"
+                )
+                failed = TrainingError(
+                    f"step {step}: callback {name}: {event}{f': {known}' if known else line}"
+                )
                 failed.is_of_one_rank = True
                 raise failed from error
         if event not in _REPORTED:
@@ -176,7 +202,9 @@ class Callbacks:
         return {CALLBACKS: kept} if kept else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Give back what a checkpoint holds of those that are there under the same name and place."""
+        """Give back what a checkpoint holds of those that are there under the same name and
+        place.
+        """
         kept = state.get(CALLBACKS) or {}
         for name, one in self._named:
             if name in kept and hasattr(one, "load_state_dict"):
@@ -206,7 +234,9 @@ class _Watch:
         if value is None:
             known = ", ".join(sorted(name for name in state.metrics if name.startswith("eval/")))
             raise LookupError(f"no metric {self._metric} is measured; there are {known}")
-        if math.isfinite(value) and (self._best is None or self._sign * (value - self._best) > self._min_change):
+        if math.isfinite(value) and (
+            self._best is None or self._sign * (value - self._best) > self._min_change
+        ):
             self._best = value
             self._waited = 0
             return
@@ -244,7 +274,9 @@ class EarlyStopping(_Watch):
 
 
 class ReduceOnPlateau(_Watch):
-    """Multiplies the learning rate by `factor` where the metric has not become better for `patience` evaluations."""
+    """Multiplies the learning rate by `factor` where the metric has not become better for
+    `patience` evaluations.
+    """
 
     def __init__(self, factor: float = 0.5, **options: Any) -> None:
         super().__init__(**options)

@@ -24,10 +24,11 @@ _LONGEST_LINE: Final = 1 << 18
 class Events:
     """Appends events to the file of a run; and, as a monitor, notes the steps and what was skipped.
 
-    A line is ``{"time_seconds": Unix time, "step": n, "kind": ..., "seconds": duration where it has one, ...}``. Kinds:
-    ``start`` and ``resume``, ``first_step``, ``evaluate``, ``save``, ``callbacks``, ``skip``, ``bad_step``,
-    ``roll_back``, ``warning``, ``straggler``, ``slow``, ``hang``, ``stop``, ``end``; ``reached`` is the last step of an
-    earlier start that is taken again.
+    A line is ``{"time_seconds": Unix time, "step": n, "kind": ..., "seconds": duration where it has
+    one, ...}``. Kinds: ``start`` and ``resume``, ``first_step``, ``evaluate``, ``save``,
+    ``callbacks``, ``skip``, ``bad_step``, ``roll_back``, ``warning``, ``straggler``, ``slow``,
+    ``hang``, ``stop``, ``end``; ``reached`` is the last step of an earlier start that is taken
+    again.
 
     Attributes:
         restarts: how often the run was started before.
@@ -36,10 +37,15 @@ class Events:
     name = "events.jsonl"
 
     def __init__(
-        self, path: Path, *, from_step: int, seconds: float | None = None, clock: Callable[[], float] = now
+        self,
+        path: Path,
+        *,
+        from_step: int,
+        seconds: float | None = None,
+        clock: Callable[[], float] = now,
     ) -> None:
-        """Open the file and note the start, and the `seconds` since this process began. A line that was not written to
-        its end stays alone.
+        """Open the file and note the start, and the `seconds` since this process began. A line that
+        was not written to its end stays alone.
 
         Raises:
             OSError: it cannot be opened.
@@ -57,7 +63,11 @@ class Events:
         if lines and lines[-1]:
             self._file.append(b"\n")
         listen_to_events(self._hear)
-        if from_step and (reached := _last_point(path.with_name("metrics.jsonl"))) and reached["step"] > from_step:
+        if (
+            from_step
+            and (reached := _last_point(path.with_name("metrics.jsonl")))
+            and reached["step"] > from_step
+        ):
             self._append(from_step, json.dumps(reached | {"kind": "reached"}))
         kind = "resume" if from_step else "start"
         here: dict[str, Any] = {}
@@ -65,9 +75,11 @@ class Events:
             here = {"boot": boot(), "boot_seconds": round(seconds_since_boot(), 3)}
         self(kind, from_step, seconds=seconds, **here)
 
-    def __call__(self, kind: str, step: int, *, seconds: float | None = None, **details: Any) -> None:
-        """Note an event after so many steps; `seconds` is how long it took. It is kept while storage does not
-        take it.
+    def __call__(
+        self, kind: str, step: int, *, seconds: float | None = None, **details: Any
+    ) -> None:
+        """Note an event after so many steps; `seconds` is how long it took. It is kept while
+        storage does not take it.
         """
         self._step = step
         event = {"time_seconds": round(self._clock(), 3), "step": step, "kind": kind}
@@ -118,14 +130,18 @@ class Events:
 
 
 def note_closed(path: Path, *, step: int) -> None:
-    """Note that a run which has ended has nothing left to write, in the file that nobody has open any more."""
+    """Note that a run which has ended has nothing left to write, in the file that nobody has open
+    any more.
+    """
     event = {"time_seconds": round(now(), 3), "step": step, "kind": "closed"}
     with suppress(OSError), open_own(path, "a") as file:
         file.write(json.dumps(event) + "\n")
 
 
 def carry_over(before: Path, after: Path) -> None:
-    """Take the events of a start that has saved nothing, whose folder was moved aside, to the job's next one."""
+    """Take the events of a start that has saved nothing, whose folder was moved aside, to the job's
+    next one.
+    """
     with suppress(OSError, ValueError), open_own(before / "events.jsonl", "r") as file:
         text = file.read()
         if _kind(text.rstrip("\n").rpartition("\n")[2]) != "restart":  # another job's

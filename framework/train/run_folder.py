@@ -39,7 +39,8 @@ class RunFolder:
 
     Attributes:
         path: where it is.
-        word: stands in the folder where an earlier run's has been renamed, and in no other; else empty.
+        word: stands in the folder where an earlier run's has been renamed, and in no other; else
+            empty.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,8 +64,8 @@ class RunFolder:
         return self.path / "logs"
 
     def lock_if_exists(self) -> None:
-        """Keep other runs out before anything is looked for in it: one that is about to end may yet save. Makes
-        nothing.
+        """Keep other runs out before anything is looked for in it: one that is about to end may yet
+        save. Makes nothing.
 
         Raises:
             StorageError: another process is writing there.
@@ -76,7 +77,8 @@ class RunFolder:
             raise self._unusable(error) from error
 
     def open(self, *, fresh: bool) -> Path | None:
-        """Take the folder. With `fresh`, an earlier run's folder is renamed first; returns its new path.
+        """Take the folder. With `fresh`, an earlier run's folder is renamed first; returns its new
+        path.
 
         Raises:
             ConfigError: it is no run's folder.
@@ -92,11 +94,14 @@ class RunFolder:
                 self._remove_what_was_made()
             raise self._unusable(error) from error
 
-    def wait_until_visible(self, word: str, *, wait_seconds: float = _LONGEST_DELAY_SECONDS) -> None:
-        """Wait until this host sees the folder with this word, and no more the one that bore its name before.
+    def wait_until_visible(
+        self, word: str, *, wait_seconds: float = _LONGEST_DELAY_SECONDS
+    ) -> None:
+        """Wait until this host sees the folder with this word, and no more the one that bore its
+        name before.
 
-        A network file system goes by what it has seen for up to a minute: logs and checkpoints would end in the earlier
-        run's.
+        A network file system goes by what it has seen for up to a minute: logs and checkpoints
+        would end in the earlier run's.
         """
         with waiting(f"this host to see the run folder {self.path}", limit_seconds=wait_seconds):
             self._look_for(word, deadline=time.monotonic() + wait_seconds)
@@ -109,14 +114,15 @@ class RunFolder:
                     return
             if time.monotonic() > deadline:
                 warn(
-                    f"{self.path}: this host does not see the folder that rank 0 has made: all hosts must share the "
-                    "run folder [run-folder-not-shared]"
+                    f"{self.path}: this host does not see the folder that rank 0 has made: all "
+                    "hosts must share the run folder [run-folder-not-shared]"
                 )
                 return
             time.sleep(_LOOK_SECONDS)
 
     def check_usable(self) -> None:
-        """Find out that a folder can be made there, and leave nothing behind: for before other ranks wait.
+        """Find out that a folder can be made there, and leave nothing behind: for before other
+        ranks wait.
 
         Raises:
             StorageError: it cannot.
@@ -131,12 +137,12 @@ class RunFolder:
         fix = "set run.output_dir to a folder you can write to"
         if error.errno == errno.ELOOP:
             fix = (
-                "put what the link leads to in its place; for a larger disk move the whole run folder there and set "
-                "run.output_dir, which may be a link itself"
+                "put what the link leads to in its place; for a larger disk move the whole run "
+                "folder there and set run.output_dir, which may be a link itself"
             )
         return StorageError(
-            f"run.output_dir: {self.path} cannot be used as run folder ({error.strerror or error}); {fix} "
-            "[run-folder-unusable]"
+            f"run.output_dir: {self.path} cannot be used as run folder "
+            f"({error.strerror or error}); {fix} [run-folder-unusable]"
         )
 
     def _remove_what_was_made(self) -> None:
@@ -161,7 +167,8 @@ class RunFolder:
         self._take_lock()
         moved = None
         if fresh and found - {_LOCK}:
-            moved = _move_aside(self.path)  # the lock goes with it: nobody takes the folder while it is renamed
+            # the lock goes with it: nobody takes the folder while it is renamed
+            moved = _move_aside(self.path)
             self.close()
             self.path.mkdir(exist_ok=True)
             self._take_lock()
@@ -187,14 +194,24 @@ class RunFolder:
         plan: Mapping[str, Any],
         environment: Mapping[str, Any],
     ) -> None:
-        """Write ``config.yaml`` (resolved), ``ds_config.json``, ``plan.json`` and ``environment.json``."""
-        replace_text(self.path / "config.yaml", yaml.dump(dict(config), Dumper=_Dumper, sort_keys=False))
-        for name, content in (("ds_config", ds_config), ("plan", plan), ("environment", environment)):
-            replace_text(self.path / f"{name}.json", json.dumps(content, indent=2, default=str) + "\n")
+        """Write ``config.yaml`` (resolved), ``ds_config.json``, ``plan.json`` and
+        ``environment.json``.
+        """
+        replace_text(
+            self.path / "config.yaml", yaml.dump(dict(config), Dumper=_Dumper, sort_keys=False)
+        )
+        for name, content in (
+            ("ds_config", ds_config),
+            ("plan", plan),
+            ("environment", environment),
+        ):
+            replace_text(
+                self.path / f"{name}.json", json.dumps(content, indent=2, default=str) + "\n"
+            )
 
     def check_held(self) -> None:
-        """See that the folder is still where it was, and still this run's; where nothing is held there is nothing to
-        lose.
+        """See that the folder is still where it was, and still this run's; where nothing is held
+        there is nothing to lose.
 
         Storage that does not answer for a moment is no reason to end a run.
 
@@ -213,8 +230,9 @@ class RunFolder:
             lost = "it was removed or renamed" if error.errno in _GONE else ""
         if lost:
             reported = StorageError(
-                f"{self.path}: the run folder was lost while the run was writing to it ({lost}); what it held goes "
-                "on with checkpoint.resume once it is back under its name [run-folder-lost]"
+                f"{self.path}: the run folder was lost while the run was writing to it ({lost}); "
+                "what it held goes on with checkpoint.resume once it is back under its name "
+                "[run-folder-lost]"
             )
             reported.is_of_one_rank = True
             raise reported
@@ -241,8 +259,8 @@ class RunFolder:
                 lock.close()
                 raise
             warn(
-                f"{self.path}: its file system has no locks ({error.strerror}): nothing keeps a second run of the "
-                "same name from writing there [run-folder-not-locked]"
+                f"{self.path}: its file system has no locks ({error.strerror}): nothing keeps a "
+                "second run of the same name from writing there [run-folder-not-locked]"
             )
             busy = False
         if busy:
@@ -260,7 +278,9 @@ class RunFolder:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts text in quotes where our reader would take it for something else: YAML 1.1 lets `1e3` stand as text."""
+    """Puts text in quotes where our reader would take it for something else: YAML 1.1 lets `1e3`
+    stand as text.
+    """
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -268,7 +288,9 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
         reads_as_text = isinstance(parse_scalar(text, name=""), str)
     except ConfigError:
         reads_as_text = False
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if reads_as_text else '"')
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style=None if reads_as_text else '"'
+    )
 
 
 _Dumper.add_representer(str, _represent_text)

@@ -20,7 +20,9 @@ _STALL: Final = 0.1
 
 
 class Stopwatch:
-    """Counts training time, samples and tokens; the clock is given, so that it can be tested without waiting."""
+    """Counts training time, samples and tokens; the clock is given, so that it can be tested
+    without waiting.
+    """
 
     def __init__(
         self,
@@ -30,7 +32,9 @@ class Stopwatch:
         tokens_per_step: int | None = None,
         per_step: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """`per_step`: further metrics, as their amount in one step; each becomes an amount per second."""
+        """`per_step`: further metrics, as their amount in one step; each becomes an amount per
+        second.
+        """
         self._clock = clock
         self._samples_per_step = samples_per_step
         self._tokens_per_step = tokens_per_step
@@ -79,11 +83,12 @@ class Stopwatch:
             self._excluded += self.excluded_seconds
 
     def read(self, parts: Mapping[str, float] = MappingProxyType({})) -> Mapping[str, float]:
-        """Metrics of the interval since the last call; call it after the device has been waited for.
+        """Metrics of the interval since the last call; call it after the device has been waited
+        for.
 
         Args:
-            parts: milliseconds per step that the engine knows, by metric; what they leave of a step is
-                ``time/other_ms``. Without them only the wait for data is known.
+            parts: milliseconds per step that the engine knows, by metric; what they leave of a step
+                is ``time/other_ms``. Without them only the wait for data is known.
         """
         now = self._clock()
         seconds = now - self._started - self._excluded
@@ -98,7 +103,10 @@ class Stopwatch:
         }
         if parts:
             known = {"time/data_ms": metrics["time/data_ms"], **parts}
-            metrics |= {**known, "time/other_ms": max(0.0, metrics["time/step_ms"] - sum(known.values()))}
+            metrics |= {
+                **known,
+                "time/other_ms": max(0.0, metrics["time/step_ms"] - sum(known.values())),
+            }
         metrics |= {name: amount * steps / seconds for name, amount in self._per_step.items()}
         if self._tokens_per_step is not None:
             metrics["throughput/tokens_per_sec"] = self._tokens_per_step * steps / seconds
@@ -110,7 +118,9 @@ class Stopwatch:
         return metrics
 
     def samples_per_second(self) -> float:
-        """Over the whole run; the first interval, which pays for warm-up, is left out where there are others."""
+        """Over the whole run; the first interval, which pays for warm-up, is left out where there
+        are others.
+        """
         return self._samples_per_step * self._steps_per_second()
 
     def tokens_per_second(self) -> float:
@@ -133,8 +143,8 @@ _SIGMAS: Final = 6.0
 
 
 class SpikeScore:
-    """Share of the last 128 logged losses that were more than six standard deviations off the mean of up to 128 before
-    them. Losses that are not finite are off, and are no part of a mean.
+    """Share of the last 128 logged losses that were more than six standard deviations off the mean
+    of up to 128 before them. Losses that are not finite are off, and are no part of a mean.
     """
 
     def __init__(self) -> None:
@@ -161,9 +171,9 @@ class SpikeScore:
         return {}
 
 
-# Steps that DeepSpeed skips because their gradients are not finite: some are a part of fp16, all of them train
-# nothing. The loss may stay finite meanwhile (the gradient of a norm at zero is no number), so that nothing else
-# would tell.
+# Steps that DeepSpeed skips because their gradients are not finite: some are a part of fp16, all of
+# them train nothing. The loss may stay finite meanwhile (the gradient of a norm at zero is no
+# number), so that nothing else would tell.
 
 
 # In a row, and so many logged points as well: a few bad batches are no reason to end a run.
@@ -189,12 +199,14 @@ class SkippedSteps:
         """Look at a logged point. On all ranks alike.
 
         Raises:
-            TrainingError: kind ``every-step-skipped``: not one of many steps was taken, or none of the whole run.
+            TrainingError: kind ``every-step-skipped``: not one of many steps was taken, or none of
+                the whole run.
         """
         skipped = metrics.get("train/skipped_steps", 0.0)
         scale = metrics.get("train/loss_scale")
         steps = step - self._step
-        # In fp16 the scale falls until gradients fit: those steps are skipped for a while, and rightly.
+        # In fp16 the scale falls until gradients fit: those steps are skipped for a while, and
+        # rightly.
         may_be_falling = scale is not None and scale != self._scale
         if self._skipped is None or not steps or skipped - self._skipped < steps or may_be_falling:
             self._steps_in_row = self._points_in_row = 0
@@ -207,14 +219,23 @@ class SkippedSteps:
         if not self._points_in_row:
             return
         of_all = is_last and self._steps_in_row == step
-        if of_all or (self._points_in_row > _ALLOWED_POINTS and self._steps_in_row >= _ALLOWED_STEPS):
-            raise TrainingError(f"{self._what(step)}, and nothing is trained; {_ADVICE} [every-step-skipped]")
+        if of_all or (
+            self._points_in_row > _ALLOWED_POINTS and self._steps_in_row >= _ALLOWED_STEPS
+        ):
+            raise TrainingError(
+                f"{self._what(step)}, and nothing is trained; {_ADVICE} [every-step-skipped]"
+            )
         if self._steps_in_row > _UNTOLD_STEPS and not self._is_reported:
             self._is_reported = True
             warn(f"{self._what(step)}; {_ADVICE} [every-step-skipped]", is_of_all_ranks=True)
 
     def _what(self, step: int) -> str:
-        return f"step {step}: each of the last {self._steps_in_row} steps was skipped, because {self._cause}"
+        return (
+            f"step {step}: each of the last {self._steps_in_row} steps was skipped, because "
+            f"{self._cause}"
+        )
 
 
-_ADVICE: Final = "look for a root, a norm or a division at zero in the model or the loss, or lower optimizer.lr"
+_ADVICE: Final = (
+    "look for a root, a norm or a division at zero in the model or the loss, or lower optimizer.lr"
+)

@@ -1,5 +1,5 @@
-"""`Trainer`: the loop. Steps are the engine's business, this is time: what is due after which step, and what is told to
-whom.
+"""`Trainer`: the loop. Steps are the engine's business, this is time: what is due after which step,
+and what is told to whom.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Every:
     start_step: int = 0
 
     @staticmethod
-    def of(*, every_steps: int | None, every_epochs: int | None, steps_per_epoch: int, **others: Any) -> Every:
+    def of(
+        *, every_steps: int | None, every_epochs: int | None, steps_per_epoch: int, **others: Any
+    ) -> Every:
         """From a config section; steps win over epochs."""
         return Every(every_steps or (every_epochs or 0) * steps_per_epoch, **others)
 
@@ -69,7 +71,9 @@ class Every:
 
 
 class Minutes:
-    """Evaluations, saves and the end of a start by the clock; another thread may ask what is due."""
+    """Evaluations, saves and the end of a start by the clock; another thread may ask what is
+    due.
+    """
 
     def __init__(
         self,
@@ -79,10 +83,14 @@ class Minutes:
         began: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Count minutes, `often` for ``evaluate`` and ``save`` from now, `most` for the run from `began` on."""
+        """Count minutes, `often` for ``evaluate`` and ``save`` from now, `most` for the run from
+        `began` on.
+        """
         self._clock = clock
         now = clock()
-        self._seconds = {word: 60 * minutes for word, minutes in often.items() if minutes is not None}
+        self._seconds = {
+            word: 60 * minutes for word, minutes in often.items() if minutes is not None
+        }
         self._at = {word: now + seconds for word, seconds in self._seconds.items()}
         if most is not None:
             self._at[TIME_IS_UP] = began + 60 * most
@@ -122,11 +130,13 @@ class Schedule:
         total_steps: optimizer steps of the whole run.
         steps_per_epoch: optimizer steps in one pass over the data.
         samples_per_step: global batch size.
-        log, evaluate, save: when metrics are read, evaluation data is measured, a checkpoint is written.
-        not_finite_allowed: how many logged losses in a row may be NaN or infinite before the run ends: in fp16 one that
-            overflows costs its step and no more.
+        log, evaluate, save: when metrics are read, evaluation data is measured, a checkpoint is
+            written.
+        not_finite_allowed: how many logged losses in a row may be NaN or infinite before the run
+            ends: in fp16 one that overflows costs its step and no more.
         tokens_per_step: tokens in a global batch; None where the data has none.
-        per_step: further amounts in a step, by the metric that is their rate (`throughput.flops_per_step`).
+        per_step: further amounts in a step, by the metric that is their rate
+            (`throughput.flops_per_step`).
     """
 
     total_steps: int
@@ -149,7 +159,8 @@ class Outcome:
         metrics: the last value of every metric.
         samples_per_sec: mean training throughput of this process's part of the run.
         tokens_per_sec: the same in tokens; 0 where the data has none.
-        stopped: name of the signal that ended it before its last step, or ``training.max_minutes``; else empty.
+        stopped: name of the signal that ended it before its last step, or ``training.max_minutes``;
+            else empty.
         ended_early: why a callback ended it before its last step; empty when none did.
     """
 
@@ -193,18 +204,22 @@ class Trainer:
             train_data: micro-batches from any step on.
             eval_data: batches to measure by the name of their set, each with whether it counts.
             monitors: what is told of every measurement.
-            save: writes a checkpoint of a step and says whether it could; None where nothing is saved.
+            save: writes a checkpoint of a step and says whether it could; None where nothing is
+                saved.
             start_step: optimizer steps that were taken before.
-            evaluates_first: what is due after `start_step` was not measured before: a stop had ended it.
-            stop: asked before the first step, after every step but the last, and between the batches of an evaluation,
-                alike on all ranks; a signal ends the run there, ``evaluate`` and ``save`` are done after the next step.
+            evaluates_first: what is due after `start_step` was not measured before: a stop had
+                ended it.
+            stop: asked before the first step, after every step but the last, and between the
+                batches of an evaluation, alike on all ranks; a signal ends the run there,
+                ``evaluate`` and ``save`` are done after the next step.
             enter: told of each phase of the run that begins, and says which one ends by it.
             minutes: what `stop` asks.
             look: at the weights, and when; collective, its time is not the steps'.
             record: notes an event by kind and step (`train.events.Events`); None: nobody does.
             callbacks: called at the events of the run; None: nobody is.
             profile: looks at some steps closely; None: at none.
-            bad_steps: what becomes of steps whose numbers go wrong; None: a loss that is not finite ends the run.
+            bad_steps: what becomes of steps whose numbers go wrong; None: a loss that is not finite
+                ends the run.
             constants: metrics of every logged point.
             clock: seconds, for throughput.
         """
@@ -253,16 +268,17 @@ class Trainer:
         )
 
     def fit(self) -> Outcome:
-        """Train to the end, or to where the run is asked to stop, and save there. Closes the monitors.
+        """Train to the end, or to where the run is asked to stop, and save there. Closes the
+        monitors.
 
         On every rank alike: logging, evaluation and saving are collective.
 
         Raises:
-            TrainingError: logged losses, more than are allowed in a row, or the last one, or the gradient norm of a
-                step that is to be saved, are not finite; or every step is skipped; or the data ends before the run
-            does.
-            StorageError: the run is to stop, and what it has reached cannot be saved; or its folder is lost.
-            RolledBack: a step was bad, and the run is to go on from an earlier one.
+            TrainingError: logged losses, more than are allowed in a row, or the last one, or the
+                gradient norm of a step that is to be saved, are not finite; or every step is
+                skipped; or the data ends before the run
+            does. StorageError: the run is to stop, and what it has reached cannot be saved; or its
+            folder is lost. RolledBack: a step was bad, and the run is to go on from an earlier one.
         """
         agenda = self._agenda
         outcome = self._outcome
@@ -300,18 +316,24 @@ class Trainer:
         outcome.tokens_per_sec = self._stopwatch.tokens_per_second()
         return outcome
 
-    def _first_step(self, take: Callable[[Iterator[Any]], StepResult], micro_batches: Iterator[Any]) -> StepResult:
+    def _first_step(
+        self, take: Callable[[Iterator[Any]], StepResult], micro_batches: Iterator[Any]
+    ) -> StepResult:
         begun = self._clock()
         self._train_step = take
         with ExitStack() as computing:
 
             def announced() -> Iterator[Any]:
-                """Yield the batches; what is waited for is one of them, or what the step makes of them."""
+                """Yield the batches; what is waited for is one of them, or what the step makes of
+                them.
+                """
                 while True:
                     computing.close()
                     with waiting("the first batch of the training data"):
                         batch = next(micro_batches, None)
-                    computing.enter_context(waiting("the first step, in which kernels are compiled"))
+                    computing.enter_context(
+                        waiting("the first step, in which kernels are compiled")
+                    )
                     if batch is None:
                         return
                     yield batch
@@ -328,8 +350,8 @@ class Trainer:
         return self._train_step(micro_batches)
 
     def _profiled_step(self, profile: StepProfile, micro_batches: Iterator[Any]) -> StepResult:
-        """Take a step that may be profiled: what begins before it and ends after it is no part of its time. After the
-        last of them steps are as they are without a profile.
+        """Take a step that may be profiled: what begins before it and ends after it is no part of
+        its time. After the last of them steps are as they are without a profile.
         """
         step = self._outcome.step + 1
         with self._stopwatch.excluded():
@@ -372,7 +394,8 @@ class Trainer:
             self._asked.clear()
         has_news = self._bad_steps is not None and self._bad_steps.watch.has_news
         if evaluate or save or self._due(agenda.log) or has_news:
-            # Evaluating and saving wait for the device anyway; reading first keeps their time out of the step's.
+            # Evaluating and saving wait for the device anyway; reading first keeps their time out
+            # of the step's.
             self._read(result)
         if evaluate:
             self._evaluate()
@@ -385,14 +408,16 @@ class Trainer:
         if save and self._save is not None:
             if self._not_finite:
                 warn(
-                    f"step {self._outcome.step}: its loss is not finite, and it is not saved; earlier checkpoints are "
-                    "untouched [loss-not-finite]",
+                    f"step {self._outcome.step}: its loss is not finite, and it is not saved; "
+                    "earlier checkpoints are untouched [loss-not-finite]",
                     is_of_all_ranks=True,
                 )
             else:
                 self._save_now(self._save, result)
 
-    def _call(self, event: str, metrics: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+    def _call(
+        self, event: str, metrics: Mapping[str, float] = MappingProxyType({})
+    ) -> dict[str, float]:
         """Call the callbacks; returns what they log."""
         if self._callbacks is None or not self._callbacks.hears(event):
             return {}
@@ -432,8 +457,8 @@ class Trainer:
             self._aside_seconds = 0.0
 
     def _follow(self, callbacks: Callbacks, *, is_start: bool = False) -> bool:
-        """Do what callbacks ask for: evaluate, or end the run, which is evaluated and saved as at its last step.
-        Collective. Returns whether it is to be saved.
+        """Do what callbacks ask for: evaluate, or end the run, which is evaluated and saved as at
+        its last step. Collective. Returns whether it is to be saved.
         """
         with self._aside("the callbacks"):
             asked = callbacks.agreed()
@@ -445,31 +470,40 @@ class Trainer:
             self._evaluate()
         return asked.save or (ends and agenda.save.at_end)
 
-    def _save_now(self, save: Callable[[int, Mapping[str, float]], object], result: StepResult) -> None:
+    def _save_now(
+        self, save: Callable[[int, Mapping[str, float]], object], result: StepResult
+    ) -> None:
         self._refuse_to_save_nan(result)
         with self._in_phase(SAVING):
             is_saved = save(self._outcome.step, self._measured) is not False
         self._minutes.restart(SAVE)
         seconds = self._stopwatch.excluded_seconds
-        self._checkpoint = {"time/checkpoint_ms": 1000 * seconds + self._checkpoint.get("time/checkpoint_ms", 0.0)}
+        self._checkpoint = {
+            "time/checkpoint_ms": 1000 * seconds + self._checkpoint.get("time/checkpoint_ms", 0.0)
+        }
         if is_saved:
             self._saved_step = self._outcome.step
-            self._record("save", self._saved_step, seconds=seconds, folder=f"{CHECKPOINTS}/{tag_of(self._saved_step)}")
+            self._record(
+                "save",
+                self._saved_step,
+                seconds=seconds,
+                folder=f"{CHECKPOINTS}/{tag_of(self._saved_step)}",
+            )
             self._call_aside("on_save")
             self._note_aside()
 
     def _refuse_to_save_nan(self, result: StepResult) -> None:
-        """The loss was measured before the step: where only the gradients were bad, it is the weights that hold NaN
-        now.
+        """The loss was measured before the step: where only the gradients were bad, it is the
+        weights that hold NaN now.
 
         Saved, they would be what `auto` starts from, again and again.
         """
         norm = self._measured.get("train/grad_norm", 0.0)
         if not math.isfinite(norm) and not result.may_be_skipped:
             raise TrainingError(
-                f"step {self._outcome.step}: train/grad_norm = {norm}: training has diverged, and its weights are not "
-                "saved; lower "
-                "optimizer.lr, set training.clip_grad_norm, or start again from an earlier checkpoint [loss-not-finite]"
+                f"step {self._outcome.step}: train/grad_norm = {norm}: training has diverged, and "
+                "its weights are not saved; lower optimizer.lr, set training.clip_grad_norm, or "
+                "start again from an earlier checkpoint [loss-not-finite]"
             )
 
     def _save_before_stopping(self, result: StepResult) -> None:
@@ -480,22 +514,25 @@ class Trainer:
             self._read(result)
         if self._not_finite > self._agenda.not_finite_allowed:
             raise self._diverged()
-        if not self._not_finite:  # in fp16 the next loss may be a number again: the checkpoint before this step stands
+        # in fp16 the next loss may be a number again: the checkpoint before this step stands
+        if not self._not_finite:
             self._save_now(self._save, result)
         if self._saved_step != step:
             raise StorageError(
-                f"{self._outcome.stopped}: stopped after step {step}, which could not be saved; the last complete "
-                "checkpoint stands: checkpoint.resume=auto [checkpoint-not-written]"
+                f"{self._outcome.stopped}: stopped after step {step}, which could not be saved; "
+                "the last complete checkpoint stands: checkpoint.resume=auto "
+                "[checkpoint-not-written]"
             )
 
     def _unending(self, stream: Iterator[Any]) -> Iterator[Any]:
-        """The stream, timed. Where it ends (a sample that raises StopIteration looks like that) is an error with a
-        name.
+        """The stream, timed. Where it ends (a sample that raises StopIteration looks like that) is
+        an error with a name.
         """
         yield from self._stopwatch.timed(stream)
         error = TrainingError(
-            f"step {self._outcome.step + 1}: the training data ended before the run did; every number below "
-            "len(dataset) must give a sample, and __getitem__ must not raise StopIteration [training-data-ended]"
+            f"step {self._outcome.step + 1}: the training data ended before the run did; every "
+            "number below len(dataset) must give a sample, and __getitem__ must not raise "
+            "StopIteration [training-data-ended]"
         )
         error.is_of_one_rank = True
         raise error
@@ -521,7 +558,13 @@ class Trainer:
         spikes = self._spikes.note(metrics.get("train/loss"))
         checkpoint = self._checkpoint
         self._checkpoint = {}
-        found = {**metrics, **spikes, **self._stopwatch.read(parts), **checkpoint, **self._constants}
+        found = {
+            **metrics,
+            **spikes,
+            **self._stopwatch.read(parts),
+            **checkpoint,
+            **self._constants,
+        }
         self._report(found | self._call("on_log", found))
         is_fine = self._bad_steps is not None or math.isfinite(metrics.get("train/loss", 0.0))
         self._not_finite = 0 if is_fine else self._not_finite + 1
@@ -535,9 +578,10 @@ class Trainer:
         loss = self._outcome.metrics["train/loss"]
         repeated = f", as {self._not_finite} logged losses in a row"
         return TrainingError(
-            f"step {self._outcome.step}: train/loss = {loss}{repeated if self._not_finite > 1 else ''}: training has "
-            "diverged; lower optimizer.lr, set training.clip_grad_norm, or start again from an earlier checkpoint "
-            "[loss-not-finite]"
+            f"step {self._outcome.step}: train/loss = "
+            f"{loss}{repeated if self._not_finite > 1 else ''}: training has diverged; lower "
+            "optimizer.lr, set training.clip_grad_norm, or start again from an earlier "
+            "checkpoint [loss-not-finite]"
         )
 
     def _evaluate(self) -> None:

@@ -35,7 +35,9 @@ def forks(warm: WarmRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("stage", SIZES)
 def test_the_peak_is_a_small_part_of_the_model(stage: int, tmp_path: Path) -> None:
-    """Measured beside it: with mapped files counted it is about once the model, which is what is read of them."""
+    """Measured beside it: with mapped files counted it is about once the model, which is what is
+    read of them.
+    """
     num_bytes = SIZES[stage]
     found = measure(write_checkpoint(tmp_path, stage=stage, num_bytes=num_bytes), tmp_path / "out")
     assert found["exported_bytes"] > num_bytes

@@ -7,7 +7,14 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.language_models import SETTINGS, curve, entropy_of, first_below, unigram_entropy, verdict
+from benchmarks.language_models import (
+    SETTINGS,
+    curve,
+    entropy_of,
+    first_below,
+    unigram_entropy,
+    verdict,
+)
 from benchmarks.records import ROOT
 from framework.data.tokens import Tokens
 
@@ -19,7 +26,11 @@ def test_the_page_names_what_was_not_as_in_the_shipped_config(kind: str) -> None
         for line in (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8").splitlines()
         if line.startswith(f"| `ds_configs/{kind}_tiny.yaml`")
     )
-    assert [setting for setting in SETTINGS[kind] if setting not in row and not setting.startswith("evaluation.")] == []
+    assert [
+        setting
+        for setting in SETTINGS[kind]
+        if setting not in row and not setting.startswith("evaluation.")
+    ] == []
 
 
 def test_entropy() -> None:
@@ -40,14 +51,22 @@ def test_a_curve_holds_the_rows_that_have_the_metric() -> None:
         {"step": 4, "time": 400.0, "eval/loss": 1.9},
     ]
     points = curve(rows, "eval/loss", started=100.0)
-    assert points == [{"step": 2, "minutes": 2.0, "loss": 2.5}, {"step": 4, "minutes": 5.0, "loss": 1.9}]
+    assert points == [
+        {"step": 2, "minutes": 2.0, "loss": 2.5},
+        {"step": 4, "minutes": 5.0, "loss": 1.9},
+    ]
     assert first_below(points, 2.0) == 5.0
     assert first_below(points, 1.9) is None
 
 
 @pytest.mark.parametrize(("minutes", "reached"), [(9.9, True), (10.1, False)])
 def test_the_minutes_count(minutes: float, reached: bool) -> None:
-    found = {"over_time": [{"step": 1, "minutes": 1.0, "loss": 2.4}, {"step": 2, "minutes": minutes, "loss": 1.9}]}
+    found = {
+        "over_time": [
+            {"step": 1, "minutes": 1.0, "loss": 2.4},
+            {"step": 2, "minutes": minutes, "loss": 1.9},
+        ]
+    }
     assert verdict("gpt", found)["reached"] is reached
 
 

@@ -17,30 +17,49 @@ def results(name: str) -> Any:
 def rows(section: str) -> list[list[str]]:
     """The cells of the section's tables, without their heads."""
     text = PAGE.split(f"## {section}\n")[1].split("\n## ")[0]
-    tables = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|") and "---" not in line]
+    tables = [
+        line.strip("|").split("|")
+        for line in text.splitlines()
+        if line.startswith("|") and "---" not in line
+    ]
     return [[cell.strip() for cell in cells] for cells in tables[1:]]
 
 
 def test_every_program_has_its_section() -> None:
     programs = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"__init__", "records"}
-    named = {name for name in programs if f"benchmarks.{name}" in PAGE or f"benchmarks/{name}.py" in PAGE}
+    named = {
+        name for name in programs if f"benchmarks.{name}" in PAGE or f"benchmarks/{name}.py" in PAGE
+    }
     assert named == programs
 
 
 def test_speed_of_check() -> None:
     found = results("check_speed")
-    starts = [found[name] for name in ("one_run_config", "one_deepspeed_json", "python_alone", "python_with_pydantic")]
+    starts = [
+        found[name]
+        for name in ("one_run_config", "one_deepspeed_json", "python_alone", "python_with_pydantic")
+    ]
     one = [
-        [f"{row['median_seconds']:.3f}", f"{row['fastest_seconds']:.3f} - {row['slowest_seconds']:.3f}"]
+        [
+            f"{row['median_seconds']:.3f}",
+            f"{row['fastest_seconds']:.3f} - {row['slowest_seconds']:.3f}",
+        ]
         for row in starts
     ]
-    many = [f"{found['many_files']['median_seconds']:.2f}", f"up to {found['many_files']['slowest_seconds']:.2f}"]
+    many = [
+        f"{found['many_files']['median_seconds']:.2f}",
+        f"up to {found['many_files']['slowest_seconds']:.2f}",
+    ]
     assert [row[1:3] for row in rows("Speed of `check`")] == [*one[:2], many, *one[2:]]
 
 
 def test_the_trainer_over_other_loops() -> None:
     def shown(found: Any, digits: int) -> list[list[str]]:
-        steps, ratios, blocks = found["ms_per_step"], found["ratio_of_medians"], found["block_ratios"]
+        steps, ratios, blocks = (
+            found["ms_per_step"],
+            found["ratio_of_medians"],
+            found["block_ratios"],
+        )
         return [
             [
                 f"{steps[name]:.2f} ms",
@@ -106,4 +125,6 @@ def test_memory_of_export() -> None:
 def test_resnet50_on_two_devices() -> None:
     shown = [row[:2] for row in rows("ResNet-50 on two devices")]
     middles = [(each["name"], each["quartiles"]) for each in results("resnet50_bench")["variants"]]
-    assert shown == [[name, f"{middle:.1f} ({low:.1f} - {high:.1f})"] for name, (low, middle, high) in middles]
+    assert shown == [
+        [name, f"{middle:.1f} ({low:.1f} - {high:.1f})"] for name, (low, middle, high) in middles
+    ]

@@ -50,7 +50,14 @@ CHOICES: dict[str, set[str | None]] = {
     "optimizer": {"adam", "adamw", "dist_muon", "muon", None},
     "recompute": {"none", "selective", "full", "unknown", None},
     "offload": {"none", "activations", "optimizer", "optimizer+parameters", None},
-    "memory_kind": {"peak_allocated", "peak_reserved", "live_allocated", "nvidia_smi", "unknown", None},
+    "memory_kind": {
+        "peak_allocated",
+        "peak_reserved",
+        "live_allocated",
+        "nvidia_smi",
+        "unknown",
+        None,
+    },
 }
 
 
@@ -94,11 +101,16 @@ def test_no_point_is_faster_than_its_device() -> None:
     devices, checked = read_devices(), Counter[str]()
     for point in POINTS:
         parameters = point["model"].get("active_parameters") or point["parameters"]
-        is_dense = point["model"]["kind"] in ("gpt", "llama", "qwen") or point["model"].get("active_parameters")
+        is_dense = point["model"]["kind"] in ("gpt", "llama", "qwen") or point["model"].get(
+            "active_parameters"
+        )
         speed, name = tokens_per_second_per_gpu(point), DEVICE_OF.get(point["device"])
         if not (parameters and is_dense and speed and name) or point["precision"] == "nvfp4":
             continue
-        peaks = [devices[name][f"tflops_{dtype}"] for dtype in ([point["precision"]] if point["precision"] else DTYPES)]
+        peaks = [
+            devices[name][f"tflops_{dtype}"]
+            for dtype in ([point["precision"]] if point["precision"] else DTYPES)
+        ]
         peak = max(peak for peak in peaks if peak is not None)
         assert speed * 6 * parameters < peak * 1e12, point["id"]
         checked[point["source"]["name"]] += 1
@@ -107,7 +119,9 @@ def test_no_point_is_faster_than_its_device() -> None:
 
 
 def test_utilization_follows_from_the_speed() -> None:
-    """The source's own formula, dense attention of all positions counted, gives the source's own percentage."""
+    """The source's own formula, dense attention of all positions counted, gives the source's own
+    percentage.
+    """
     devices, checked = read_devices(), 0
     for point in POINTS:
         if point["mfu"] is None or point["precision"] == "fp8":
@@ -115,7 +129,9 @@ def test_utilization_follows_from_the_speed() -> None:
         model, name = point["model"], DEVICE_OF[point["device"]]
         flops = 6 * point["parameters"] + 12 * model["layers"] * model["hidden"] * point["sequence"]
         peak = devices[name]["tflops_bf16"] * 1e12
-        assert point["mfu"] == pytest.approx(flops * point["tokens_per_second_per_gpu"] / peak, rel=0.015), point["id"]
+        assert point["mfu"] == pytest.approx(
+            flops * point["tokens_per_second_per_gpu"] / peak, rel=0.015
+        ), point["id"]
         checked += 1
     assert checked > 150
 
@@ -137,7 +153,9 @@ def test_samples_per_second_agree_with_the_step() -> None:
     for point in POINTS:
         if point["samples_per_second"] is not None and point["step_seconds"] is not None:
             samples = point["micro_batch"] * (point["accumulation"] or 1) * point["num_gpus"]
-            assert samples / point["step_seconds"] == pytest.approx(point["samples_per_second"], rel=0.02), point["id"]
+            assert samples / point["step_seconds"] == pytest.approx(
+                point["samples_per_second"], rel=0.02
+            ), point["id"]
             checked += 1
     assert checked > 20
 
@@ -164,7 +182,10 @@ def test_the_split_follows_its_rule() -> None:
     for name, source in FILE["sources"].items():
         origin = "/".join(source["address"].split()[0].split("/")[:2])
         first = hashlib.sha256(origin.encode()).hexdigest()[0]
-        assert (source["origin"], source["split"]) == (origin, "fit" if first < "8" else "holdout"), name
+        assert (source["origin"], source["split"]) == (
+            origin,
+            "fit" if first < "8" else "holdout",
+        ), name
 
 
 @pytest.mark.parametrize("split", ["fit", "holdout"])
@@ -181,7 +202,9 @@ def test_the_page_counts_the_points() -> None:
     for name, source in FILE["sources"].items():
         rows = [point for point in POINTS if point["source"]["name"] == name]
         memory = len([point for point in rows if point["memory_gib"] is not None])
-        speed = len([point for point in rows if any(point[key] is not None for key in MEASURED[1:])])
+        speed = len(
+            [point for point in rows if any(point[key] is not None for key in MEASURED[1:])]
+        )
         cells = f"| {name}: {source['address']} | {len(rows)} | {memory or ''} | {speed or ''} | {source['split']} |"
         assert cells in page
     assert f"`points.json` holds {len(POINTS)} points" in page

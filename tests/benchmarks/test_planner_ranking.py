@@ -1,4 +1,6 @@
-"""A slice of the ranking: the machine is measured, strategies run in turn, and what does not run is told."""
+"""A slice of the ranking: the machine is measured, strategies run in turn, and what does not run is
+told.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from tests.warm_ranks import WarmRanks
 def test_rank_correlation() -> None:
     assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
     assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
-    assert spearman([1, 2, 2, 4], [1, 3, 2, 4]) == pytest.approx(0.9487, abs=1e-4)  # as scipy.stats.spearmanr
+    # as scipy.stats.spearmanr
+    assert spearman([1, 2, 2, 4], [1, 3, 2, 4]) == pytest.approx(0.9487, abs=1e-4)
 
 
 def test_the_committed_ranking_is_right() -> None:
@@ -35,9 +38,12 @@ def test_the_committed_ranking_is_right() -> None:
     assert [each["settings"] for each in found["strategies"]] == [name_of(plan) for plan in plans()]
     machine = Machine.from_measured(found["rates"], devices_per_host=2)
     for plan, each in zip(plans(), found["strategies"], strict=True):
-        assert each["estimate_seconds"] == pytest.approx(estimate(plan, machine), rel=0.05)  # still what is estimated
+        # still what is estimated
+        assert each["estimate_seconds"] == pytest.approx(estimate(plan, machine), rel=0.05)
     agreement = compared(found["strategies"])
-    assert {way: found[way] for way in agreement} == {way: pytest.approx(of) for way, of in agreement.items()}
+    assert {way: found[way] for way in agreement} == {
+        way: pytest.approx(of) for way, of in agreement.items()
+    }
     assert agreement["tenth"]["spearman"] >= 0.8
     assert agreement["tenth"]["chosen_over_fastest"] <= 1.1
 
@@ -47,33 +53,52 @@ def test_the_committed_ranking_is_right() -> None:
 def test_a_measured_machine_ranks_what_trials_measure(
     warm: WarmRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exhaustive: bool
 ) -> None:
-    """Without --exhaustive one of the two strategies runs, and the order is that of the estimates; each figure of the
-    machine is taken in less time than `plan --measure` takes; and ranks are forked where launchers would start them.
+    """Without --exhaustive one of the two strategies runs, and the order is that of the estimates;
+    each figure of the machine is taken in less time than `plan --measure` takes; and ranks are
+    forked where launchers would start them.
     """
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     temporary, stated = tmp_path / "temporary", tmp_path / "said"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    job, whole = "-m torch.distributed.run --standalone --nproc-per-node 2 -m", "framework.commands.machine_rates"
+    job, whole = (
+        "-m torch.distributed.run --standalone --nproc-per-node 2 -m",
+        "framework.commands.machine_rates",
+    )
     run = measure.run_child
 
-    def fork(words: Sequence[str], *_: object, longest_seconds: float) -> subprocess.CompletedProcess[str]:
+    def fork(
+        words: Sequence[str], *_: object, longest_seconds: float
+    ) -> subprocess.CompletedProcess[str]:
         assert [*words[:-1]] == [*job.split(), whole]
-        started = warm.start([words[-1]], num_ranks=2, folder=stated, script=ROOT / "tests/jobs/short_rates.py")
-        return subprocess.CompletedProcess([*words], max(started.wait(longest_seconds)), "", started.stated())
+        started = warm.start(
+            [words[-1]], num_ranks=2, folder=stated, script=ROOT / "tests/jobs/short_rates.py"
+        )
+        return subprocess.CompletedProcess(
+            [*words], max(started.wait(longest_seconds)), "", started.stated()
+        )
 
     def short(words: Sequence[str], *rest: Any, **limits: Any) -> subprocess.CompletedProcess[str]:
-        return run(["tests.jobs.short_rates" if word == whole else word for word in words], *rest, **limits)
+        return run(
+            ["tests.jobs.short_rates" if word == whole else word for word in words], *rest, **limits
+        )
 
     monkeypatch.setattr(measure, "run_child", short if exhaustive else fork)
     if not exhaustive:
         monkeypatch.setattr(timed_runs, "run_child", partial(fork_launched, folder=stated))
     rates = measure.measure_machine(2)
     machine = Machine.from_measured(rates, devices_per_host=2)
-    assert machine.origin("flops_per_second.fp32") == machine.origin("collective_bytes_per_second") == "measured"
+    assert (
+        machine.origin("flops_per_second.fp32")
+        == machine.origin("collective_bytes_per_second")
+        == "measured"
+    )
     assert 0 < rates["all_reduce_latency_seconds"] < 1
-    assert rates["step_overhead_by_stage"]["0"]["seconds"] < rates["step_overhead_by_stage"]["3"]["seconds"]
+    assert (
+        rates["step_overhead_by_stage"]["0"]["seconds"]
+        < rates["step_overhead_by_stage"]["3"]["seconds"]
+    )
     plain, _, _, spread = plans(range(4), [4])
     odd = config_from_values(plain.config.to_dict() | {"batch": {"global_size": 7}})
     assert estimate(spread, machine) > estimate(plain, machine)

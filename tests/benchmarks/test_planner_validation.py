@@ -21,13 +21,19 @@ MEASURED = ("tokens_per_second_per_gpu", "step_seconds", "samples_per_second", "
 
 @pytest.mark.parametrize("half", ["fit", "holdout"])
 def test_throughput_is_as_written(half: str) -> None:
-    assert validate.throughput_errors(half) == (WRITTEN["throughput"][half], WRITTEN["throughput_left_out"][half])
+    assert validate.throughput_errors(half) == (
+        WRITTEN["throughput"][half],
+        WRITTEN["throughput_left_out"][half],
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("half", ["fit", "holdout"])
 def test_memory_is_as_written(half: str) -> None:
-    assert validate.memory_errors(half) == (WRITTEN["memory"][half], WRITTEN["memory_left_out"][half])
+    assert validate.memory_errors(half) == (
+        WRITTEN["memory"][half],
+        WRITTEN["memory_left_out"][half],
+    )
 
 
 def test_bounds_of_throughput() -> None:
@@ -41,7 +47,8 @@ def test_bounds_of_throughput() -> None:
 
 def test_bounds_of_memory() -> None:
     holdout = WRITTEN["memory"]["holdout"]
-    # 64 points; 47 before pipelines with fp32 sums could be estimated, of which 17.5 % was the median.
+    # 64 points; 47 before pipelines with fp32 sums could be estimated, of which 17.5 % was the
+    # median.
     assert holdout["all"]["median_error"] <= 0.21
     assert holdout["bigscience-tr11"]["spearman"] >= 0.85
 
@@ -60,14 +67,24 @@ def test_who_takes_part_does_not_depend_on_what_was_measured() -> None:
 
 
 def test_recomputation_that_the_source_leaves_open_follows_from_its_flops() -> None:
-    open_ones = [point for point in read_points() if point["recompute"] == "unknown" and not validate.left_out(point)]
-    found = {validate.recompute_of(point) for point in open_ones if point["source"]["name"] == "bigscience-tr11"}
+    open_ones = [
+        point
+        for point in read_points()
+        if point["recompute"] == "unknown" and not validate.left_out(point)
+    ]
+    found = {
+        validate.recompute_of(point)
+        for point in open_ones
+        if point["source"]["name"] == "bigscience-tr11"
+    }
     assert found == {"full"}
     assert {validate.recompute_of(point) for point in open_ones} == {"full", "none"}
 
 
 def test_the_constants_are_the_fitted_ones() -> None:
-    """No other value of one of them, 5 % off, fits the first half by more than a hundredth better."""
+    """No other value of one of them, 5 % off, fits the first half by more than a hundredth
+    better.
+    """
     points = validate.cases("fit")
 
     def loss(**changes: float) -> float:
@@ -83,11 +100,14 @@ def test_the_constants_are_the_fitted_ones() -> None:
 def test_the_hosts_time_for_a_weight_is_that_of_the_points_it_names() -> None:
     points = {point["id"]: point for point in read_points("fit")}
     per_second = [float(points[f"belle-402-00{number}"]["note"].split()[0]) for number in (7, 8, 9)]
-    weights = 24 * 12 + 5  # BLOOM: six linear layers and norms a block, each with a bias; embedding, two norms
+    # BLOOM: six linear layers and norms a block, each with a bias; embedding, two norms
+    weights = 24 * 12 + 5
     assert RATES.weight_seconds == pytest.approx(1 / max(per_second) / weights / 2, rel=0.01)
 
 
 def test_ranks_of_ties_and_order() -> None:
     assert validate.ranks([3.0, 1.0, 3.0]) == [1.5, 0.0, 1.5]
     assert validate.spearman([1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 40.0, 30.0]) == pytest.approx(0.8)
-    assert validate.summary([(1.1, 1.0), (0.8, 1.0), (1.0, 1.0)])["median_error"] == pytest.approx(0.1)
+    assert validate.summary([(1.1, 1.0), (0.8, 1.0), (1.0, 1.0)])["median_error"] == pytest.approx(
+        0.1
+    )

@@ -35,13 +35,15 @@ class Case:
         what: in words, for the table.
         codes: allowed exit codes of the command on each host.
         culprit: regular expression that what was printed must match.
-        in_logs: it may also stand in the ranks' logs, because nobody reads what is printed any more.
+        in_logs: it may also stand in the ranks' logs, because nobody reads what is printed any
+            more.
         act: starts the run and does it; calls `Stage.fault` when it happens.
         stage: arguments of `Stage`.
         stops: whether the fault ends the run, so that all nodes must have stopped within the limit.
         limit: seconds for that, from the fault on.
         repair: done before the run is started again.
-        same_metrics: whether the metrics, too, must be those of the unbroken run; a full disk loses lines.
+        same_metrics: whether the metrics, too, must be those of the unbroken run; a full disk loses
+            lines.
     """
 
     name: str
@@ -96,13 +98,20 @@ _HANGS = ("supervision.hang_seconds=8",)
 
 
 def going_on(
-    do: Callable[[Stage], None], back: Callable[[Stage], None] = lambda stage: None, *, words: Sequence[str] = ()
+    do: Callable[[Stage], None],
+    back: Callable[[Stage], None] = lambda stage: None,
+    *,
+    words: Sequence[str] = (),
 ) -> Callable[[Stage], None]:
-    """In the middle of training that starts again by itself; `back`: what a platform or a person does then."""
+    """In the middle of training that starts again by itself; `back`: what a platform or a person
+    does then.
+    """
 
     def act(stage: Stage) -> None:
         for node in range(stage.num_nodes):
-            stage.node(node, words=[*words, *SUPERVISED], DSF_STEP_SECONDS="0.1", DSF_STEP_LOOKS=_LOOKS)
+            stage.node(
+                node, words=[*words, *SUPERVISED], DSF_STEP_SECONDS="0.1", DSF_STEP_LOOKS=_LOOKS
+            )
         stage.until_step(_AT_STEP)
         stage.fault()
         do(stage)
@@ -147,7 +156,12 @@ def damaged(damage: Callable[[Path], None]) -> Callable[[Stage], None]:
     def do(stage: Stage) -> None:
         newest = stage.run / "checkpoints" / f"global_step{_AT_STEP // SAVE_EVERY * SAVE_EVERY}"
         stage.until((newest / MANIFEST).exists, "checkpoint")
-        damage(max((path for path in newest.iterdir() if path.name != MANIFEST), key=lambda path: path.stat().st_size))
+        damage(
+            max(
+                (path for path in newest.iterdir() if path.name != MANIFEST),
+                key=lambda path: path.stat().st_size,
+            )
+        )
         kill_rank(stage)
 
     return do
@@ -219,7 +233,9 @@ def going_on_over_ssh(
 
 
 def host_comes_back(stage: Stage) -> None:
-    """The host of the rank that cannot be killed is waited for, and the file system is there again."""
+    """The host of the rank that cannot be killed is waited for, and the file system is there
+    again.
+    """
     stuck_rank(stage)
     stage.until_said("waiting for node-1")
     revive(stage.dead)
@@ -258,7 +274,9 @@ def plain_launcher_killed(stage: Stage) -> None:
             "--master_addr=node-0",
             "--master_port=29500",
         ]
-        stage.start(f"node-{node}", [*place, "train.py", "--config", f"{SHARED}/run.yaml"], program=program)
+        stage.start(
+            f"node-{node}", [*place, "train.py", "--config", f"{SHARED}/run.yaml"], program=program
+        )
     stage.until_step(_AT_STEP)
     stage.fault()
     os.kill(stage.pid("node-1", "deepspeed.launcher.launch"), signal.SIGKILL)
@@ -329,7 +347,9 @@ def other_hostfiles(*lines: str, words: Sequence[str] = ()) -> Callable[[Stage],
 
 def way_closed(stage: Stage) -> None:
     """Two of three nodes reach node 0, and not each other."""
-    blocked = stage.hosts["node-2"].run(["ip", "route", "add", "prohibit", stage.hosts["node-1"].address])
+    blocked = stage.hosts["node-2"].run(
+        ["ip", "route", "add", "prohibit", stage.hosts["node-1"].address]
+    )
     assert blocked.returncode == 0, blocked.stdout
     stage.fault()
     for node in range(3):
@@ -344,7 +364,9 @@ def other_config(stage: Stage) -> None:
 
 def port_taken(port: int) -> Callable[[Stage], None]:
     def act(stage: Stage) -> None:
-        stage.add_bystander("node-0", [sys.executable, "-c", LISTEN.format(port=port)], says="taken")
+        stage.add_bystander(
+            "node-0", [sys.executable, "-c", LISTEN.format(port=port)], says="taken"
+        )
         stage.fault()
         for node in (0, 1):
             stage.node(node, words=["--wait_seconds", "12"])
@@ -448,7 +470,11 @@ CASES = (
         plain_launcher_killed,
     ),
     Case(
-        "agent-killed", "SIGKILL of an agent", split(EXIT_PEER_LOST, KILLED), _NODE_1 + ": lost", training(kill_agent)
+        "agent-killed",
+        "SIGKILL of an agent",
+        split(EXIT_PEER_LOST, KILLED),
+        _NODE_1 + ": lost",
+        training(kill_agent),
     ),
     Case(
         "agent-0-killed",
@@ -502,7 +528,13 @@ CASES = (
         disturbed(lambda stage: stage.network.drop(stage.hosts["node-1"], 0.02)),
         stops=False,
     ),
-    Case("rank-duplicate", "both nodes have rank 0", both(EXIT_CONFIG), "node-rank-duplicate", with_ranks(0, 0)),
+    Case(
+        "rank-duplicate",
+        "both nodes have rank 0",
+        both(EXIT_CONFIG),
+        "node-rank-duplicate",
+        with_ranks(0, 0),
+    ),
     Case(
         "rank-duplicate-of-three",
         "two of three nodes have rank 1",
@@ -577,7 +609,12 @@ CASES = (
         limit=60.0,
     ),
     Case(
-        "name-late", "the master's name resolves 8 s late", both(0), "finished: 2 nodes", name_comes_late, stops=False
+        "name-late",
+        "the master's name resolves 8 s late",
+        both(0),
+        "finished: 2 nodes",
+        name_comes_late,
+        stops=False,
     ),
     Case(
         "name-stale",

@@ -1,4 +1,6 @@
-"""Two nodes (and where wanted a third host that starts them through ssh) on which one fault happens to one run."""
+"""Two nodes (and where wanted a third host that starts them through ssh) on which one fault happens
+to one run.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,13 @@ START_SECONDS, END_SECONDS = 180.0, 90.0
 CONFIG: dict[str, Any] = {
     "run": {"name": RUN, "output_dir": SHARED},
     "model": {"target": "tests.campaign.slow_net:SlowNet"},
-    "data": {"kind": "synthetic_images", "image_size": 8, "channels": 1, "num_classes": 10, "num_samples": 1437},
+    "data": {
+        "kind": "synthetic_images",
+        "image_size": 8,
+        "channels": 1,
+        "num_classes": 10,
+        "num_samples": 1437,
+    },
     "batch": {"global_size": 120},
     "zero": {"stage": 1},
     "scheduler": {"kind": "warmup_cosine", "warmup_steps": 5},
@@ -47,7 +55,8 @@ class Seen:
     """What became of the nodes.
 
     Attributes:
-        codes: exit code of each started command by its host; of a host that was killed there is none.
+        codes: exit code of each started command by its host; of a host that was killed there is
+            none.
         seconds: from the fault until nothing of the job ran anywhere.
         said: everything that was printed.
         orphans: command lines that still ran when the time was up.
@@ -74,8 +83,13 @@ class Stage:
     ) -> None:
         self.folder, self.num_nodes = folder, num_nodes
         self.shared = folder / "shared"
-        self._shared_bytes, self._read_only, self._has_dead_disk = shared_bytes, read_only, has_dead_disk
-        self._is_apart = is_apart  # node 1 has a folder of its own where the others have the shared one
+        self._shared_bytes, self._read_only, self._has_dead_disk = (
+            shared_bytes,
+            read_only,
+            has_dead_disk,
+        )
+        # node 1 has a folder of its own where the others have the shared one
+        self._is_apart = is_apart
         self._stack = ExitStack()
         self.commands: dict[str, Command] = {}
         self.hosts: dict[str, Host] = {}
@@ -87,7 +101,9 @@ class Stage:
         if self._shared_bytes is not None:
             options = ["-t", "tmpfs", "-o", f"size={self._shared_bytes}"]
             subprocess.run(["mount", *options, "none", str(self.shared)], check=True)
-            self._stack.callback(lambda: subprocess.run(["umount", "-l", str(self.shared)], check=True))
+            self._stack.callback(
+                lambda: subprocess.run(["umount", "-l", str(self.shared)], check=True)
+            )
         if self._has_dead_disk:
             self._stack.enter_context(dead_disk(self.dead))
         (self.shared / "run.yaml").write_text(yaml.safe_dump(CONFIG))
@@ -123,7 +139,9 @@ class Stage:
         self.hosts[name] = self.network.host(name, mounts=mounts)
         return self.hosts[name]
 
-    def node(self, node: int, *, rank: int | None = None, words: Sequence[str] = (), **environment: str) -> Command:
+    def node(
+        self, node: int, *, rank: int | None = None, words: Sequence[str] = (), **environment: str
+    ) -> Command:
         """Start `launch node` on a host; `words` come behind all others and win."""
         place = [
             "--nnodes",
@@ -139,7 +157,9 @@ class Stage:
             "--wait_seconds",
             "120",
         ]
-        return self.start(f"node-{node}", ["launch", "node", f"{SHARED}/run.yaml", *place, *words], **environment)
+        return self.start(
+            f"node-{node}", ["launch", "node", f"{SHARED}/run.yaml", *place, *words], **environment
+        )
 
     def nodes(self, *, step_seconds: float = 0.1) -> None:
         """All of them, as they should be."""
@@ -152,7 +172,15 @@ class Stage:
             self.hosts[name].start_sshd()
         if "login" not in self.hosts:
             self.network.keys.give(self.add_host("login"))
-        command = ["launch", "-H", f"{SHARED}/hostfile", f"{SHARED}/run.yaml", "--num_gpus", "1", *words]
+        command = [
+            "launch",
+            "-H",
+            f"{SHARED}/hostfile",
+            f"{SHARED}/run.yaml",
+            "--num_gpus",
+            "1",
+            *words,
+        ]
         return self.start("login", command, **environment)
 
     def start(
@@ -166,7 +194,9 @@ class Stage:
         """Start a command; its end is part of what is seen."""
         where = self.hosts[host]
         environment = {"DSF_TOKEN": "a token of sixteen bytes or more"} | environment
-        self.commands[host] = where.start([*program, *words], cwd=ROOT, environment=where.environment(**environment))
+        self.commands[host] = where.start(
+            [*program, *words], cwd=ROOT, environment=where.environment(**environment)
+        )
         return self.commands[host]
 
     def add_bystander(self, host: str, command: Sequence[str], *, says: str) -> None:
@@ -180,7 +210,9 @@ class Stage:
     # ------------------------------------------------------------------------------------------------ what is waited
     # for
 
-    def until(self, holds: Callable[[], object], what: str, *, seconds: float = START_SECONDS) -> None:
+    def until(
+        self, holds: Callable[[], object], what: str, *, seconds: float = START_SECONDS
+    ) -> None:
         """Wait for something.
 
         Raises:
@@ -198,9 +230,13 @@ class Stage:
         self.until(lambda: self.last_step() >= step, f"step {step}")
 
     def until_step_or_end(self) -> None:
-        """Wait for the last step; a full disk may keep its line from being written, and then for the job's end."""
+        """Wait for the last step; a full disk may keep its line from being written, and then for
+        the job's end.
+        """
         deadline = time.monotonic() + START_SECONDS
-        while self.last_step() < TOTAL_STEPS and any(each.poll() is None for each in self.commands.values()):
+        while self.last_step() < TOTAL_STEPS and any(
+            each.poll() is None for each in self.commands.values()
+        ):
             assert time.monotonic() < deadline, self.stated()
             time.sleep(0.02)
 
@@ -220,14 +256,18 @@ class Stage:
     def stated(self) -> str:
         """Of all commands, with the host in front."""
         return "\n".join(
-            f"{host}| {line}" for host, command in self.commands.items() for line in command.stated().splitlines()
+            f"{host}| {line}"
+            for host, command in self.commands.items()
+            for line in command.stated().splitlines()
         )
 
     def logged(self) -> str:
         """Of all ranks, with the name of the log in front."""
         logs = sorted((self.run / "logs").glob("rank*.log"))
         return "\n".join(
-            f"{path.name}| {line}" for path in logs for line in path.read_text(errors="replace").splitlines()
+            f"{path.name}| {line}"
+            for path in logs
+            for line in path.read_text(errors="replace").splitlines()
         )
 
     # ----------------------------------------------------------------------------------------------------------- the
@@ -241,7 +281,8 @@ class Stage:
             if all(word in " ".join(command) for word in words)
         ]
         assert found, f"{host}: no process {words} among {self.hosts[host].processes()}"
-        return min(found, key=started_at)  # a fork of it has its words, and where numbers begin again a lower number
+        # a fork of it has its words, and where numbers begin again a lower number
+        return min(found, key=started_at)
 
     def rank(self, node: int) -> int:
         """Process id of the rank of a node."""
@@ -266,7 +307,9 @@ class Stage:
 
     def _left(self) -> list[str]:
         running = [
-            f"{host}: {' '.join(command.command)}" for host, command in self.commands.items() if command.poll() is None
+            f"{host}: {' '.join(command.command)}"
+            for host, command in self.commands.items()
+            if command.poll() is None
         ]
         return running + [
             f"{name}: {' '.join(words)}"

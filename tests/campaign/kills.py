@@ -1,14 +1,15 @@
-"""Kill real runs at random instants and look whether they end as the unbroken run: python -m tests.campaign.kills
---kills 200
+"""Kill real runs at random instants and look whether they end as the unbroken run: python -m
+tests.campaign.kills --kills 200
 
-Two ranks train with dropout, save every fourth step and are resumed with checkpoint.resume=auto. A third of the kills
-and more are aimed at saves: the folder in which a checkpoint is written is watched, and the kill comes somewhere within
-the time that the last saves took; or in the moment in which the manifest is seen, or the checkpoint's name, for which
-it is waited without a pause. What the dead left on the disk says where it hit. `--launcher torchrun` starts every run
-through torchrun, which ends the ranks that are left; otherwise ranks are forked, which is five times as fast. After
-every kill the newest checkpoint must be sound and no older than the last save that had returned; at the end the files
-of the last checkpoint (weights, optimizer, schedule, random states), bit for bit, and the metrics of all steps must be
-those of a run that nobody touched.
+Two ranks train with dropout, save every fourth step and are resumed with checkpoint.resume=auto. A
+third of the kills and more are aimed at saves: the folder in which a checkpoint is written is
+watched, and the kill comes somewhere within the time that the last saves took; or in the moment in
+which the manifest is seen, or the checkpoint's name, for which it is waited without a pause. What
+the dead left on the disk says where it hit. `--launcher torchrun` starts every run through
+torchrun, which ends the ranks that are left; otherwise ranks are forked, which is five times as
+fast. After every kill the newest checkpoint must be sound and no older than the last save that had
+returned; at the end the files of the last checkpoint (weights, optimizer, schedule, random states),
+bit for bit, and the metrics of all steps must be those of a run that nobody touched.
 """
 
 from __future__ import annotations
@@ -39,7 +40,14 @@ from tests.campaign.traces import differences, left_behind
 from tests.torchrun_ranks import TorchrunJob, TorchrunRanks
 from tests.warm_ranks import Job, WarmRanks
 
-_SHAPE = {"vocab_size": 50, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_positions": 16, "dropout": 0.3}
+_SHAPE = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "max_positions": 16,
+    "dropout": 0.3,
+}
 _TEXT = {
     "model": {"kind": "gpt", **_SHAPE},
     "data": {"target": "tests.jobs.parts:masked_prompts_and_seven_more"},
@@ -53,12 +61,16 @@ CASES: dict[str, dict[str, Any]] = {
     "sequence2": {**_TEXT, "parallel": {"sequence": 2}, "zero": {"stage": 2}},
     "zero2-async": {"zero": {"stage": 2}, "checkpoint": {"mode": "async"}},
     # Six lanes that begin anew four times, and give their states.
-    "stream": {"zero": {"stage": 1}, "data": {"target": "tests.jobs.stream_parts:digit_streams", "num_workers": 1}},
+    "stream": {
+        "zero": {"stage": 1},
+        "data": {"target": "tests.jobs.stream_parts:digit_streams", "num_workers": 1},
+    },
 }
 TOTAL_STEPS, SAVE_EVERY, EVALUATE_EVERY = 48, 4, 10
 JOB_SECONDS = 300.0
 VICTIMS: dict[str, tuple[int, ...]] = {"rank 0": (0,), "rank 1": (1,), "both ranks": (0, 1)}
-AIMS: dict[str, int] = {"save": 9, "manifest": 4, "name": 3, "any time": 5, "start": 1}  # aim -> weight
+# aim -> weight
+AIMS: dict[str, int] = {"save": 9, "manifest": 4, "name": 3, "any time": 5, "start": 1}
 Starter = WarmRanks | TorchrunRanks
 AnyJob = Job | TorchrunJob
 
@@ -80,8 +92,8 @@ def config(case: str, folder: Path) -> dict[str, Any]:
 
 @dataclass
 class Kill:
-    """One kill: what it was aimed at, whom it met, what it found the run doing, and when, after this start of the
-    run.
+    """One kill: what it was aimed at, whom it met, what it found the run doing, and when, after
+    this start of the run.
     """
 
     case: str
@@ -107,27 +119,40 @@ class Campaign:
     """Runs of one case after the other, killed until there are enough kills."""
 
     def __init__(self, starter: Starter, folder: Path, *, seed: int, found: Found) -> None:
-        self._starter, self._folder, self._draw, self._found = starter, folder, random.Random(seed), found
+        self._starter, self._folder, self._draw, self._found = (
+            starter,
+            folder,
+            random.Random(seed),
+            found,
+        )
 
     def case(self, case: str, *, num_kills: int, others_from: Starter | None = None) -> None:
-        """Kill runs of a case `num_kills` times; each run goes on until it ends, and is compared with an unbroken
-        one. Another starter may start those that nobody kills.
+        """Kill runs of a case `num_kills` times; each run goes on until it ends, and is compared
+        with an unbroken one. Another starter may start those that nobody kills.
         """
         unbroken = self._run_to_end(case, self._folder / f"{case}-unbroken", others_from)
         self._num_done, number = 0, 0
         while self._num_done < num_kills:
             number += 1
-            self._broken_run(case, self._folder / f"{case}-{number}", unbroken, num_kills, others_from)
+            self._broken_run(
+                case, self._folder / f"{case}-{number}", unbroken, num_kills, others_from
+            )
 
-    def _broken_run(self, case: str, folder: Path, unbroken: Path, num_kills: int, others_from: Starter | None) -> None:
+    def _broken_run(
+        self, case: str, folder: Path, unbroken: Path, num_kills: int, others_from: Starter | None
+    ) -> None:
         while self._num_done < num_kills and self._kill_once(case, folder):
             self._num_done += 1
             print(
-                f"{case}: {self._num_done} kills of {num_kills}, {self._found.kills[-1]}", file=sys.stderr, flush=True
+                f"{case}: {self._num_done} kills of {num_kills}, {self._found.kills[-1]}",
+                file=sys.stderr,
+                flush=True,
             )
         run = self._run_to_end(case, folder, others_from)
         self._found.finished[case] += 1
-        self._found.wrong += [f"{case}: {stated}" for stated in differences(unbroken, run, num_steps=TOTAL_STEPS)]
+        self._found.wrong += [
+            f"{case}: {stated}" for stated in differences(unbroken, run, num_steps=TOTAL_STEPS)
+        ]
         if not self._found.wrong:
             shutil.rmtree(folder)
 
@@ -135,13 +160,17 @@ class Campaign:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "run.yaml"
         file.write_text(yaml.safe_dump(config(case, folder)), encoding="utf-8")
-        return (starter or self._starter).start(["--config", str(file)], num_ranks=2, folder=folder / "said")
+        return (starter or self._starter).start(
+            ["--config", str(file)], num_ranks=2, folder=folder / "said"
+        )
 
     def _run_to_end(self, case: str, folder: Path, starter: Starter | None = None) -> Path:
         job = self._start(case, folder, starter)
         codes = job.wait(JOB_SECONDS)
         if any(codes):
-            raise SystemExit(f"{case}: the run in {folder} ended with {codes}:\n{job.stated()[-3000:]}")
+            raise SystemExit(
+                f"{case}: the run in {folder} ended with {codes}:\n{job.stated()[-3000:]}"
+            )
         return folder / case
 
     def _kill_once(self, case: str, folder: Path) -> bool:
@@ -149,7 +178,11 @@ class Campaign:
         run, aim = folder / case, self._draw.choices(tuple(AIMS), tuple(AIMS.values()))[0]
         # Rank 0 writes the manifest and the name: killing the other one would not interrupt it.
         victim = self._draw.choice(
-            [name for name, ranks in VICTIMS.items() if aim not in ("manifest", "name") or 0 in ranks]
+            [
+                name
+                for name, ranks in VICTIMS.items()
+                if aim not in ("manifest", "name") or 0 in ranks
+            ]
         )
         before = _newest_step(run)
         job, began = self._start(case, folder), time.monotonic()
@@ -159,7 +192,8 @@ class Campaign:
                     f"{case}: a run that nobody had killed ended with {codes}: {job.stated()[-1500:]}"
                 )
             return False
-        # Both before and after: a rank that is left may begin a save that its dead peer will never take part in.
+        # Both before and after: a rank that is left may begin a save that its dead peer will never
+        # take part in.
         was_saving = (run / "checkpoints" / ".saving").exists()
         job.kill(*VICTIMS[victim])
         instant = round(time.monotonic() - began, 4)
@@ -178,7 +212,9 @@ class Campaign:
         )
         self._look(case, run, resumed_from=before, job=job)
         if isinstance(job, TorchrunJob) and (alive := job.left_alive()):
-            self._found.wrong.append(f"{case}: ranks {alive} outlived the launcher after {self._found.kills[-1]}")
+            self._found.wrong.append(
+                f"{case}: ranks {alive} outlived the launcher after {self._found.kills[-1]}"
+            )
         return True
 
     def _await(self, aim: str) -> Callable[[AnyJob, Path, float], bool]:
@@ -195,7 +231,8 @@ class Campaign:
         newest, damaged = find_sound_checkpoint("auto", run_checkpoints=run / "checkpoints")
         step = newest.step if newest is not None else 0
         logged = _last_logged(run)
-        # Step n is logged before it is saved; so when it is in the file, all saves before it have returned.
+        # Step n is logged before it is saved; so when it is in the file, all saves before it have
+        # returned.
         returned = (logged - 1) // SAVE_EVERY * SAVE_EVERY if logged else 0
         if case.endswith("async"):
             returned -= SAVE_EVERY  # the newest of them may still have been on its way to the disk
@@ -207,7 +244,9 @@ class Campaign:
                 f"{case}: step {step} is the newest after {self._found.kills[-1]}, and {least} was saved"
             )
         if "Traceback" in job.stated():
-            self._found.wrong.append(f"{case}: a rank that was left ended with a traceback: {job.stated()[-2500:]}")
+            self._found.wrong.append(
+                f"{case}: a rank that was left ended with a traceback: {job.stated()[-2500:]}"
+            )
 
     def _await_save(self, job: AnyJob, run: Path, began: float) -> bool:
         """Wait for one of the next saves to begin, and for a part of the time that a save takes."""
@@ -215,7 +254,8 @@ class Campaign:
             run / "checkpoints" / ".saving",
             self._draw.choice((0, 1, 1, 2) if self._found.save_seconds else (1, 2)),
         )
-        # A folder that an earlier kill left is there from the beginning, until the run that resumes clears it away.
+        # A folder that an earlier kill left is there from the beginning, until the run that resumes
+        # clears it away.
         if not (_until(lambda: _has_begun(run, began) and not saving.exists(), job)):
             return False
         self._found.start_seconds.append(time.monotonic() - began)
@@ -226,7 +266,12 @@ class Campaign:
             if not _until(lambda: not saving.exists(), job):
                 return False
             self._found.save_seconds.append(time.monotonic() - at)
-        instant = self._draw.uniform(0, statistics.quantiles([0.0, *self._found.save_seconds[-9:]], n=4)[1]) * 0.8
+        instant = (
+            self._draw.uniform(
+                0, statistics.quantiles([0.0, *self._found.save_seconds[-9:]], n=4)[1]
+            )
+            * 0.8
+        )
         return _until(saving.exists, job) and _pause(instant, job)
 
     def _await_manifest(self, job: AnyJob, run: Path, began: float) -> bool:
@@ -255,24 +300,32 @@ class Campaign:
 
         return self._await_file(job, run, began, seen=seen)
 
-    def _await_file(self, job: AnyJob, run: Path, began: float, *, seen: Callable[[Path], bool]) -> bool:
-        if not _until(lambda: _has_begun(run, began) and not (run / "checkpoints" / ".saving").exists(), job):
+    def _await_file(
+        self, job: AnyJob, run: Path, began: float, *, seen: Callable[[Path], bool]
+    ) -> bool:
+        if not _until(
+            lambda: _has_begun(run, began) and not (run / "checkpoints" / ".saving").exists(), job
+        ):
             return False
         if isinstance(job, TorchrunJob):
             job.find_ranks()
         return _until(lambda: seen(run / "checkpoints"), job, pause_seconds=0.0)
 
     def _await_any_time(self, job: AnyJob, run: Path, began: float) -> bool:
-        return _until(lambda: _has_begun(run, began), job) and _pause(self._draw.uniform(0, 1.5), job)
+        return _until(lambda: _has_begun(run, began), job) and _pause(
+            self._draw.uniform(0, 1.5), job
+        )
 
     def _await_start(self, job: AnyJob, run: Path, began: float) -> bool:
-        usual = statistics.median(self._found.start_seconds[-9:]) if self._found.start_seconds else 3.0
+        usual = (
+            statistics.median(self._found.start_seconds[-9:]) if self._found.start_seconds else 3.0
+        )
         return _pause(self._draw.uniform(0, usual), job)
 
 
 def _until(holds: Callable[[], bool], job: AnyJob, *, pause_seconds: float = 0.001) -> bool:
-    """Wait until something holds; False where the job ends before. Without a pause it looks some ten thousand times a
-    second.
+    """Wait until something holds; False where the job ends before. Without a pause it looks some
+    ten thousand times a second.
     """
     deadline = time.monotonic() + JOB_SECONDS
     while not holds():
@@ -296,11 +349,16 @@ def _pause(seconds: float, job: AnyJob) -> bool:
 
 
 def _has_begun(run: Path, began: float) -> bool:
-    """Whether this start has taken the folder: its lists of what it is are new, and it trains next."""
+    """Whether this start has taken the folder: its lists of what it is are new, and it trains
+    next.
+    """
     with suppress(FileNotFoundError):
         rows = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         # The last line may be in the writing.
-        return any(json.loads(row)["time"] > time.time() - (time.monotonic() - began) for row in rows[-2:-1])
+        return any(
+            json.loads(row)["time"] > time.time() - (time.monotonic() - began)
+            for row in rows[-2:-1]
+        )
     return False
 
 
@@ -328,7 +386,9 @@ def summary(found: Found, *, seed: int, seconds: float, launcher: str = "none") 
         "by_what_was_left": dict(Counter(kill.left for kill in found.kills).most_common()),
         "runs_ended_and_compared": dict(found.finished),
         "wrong": found.wrong,
-        "save_seconds_median": round(statistics.median(found.save_seconds), 3) if found.save_seconds else None,
+        "save_seconds_median": round(statistics.median(found.save_seconds), 3)
+        if found.save_seconds
+        else None,
         "steps": TOTAL_STEPS,
         "save_every": SAVE_EVERY,
         "ranks": 2,
@@ -337,37 +397,56 @@ def summary(found: Found, *, seed: int, seconds: float, launcher: str = "none") 
         "seconds": round(seconds),
         "machine": machine(),
         # As text, so that each is one line of the file.
-        "each_kill": [", ".join(f"{name} {value}" for name, value in asdict(kill).items()) for kill in found.kills],
+        "each_kill": [
+            ", ".join(f"{name} {value}" for name, value in asdict(kill).items())
+            for kill in found.kills
+        ],
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=200, help="over all cases together")
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="for the runs; a temporary one is the default")
     parser.add_argument("--out", type=Path, default=RESULTS / "kill_campaign.json")
     parser.add_argument(
-        "--launcher", choices=("none", "torchrun"), default="none", help="what starts and ends the ranks"
+        "--launcher",
+        choices=("none", "torchrun"),
+        default="none",
+        help="what starts and ends the ranks",
     )
     options = parser.parse_args(arguments)
     found, began = Found(), time.monotonic()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder))
-        starter: Starter = TorchrunRanks() if options.launcher == "torchrun" else stack.enter_context(WarmRanks())
+        starter: Starter = (
+            TorchrunRanks() if options.launcher == "torchrun" else stack.enter_context(WarmRanks())
+        )
         campaign = Campaign(starter, Path(folder), seed=options.seed, found=found)
         for number, case in enumerate(options.case):
-            share = options.kills // len(options.case) + (number < options.kills % len(options.case))
+            share = options.kills // len(options.case) + (
+                number < options.kills % len(options.case)
+            )
             if share:
                 campaign.case(case, num_kills=share)
             write(
-                summary(found, seed=options.seed, seconds=time.monotonic() - began, launcher=options.launcher),
+                summary(
+                    found,
+                    seed=options.seed,
+                    seconds=time.monotonic() - began,
+                    launcher=options.launcher,
+                ),
                 options.out,
             )
             if found.wrong:
                 break
-    counts = summary(found, seed=options.seed, seconds=time.monotonic() - began, launcher=options.launcher)
+    counts = summary(
+        found, seed=options.seed, seconds=time.monotonic() - began, launcher=options.launcher
+    )
     print(json.dumps(counts, indent=2))
     return 1 if found.wrong else 0
 

@@ -1,9 +1,10 @@
-"""Break jobs of two nodes in every way and look how they end: python -m tests.campaign.launch_faults --out
-docs/launch-faults.md
+"""Break jobs of two nodes in every way and look how they end: python -m
+tests.campaign.launch_faults --out docs/launch-faults.md
 
-Each node is a host made of namespaces (tests/hosts). Of every fault it is asked: is the exit code the published one,
-has every process of the job ended within 20 s, does a line name the culprit, is no process left, and does a start
-afterwards with checkpoint.resume=auto end with the checkpoint of a run that nobody disturbed, bit for bit. Needs root.
+Each node is a host made of namespaces (tests/hosts). Of every fault it is asked: is the exit code
+the published one, has every process of the job ended within 20 s, does a line name the culprit, is
+no process left, and does a start afterwards with checkpoint.resume=auto end with the checkpoint of
+a run that nobody disturbed, bit for bit. Needs root.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ _SECTION = "\n## "
 
 
 def run_case(case: Case, folder: Path, *, unbroken: Path | None) -> Row:
-    """Break one run, judge its end, and finish it if there is an unbroken one to compare it with."""
+    """Break one run, judge its end, and finish it if there is an unbroken one to compare it
+    with.
+    """
     with Stage(folder, **case.stage) as stage:
         wrong: list[str] = []
         try:
@@ -110,7 +113,9 @@ def judge(case: Case, seen: Seen) -> list[str]:
 
 
 def reported(codes: dict[str, set[int]]) -> str:
-    return ", ".join(f"{host} {' or '.join(map(str, sorted(wanted)))}" for host, wanted in codes.items())
+    return ", ".join(
+        f"{host} {' or '.join(map(str, sorted(wanted)))}" for host, wanted in codes.items()
+    )
 
 
 def table(rows: Sequence[Row], *, seconds: float) -> str:
@@ -121,14 +126,25 @@ def table(rows: Sequence[Row], *, seconds: float) -> str:
     lines = [_HEAD.format(good=good, all=len(rows), minutes=round(seconds / 60), machine=named)]
     for row in rows:
         seconds_of_it, left = f"{row.seconds:.1f}", str(row.orphans)
-        cells = [row.name, row.what, row.expected, row.seen, seconds_of_it, _cell(row.culprit), left, row.resumed]
+        cells = [
+            row.name,
+            row.what,
+            row.expected,
+            row.seen,
+            seconds_of_it,
+            _cell(row.culprit),
+            left,
+            row.resumed,
+        ]
         lines.append("| " + " | ".join(cells) + (" **wrong** |" if row.wrong else " |"))
     return "\n".join(lines) + "\n"
 
 
 def by_hand(page: Path) -> str:
     """What stands behind the table of a page: from its first section on."""
-    _, begins, text = page.read_text(encoding="utf-8").partition(_SECTION) if page.exists() else ("", "", "")
+    _, begins, text = (
+        page.read_text(encoding="utf-8").partition(_SECTION) if page.exists() else ("", "", "")
+    )
     return begins + text
 
 
@@ -138,14 +154,28 @@ def _cell(text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=sorted(BY_NAME), metavar="NAME", help="these cases; left out: all")
-    parser.add_argument("--out", type=Path, help="write the table there")
-    parser.add_argument(
-        "--json", type=Path, help="write everything there; cases that are in it already are not run again"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--seconds", type=float, default=float("inf"), metavar="S", help="begin no further case after so long"
+        "--only",
+        nargs="*",
+        choices=sorted(BY_NAME),
+        metavar="NAME",
+        help="these cases; left out: all",
+    )
+    parser.add_argument("--out", type=Path, help="write the table there")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="write everything there; cases that are in it already are not run again",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        metavar="S",
+        help="begin no further case after so long",
     )
     parser.add_argument("--no_resume", action="store_true", help="do not start the runs again")
     options = parser.parse_args(arguments)
@@ -157,19 +187,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         unbroken = None if options.no_resume else unbroken_run(Path(folder))
         for case in CASES:
             is_wanted = not options.only or case.name in options.only
-            if not is_wanted or case.name in {row.name for row in rows} or time.monotonic() - began > options.seconds:
+            if (
+                not is_wanted
+                or case.name in {row.name for row in rows}
+                or time.monotonic() - began > options.seconds
+            ):
                 continue
             rows.append(run_case(case, Path(folder) / case.name, unbroken=unbroken))
             print(
                 f"{rows[-1].name}: {rows[-1].seen}, {rows[-1].seconds} s, resumed {rows[-1].resumed}\n  "
-                f"{rows[-1].culprit}" + "".join(f"\n  WRONG: {stated}" for stated in rows[-1].wrong),
+                f"{rows[-1].culprit}"
+                + "".join(f"\n  WRONG: {stated}" for stated in rows[-1].wrong),
                 file=sys.stderr,
                 flush=True,
             )
             seconds = known.get("seconds", 0.0) + time.monotonic() - began
             if options.json:
                 options.json.write_text(
-                    json.dumps({"seconds": seconds, "rows": [asdict(row) for row in rows]}, indent=1)
+                    json.dumps(
+                        {"seconds": seconds, "rows": [asdict(row) for row in rows]}, indent=1
+                    )
                 )
     order = list(BY_NAME)
     rows.sort(key=lambda row: order.index(row.name))

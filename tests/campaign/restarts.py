@@ -1,12 +1,14 @@
-"""Kill what a supervised job consists of again and again: python -m tests.campaign.restarts --kills 20 [--nodes 3]
+"""Kill what a supervised job consists of again and again: python -m tests.campaign.restarts --kills
+20 [--nodes 3]
 
-With `supervision.max_restarts` nobody has to start it again. One `launch` of two ranks; or with `--nodes` as many
-`launch node`, each an agent with a rank, which meet with a token. A kill (SIGKILL) of a rank, of all ranks, of a
-process that a rank started (its data worker, its writer of checkpoints), of an agent (node 0's as well) or of an agent
-and its rank comes at a random instant: some time after the last checkpoint of a start, or, every fifth at most, while a
-start still imports. An agent that was killed is started again a moment later, as Kubernetes and systemd do, and is all
-that anybody does. The job must end with 0, and with the losses and the last checkpoint's bits of a run that nobody
-touched.
+With `supervision.max_restarts` nobody has to start it again. One `launch` of two ranks; or with
+`--nodes` as many `launch node`, each an agent with a rank, which meet with a token. A kill
+(SIGKILL) of a rank, of all ranks, of a process that a rank started (its data worker, its writer of
+checkpoints), of an agent (node 0's as well) or of an agent and its rank comes at a random instant:
+some time after the last checkpoint of a start, or, every fifth at most, while a start still
+imports. An agent that was killed is started again a moment later, as Kubernetes and systemd do, and
+is all that anybody does. The job must end with 0, and with the losses and the last checkpoint's
+bits of a run that nobody touched.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ class Job:
     def start(self, node: int) -> subprocess.Popen[str]:
         environment = job_environment() | {"DS_ACCELERATOR": "cpu"}
         words = [sys.executable, "-m", "framework", *self.words[node]]
-        return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=self.log, stderr=self.log, text=True)
+        return subprocess.Popen(
+            words, cwd=ROOT, env=environment, stdout=self.log, stderr=self.log, text=True
+        )
 
     def ranks(self, nodes: Sequence[int] | None = None) -> list[psutil.Process]:
         """Of some agents, or of all."""
@@ -109,7 +113,9 @@ class Job:
         victims += self.ranks([node]) if kind == "node" else []
         if kind == "child" and ranks:
             with suppress(psutil.Error):
-                victims += draw.sample(children := draw.choice(ranks).children(), min(1, len(children)))
+                victims += draw.sample(
+                    children := draw.choice(ranks).children(), min(1, len(children))
+                )
         if kind in ("agent", "node"):
             self.agents[node].kill()
         for victim in victims:
@@ -128,9 +134,19 @@ class NodesJob(Job):
         self.log = config.with_suffix(".log").open("w")
         self.num_ranks = nodes
         (token := config.with_suffix(".token")).write_text(secrets.token_hex(16))
-        common = ["--nnodes", str(nodes), "--master_addr", "127.0.0.1", "--master_port", str(free_ports(2))]
+        common = [
+            "--nnodes",
+            str(nodes),
+            "--master_addr",
+            "127.0.0.1",
+            "--master_port",
+            str(free_ports(2)),
+        ]
         common += ["--num_gpus", "1", "--token_file", str(token)]
-        self.words = [["launch", "node", str(config), "--node_rank", str(node), *common] for node in range(nodes)]
+        self.words = [
+            ["launch", "node", str(config), "--node_rank", str(node), *common]
+            for node in range(nodes)
+        ]
         self.agents = [self.start(node) for node in range(nodes)]
 
     @property
@@ -142,7 +158,10 @@ class NodesJob(Job):
 def begun(run: Path) -> list[float]:
     """When each start had come to its first step."""
     with suppress(OSError):
-        events = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+        events = [
+            json.loads(line)
+            for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         return [event["time_seconds"] for event in events if event["kind"] in ("start", "resume")]
     return []
 
@@ -161,16 +180,24 @@ def until(job: Job, holds: Callable[[], bool]) -> bool:
 
 
 def campaign(
-    folder: Path, kills: int, *, seed: int, nodes: int = 0, kinds: Sequence[str] = (), others_from: WarmRanks
+    folder: Path,
+    kills: int,
+    *,
+    seed: int,
+    nodes: int = 0,
+    kinds: Sequence[str] = (),
+    others_from: WarmRanks,
 ) -> dict[str, Any]:
-    """Run it; returns what was counted and measured. `kinds`: in this order, instead of at random. `others_from`
-    starts the run that nobody touches.
+    """Run it; returns what was counted and measured. `kinds`: in this order, instead of at random.
+    `others_from` starts the run that nobody touches.
     """
     draw, run, steps = random.Random(seed), folder / "killed", STEPS_PER_KILL * (kills + 1)
 
     def is_over(pids: set[int], kind: str, saved: int) -> bool:
         """Another start has begun; a rank without its writer makes another one, and goes on."""
-        return not pids & {each.pid for each in job.ranks()} or (kind == "child" and newest(run) > saved)
+        return not pids & {each.pid for each in job.ranks()} or (
+            kind == "child" and newest(run) > saved
+        )
 
     config = write_config(folder, "killed", steps=steps)
     job = NodesJob(config, nodes) if nodes else Job(config)
@@ -202,11 +229,17 @@ def campaign(
             recoveries.append(begun(run)[-1] - killed_at)
     until(job, lambda: False)
     config = write_config(folder, "whole", steps=steps)
-    whole = others_from.start(["--config", str(config)], num_ranks=job.num_ranks, folder=folder / "said")
+    whole = others_from.start(
+        ["--config", str(config)], num_ranks=job.num_ranks, folder=folder / "said"
+    )
     assert set(whole.wait(WHOLE_SECONDS)) == {0}, whole.stated()
     found = differences(folder / "whole", run, num_steps=steps)
     # A start from the beginning ends with the same bits, and moves what there was aside.
-    found += [f"{path}: set aside by a start from the beginning" for path in folder.glob("killed?*/") if path.is_dir()]
+    found += [
+        f"{path}: set aside by a start from the beginning"
+        for path in folder.glob("killed?*/")
+        if path.is_dir()
+    ]
     print("\n".join(found), file=sys.stderr)
     recoveries.sort()
     spent = goodput(read_run(run))
@@ -227,10 +260,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--nodes", type=int, default=0, help="agents of `launch node`; 0: one `launch`")
+    parser.add_argument(
+        "--nodes", type=int, default=0, help="agents of `launch node`; 0: one `launch`"
+    )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, WarmRanks() as warm:
-        found = campaign(Path(folder), given.kills, seed=given.seed, nodes=given.nodes, others_from=warm)
+        found = campaign(
+            Path(folder), given.kills, seed=given.seed, nodes=given.nodes, others_from=warm
+        )
         for log in Path(folder).glob("*.log"):
             Path(tempfile.gettempdir(), f"restarts-{log.name}").write_text(log.read_text())
     print(json.dumps(found))

@@ -1,8 +1,10 @@
-"""Goodput of a job that fails every two minutes for an hour: python -m tests.campaign.simulated_hour
+"""Goodput of a job that fails every two minutes for an hour: python -m
+tests.campaign.simulated_hour
 
-By a simulated clock. Trainer, events, metrics and the computation of goodput are the real ones; what takes time is
-simulated: steps, saves and recoveries, which last as long as `tests.campaign.restarts` has measured. A ledger of its
-own, kept by what moves the clock, says what was really spent on what.
+By a simulated clock. Trainer, events, metrics and the computation of goodput are the real ones;
+what takes time is simulated: steps, saves and recoveries, which last as long as
+`tests.campaign.restarts` has measured. A ledger of its own, kept by what moves the clock, says what
+was really spent on what.
 """
 
 from __future__ import annotations
@@ -81,10 +83,19 @@ class Job:
         self.unsaved = 0.0
 
 
-def simulate(folder: Path, *, every_seconds: float, save_seconds: float, between: float = 120.0, seed: int = 0) -> Job:
+def simulate(
+    folder: Path,
+    *,
+    every_seconds: float,
+    save_seconds: float,
+    between: float = 120.0,
+    seed: int = 0,
+) -> Job:
     """Run the hour; its records are in the folder."""
     section = {"every_minutes": every_seconds / 60, "at_end": False}
-    every = config_from_values({"run": {"name": "hour"}, "checkpoint": section}).checkpoint.every_minutes
+    every = config_from_values(
+        {"run": {"name": "hour"}, "checkpoint": section}
+    ).checkpoint.every_minutes
     draw, job, saved = random.Random(seed), Job(between, save_seconds), 0
     process_began, number, job.fails_at = START, 1, START + between
     job.now += RECOVERY_P50 - 0.5  # the first start has nothing to find out
@@ -94,7 +105,10 @@ def simulate(folder: Path, *, every_seconds: float, save_seconds: float, between
         job.is_first, job.unsaved, job.step = True, 0.0, saved
         minutes = Minutes({"save": every}, most=60.0, began=START, clock=lambda: job.now)
         events = Events(
-            folder / "events.jsonl", from_step=saved, seconds=job.now - process_began, clock=lambda: job.now
+            folder / "events.jsonl",
+            from_step=saved,
+            seconds=job.now - process_began,
+            clock=lambda: job.now,
         )
         try:
             trainer = Trainer(
@@ -112,14 +126,18 @@ def simulate(folder: Path, *, every_seconds: float, save_seconds: float, between
             with patch("framework.train.trainer.now", lambda: job.now):
                 trainer.fit()
         except KilledError:
-            kinds = [json.loads(line) for line in (folder / "events.jsonl").read_text("utf-8").splitlines()]
+            kinds = [
+                json.loads(line)
+                for line in (folder / "events.jsonl").read_text("utf-8").splitlines()
+            ]
             saved = max((event["step"] for event in kinds if event["kind"] == "save"), default=0)
             job.ledger["lost"] += job.unsaved
             seconds = draw.gauss(RECOVERY_P50, (RECOVERY_P95 - RECOVERY_P50) / _Z95)
             job.ledger["down"] += seconds
             process_began, job.now = job.now + 0.5, job.now + seconds
             number += 1
-            job.fails_at = START + between * number + draw.uniform(-10.0, 10.0)  # at no fixed time since a save
+            # at no fixed time since a save
+            job.fails_at = START + between * number + draw.uniform(-10.0, 10.0)
     return job
 
 
@@ -138,9 +156,15 @@ def main() -> int:
     for save_seconds in (0.02, 0.1, 0.2, 0.5, 1.0):
         every = math.sqrt(2 * save_seconds * given.between)  # Young 1974
         with tempfile.TemporaryDirectory() as folder:
-            found, _ = hour(Path(folder), every_seconds=every, save_seconds=save_seconds, between=given.between)
+            found, _ = hour(
+                Path(folder), every_seconds=every, save_seconds=save_seconds, between=given.between
+            )
         parts = {name: round(value, 1) for name, value in found.parts.items()}
-        row = {"save_seconds": save_seconds, "every_seconds": round(every, 1), "goodput": round(found.share, 3)}
+        row = {
+            "save_seconds": save_seconds,
+            "every_seconds": round(every, 1),
+            "goodput": round(found.share, 3),
+        }
         print(json.dumps(row | {"restarts": found.restarts, "seconds": parts}))
     return 0
 

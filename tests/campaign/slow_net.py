@@ -1,5 +1,6 @@
-"""A model whose steps take as long as a test wants: DSF_STEP_SECONDS, which is no part of the run's config; and which
-looks at a path in every step, that of DSF_STEP_LOOKS: a rank that finds something there enters a collective alone.
+"""A model whose steps take as long as a test wants: DSF_STEP_SECONDS, which is no part of the run's
+config; and which looks at a path in every step, that of DSF_STEP_LOOKS: a rank that finds something
+there enters a collective alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from torch import nn
 
 
 class SlowNet(nn.Module):
-    """Dropout, so that a resume must bring back random states; and enough weights that a save takes its time."""
+    """Dropout, so that a resume must bring back random states; and enough weights that a save takes
+    its time.
+    """
 
     def __init__(self, hidden_size: int = 512) -> None:
         super().__init__()

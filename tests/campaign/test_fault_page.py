@@ -1,5 +1,5 @@
-"""The page of faults is that of the cases: the same names and the same exit codes. What was measured, the campaign
-writes.
+"""The page of faults is that of the cases: the same names and the same exit codes. What was
+measured, the campaign writes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def rows(text: str) -> list[list[str]]:
 
 
 def test_the_page_has_every_case_with_its_exit_codes() -> None:
-    written = {row[0]: row[2] for row in rows(PAGE.read_text(encoding="utf-8").removesuffix(by_hand(PAGE)))}
+    written = {
+        row[0]: row[2] for row in rows(PAGE.read_text(encoding="utf-8").removesuffix(by_hand(PAGE)))
+    }
     expected = {case.name: reported(case.codes) for case in CASES}
     assert written == expected
 
@@ -41,7 +43,9 @@ def test_what_shows_a_type_of_failure_exists() -> None:
         assert bool(found) != shown.startswith("not covered"), name
         for case in found:
             path, _, test = case.partition("::")
-            is_test = Path(ROOT / path).is_file() and f"def {test}" in (ROOT / path).read_text(encoding="utf-8")
+            is_test = Path(ROOT / path).is_file() and f"def {test}" in (ROOT / path).read_text(
+                encoding="utf-8"
+            )
             assert case in BY_NAME or is_test, f"{name}: {case}"
 
 

@@ -1,4 +1,6 @@
-"""Six kills of real runs: a slice of `python -m tests.campaign.kills`, which kills as often as it is told to."""
+"""Six kills of real runs: a slice of `python -m tests.campaign.kills`, which kills as often as it
+is told to.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ SLICE = {"zero2": 1, "stream": 1, "pipe2": 1, "zero2-async": 2, "tensor2": 1}
 TOTAL_STEPS = 32  # of 48
 
 
-def test_killed_runs_end_as_the_unbroken_one(warm: WarmRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_runs_end_as_the_unbroken_one(
+    warm: WarmRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kills, "TOTAL_STEPS", TOTAL_STEPS)
     found = Found()
     campaign = Campaign(warm, tmp_path, seed=20, found=found)
@@ -26,6 +30,6 @@ def test_killed_runs_end_as_the_unbroken_one(warm: WarmRanks, tmp_path: Path, mo
     assert counts["wrong"] == []
     assert counts["by_case"] == SLICE
     assert set(counts["runs_ended_and_compared"]) == set(SLICE)
-    # A third is promised of the long campaign; six may have less luck, but a campaign that never hits a save
-    # proves nothing.
+    # A third is promised of the long campaign; six may have less luck, but a campaign that never
+    # hits a save proves nothing.
     assert counts["kills_inside_a_save"] >= 2, counts

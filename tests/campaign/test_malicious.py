@@ -1,9 +1,10 @@
-"""A checkpoint that somebody changed who can write the folder and seal the manifest anew: it is refused, and nothing in
-it runs.
+"""A checkpoint that somebody changed who can write the folder and seal the manifest anew: it is
+refused, and nothing in it runs.
 
-Every file of real checkpoints is replaced by one that would write a file if it were unpickled as Python allows; ranks
-that would read it are started, as train.py, and must end with one line that says what is wrong. Most of that is waiting
-for a rank that is gone: many of them are started before the first is waited for.
+Every file of real checkpoints is replaced by one that would write a file if it were unpickled as
+Python allows; ranks that would read it are started, as train.py, and must end with one line that
+says what is wrong. Most of that is waiting for a rank that is gone: many of them are started before
+the first is waited for.
 """
 
 from __future__ import annotations
@@ -50,10 +51,13 @@ class Gadget:
 
 def repickle(path: Path, marker: Path) -> None:
     """Put the gadget into the pickle of a file of torch.save; all else stays."""
-    reader = torch._C.PyTorchFileReader(str(path))  # zipfile would miss the CRC-32, which our files go without
+    # zipfile would miss the CRC-32, which our files go without
+    reader = torch._C.PyTorchFileReader(str(path))
     members = {name: reader.get_record(name) for name in reader.get_all_records()}
     assert "data.pkl" in members
-    members["data.pkl"] = pickle.dumps({"module": Gadget(marker), "optimizer_state_dict": Gadget(marker)}, protocol=2)
+    members["data.pkl"] = pickle.dumps(
+        {"module": Gadget(marker), "optimizer_state_dict": Gadget(marker)}, protocol=2
+    )
     with zipfile.ZipFile(path, "w") as archive:
         for member, data in members.items():
             archive.writestr(f"archive/{member}", data)
@@ -73,7 +77,11 @@ def huge_pickle(path: Path, marker: Path) -> None:
     path.write_bytes(data.getvalue())
 
 
-FORGERIES = {"gadget in the archive": repickle, "gadget alone": plain_pickle, "huge header": huge_pickle}
+FORGERIES = {
+    "gadget in the archive": repickle,
+    "gadget alone": plain_pickle,
+    "huge header": huge_pickle,
+}
 
 
 def reseal(checkpoint: Path) -> None:
@@ -132,7 +140,9 @@ def refused(job: Job, *, marker: Path, kind: str, place: str) -> None:
 def resumed(
     warm: WarmRanks, sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str, str], tuple[Job, Path]]:
-    """Runs that have resumed a forged file: (case, forgery, file) -> the job, and what the forgery would make."""
+    """Runs that have resumed a forged file: (case, forgery, file) -> the job, and what the forgery
+    would make.
+    """
     jobs = {}
     for case, forgery in product(SOURCES, FORGERIES):
         for number, name in enumerate(first_files(sources[case])):
@@ -146,8 +156,14 @@ def resumed(
             found = read_checkpoint(checkpoint)
             assert found is not None
             assert found.damage() == []
-            sections = {"training": {"max_steps": STEPS + 2}, "checkpoint": {"resume": str(checkpoint)}}
-            jobs[case, forgery, name] = start(warm, config(case, folder, **sections), folder), marker
+            sections = {
+                "training": {"max_steps": STEPS + 2},
+                "checkpoint": {"resume": str(checkpoint)},
+            }
+            jobs[case, forgery, name] = (
+                start(warm, config(case, folder, **sections), folder),
+                marker,
+            )
     wait_for(job for job, _ in jobs.values())
     return jobs
 
@@ -168,7 +184,9 @@ def test_no_file_of_a_checkpoint_runs_code_when_it_is_resumed(
 def taken(
     warm: WarmRanks, sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Job, Path]]:
-    """Runs that begin with forged weights: of each case's checkpoint, and of a file for each forgery."""
+    """Runs that begin with forged weights: of each case's checkpoint, and of a file for each
+    forgery.
+    """
     jobs = {}
     for name in (*SOURCES, *FORGERIES):
         folder = tmp_path_factory.mktemp("taken")
@@ -183,7 +201,9 @@ def taken(
             place = folder / "weights.pt"
             shutil.copy(next(sources[case].glob("mp_rank_*")), place)
             FORGERIES[name](place, marker)
-        values = config(case, folder, run={"name": "taken"}, checkpoint={"init_weights": str(place)})
+        values = config(
+            case, folder, run={"name": "taken"}, checkpoint={"init_weights": str(place)}
+        )
         jobs[name] = start(warm, values, folder / "start"), marker
     wait_for(job for job, _ in jobs.values())
     return jobs

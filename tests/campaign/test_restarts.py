@@ -1,4 +1,6 @@
-"""A slice of the kills in a job of agents; `python -m tests.campaign.restarts --nodes 3` runs as many as it is told."""
+"""A slice of the kills in a job of agents; `python -m tests.campaign.restarts --nodes 3` runs as
+many as it is told.
+"""
 
 from __future__ import annotations
 

@@ -8,9 +8,18 @@ from typing import Any
 
 from framework.checkpoint.manifest import list_checkpoints
 
-# What differs between two runs of the same steps: the clock, what is measured with it, and what counts starts or begins
-# anew at each.
-_MEASURED = ("time", "throughput/", "time/", "memory/", "data/", "run/", "ranks/", "train/spike_score")
+# What differs between two runs of the same steps: the clock, what is measured with it, and what
+# counts starts or begins anew at each.
+_MEASURED = (
+    "time",
+    "throughput/",
+    "time/",
+    "memory/",
+    "data/",
+    "run/",
+    "ranks/",
+    "train/spike_score",
+)
 
 
 def left_behind(checkpoints: Path) -> str:
@@ -35,7 +44,9 @@ def left_behind(checkpoints: Path) -> str:
 
 
 def _is_named(saving: Path) -> bool:
-    """DeepSpeed puts its scripts beside the checkpoint last; where they are and it is not, it has got its name."""
+    """DeepSpeed puts its scripts beside the checkpoint last; where they are and it is not, it has
+    got its name.
+    """
     return any(saving.glob("*.py"))
 
 
@@ -44,19 +55,24 @@ def differences(unbroken: Path, run: Path, *, num_steps: int) -> list[str]:
     ends = [next(reversed(list_checkpoints(folder / "checkpoints"))) for folder in (unbroken, run)]
     found = [f"{run}: {stated}" for stated in ends[1].damage()]
     files, others = (
-        {name: record for name, record in end.manifest["files"].items() if name.endswith(".pt")} for end in ends
+        {name: record for name, record in end.manifest["files"].items() if name.endswith(".pt")}
+        for end in ends
     )
     if files.keys() != others.keys():
         found.append(f"{run}: other files: {sorted(others)}")
     for name in sorted(files.keys() & others.keys()):
         if files[name] != others[name]:
-            found += [f"{run}: {name}: {stated}" for stated in _other_values(ends[0].path / name, ends[1].path / name)]
+            found += [
+                f"{run}: {name}: {stated}"
+                for stated in _other_values(ends[0].path / name, ends[1].path / name)
+            ]
     rows, other_rows = (_rows(folder) for folder in (unbroken, run))
     if len(rows) < num_steps or ends[0].step != num_steps or not files:
         found.append(f"{unbroken}: the unbroken run itself is not whole")
     if rows != other_rows:
         first = next(
-            (pair for pair in zip(rows, other_rows, strict=False) if pair[0] != pair[1]), (len(rows), len(other_rows))
+            (pair for pair in zip(rows, other_rows, strict=False) if pair[0] != pair[1]),
+            (len(rows), len(other_rows)),
         )
         found.append(f"{run}: other metrics: {first}")
     return found
@@ -66,8 +82,8 @@ _PLACES = "/state/stream/"
 
 
 def _other_values(unbroken: Path, other: Path) -> list[str]:
-    """Where two files hold other numbers; pickle may write the same ones in two ways, after what was one object was
-    loaded.
+    """Where two files hold other numbers; pickle may write the same ones in two ways, after what
+    was one object was loaded.
     """
     import torch
 
@@ -75,7 +91,11 @@ def _other_values(unbroken: Path, other: Path) -> list[str]:
 
     def leaves(value: Any, place: str) -> dict[str, Any]:
         if isinstance(value, dict):
-            return {key: leaf for name, item in value.items() for key, leaf in leaves(item, f"{place}/{name}").items()}
+            return {
+                key: leaf
+                for name, item in value.items()
+                for key, leaf in leaves(item, f"{place}/{name}").items()
+            }
         if isinstance(value, (list, tuple)):
             return {
                 key: leaf
@@ -96,7 +116,9 @@ def _other_values(unbroken: Path, other: Path) -> list[str]:
             if (left.dtype, left.shape) != (right.dtype, right.shape):
                 return False
             bits = [
-                tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (left, right) if tensor.numel()
+                tensor.detach().contiguous().view(-1).view(torch.uint8)
+                for tensor in (left, right)
+                if tensor.numel()
             ]
             return not bits or torch.equal(*bits)
         return type(left) is type(right) and bool(left == right)
@@ -107,7 +129,8 @@ def _other_values(unbroken: Path, other: Path) -> list[str]:
     return [
         f"{place}: {second[place]!r:.80} where {value!r:.80} was"
         for place, value in first.items()
-        # Where a lane may be begun depends on when its source was asked; what follows from there does not.
+        # Where a lane may be begun depends on when its source was asked; what follows from there
+        # does not.
         if _PLACES not in place and not same(value, second[place])
     ]
 
@@ -115,5 +138,6 @@ def _other_values(unbroken: Path, other: Path) -> list[str]:
 def _rows(run: Path) -> list[dict[str, float]]:
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [
-        {name: value for name, value in json.loads(line).items() if not name.startswith(_MEASURED)} for line in lines
+        {name: value for name, value in json.loads(line).items() if not name.startswith(_MEASURED)}
+        for line in lines
     ]

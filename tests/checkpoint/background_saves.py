@@ -1,5 +1,5 @@
-"""Saves in the background: an engine of two files, ranks that are threads, and writer processes that stand still or
-die.
+"""Saves in the background: an engine of two files, ranks that are threads, and writer processes
+that stand still or die.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ SECONDS = 60.0  # a generous limit for what takes milliseconds
 
 
 class Engine:
-    """Saves two files, whose bytes are a function of the step and of the rank; the arrays change after every save."""
+    """Saves two files, whose bytes are a function of the step and of the rank; the arrays change
+    after every save.
+    """
 
     def __init__(self, rank: int = 0, num_bytes: int = 100_000) -> None:
         self.rank, self.num_bytes = rank, num_bytes
@@ -70,7 +72,9 @@ def options(**given: Any) -> dict[str, Any]:
 def make(tmp_path: Path) -> Iterator[Callable[..., AsyncCheckpointer]]:
     made: list[AsyncCheckpointer] = []
 
-    def build(engine: Engine | None = None, folder: Path = tmp_path, **given: Any) -> AsyncCheckpointer:
+    def build(
+        engine: Engine | None = None, folder: Path = tmp_path, **given: Any
+    ) -> AsyncCheckpointer:
         ranks = {"rank": given.pop("rank", 0), "world_size": given.pop("world_size", 1)}
         made.append(AsyncCheckpointer(engine or Engine(), folder, **ranks, **options(**given)))
         return made[-1]
@@ -118,25 +122,39 @@ def await_warning(capfd: pytest.CaptureFixture[str]) -> str:
 
 def is_dead(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+            == "Z"
+        )
     except (FileNotFoundError, ProcessLookupError):
         return True
 
 
 def limit_file_size(pid: int, num_bytes: int) -> None:
-    """The kernel refuses longer files to this process: a write fails as on a full disk, though with other words."""
+    """The kernel refuses longer files to this process: a write fails as on a full disk, though with
+    other words.
+    """
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
 class Ranks:
-    """Two ranks, each a thread with a writer process of its own; what they gather meets at a barrier."""
+    """Two ranks, each a thread with a writer process of its own; what they gather meets at a
+    barrier.
+    """
 
     def __init__(self, make: Any, **given: Any) -> None:
         self._values: list[Any] = [None, None]
         self.waits: list[float] = []
         self._barrier = threading.Barrier(2, timeout=SECONDS)
         self.all = [
-            make(Engine(rank), rank=rank, world_size=2, is_main=rank == 0, gather=self._gather(rank), **given)
+            make(
+                Engine(rank),
+                rank=rank,
+                world_size=2,
+                is_main=rank == 0,
+                gather=self._gather(rank),
+                **given,
+            )
             for rank in (0, 1)
         ]
 

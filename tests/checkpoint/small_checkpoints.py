@@ -89,8 +89,16 @@ def find(resume: str | Path, run_checkpoints: Path) -> int | None:
 
 
 def saved(config: Mapping[str, Any], **changes: Any) -> SavedCheckpoint:
-    manifest = {"format": 2, "step": 10, "layout": LAYOUT, "steps_per_epoch": 4, "config": dict(config)} | changes
-    return SavedCheckpoint(Path("runs/x/checkpoints"), "global_step10", json.loads(json.dumps(manifest)))
+    manifest = {
+        "format": 2,
+        "step": 10,
+        "layout": LAYOUT,
+        "steps_per_epoch": 4,
+        "config": dict(config),
+    } | changes
+    return SavedCheckpoint(
+        Path("runs/x/checkpoints"), "global_step10", json.loads(json.dumps(manifest))
+    )
 
 
 def full(**sections: Any) -> dict[str, Any]:

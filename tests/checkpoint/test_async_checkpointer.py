@@ -1,4 +1,6 @@
-"""Saves in the background, by real writer processes: training does not wait, and a save that fails costs a warning."""
+"""Saves in the background, by real writer processes: training does not wait, and a save that fails
+costs a warning.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,19 @@ __all__ = ["make"]  # a fixture
 
 
 class TestWriting:
-    def test_what_is_published_is_what_a_save_at_once_would_have_written(self, make: Any, tmp_path: Path) -> None:
-        Checkpointer(Engine(), tmp_path / "sync", **options()).save(7, {"train/loss": 0.5, "eval/loss": float("nan")})  # type: ignore[arg-type]
+    def test_what_is_published_is_what_a_save_at_once_would_have_written(
+        self, make: Any, tmp_path: Path
+    ) -> None:
+        Checkpointer(Engine(), tmp_path / "sync", **options()).save(
+            7, {"train/loss": 0.5, "eval/loss": float("nan")}
+        )  # type: ignore[arg-type]
         checkpointer = make(folder=tmp_path / "async")
         assert checkpointer.save(7, {"train/loss": 0.5, "eval/loss": float("nan")})
         checkpointer.finish()
-        (sync,), (found,) = list_checkpoints(tmp_path / "sync"), list_checkpoints(tmp_path / "async")
+        (sync,), (found,) = (
+            list_checkpoints(tmp_path / "sync"),
+            list_checkpoints(tmp_path / "async"),
+        )
         stated = ("saved_at", "sha256")  # a second may pass between the two
         assert {name: value for name, value in found.manifest.items() if name not in stated} == {
             name: value for name, value in sync.manifest.items() if name not in stated
@@ -111,7 +120,9 @@ class TestWriting:
         checkpointer.finish()
         assert steps(tmp_path) == [20, 40]
 
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+    @pytest.mark.parametrize(
+        "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
+    )
     def test_what_asks_the_run_to_stop_does_not_stop_a_save(
         self, make: Any, tmp_path: Path, number: signal.Signals
     ) -> None:
@@ -126,7 +137,9 @@ class TestWriting:
         assert writer(checkpointer) == pid
         assert steps(tmp_path) == [1, 2]
 
-    def test_closing_lets_a_save_become_whole(self, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_closing_lets_a_save_become_whole(
+        self, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(async_checkpointer, "_LAST_SECONDS", SECONDS)
         checkpointer = make()
         pid = stop(checkpointer)
@@ -150,7 +163,9 @@ class TestFailing:
         stated = await_warning(capfd)  # though the ranks have not met again
         checkpointer._await_answer(SECONDS)  # it is told to people first
         assert checkpointer._state == "failed"
-        assert f"{tmp_path}/global_step2: the checkpoint cannot be written (File too large)" in stated
+        assert (
+            f"{tmp_path}/global_step2: the checkpoint cannot be written (File too large)" in stated
+        )
         assert "training goes on" in stated
         limit_file_size(writer(checkpointer), resource.RLIM_INFINITY)
         checkpointer.save(3)
@@ -178,7 +193,8 @@ class TestFailing:
         assert stated.count("[checkpoint-not-written]") == 1
         checkpointer.finish()
         assert steps(tmp_path) == [1, 3]
-        os.kill(writer(checkpointer), signal.SIGKILL)  # while it has nothing to do: nobody need know
+        # while it has nothing to do: nobody need know
+        os.kill(writer(checkpointer), signal.SIGKILL)
         until(lambda: is_dead(writer(checkpointer)))
         checkpointer.save(4)
         checkpointer.finish()
@@ -203,7 +219,8 @@ class TestFailing:
 
             checkpointer._begin = begin_and_die
         with pytest.raises(
-            StorageError, match=r"global_step2: the checkpoint cannot be written .*\[checkpoint-not-written\]"
+            StorageError,
+            match=r"global_step2: the checkpoint cannot be written .*\[checkpoint-not-written\]",
         ):
             checkpointer.save(2)
         assert capfd.readouterr().err == "", "an error, and no warning beside it"
@@ -224,7 +241,9 @@ class TestFailing:
         assert checkpointer.save(1) is False
         assert "cannot be written (Not a directory)" in capfd.readouterr().err
 
-    def test_files_that_somebody_took_away(self, make: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_files_that_somebody_took_away(
+        self, make: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
         checkpointer = make()
         pid = stop(checkpointer)
         checkpointer.save(1)
@@ -235,14 +254,20 @@ class TestFailing:
         assert steps(tmp_path) == []
 
     @pytest.mark.parametrize("state", ["full", "read-only"])
-    def test_a_real_disk(self, make: Any, tmp_path: Path, state: str, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_a_real_disk(
+        self, make: Any, tmp_path: Path, state: str, capfd: pytest.CaptureFixture[str]
+    ) -> None:
         mounted = tmp_path / "disk"
         mounted.mkdir()
         done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=2m", "none", mounted], capture_output=True, check=False
+            ["mount", "-t", "tmpfs", "-o", "size=2m", "none", mounted],
+            capture_output=True,
+            check=False,
         )
         if done.returncode:
-            pytest.skip(f"a small file system cannot be mounted here (it needs root): {done.stderr.decode().strip()}")
+            pytest.skip(
+                f"a small file system cannot be mounted here (it needs root): {done.stderr.decode().strip()}"
+            )
         try:
             engine = Engine()
             checkpointer = make(engine, folder=mounted)
@@ -257,7 +282,9 @@ class TestFailing:
                 subprocess.run(["mount", "-o", "remount,ro", mounted], check=True)
                 os.kill(pid, signal.SIGCONT)
             checkpointer.finish()
-            reason = {"full": "No space left on device", "read-only": "Read-only file system"}[state]
+            reason = {"full": "No space left on device", "read-only": "Read-only file system"}[
+                state
+            ]
             stated = capfd.readouterr().err
             assert f"global_step2: the checkpoint cannot be written ({reason})" in stated
             assert stated.count("[checkpoint-not-written]") == 1

@@ -69,15 +69,21 @@ class TestWriting:
         assert [len(first), len(second), second[0].damage()] == [1, 1, []]
         assert names(tmp_path) == ["global_step5", "latest"]
 
-    @pytest.mark.parametrize(("keep_last", "kept"), [(1, [30]), (2, [20, 30]), (3, [9, 20, 30]), (9, [3, 9, 20, 30])])
-    def test_the_newest_are_kept_by_number_not_by_name(self, tmp_path: Path, keep_last: int, kept: list[int]) -> None:
+    @pytest.mark.parametrize(
+        ("keep_last", "kept"), [(1, [30]), (2, [20, 30]), (3, [9, 20, 30]), (9, [3, 9, 20, 30])]
+    )
+    def test_the_newest_are_kept_by_number_not_by_name(
+        self, tmp_path: Path, keep_last: int, kept: list[int]
+    ) -> None:
         checkpointer = make_checkpointer(tmp_path, keep_last=keep_last)
         for step in (3, 9, 20, 30):
             checkpointer.save(step)
         assert steps(tmp_path) == kept
         assert names(tmp_path) == sorted([*(f"global_step{step}" for step in kept), "latest"])
 
-    def test_a_later_checkpoint_of_another_past_never_costs_the_new_one(self, tmp_path: Path) -> None:
+    def test_a_later_checkpoint_of_another_past_never_costs_the_new_one(
+        self, tmp_path: Path
+    ) -> None:
         write(tmp_path, 10, 90)
         make_checkpointer(tmp_path, keep_last=1).save(20)
         assert steps(tmp_path) == [20, 90]
@@ -97,7 +103,9 @@ class TestWriting:
             "latest",
         ]
 
-    @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), OSError("torch says: full")])
+    @pytest.mark.parametrize(
+        "error", [OSError(errno.ENOSPC, "No space left on device"), OSError("torch says: full")]
+    )
     def test_a_failed_write_is_warned_of_and_leaves_the_last_good_one(
         self, tmp_path: Path, error: OSError, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -106,7 +114,10 @@ class TestWriting:
         engine = OneFileEngine(fails=error)
         checkpointer = make_checkpointer(tmp_path, engine=engine)
         assert checkpointer.save(2) is False
-        assert f"{tmp_path}/global_step2: the checkpoint cannot be written ({text})" in capsys.readouterr().err
+        assert (
+            f"{tmp_path}/global_step2: the checkpoint cannot be written ({text})"
+            in capsys.readouterr().err
+        )
         assert names(tmp_path) == ["global_step1", "latest"]
         assert find("auto", tmp_path) == 1
         engine.fails = None
@@ -118,11 +129,14 @@ class TestWriting:
         checkpointer = make_checkpointer(tmp_path, engine=OneFileEngine(fails=full), last_step=2)
         assert checkpointer.save(1) is False
         with pytest.raises(
-            StorageError, match=r"global_step2: .* \(No space left on device\).*\[checkpoint-not-written\]"
+            StorageError,
+            match=r"global_step2: .* \(No space left on device\).*\[checkpoint-not-written\]",
         ):
             checkpointer.save(2)
 
-    def test_another_ranks_failure_is_everybodys(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_another_ranks_failure_is_everybodys(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         write(tmp_path, 1)
         checkpointer = make_checkpointer(tmp_path)
         answers = iter([["", ""], ["", "No space left on device"]])
@@ -139,9 +153,15 @@ class TestWriting:
         write(tmp_path, 1)
         checkpointer = make_checkpointer(tmp_path)
         elsewhere = {"weights" if num_bytes == 1 else "of_host_b": FileRecord(num_bytes, "0" * 64)}
-        checkpointer._gather = lambda value: [value, elsewhere if isinstance(value, dict) else value]
+        checkpointer._gather = lambda value: [
+            value,
+            elsewhere if isinstance(value, dict) else value,
+        ]
         assert checkpointer.save(20) is False
-        assert "is not whole where rank 0 looks: all hosts must share the run folder)" in capsys.readouterr().err
+        assert (
+            "is not whole where rank 0 looks: all hosts must share the run folder)"
+            in capsys.readouterr().err
+        )
         assert names(tmp_path) == ["global_step1", "latest"]
 
     def test_an_error_that_is_not_about_storage_is_left_as_it_is(self, tmp_path: Path) -> None:
@@ -179,13 +199,19 @@ class TestWriting:
         assert warning.startswith(f"warning: {tmp_path}: an old checkpoint cannot be deleted (")
         assert "Permission denied" in warning
         assert warning.endswith("[checkpoint-not-deleted]\n")
-        assert steps(tmp_path) == [2, 3], "what cannot be deleted is at least no longer resumed from"
+        assert steps(tmp_path) == [2, 3], (
+            "what cannot be deleted is at least no longer resumed from"
+        )
 
 
 class TestManyRanks:
-    """What rank 0 does alone while thousands wait must not ask the file system for every file again and again."""
+    """What rank 0 does alone while thousands wait must not ask the file system for every file again
+    and again.
+    """
 
-    def test_manifests_of_kept_checkpoints_are_read_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_manifests_of_kept_checkpoints_are_read_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         write(tmp_path, *range(1, 6))
         read: list[str] = []
 
@@ -208,12 +234,18 @@ class TestManyRanks:
         checkpointer.save(3)
         assert steps(tmp_path) == [1, 3]
 
-    def test_files_are_listed_once_and_removed_together(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_files_are_listed_once_and_removed_together(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         checkpointer = make_checkpointer(tmp_path, engine=ManyFilesEngine(), keep_last=1)
         asked: list[Path] = []
         stat = Path.stat
-        monkeypatch.setattr(Path, "lstat", lambda path: asked.append(path) or stat(path, follow_symlinks=False))
-        monkeypatch.setattr(Path, "stat", lambda path, **options: asked.append(path) or stat(path, **options))
+        monkeypatch.setattr(
+            Path, "lstat", lambda path: asked.append(path) or stat(path, follow_symlinks=False)
+        )
+        monkeypatch.setattr(
+            Path, "stat", lambda path, **options: asked.append(path) or stat(path, **options)
+        )
         assert checkpointer.save(1)
         assert checkpointer.save(2)
         assert len([path for path in asked if path.name.startswith("shard")]) == 0

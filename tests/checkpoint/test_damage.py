@@ -1,5 +1,5 @@
-"""Checkpoints whose bytes or names were changed after they were written: each change is named, and the one before is
-taken.
+"""Checkpoints whose bytes or names were changed after they were written: each change is named, and
+the one before is taken.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ import pytest
 from framework.checkpoint.checkpointer import clear_unfinished
 from framework.checkpoint.manifest import list_checkpoints, read_checkpoint, seal
 from framework.checkpoint.names import find_raw
-from framework.checkpoint.resume_point import find_checkpoint, find_sound_checkpoint, newest_at, set_aside_later
+from framework.checkpoint.resume_point import (
+    find_checkpoint,
+    find_sound_checkpoint,
+    newest_at,
+    set_aside_later,
+)
 from framework.commands.inspect import run_inspect
 from framework.errors import ConfigError, StorageError
 from tests.checkpoint.test_every_fault import before
@@ -143,11 +148,17 @@ def test_every_change_is_found_and_the_checkpoint_before_is_taken(
         assert found.step == 10, seed
         assert len(refused) == 1, seed
         assert f"{folder}/global_step20/" in refused[0]
-        with pytest.raises(StorageError, match=r"the checkpoint is damaged: .*global_step20/.*\[checkpoint-damaged\]"):
-            find_sound_checkpoint(str(folder), run_checkpoints=folder)  # the newest of a folder is asked for
-        if read_checkpoint(folder / "global_step20") is not None:  # the manifest itself is as it was written
+        with pytest.raises(
+            StorageError,
+            match=r"the checkpoint is damaged: .*global_step20/.*\[checkpoint-damaged\]",
+        ):
+            # the newest of a folder is asked for
+            find_sound_checkpoint(str(folder), run_checkpoints=folder)
+        # the manifest itself is as it was written
+        if read_checkpoint(folder / "global_step20") is not None:
             with pytest.raises(
-                StorageError, match=r"the checkpoint is damaged: .*global_step20/.*\[checkpoint-damaged\]"
+                StorageError,
+                match=r"the checkpoint is damaged: .*global_step20/.*\[checkpoint-damaged\]",
             ):
                 find_sound_checkpoint(str(folder / "global_step20"), run_checkpoints=folder)
         else:
@@ -162,7 +173,9 @@ def other_release(manifest: Path) -> None:
     manifest.write_text(seal(content | {"format": 1}))
 
 
-@pytest.mark.parametrize("change", [Path.unlink, other_release, lambda manifest: os.truncate(manifest, 9)])
+@pytest.mark.parametrize(
+    "change", [Path.unlink, other_release, lambda manifest: os.truncate(manifest, 9)]
+)
 def test_a_manifest_that_cannot_be_read_is_no_reason_to_start_afresh(
     sound: Path, tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
@@ -173,7 +186,8 @@ def test_a_manifest_that_cannot_be_read_is_no_reason_to_start_afresh(
     assert (found.step, refused) == (20, []), "an older one is nobody's concern"
     change(tmp_path / "run" / "global_step20" / "manifest.json")
     with pytest.raises(
-        StorageError, match=r"no checkpoint is sound: .*step20/manifest.json: .*step10/manifest.json"
+        StorageError,
+        match=r"no checkpoint is sound: .*step20/manifest.json: .*step10/manifest.json",
     ) as no:
         find_sound_checkpoint("auto", run_checkpoints=tmp_path / "run")
     assert no.value.exit_code == 74
@@ -189,17 +203,23 @@ def test_a_manifest_that_storage_does_not_give_out_is_damage(
     refuse_to_open(monkeypatch, run / "global_step20" / "manifest.json", number)
     found, refused = find_sound_checkpoint("auto", run_checkpoints=run)
     assert found is not None
-    assert (found.step, refused) == (10, [f"{run}/global_step20/manifest.json: it cannot be read: {why}"])
+    assert (found.step, refused) == (
+        10,
+        [f"{run}/global_step20/manifest.json: it cannot be read: {why}"],
+    )
     before = find_checkpoint("auto", run_checkpoints=run)
     assert before is not None
     assert before.step == 10
     with pytest.raises(
-        StorageError, match=rf"manifest.json: it cannot be read: {why}; try again .*\[checkpoint-not-read\]"
+        StorageError,
+        match=rf"manifest.json: it cannot be read: {why}; try again .*\[checkpoint-not-read\]",
     ):
         find_checkpoint(str(run / "global_step20"), run_checkpoints=run)
     refuse_to_open(monkeypatch, run / "global_step10" / "manifest.json", number)
     for find in (find_sound_checkpoint, find_checkpoint):
-        with pytest.raises(StorageError, match=rf"no checkpoint is sound: .*step20/.*{why}; .*step10/.*{why}"):
+        with pytest.raises(
+            StorageError, match=rf"no checkpoint is sound: .*step20/.*{why}; .*step10/.*{why}"
+        ):
             find("auto", run_checkpoints=run)
 
 
@@ -214,7 +234,8 @@ def test_a_folder_that_does_not_answer_is_not_an_empty_one(
     monkeypatch.setattr(os, "scandir", stale)
     for find in (find_sound_checkpoint, find_checkpoint):
         with pytest.raises(
-            StorageError, match=r"checkpoint.resume = auto: .*Stale file handle.*\[checkpoint-not-read\]"
+            StorageError,
+            match=r"checkpoint.resume = auto: .*Stale file handle.*\[checkpoint-not-read\]",
         ):
             find("auto", run_checkpoints=run)
 
@@ -225,11 +246,13 @@ def test_a_lost_manifest_is_told_in_the_words_of_the_command(sound: Path, tmp_pa
     (newest / "weights.pt").rename(newest / "mp_rank_00_model_states.pt")
     (newest / "manifest.json").unlink()
     with pytest.raises(
-        StorageError, match=rf"manifest.json: it is missing \({newest} --allow-unverified reads it without one\)"
+        StorageError,
+        match=rf"manifest.json: it is missing \({newest} --allow-unverified reads it without one\)",
     ):
         newest_at(str(run), key="CHECKPOINT")
     with pytest.raises(
-        ConfigError, match=r"it has no manifest \(DeepSpeed wrote it by itself, or the manifest is lost\)"
+        ConfigError,
+        match=r"it has no manifest \(DeepSpeed wrote it by itself, or the manifest is lost\)",
     ):
         newest_at(str(newest), key="CHECKPOINT")
 
@@ -242,19 +265,25 @@ def test_one_that_was_set_aside_is_read_but_not_resumed_from(sound: Path, tmp_pa
     assert found is not None
     assert (found.step, found.path, found.damage()) == (20, aside, [])
     with pytest.raises(
-        ConfigError, match=rf"rename it back to {run}/global_step20 and name that \[checkpoint-replaced\]"
+        ConfigError,
+        match=rf"rename it back to {run}/global_step20 and name that \[checkpoint-replaced\]",
     ):
         find_sound_checkpoint(str(aside), run_checkpoints=run)
     aside.rename(run / "global_step20")
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [10, 20]
 
 
-def test_a_folder_whose_newest_checkpoint_is_damaged_is_not_taken_for_an_older_one(sound: Path, tmp_path: Path) -> None:
-    """What `export`, `generate` and `init_weights` are given: older weights would pass for the newest."""
+def test_a_folder_whose_newest_checkpoint_is_damaged_is_not_taken_for_an_older_one(
+    sound: Path, tmp_path: Path
+) -> None:
+    """What `export`, `generate` and `init_weights` are given: older weights would pass for the
+    newest.
+    """
     run = shutil.copytree(sound, tmp_path / "run")
     other_release(run / "global_step20" / "manifest.json")
     with pytest.raises(
-        StorageError, match=r"CHECKPOINT = .*step20/manifest.json: .*name an older one, such as .*step10 \["
+        StorageError,
+        match=r"CHECKPOINT = .*step20/manifest.json: .*name an older one, such as .*step10 \[",
     ):
         newest_at(str(run), key="CHECKPOINT")
     named = find_checkpoint(str(run / "global_step10"), run_checkpoints=run)
@@ -262,7 +291,9 @@ def test_a_folder_whose_newest_checkpoint_is_damaged_is_not_taken_for_an_older_o
     assert named.step == 10
 
 
-def test_a_checkpoint_whose_manifest_is_damaged_is_set_aside_with_the_later_ones(sound: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_whose_manifest_is_damaged_is_set_aside_with_the_later_ones(
+    sound: Path, tmp_path: Path
+) -> None:
     """Under its name it would be deleted by the save of the same step."""
     shutil.copytree(sound, tmp_path / "run")
     other_release(tmp_path / "run" / "global_step20" / "manifest.json")
@@ -273,7 +304,9 @@ def test_a_checkpoint_whose_manifest_is_damaged_is_set_aside_with_the_later_ones
 
 
 def test_there_are_as_many_changes_as_the_page_says() -> None:
-    (stated,) = re.findall(r"of (\d+) changes to the bytes", (ROOT / "docs/promises.md").read_text(encoding="utf-8"))
+    (stated,) = re.findall(
+        r"of (\d+) changes to the bytes", (ROOT / "docs/promises.md").read_text(encoding="utf-8")
+    )
     assert int(stated) == NUM_SEEDS * len(MUTATIONS)
 
 
@@ -293,7 +326,9 @@ def test_the_damage_is_named(sound: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_nobody_waits_for_a_pipe(sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nobody_waits_for_a_pipe(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A pipe that nobody writes to keeps `open` waiting for ever; a link leads to one."""
     shutil.copytree(sound, tmp_path / "run")
     for name in ("global_step20/manifest.json", "latest"):
@@ -330,7 +365,9 @@ def test_a_manifest_does_not_lead_out_of_its_folder(sound: Path, tmp_path: Path,
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "run")] == [10]
 
 
-@pytest.mark.parametrize("tag", ["../elsewhere", "/tmp", "global_step20/../global_step10", "global_step9" + "9" * 30])
+@pytest.mark.parametrize(
+    "tag", ["../elsewhere", "/tmp", "global_step20/../global_step10", "global_step9" + "9" * 30]
+)
 def test_latest_leads_nowhere(sound: Path, tmp_path: Path, tag: str) -> None:
     """`latest` is written for DeepSpeed's own tools; nothing here follows it."""
     shutil.copytree(sound, tmp_path / "run")

@@ -1,10 +1,11 @@
-"""Whatever a save does to the disk may fail, or be the last thing the process does: a checkpoint to go on from is
-always there.
+"""Whatever a save does to the disk may fail, or be the last thing the process does: a checkpoint to
+go on from is always there.
 
-The operating system's calls that change a file system are counted. Then the save is repeated once for every call and
-every way it can go wrong: the process ends before it, or after it; it fails with EIO or ENOSPC; a write is cut short.
-Each time a new start must find the new checkpoint or the one before, undamaged, and clear away the rest. Saves in the
-background run here as well, with the writer in this process, so that its calls are counted too.
+The operating system's calls that change a file system are counted. Then the save is repeated once
+for every call and every way it can go wrong: the process ends before it, or after it; it fails with
+EIO or ENOSPC; a write is cut short. Each time a new start must find the new checkpoint or the one
+before, undamaged, and clear away the rest. Saves in the background run here as well, with the
+writer in this process, so that its calls are counted too.
 """
 
 from __future__ import annotations
@@ -58,15 +59,23 @@ class Faults:
 
     def wrap(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            if current_thread().name == "file-writer":  # lines of the log: after a failure they wait for a while
+            # lines of the log: after a failure they wait for a while
+            if current_thread().name == "file-writer":
                 return real(*arguments, **options)
-            if self.is_over:  # a handler that runs after the end would do what a killed process cannot
+            # a handler that runs after the end would do what a killed process cannot
+            if self.is_over:
                 raise Ended
-            if name == "open" and not (len(arguments) > 1 and arguments[1] & (os.O_CREAT | os.O_WRONLY)):
+            if name == "open" and not (
+                len(arguments) > 1 and arguments[1] & (os.O_CREAT | os.O_WRONLY)
+            ):
                 return real(*arguments, **options)
             number, self.count = self.count, self.count + 1
             self.log.append(name)
-            return self._go_wrong(name, real, arguments, options) if number == self.at else real(*arguments, **options)
+            return (
+                self._go_wrong(name, real, arguments, options)
+                if number == self.at
+                else real(*arguments, **options)
+            )
 
         return call
 
@@ -89,7 +98,8 @@ def faults(monkeypatch: pytest.MonkeyPatch, **how: Any) -> Iterator[Faults]:
     found = Faults(**how)
     with monkeypatch.context() as patch:
         for name in CALLS:
-            # Flushing itself is left out: no test can see what a disk would have lost, and it takes most of the time.
+            # Flushing itself is left out: no test can see what a disk would have lost, and it takes
+            # most of the time.
             real = (lambda descriptor: None) if name == "fsync" else getattr(os, name)
             patch.setattr(os, name, found.wrap(name, real))
         yield found
@@ -98,7 +108,9 @@ def faults(monkeypatch: pytest.MonkeyPatch, **how: Any) -> Iterator[Faults]:
 class TwoFileEngine:
     """Writes as the real engine does: new files, hashed, flushed."""
 
-    def save(self, folder: Path, tag: str, state: Any, *, open_file: OpenFile = NewFile) -> dict[str, FileRecord]:
+    def save(
+        self, folder: Path, tag: str, state: Any, *, open_file: OpenFile = NewFile
+    ) -> dict[str, FileRecord]:
         place = folder / tag
         place.mkdir()
         records = {}
@@ -135,7 +147,9 @@ def checkpointer(folder: Path) -> Checkpointer:
 
 
 class WriterHere:
-    """The writer, carrying out an order as soon as it is given, in this process; both ends of its channel."""
+    """The writer, carrying out an order as soon as it is given, in this process; both ends of its
+    channel.
+    """
 
     class _Told(deque[dict[str, Any]]):
         def send(self, **message: Any) -> None:
@@ -215,7 +229,16 @@ def test_every_call_of_a_save_may_go_wrong(
     shutil.copytree(prepared, tmp_path / "counted")
     with faults(monkeypatch) as counted:
         assert save(tmp_path / "counted", step)
-    assert set(counted.log) >= {"open", "write", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir"}
+    assert set(counted.log) >= {
+        "open",
+        "write",
+        "fsync",
+        "rename",
+        "replace",
+        "unlink",
+        "rmdir",
+        "mkdir",
+    }
     outcomes = []
     for number in range(counted.count):
         folder = tmp_path / f"{number}"
@@ -234,11 +257,15 @@ def test_every_call_of_a_save_may_go_wrong(
         shutil.rmtree(folder)
     assert outcomes[0] == (step if fault == "short" else 20)
     if fault.startswith("end") and step == 30:
-        assert outcomes == sorted(outcomes), "from some call on the new checkpoint is there, and stays"
+        assert outcomes == sorted(outcomes), (
+            "from some call on the new checkpoint is there, and stays"
+        )
         assert outcomes[-1] == 30
 
 
-def test_a_start_may_be_interrupted_too(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_may_be_interrupted_too(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def left(folder: Path) -> None:
         """As after a kill between the two renames of a save, and during a deletion."""
         shutil.copytree(prepared, folder)
@@ -256,7 +283,9 @@ def test_a_start_may_be_interrupted_too(prepared: Path, tmp_path: Path, monkeypa
         assert fresh_start(tmp_path / f"{number}") == 20
 
 
-def test_an_empty_run_folder_has_nothing_to_fear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_run_folder_has_nothing_to_fear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with faults(monkeypatch) as counted:
         assert checkpointer(tmp_path / "counted").save(1)
     for number in range(counted.count):

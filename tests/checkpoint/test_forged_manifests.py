@@ -1,4 +1,6 @@
-"""A manifest written by somebody who can compute its hash: whatever it holds, it is refused without a traceback."""
+"""A manifest written by somebody who can compute its hash: whatever it holds, it is refused without
+a traceback.
+"""
 
 from __future__ import annotations
 
@@ -78,11 +80,15 @@ FORGED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", FORGED)
 def test_a_forged_manifest_is_no_checkpoint(forged: Path, case: str) -> None:
-    (forged / "global_step20" / "manifest.json").write_text(seal(manifest_of(forged) | FORGED[case]))
+    (forged / "global_step20" / "manifest.json").write_text(
+        seal(manifest_of(forged) | FORGED[case])
+    )
     found, _ = find_sound_checkpoint("auto", run_checkpoints=forged)
     assert found is not None
     assert found.step == 10
-    with pytest.raises(ConfigError, match=r"there is no finished checkpoint.*\[checkpoint-not-found\]"):
+    with pytest.raises(
+        ConfigError, match=r"there is no finished checkpoint.*\[checkpoint-not-found\]"
+    ):
         find_sound_checkpoint(str(forged / "global_step20"), run_checkpoints=forged)
 
 
@@ -154,12 +160,20 @@ def test_a_config_of_another_program_is_no_reason_for_a_traceback(forged: Path) 
     from framework.checkpoint import resumable
 
     manifest = manifest_of(forged)
-    odd = {"model": {"kind": "another"}, "": {"": [{}]}, "zero": {"stage": 3, "sub_group_size": [{}]}}
+    odd = {
+        "model": {"kind": "another"},
+        "": {"": [{}]},
+        "zero": {"stage": 3, "sub_group_size": [{}]},
+    }
     changes = {"config": manifest["config"] | odd, "layout": LAYOUT | {"global_size": 32}}
     (forged / "global_step20" / "manifest.json").write_text(seal(manifest | changes))
     checkpoint = list_checkpoints(forged)[-1]
     with pytest.raises(ConfigError, match=r"\[resume-config-differs\]"):
         resumable.check_resumable(
-            checkpoint, config=config_from_values({}).to_dict(), global_size=32, steps_per_epoch=1, data={}
+            checkpoint,
+            config=config_from_values({}).to_dict(),
+            global_size=32,
+            steps_per_epoch=1,
+            data={},
         )
     shutil.rmtree(forged)

@@ -17,7 +17,12 @@ class TestMoving:
         ("layout", "sections", "pipeline", "moved"),
         [
             ({}, {}, None, False),
-            ({"micro_size": 2, "accumulation_steps": 2}, {"training": {"max_steps": 9}}, None, False),
+            (
+                {"micro_size": 2, "accumulation_steps": 2},
+                {"training": {"max_steps": 9}},
+                None,
+                False,
+            ),
             ({"world_size": 4, "data_parallel_size": 4}, {}, None, True),
             ({}, {"zero": {"stage": 2}}, None, True),
             ({}, {"zero": {"stage": 0, "reduce_bucket_size": 1000}}, None, False),
@@ -29,7 +34,11 @@ class TestMoving:
         ],
     )
     def test_a_checkpoint_of_another_layout_has_moved(
-        self, layout: dict[str, Any], sections: dict[str, Any], pipeline: dict[str, Any] | None, moved: bool
+        self,
+        layout: dict[str, Any],
+        sections: dict[str, Any],
+        pipeline: dict[str, Any] | None,
+        moved: bool,
     ) -> None:
         now = {"layout": LAYOUT | layout, "config": full(**sections), "pipeline": pipeline}
         assert needs_resharding(saved(full()), description=now) is moved
@@ -38,7 +47,11 @@ class TestMoving:
         ("stage", "changed", "stated"),
         [
             (1, {"round_robin_gradients": True}, "zero.round_robin_gradients: false -> true"),
-            (2, {"offload_optimizer": {"device": "cpu"}}, "zero.offload_optimizer.device: none -> cpu"),
+            (
+                2,
+                {"offload_optimizer": {"device": "cpu"}},
+                "zero.offload_optimizer.device: none -> cpu",
+            ),
             (3, {"sub_group_size": 5}, "zero.sub_group_size: 1000000000 -> 5"),
             (3, {"offload_param": {"device": "cpu"}}, "zero.offload_param.device: none -> cpu"),
             *(
@@ -72,15 +85,24 @@ class TestMoving:
         assert describe_resharding(before, description=now) == stated
 
     def test_what_is_different_is_told(self) -> None:
-        now = {"layout": LAYOUT | {"world_size": 4}, "config": full(zero={"stage": 2}, precision={"dtype": "bf16"})}
+        now = {
+            "layout": LAYOUT | {"world_size": 4},
+            "config": full(zero={"stage": 2}, precision={"dtype": "bf16"}),
+        }
         reported = describe_resharding(saved(full()), description=now)
         assert reported == "ranks: 2 -> 4, precision.dtype: fp32 -> bf16, zero.stage: 0 -> 2"
 
     def test_so_has_a_pipeline_that_is_cut_elsewhere(self) -> None:
         before = saved(full(), pipeline=self.PIPELINE)
-        here = {"layout": LAYOUT, "config": full(), "pipeline": {**self.PIPELINE, "bounds": (0, 2, 4)}}
+        here = {
+            "layout": LAYOUT,
+            "config": full(),
+            "pipeline": {**self.PIPELINE, "bounds": (0, 2, 4)},
+        }
         assert not needs_resharding(before, description=here)
-        assert needs_resharding(before, description={**here, "pipeline": {**self.PIPELINE, "bounds": (0, 1, 4)}})
+        assert needs_resharding(
+            before, description={**here, "pipeline": {**self.PIPELINE, "bounds": (0, 1, 4)}}
+        )
 
     def test_so_has_one_whose_weights_are_split_otherwise(self) -> None:
         layout, config = LAYOUT | {"tensor_size": 2, "data_parallel_size": 1}, full()

@@ -78,6 +78,8 @@ def test_a_link_for_checkpoints_has_a_fix_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run/checkpoints").symlink_to(tmp_path / "disk")
-    with pytest.raises(StorageError, match=r"move the whole run folder there and set run\.output_dir") as caught:
+    with pytest.raises(
+        StorageError, match=r"move the whole run folder there and set run\.output_dir"
+    ) as caught:
         open_folder(tmp_path / "run")
     assert "a folder you can write to" not in str(caught.value)

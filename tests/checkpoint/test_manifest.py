@@ -1,5 +1,5 @@
-"""One reading of a manifest: `inspect` and `resume` judge every one alike, whatever types it holds, and none costs
-long.
+"""One reading of a manifest: `inspect` and `resume` judge every one alike, whatever types it holds,
+and none costs long.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ FULL = {
     "best": {"metric": "eval/loss", "value": 0.25, "step": 9, "best_is": "min"},
     "versions": {"dsf-trainer": "0.1.0", "torch": "2.15.0"},
     "pipeline": {"layers": ["a", "b"], "bounds": [0, 1, 2]},
-    "config": config_from_values({"run": {"name": "x"}, "training": {"ema": {"decay": 0.9}}}).to_dict(),
+    "config": config_from_values(
+        {"run": {"name": "x"}, "training": {"ema": {"decay": 0.9}}}
+    ).to_dict(),
 }
 
 
@@ -85,9 +87,16 @@ def resumes(folder: Path) -> bool:
     except StorageError:
         return False
     assert checkpoint is not None
-    description = {"layout": LAYOUT, "config": CONFIG, "num_train_samples": 1437, "data_sha256": None}
+    description = {
+        "layout": LAYOUT,
+        "config": CONFIG,
+        "num_train_samples": 1437,
+        "data_sha256": None,
+    }
     for judge in (
-        lambda: check_resumable(checkpoint, config=CONFIG, global_size=8, steps_per_epoch=4, data=description),
+        lambda: check_resumable(
+            checkpoint, config=CONFIG, global_size=8, steps_per_epoch=4, data=description
+        ),
         lambda: check_movable(checkpoint, description=description),
     ):
         try:
@@ -101,16 +110,23 @@ def resumes(folder: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_inspect_and_resume_judge_any_type_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_and_resume_judge_any_type_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (checkpoint,) = write(tmp_path, 10)
-    whole = {name: value for name, value in (dict(checkpoint.manifest) | FULL).items() if name != "sha256"}
+    whole = {
+        name: value
+        for name, value in (dict(checkpoint.manifest) | FULL).items()
+        if name != "sha256"
+    }
     file, refused = checkpoint.path / "manifest.json", 0
     file.write_text(seal(whole))
     assert (run_inspect(str(tmp_path), as_json=False, verify=True), resumes(tmp_path)) == (0, True)
     keys = list(places(whole))
     assert len(keys) > 80
     for number, place in enumerate(keys):
-        # Every value at the keys that readers look at, and of the many keys of the config a part of the values at each.
+        # Every value at the keys that readers look at, and of the many keys of the config a part of
+        # the values at each.
         few = len(place) > 2 and place[1] not in ("zero", "precision", "optimizer", "model")
         for value in ODD[number % 4 :: 4] if few else ODD:
             try:
@@ -134,10 +150,14 @@ def test_without_its_last_newline_it_is_not_whole(end: str, tmp_path: Path) -> N
     assert not resumes(tmp_path)
 
 
-def test_a_manifest_that_is_too_large_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_manifest_that_is_too_large_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (checkpoint,) = write(tmp_path, 10)
     files = {f"f{number}": {"num_bytes": 3, "sha256": "0" * 64} for number in range(80_000)}
-    own = {name: value for name, value in checkpoint.manifest.items() if name != "sha256"} | {"files": files}
+    own = {name: value for name, value in checkpoint.manifest.items() if name != "sha256"} | {
+        "files": files
+    }
     (checkpoint.path / "manifest.json").write_text(json.dumps(own))
     began = time.monotonic()
     assert run_inspect(str(tmp_path), as_json=False, verify=True) == 74
@@ -150,6 +170,10 @@ def test_a_model_of_ones_own_has_a_name(tmp_path: Path, capsys: pytest.CaptureFi
     (checkpoint,) = write(tmp_path, 10)
     own = {name: value for name, value in checkpoint.manifest.items() if name != "sha256"}
     for model in ({"target": "my.nets:Net", "args": {}}, {"object": "my.nets.Net"}):
-        (checkpoint.path / "manifest.json").write_text(seal(own | {"config": own["config"] | {"model": model}}))
+        (checkpoint.path / "manifest.json").write_text(
+            seal(own | {"config": own["config"] | {"model": model}})
+        )
         run_inspect(str(tmp_path), as_json=False, verify=True)
-        assert f"model      {model.get('target') or model.get('object')}\n" in capsys.readouterr().out
+        assert (
+            f"model      {model.get('target') or model.get('object')}\n" in capsys.readouterr().out
+        )

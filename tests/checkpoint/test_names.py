@@ -1,4 +1,6 @@
-"""What things are called in a run folder: read back as they are written, and nothing else is taken for them."""
+"""What things are called in a run folder: read back as they are written, and nothing else is taken
+for them.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,20 @@ def test_every_name_for_what_is_set_aside_is_known_again() -> None:
     names = replaced_names(tag_of(10))
     assert names[:2] == ["global_step10.replaced", "global_step10.replaced-1"]
     assert len(set(names)) == 1000
-    assert [found["tag"] for name in names if (found := REPLACED.match(name))] == [tag_of(10)] * 1000
+    assert [found["tag"] for name in names if (found := REPLACED.match(name))] == [
+        tag_of(10)
+    ] * 1000
 
 
 @pytest.mark.parametrize(
-    "name", ["global_step", "global_step1.tar", "global_step" + "9" * 19, "xglobal_step1", "global_step10\n"]
+    "name",
+    [
+        "global_step",
+        "global_step1.tar",
+        "global_step" + "9" * 19,
+        "xglobal_step1",
+        "global_step10\n",
+    ],
 )
 def test_other_names_are_no_tags(name: str) -> None:
     assert TAG.match(name) is None
@@ -103,7 +114,10 @@ def test_folders_by_their_names(tmp_path: Path) -> None:
         (9, "global_step9"),
         (10, "global_step10"),
     ]
-    assert [path.name for path in replaced_folders(tmp_path)] == ["global_step9.replaced", "global_step9.replaced-2"]
+    assert [path.name for path in replaced_folders(tmp_path)] == [
+        "global_step9.replaced",
+        "global_step9.replaced-2",
+    ]
     assert named_folders(tmp_path / "global_step1") == []
 
 

@@ -29,7 +29,10 @@ class TestResumable:
         values: dict[str, Any] = {
             "optimizer": {"kind": "adamw", "lr": 1e-3, "betas": [0.9, 0.95]},
             "zero": {"stage": 2, "reduce_bucket_size": 5e8},
-            "model": {"target": "a:b", "args": {"sizes": [1, 2, {"deep": None}], "name": "x", "rate": 1e-8}},
+            "model": {
+                "target": "a:b",
+                "args": {"sizes": [1, 2, {"deep": None}], "name": "x", "rate": 1e-8},
+            },
             "deepspeed": {"aio": {"block_size": 1048576}},
         }
         assert differences(full(**values), full(**values)) == []
@@ -104,9 +107,16 @@ class TestResumable:
     def test_left_out_and_null_are_the_same(self) -> None:
         assert differences({"zero": {"new_key": None, "empty": {}}}, {"zero": {}}) == []
 
-    @pytest.mark.parametrize(("before", "now"), [(1, 1.0), (1e-3, 0.001), (5e8, 500_000_000), (1e16, 10**16)])
+    @pytest.mark.parametrize(
+        ("before", "now"), [(1, 1.0), (1e-3, 0.001), (5e8, 500_000_000), (1e16, 10**16)]
+    )
     def test_numbers_are_compared_as_numbers(self, before: float, now: float) -> None:
-        assert differences({"optimizer": {"x": before, "y": [before]}}, {"optimizer": {"x": now, "y": [now]}}) == []
+        assert (
+            differences(
+                {"optimizer": {"x": before, "y": [before]}}, {"optimizer": {"x": now, "y": [now]}}
+            )
+            == []
+        )
 
     def test_data_of_another_size_is_refused(self) -> None:
         with pytest.raises(ConfigError) as caught:
@@ -116,8 +126,17 @@ class TestResumable:
 
     def test_other_steps_are_refused_together_with_what_else_differs(self) -> None:
         with pytest.raises(ConfigError) as caught:
-            check_resumable(saved(full()), config=full(run={"seed": 1}), global_size=16, steps_per_epoch=2, data={})
-        assert [problem.kind for problem in caught.value.problems] == ["resume-global-size", "resume-config-differs"]
+            check_resumable(
+                saved(full()),
+                config=full(run={"seed": 1}),
+                global_size=16,
+                steps_per_epoch=2,
+                data={},
+            )
+        assert [problem.kind for problem in caught.value.problems] == [
+            "resume-global-size",
+            "resume-config-differs",
+        ]
         assert "was trained with 8 samples per step" in str(caught.value)
         assert "set batch.global_size: 8" in str(caught.value)
 
@@ -127,16 +146,29 @@ def test_what_rank_0_finds_travels_to_the_other_ranks() -> None:
     start = saved(full())
     assert pickle.loads(pickle.dumps(start)) == start
     with pytest.raises(ConfigError) as caught:
-        check_resumable(start, config=full(run={"seed": 3}), global_size=16, steps_per_epoch=11, data={})
+        check_resumable(
+            start, config=full(run={"seed": 3}), global_size=16, steps_per_epoch=11, data={}
+        )
     copy = pickle.loads(pickle.dumps(caught.value))
-    assert (str(copy), copy.problems, copy.exit_code) == (str(caught.value), caught.value.problems, 78)
+    assert (str(copy), copy.problems, copy.exit_code) == (
+        str(caught.value),
+        caught.value.problems,
+        78,
+    )
     storage = pickle.loads(pickle.dumps(StorageError("no space [checkpoint-not-written]")))
     assert (str(storage), storage.exit_code) == ("no space [checkpoint-not-written]", 74)
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=4),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abc.", max_size=2), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text("abc.", max_size=2), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 

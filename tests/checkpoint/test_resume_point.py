@@ -44,7 +44,9 @@ class TestFinding:
             seal({"format": 2, "step": 9, "files": {}})[:-9] + '"}',
         ],
     )
-    def test_an_unfinished_or_foreign_checkpoint_is_passed_over(self, tmp_path: Path, manifest: str | None) -> None:
+    def test_an_unfinished_or_foreign_checkpoint_is_passed_over(
+        self, tmp_path: Path, manifest: str | None
+    ) -> None:
         write(tmp_path, 4)
         unfinished = tmp_path / "global_step9"
         unfinished.mkdir()
@@ -55,7 +57,15 @@ class TestFinding:
             find(unfinished, tmp_path)
 
     @pytest.mark.parametrize(
-        "tag", ["global_stepX", "global_step", "global_step-1", "global_step9.replaced", "step9", "global_step\uff19"]
+        "tag",
+        [
+            "global_stepX",
+            "global_step",
+            "global_step-1",
+            "global_step9.replaced",
+            "step9",
+            "global_step\uff19",
+        ],
     )
     def test_other_names_are_no_checkpoints(self, tmp_path: Path, tag: str) -> None:
         write(tmp_path, 4, 9)
@@ -81,7 +91,9 @@ class TestFinding:
             ("/best", 4),
         ],
     )
-    def test_a_path_may_be_the_run_its_checkpoints_or_one_of_them(self, tmp_path: Path, path: str, step: int) -> None:
+    def test_a_path_may_be_the_run_its_checkpoints_or_one_of_them(
+        self, tmp_path: Path, path: str, step: int
+    ) -> None:
         run = tmp_path / "global_step_run"
         write(run / "checkpoints", 4, 9)
         (run / "best").symlink_to("checkpoints/global_step4")
@@ -116,13 +128,19 @@ class TestFinding:
             ("file/checkpoints", "there is no such folder"),
         ],
     )
-    def test_a_path_without_a_checkpoint_is_refused(self, tmp_path: Path, path: str, reason: str) -> None:
+    def test_a_path_without_a_checkpoint_is_refused(
+        self, tmp_path: Path, path: str, reason: str
+    ) -> None:
         (tmp_path / "empty").mkdir()
         (tmp_path / "file").touch()
         with pytest.raises(ConfigError) as caught:
             find(tmp_path / path, tmp_path)
         (problem,) = caught.value.problems
-        assert (problem.kind, problem.key, problem.reason) == ("checkpoint-not-found", "checkpoint.resume", reason)
+        assert (problem.kind, problem.key, problem.reason) == (
+            "checkpoint-not-found",
+            "checkpoint.resume",
+            reason,
+        )
 
     def test_a_file_system_that_does_not_answer_is_not_an_empty_one(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -134,7 +152,8 @@ class TestFinding:
 
         monkeypatch.setattr(os, "open", stale)
         with pytest.raises(
-            StorageError, match=r"no checkpoint is sound: .*manifest.json: it cannot be read: Stale file"
+            StorageError,
+            match=r"no checkpoint is sound: .*manifest.json: it cannot be read: Stale file",
         ):
             find("auto", tmp_path)
 
@@ -142,7 +161,10 @@ class TestFinding:
 class TestGoingBack:
     def test_later_checkpoints_are_set_aside_not_deleted(self, tmp_path: Path) -> None:
         start = write(tmp_path, 10, 20, 30)[0]
-        assert [path.name for path in set_aside_later(start)] == ["global_step20.replaced", "global_step30.replaced"]
+        assert [path.name for path in set_aside_later(start)] == [
+            "global_step20.replaced",
+            "global_step30.replaced",
+        ]
         assert steps(tmp_path) == [10]
         assert (tmp_path / "latest").read_text(encoding="utf-8") == "global_step10"
         assert (tmp_path / "global_step30.replaced" / "weights").read_text(encoding="utf-8") == "30"

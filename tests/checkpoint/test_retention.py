@@ -11,7 +11,9 @@ from framework.checkpoint.manifest import SavedCheckpoint
 
 def saved(step: int, **metrics: Any) -> SavedCheckpoint:
     return SavedCheckpoint(
-        Path("x"), f"global_step{step}", {"step": step, "metrics": {f"eval/{k}": v for k, v in metrics.items()}}
+        Path("x"),
+        f"global_step{step}",
+        {"step": step, "metrics": {f"eval/{k}": v for k, v in metrics.items()}},
     )
 
 
@@ -32,7 +34,9 @@ STEPS = [saved(step) for step in (10, 20, 30, 40, 50)]
         (Retention(1, every_steps=7), 50, [10, 20, 30, 40]),
     ],
 )
-def test_the_newest_and_every_so_many_steps(retention: Retention, newest: int, gone: list[int]) -> None:
+def test_the_newest_and_every_so_many_steps(
+    retention: Retention, newest: int, gone: list[int]
+) -> None:
     assert deleted(retention, STEPS, newest=newest) == gone
 
 
@@ -70,4 +74,9 @@ def test_a_metric_that_was_not_measured_is_told_once_with_those_that_were() -> N
 
 
 def test_a_value_that_is_no_number_is_nobodys_best() -> None:
-    assert Retention(1, best="eval/loss").best_of([saved(1, loss=float("nan")), saved(2, loss="nan"), saved(3)]) is None
+    assert (
+        Retention(1, best="eval/loss").best_of(
+            [saved(1, loss=float("nan")), saved(2, loss="nan"), saved(3)]
+        )
+        is None
+    )

@@ -1,4 +1,6 @@
-"""A checkpoint that is verified in shares: every byte is read once, and the ranks keep meeting while they read."""
+"""A checkpoint that is verified in shares: every byte is read once, and the ranks keep meeting
+while they read.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ class Ranks:
 
     def __init__(self, count: int, *, per_host: int = 0) -> None:
         self.count, self.num_meetings, self.stated = count, 0, list[str]()
-        self._per_host, self._barrier, self._values = per_host or count, threading.Barrier(count), [None] * count
+        self._per_host, self._barrier, self._values = (
+            per_host or count,
+            threading.Barrier(count),
+            [None] * count,
+        )
 
     def run(self, work: Callable[[int, SharedVerification], Any]) -> list[Any]:
         """What each rank returns."""
@@ -75,7 +81,8 @@ def newest(tmp_path: Path) -> SavedCheckpoint:
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_shares_are_whole_and_even(count: int) -> None:
     records = {
-        f"file{number}": FileRecord(size, "") for number, size in enumerate([90, 50, 40, 40, 30, 20, 10, 10, 5, 5])
+        f"file{number}": FileRecord(size, "")
+        for number, size in enumerate([90, 50, 40, 40, 30, 20, 10, 10, 5, 5])
     }
     shares = [share_of(records, index=index, count=count) for index in range(count)]
     assert sorted(name for share in shares for name in share) == sorted(records)
@@ -84,7 +91,8 @@ def test_shares_are_whole_and_even(count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("per_host", "on_every_host", "times"), [(4, False, 1), (2, False, 1), (2, True, 2), (1, True, 4)]
+    ("per_host", "on_every_host", "times"),
+    [(4, False, 1), (2, False, 1), (2, True, 2), (1, True, 4)],
 )
 def test_every_file_is_read_once_and_damage_told_to_all(
     per_host: int, on_every_host: bool, times: int, newest: SavedCheckpoint, reads: Counter[str]
@@ -93,13 +101,17 @@ def test_every_file_is_read_once_and_damage_told_to_all(
     data[10] ^= 1
     (newest.path / "weights.pt").write_bytes(data)
     (newest.path / "stranger").touch()
-    reported = Ranks(4, per_host=per_host).run(lambda _, shared: shared.verify(newest, on_every_host=on_every_host))
+    reported = Ranks(4, per_host=per_host).run(
+        lambda _, shared: shared.verify(newest, on_every_host=on_every_host)
+    )
     assert dict(reads) == dict.fromkeys(newest.records, times)
     assert reported == [newest.damage()] * 4
     assert len(reported[0]) == 2
 
 
-def test_ranks_meet_while_they_read(newest: SavedCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_meet_while_they_read(
+    newest: SavedCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In one long wait for the slowest the process group would give up."""
     monkeypatch.setattr(shared_verification, "_BEAT_SECONDS", 0.01)
     ranks = Ranks(2)
@@ -121,11 +133,15 @@ def test_rank_0_asks_for_one_after_the_other(newest: SavedCheckpoint, reads: Cou
         if rank:
             shared.help()
             return 0
-        found, damaged = find_sound_checkpoint("auto", run_checkpoints=newest.folder, damage_of=shared.ask)
+        found, damaged = find_sound_checkpoint(
+            "auto", run_checkpoints=newest.folder, damage_of=shared.ask
+        )
         shared.end()
         assert found is not None
         assert len(damaged) == 1
         return found.step
 
     assert Ranks(3).run(work) == [10, 0, 0]
-    assert reads == Counter(newest.records.keys()) + Counter(newest.records.keys()) - Counter(["weights.pt"])
+    assert reads == Counter(newest.records.keys()) + Counter(newest.records.keys()) - Counter(
+        ["weights.pt"]
+    )

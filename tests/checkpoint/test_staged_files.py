@@ -39,14 +39,20 @@ print(os.pread(staged.descriptor, len(data) + 1, 0)[:len(data)] == data)
 def test_a_save_that_finds_no_memory_fails_alone(num_bytes: int) -> None:
     """In a process of its own, whose memory is limited for a moment."""
     done = subprocess.run(
-        [sys.executable, "-c", SCARCE, str(num_bytes)], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", SCARCE, str(num_bytes)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.stdout.splitlines() == ["Cannot allocate memory True", "True"], done.stderr
 
 
 @pytest.mark.slow
 def test_a_large_copy_lets_other_threads_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python's lock is free between two pieces of a copy: a request to stop is heard in the middle of 50 GB."""
+    """Python's lock is free between two pieces of a copy: a request to stop is heard in the middle
+    of 50 GB.
+    """
     monkeypatch.setattr(save_stream, "_PIECE", 1 << 20)
     data, staged, heard = bytes(range(256)) * (1 << 19), save_stream.StagedFiles(), list[int]()
     started = threading.Event()

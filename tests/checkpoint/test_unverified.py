@@ -1,4 +1,6 @@
-"""Checkpoints without a manifest are found by the names of their files, and by nothing that leads elsewhere."""
+"""Checkpoints without a manifest are found by the names of their files, and by nothing that leads
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,19 @@ from framework.errors import ConfigError, StorageError
 STAGES = {
     "stage 0": ({"mp_rank_00_model_states.pt"}, (0,), None),
     "stage 1 or 2": (
-        {"mp_rank_00_model_states.pt", *(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(4))},
+        {
+            "mp_rank_00_model_states.pt",
+            *(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(4)),
+        },
         (1, 2),
         4,
     ),
     "stage 3": (
-        {f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt" for rank in range(2) for kind in ("model", "optim")},
+        {
+            f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"
+            for rank in range(2)
+            for kind in ("model", "optim")
+        },
         (3,),
         2,
     ),
@@ -70,14 +79,18 @@ def test_a_manifest_of_any_kind_makes_it_another_thing(what: str, tmp_path: Path
 
 def test_it_is_asked_for_by_name(tmp_path: Path) -> None:
     folder = raw(tmp_path / "global_step1")
-    with pytest.raises(ConfigError, match=r"checkpoint.allow_unverified: true reads it .*\[checkpoint-unverified\]"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint.allow_unverified: true reads it .*\[checkpoint-unverified\]"
+    ):
         find_checkpoint(str(folder), run_checkpoints=tmp_path)
     found = find_checkpoint(str(folder), run_checkpoints=tmp_path, allow_unverified=True)
     assert found is not None
     assert (found.path, found.verified) == (folder, False)
-    # What `auto` looks for is what this framework wrote; but it does not start afresh where a checkpoint is.
+    # What `auto` looks for is what this framework wrote; but it does not start afresh where a
+    # checkpoint is.
     with pytest.raises(
-        StorageError, match=r"global_step1 with checkpoint.allow_unverified=true .*\[checkpoint-damaged\]"
+        StorageError,
+        match=r"global_step1 with checkpoint.allow_unverified=true .*\[checkpoint-damaged\]",
     ):
         find_sound_checkpoint("auto", run_checkpoints=tmp_path, allow_unverified=True)
 

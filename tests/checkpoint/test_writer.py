@@ -1,5 +1,5 @@
-"""Writer processes of several ranks: what is published, and when; what another run or a dead process leaves counts for
-nothing.
+"""Writer processes of several ranks: what is published, and when; what another run or a dead
+process leaves counts for nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ __all__ = ["make"]  # a fixture
 
 
 class TestRanks:
-    def test_it_is_published_when_all_have_written_and_not_before(self, make: Any, tmp_path: Path) -> None:
+    def test_it_is_published_when_all_have_written_and_not_before(
+        self, make: Any, tmp_path: Path
+    ) -> None:
         ranks = Ranks(make)
         pid = stop(ranks.all[1])
         assert ranks.do(lambda one: one.save(4)) == [True, True]
@@ -59,7 +61,12 @@ class TestRanks:
         until(lambda: steps(tmp_path) == [4])
         ranks.do(lambda one: one.finish())
         (found,) = list_checkpoints(tmp_path)
-        assert sorted(found.manifest["files"]) == ["model0.pt", "model1.pt", "optimizer0.pt", "optimizer1.pt"]
+        assert sorted(found.manifest["files"]) == [
+            "model0.pt",
+            "model1.pt",
+            "optimizer0.pt",
+            "optimizer1.pt",
+        ]
         assert found.damage() == []
         assert names(tmp_path) == ["global_step4", "latest"]
 
@@ -74,7 +81,11 @@ class TestRanks:
             waiting = Writer(Channel(ours), 0)._await_records(order)
             asked: list[Path] = []
             read = Path.read_text
-            monkeypatch.setattr(Path, "read_text", lambda path, **options: asked.append(path) or read(path, **options))
+            monkeypatch.setattr(
+                Path,
+                "read_text",
+                lambda path, **options: asked.append(path) or read(path, **options),
+            )
             for rank in (2, 0, 1):
                 path = tmp_path / ".saving" / f"written-by-rank{rank}-t.json"
                 write = partial(path.write_text, '{"failure": "", "files": {}}', encoding="utf-8")
@@ -88,12 +99,15 @@ class TestRanks:
     def test_a_slow_disk_keeps_no_rank_in_a_collective(
         self, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
     ) -> None:
-        """However long it takes: a collective that nobody comes to ends the run after ten minutes."""
+        """However long it takes: a collective that nobody comes to ends the run after ten
+        minutes.
+        """
         monkeypatch.setattr(async_checkpointer, "_BEAT_SECONDS", 0.05)
         ranks = Ranks(make)
         first, second = stop(ranks.all[0]), stop(ranks.all[1])
         assert ranks.do(lambda one: one.save(4)) == [True, True]
-        if slow == "publishing":  # the first has written, and stands still before it could give the checkpoint its name
+        # the first has written, and stands still before it could give the checkpoint its name
+        if slow == "publishing":
             os.kill(first, signal.SIGCONT)
             until(lambda: records(tmp_path, rank=0))
             time.sleep(0.1)
@@ -152,10 +166,14 @@ class TestRanks:
 
     @pytest.mark.slow
     def test_what_a_slow_disk_has_taken_after_all_stays_written(
-        self, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+        self,
+        make: Any,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str],
     ) -> None:
-        """The writer finds its rank gone when it wants to say so: that is no reason to take back what it has
-        recorded.
+        """The writer finds its rank gone when it wants to say so: that is no reason to take back
+        what it has recorded.
         """
         monkeypatch.setattr(async_checkpointer, "_LAST_SECONDS", 0.2)
         monkeypatch.setattr("framework.system.child._END_SECONDS", SECONDS)
@@ -179,7 +197,9 @@ class TestRanks:
 def test_what_a_disk_refuses_in_the_words_of_a_connection_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python has one name for both: some network file systems say ESHUTDOWN when they have lost their server."""
+    """Python has one name for both: some network file systems say ESHUTDOWN when they have lost
+    their server.
+    """
 
     def refuse(order: Any, memory: Any) -> None:
         raise OSError(errno.ESHUTDOWN, os.strerror(errno.ESHUTDOWN))
@@ -190,17 +210,30 @@ def test_what_a_disk_refuses_in_the_words_of_a_connection_is_told(
     os.ftruncate(memory, 16)
     near, far = socket.socketpair()
     with near, far:
-        order = {"tag": "global_step1", "rank": 1, "folder": str(tmp_path), "ticket": "t", "warns": False}
+        order = {
+            "tag": "global_step1",
+            "rank": 1,
+            "folder": str(tmp_path),
+            "ticket": "t",
+            "warns": False,
+        }
         Writer(Channel(near), memory)._save(order)
-        assert Channel(far).receive(SECONDS) == {"state": "failed", "failure": os.strerror(errno.ESHUTDOWN)}
+        assert Channel(far).receive(SECONDS) == {
+            "state": "failed",
+            "failure": os.strerror(errno.ESHUTDOWN),
+        }
     os.close(memory)
     (record,) = records(tmp_path, rank=1)
     assert os.strerror(errno.ESHUTDOWN) in record.read_text()
 
 
 class TestIdentity:
-    def test_what_another_run_has_written_counts_for_nothing(self, make: Any, tmp_path: Path) -> None:
-        """A writer of an earlier run that a file system held up: it leaves its record for the same rank and step."""
+    def test_what_another_run_has_written_counts_for_nothing(
+        self, make: Any, tmp_path: Path
+    ) -> None:
+        """A writer of an earlier run that a file system held up: it leaves its record for the same
+        rank and step.
+        """
         earlier, ranks = Ranks(make), Ranks(make)
         orders = orders_of(earlier.all[1])
         earlier.do(lambda one: one.save(4))
@@ -210,11 +243,18 @@ class TestIdentity:
         write_files({**orders[0], "files": []}, memoryview(b""))
         until(lambda: records(tmp_path, rank=0))
         time.sleep(0.3)
-        assert (tmp_path / ".saving/global_step4/model0.pt").exists(), "published without the files of rank 1"
+        assert (tmp_path / ".saving/global_step4/model0.pt").exists(), (
+            "published without the files of rank 1"
+        )
         os.kill(pid, signal.SIGCONT)
         ranks.do(lambda one: one.finish(is_final=True))
         (found,) = list_checkpoints(tmp_path)
-        assert sorted(found.manifest["files"]) == ["model0.pt", "model1.pt", "optimizer0.pt", "optimizer1.pt"]
+        assert sorted(found.manifest["files"]) == [
+            "model0.pt",
+            "model1.pt",
+            "optimizer0.pt",
+            "optimizer1.pt",
+        ]
         assert found.damage() == []
 
     def test_every_save_has_one_of_its_own(self, make: Any) -> None:
@@ -223,19 +263,26 @@ class TestIdentity:
         for step in (1, 2):
             ranks.do(lambda one, step=step: one.save(step))
         ranks.do(lambda one: one.finish())
-        first, second = zip(*([order["ticket"] for order in reported] for reported in orders), strict=True)
+        first, second = zip(
+            *([order["ticket"] for order in reported] for reported in orders), strict=True
+        )
         assert len({*first}) == len({*second}) == 1
         assert first != second
 
     def test_a_writer_that_dies_after_its_work_takes_nothing_back(
         self, make: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        """All was written and rank 0 has published; that a rank's writer said no more of it changes nothing."""
+        """All was written and rank 0 has published; that a rank's writer said no more of it changes
+        nothing.
+        """
         ranks = Ranks(make)
         orders, pid = orders_of(ranks.all[1]), stop(ranks.all[1])
         ranks.do(lambda one: one.save(4))
         staged = ranks.all[1]._staged
-        with mmap.mmap(staged.descriptor, os.fstat(staged.descriptor).st_size) as mapped, memoryview(mapped) as memory:
+        with (
+            mmap.mmap(staged.descriptor, os.fstat(staged.descriptor).st_size) as mapped,
+            memoryview(mapped) as memory,
+        ):
             write_files(orders[0], memory)
         until(lambda: steps(tmp_path) == [4])
         os.kill(pid, signal.SIGKILL)
@@ -245,7 +292,9 @@ class TestIdentity:
         assert found.damage() == []
 
 
-def test_the_memory_is_free_when_a_save_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_is_free_when_a_save_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -253,7 +302,16 @@ def test_the_memory_is_free_when_a_save_has_failed(tmp_path: Path, monkeypatch: 
     memory = memoryview(bytearray(60 << 20))
     files = [("a", 0, 30 << 20), ("b", 30 << 20, 30 << 20)]
     with pytest.raises(OSError, match="No space left") as caught:
-        write_files({"folder": str(tmp_path), "tag": "global_step1", "ticket": "a", "rank": 0, "files": files}, memory)
+        write_files(
+            {
+                "folder": str(tmp_path),
+                "tag": "global_step1",
+                "ticket": "a",
+                "rank": 0,
+                "files": files,
+            },
+            memory,
+        )
     assert caught.value.errno == 28
     del caught
     memory.release()  # a BufferError while somebody still reads it
@@ -276,10 +334,15 @@ signal.pause()
 
 
 @pytest.mark.parametrize("writer_is", ["stopped", "running"])
-def test_a_killed_run_takes_its_writer_along_and_leaves_whole_checkpoints(tmp_path: Path, writer_is: str) -> None:
+def test_a_killed_run_takes_its_writer_along_and_leaves_whole_checkpoints(
+    tmp_path: Path, writer_is: str
+) -> None:
     shared = set(Path("/dev/shm").iterdir())
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tmp_path), writer_is], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PARENT, str(tmp_path), writer_is],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())

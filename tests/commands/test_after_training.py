@@ -1,4 +1,6 @@
-"""`load`, `evaluate` and `predict`: what training logged comes back from any layout; predictions are the module's."""
+"""`load`, `evaluate` and `predict`: what training logged comes back from any layout; predictions
+are the module's.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,14 @@ from tests.full_disks import longest_file
 from tests.launched import ROOT, read_metrics, run_ranks
 
 Capture = pytest.CaptureFixture[str]
-_GPT = {"kind": "gpt", "hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_positions": 24, "vocab_size": 262}
+_GPT = {
+    "kind": "gpt",
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "max_positions": 24,
+    "vocab_size": 262,
+}
 _MOE = {"num_experts": 4, "capacity_factor": None, "eval_capacity_factor": None}
 _LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["query", "value", "up"]}
 # Those whose evaluation is that of training to the bit; adapters are merged.
@@ -48,7 +57,13 @@ def case(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
 def text(model: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
     data = {"kind": "text", "sequence_length": 24}
     task, evaluation = {"kind": "causal_lm"}, {"max_samples": 50}
-    return {"model": _GPT | (model or {}), "data": data, "task": task, "evaluation": evaluation, **sections}
+    return {
+        "model": _GPT | (model or {}),
+        "data": data,
+        "task": task,
+        "evaluation": evaluation,
+        **sections,
+    }
 
 
 def run_jobs(folder: Path, name: str, jobs: list[Any], *, num_ranks: int = 2) -> None:
@@ -69,17 +84,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         case(folder, "tensor", **text(parallel={"tensor": 2})),
         case(folder, "sequence", **text(parallel={"sequence": 2})),
         case(folder, "experts", **text({"moe": _MOE}, parallel={"expert": 2}, zero={"stage": 1})),
-        case(folder, "lora", **text({"positions": "rotary"}, training={"max_steps": 6, "lora": _LORA})),
+        case(
+            folder,
+            "lora",
+            **text({"positions": "rotary"}, training={"max_steps": 6, "lora": _LORA}),
+        ),
     ]
     piped = [case(folder, "pipe", **text(parallel={"pipe": 2}, zero={"stage": 1}))]
-    for name, cases in {"plain": plain, "piped": piped}.items():  # the engines do not live in one process
+    # the engines do not live in one process
+    for name, cases in {"plain": plain, "piped": piped}.items():
         names = [one["run"]["name"] for one in cases]
         run_jobs(folder, name, [*cases, *([f"{each}.json", ["evaluate", each]] for each in names)])
     return folder
 
 
 def logged(run: Path) -> dict[str, float]:
-    return {name: value for name, value in read_metrics(run)[-1].items() if name.startswith("eval/")}
+    return {
+        name: value for name, value in read_metrics(run)[-1].items() if name.startswith("eval/")
+    }
 
 
 @pytest.mark.slow
@@ -87,7 +109,9 @@ def test_evaluation_is_what_training_logged_to_the_bit(runs: Path) -> None:
     for name in (*EXACT, "lora"):
         found = json.loads((runs / f"{name}.json").read_text(encoding="utf-8"))
         expected = logged(runs / name)
-        assert found["metrics"] == (expected if name in EXACT else pytest.approx(expected, rel=1e-6)), name
+        assert found["metrics"] == (
+            expected if name in EXACT else pytest.approx(expected, rel=1e-6)
+        ), name
         assert (found["step"], found["weights"]) == (6, "ema" if name == "z1-ema" else "trained")
 
 
@@ -108,17 +132,27 @@ def test_a_loaded_module_measures_the_same(runs: Path) -> None:
         assert not model.training
         config = framework.load_config(runs / name / "config.yaml")
         data = call_factory(config.data.factory(), key="data").evaluation
-        pairs = [data[number] for number in range(min(len(data), config.evaluation.max_samples or len(data)))]
+        pairs = [
+            data[number]
+            for number in range(min(len(data), config.evaluation.max_samples or len(data)))
+        ]
         with torch.no_grad():
             outputs = model(torch.stack([torch.as_tensor(inputs) for inputs, _ in pairs]))
         targets = torch.stack([torch.as_tensor(target) for _, target in pairs])
         loss = torch.nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
         assert float(loss) == pytest.approx(logged(runs / name)["eval/loss"], rel=1e-5), name
-    average, trained = framework.load(runs / "z1-ema", weights="ema"), framework.load(runs / "z1-ema")
-    assert any(not torch.equal(*pair) for pair in zip(average.parameters(), trained.parameters(), strict=True))
+    average, trained = (
+        framework.load(runs / "z1-ema", weights="ema"),
+        framework.load(runs / "z1-ema"),
+    )
+    assert any(
+        not torch.equal(*pair)
+        for pair in zip(average.parameters(), trained.parameters(), strict=True)
+    )
     own = framework.load(runs / "z0", model=type(framework.load(runs / "z0")))
     assert all(
-        torch.equal(a, b) for a, b in zip(own.parameters(), framework.load(runs / "z0").parameters(), strict=True)
+        torch.equal(a, b)
+        for a, b in zip(own.parameters(), framework.load(runs / "z0").parameters(), strict=True)
     )
 
 
@@ -126,7 +160,9 @@ def test_a_loaded_module_measures_the_same(runs: Path) -> None:
 def here(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The folder of the runs, and a group of this process alone."""
     monkeypatch.chdir(runs)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -145,7 +181,9 @@ def test_predictions_are_the_modules_and_go_on(runs: Path, capsys: Capture) -> N
     whole = out.read_bytes()
     out.write_bytes(whole[: 2 * len(whole) // 3])
     run_jobs(runs, "on", [["on.txt", words]])
-    assert (runs / "on.txt").read_text(encoding="utf-8") == "classes.jsonl: 41 rows, 14 of them new\n"
+    assert (runs / "on.txt").read_text(
+        encoding="utf-8"
+    ) == "classes.jsonl: 41 rows, 14 of them new\n"
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert [row["input"] for row in rows] == [f"images.npz:{number}" for number in range(1, 42)]
     assert torch.allclose(torch.tensor([row["probabilities"] for row in rows]), expected, atol=1e-6)
@@ -165,8 +203,14 @@ def test_lines_of_text_go_on(name: str, runs: Path, capsys: Capture) -> None:
     lines = ["import os", "def f(x):" + " " * 40 + "return x", "x"]
     (runs / "lines.txt").write_text("\n".join(lines), encoding="utf-8")
     words = ("--temperature", "0", "--max-new-tokens", "30")
-    assert main(["predict", name, "lines.txt", "--out", f"{name}.jsonl", "--batch-size", "2", *words]) == 0
-    rows = [json.loads(line) for line in (runs / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert (
+        main(["predict", name, "lines.txt", "--out", f"{name}.jsonl", "--batch-size", "2", *words])
+        == 0
+    )
+    rows = [
+        json.loads(line)
+        for line in (runs / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [row["input"] for row in rows] == ["lines.txt:1", "lines.txt:2", "lines.txt:3"]
     capsys.readouterr()
     prompts = [word for line in lines for word in ("--prompt", line)]
@@ -187,18 +231,33 @@ def test_a_config_is_made_for_measuring_alone(tmp_path: Path) -> None:
     forged(tmp_path / "run", sections)
     checkpoint = find_source(str(tmp_path / "run"))
     config, _ = config_to_evaluate(checkpoint, ["evaluation.max_samples=7"], num_ranks=3)
-    assert (config.parallel.pipe, config.parallel.stages, config.zero.offload_optimizer.device) == (1, None, "none")
-    assert (config.training.ema, config.evaluation.weights, config.callbacks) == (None, "trained", [])
-    assert (config.evaluation.max_samples, config.checkpoint.init_weights) == (7, str(checkpoint.path))
+    assert (config.parallel.pipe, config.parallel.stages, config.zero.offload_optimizer.device) == (
+        1,
+        None,
+        "none",
+    )
+    assert (config.training.ema, config.evaluation.weights, config.callbacks) == (
+        None,
+        "trained",
+        [],
+    )
+    assert (config.evaluation.max_samples, config.checkpoint.init_weights) == (
+        7,
+        str(checkpoint.path),
+    )
     assert config_to_evaluate(checkpoint, [], num_ranks=4)[0].parallel.pipe == 2
 
 
 def test_a_module_of_ones_own_is_asked_for(tmp_path: Path) -> None:
     forged(tmp_path / "object", {"model": {"object": "my.Net"}})
-    with pytest.raises(ConfigError, match=r"my.Net was handed over .*, or hand over model=... \[object-not-given\]"):
+    with pytest.raises(
+        ConfigError, match=r"my.Net was handed over .*, or hand over model=... \[object-not-given\]"
+    ):
         framework.load(tmp_path / "object")
     forged(tmp_path / "target", {"model": {"target": "os:getcwd"}})
-    with pytest.raises(ConfigError, match=r"trust=True\); or hand over model=... \[target-not-trusted\]"):
+    with pytest.raises(
+        ConfigError, match=r"trust=True\); or hand over model=... \[target-not-trusted\]"
+    ):
         framework.load(tmp_path / "target")
     with pytest.raises(ConfigError, match=r"\[checkpoint-not-found\]"):
         framework.load(tmp_path)
@@ -210,13 +269,20 @@ class TestInputs:
         for name in ("train/red/1.png", "val/red/1.png", "val/red/b.jpg", "val/red/notes.md"):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             Image.effect_noise((50, 40), 80).save(tmp_path / name, "PNG")
-        return config_from_values({"data": {"kind": "image_folder", "root": str(tmp_path), "image_size": 32}})
+        return config_from_values(
+            {"data": {"kind": "image_folder", "root": str(tmp_path), "image_size": 32}}
+        )
 
-    def test_an_image_is_read_as_the_evaluation_reads_it(self, images: RunConfig, tmp_path: Path) -> None:
+    def test_an_image_is_read_as_the_evaluation_reads_it(
+        self, images: RunConfig, tmp_path: Path
+    ) -> None:
         found = find_inputs([str(tmp_path / "val")], images)
         assert [Path(name).name for name in found] == ["1.png", "b.jpg"]
         path = next(iter(found.values()))
-        assert torch.equal(read_sample(path, images), call_factory(images.data.factory(), key="data").evaluation[0][0])
+        assert torch.equal(
+            read_sample(path, images),
+            call_factory(images.data.factory(), key="data").evaluation[0][0],
+        )
         (tmp_path / "val/red/1.png").write_bytes(b"no image")
         with pytest.raises(FrameworkError, match=r"val/red/1.png: cannot be read as an image"):
             read_sample(path, images)
@@ -228,7 +294,10 @@ class TestInputs:
         np.savez(tmp_path / "t.npz", a=np.arange(6).reshape(3, 2), b=np.ones(3))
         found = find_inputs([str(tmp_path / "t.npz")], config_from_values({}))
         assert list(found) == [f"{tmp_path}/t.npz:{number}" for number in (1, 2, 3)]
-        assert {name: array.tolist() for name, array in found[f"{tmp_path}/t.npz:2"].items()} == {"a": [2, 3], "b": 1}
+        assert {name: array.tolist() for name, array in found[f"{tmp_path}/t.npz:2"].items()} == {
+            "a": [2, 3],
+            "b": 1,
+        }
 
     @pytest.mark.parametrize(
         ("name", "content", "stated"),
@@ -240,7 +309,12 @@ class TestInputs:
         ],
     )
     def test_what_cannot_be_read_is_named(
-        self, name: str, content: bytes | None, stated: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        name: str,
+        content: bytes | None,
+        stated: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.chdir(tmp_path)  # a long path would be shortened in the sentence
         if content is not None:
@@ -253,7 +327,9 @@ class TestInputs:
 
 def test_predictions_of_others_are_left_alone(tmp_path: Path) -> None:
     file = tmp_path / "out.jsonl"
-    rows = [json.dumps({"input": name, "checkpoint": "run/global_step1", "class": 1}) for name in "abc"]
+    rows = [
+        json.dumps({"input": name, "checkpoint": "run/global_step1", "class": 1}) for name in "abc"
+    ]
     whole = "".join(f"{row}\n" for row in rows[:2])
     for end in ("", rows[2][:1], rows[2][:9], rows[2][:-3], rows[2]):  # cut off anywhere
         file.write_text(whole + end)
@@ -262,9 +338,18 @@ def test_predictions_of_others_are_left_alone(tmp_path: Path) -> None:
         assert file.read_text() == whole + end, "nothing is cut before there is something to write"
         found.append("cd", [[{"class": 2}], [{"class": 3}]])
         written = [json.loads(line) for line in file.read_text().splitlines()]
-        assert [(row["input"], row["class"]) for row in written] == [("a", 1), ("b", 1), ("c", 2), ("d", 3)]
+        assert [(row["input"], row["class"]) for row in written] == [
+            ("a", 1),
+            ("b", 1),
+            ("c", 2),
+            ("d", 3),
+        ]
     file.write_text(whole)
-    for inputs, checkpoint in (("ac", "run/global_step1"), ("a", "run/global_step1"), ("abc", "run/global_step2")):
+    for inputs, checkpoint in (
+        ("ac", "run/global_step1"),
+        ("a", "run/global_step1"),
+        ("abc", "run/global_step2"),
+    ):
         with pytest.raises(ConfigError, match=r"\[predictions-of-others\]"):
             find_rows(file, inputs, checkpoint)
     assert file.read_text() == whole
@@ -288,7 +373,9 @@ def test_predictions_of_others_are_left_alone(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("is_link", [False, True])
-def test_a_file_that_is_not_its_own_is_as_it_was(content: bytes, is_link: bool, tmp_path: Path) -> None:
+def test_a_file_that_is_not_its_own_is_as_it_was(
+    content: bytes, is_link: bool, tmp_path: Path
+) -> None:
     file = out = tmp_path / "tokenizer.json"
     file.write_bytes(content)
     if is_link:

@@ -24,10 +24,19 @@ def test_json_has_what_tools_need() -> None:
     found = json.loads(done.stdout)
     (node,) = found["nodes"]
     assert done.returncode == (0 if found["ok"] else 78)
-    assert {"versions", "code", "config", "device", "slots", "clock", "addresses"} <= node["facts"].keys()
+    assert {"versions", "code", "config", "device", "slots", "clock", "addresses"} <= node[
+        "facts"
+    ].keys()
     assert node["facts"]["slots"] == 2
-    assert {each["name"] for each in node["checks"]} >= {"shared memory", "compiled ops", "run folder"}
-    assert all({"id", "severity", "node", "found", "fix", "text"} <= each.keys() for each in found["findings"])
+    assert {each["name"] for each in node["checks"]} >= {
+        "shared memory",
+        "compiled ops",
+        "run folder",
+    }
+    assert all(
+        {"id", "severity", "node", "found", "fix", "text"} <= each.keys()
+        for each in found["findings"]
+    )
 
 
 def test_what_is_wrong_with_the_config_does_not_hide_the_machine(tmp_path: Path) -> None:
@@ -39,7 +48,8 @@ def test_what_is_wrong_with_the_config_does_not_hide_the_machine(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("words", "kind"), [(["no/such.yaml"], "config-not-found"), (["-H", "no/such"], "hostfile-not-found")]
+    ("words", "kind"),
+    [(["no/such.yaml"], "config-not-found"), (["-H", "no/such"], "hostfile-not-found")],
 )
 def test_files_that_are_not_there(words: list[str], kind: str) -> None:
     assert kind in findings(*words)
@@ -80,11 +90,21 @@ exec sh -c "$*"
         (["--include", "b:1,2"], ["b"], 2, "1,2"),
         (["--exclude", "a@b"], ["c"], 3, None),
         (["--num_nodes", "1"], ["a"], 3, None),
-        (["--num_nodes", "2", "--nproc-per-node", "1", "--master_addr", "127.0.0.1"], ["a", "b"], 1, None),
+        (
+            ["--num_nodes", "2", "--nproc-per-node", "1", "--master_addr", "127.0.0.1"],
+            ["a", "b"],
+            1,
+            None,
+        ),
     ],
 )
 def test_it_looks_at_the_hosts_that_a_start_would_take(
-    words: list[str], names: list[str], slots: int, visible: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    names: list[str],
+    slots: int,
+    visible: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "hosts").write_text("a slots=3\nb slots=3\nc slots=3\n")
     (tmp_path / "ssh").write_text(SSH)
@@ -93,7 +113,8 @@ def test_it_looks_at_the_hosts_that_a_start_would_take(
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     arguments = command._parser().parse_intermixed_args(["-H", str(tmp_path / "hosts"), *words])
     asked = command._asked(arguments)
-    by_kind = {"CUDA_VISIBLE_DEVICES": visible, "ASCEND_RT_VISIBLE_DEVICES": visible}  # nobody here knows what is there
+    # nobody here knows what is there
+    by_kind = {"CUDA_VISIBLE_DEVICES": visible, "ASCEND_RT_VISIBLE_DEVICES": visible}
     assert asked.own_variables == ({"b": by_kind} if visible else {})
     assert asked.addresses == (["127.0.0.1", "b"] if "--master_addr" in words else names)
     if len(names) == 1:
@@ -112,7 +133,9 @@ def test_it_looks_at_the_hosts_that_a_start_would_take(
         ("localhost", ["--ssh_args", "-p 2222"], False),
     ],
 )
-def test_this_machine_is_known_as_a_start_knows_it(host: str, words: list[str], here: bool, tmp_path: Path) -> None:
+def test_this_machine_is_known_as_a_start_knows_it(
+    host: str, words: list[str], here: bool, tmp_path: Path
+) -> None:
     (tmp_path / "hosts").write_text(f"{host} slots=2\n")
     where = ["-H", str(tmp_path / "hosts"), *words]
     asked = command._asked(command._parser().parse_intermixed_args(where))
@@ -126,7 +149,11 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
         "print(*({'torch', 'deepspeed', 'numpy'} & sys.modules.keys()), 'end')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", look, QUICKSTART], env=job_environment(), capture_output=True, text=True, check=True
+        [sys.executable, "-c", look, QUICKSTART],
+        env=job_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.splitlines()[-1].strip() == "end"
 

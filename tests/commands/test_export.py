@@ -1,4 +1,6 @@
-"""Exports of every layout, read back by the safetensors library and by runs that start from them."""
+"""Exports of every layout, read back by the safetensors library and by runs that start from
+them.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ def read_shards(folder: Path) -> dict[str, torch.Tensor]:
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
     return found.keys() == expected.keys() and all(
-        tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]) for name, tensor in found.items()
+        tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name])
+        for name, tensor in found.items()
     )
 
 
@@ -68,7 +71,8 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 class TestRealCheckpoints:
     def test_every_layout_becomes_what_the_engines_held(self, run: Path, tmp_path: Path) -> None:
         expected = {
-            name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in truth(run).items()
+            name: tensor.float() if tensor.is_floating_point() else tensor
+            for name, tensor in truth(run).items()
         }
         once = {name: tensor for name, tensor in expected.items() if name != "there.weight"}
         export(str(run), tmp_path / "whole")
@@ -82,13 +86,17 @@ class TestRealCheckpoints:
                 assert same(read_weights(str(tmp_path / folder)), expected), folder
             assert same(read_shards(tmp_path / "shards"), once)
 
-    def test_transformers_computes_with_an_export_of_two_tensor_ranks(self, divided_runs: Path, tmp_path: Path) -> None:
+    def test_transformers_computes_with_an_export_of_two_tensor_ranks(
+        self, divided_runs: Path, tmp_path: Path
+    ) -> None:
         """As our own model does with the same weights, which the ranks have never seen whole."""
         transformers = pytest.importorskip("transformers", reason="transformers is not installed")
         source = divided_runs / "llama-fp32-z3"
         export(str(source), tmp_path / "out", hf=True)
         checkpoint = saved(source)
-        ours = module_to_ask(checkpoint, config_from_values(checkpoint.manifest["config"]), average=False)
+        ours = module_to_ask(
+            checkpoint, config_from_values(checkpoint.manifest["config"]), average=False
+        )
         shape = ours.shape
         theirs = transformers.LlamaForCausalLM(
             transformers.LlamaConfig(
@@ -106,7 +114,9 @@ class TestRealCheckpoints:
             )
         ).eval()
         theirs.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
-        tokens = torch.randint(shape.vocab_size, (2, 20), generator=torch.Generator().manual_seed(1))
+        tokens = torch.randint(
+            shape.vocab_size, (2, 20), generator=torch.Generator().manual_seed(1)
+        )
         with torch.no_grad():
             assert torch.allclose(theirs(tokens).logits, ours(tokens), atol=1e-5)
 
@@ -117,7 +127,10 @@ class TestRealCheckpoints:
         for name in ("gpt-bf16-z3", "tied-z2"):
             export(str(plain_runs / name), tmp_path / name, dtype=dtype)
             held = truth(plain_runs / name)
-            rounded = {key: value.to(kind) if value.is_floating_point() else value for key, value in held.items()}
+            rounded = {
+                key: value.to(kind) if value.is_floating_point() else value
+                for key, value in held.items()
+            }
             assert same(read_weights(str(tmp_path / name)), rounded)
 
     def test_the_file_says_where_it_comes_from(self, tied: Path, tmp_path: Path) -> None:
@@ -125,7 +138,12 @@ class TestRealCheckpoints:
         with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as opened:
             stated = opened.metadata()
         assert json.loads(stated.pop(TIES)) == {"there.weight": "here.weight"}
-        assert stated == {"format": "pt", "source": "tied-z3/global_step2", "step": "2", "dtype": "bf16"}
+        assert stated == {
+            "format": "pt",
+            "source": "tied-z3/global_step2",
+            "step": "2",
+            "dtype": "bf16",
+        }
 
     def test_the_users_own_module_takes_it(self, tied: Path, tmp_path: Path) -> None:
         export(str(tied), tmp_path / "out")
@@ -143,7 +161,8 @@ class TestRealCheckpoints:
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
         with pytest.raises(
-            StorageError, match=rf"it is damaged: {file.name}: its content has changed .*\[weights-not-read\]"
+            StorageError,
+            match=rf"it is damaged: {file.name}: its content has changed .*\[weights-not-read\]",
         ):
             export(str(copy), tmp_path / "out")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
@@ -153,7 +172,8 @@ class TestRealCheckpoints:
     ) -> None:
         out = tmp_path / "out"
         out.mkdir()
-        assert main([str(tied), str(out), "--shard-size", "20KB"]) == 0  # an empty folder is nothing
+        # an empty folder is nothing
+        assert main([str(tied), str(out), "--shard-size", "20KB"]) == 0
         before = {path.name: path.read_bytes() for path in out.iterdir()}
         assert capsys.readouterr().out.count("\n") == len(before)
         with pytest.raises(ConfigError, match=r"give --force to replace it \[export-exists\]"):
@@ -162,7 +182,9 @@ class TestRealCheckpoints:
         main([str(tied), str(out), "--force"])
         assert [path.name for path in out.iterdir()] == ["model.safetensors"]
         (out / "thesis.tex").touch()
-        with pytest.raises(ConfigError, match="it exists and is not an earlier export; name a new folder"):
+        with pytest.raises(
+            ConfigError, match="it exists and is not an earlier export; name a new folder"
+        ):
             main([str(tied), str(out), "--force"])
         with pytest.raises(ConfigError, match="it lies in the checkpoint"):
             main([str(tied), str(saved(tied).path / "out")])
@@ -175,7 +197,11 @@ class TestRealCheckpoints:
             for name, tensor in truth(tied).items()
         }
         assert len(expected) == len(truth(tied))
-        for name, options in {"whole": {}, "shards": {"shard_bytes": 20_000}, "pt": {"file_format": "pt"}}.items():
+        for name, options in {
+            "whole": {},
+            "shards": {"shard_bytes": 20_000},
+            "pt": {"file_format": "pt"},
+        }.items():
             export(str(tied), tmp_path / name, hf=True, trust=str(tied), **options)  # type: ignore[arg-type]
             assert same(read_weights(str(tmp_path / name)), expected), name
         assert set(read_shards(tmp_path / "shards")) == set(expected) - {"net.there_proj.weight"}
@@ -184,7 +210,10 @@ class TestRealCheckpoints:
         ("names", "stated"),
         [
             ({"scale": "scale"}, r"lacks \S+ and \d+ more"),
-            (dict.fromkeys((*TiedNet().state_dict(), "more"), "x"), r"gives \S+ and \S+ one name, x"),
+            (
+                dict.fromkeys((*TiedNet().state_dict(), "more"), "x"),
+                r"gives \S+ and \S+ one name, x",
+            ),
             (["scale"], "does not return a dict of text to text"),
             ({"scale": 3}, "does not return a dict of text to text"),
         ],
@@ -194,7 +223,8 @@ class TestRealCheckpoints:
     ) -> None:
         monkeypatch.setattr(TiedNet, "hf_names", lambda self: names)
         with pytest.raises(
-            ConfigError, match=rf"--hf: hf_names\(\) of TiedNet ({stated}).*; mend it, .* \[hf-names-wrong\]"
+            ConfigError,
+            match=rf"--hf: hf_names\(\) of TiedNet ({stated}).*; mend it, .* \[hf-names-wrong\]",
         ):
             export(str(tied), tmp_path / "out", hf=True, trust=str(tied))
         assert list(tmp_path.iterdir()) == []
@@ -203,16 +233,22 @@ class TestRealCheckpoints:
         self, tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.delattr(TiedNet, "hf_names")
-        with pytest.raises(ConfigError, match=r"TiedNet has no method hf_names\(\); .* \[hf-names-missing\]"):
+        with pytest.raises(
+            ConfigError, match=r"TiedNet has no method hf_names\(\); .* \[hf-names-missing\]"
+        ):
             export(str(tied), tmp_path / "out", hf=True, trust=str(tied))
         other = forged(tmp_path / "run", {"model": {"kind": "gpt", "positions": "rotary"}})
         with pytest.raises(
-            ConfigError, match=r"a gpt of this shape has no counterpart .*; leave --hf out \[hf-names-missing\]"
+            ConfigError,
+            match=r"a gpt of this shape has no counterpart .*; leave --hf out \[hf-names-missing\]",
         ):
             hf_names(other, stored=["embed.weight"])
 
     def test_without_an_average_there_is_none_to_write(self, tied: Path, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"--weights = ema: its run kept no moving average .* \[ema-not-kept\]"):
+        with pytest.raises(
+            ConfigError,
+            match=r"--weights = ema: its run kept no moving average .* \[ema-not-kept\]",
+        ):
             main([str(tied), str(tmp_path / "out"), "--weights", "ema"])
         assert list(tmp_path.iterdir()) == []
 
@@ -223,9 +259,13 @@ class TestRealCheckpoints:
 
         read = MergedWeights.__getitem__
         monkeypatch.setattr(
-            MergedWeights, "__getitem__", lambda self, name: read(self, name) * (1e6 if name == "scale" else 1)
+            MergedWeights,
+            "__getitem__",
+            lambda self, name: read(self, name) * (1e6 if name == "scale" else 1),
         )
-        with pytest.raises(ConfigError, match=r"scale = [0-9.]+: fp16 ends at 65504; .* \[export-overflow\]"):
+        with pytest.raises(
+            ConfigError, match=r"scale = [0-9.]+: fp16 ends at 65504; .* \[export-overflow\]"
+        ):
             export(str(tied), tmp_path / "out", dtype="fp16")
         assert list(tmp_path.iterdir()) == []
 
@@ -290,13 +330,24 @@ def test_a_wrong_command_line_is_one_line(words: list[str], stated: str) -> None
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """A checkpoint as DeepSpeed writes it at stage 0, large enough that writing it out takes a moment."""
+    """A checkpoint as DeepSpeed writes it at stage 0, large enough that writing it out takes a
+    moment.
+    """
     folder = tmp_path / "raw" / "global_step1"
     folder.mkdir(parents=True)
-    weights = {f"layer{number}.weight": torch.full((1 << 24,), float(number)) for number in range(4)}
+    weights = {
+        f"layer{number}.weight": torch.full((1 << 24,), float(number)) for number in range(4)
+    }
     counters = {"global_steps": 1, "global_samples": 8, "skipped_steps": 0, "dp_world_size": 1}
     torch.save(
-        {"module": weights, "buffer_names": [], "optimizer": None, "ds_config": {}, "ds_version": "0.19.8", **counters},
+        {
+            "module": weights,
+            "buffer_names": [],
+            "optimizer": None,
+            "ds_config": {},
+            "ds_version": "0.19.8",
+            **counters,
+        },
         folder / "mp_rank_00_model_states.pt",
     )
     return folder
@@ -311,8 +362,18 @@ def until_it_writes(out: Path, is_over: Callable[[], object]) -> None:
 @pytest.mark.slow
 def test_an_export_that_is_told_to_end_leaves_nothing(large: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "framework", "export", str(large), str(out), "--allow-unverified"]
-    with subprocess.Popen(command, env=job_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "framework",
+        "export",
+        str(large),
+        str(out),
+        "--allow-unverified",
+    ]
+    with subprocess.Popen(
+        command, env=job_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         until_it_writes(out, lambda: process.poll() is not None)
         process.send_signal(signal.SIGTERM)
         printed, stated = process.communicate(timeout=120)
@@ -323,9 +384,14 @@ def test_an_export_that_is_told_to_end_leaves_nothing(large: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_what_a_killed_export_leaves_the_next_one_clears_away(warm: WarmRanks, large: Path, tmp_path: Path) -> None:
+def test_what_a_killed_export_leaves_the_next_one_clears_away(
+    warm: WarmRanks, large: Path, tmp_path: Path
+) -> None:
     out, script = tmp_path / "out", tmp_path / "raw" / "run.py"
-    script.write_text("import sys\nfrom framework.cli import main\nsys.exit(main(sys.argv[1:]))\n", encoding="utf-8")
+    script.write_text(
+        "import sys\nfrom framework.cli import main\nsys.exit(main(sys.argv[1:]))\n",
+        encoding="utf-8",
+    )
     words = ["export", str(large), str(out), "--allow-unverified"]
     job = warm.start(words, num_ranks=1, folder=tmp_path / "raw" / "said", script=script)
     until_it_writes(out, job.is_over)
@@ -338,10 +404,14 @@ def test_what_a_killed_export_leaves_the_next_one_clears_away(warm: WarmRanks, l
 
 
 def test_an_earlier_export_that_was_set_aside_comes_back(tmp_path: Path) -> None:
-    earlier = tmp_path / f".out.{socket.gethostname()}.{2**22 + 1}.earlier"  # no process has such a number
+    # no process has such a number
+    earlier = tmp_path / f".out.{socket.gethostname()}.{2**22 + 1}.earlier"
     earlier.mkdir()
     (earlier / "model.safetensors").write_bytes(b"weights")
-    kept = [tmp_path / f".out.{socket.gethostname()}.{os.getpid()}.tmp", tmp_path / f".out.elsewhere.{2**22 + 1}.tmp"]
+    kept = [
+        tmp_path / f".out.{socket.gethostname()}.{os.getpid()}.tmp",
+        tmp_path / f".out.elsewhere.{2**22 + 1}.tmp",
+    ]
     for folder in kept:
         folder.mkdir()
     with pytest.raises(ConfigError, match=r"it exists; .*--force.*\[export-exists\]"):
@@ -383,7 +453,9 @@ class TestForeignFiles:
 
     def write_index(self, folder: Path, content: Any) -> None:
         save_file({"a": torch.ones(2)}, folder / "one.safetensors")
-        (folder / INDEX).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+        (folder / INDEX).write_text(
+            content if isinstance(content, str) else json.dumps(content), encoding="utf-8"
+        )
 
     @pytest.mark.parametrize(
         ("content", "stated"),
@@ -391,14 +463,25 @@ class TestForeignFiles:
             ("{", "it is not an index of shards"),
             ("[" * 100_000, "it is not an index of shards"),
             ([], "it is not an index of shards"),
-            ({"weight_map": {"a": "one.safetensors"}, "metadata": 3}, "it is not an index of shards"),
-            ({"weight_map": {"a": "../one.safetensors"}}, "'../one.safetensors' is not a file beside it"),
+            (
+                {"weight_map": {"a": "one.safetensors"}, "metadata": 3},
+                "it is not an index of shards",
+            ),
+            (
+                {"weight_map": {"a": "../one.safetensors"}},
+                "'../one.safetensors' is not a file beside it",
+            ),
             ({"weight_map": {"a": "/etc/passwd"}}, "'/etc/passwd' is not a file beside it"),
-            ({"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}, "b is in none of its shards"),
+            (
+                {"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}},
+                "b is in none of its shards",
+            ),
             ({"weight_map": {"a": "two.safetensors"}}, "FileNotFoundError"),
         ],
     )
-    def test_an_index_that_cannot_be_followed(self, content: Any, stated: str, tmp_path: Path) -> None:
+    def test_an_index_that_cannot_be_followed(
+        self, content: Any, stated: str, tmp_path: Path
+    ) -> None:
         self.write_index(tmp_path, content)
         with pytest.raises(StorageError) as caught:
             read_exported(tmp_path)
@@ -407,12 +490,18 @@ class TestForeignFiles:
         assert "\n" not in str(caught.value)
 
     def test_ties_noted_under_the_former_name_of_the_project_are_read(self, tmp_path: Path) -> None:
-        save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors", metadata={"dsframework_ties": '{"c": "a"}'})
+        save_file(
+            {"a": torch.ones(2)},
+            tmp_path / "x.safetensors",
+            metadata={"dsframework_ties": '{"c": "a"}'},
+        )
         assert read_exported(tmp_path / "x.safetensors").keys() == {"a", "c"}
 
     def test_damaged_files_are_refused_wherever_they_are_cut(self, tmp_path: Path) -> None:
         file = tmp_path / "x.safetensors"
-        save_file({"a": torch.randn(20, 20), "b": torch.randn(7)}, file, metadata={TIES: '{"c": "a"}'})
+        save_file(
+            {"a": torch.randn(20, 20), "b": torch.randn(7)}, file, metadata={TIES: '{"c": "a"}'}
+        )
         whole = file.read_bytes()
         assert read_exported(file).keys() == {"a", "b", "c"}
         header_end = 8 + int.from_bytes(whole[:8], "little")
@@ -422,7 +511,10 @@ class TestForeignFiles:
             whole + b"more",
             whole.replace(b'"F32"', b'"F99"'),
         ]
-        wrong += [whole.replace(b'"data_offsets":[0,', b'"data_offsets":[4,'), whole.replace(b'{\\"c\\"', b'[\\"c\\"')]
+        wrong += [
+            whole.replace(b'"data_offsets":[0,', b'"data_offsets":[4,'),
+            whole.replace(b'{\\"c\\"', b'[\\"c\\"'),
+        ]
         for content in wrong:
             assert content != whole
             file.write_bytes(content)

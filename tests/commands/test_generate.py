@@ -81,7 +81,8 @@ def test_samples_follow_the_softmax_of_the_divided_logits(model: torch.nn.Module
     counts = torch.zeros(50)
     for seed in range(2000):
         counts[drawn(model, max_new_tokens=1, temperature=2.0, seed=seed)[0]] += 1
-    # The distance of 2000 draws from their own distribution is below sqrt(50 / 2000) / 2 = 0.08 in the mean.
+    # The distance of 2000 draws from their own distribution is below sqrt(50 / 2000) / 2 = 0.08 in
+    # the mean.
     assert float((counts / 2000 - expected).abs().sum() / 2) < 0.1
     assert float((torch.full((50,), 0.02) - expected).abs().sum() / 2) > 0.2
 
@@ -89,11 +90,15 @@ def test_samples_follow_the_softmax_of_the_divided_logits(model: torch.nn.Module
 def test_only_the_likeliest_k_are_drawn(model: torch.nn.Module) -> None:
     with torch.no_grad():
         best = set(torch.topk(model(torch.tensor([[1, 2, 3]]))[0, -1], 3).indices.tolist())
-    found = {drawn(model, max_new_tokens=1, temperature=5.0, top_k=3, seed=seed)[0] for seed in range(60)}
+    found = {
+        drawn(model, max_new_tokens=1, temperature=5.0, top_k=3, seed=seed)[0] for seed in range(60)
+    }
     assert found == best
 
 
-def test_the_end_token_ends_it_and_what_stands_for_nothing_is_never_drawn(model: torch.nn.Module) -> None:
+def test_the_end_token_ends_it_and_what_stands_for_nothing_is_never_drawn(
+    model: torch.nn.Module,
+) -> None:
     whole = drawn(model, temperature=0.0)
     end = whole[5]
     assert drawn(model, temperature=0.0, end=end) == whole[: whole.index(end)]
@@ -102,24 +107,41 @@ def test_the_end_token_ends_it_and_what_stands_for_nothing_is_never_drawn(model:
 
 @pytest.mark.parametrize(
     ("positions", "kv_heads", "moe"),
-    [("learned", 4, None), ("rotary", 2, None), ("rotary", 4, {"num_experts": 4, "min_capacity": 1})],
+    [
+        ("learned", 4, None),
+        ("rotary", 2, None),
+        ("rotary", 4, {"num_experts": 4, "min_capacity": 1}),
+    ],
 )
 def test_what_is_remembered_changes_no_token(
     positions: str, kv_heads: int, moe: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts of several lengths at once, past the window, with rows that end: each as alone, and as without memory."""
+    """Prompts of several lengths at once, past the window, with rows that end: each as alone, and
+    as without memory.
+    """
     torch.manual_seed(3)
-    shape = SHAPE | {"num_heads": 4, "num_kv_heads": kv_heads, "positions": positions, "max_positions": 20}
+    shape = SHAPE | {
+        "num_heads": 4,
+        "num_kv_heads": kv_heads,
+        "positions": positions,
+        "max_positions": 20,
+    }
     made = GPT.of(moe, **shape).eval()
     monkeypatch.setattr(trained, "module_of", lambda *_, **__: made)
-    model = trained.module_to_ask(cast(Any, None), cast(Any, None), average=False)  # experts with room for all
+    # experts with room for all
+    model = trained.module_to_ask(cast(Any, None), cast(Any, None), average=False)
     for parameter in model.parameters():
         parameter.data.mul_(8.0)
     calls: list[int] = []
     model.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0].numel()))
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
     for temperature in (0.0, 1.0):
-        asked: dict[str, Any] = {"max_new_tokens": 30, "temperature": temperature, "top_k": None, "seed": 5}
+        asked: dict[str, Any] = {
+            "max_new_tokens": 30,
+            "temperature": temperature,
+            "top_k": None,
+            "seed": 5,
+        }
         terms: dict[str, Any] = {"window": 20, "vocab_size": 50, "end": 7}
         calls.clear()
         rows = list(sample(model, prompts, **asked, **terms))
@@ -127,13 +149,21 @@ def test_what_is_remembered_changes_no_token(
         assert rows == list(sample(model, prompts, **asked, **terms, remembers=False))
         for row, prompt in enumerate(prompts):
             alone = sample(model, [prompt], **asked | {"seed": 5 + row}, **terms)
-            assert [token for (token,) in alone] == [tokens[row] for tokens in rows if tokens[row] is not None]
+            assert [token for (token,) in alone] == [
+                tokens[row] for tokens in rows if tokens[row] is not None
+            ]
 
 
 def test_text_comes_in_whole_characters() -> None:
     tokenizer = ByteTokenizer()
     text = "a€\N{GRINNING FACE}b".encode()
-    assert list(as_text(iter(text), tokenizer.decode, after=[65])) == ["a", "€", "\N{GRINNING FACE}", "b", ""]
+    assert list(as_text(iter(text), tokenizer.decode, after=[65])) == [
+        "a",
+        "€",
+        "\N{GRINNING FACE}",
+        "b",
+        "",
+    ]
     cut_off = list(as_text(iter(text[:3]), tokenizer.decode, after=[65]))
     assert "".join(cut_off) == "a\N{REPLACEMENT CHARACTER}"
 
@@ -175,13 +205,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> Path:
     """Trained in every layout; one with a tokenizer of its own, one that is no GPT."""
     folder = tmp_path_factory.mktemp("generate")
     (folder / "text.txt").write_bytes(Path(os.__file__).read_bytes()[:20_000])
-    prepare([str(folder / "text.txt")], str(folder / "tokens"), bpe_vocab_size=350, blank_lines_split=True)
+    prepare(
+        [str(folder / "text.txt")],
+        str(folder / "tokens"),
+        bpe_vocab_size=350,
+        blank_lines_split=True,
+    )
 
     def case(name: str, *, path: str | None = None, **sections: Any) -> dict[str, Any]:
         data = {"kind": "text", "sequence_length": 24, "path": path}
         return {**_RUN, "run": {"name": name, "output_dir": str(folder)}, "data": data, **sections}
 
-    plain = [case(f"z{stage}", zero={"stage": stage}) for stage in ((0, 1, 2, 3) if exhaustive else (0, 3))]
+    plain = [
+        case(f"z{stage}", zero={"stage": stage})
+        for stage in ((0, 1, 2, 3) if exhaustive else (0, 3))
+    ]
     plain += [case("bpe", path=str(folder / "tokens"))]
     plain += [
         {
@@ -190,11 +228,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> Path:
             "monitors": _RUN["monitors"],
         }
     ]
-    plain += [shipped(name) for name in ("gpt_tiny", "gpt_zero3", "bert_pretrain", "bert_pretrain_512")]
+    plain += [
+        shipped(name) for name in ("gpt_tiny", "gpt_zero3", "bert_pretrain", "bert_pretrain_512")
+    ]
     train_cases(plain, num_ranks=2, folder=folder)
-    piped = [case(f"pipe-z{stage}", parallel={"pipe": 2}, zero={"stage": stage}) for stage in (0, 1)]
+    piped = [
+        case(f"pipe-z{stage}", parallel={"pipe": 2}, zero={"stage": stage}) for stage in (0, 1)
+    ]
     if exhaustive:
-        piped += [case("pipe-bf16", parallel={"pipe": 2}, zero={"stage": 1}, precision={"dtype": "bf16"})]
+        piped += [
+            case("pipe-bf16", parallel={"pipe": 2}, zero={"stage": 1}, precision={"dtype": "bf16"})
+        ]
     piped += [shipped("gpt_pipeline", *MOVED[1:])]
     train_cases(piped, num_ranks=2, folder=folder)
     return folder
@@ -212,7 +256,8 @@ def shipped(name: str, *settings: str) -> dict[str, Any]:
         "monitors.progress=off",
     ]
     small += ["data.sequence_length=128"] if name.startswith("gpt") else []
-    given = {setting.partition("=")[0]: setting for setting in (*small, *settings)}  # the last one of a key
+    # the last one of a key
+    given = {setting.partition("=")[0]: setting for setting in (*small, *settings)}
     return load_config(ROOT / f"ds_configs/{name}.yaml", list(given.values())).to_dict()
 
 
@@ -226,8 +271,8 @@ MOVED = re.findall(
 
 @pytest.mark.slow
 def test_the_shipped_configs_of_language_models_train(runs: Path, capsys: Capture) -> None:
-    """The second part of BERT's pre-training starts from the first, and the pipeline from the plain run, as the page
-    says.
+    """The second part of BERT's pre-training starts from the first, and the pipeline from the plain
+    run, as the page says.
     """
     assert MOVED[0] == "ds_configs/gpt_pipeline.yaml"
     losses = {
@@ -237,7 +282,19 @@ def test_the_shipped_configs_of_language_models_train(runs: Path, capsys: Captur
     assert all(2.0 < row["eval/loss"] < 13.0 for row in losses.values()), losses
     assert abs(losses["gpt_pipeline"]["eval/loss"] - losses["gpt_tiny"]["eval/loss"]) < 0.5
     for name in ("gpt_zero3", "gpt_pipeline"):
-        assert main(["generate", str(runs / "runs" / name), "--prompt", "import", "--max-new-tokens", "4"]) == 0
+        assert (
+            main(
+                [
+                    "generate",
+                    str(runs / "runs" / name),
+                    "--prompt",
+                    "import",
+                    "--max-new-tokens",
+                    "4",
+                ]
+            )
+            == 0
+        )
         assert capsys.readouterr().out.startswith("import")
 
 
@@ -246,11 +303,17 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*LAYOUTS, *rarely(MORE_LAYOUTS)])
-def test_what_is_printed_is_what_the_plain_module_says(name: str, runs: Path, capsys: Capture) -> None:
+def test_what_is_printed_is_what_the_plain_module_says(
+    name: str, runs: Path, capsys: Capture
+) -> None:
     checkpoint = find_gpt(str(runs / name))
-    model = call_factory(config_from_values(checkpoint.manifest["config"]).model.factory(), key="model").eval()
+    model = call_factory(
+        config_from_values(checkpoint.manifest["config"]).model.factory(), key="model"
+    ).eval()
     model.load_state_dict(checkpoint_weights(checkpoint))
-    tokenizer = load_tokenizer(str(runs / "tokens/tokenizer.json")) if name == "bpe" else ByteTokenizer()
+    tokenizer = (
+        load_tokenizer(str(runs / "tokens/tokenizer.json")) if name == "bpe" else ByteTokenizer()
+    )
     prompt = "import os\n    return "
     tokens = tokenizer.encode([prompt.encode()])[0].tolist()
     num_given = len(tokens)
@@ -260,7 +323,21 @@ def test_what_is_printed_is_what_the_plain_module_says(name: str, runs: Path, ca
             break
         tokens.append(token)
     assert len(tokens) > num_given
-    assert main(["generate", str(runs / name), "--prompt", prompt, "--temperature", "0", "--max-new-tokens", "40"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                str(runs / name),
+                "--prompt",
+                prompt,
+                "--temperature",
+                "0",
+                "--max-new-tokens",
+                "40",
+            ]
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
     assert out == f"{tokenizer.decode(tokens)}\n"
     assert err == ""
@@ -268,7 +345,9 @@ def test_what_is_printed_is_what_the_plain_module_says(name: str, runs: Path, ca
 
 @pytest.mark.slow
 def test_all_layouts_write_the_same(runs: Path, capsys: Capture) -> None:
-    """They trained with the same seed on the same batches, up to rounding: greedily they say the same for a while."""
+    """They trained with the same seed on the same batches, up to rounding: greedily they say the
+    same for a while.
+    """
     stated = []
     for name in ("z0", "z3", "pipe-z0", "pipe-z1"):
         main(
@@ -307,7 +386,16 @@ def _read(terminal: int) -> bytes:
 @pytest.mark.slow
 def test_a_command_of_its_own_and_a_terminal(runs: Path) -> None:
     """On a terminal nothing that a model draws can move the cursor."""
-    words = ["generate", str(runs / "z0"), "--prompt", "x", "--temperature", "50", "--max-new-tokens", "300"]
+    words = [
+        "generate",
+        str(runs / "z0"),
+        "--prompt",
+        "x",
+        "--temperature",
+        "50",
+        "--max-new-tokens",
+        "300",
+    ]
     terminal, other_end = pty.openpty()
     job = subprocess.Popen(
         [sys.executable, "-m", "framework", *words],
@@ -324,7 +412,9 @@ def test_a_command_of_its_own_and_a_terminal(runs: Path) -> None:
     text = stated.decode(errors="replace").replace("\r\n", "\n")
     assert text.startswith("x")
     assert len(text) > 100
-    assert not [character for character in text if not character.isprintable() and character not in "\n\t"]
+    assert not [
+        character for character in text if not character.isprintable() and character not in "\n\t"
+    ]
 
 
 @pytest.mark.slow
@@ -339,7 +429,9 @@ def test_what_is_no_gpt_is_named(runs: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_keeps_its_tokenizer(runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_keeps_its_tokenizer(
+    runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The token folder may move; without what the run has kept, the tokenizer can be named."""
     words = ["generate", str(runs / "bpe"), "--temperature", "0", "--max-new-tokens", "8"]
     assert main(words) == 0
@@ -375,7 +467,9 @@ def test_a_run_keeps_its_tokenizer(runs: Path, capsys: Capture, monkeypatch: pyt
 def test_a_prompt_that_is_no_utf8(runs: Path, capsys: Capture) -> None:
     assert main(["generate", str(runs / "bpe"), "--prompt", "caf\udce9"]) == 78
     assert "[prompt-not-utf8]" in capsys.readouterr().err
-    assert main(["generate", str(runs / "z0"), "--prompt", "caf\udce9", "--max-new-tokens", "1"]) == 0
+    assert (
+        main(["generate", str(runs / "z0"), "--prompt", "caf\udce9", "--max-new-tokens", "1"]) == 0
+    )
 
 
 def test_what_deepspeed_wrote_by_itself_needs_a_config(tmp_path: Path, capsys: Capture) -> None:
@@ -414,7 +508,9 @@ def test_what_deepspeed_wrote_by_itself_needs_a_config(tmp_path: Path, capsys: C
     out, err = capsys.readouterr()
     tokens = list(b"def ")
     for _ in range(5):
-        tokens.append(int(model(torch.tensor([tokens]))[0, -1, : ByteTokenizer().vocab_size].argmax()))
+        tokens.append(
+            int(model(torch.tensor([tokens]))[0, -1, : ByteTokenizer().vocab_size].argmax())
+        )
     assert out == f"{ByteTokenizer().decode(tokens)}\n"
     assert err.count("\n") == err.count("[checkpoint-unverified]") == 1
     assert main(words[:3]) == 78
@@ -422,10 +518,17 @@ def test_what_deepspeed_wrote_by_itself_needs_a_config(tmp_path: Path, capsys: C
 
 
 def test_there_is_nothing(tmp_path: Path) -> None:
-    for path, reason in ((tmp_path, "there is no finished checkpoint"), (tmp_path / "auto", "there is no such folder")):
-        with pytest.raises(FrameworkError, match=r"^CHECKPOINT = .*\[checkpoint-not-found\]") as caught:
+    for path, reason in (
+        (tmp_path, "there is no finished checkpoint"),
+        (tmp_path / "auto", "there is no such folder"),
+    ):
+        with pytest.raises(
+            FrameworkError, match=r"^CHECKPOINT = .*\[checkpoint-not-found\]"
+        ) as caught:
             find_gpt(str(path))
-        assert str(caught.value).startswith(f"CHECKPOINT = {show_value(str(path))}: {reason}; name a")
+        assert str(caught.value).startswith(
+            f"CHECKPOINT = {show_value(str(path))}: {reason}; name a"
+        )
         assert caught.value.exit_code == 78
 
 

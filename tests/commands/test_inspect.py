@@ -46,7 +46,9 @@ def reseal(checkpoint: SavedCheckpoint, **change: Any) -> None:
     (checkpoint.path / "manifest.json").write_text(seal(own | change), encoding="utf-8")
 
 
-def test_the_best_so_far_and_the_average(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_so_far_and_the_average(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (checkpoint,) = write(tmp_path, 1200)
     assert "best " not in inspect(capsys, checkpoint.path)[1]
     config = checkpoint.manifest["config"]
@@ -57,20 +59,32 @@ def test_the_best_so_far_and_the_average(tmp_path: Path, capsys: pytest.CaptureF
     )
     code, stated = inspect(capsys, checkpoint.path)
     assert code == 0
-    assert "best       eval/loss 0.2500 at step 900\naverage    of the weights, decay 0.999\n" in stated
+    assert (
+        "best       eval/loss 0.2500 at step 900\naverage    of the weights, decay 0.999\n"
+        in stated
+    )
 
 
-def test_the_ranks_that_share_weights_and_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ranks_that_share_weights_and_sequences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (checkpoint,) = write(tmp_path, 10)
     sizes = {"world_size": 8, "data_parallel_size": 2, "tensor_size": 2, "sequence_size": 2}
     reseal(checkpoint, layout=checkpoint.manifest["layout"] | sizes, tensor={"weight": [0, [4]]})
     code, stated = inspect(capsys, checkpoint.path)
     assert code == 0
-    assert "layout     8 ranks, 2 tensor-parallel x 2 sequence-parallel x 2 data-parallel, ZeRO stage 0" in stated
+    assert (
+        "layout     8 ranks, 2 tensor-parallel x 2 sequence-parallel x 2 data-parallel, ZeRO stage 0"
+        in stated
+    )
 
 
-def test_metrics_that_are_not_finite_are_no_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_checkpointer(tmp_path).save(10, {"train/loss": 0.5, "eval/perplexity": math.inf, "eval/loss": math.nan})
+def test_metrics_that_are_not_finite_are_no_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpointer(tmp_path).save(
+        10, {"train/loss": 0.5, "eval/perplexity": math.inf, "eval/loss": math.nan}
+    )
     expected = "train/loss 0.5, eval/perplexity inf, eval/loss nan"
     code, stated = inspect(capsys, tmp_path / "global_step10")
     assert (code, f"metrics    {expected}\n" in stated) == (0, True)
@@ -79,13 +93,22 @@ def test_metrics_that_are_not_finite_are_no_damage(tmp_path: Path, capsys: pytes
     assert (code, f"  {expected}  sound\n" in stated) == (0, True)
 
 
-def test_when_it_was_saved_is_told_by_the_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_when_it_was_saved_is_told_by_the_manifest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (checkpoint,) = write(tmp_path, 10)
     saved_at = datetime.fromisoformat(checkpoint.manifest["saved_at"])
     assert abs(saved_at.timestamp() - time.time()) < 600
     os.utime(checkpoint.path / "manifest.json", (1, 1))  # as in a copy
-    assert f"written    {saved_at.astimezone():%Y-%m-%d %H:%M:%S}" in inspect(capsys, checkpoint.path)[1]
-    before = {name: value for name, value in checkpoint.manifest.items() if name not in ("sha256", "saved_at")}
+    assert (
+        f"written    {saved_at.astimezone():%Y-%m-%d %H:%M:%S}"
+        in inspect(capsys, checkpoint.path)[1]
+    )
+    before = {
+        name: value
+        for name, value in checkpoint.manifest.items()
+        if name not in ("sha256", "saved_at")
+    }
     (checkpoint.path / "manifest.json").write_text(seal(before), encoding="utf-8")
     os.utime(checkpoint.path / "manifest.json", (86400, 86400))
     assert "written    1970-01-0" in inspect(capsys, checkpoint.path)[1]  # of an earlier release
@@ -102,7 +125,9 @@ def test_a_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (code, "verified   no (--no-verify)" in stated) == (0, True)
 
 
-def test_a_run_lists_its_checkpoints_oldest_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_lists_its_checkpoints_oldest_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoints = write(tmp_path / "checkpoints", 9, 20, 100)
     (checkpoints[1].path / "weights").unlink()
     (tmp_path / "checkpoints" / "global_step30").mkdir()
@@ -124,15 +149,26 @@ def test_a_run_lists_its_checkpoints_oldest_first(tmp_path: Path, capsys: pytest
     assert lines[5].endswith("latest  sound")
 
 
-@pytest.mark.parametrize("change", ["", "{}", "[" * 100_000, '{"format": 2, "step": 10}', "changed"])
-def test_a_manifest_that_was_changed_is_damage(change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "change", ["", "{}", "[" * 100_000, '{"format": 2, "step": 10}', "changed"]
+)
+def test_a_manifest_that_was_changed_is_damage(
+    change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (checkpoint,) = write(tmp_path, 10)
     file = checkpoint.path / "manifest.json"
-    text = file.read_text(encoding="utf-8").replace('"epoch": 2', '"epoch": 3') if change == "changed" else change
+    text = (
+        file.read_text(encoding="utf-8").replace('"epoch": 2', '"epoch": 3')
+        if change == "changed"
+        else change
+    )
     file.write_text(text, encoding="utf-8")
     code, stated = inspect(capsys, tmp_path)
     assert code == 74
-    assert "damaged    manifest.json: it has changed since it was written, or is of another release" in stated
+    assert (
+        "damaged    manifest.json: it has changed since it was written, or is of another release"
+        in stated
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,7 +217,10 @@ def test_json_for_tools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path, reason in ((tmp_path, "there is no checkpoint"), (tmp_path / "nowhere", "there is no such folder")):
+    for path, reason in (
+        (tmp_path, "there is no checkpoint"),
+        (tmp_path / "nowhere", "there is no such folder"),
+    ):
         code, stated = inspect(capsys, path)
         assert code == 78
         assert stated.startswith(f"inspect = {path}: {reason}; name a")
@@ -194,7 +233,9 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
         "import sys; sys.modules.update(dict.fromkeys(('torch', 'deepspeed', 'numpy')));"
         f"from framework.cli import main; sys.exit(main(['inspect', {str(tmp_path)!r}]))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "every file is as it was written" in done.stdout
 
@@ -224,7 +265,10 @@ def test_a_manifest_that_storage_does_not_give_out_hides_no_other(
     refuse_to_open(monkeypatch, old.path / "manifest.json", number)
     code, stated = inspect(capsys, tmp_path)
     assert code == 74
-    assert f"  damaged: global_step10/manifest.json: it cannot be read: {os.strerror(number)}\n" in stated
+    assert (
+        f"  damaged: global_step10/manifest.json: it cannot be read: {os.strerror(number)}\n"
+        in stated
+    )
     assert "sound" in stated.splitlines()[-1]
 
 

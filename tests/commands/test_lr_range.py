@@ -1,4 +1,6 @@
-"""``lr-range``: the same losses at the same rates as plain PyTorch, on two ranks; what it suggests from them."""
+"""``lr-range``: the same losses at the same rates as plain PyTorch, on two ranks; what it suggests
+from them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ class TestSuggestions:
         assert (result.steepest, result.minimum) == (11, 14)
         lines = result.sentences()
         assert lines[0].startswith("19 steps from 1e-06 to 1e+03, where the loss exploded")
-        assert [line.split("  ")[0] for line in lines[1:]] == ["optimizer.lr: 0.32", "optimizer.lr: 1"]
+        assert [line.split("  ")[0] for line in lines[1:]] == [
+            "optimizer.lr: 0.32",
+            "optimizer.lr: 1",
+        ]
 
     def test_a_loss_that_is_no_number_ends_it_and_counts_nothing(self) -> None:
         result = found([*FALLING, math.nan, 1.0])
@@ -44,8 +49,12 @@ class TestSuggestions:
         assert all(math.isfinite(mean) for mean, _ in result.smoothed.values())
         assert (result.steepest, result.minimum) == (11, 14)
 
-    @pytest.mark.parametrize("losses", [[2.0 + 0.1 * step for step in range(20)], [2.0] * 20, [2.0, math.nan]])
-    def test_of_a_loss_that_never_falls_there_are_none(self, losses: list[float], tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        "losses", [[2.0 + 0.1 * step for step in range(20)], [2.0] * 20, [2.0, math.nan]]
+    )
+    def test_of_a_loss_that_never_falls_there_are_none(
+        self, losses: list[float], tmp_path: Path
+    ) -> None:
         result = found(losses)
         (line,) = result.sentences()
         assert "the loss falls at no rate" in line
@@ -61,7 +70,10 @@ class TestSuggestions:
 
 def test_rates_that_do_not_grow_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lr-range", "run.yaml", "--from", "1", "--to", "0.1"]) == EXIT_USAGE
-    assert "lr-range: --from 1 --to 0.1: the rates are to grow, from more than 0" in capsys.readouterr().err
+    assert (
+        "lr-range: --from 1 --to 0.1: the rates are to grow, from more than 0"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
@@ -77,7 +89,10 @@ def test_losses_are_those_of_plain_pytorch_at_the_same_rates(tmp_path: Path) -> 
         "evaluation": {"every_steps": 1, "weights": "ema"},
         "checkpoint": {"every_steps": 1},
     }
-    files = {"plain": config, "groups": {**config, "optimizer": {**config["optimizer"], "groups": groups}}}
+    files = {
+        "plain": config,
+        "groups": {**config, "optimizer": {**config["optimizer"], "groups": groups}},
+    }
     words = ["training.clip_grad_norm=2", "--from", "0.001", "--to", "1", "--steps", "20"]
     jobs = []
     for name, values in files.items():
@@ -97,10 +112,15 @@ def test_losses_are_those_of_plain_pytorch_at_the_same_rates(tmp_path: Path) -> 
         rows = list(csv.DictReader((folder / "metrics.csv").open()))
         assert [float(row["train/lr"]) for row in rows] == pytest.approx(rates)
         losses = [float(row["train/loss"]) for row in rows]
-        assert (losses == pytest.approx(expected, rel=2e-5)) is (name == "plain"), "groups keep their shares"
+        assert (losses == pytest.approx(expected, rel=2e-5)) is (name == "plain"), (
+            "groups keep their shares"
+        )
         assert "learning rate</text>" in (folder / "lr-range.svg").read_text()
         printed = (tmp_path / f"{name}.out").read_text().splitlines()
         assert printed[-2:] == [str(folder / "metrics.csv"), str(folder / "lr-range.svg")]
         assert sum(line.startswith("optimizer.lr: ") for line in printed) == 2
         assert not [*folder.glob("checkpoints/*")]
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["groups-lr-range", "plain-lr-range"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
+        "groups-lr-range",
+        "plain-lr-range",
+    ]

@@ -1,4 +1,6 @@
-"""The command `plan`: one output of plan, memory, time, strategies, losers and knob; what it writes; bad input."""
+"""The command `plan`: one output of plan, memory, time, strategies, losers and knob; what it
+writes; bad input.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,17 @@ def table(out: str) -> list[dict[str, str]]:
 def test_one_output_has_everything(capsys: Capture) -> None:
     out = plan(*GPT, "zero.stage=1", "--gpu", "a100-80gb", capsys=capsys)
     labels = [line[:10].strip() for line in out.splitlines() if not line.startswith(" ")]
-    assert labels[:9] == ["run", "cluster", "batch", "length", "precision", "ZeRO", "memory", "time", "best"]
+    assert labels[:9] == [
+        "run",
+        "cluster",
+        "batch",
+        "length",
+        "precision",
+        "ZeRO",
+        "memory",
+        "time",
+        "best",
+    ]
     assert "cluster   8 hosts x 8 cuda devices = 64 ranks" in out
     assert re.search(
         r"^memory    .* GiB on each rank between steps, .* GiB at most \(in the .*\) of 77.[0-9]+ GiB usable",
@@ -71,7 +83,9 @@ def test_one_output_has_everything(capsys: Capture) -> None:
         re.MULTILINE,
     )
     assert re.search(
-        r"^time      .* s a step, .* tokens per second and device, .*; estimated for a100-80gb$", out, re.MULTILINE
+        r"^time      .* s a step, .* tokens per second and device, .*; estimated for a100-80gb$",
+        out,
+        re.MULTILINE,
     )
     assert out.count("\n          *") == 1
     assert len({len(line) for line in out.splitlines() if re.match(r"^          [ *]", line)}) > 0
@@ -110,20 +124,28 @@ def test_losers_say_why(capsys: Capture) -> None:
     out = plan(*GPT, "--gpu", "a100-40gb", "--search", "--top", "1", capsys=capsys)
     others = out[out.index("\nothers ") :]
     assert re.search(r"slower: \w+ [\d.]+ s of [\d.]+ s|as fast, and sends or takes more", others)
-    losers = json.loads(plan(*GPT, "--gpu", "a100-40gb", "--search", "--json", capsys=capsys))["strategies"]["losers"]
+    losers = json.loads(plan(*GPT, "--gpu", "a100-40gb", "--search", "--json", capsys=capsys))[
+        "strategies"
+    ]["losers"]
     too_large = [lost for lost in losers if lost["kind"] == "too-large"]
     assert any(lost["settings"]["zero.stage"] == 0 for lost in too_large)
-    assert all(re.match(r"[\d.,]+ GiB with micro-batches of 1: ", lost["why"]) for lost in too_large)
+    assert all(
+        re.match(r"[\d.,]+ GiB with micro-batches of 1: ", lost["why"]) for lost in too_large
+    )
 
 
 def test_what_no_tensor_holds_is_named(capsys: Capture) -> None:
     out = plan(*GPT, "zero.stage=1", "--gpu", "a100-80gb", capsys=capsys)
-    assert re.search(r"^ {10}beside tensors: .*NCCL 1.34 GiB, CUDA context 942.1 MiB", out, re.MULTILINE)
+    assert re.search(
+        r"^ {10}beside tensors: .*NCCL 1.34 GiB, CUDA context 942.1 MiB", out, re.MULTILINE
+    )
     assert "beside tensors" not in plan(*GPT, capsys=capsys)
 
 
 def test_without_a_device_the_order_says_so(capsys: Capture) -> None:
-    assert "least traffic first, speed unknown: no device named (--gpu)" in plan(*GPT, capsys=capsys)
+    assert "least traffic first, speed unknown: no device named (--gpu)" in plan(
+        *GPT, capsys=capsys
+    )
     out = plan(*GPT, "--gpu", "t4-16gb", capsys=capsys)
     assert "speed unknown: not all rates of t4-16gb are listed" in out or "the fastest first" in out
 
@@ -133,41 +155,79 @@ def test_what_does_not_fit_is_told_with_what_would(capsys: Capture) -> None:
     warning = out[out.index("warning: ") :]
     assert "and a100-40gb has 36.87 GiB usable; set zero.stage: " in warning
     assert warning.rstrip().endswith("[memory-too-small]")
-    fits = plan(*GPT, "zero.stage=3", "training.recompute_every=1", "--gpu", "a100-80gb", capsys=capsys)
+    fits = plan(
+        *GPT, "zero.stage=3", "training.recompute_every=1", "--gpu", "a100-80gb", capsys=capsys
+    )
     assert "memory-too-small" not in fits
 
 
 def test_nothing_fits_names_the_constraint_and_the_devices(capsys: Capture) -> None:
     out = plan(
-        *MODEL, "batch={micro_size: 1}", "--num_gpus", "1", "--gpu", "t4-16gb", "precision.dtype=fp16", capsys=capsys
+        *MODEL,
+        "batch={micro_size: 1}",
+        "--num_gpus",
+        "1",
+        "--gpu",
+        "t4-16gb",
+        "precision.dtype=fp16",
+        capsys=capsys,
     )
     assert re.search(
-        r"nothing fits: the least is [\d.]+ GiB, with zero\.stage: 3, .*; 1[34].[0-9]+ GiB are usable; ", out
+        r"nothing fits: the least is [\d.]+ GiB, with zero\.stage: 3, .*; 1[34].[0-9]+ GiB are usable; ",
+        out,
     )
     assert re.search(r"; use \d+ devices with zero\.stage: \d.* \[memory-too-small\]", out)
-    assert main(["plan", *MODEL, "--num_gpus", "1", "--gpu", "t4-16gb", "precision.dtype=fp16", "--apply"]) == 64
+    assert (
+        main(
+            [
+                "plan",
+                *MODEL,
+                "--num_gpus",
+                "1",
+                "--gpu",
+                "t4-16gb",
+                "precision.dtype=fp16",
+                "--apply",
+            ]
+        )
+        == 64
+    )
     assert "no strategy that fits" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "nearest", "kind"),
     [
-        (["--num_gpus", "7"], "nearest   batch.global_size: 119: 119 samples per step", "batch-not-divisible"),
+        (
+            ["--num_gpus", "7"],
+            "nearest   batch.global_size: 119: 119 samples per step",
+            "batch-not-divisible",
+        ),
         (
             ["--num_gpus", "8", "batch.global_size=4"],
             "nearest   batch.global_size: 8: 8 samples",
             "batch-not-divisible",
         ),
-        (["--num_gpus", "8", "parallel.pipe=3"], "nearest   parallel.pipe: 2: ", "pipe-not-divisible"),
+        (
+            ["--num_gpus", "8", "parallel.pipe=3"],
+            "nearest   parallel.pipe: 2: ",
+            "pipe-not-divisible",
+        ),
         (
             ["--num_gpus", "13", "parallel.pipe=7", "batch.micro_size=8"],
             "nearest   parallel.pipe: 1, batch.global_size: 117, batch.micro_size: 9: 117 samples per step = 9 x 1",
             "pipe-not-divisible",
         ),
-        (["--num_gpus", "40", "parallel.pipe=40"], "nearest   parallel.pipe: ", "pipe-exceeds-layers"),
+        (
+            ["--num_gpus", "40", "parallel.pipe=40"],
+            "nearest   parallel.pipe: ",
+            "pipe-exceeds-layers",
+        ),
     ],
 )
-def test_bad_input_gets_the_nearest_plan(words: list[str], nearest: str, kind: str, capsys: Capture) -> None:
+def test_bad_input_gets_the_nearest_plan(
+    words: list[str], nearest: str, kind: str, capsys: Capture
+) -> None:
     assert main(["plan", "ds_configs/quickstart.yaml", *words]) == 78
     stated = capsys.readouterr()
     assert stated.out.startswith(nearest)
@@ -178,7 +238,10 @@ def test_bad_options_are_refused(capsys: Capture) -> None:
     for words, reason in (
         (["--gpu", "h900"], "--gpu h900: not known; known are"),
         (["--gpu", "h100"], "--gpu h100: not known; did you mean h100-80gb? known are"),
-        (["--gpu", "h100-80gb", "--network", "infinband-hdr"], "not known; did you mean infiniband-hdr? known are"),
+        (
+            ["--gpu", "h100-80gb", "--network", "infinband-hdr"],
+            "not known; did you mean infiniband-hdr? known are",
+        ),
         (["--gpu", "h100-80gb", "--network", "string"], "network string: not known"),
         (["--network", "infiniband-hdr"], "--network goes with --gpu"),
         (["--chart", "memory.png"], "--chart memory.png: what is drawn is SVG; name it .svg"),
@@ -191,7 +254,9 @@ def test_bad_options_are_refused(capsys: Capture) -> None:
     assert "--nodes: how many devices does each host have?" in capsys.readouterr().err
 
 
-def test_a_model_of_ones_own_is_not_guessed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_ones_own_is_not_guessed(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def find_nothing(plan: object) -> NoReturn:
         raise NoAnswerError("it is not here")
 
@@ -200,22 +265,39 @@ def test_a_model_of_ones_own_is_not_guessed(capsys: Capture, monkeypatch: pytest
     out = plan(*words, capsys=capsys)
     assert "\nmemory    not estimated: the model is one of your own (it is not here)\n" in out
     assert "\nbest " not in out
-    assert json.loads(plan(*words, "--json", capsys=capsys))["memory"]["unknown"].startswith("the model is one of your")
+    assert json.loads(plan(*words, "--json", capsys=capsys))["memory"]["unknown"].startswith(
+        "the model is one of your"
+    )
 
 
 @pytest.mark.slow
-def test_a_model_of_ones_own_is_looked_at(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_ones_own_is_looked_at(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same net by name and by path, once with and once without keys that are `auto`."""
     monkeypatch.setattr(traced_work, "ask_child", answer_here)
-    by_name = json.loads(plan("ds_configs/quickstart.yaml", "--num_gpus", "2", "--json", capsys=capsys))["memory"]
+    by_name = json.loads(
+        plan("ds_configs/quickstart.yaml", "--num_gpus", "2", "--json", capsys=capsys)
+    )["memory"]
     target = "model={target: 'framework.models.small_nets:LeNet'}"
-    found = json.loads(plan("ds_configs/quickstart.yaml", target, "--num_gpus", "2", "--json", capsys=capsys))
+    found = json.loads(
+        plan("ds_configs/quickstart.yaml", target, "--num_gpus", "2", "--json", capsys=capsys)
+    )
     assert found["memory"]["num_params"] == by_name["num_params"]
     assert found["memory"]["total_bytes"]["between"] == by_name["total_bytes"]["between"]
-    assert found["memory"]["total_bytes"]["backward"] == pytest.approx(by_name["total_bytes"]["backward"], rel=0.1)
+    assert found["memory"]["total_bytes"]["backward"] == pytest.approx(
+        by_name["total_bytes"]["backward"], rel=0.1
+    )
     file = tmp_path / "run.yaml"
-    text = Path("ds_configs/quickstart.yaml").read_text().replace("{kind: lenet, image_size: 28}", target[6:])
-    file.write_text(text.replace("global_size: 120", "global_size: 120, micro_size: auto") + "zero: {stage: auto}\n")
+    text = (
+        Path("ds_configs/quickstart.yaml")
+        .read_text()
+        .replace("{kind: lenet, image_size: 28}", target[6:])
+    )
+    file.write_text(
+        text.replace("global_size: 120", "global_size: 120, micro_size: auto")
+        + "zero: {stage: auto}\n"
+    )
     plan(str(file), "--num_gpus", "2", "--gpu", "a100-40gb", "--apply", capsys=capsys)
     assert load_config(file).auto == frozenset()
 
@@ -234,9 +316,9 @@ def test_apply_writes_the_choice_and_keeps_the_text(tmp_path: Path, capsys: Capt
     file = tmp_path / "run.yaml"
     file.write_text(FILE)
     where = ["--num_gpus", "8", "--gpu", "a100-80gb"]
-    first = json.loads(plan(str(file), *where, "--search", "--json", capsys=capsys))["strategies"]["ranked"][0][
-        "settings"
-    ]
+    first = json.loads(plan(str(file), *where, "--search", "--json", capsys=capsys))["strategies"][
+        "ranked"
+    ][0]["settings"]
     out = plan(str(file), *where, "--apply", capsys=capsys)
     assert f"--- {file}" in out
     after = file.read_text()
@@ -255,7 +337,12 @@ def test_apply_writes_the_choice_and_keeps_the_text(tmp_path: Path, capsys: Capt
 
 
 @pytest.mark.parametrize(
-    "text", ["zero: {stage: auto}\nparallel: auto\n", "parallel: {pipe: auto}\n", '{"zero": {"stage": "auto"}}']
+    "text",
+    [
+        "zero: {stage: auto}\nparallel: auto\n",
+        "parallel: {pipe: auto}\n",
+        '{"zero": {"stage": "auto"}}',
+    ],
 )
 def test_apply_replaces_auto(text: str, tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / ("run.json" if text.startswith('{"') else "run.yaml")
@@ -275,7 +362,10 @@ def test_apply_writes_a_section_into_a_section_of_several_lines(tmp_path: Path) 
 def test_apply_leaves_offloads_other_keys_behind(tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
-        FILE.replace("  stage: 3   # to be safe", "  stage: 3\n  offload_optimizer: {device: cpu, ratio: 0.5}")
+        FILE.replace(
+            "  stage: 3   # to be safe",
+            "  stage: 3\n  offload_optimizer: {device: cpu, ratio: 0.5}",
+        )
         + "optimizer: {kind: adamw, implementation: deepspeed}\n"
     )
     plan(str(file), "--num_gpus", "8", "--gpu", "a100-80gb", "--apply", capsys=capsys)
@@ -290,7 +380,11 @@ def test_the_chart_is_an_svg_with_a_bar_for_each(tmp_path: Path, capsys: Capture
     space = "{http://www.w3.org/2000/svg}"
     bars = [each for each in root.iter(f"{space}rect") if each.find(f"{space}title") is not None]
     assert len(bars) == 4 * 5
-    assert [each.text for each in root.iter(f"{space}text") if each.text and each.text.startswith("usable ")]
+    assert [
+        each.text
+        for each in root.iter(f"{space}text")
+        if each.text and each.text.startswith("usable ")
+    ]
     assert "prefers-color-scheme:dark" in file.read_text()
     widths = {}
     for bar in bars:
@@ -306,7 +400,9 @@ def test_paper_has_the_formulas_beside_what_deepspeed_allocates(capsys: Capture)
     assert "8,030,261,248 weights: 29.92 GiB in fp32, 128 GB to train at 16 each" in paper
     assert "DDP, 20 bytes a weight                      149.58 GiB" in paper
     assert "FSDP, 18 bytes a weight over all ranks        2.10 GiB" in paper
-    assert [f"DeepSpeed, stage {stage}, as planned here" in paper for stage in range(4)] == [True] * 4
+    assert [f"DeepSpeed, stage {stage}, as planned here" in paper for stage in range(4)] == [
+        True
+    ] * 4
     assert "between failures of 64 devices" in paper
     found = json.loads(plan(*GPT, "--paper", "--json", capsys=capsys))["paper"]
     assert found["num_params"] == 8_030_261_248
@@ -320,7 +416,9 @@ def test_paper_has_the_formulas_beside_what_deepspeed_allocates(capsys: Capture)
 def test_goals(goal: str, capsys: Capture) -> None:
     words = ("--gpu", "a100-40gb", "--goal", goal, "--json", "zero.stage=2")
     found = json.loads(plan(*GPT, *words, capsys=capsys))["strategies"]["ranked"]
-    assert {each["settings"]["zero.stage"] for each in found} == {2}, "what the command line sets stays"
+    assert {each["settings"]["zero.stage"] for each in found} == {2}, (
+        "what the command line sets stays"
+    )
     if goal == "fewest-devices":
         assert 1 <= found[0]["devices"] < 64
     else:
@@ -329,19 +427,30 @@ def test_goals(goal: str, capsys: Capture) -> None:
 
 @pytest.mark.parametrize(
     ("model", "stage", "tensor"),
-    [("gpt, num_kv_heads: 4", 3, {1, 2, 4}), ("gpt, mlp_size: 1001", 1, {1}), ("gpt", 0, {1}), ("bert", 2, {1, 2, 4})],
+    [
+        ("gpt, num_kv_heads: 4", 3, {1, 2, 4}),
+        ("gpt, mlp_size: 1001", 1, {1}),
+        ("gpt", 0, {1}),
+        ("bert", 2, {1, 2, 4}),
+    ],
 )
 def test_check_accepts_every_size_that_is_proposed(
     model: str, stage: int, tensor: set[int], tmp_path: Path, capsys: Capture
 ) -> None:
-    """Each is written into the file as --apply does it; what does not divide, or is not right, is not among them."""
-    text = FILE.replace("gpt, size: gpt2-xl", f"{model}, num_layers: 4, num_heads: 12, hidden_size: 96")
+    """Each is written into the file as --apply does it; what does not divide, or is not right, is
+    not among them.
+    """
+    text = FILE.replace(
+        "gpt, size: gpt2-xl", f"{model}, num_layers: 4, num_heads: 12, hidden_size: 96"
+    )
     text = text.replace("1024", "128").replace("stage: 3", f"stage: {stage}")
     if model == "bert":
         text = text.replace("kind: text,", "kind: text_pairs,").replace("causal_lm", "masked_lm")
     file, cluster = tmp_path / "run.yaml", Cluster(2, 8)
     file.write_text(text, encoding="utf-8")
-    proposed = search(Request(load_config(file), cluster, free={TENSOR, SEQUENCE, MICRO, ACCUMULATION})).ranked
+    proposed = search(
+        Request(load_config(file), cluster, free={TENSOR, SEQUENCE, MICRO, ACCUMULATION})
+    ).ranked
     assert {each.choice[TENSOR] for each in proposed} == tensor
     assert {each.choice[SEQUENCE] for each in proposed} == {1, 2, 4}
     for each in proposed:
@@ -352,8 +461,19 @@ def test_check_accepts_every_size_that_is_proposed(
 
 
 def test_the_plan_stands_among_the_best_where_it_belongs(capsys: Capture) -> None:
-    sections = ("model={kind: gpt, size: gpt2}", "precision.dtype=bf16", "batch={global_size: 32, micro_size: 32}")
-    words = ("ds_configs/gpt_tiny.yaml", *sections, "data.sequence_length=1024", "zero.stage=1", "--num_gpus", "1")
+    sections = (
+        "model={kind: gpt, size: gpt2}",
+        "precision.dtype=bf16",
+        "batch={global_size: 32, micro_size: 32}",
+    )
+    words = (
+        "ds_configs/gpt_tiny.yaml",
+        *sections,
+        "data.sequence_length=1024",
+        "zero.stage=1",
+        "--num_gpus",
+        "1",
+    )
     out = plan(*words, "--gpu", "h200-141gb", capsys=capsys)
     table = out[out.index("\nbest ") : out.index("\nothers ")].splitlines()[3:]
     speeds = [float(row.split()[-2].replace(",", "")) for row in table]

@@ -23,7 +23,11 @@ class Undecided(nn.Module):
         self.last = nn.Linear(28, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.last(images.mean((1, 2))) if float(images.detach().sum()) > 0 else self.last(images[:, 0, 0])
+        return (
+            self.last(images.mean((1, 2)))
+            if float(images.detach().sum()) > 0
+            else self.last(images[:, 0, 0])
+        )
 
 
 @pytest.mark.slow
@@ -54,7 +58,14 @@ def test_a_chat_is_the_example_whether_rows_are_packed_or_not(tmp_path: Path) ->
 
     values = {"model": {"kind": "gpt"}, "task": {"kind": "causal_lm"}}
     config = config_from_values({**values, "data": {"kind": "conversations", "packing": True}})
-    shape = {"vocab_size": 261, "hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "mlp_size": 32}
+    shape = {
+        "vocab_size": 261,
+        "hidden_size": 32,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "mlp_size": 32,
+    }
     model = GPT.of(**shape, max_positions=600).eval()
     write_program(tmp_path, model, config)
     ids = torch.arange(34).view(2, 17)

@@ -35,7 +35,9 @@ def test_several_runs_charts_and_another_place(tmp_path: Path, capsys: Capture) 
     assert main(["report", *folders, "--out", str(out), "--svg", str(charts)]) == 0
     assert capsys.readouterr().out.endswith(f"report: {out}\n")
     assert "2 runs: a, b" in out.read_text()
-    assert {"loss.svg", "step-parts.svg", "memory-plan.svg", "goodput.svg"} <= {path.name for path in charts.iterdir()}
+    assert {"loss.svg", "step-parts.svg", "memory-plan.svg", "goodput.svg"} <= {
+        path.name for path in charts.iterdir()
+    }
     assert not (tmp_path / "a/report.html").exists()
 
 
@@ -50,7 +52,9 @@ def test_figures_as_json_leave_no_page(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_figures_that_are_not_known_are_no_nan(tmp_path: Path, capsys: Capture) -> None:
-    folder = write_run(tmp_path / "run", lines=[{"step": 1, "train/loss": None, "eval/x": None}], events=None)
+    folder = write_run(
+        tmp_path / "run", lines=[{"step": 1, "train/loss": None, "eval/x": None}], events=None
+    )
     assert main(["report", str(folder), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert (found["goodput"], found["last"], found["verdict"]["kind"]) == (None, {}, "unknown")
@@ -59,7 +63,11 @@ def test_figures_that_are_not_known_are_no_nan(tmp_path: Path, capsys: Capture) 
 @pytest.mark.parametrize(
     ("words", "code", "stated"),
     [
-        (["nowhere"], 78, "nowhere: the run folder cannot be read (No such file or directory); check the path "),
+        (
+            ["nowhere"],
+            78,
+            "nowhere: the run folder cannot be read (No such file or directory); check the path ",
+        ),
         ([str(ROOT / "docs")], 78, "it is no run folder"),
         ([], 64, "the following arguments are required: RUN"),
         (["RUN", "--port", "80000"], 64, "80000 is not a port; write 0 to 65535"),
@@ -84,7 +92,9 @@ def test_what_cannot_be_done_is_one_line(
 def test_serve_prints_where_and_ends_with_ctrl_c(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     command = [sys.executable, "-m", "framework", "report", str(folder), "--serve"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    ) as process:
         try:
             assert process.stdout is not None
             address, _, rest = process.stdout.readline().partition(" ")

@@ -1,5 +1,5 @@
-"""`plan` tells where a pipeline's model would be cut, by a child that imports torch in its place. Here it is started
-once, and answers otherwise in this process.
+"""`plan` tells where a pipeline's model would be cut, by a child that imports torch in its place.
+Here it is started once, and answers otherwise in this process.
 """
 
 from __future__ import annotations
@@ -91,10 +91,14 @@ def test_every_stage_is_a_line(capsys: pytest.CaptureFixture[str], folder: Path)
 
 @pytest.mark.usefixtures("here")
 def test_tools_get_what_the_run_will_write(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "own.yaml", "--num_gpus", "2", "--json", "parallel.partition=measured"]) == 0
+    assert (
+        main(["plan", "own.yaml", "--num_gpus", "2", "--json", "parallel.partition=measured"]) == 0
+    )
     reported = json.loads(capsys.readouterr().out)
     assert reported["pipeline"]["bounds"] == [0, 1, 3]
-    assert [(stage["num_params"], stage["output_bytes"]) for stage in reported["pipeline"]["stages"]] == [
+    assert [
+        (stage["num_params"], stage["output_bytes"]) for stage in reported["pipeline"]["stages"]
+    ] == [
         (56, 64),
         (18, None),
     ]
@@ -113,7 +117,9 @@ def test_what_cannot_be_cut_is_refused_with_its_place(capsys: pytest.CaptureFixt
     )
     assert main(["plan", "own.yaml", "--num_gpus", "2", "model.args.size=5"]) == 78
     line = capsys.readouterr().err
-    assert line.startswith("own.yaml:3: model = 0 (Linear): the layer fails on the output of the layer before")
+    assert line.startswith(
+        "own.yaml:3: model = 0 (Linear): the layer fails on the output of the layer before"
+    )
     assert line.endswith("[layer-failed]\n")
 
 
@@ -136,7 +142,11 @@ def test_what_this_machine_cannot_know_is_a_note() -> None:
 @pytest.mark.parametrize(
     ("does", "seconds", "words"),
     [
-        ("echo first >&2; echo last words >&2; exit 3", 120.0, "looking at the model ended with code 3: last words"),
+        (
+            "echo first >&2; echo last words >&2; exit 3",
+            120.0,
+            "looking at the model ended with code 3: last words",
+        ),
         ("exec sleep 60", 0.3, "it took more than 0.3 s"),
     ],
     ids=["dies", "lasts"],
@@ -153,7 +163,9 @@ def test_a_child_that_gives_no_answer_is_a_note(
 
 def test_without_torch_the_start_of_the_run_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else real(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torch" else real(name)
+    )
     monkeypatch.setattr(sys, "executable", "/nowhere/python")  # nothing is started
     (note,) = find_stage_balance(plan(), source=Source()).notes
     assert "torch, which is not installed" in note.reason
@@ -162,7 +174,9 @@ def test_without_torch_the_start_of_the_run_tells(monkeypatch: pytest.MonkeyPatc
     assert "/nowhere/python cannot be started" in note.reason
 
 
-def test_check_starts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_starts_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("subprocess.run", None)
     assert main(["check", "own.yaml", "--num_gpus", "2"]) == 0
     assert "2 pipeline stages" in capsys.readouterr().out

@@ -1,5 +1,5 @@
-"""`plan` estimates a model of the user's own: a child process finds its work, which is kept until something changes. It
-is started once here, and answers otherwise in this process.
+"""`plan` estimates a model of the user's own: a child process finds its work, which is kept until
+something changes. It is started once here, and answers otherwise in this process.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def planned(capsys: pytest.CaptureFixture[str], *settings: str) -> dict[str, obj
     return memory
 
 
-def test_it_is_found_once(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_found_once(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = planned(capsys)
     # (6 + 1) x 300 + (300 + 1) x 2 weights; labels, inputs, and what tanh reads and makes
     assert first["num_params"] == 2702
@@ -110,5 +112,7 @@ def test_memory_of_an_optimizer_is_measured_once(
     assert json.loads(kept.read_text())["bytes_per_element"] == 8
     monkeypatch.setattr(traced_work, "ask_child", lambda *_, **__: {"unknown": "it was asked"})
     assert planned(capsys, "zero.stage=1", setting) == memory
-    lost = planned(capsys, "zero.stage=1", "optimizer={target: 'torch.optim:RAdam', args: {lr: 0.001}}")
+    lost = planned(
+        capsys, "zero.stage=1", "optimizer={target: 'torch.optim:RAdam', args: {lr: 0.001}}"
+    )
     assert "optimizer: its state is not measured (it was asked)" in str(lost["unknown"])

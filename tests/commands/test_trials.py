@@ -1,5 +1,5 @@
-"""Trials and measurements of a machine: what is refused, what fails, and what is printed; real steps are in
-tests/benchmarks/test_planner_ranking.py.
+"""Trials and measurements of a machine: what is refused, what fails, and what is printed; real
+steps are in tests/benchmarks/test_planner_ranking.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def test_the_fastest_is_that_of_the_median_and_what_failed_is_listed() -> None:
     assert not within_noise(trials)
     trials[0].rounds = [[0.16], [0.16], [0.145]]
     assert within_noise(trials)
-    assert list(table(trials))[2].endswith("<- fastest, within noise: try again, or take either of the two")
+    assert list(table(trials))[2].endswith(
+        "<- fastest, within noise: try again, or take either of the two"
+    )
     assert not within_noise(trials[1:])
 
 
@@ -59,7 +61,8 @@ def test_where_none_runs_each_reason_is_given_and_nothing_is_left(
     half = config_from_values(CONFIG.to_dict() | {"precision": {"dtype": "fp16"}})
     candidate = Candidate({"zero.stage": 1}, replace(PLAN, config=half), estimate(PLAN))
     with pytest.raises(
-        TrainingError, match=r"no strategy runs on this machine: zero.stage: 1: exit code 78: .*\[fp16-"
+        TrainingError,
+        match=r"no strategy runs on this machine: zero.stage: 1: exit code 78: .*\[fp16-",
     ):
         run_trials([candidate])
     assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,5 @@
-"""Nothing that a checkpoint's manifest names is called, whoever sealed it, but where the user trusts its folder by
-name.
+"""Nothing that a checkpoint's manifest names is called, whoever sealed it, but where the user
+trusts its folder by name.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def forged(run: Path, sections: dict[str, Any]) -> SavedCheckpoint:
 @pytest.mark.parametrize("section", ["model", "gpt", "task", "data", "optimizer"])
 def test_no_command_calls_what_a_manifest_names(section: str, tmp_path: Path) -> None:
     sentinel, run = tmp_path / "called", tmp_path / "run"
-    target: dict[str, Any] = {"target": "tests.commands.test_trust:build", "args": {"place": str(sentinel)}}
+    target: dict[str, Any] = {
+        "target": "tests.commands.test_trust:build",
+        "args": {"place": str(sentinel)},
+    }
     if section == "gpt":
         target["kind"] = "gpt"
     checkpoint = forged(run, {"model" if section == "gpt" else section: target})
@@ -63,7 +66,14 @@ def test_no_command_calls_what_a_manifest_names(section: str, tmp_path: Path) ->
         ),  # which takes one of its own, and would measure
     ):
         (tmp_path / "in.txt").write_text("a")
-        code = main([words[0], str(run), *([str(tmp_path / "out")] if words[0] == "export" else []), *words[1:]])
+        code = main(
+            [
+                words[0],
+                str(run),
+                *([str(tmp_path / "out")] if words[0] == "export" else []),
+                *words[1:],
+            ]
+        )
         assert code in (0, 74, 78), words
     with pytest.raises(FrameworkError):
         hf_names(checkpoint, stored=["weight", "bias"])
@@ -81,13 +91,19 @@ def test_no_command_calls_what_a_manifest_names(section: str, tmp_path: Path) ->
 def test_a_target_is_called_where_its_folder_is_trusted_by_name(tmp_path: Path) -> None:
     sentinel, run, other = tmp_path / "called", tmp_path / "run", tmp_path / "other"
     other.mkdir()
-    checkpoint = forged(run, {"model": {"target": "tests.commands.test_trust:build", "args": {"place": str(sentinel)}}})
+    checkpoint = forged(
+        run,
+        {"model": {"target": "tests.commands.test_trust:build", "args": {"place": str(sentinel)}}},
+    )
     for trust in (None, str(other), str(tmp_path), str(checkpoint.path / "weights"), ""):
         with pytest.raises(ConfigError, match=r"\[target-not-trusted\]"):
             hf_names(checkpoint, stored=["weight", "bias"], trust=trust)
         assert not sentinel.exists()
     for folder in (run, run / "checkpoints", checkpoint.path):
-        assert hf_names(checkpoint, stored=["weight", "bias"], trust=str(folder))[0] == {"weight": "w", "bias": "b"}
+        assert hf_names(checkpoint, stored=["weight", "bias"], trust=str(folder))[0] == {
+            "weight": "w",
+            "bias": "b",
+        }
         assert sentinel.read_text(encoding="utf-8") == "called"
         sentinel.unlink()
 
@@ -95,7 +111,9 @@ def test_a_target_is_called_where_its_folder_is_trusted_by_name(tmp_path: Path) 
 def test_a_model_of_transformers_has_its_names_already(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     run = tmp_path / "run"
-    checkpoint = forged(run, {"model": {"target": "tests.commands.test_trust:hugging_face", "args": {}}})
+    checkpoint = forged(
+        run, {"model": {"target": "tests.commands.test_trust:hugging_face", "args": {}}}
+    )
     names, described = hf_names(checkpoint, stored=["lm_head.weight"], trust=str(run))
     assert names == {"lm_head.weight": "lm_head.weight"}
     assert (described["model_type"], described["n_embd"]) == ("gpt2", 8)

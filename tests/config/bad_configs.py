@@ -1,4 +1,6 @@
-"""Wrong configs as people write them: file text (or bytes) -> the whole lines that `check` prints."""
+"""Wrong configs as people write them: file text (or bytes) -> the whole lines that `check`
+prints.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ SECTIONS: Final = ", ".join(
     )
 )
 NO_KIND: Final = "the section does not say which kind it is; add"
-OPTIMIZERS: Final = "adamw, adam, sgd, adagrad, lion, lamb, adafactor, muon, or target: package.module:name"
-MODELS: Final = "lenet, small_resnet18, resnet18, resnet50, mlp, gpt, bert, or target: package.module:name"
+OPTIMIZERS: Final = (
+    "adamw, adam, sgd, adagrad, lion, lamb, adafactor, muon, or target: package.module:name"
+)
+MODELS: Final = (
+    "lenet, small_resnet18, resnet18, resnet50, mlp, gpt, bert, or target: package.module:name"
+)
 DATA: Final = (
     "digits, fashion_mnist, cifar10, image_folder, synthetic_images, text, text_pairs, conversations, labelled_text, "
     "huggingface, mixture, "
@@ -46,7 +52,9 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     ),
     "misspelt key": (
         "training:\n  max_epoch: 3\n",
-        [":2: training.max_epoch = 3: there is no such key; did you mean 'max_epochs'? [unknown-key]"],
+        [
+            ":2: training.max_epoch = 3: there is no such key; did you mean 'max_epochs'? [unknown-key]"
+        ],
     ),
     "key of another section": (
         "run: {lr: 0.1}",
@@ -90,7 +98,9 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     ),
     "true for a count": (
         "batch: {micro_size: true}",
-        [":1: batch.micro_size = true: a truth value where a whole number belongs; write a whole number [wrong-type]"],
+        [
+            ":1: batch.micro_size = true: a truth value where a whole number belongs; write a whole number [wrong-type]"
+        ],
     ),
     "yes for true": (
         "monitors: {csv: yes}",
@@ -143,7 +153,10 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
             f":4: zero.offload_optimizer.device: {NO_KIND} device: one of none, cpu, nvme [missing-kind]",
         ],
     ),
-    "null kind": ("data: {kind: null}", [f":1: data.kind: {NO_KIND} kind: one of {DATA} [missing-kind]"]),
+    "null kind": (
+        "data: {kind: null}",
+        [f":1: data.kind: {NO_KIND} kind: one of {DATA} [missing-kind]"],
+    ),
     "misspelt kinds": (
         "optimizer: {kind: adamW}\nscheduler: {kind: WarmupLR}\nprecision: {dtype: bfloat16}\n",
         [
@@ -165,11 +178,15 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     ),
     "kind and target": (
         "model: {kind: lenet, target: 'a:b'}",
-        [":1: model.kind = lenet: the section names a target as well; keep kind or target, not both [unknown-key]"],
+        [
+            ":1: model.kind = lenet: the section names a target as well; keep kind or target, not both [unknown-key]"
+        ],
     ),
     "arguments that are a list": (
         "model: {target: 'a:b', args: [1, 2]}",
-        [":1: model.args = [1, 2]: a list where a section of keys belongs; write its keys under it [wrong-type]"],
+        [
+            ":1: model.args = [1, 2]: a list where a section of keys belongs; write its keys under it [wrong-type]"
+        ],
     ),
     "keys that a kind cannot do without": (
         "scheduler: {kind: one_cycle}\ndata: {kind: image_folder}\n",
@@ -184,7 +201,10 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
         "run: {name: my run/1}",
         [f":1: run.name = my run/1: {NAME}; write for example my-run-1 [wrong-value]"],
     ),
-    "name of dots": ("run: {name: ..}", [f":1: run.name = ..: {NAME}; write for example run [wrong-value]"]),
+    "name of dots": (
+        "run: {name: ..}",
+        [f":1: run.name = ..: {NAME}; write for example run [wrong-value]"],
+    ),
     "target with a dot": (
         "model: {target: my_pkg.nets.MyNet}\ntask: {target: loss}\n",
         [
@@ -209,7 +229,9 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     ),
     "not one of the choices": (
         "monitors: {progress: bars}",
-        [":1: monitors.progress = bars: not one of the choices; write 'auto', 'bar', 'lines' or 'off' [wrong-value]"],
+        [
+            ":1: monitors.progress = bars: not one of the choices; write 'auto', 'bar', 'lines' or 'off' [wrong-value]"
+        ],
     ),
     "not finite": (
         "optimizer: {kind: sgd, lr: .nan, weight_decay: .inf}",
@@ -286,7 +308,10 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
         "run: {name: a}\nbatch: {}\nrun: {name: b}\n",
         [":3: run: the key is already set in line 1; keep one of the two [duplicate-key]"],
     ),
-    "tab": ("run:\n\tname: x\n", [":2: a tab stands where only spaces may; indent with spaces [config-syntax]"]),
+    "tab": (
+        "run:\n\tname: x\n",
+        [":2: a tab stands where only spaces may; indent with spaces [config-syntax]"],
+    ),
     "open bracket": (
         "run: {name: x\nbatch: {}\n",
         [
@@ -296,33 +321,49 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     ),
     "two colons": (
         "run: name: x\n",
-        [":1: a colon that no key can have here; check the indentation, or quote the text [config-syntax]"],
+        [
+            ":1: a colon that no key can have here; check the indentation, or quote the text [config-syntax]"
+        ],
     ),
-    "at sign": ("run: @x", [":1: this character cannot start a value; put the text in quotes [config-syntax]"]),
+    "at sign": (
+        "run: @x",
+        [":1: this character cannot start a value; put the text in quotes [config-syntax]"],
+    ),
     "star": (
         "data: {root: *.png}",
         [":1: a * or & that starts no alias or anchor; put the text in quotes [config-syntax]"],
     ),
     "alias of nothing": (
         "data: {root: *images}",
-        [":1: the alias has no anchor; write the value out, or quote a text that starts with * [config-syntax]"],
+        [
+            ":1: the alias has no anchor; write the value out, or quote a text that starts with * [config-syntax]"
+        ],
     ),
     "two documents": (
         "run: {}\n---\nrun: {}\n",
-        [":2: a second document starts here (in what began in line 1); keep one document per file [config-syntax]"],
+        [
+            ":2: a second document starts here (in what began in line 1); keep one document per file [config-syntax]"
+        ],
     ),
-    "list as key": ("? [a, b]\n: 3\n", [":1: a key must be a word; write key: value [config-syntax]"]),
+    "list as key": (
+        "? [a, b]\n: 3\n",
+        [":1: a key must be a word; write key: value [config-syntax]"],
+    ),
     "merge key": (
         "run: &a {name: x}\nbatch:\n  <<: *a\n",
         [":3: merge keys (<<) are not supported; write the keys out [config-syntax]"],
     ),
     "list at the top": (
         "- run\n- model\n",
-        [": a run config is a mapping of sections; start with a section such as `run:` [config-syntax]"],
+        [
+            ": a run config is a mapping of sections; start with a section such as `run:` [config-syntax]"
+        ],
     ),
     "text at the top": (
         "train fast please",
-        [": a run config is a mapping of sections; start with a section such as `run:` [config-syntax]"],
+        [
+            ": a run config is a mapping of sections; start with a section such as `run:` [config-syntax]"
+        ],
     ),
     "python object": (
         "run: {name: !!python/object/apply:os.system ['echo hi']}",
@@ -336,9 +377,15 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
         "run: !!python/object:foo.Bar {name: x}",
         [f":1: the tag !!python/object:foo.Bar is not allowed; {TAG_FIX}"],
     ),
-    "tags of one's own": ("run: {name: !env NAME}", [f":1: the tag !env is not allowed; {TAG_FIX}"]),
+    "tags of one's own": (
+        "run: {name: !env NAME}",
+        [f":1: the tag !env is not allowed; {TAG_FIX}"],
+    ),
     # bytes and bounds
-    "not UTF-8": (b"run: {name: \xff}", [": byte 12 is not UTF-8 text; save the file as UTF-8 [config-not-text]"]),
+    "not UTF-8": (
+        b"run: {name: \xff}",
+        [": byte 12 is not UTF-8 text; save the file as UTF-8 [config-not-text]"],
+    ),
     "zero bytes": (b"run:\x00 3", [": it holds zero bytes; name a text file [config-not-text]"]),
     "two megabytes": (
         "# x\n" * 500_000,
@@ -347,7 +394,8 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     "alias bomb": (
         "a: &a [x,x,x,x,x,x,x,x,x]\n"
         + "".join(
-            f"{new}: &{new} [{','.join(['*' + old] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+            f"{new}: &{new} [{','.join(['*' + old] * 9)}]\n"
+            for old, new in zip("abcdefgh", "bcdefghi", strict=True)
         ),
         [":1: more than 50,000 values (nested aliases?); make it smaller [config-too-large]"],
     ),
@@ -355,12 +403,18 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
         "deepspeed: [" + "1," * 300_000 + "]",
         [":1: more than 50,000 values (nested aliases?); make it smaller [config-too-large]"],
     ),
-    "alias inside itself": ("run: &x {name: *x}", [":1: nested more than 50 levels; flatten it [config-too-deep]"]),
+    "alias inside itself": (
+        "run: &x {name: *x}",
+        [":1: nested more than 50 levels; flatten it [config-too-deep]"],
+    ),
     "1000 brackets": (
         "run: " + "[" * 1000 + "]" * 1000,
         [":1: nested more than 50 levels; flatten it [config-too-deep]"],
     ),
-    "100,000 brackets": ("run: " + "[" * 100_000, [":1: nested more than 50 levels; flatten it [config-too-deep]"]),
+    "100,000 brackets": (
+        "run: " + "[" * 100_000,
+        [":1: nested more than 50 levels; flatten it [config-too-deep]"],
+    ),
     "1000 levels of indentation": (
         "".join(" " * level + "a:\n" for level in range(1000)),
         [":51: nested more than 50 levels; flatten it [config-too-deep]"],
@@ -381,7 +435,10 @@ JSON: Final[dict[str, tuple[str | bytes, list[str]]]] = {
         [f":1: not valid JSON: Expecting property name enclosed in double quotes; {JSON_FIX}"],
     ),
     "cut off": ('{"run": ', [f":1: not valid JSON: Expecting value; {JSON_FIX}"]),
-    "hexadecimal": ('{"run": {"seed": 0x10}}', [f":1: not valid JSON: Expecting ',' delimiter; {JSON_FIX}"]),
+    "hexadecimal": (
+        '{"run": {"seed": 0x10}}',
+        [f":1: not valid JSON: Expecting ',' delimiter; {JSON_FIX}"],
+    ),
     "raw tab in a string": (
         '{"run": {"name": "a\tb"}}',
         [f":1: not valid JSON: Invalid control character at; {JSON_FIX}"],
@@ -413,7 +470,9 @@ JSON: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     "empty": ("", [": the file is empty; write at least {} [config-syntax]"]),
     "list": (
         "[1, 2]",
-        [": a run config is a mapping of sections; start with a section such as `run:` [config-syntax]"],
+        [
+            ": a run config is a mapping of sections; start with a section such as `run:` [config-syntax]"
+        ],
     ),
     "deep": ('{"a":' * 100_000, [": nested more than 50 levels; flatten it [config-too-deep]"]),
     "key of 2,000 characters": (
@@ -428,11 +487,15 @@ JSON: Final[dict[str, tuple[str | bytes, list[str]]]] = {
 OVERRIDES: Final[dict[str, tuple[list[str], list[str]]]] = {
     "section": (
         ["run=3"],
-        ["run = 3: a whole number where a section of keys belongs; write its keys under it [wrong-type]"],
+        [
+            "run = 3: a whole number where a section of keys belongs; write its keys under it [wrong-type]"
+        ],
     ),
     "below a value": (
         ["run.name.x=1"],
-        ["run.name.x = 1: run.name holds a value, not a section; set run.name itself [override-not-a-section]"],
+        [
+            "run.name.x = 1: run.name holds a value, not a section; set run.name itself [override-not-a-section]"
+        ],
     ),
     "unknown section": (
         ["modell.kind=mlp"],
@@ -440,9 +503,14 @@ OVERRIDES: Final[dict[str, tuple[list[str], list[str]]]] = {
     ),
     "empty": (
         ["run.name="],
-        ["run.name = null: nothing where text belongs; write text, or leave the key out [wrong-type]"],
+        [
+            "run.name = null: nothing where text belongs; write text, or leave the key out [wrong-type]"
+        ],
     ),
-    "open bracket": (["run.name=[a"], [f"run.name = [a: {NAME}; write for example a [wrong-value]"]),
+    "open bracket": (
+        ["run.name=[a"],
+        [f"run.name = [a: {NAME}; write for example a [wrong-value]"],
+    ),
     "line break": (
         ["run.output_dir=a\nb", "run.name='a b'"],
         [f"run.name = a b: {NAME}; write for example a-b [wrong-value]"],
@@ -461,7 +529,9 @@ OVERRIDES: Final[dict[str, tuple[list[str], list[str]]]] = {
     ),
     "python tag": (
         ["run.name=!!python/name:os.system x"],
-        [f"run.name = !!python/name:os.system x: {NAME}; write for example python-name-os.system-x [wrong-value]"],
+        [
+            f"run.name = !!python/name:os.system x: {NAME}; write for example python-name-os.system-x [wrong-value]"
+        ],
     ),
     "rule": (
         ["batch.global_size=7", "batch.micro_size=2"],

@@ -38,9 +38,14 @@ SCALARS = (
     | st.just("a.b:c")
 )
 VALUES = st.recursive(
-    SCALARS, lambda values: st.lists(values, max_size=3) | st.dictionaries(st.sampled_from(KEYS), values, max_size=4)
+    SCALARS,
+    lambda values: (
+        st.lists(values, max_size=3) | st.dictionaries(st.sampled_from(KEYS), values, max_size=4)
+    ),
 )
-CONFIGS = st.dictionaries(st.sampled_from(list(RunConfig.model_fields)) | st.text(max_size=3), VALUES, max_size=4)
+CONFIGS = st.dictionaries(
+    st.sampled_from(list(RunConfig.model_fields)) | st.text(max_size=3), VALUES, max_size=4
+)
 JARGON = re.compile(
     r"pydantic|Input should|String should|validat|NoneType|\bdict\b|\bstr\b|\bint\b|\{\w*\}(?!\w)|Traceback"
 )

@@ -11,7 +11,9 @@ from framework.config.zero import NEEDED_STAGE, OFFLOADS, STAGE3_KEYS, Zero
 
 def test_every_field_of_deepspeeds_schedules_has_its_name() -> None:
     kinds = members_of(RunConfig.model_fields["scheduler"].annotation)
-    assert set(SCHEDULES) == {section for section in kinds.values() if not issubclass(section, OURS)}
+    assert set(SCHEDULES) == {
+        section for section in kinds.values() if not issubclass(section, OURS)
+    }
     for section, (name, names) in SCHEDULES.items():
         assert {"kind", *names} == set(section.model_fields), name
         assert {TYPED[f"scheduler.params.{theirs}"] for theirs in names.values()} == {
@@ -22,11 +24,15 @@ def test_every_field_of_deepspeeds_schedules_has_its_name() -> None:
 def test_every_device_of_an_offload_has_its_keys_and_its_stage() -> None:
     for name, devices in OFFLOADS.items():
         members = members_of(Zero.model_fields[name].annotation)
-        assert dict(devices) == {device: section for device, section in members.items() if device != "none"}
+        assert dict(devices) == {
+            device: section for device, section in members.items() if device != "none"
+        }
         assert NEEDED_STAGE[name].keys() == devices.keys()
 
 
 def test_keys_of_stage_3_say_so() -> None:
     """The word in their sentence is what a reader of the schema sees."""
     fields = Zero.model_json_schema()["properties"]
-    assert set(STAGE3_KEYS) == {name for name, field in fields.items() if field["description"].startswith("Stage 3:")}
+    assert set(STAGE3_KEYS) == {
+        name for name, field in fields.items() if field["description"].startswith("Stage 3:")
+    }

@@ -36,7 +36,8 @@ def fixed(text: str, path: Path = YAML) -> str:
         ("optimizer: {kind: adamw, lr: '1e-3'}\n", "optimizer: {kind: adamw, lr: 1e-3}\n"),
         ("model: lenet\n", "model: {kind: lenet}\n"),
         ("optimizer: {kind: adagrd}\n", "optimizer: {kind: adagrad}\n"),
-        # to the section that has the key: flow to flow, block to block with its comment, and one that has to be made
+        # to the section that has the key: flow to flow, block to block with its comment, and one
+        # that has to be made
         (
             "run: {name: x, max_epochs: 3}\ntraining: {log_every: 5}\n",
             "run: {name: x}\ntraining: {log_every: 5, max_epochs: 3}\n",
@@ -47,7 +48,10 @@ def fixed(text: str, path: Path = YAML) -> str:
             "run:\n    name: x\ntraining:\n    log_every: 5\n    max_epochs: 3  # why\n\n# end\n",
         ),
         ("seed: 7\nrun: {name: x}\n", "run: {name: x, seed: 7}\n"),
-        ("training: {lr: 1e-3}\noptimizer: {kind: sgd}", "training: {}\noptimizer: {kind: sgd, lr: 1e-3}"),
+        (
+            "training: {lr: 1e-3}\noptimizer: {kind: sgd}",
+            "training: {}\noptimizer: {kind: sgd, lr: 1e-3}",
+        ),
         # a section that has to be made says of which kind it is, as it was while it was left out
         ("run: {name: x}\nlr: 1e-3\n", "run: {name: x}\noptimizer:\n  kind: adamw\n  lr: 1e-3\n"),
         ("{training: {lr: 1e-3}}\n", "{training: {}, optimizer: {kind: adamw, lr: 1e-3}}\n"),
@@ -62,7 +66,11 @@ def test_one_safe_answer_is_given(before: str, after: str) -> None:
 def test_json_run_configs_stay_json() -> None:
     before = '{\n\t"run": {"name": "x", "max_epochs": 3},\n\t"zero": {"stge": "2"}\n}\n'
     after = fixed(before, JSON)
-    assert json.loads(after) == {"run": {"name": "x"}, "zero": {"stage": 2}, "training": {"max_epochs": 3}}
+    assert json.loads(after) == {
+        "run": {"name": "x"},
+        "zero": {"stage": 2},
+        "training": {"max_epochs": 3},
+    }
     assert after.startswith('{\n\t"run": {"name": "x"},\n\t"zero": {"stage": 2}')
 
 
@@ -133,7 +141,9 @@ WORDS = st.sampled_from(
     ]
 )
 LEAVES = st.sampled_from([1, 2, 7, "2", "yes", True, None, "lenet", "lenett", 0.5, "sgd", []])
-SECTIONS = st.dictionaries(WORDS, LEAVES | st.dictionaries(WORDS, LEAVES, max_size=3), min_size=1, max_size=4)
+SECTIONS = st.dictionaries(
+    WORDS, LEAVES | st.dictionaries(WORDS, LEAVES, max_size=3), min_size=1, max_size=4
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -142,12 +152,18 @@ SECTIONS = st.dictionaries(WORDS, LEAVES | st.dictionaries(WORDS, LEAVES, max_si
 @example(values={"runn": {"kind": 1}}, is_json=False)
 def test_any_config_keeps_what_it_says(values: dict[str, Any], is_json: bool) -> None:
     """Whatever is changed can be read, keeps the comment, and settles once and for all."""
-    lines = [f"{name}: {json.dumps(section)}  # <{number}>" for number, (name, section) in enumerate(values.items())]
-    text, path = (json.dumps(values, indent=1), JSON) if is_json else ("\n".join(lines) + "\n", YAML)
+    lines = [
+        f"{name}: {json.dumps(section)}  # <{number}>"
+        for number, (name, section) in enumerate(values.items())
+    ]
+    text, path = (
+        (json.dumps(values, indent=1), JSON) if is_json else ("\n".join(lines) + "\n", YAML)
+    )
     after = fixed(text, path)
     found = document_of(after, path, name="x").value
     assert is_json or all(f"# <{number}>" in after for number in range(len(lines)))
-    made = num_kinds(found, without=values) - num_kinds(values, without=found)  # a section may also have been renamed
+    # a section may also have been renamed
+    made = num_kinds(found, without=values) - num_kinds(values, without=found)
     assert num_leaves(found) == num_leaves(values) + made, (
         "nothing is lost, and only the kind of a section that is made is new"
     )
@@ -156,7 +172,9 @@ def test_any_config_keeps_what_it_says(values: dict[str, Any], is_json: bool) ->
 
 def num_kinds(values: dict[str, Any], *, without: dict[str, Any]) -> int:
     return sum(
-        "kind" in section for name, section in values.items() if name not in without and isinstance(section, dict)
+        "kind" in section
+        for name, section in values.items()
+        if name not in without and isinstance(section, dict)
     )
 
 

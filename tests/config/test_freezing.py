@@ -34,8 +34,14 @@ def test_an_entry_freezes_in_its_steps(value: Any, steps: list[int]) -> None:
 @pytest.mark.parametrize(
     ("values", "refusal"),
     [
-        ([{"match": ["embed.*", "hed.weight"], "until_step": 3}], "training.freeze.0.match = hed.weight"),
-        (["0.*", {"match": ".*bias", "until_step": 3}], "it matches 0.bias, and so does training.freeze.0"),
+        (
+            [{"match": ["embed.*", "hed.weight"], "until_step": 3}],
+            "training.freeze.0.match = hed.weight",
+        ),
+        (
+            ["0.*", {"match": ".*bias", "until_step": 3}],
+            "it matches 0.bias, and so does training.freeze.0",
+        ),
         (
             [{"match": "0.*", "until_step": 3}, {"match": ".*bias", "from_step": 5}],
             "it matches 0.bias, and so does training.freeze.1",
@@ -66,18 +72,24 @@ def test_what_fits_is_taken(values: list[Any]) -> None:
 
 
 def test_steps_beyond_the_run_are_refused() -> None:
-    found = entries({"match": "0.*", "until_step": 9}, {"match": "embed.*", "from_step": 11}, "head.*")
+    found = entries(
+        {"match": "0.*", "until_step": 9}, {"match": "embed.*", "from_step": 11}, "head.*"
+    )
     assert [*length_for_freeze(found, None)] == [*length_for_freeze(found, 12)] == []
     kinds = [(problem.kind, problem.key) for problem in length_for_freeze(found, 9)]
     assert kinds == [
         ("freeze-beyond-run", "training.freeze.0.until_step"),
         ("freeze-beyond-run", "training.freeze.1.from_step"),
     ]
-    assert [problem.key for problem in length_for_freeze(found, 10)] == ["training.freeze.1.from_step"]
+    assert [problem.key for problem in length_for_freeze(found, 10)] == [
+        "training.freeze.1.from_step"
+    ]
 
 
 def test_a_config_keeps_text_as_text() -> None:
     values = ["embed.*", {"match": ["0.*", "1.*"], "from_step": 4}]
     config = config_from_values({"training": {"freeze": values}})
-    assert config.to_dict()["training"]["freeze"] == values == config.written()["training"]["freeze"]
+    assert (
+        config.to_dict()["training"]["freeze"] == values == config.written()["training"]["freeze"]
+    )
     assert config_from_values(config.to_dict()) == config

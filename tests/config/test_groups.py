@@ -30,14 +30,25 @@ SHAPES = {
 
 
 def section(**keys: Any) -> Any:
-    return config_from_values({"optimizer": {"kind": "adamw", "lr": 0.1, "weight_decay": 0.5, **keys}}).optimizer
+    return config_from_values(
+        {"optimizer": {"kind": "adamw", "lr": 0.1, "weight_decay": 0.5, **keys}}
+    ).optimizer
 
 
 @pytest.mark.parametrize(
     ("names", "depths"),
     [
         (SHAPES, [0, 1, 1, 1, 2, 3, 3]),
-        (["conv.weight", "layer1.0.conv.weight", "layer1.1.conv.weight", "layer2.0.x", "fc.bias"], [0, 1, 2, 3, 4]),
+        (
+            [
+                "conv.weight",
+                "layer1.0.conv.weight",
+                "layer1.1.conv.weight",
+                "layer2.0.x",
+                "fc.bias",
+            ],
+            [0, 1, 2, 3, 4],
+        ),
         (
             [
                 "class_token",
@@ -66,11 +77,15 @@ def test_a_stage_has_the_rates_of_the_whole_model() -> None:
     layers = ["embed", "blocks.0", "blocks.1", "norm", "head"]
     whole = group_values(SHAPES, section(layer_decay=0.9))
     for stage in (list(SHAPES)[:4], list(SHAPES)[4:]):
-        part = group_values({name: SHAPES[name] for name in stage}, section(layer_decay=0.9), layers=layers)
+        part = group_values(
+            {name: SHAPES[name] for name in stage}, section(layer_decay=0.9), layers=layers
+        )
         assert part == {name: whole[name] for name in stage}
 
 
-def test_the_first_group_that_matches_has_the_weight_and_what_it_leaves_out_is_the_optimizers() -> None:
+def test_the_first_group_that_matches_has_the_weight_and_what_it_leaves_out_is_the_optimizers() -> (
+    None
+):
     groups = [
         {"match": "embed.*", "lr": 0.01},
         {"match": ".*norm.*", "weight_decay": 0.25},
@@ -86,7 +101,9 @@ def test_the_first_group_that_matches_has_the_weight_and_what_it_leaves_out_is_t
         "norm.weight": (1.0, 0.25),
         "head.weight": (2.0, 0.0),
     }
-    assert in_order(found.values())[0].lr_ratio == 1.0, "the rate that is logged is the first group's"
+    assert in_order(found.values())[0].lr_ratio == 1.0, (
+        "the rate that is logged is the first group's"
+    )
 
 
 def test_decay_on_matrices_is_two_groups_the_one_with_decay_first() -> None:
@@ -107,7 +124,9 @@ def test_decay_on_matrices_is_two_groups_the_one_with_decay_first() -> None:
 )
 def test_it_is_known_whether_all_are_stepped_alike(keys: dict[str, Any], some: bool) -> None:
     assert has_groups(section(**keys)) is some
-    assert len(in_order(group_values(SHAPES, section(**keys)).values())) >= 1 + some or keys.get("groups")
+    assert len(in_order(group_values(SHAPES, section(**keys)).values())) >= 1 + some or keys.get(
+        "groups"
+    )
 
 
 def test_ones_own_optimizer_has_no_groups() -> None:
@@ -115,7 +134,11 @@ def test_ones_own_optimizer_has_no_groups() -> None:
 
 
 def test_a_group_without_weights_is_refused_by_name() -> None:
-    groups = [{"match": "head.*", "lr": 1.0}, {"match": "norm", "lr": 1.0}, {"match": "haed.*", "lr": 1.0}]
+    groups = [
+        {"match": "head.*", "lr": 1.0},
+        {"match": "norm", "lr": 1.0},
+        {"match": "haed.*", "lr": 1.0},
+    ]
     with pytest.raises(ConfigError) as refused:
         refuse_unmatched_groups(SHAPES, section(groups=groups))
     assert [(each.kind, each.key) for each in refused.value.problems] == [
@@ -137,7 +160,8 @@ IN_BLOCKS = {
 def test_muon_has_the_matrices_inside_blocks_and_adam_the_rest() -> None:
     groups = [{"match": "embed.*", "lr": 0.5}]
     found = group_values(
-        IN_BLOCKS, section(kind="muon", lr=0.1, adam_lr=0.01, weight_decay_on="matrices", groups=groups)
+        IN_BLOCKS,
+        section(kind="muon", lr=0.1, adam_lr=0.01, weight_decay_on="matrices", groups=groups),
     )
     assert list(found.values()) == [
         GroupValues(1.0, 0.5, by_muon=True),
@@ -151,7 +175,10 @@ def test_muon_has_the_matrices_inside_blocks_and_adam_the_rest() -> None:
 
 def test_patterns_say_what_muon_has() -> None:
     found = group_values(IN_BLOCKS, section(kind="muon", matrices=[r"layers\..*", "embed.weight"]))
-    assert [name for name, each in found.items() if each.by_muon] == ["layers.0.weight", "embed.weight"]
+    assert [name for name, each in found.items() if each.by_muon] == [
+        "layers.0.weight",
+        "embed.weight",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -162,8 +189,16 @@ def test_patterns_say_what_muon_has() -> None:
             ["blocks.*"],
             r"optimizer.matrices.0 = blocks.\*: blocks.0.mlp.up.bias has the shape \(8,\).*muon-ne",
         ),
-        (IN_BLOCKS, ["nowhere"], r"optimizer.matrices.0 = nowhere: no trained parameter.*group-matches-nothing"),
-        ({"layers.0.weight": (8, 8)}, [], r"optimizer.matrices = \[\]: no trained matrix .*muon-needs-matrices"),
+        (
+            IN_BLOCKS,
+            ["nowhere"],
+            r"optimizer.matrices.0 = nowhere: no trained parameter.*group-matches-nothing",
+        ),
+        (
+            {"layers.0.weight": (8, 8)},
+            [],
+            r"optimizer.matrices = \[\]: no trained matrix .*muon-needs-matrices",
+        ),
     ],
 )
 def test_what_muon_cannot_step_is_refused(shapes: Any, matrices: list[str], stated: str) -> None:

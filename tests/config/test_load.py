@@ -90,7 +90,9 @@ def test_json_comes_back_as_it_went(value: Any) -> None:
 
 @given(PLAIN)
 def test_what_yaml_dumps_comes_back(value: Any) -> None:
-    assert parse_document(yaml.safe_dump({"key": value}, allow_unicode=True), name="x").value == {"key": value}
+    assert parse_document(yaml.safe_dump({"key": value}, allow_unicode=True), name="x").value == {
+        "key": value
+    }
 
 
 @given(st.text() | st.text("{}[]:,-&*!|>'\"%@#?\n\t ab1."))
@@ -128,12 +130,18 @@ def test_json_and_yaml_give_the_same_run(tmp_path: Path) -> None:
     }
     (tmp_path / "x.json").write_text(json.dumps(values))
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(values))
-    assert load_config(tmp_path / "x.json") == load_config(tmp_path / "x.yaml") == config_from_values(values)
+    assert (
+        load_config(tmp_path / "x.json")
+        == load_config(tmp_path / "x.yaml")
+        == config_from_values(values)
+    )
 
 
 def test_numbers_as_people_write_them(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
-    path.write_text("optimizer: {kind: adamw, lr: 1e-3, eps: 1}\nzero: {stage: 1, reduce_bucket_size: 5e8}\n")
+    path.write_text(
+        "optimizer: {kind: adamw, lr: 1e-3, eps: 1}\nzero: {stage: 1, reduce_bucket_size: 5e8}\n"
+    )
     config = load_config(path)
     assert isinstance(config.optimizer, AdamW)
     assert (config.optimizer.lr, config.optimizer.eps) == (1e-3, 1.0)
@@ -164,7 +172,14 @@ def test_overrides_win_in_order_and_may_replace_a_section(tmp_path: Path) -> Non
     path = tmp_path / "x.yaml"
     path.write_text("optimizer: {kind: adamw, lr: 1e-3}\ntraining:\n")
     config = load_config(
-        path, ["optimizer.eps=1", "optimizer={kind: sgd}", "optimizer.lr=2e-2", "training.max_steps=3", "run.name='a'"]
+        path,
+        [
+            "optimizer.eps=1",
+            "optimizer={kind: sgd}",
+            "optimizer.lr=2e-2",
+            "training.max_steps=3",
+            "run.name='a'",
+        ],
     )
     assert config.optimizer == SGD(lr=2e-2)
     assert config.training.max_steps == 3
@@ -172,11 +187,17 @@ def test_overrides_win_in_order_and_may_replace_a_section(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("text", ["123", "007", "2026_11_22", "1e3", "true", ".inf", "0.10"])
-def test_a_number_from_the_command_line_is_text_where_text_belongs(text: str, tmp_path: Path) -> None:
+def test_a_number_from_the_command_line_is_text_where_text_belongs(
+    text: str, tmp_path: Path
+) -> None:
     """Quotes that would say so are for the shell, which takes them."""
     path = tmp_path / "x.yaml"
     path.write_text("run: {name: a}\n")
-    settings = [f"run.name={text}", f"run.output_dir={text}", f"checkpoint.keep_best={text} # the best"]
+    settings = [
+        f"run.name={text}",
+        f"run.output_dir={text}",
+        f"checkpoint.keep_best={text} # the best",
+    ]
     if text == ".inf":
         settings[:1] = []
     config = load_config(path, settings)
@@ -221,7 +242,9 @@ def test_from_python_a_path_is_pointed_to_load_config() -> None:
 
 def test_from_python_a_wrong_dict_is_a_config_error() -> None:
     with pytest.raises(ConfigError) as caught:
-        config_from_values({"optimizer": {"kind": "adamw", "betas": (0.9, 0.95)}, "zero": {"stage": 7}})
+        config_from_values(
+            {"optimizer": {"kind": "adamw", "betas": (0.9, 0.95)}, "zero": {"stage": 7}}
+        )
     assert [str(problem) for problem in caught.value.problems] == [
         "zero.stage = 7: too large; write 3 or less [wrong-value]",
         "optimizer.betas = [0.9, 0.95]: a tuple where a list belongs; write a list [wrong-type]",
@@ -229,7 +252,9 @@ def test_from_python_a_wrong_dict_is_a_config_error() -> None:
 
 
 def test_the_resolved_config_loads_as_the_same_run(tmp_path: Path) -> None:
-    config = config_from_values({"model": {"target": "a:b", "args": {"width": 3}}, "precision": {"dtype": "fp16"}})
+    config = config_from_values(
+        {"model": {"target": "a:b", "args": {"width": 3}}, "precision": {"dtype": "fp16"}}
+    )
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config.to_dict()))
     assert load_config(path) == config
@@ -267,6 +292,7 @@ def test_an_override_of_a_section_that_was_left_out_changes_its_default(tmp_path
 def test_a_precision_of_ones_own_is_refused_in_words() -> None:
     with pytest.raises(ConfigError) as caught:
         config_from_values({"precision": {"target": "mine:Precision"}})
-    assert "precision.target = mine:Precision: this section takes no code of your own; use dtype: one of " in str(
-        caught.value
+    assert (
+        "precision.target = mine:Precision: this section takes no code of your own; use dtype: one of "
+        in str(caught.value)
     )

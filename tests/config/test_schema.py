@@ -1,4 +1,6 @@
-"""The committed JSON Schema is current, tells editors what the loader does, and has a sentence everywhere."""
+"""The committed JSON Schema is current, tells editors what the loader does, and has a sentence
+everywhere.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,12 @@ def test_the_committed_schema_is_current() -> None:
     )
 
 
-def test_the_command_builds_it_where_the_package_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty file as well: `schema > run.schema.json` makes it empty before the command reads it."""
+def test_the_command_builds_it_where_the_package_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty file as well: `schema > run.schema.json` makes it empty before the command reads
+    it.
+    """
     (tmp_path / "empty").touch()
     for name in ("empty", "missing"):
         monkeypatch.setattr(schema, "PACKAGED", tmp_path / name)
@@ -46,7 +52,9 @@ def test_every_key_has_its_sentence() -> None:
         assert section["description"], name
         for key, field in section["properties"].items():
             sentence = field.get("description", "")
-            assert sentence.rstrip(".").strip(), f"{name}.{key} has no sentence: write one under the field"
+            assert sentence.rstrip(".").strip(), (
+                f"{name}.{key} has no sentence: write one under the field"
+            )
             assert "title" not in field, f"{name}.{key}"
 
 
@@ -123,10 +131,33 @@ def test_a_json_run_config_may_name_its_schema(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("passed", "is_right"),
     [
-        ({"wall_clock_breakdown": True, "flops_profiler": {"enabled": True, "module_depth": 2}}, True),
-        ({"zero_optimization": {"zero_hpz_partition_size": 2, "offload_optimizer": {"cpuadam_cores_perc": 0.5}}}, True),
-        ({"optimizer": {"params": {"bias_correction": False}}, "scheduler": {"params": {"decay_mom_rate": 0.1}}}, True),
-        ({"tensor_parallel": {"tp": {"tp_size": 1}}, "timers": {"throughput": {"enabled": False}}}, True),
+        (
+            {"wall_clock_breakdown": True, "flops_profiler": {"enabled": True, "module_depth": 2}},
+            True,
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "zero_hpz_partition_size": 2,
+                    "offload_optimizer": {"cpuadam_cores_perc": 0.5},
+                }
+            },
+            True,
+        ),
+        (
+            {
+                "optimizer": {"params": {"bias_correction": False}},
+                "scheduler": {"params": {"decay_mom_rate": 0.1}},
+            },
+            True,
+        ),
+        (
+            {
+                "tensor_parallel": {"tp": {"tp_size": 1}},
+                "timers": {"throughput": {"enabled": False}},
+            },
+            True,
+        ),
         ({"wall_clock_breakdown": "maybe"}, False),
         ({"flops_profiler": {"modul_depth": 2}}, False),
         ({"wall_clock_breakdwon": True}, False),

@@ -50,22 +50,31 @@ def test_overrides(name: str, tmp_path: Path) -> None:
     assert lines_of(path, overrides) == [f"command line: {line}" for line in expected]
 
 
-@pytest.mark.parametrize("word", ["foo", "a..b=1", "=1", ".a=1", "a.=1", "model.hidden_sizes.0=3", "a b=1", ""])
+@pytest.mark.parametrize(
+    "word", ["foo", "a..b=1", "=1", ".a=1", "a.=1", "model.hidden_sizes.0=3", "a b=1", ""]
+)
 def test_words_that_are_no_settings(word: str, tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("")
-    with pytest.raises(UsageError, match=r"not a setting; write section\.key=value, for example optimizer\.lr=0\.01"):
+    with pytest.raises(
+        UsageError,
+        match=r"not a setting; write section\.key=value, for example optimizer\.lr=0\.01",
+    ):
         load_with_source(path, [word])
 
 
 def test_paths_that_are_no_files(tmp_path: Path) -> None:
     (tmp_path / "dangling").symlink_to("nowhere")
     (tmp_path / "loop").symlink_to("loop")
-    assert lines_of(tmp_path / "x.yaml") == [": there is no such file; check the path [config-not-found]"]
+    assert lines_of(tmp_path / "x.yaml") == [
+        ": there is no such file; check the path [config-not-found]"
+    ]
     assert lines_of(tmp_path / "dangling") == [
         ": it is a link to a file that is not there; mend the link [config-not-found]"
     ]
-    assert lines_of(tmp_path) == [": this is a folder; name a .yaml or .json file in it [config-unreadable]"]
+    assert lines_of(tmp_path) == [
+        ": this is a folder; name a .yaml or .json file in it [config-unreadable]"
+    ]
     (line,) = lines_of(tmp_path / "loop")
     assert line.startswith(": cannot be read (")
     assert line.endswith("); check the file [config-unreadable]")
@@ -88,7 +97,9 @@ def test_a_key_of_the_kind_that_the_command_line_changed_is_told_as_that(tmp_pat
         "data: {kind: digits, image_size: 28}\nmodel: {kind: lenet, image_size: 28}\n"
         "precision: {dtype: fp16, loss_scale: 2}\n"
     )
-    assert lines_of(path, ["data.kind=fashion_mnist", "data.rot=x", "model.target=a:b", "precision.dtype=bf16"]) == [
+    assert lines_of(
+        path, ["data.kind=fashion_mnist", "data.rot=x", "model.target=a:b", "precision.dtype=bf16"]
+    ) == [
         ":1: data.image_size = 28: kind=fashion_mnist, from the command line, has no such key; replace the whole "
         "section: "
         "data='{kind: fashion_mnist}' [unknown-key]",
@@ -101,7 +112,9 @@ def test_a_key_of_the_kind_that_the_command_line_changed_is_told_as_that(tmp_pat
         "precision='{dtype: bf16}' [unknown-key]",
         "command line: data.rot = x: there is no such key; did you mean 'root'? [unknown-key]",
     ]
-    load_with_source(path, ["data={kind: fashion_mnist}", "model={target: a:b}", "precision={dtype: bf16}"])
+    load_with_source(
+        path, ["data={kind: fashion_mnist}", "model={target: a:b}", "precision={dtype: bf16}"]
+    )
 
 
 def test_what_is_no_finite_number_is_not_offered_back(tmp_path: Path) -> None:
@@ -124,7 +137,8 @@ def test_a_number_where_text_belongs_is_shown_as_it_is_written(tmp_path: Path) -
         path.write_text(f"run: {{name: {written}}}\n")
         (line,) = lines_of(path)
         assert (
-            line == f':1: run.name = {written}: a {kind} where text belongs; write "{written}", in quotes [wrong-type]'
+            line
+            == f':1: run.name = {written}: a {kind} where text belongs; write "{written}", in quotes [wrong-type]'
         )
         assert lines_of(path, [f"run={{name: {written}}}"]) == [f"command line{line[2:]}"]
 
@@ -134,4 +148,7 @@ def test_a_replaced_section_has_no_line(tmp_path: Path) -> None:
     path.write_text("optimizer:\n  kind: sgd\n  lr: 0.1\n")
     with pytest.raises(ConfigError) as caught:
         load_with_source(path, ["optimizer={kind: adamw, lr: -1}"])
-    assert str(caught.value) == "command line: optimizer.lr = -1: too small; write 0 or more [wrong-value]"
+    assert (
+        str(caught.value)
+        == "command line: optimizer.lr = -1: too small; write 0 or more [wrong-value]"
+    )

@@ -1,4 +1,6 @@
-"""Conversations, and a small tokenizer of transformers with templates that do and do not mark answers."""
+"""Conversations, and a small tokenizer of transformers with templates that do and do not mark
+answers.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from framework.data.text_rows import questions
 from framework.data.tokenizer import train_bpe
 
 _HEAD = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-_TAIL = "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+_TAIL = (
+    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 _TEXT = "{{ m['content'] + '<|im_end|>' }}"
 PLAIN = _HEAD + _TEXT + _TAIL
 MARKED = (
@@ -23,13 +27,21 @@ MARKED = (
     + _TAIL
 )
 # As some published ones: of earlier answers a part is left out.
-FORGETS = _HEAD + "{% if not loop.last and m['role'] == 'assistant' %}...{% else %}" + _TEXT + "{% endif %}" + _TAIL
+FORGETS = (
+    _HEAD
+    + "{% if not loop.last and m['role'] == 'assistant' %}...{% else %}"
+    + _TEXT
+    + "{% endif %}"
+    + _TAIL
+)
 CHATS: list[list[dict[str, Any]]] = [list(row["messages"]) for row in list(questions())[::20][:24]]
 CHATS[0] = [{"role": "system", "content": "Be brief: ñ, 中."}, *CHATS[0], *CHATS[1]]
 
 
 def write_chats(file: Path, chats: list[list[dict[str, Any]]] = CHATS) -> str:
-    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats), encoding="utf-8")
+    file.write_text(
+        "".join(json.dumps({"messages": chat}) + "\n" for chat in chats), encoding="utf-8"
+    )
     return str(file)
 
 

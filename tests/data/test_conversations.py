@@ -1,4 +1,6 @@
-"""Conversations as tokens: the answers are learnt and nothing else, and packed rows compute what single ones do."""
+"""Conversations as tokens: the answers are learnt and nothing else, and packed rows compute what
+single ones do.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from framework.tasks.causal_lm import CausalLM
 from tests.data.chats import CHATS, FORGETS, MARKED, PLAIN, write_chats, write_tokenizer
 from tests.launched import job_environment
 
-ANSWERS = [[message["content"] for message in chat if message["role"] == "assistant"] for chat in CHATS]
+ANSWERS = [
+    [message["content"] for message in chat if message["role"] == "assistant"] for chat in CHATS
+]
 SHAPE: dict[str, Any] = {
     "vocab_size": 410,
     "hidden_size": 32,
@@ -31,7 +35,13 @@ SHAPE: dict[str, Any] = {
     "mlp_size": 48,
     "max_positions": 600,
 }
-LLAMA = {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tie_embeddings": False}
+LLAMA = {
+    "positions": "rotary",
+    "norm": "rmsnorm",
+    "mlp": "swiglu",
+    "bias": False,
+    "tie_embeddings": False,
+}
 
 
 def conversations(path: str, **options: Any) -> Conversations:
@@ -52,13 +62,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("name", "end"), [("plain", "<|im_end|>\n"), ("marked", "<|im_end|>")])
 def test_the_answers_are_learnt_and_nothing_else(folder: Path, name: str, end: str) -> None:
-    """Ids and marks are transformers' own; where the template has no marks, the text is held by hand."""
+    """Ids and marks are transformers' own; where the template has no marks, the text is held by
+    hand.
+    """
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(folder / name)
     data = conversations(str(folder / "chats.jsonl"), tokenizer=str(folder / name))
     assert len(data) == len(CHATS)
-    for (ids, targets), chat, answers in zip(map(data.__getitem__, range(len(data))), CHATS, ANSWERS, strict=True):
+    for (ids, targets), chat, answers in zip(
+        map(data.__getitem__, range(len(data))), CHATS, ANSWERS, strict=True
+    ):
         marked = {"return_dict": True, "return_assistant_tokens_mask": name == "marked"}
         expected = theirs.apply_chat_template(chat, tokenize=True, **marked)
         assert [*ids.tolist(), expected["input_ids"][-1]] == expected["input_ids"]
@@ -75,9 +89,15 @@ def test_bytes_need_no_tokenizer(tmp_path: Path) -> None:
     for number, answers in enumerate(ANSWERS):
         ids, targets = data[number]
         learnt = targets[targets >= 0].tolist()
-        parts = "".join(chr(one) if one < 256 else "\0" for one in learnt).encode("latin-1").decode()
+        parts = (
+            "".join(chr(one) if one < 256 else "\0" for one in learnt).encode("latin-1").decode()
+        )
         assert parts == "".join(f"{answer}\0" for answer in answers)
-        assert bytes(one for one in ids.tolist() if one < 256).decode().startswith(f"{CHATS[number][0]['role']}: ")
+        assert (
+            bytes(one for one in ids.tolist() if one < 256)
+            .decode()
+            .startswith(f"{CHATS[number][0]['role']}: ")
+        )
     assert data.vocab_size == 261
 
 
@@ -93,8 +113,12 @@ def test_every_form_is_the_same_conversation(tmp_path: Path) -> None:
     data = conversations(str(tmp_path / "rows.jsonl"))
     found = [[part.tolist() for part in data[number]] for number in range(len(forms))]
     assert found == [found[0]] * len(forms)
-    (tmp_path / "rows.jsonl").write_text('{"messages": [{"content": "no role"}]}\n', encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"rows\.jsonl:1: it has neither messages .* \[rows-not-read\]"):
+    (tmp_path / "rows.jsonl").write_text(
+        '{"messages": [{"content": "no role"}]}\n', encoding="utf-8"
+    )
+    with pytest.raises(
+        ConfigError, match=r"rows\.jsonl:1: it has neither messages .* \[rows-not-read\]"
+    ):
         build(str(tmp_path / "rows.jsonl"))
     for empty in (
         {"messages": [asks, {"role": "assistant", "text": "4."}]},
@@ -103,7 +127,8 @@ def test_every_form_is_the_same_conversation(tmp_path: Path) -> None:
     ):
         (tmp_path / "rows.jsonl").write_text(json.dumps(empty), encoding="utf-8")
         with pytest.raises(
-            ConfigError, match=r"rows\.jsonl:1: message 2, of role assistant, has no content; .*-read\]"
+            ConfigError,
+            match=r"rows\.jsonl:1: message 2, of role assistant, has no content; .*-read\]",
         ):
             build(str(tmp_path / "rows.jsonl"))
     (tmp_path / "rows.jsonl").write_text("{]\n", encoding="utf-8")
@@ -113,28 +138,45 @@ def test_every_form_is_the_same_conversation(tmp_path: Path) -> None:
 
 def test_a_template_that_forgets_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     path = str(folder / "chats.jsonl")
-    with pytest.raises(ConfigError, match=r"chats\.jsonl:1: up to message 3 .* \[chat-template-not-prefix\]"):
+    with pytest.raises(
+        ConfigError, match=r"chats\.jsonl:1: up to message 3 .* \[chat-template-not-prefix\]"
+    ):
         build(path, tokenizer=str(folder / "forgets"))
-    assert len(conversations(path, tokenizer=str(folder / "forgets"), chat_template=MARKED)) == len(CHATS)
+    assert len(conversations(path, tokenizer=str(folder / "forgets"), chat_template=MARKED)) == len(
+        CHATS
+    )
     (tmp_path / "own.jinja").write_text("{{ raise_exception('only for two') }}", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"fails on .*chats\.jsonl:1: .*only for two; .* \[chat-template-wrong\]"):
+    with pytest.raises(
+        ConfigError, match=r"fails on .*chats\.jsonl:1: .*only for two; .* \[chat-template-wrong\]"
+    ):
         build(path, chat_template=str(tmp_path / "own.jinja"))
-    for given, kind in ((str(tmp_path / "none.jinja"), "chat-template-missing"), ("{% for %}", "chat-template-wrong")):
+    for given, kind in (
+        (str(tmp_path / "none.jinja"), "chat-template-missing"),
+        ("{% for %}", "chat-template-wrong"),
+    ):
         with pytest.raises(ConfigError, match=rf"\[{kind}\]"):
             build(path, chat_template=given)
 
 
 def test_what_is_too_long_is_cut_or_left_out_and_counted(tmp_path: Path) -> None:
-    chats = [[{"role": "user", "content": "x" * size}, {"role": "assistant", "content": "y"}] for size in (5, 35, 90)]
+    chats = [
+        [{"role": "user", "content": "x" * size}, {"role": "assistant", "content": "y"}]
+        for size in (5, 35, 90)
+    ]
     chats[1][1]["content"] = "y" * 50
     path = write_chats(tmp_path / "chats.jsonl", chats)
     cut = conversations(path, sequence_length=63)
     assert [len(cut[number][0]) for number in range(len(cut))] == [25, 63]
     assert cut.stated.startswith("training: 2 of 3 conversations; ")
-    assert cut.stated.endswith("; 2 too long, cut after 64 tokens; 1 without an answer there, left out")
+    assert cut.stated.endswith(
+        "; 2 too long, cut after 64 tokens; 1 without an answer there, left out"
+    )
     dropped = conversations(path, sequence_length=63, too_long="drop")
     assert len(dropped) == 1
-    assert dropped.stated == "training: 1 of 3 conversations; 2 of 26 tokens are learnt; 2 too long, left out"
+    assert (
+        dropped.stated
+        == "training: 1 of 3 conversations; 2 of 26 tokens are learnt; 2 too long, left out"
+    )
     with pytest.raises(ConfigError, match=r"\[nothing-to-learn\]"):
         build(path, sequence_length=8)
 
@@ -165,11 +207,26 @@ def test_rows_hold_every_conversation_once(folder: Path) -> None:
 
 
 def models() -> dict[str, Any]:
-    transformers = pytest.importorskip("transformers", reason="transformers comes with the dev extra")
-    values = {"vocab_size": 410, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    llama = transformers.LlamaConfig(**values, intermediate_size=48, num_key_value_heads=2, use_cache=False)
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers comes with the dev extra"
+    )
+    values = {
+        "vocab_size": 410,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    llama = transformers.LlamaConfig(
+        **values, intermediate_size=48, num_key_value_heads=2, use_cache=False
+    )
     gpt2 = transformers.GPT2Config(
-        use_cache=False, vocab_size=410, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
+        use_cache=False,
+        vocab_size=410,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     return {
         "gpt": lambda: GPT.of(**SHAPE),
@@ -194,7 +251,9 @@ def test_packed_rows_compute_what_single_conversations_do(folder: Path, name: st
         loss.value.backward()
         sums.append((loss.value.item(), int(loss.count), next(model.parameters()).grad.clone()))
     assert sums[0][0] == pytest.approx(sums[1][0], abs=1e-6)
-    assert sums[0][1] == sums[1][1] == sum(int((single[n][1] >= 0).sum()) for n in range(len(single)))
+    assert (
+        sums[0][1] == sums[1][1] == sum(int((single[n][1] >= 0).sum()) for n in range(len(single)))
+    )
     torch.testing.assert_close(sums[0][2], sums[1][2], atol=1e-6, rtol=1e-4)
 
 

@@ -17,11 +17,16 @@ def images_of(dataset: object) -> tuple[Tensor, Tensor]:
 
 def test_splits_all_digits_as_declared() -> None:
     splits = build(8)
-    (train, train_labels), (evaluation, evaluation_labels) = images_of(splits.train), images_of(splits.evaluation)
+    (train, train_labels), (evaluation, evaluation_labels) = (
+        images_of(splits.train),
+        images_of(splits.evaluation),
+    )
     assert (len(train), len(evaluation)) == (Digits().num_train_samples(), 360)
     originals, labels = load_digits(return_X_y=True)
     rows = sorted(map(tuple, torch.cat([train, evaluation]).flatten(1).tolist()))
-    assert rows == sorted(map(tuple, (torch.from_numpy(originals) * 255 / 16).round().int().tolist()))
+    assert rows == sorted(
+        map(tuple, (torch.from_numpy(originals) * 255 / 16).round().int().tolist())
+    )
     shares = torch.bincount(train_labels).double() / torch.bincount(torch.from_numpy(labels))
     assert ((shares - 0.8).abs() < 0.005).all()
     assert torch.bincount(evaluation_labels).min() > 30

@@ -63,7 +63,14 @@ def test_json_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize("utf8", [False, True])
 @pytest.mark.parametrize(
     "text",
-    ["word \n  word\n\nmore words\n" * 40, "\u20ac\U0001f600" * 60, "x" * 300, "a b" * 90 + " " * 70, "", "\n" * 200],
+    [
+        "word \n  word\n\nmore words\n" * 40,
+        "\u20ac\U0001f600" * 60,
+        "x" * 300,
+        "a b" * 90 + " " * 70,
+        "",
+        "\n" * 200,
+    ],
     ids=["lines", "no blanks", "one word", "blanks at the end", "empty", "line ends"],
 )
 def test_long_documents_come_in_pieces_of_whole_characters(
@@ -80,20 +87,30 @@ def test_long_documents_come_in_pieces_of_whole_characters(
         assert all(piece.text.decode() is not None for piece in pieces)
 
 
-def test_pieces_are_cut_where_a_line_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_cut_where_a_line_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(documents, "_CHUNK_BYTES", 64)
     path = write(tmp_path / "a.txt", b"some words\n  indented\n" * 50)
     pieces = [piece.text for piece in read_documents([str(path)], UTF8)]
     assert all(piece.startswith(b"some") and piece.endswith(b"d\n") for piece in pieces[:-2])
 
 
-def test_memory_does_not_grow_with_a_line_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_does_not_grow_with_a_line_that_never_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(documents, "LONGEST_LINE_BYTES", 1 << 20)
     path = write(tmp_path / "a.jsonl", b'{"text": ""}\n{"text": "' + b"x" * (1 << 20))
-    assert problem_of(path) == f"{path}:2: the line is longer than 1 MiB; split it [text-line-too-long]"
+    assert (
+        problem_of(path)
+        == f"{path}:2: the line is longer than 1 MiB; split it [text-line-too-long]"
+    )
     paragraph = write(tmp_path / "a.txt", b"0123456789\n" * 100_000)
     line = problem_of(paragraph, Reading(utf8=False, blank_lines_split=True))
-    assert line == f"{paragraph}:95326: a paragraph is longer than 1 MiB; split it [text-line-too-long]"
+    assert (
+        line
+        == f"{paragraph}:95326: a paragraph is longer than 1 MiB; split it [text-line-too-long]"
+    )
 
 
 DEEP = b"[" * 100_000
@@ -103,19 +120,31 @@ BAD_ROWS: dict[str, tuple[bytes, str]] = {
         ":2: the line is not JSON: Invalid control character; write one JSON object per line, or",
     ),
     "deep": (DEEP, ":2: the line is not JSON: "),
-    "long number": (b'{"text": ' + b"9" * 5000 + b"}", ":2: the line is not JSON: Exceeds the limit"),
+    "long number": (
+        b'{"text": ' + b"9" * 5000 + b"}",
+        ":2: the line is not JSON: Exceeds the limit",
+    ),
     "list": (b'["text"]', ':2: the line is no JSON object; write {"text": "..."} [text-bad-json]'),
     "no field": (
         b'{"body": "x", "id": 3}',
         ":2: there is no field 'text' among: body, id; say which with --jsonl-field",
     ),
-    "no fields": (b"{}", ":2: there is no field 'text' among: no fields; say which with --jsonl-field [text-no-field]"),
+    "no fields": (
+        b"{}",
+        ":2: there is no field 'text' among: no fields; say which with --jsonl-field [text-no-field]",
+    ),
     "no text": (
         b'{"text": null}',
         ":2: the field 'text' holds no text; say which one does with --jsonl-field [text-no-field]",
     ),
-    "not UTF-8": (b'{"text": "\xff"}', ":2: it is not UTF-8 text (byte 10 of the line); convert it to UTF-8"),
-    "half a pair": (b'{"text": "\\ud800"}', ":2: it is not UTF-8 text (half of a surrogate pair in text); convert it"),
+    "not UTF-8": (
+        b'{"text": "\xff"}',
+        ":2: it is not UTF-8 text (byte 10 of the line); convert it to UTF-8",
+    ),
+    "half a pair": (
+        b'{"text": "\\ud800"}',
+        ":2: it is not UTF-8 text (half of a surrogate pair in text); convert it",
+    ),
 }
 
 
@@ -149,7 +178,17 @@ def test_all_inputs_are_looked_at_before_anything_is_read(tmp_path: Path) -> Non
     os.mkfifo(fifo)
     fine = write(tmp_path / "a.txt", b"text")
     with pytest.raises(ConfigError) as caught:
-        input_size([str(tmp_path / "no.txt"), str(tmp_path), str(packed), str(fifo), "a\0b", str(fine), f"{fine}/x"])
+        input_size(
+            [
+                str(tmp_path / "no.txt"),
+                str(tmp_path),
+                str(packed),
+                str(fifo),
+                "a\0b",
+                str(fine),
+                f"{fine}/x",
+            ]
+        )
     assert [str(problem) for problem in caught.value.problems] == [
         f"{tmp_path}/no.txt: there is no such file; name an existing one [text-not-found]",
         f"{tmp_path}: it is a folder; name the files in it, for example {tmp_path}/*.txt [text-not-a-file]",
@@ -163,15 +202,20 @@ def test_all_inputs_are_looked_at_before_anything_is_read(tmp_path: Path) -> Non
 
 def test_a_row_of_any_text_comes_back(tmp_path: Path) -> None:
     texts = ["", "\u2028", "a\r\nb", "\x00", "\U0001f600" * 3]
-    path = write(tmp_path / "a.jsonl", "\n".join(json.dumps({"text": text}) for text in texts).encode())
+    path = write(
+        tmp_path / "a.jsonl", "\n".join(json.dumps({"text": text}) for text in texts).encode()
+    )
     assert read(path, BYTES) == [text.encode() for text in texts]
 
 
-@pytest.mark.parametrize("name", ["rows.json", "rows.csv", "rows.PARQUET", "rows.arrow", "rows.txt"])
+@pytest.mark.parametrize(
+    "name", ["rows.json", "rows.csv", "rows.PARQUET", "rows.arrow", "rows.txt"]
+)
 def test_rows_of_a_table_are_no_text(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / name, b"PAR1" if name.endswith("txt") else b'{"text": "a"}\n')
     with pytest.raises(
-        ConfigError, match=r"it holds rows of a table, .*--format text to take it as it is \[text-rows\]"
+        ConfigError,
+        match=r"it holds rows of a table, .*--format text to take it as it is \[text-rows\]",
     ):
         input_size([str(path)])
     assert input_size([str(path)], "text") == path.stat().st_size

@@ -25,10 +25,17 @@ class Dice(Dataset[Any]):
 
 @given(st.integers(1, 60), st.integers(1, 8), st.integers(1, 9))
 @settings(max_examples=200, deadline=None)
-def test_every_sample_counts_once_in_equally_many_batches_per_rank(num_samples: int, batch: int, world: int) -> None:
-    ranks = [rank_batches(num_samples, batch_size=batch, rank=rank, world_size=world) for rank in range(world)]
+def test_every_sample_counts_once_in_equally_many_batches_per_rank(
+    num_samples: int, batch: int, world: int
+) -> None:
+    ranks = [
+        rank_batches(num_samples, batch_size=batch, rank=rank, world_size=world)
+        for rank in range(world)
+    ]
     assert len({len(batches) for batches in ranks}) == 1
-    counted = Counter(index for batches in ranks for indices, counts in batches if counts for index in indices)
+    counted = Counter(
+        index for batches in ranks for indices, counts in batches if counts for index in indices
+    )
     assert counted == Counter(range(num_samples))
     for indices, _ in (pair for batches in ranks for pair in batches):
         assert 1 <= len(indices) <= batch
@@ -45,12 +52,18 @@ def test_no_more_batches_than_needed(num_samples: int, batch: int, world: int) -
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(("num_samples", "world_size"), [(11, 2), (3, 4), (1, 3)])
-def test_the_exact_mean_comes_out_of_the_counted_batches(num_samples: int, world_size: int, num_workers: int) -> None:
+def test_the_exact_mean_comes_out_of_the_counted_batches(
+    num_samples: int, world_size: int, num_workers: int
+) -> None:
     values = torch.arange(num_samples).double() ** 2
     total, count = 0.0, 0
     for rank in range(world_size):
         loader = EvalLoader(
-            TensorDataset(values), batch_size=2, rank=rank, world_size=world_size, num_workers=num_workers
+            TensorDataset(values),
+            batch_size=2,
+            rank=rank,
+            world_size=world_size,
+            num_workers=num_workers,
         )
         batches = list(loader)
         assert len(batches) == len(loader)
@@ -68,7 +81,9 @@ def test_a_rank_without_samples_repeats_real_ones_as_padding() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_random_samples_repeat_in_every_pass_and_the_global_state_is_untouched(num_workers: int) -> None:
+def test_random_samples_repeat_in_every_pass_and_the_global_state_is_untouched(
+    num_workers: int,
+) -> None:
     loader = EvalLoader(Dice(), batch_size=4, rank=0, world_size=1, num_workers=num_workers)
     passes = []
     for seed in (1, 2):
@@ -107,7 +122,9 @@ def test_the_first_samples_whatever_the_layout(batch_size: int, world_size: int)
             for rank in range(world_size)
         ]
         assert len({len(loader) for loader in loaders}) == 1
-        return sorted(i for loader in loaders for (batch,), counts in loader if counts for i in batch.tolist())
+        return sorted(
+            i for loader in loaders for (batch,), counts in loader if counts for i in batch.tolist()
+        )
 
     assert seen(5) == list(range(5))
     assert seen(1) == [0]
@@ -135,7 +152,10 @@ def test_what_a_collate_fn_draws_is_the_same_in_every_pass(num_workers: int) -> 
     random.seed(2)
     np.random.seed(2)
     before = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
-    assert list(EvalLoader(Hiding(), batch_size=2, rank=0, world_size=2, num_workers=num_workers)) == here
+    assert (
+        list(EvalLoader(Hiding(), batch_size=2, rank=0, world_size=2, num_workers=num_workers))
+        == here
+    )
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), str(np.random.get_state())) == before[1:]
 

@@ -1,4 +1,6 @@
-"""A `DataLoader` handed over: what is taken of it, and an own sampler's order at every number of ranks."""
+"""A `DataLoader` handed over: what is taken of it, and an own sampler's order at every number of
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Growing(Sampler[int]):
         return 16 + self.grows * self.epoch
 
 
-def steps(dataset: Any, count: int, *, ranks: int = 1, start: int = 0, micro: int = 4) -> list[list[int]]:
+def steps(
+    dataset: Any, count: int, *, ranks: int = 1, start: int = 0, micro: int = 4
+) -> list[list[int]]:
     found: list[list[int]] = [[] for _ in range(count)]
     for rank in range(ranks):
         accumulation = 8 // ranks // micro
@@ -70,7 +74,11 @@ def steps(dataset: Any, count: int, *, ranks: int = 1, start: int = 0, micro: in
         stream = loader.stream(start)
         for step in range(count):
             for batch in islice(stream, accumulation):
-                found[step] += batch[0].tolist() if isinstance(batch, list) and torch.is_tensor(batch[0]) else batch
+                found[step] += (
+                    batch[0].tolist()
+                    if isinstance(batch, list) and torch.is_tensor(batch[0])
+                    else batch
+                )
     return found
 
 
@@ -79,10 +87,18 @@ class TestTaken:
         ("loader", "taken"),
         [
             (DataLoader(NUMBERS, batch_size=4), {"micro_size": 4, "shuffle": False}),
-            (DataLoader(NUMBERS, 4, shuffle=True, num_workers=2), {"micro_size": 4, "shuffle": True, "num_workers": 2}),
-            (DataLoader(NUMBERS, 4, sampler=DistributedSampler(NUMBERS, 2, 1)), {"micro_size": 4, "shuffle": True}),
             (
-                DataLoader(NUMBERS, batch_sampler=BatchSampler(SequentialSampler(NUMBERS), 5, True)),
+                DataLoader(NUMBERS, 4, shuffle=True, num_workers=2),
+                {"micro_size": 4, "shuffle": True, "num_workers": 2},
+            ),
+            (
+                DataLoader(NUMBERS, 4, sampler=DistributedSampler(NUMBERS, 2, 1)),
+                {"micro_size": 4, "shuffle": True},
+            ),
+            (
+                DataLoader(
+                    NUMBERS, batch_sampler=BatchSampler(SequentialSampler(NUMBERS), 5, True)
+                ),
                 {"micro_size": 5, "shuffle": False},
             ),
         ],
@@ -102,14 +118,24 @@ class TestTaken:
         assert (config.batch.micro_size, config.evaluation.batch_size) == (4, 10)
         assert (config.data.num_workers, config.data.shuffle) == (2, True)
         assert config_with_objects(config, handed) == config
-        stated = {"batch": {"micro_size": 2}, "data": {"num_workers": 0}, "evaluation": {"batch_size": 3}}
+        stated = {
+            "batch": {"micro_size": 2},
+            "data": {"num_workers": 0},
+            "evaluation": {"batch_size": 3},
+        }
         config = config_with_objects(stated, handed)
-        assert (config.batch.micro_size, config.evaluation.batch_size, config.data.num_workers) == (2, 3, 0)
+        assert (config.batch.micro_size, config.evaluation.batch_size, config.data.num_workers) == (
+            2,
+            3,
+            0,
+        )
         both = config_with_objects({"batch": {"global_size": 8, "accumulation_steps": 4}}, handed)
         assert both.batch.micro_size is None
 
     def test_its_collate_fn_makes_the_batches(self) -> None:
-        dataset, _ = taken_over(DataLoader(NUMBERS, 4, collate_fn=summed), key="train_data", trains=True)
+        dataset, _ = taken_over(
+            DataLoader(NUMBERS, 4, collate_fn=summed), key="train_data", trains=True
+        )
         assert steps(dataset, 2, ranks=2) == [[*range(8)], [*range(8, 16)]]
         assert dataset.tensors is NUMBERS.tensors, "what else the dataset has is there"
         measured = EvalLoader(dataset, batch_size=15, rank=0, world_size=1)
@@ -125,18 +151,25 @@ class TestTaken:
             def __iter__(self) -> Iterator[Any]:
                 return ((number, 0) for number in range(9))
 
-        splits = given_splits(DataLoader(Lines(), 2, collate_fn=summed), DataLoader(Lines(), 2, collate_fn=summed))
+        splits = given_splits(
+            DataLoader(Lines(), 2, collate_fn=summed), DataLoader(Lines(), 2, collate_fn=summed)
+        )
         assert is_stream(splits.train)
         assert splits.train.num_shards == 3
-        loader = StreamEvalLoader(splits.evaluation, batch_size=9, rank=0, world_size=1, gather=lambda one: [one])
+        loader = StreamEvalLoader(
+            splits.evaluation, batch_size=9, rank=0, world_size=1, gather=lambda one: [one]
+        )
         assert [batch for batch, _ in loader] == [[*range(9)]]
         assert splits.taken == {"num_workers": 0, "micro_size": 2, "eval_size": 2}
 
     @pytest.mark.parametrize(
-        ("options", "whose"), [({"batch_size": None}, "dataset"), ({"batch_sampler": [[0, 1], [2]]}, "batch_sampler")]
+        ("options", "whose"),
+        [({"batch_size": None}, "dataset"), ({"batch_sampler": [[0, 1], [2]]}, "batch_sampler")],
     )
     def test_one_of_ready_batches_is_refused(self, options: dict[str, Any], whose: str) -> None:
-        with pytest.raises(ConfigError, match=f"train_data = DataLoader: its {whose} makes the batches; give it"):
+        with pytest.raises(
+            ConfigError, match=f"train_data = DataLoader: its {whose} makes the batches; give it"
+        ):
             given_splits(DataLoader(NUMBERS, **options))
 
     def test_a_stateful_one_is_taken_apart_as_well(self) -> None:
@@ -149,7 +182,9 @@ class TestTaken:
         datasets = pytest.importorskip("datasets")
         rows = datasets.Dataset.from_dict({"x": [[1, 2], [3, 4]], "y": [0, 1]})
         assert torch.equal(as_tensors(rows)[1]["x"], torch.tensor([3, 4]))
-        assert torch.equal(next(iter(as_tensors(rows.to_iterable_dataset())))["x"], torch.tensor([1, 2]))
+        assert torch.equal(
+            next(iter(as_tensors(rows.to_iterable_dataset())))["x"], torch.tensor([1, 2])
+        )
         own = rows.with_format("numpy")
         assert as_tensors(own) is own
         assert given_splits((rows, DataLoader(rows, 1))).num_train == 2
@@ -167,13 +202,17 @@ class TestSamplers:
         ],
         ids=["weighted", "weighted-own-generator", "subset", "replacement", "set-epoch"],
     )
-    def test_an_epoch_is_its_order_whatever_the_ranks_and_wherever_it_begins(self, sampler: Any) -> None:
+    def test_an_epoch_is_its_order_whatever_the_ranks_and_wherever_it_begins(
+        self, sampler: Any
+    ) -> None:
         dataset, _ = taken_over(DataLoader(NUMBERS, 4, sampler=sampler), key="", trains=True)
         whole = steps(dataset, 10)
         assert steps(dataset, 10, ranks=2) == whole == steps(dataset, 10, micro=1, ranks=4)
         assert steps(dataset, 4, start=5, ranks=2) == whole[5:9]
         per_epoch = len(sampler) // 8
-        assert whole[:per_epoch] != whole[per_epoch : 2 * per_epoch], "epochs have orders of their own"
+        assert whole[:per_epoch] != whole[per_epoch : 2 * per_epoch], (
+            "epochs have orders of their own"
+        )
 
     @pytest.mark.parametrize(
         ("sampler", "line"),
@@ -194,7 +233,11 @@ class TestSamplers:
 
     def test_in_evaluation_all_ranks_choose_alike(self) -> None:
         found = [
-            taken_over(DataLoader(NUMBERS, 4, sampler=SubsetRandomSampler(range(30))), key="eval_data", trains=False)[0]
+            taken_over(
+                DataLoader(NUMBERS, 4, sampler=SubsetRandomSampler(range(30))),
+                key="eval_data",
+                trains=False,
+            )[0]
             for _ in range(2)
         ]
         assert found[0].indices == found[1].indices != sorted(found[0].indices) == [*range(30)]
@@ -205,20 +248,36 @@ class TestSamplers:
             def __iter__(self) -> Iterator[int]:
                 return iter([self.rank] * len(self))
 
-        with pytest.raises(ConfigError, match=r"its sampler, Weighted, has an order of each rank's own.*loader-not-t"):
-            taken_over(DataLoader(NUMBERS, 4, sampler=Weighted(NUMBERS, 2, 1)), key="data", trains=trains)
-        dataset, _ = taken_over(DataLoader(NUMBERS, 4, sampler=Weighted(NUMBERS, 1, 0)), key="data", trains=True)
+        with pytest.raises(
+            ConfigError,
+            match=r"its sampler, Weighted, has an order of each rank's own.*loader-not-t",
+        ):
+            taken_over(
+                DataLoader(NUMBERS, 4, sampler=Weighted(NUMBERS, 2, 1)), key="data", trains=trains
+            )
+        dataset, _ = taken_over(
+            DataLoader(NUMBERS, 4, sampler=Weighted(NUMBERS, 1, 0)), key="data", trains=True
+        )
         assert steps(dataset, 1) == [[0] * 8], "of one rank it is an order like any"
 
 
-def test_a_function_that_begins_workers_is_named_and_of_a_stream_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_function_that_begins_workers_is_named_and_of_a_stream_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(range(4))
 
-    taken_over(DataLoader(NUMBERS, batch_size=4, num_workers=1, worker_init_fn=print), key="train_data", trains=True)
+    taken_over(
+        DataLoader(NUMBERS, batch_size=4, num_workers=1, worker_init_fn=print),
+        key="train_data",
+        trains=True,
+    )
     assert "train_data: the DataLoader's worker_init_fn is not called" in capsys.readouterr().err
-    for given in (DataLoader(NUMBERS, batch_size=4, worker_init_fn=print), DataLoader(Stream(), worker_init_fn=print)):
+    for given in (
+        DataLoader(NUMBERS, batch_size=4, worker_init_fn=print),
+        DataLoader(Stream(), worker_init_fn=print),
+    ):
         taken_over(given, key="train_data", trains=True)  # without workers nothing would call it
     assert capsys.readouterr().err == ""
     dividing = DataLoader(Stream(), num_workers=2, worker_init_fn=print)

@@ -44,21 +44,32 @@ class TestHuggingFace:
             self.rows.select(range(6 * part, 6 * part + 6)).to_json(f"part{part}.jsonl")
         self.rows.to_parquet("rows.parquet")
         self.rows.remove_columns("x").to_csv("rows.csv")
-        self.datasets.DatasetDict({"train": self.rows, "test": self.rows.select(range(3))}).save_to_disk("both")
+        self.datasets.DatasetDict(
+            {"train": self.rows, "test": self.rows.select(range(3))}
+        ).save_to_disk("both")
         self.rows.save_to_disk("one")
 
     @pytest.mark.slow
     @pytest.mark.parametrize("streaming", [False, True])
-    @pytest.mark.parametrize("path", ["part{0..1}.jsonl", "part*.jsonl", "rows.parquet", "both", "one"])
+    @pytest.mark.parametrize(
+        "path", ["part{0..1}.jsonl", "part*.jsonl", "rows.parquet", "both", "one"]
+    )
     def test_columns_become_tuples_or_dicts(self, path: str, streaming: bool) -> None:
         train = build(path, columns=["x", "y"], streaming=streaming).train
         assert is_stream(train) == streaming
         found = batches(train, 3)
-        rows = sorted((*x, y) for batch in found for x, y in zip(*map(torch.Tensor.tolist, batch), strict=True))
+        rows = sorted(
+            (*x, y)
+            for batch in found
+            for x, y in zip(*map(torch.Tensor.tolist, batch), strict=True)
+        )
         assert rows == [(i, 2 * i, i % 3) for i in range(12)]
         named = build(path, columns={"x": "inputs", "y": "labels"}, streaming=streaming).train
         (batch,) = batches(named, 1)
-        assert {name: tuple(value.shape) for name, value in batch.items()} == {"inputs": (4, 2), "labels": (4,)}
+        assert {name: tuple(value.shape) for name, value in batch.items()} == {
+            "inputs": (4, 2),
+            "labels": (4,),
+        }
         (batch,) = batches(build(path, streaming=streaming).train, 1)
         assert sorted(batch) == ["x", "y"]
 
@@ -66,15 +77,23 @@ class TestHuggingFace:
         assert len(build("both").evaluation) == 3
         assert build("one").evaluation is None
         splits = build("rows.parquet", eval_path="rows.csv", streaming=True)
-        loader = StreamEvalLoader(splits.evaluation, batch_size=7, rank=0, world_size=1, gather=lambda one: [one])
+        loader = StreamEvalLoader(
+            splits.evaluation, batch_size=7, rank=0, world_size=1, gather=lambda one: [one]
+        )
         assert [len(batch["y"]) for batch, _ in loader] == [7, 5]
 
     @pytest.mark.parametrize(
         ("arguments", "line"),
         [
             ({"path": "part{0..2}.jsonl"}, "data.path = part2.jsonl: there is no such file"),
-            ({"path": "one", "eval_path": "*.arrow"}, "data.eval_path = *.arrow: there is no such file"),
-            ({"path": "rows.csv", "columns": ["x"]}, "there is no column x; there are y [dataset-columns]"),
+            (
+                {"path": "one", "eval_path": "*.arrow"},
+                "data.eval_path = *.arrow: there is no such file",
+            ),
+            (
+                {"path": "rows.csv", "columns": ["x"]},
+                "there is no column x; there are y [dataset-columns]",
+            ),
             ({"path": "broken.parquet"}, "data.path = broken.parquet: datasets cannot read it: "),
             (
                 {"path": "rows.xyz"},
@@ -90,7 +109,14 @@ class TestHuggingFace:
         assert line in str(caught.value)
 
     def test_by_config(self) -> None:
-        values = {"data": {"kind": "huggingface", "path": "rows.parquet", "columns": ["x", "y"], "train_samples": 12}}
+        values = {
+            "data": {
+                "kind": "huggingface",
+                "path": "rows.parquet",
+                "columns": ["x", "y"],
+                "train_samples": 12,
+            }
+        }
         config = config_from_values(
             values | {"model": {"kind": "gpt", "num_layers": 1}, "task": {"kind": "classification"}}
         )
@@ -122,11 +148,22 @@ class TestShards:
         assert train.num_shards == 3
         (batch,) = batches(train, 1)
         assert batch["txt"] == ["text"] * 4
-        assert batch["json"]["part"].tolist() == [0, 0, 1, 1] or batch["json"]["part"].tolist() == [0, 0, 2, 2]
+        assert batch["json"]["part"].tolist() == [0, 0, 1, 1] or batch["json"]["part"].tolist() == [
+            0,
+            0,
+            2,
+            2,
+        ]
         assert batch["cls"].tolist() == [0, 1, 0, 1]
         assert torch.allclose(batch["png"][1, :, 0, 0], torch.tensor([0.0, 1 / 255, 1.0]))
-        ((images, classes),) = batches(build("s*.tar", columns=["png", "cls"], streaming=True).train, 1)
-        assert (tuple(images.shape), images.dtype, classes.tolist()) == ((4, 3, 2, 3), torch.float32, [0, 1, 0, 1])
+        ((images, classes),) = batches(
+            build("s*.tar", columns=["png", "cls"], streaming=True).train, 1
+        )
+        assert (tuple(images.shape), images.dtype, classes.tolist()) == (
+            (4, 3, 2, 3),
+            torch.float32,
+            [0, 1, 0, 1],
+        )
 
     def test_a_lane_begins_where_its_state_says(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("framework.data.streams._TIME_OF_STATES", 0)
@@ -142,7 +179,9 @@ class TestShards:
             assert (places[number].state is not None) == (number != 80)
             again = Lane(source, index=1, num_lanes=2, seed=0)
             again.start(number + 1, places[number])
-            assert [again.take()["png"][:, 0, 0].tolist() for _ in range(5)] == found[number + 1 : number + 6]
+            assert [again.take()["png"][:, 0, 0].tolist() for _ in range(5)] == found[
+                number + 1 : number + 6
+            ]
 
     def test_one_that_is_missing_is_named(self) -> None:
         with pytest.raises(ConfigError, match=r"data.path = s003.tar: there is no such file"):

@@ -25,7 +25,9 @@ def prepared(folder: Path, text: str) -> str:
 
 def in_memory(numbers: list[int], offsets: list[int]) -> str | None:
     tokens = Tokens(np.array(numbers, dtype=np.uint16), np.array(offsets, dtype=np.int64))
-    return tokens_sha256(TextWindows(tokens, sequence_length=2, vocab_size=9, special=SpecialTokens(end=8)))
+    return tokens_sha256(
+        TextWindows(tokens, sequence_length=2, vocab_size=9, special=SpecialTokens(end=8))
+    )
 
 
 def test_in_files(tmp_path: Path) -> None:
@@ -39,7 +41,9 @@ def test_in_memory() -> None:
     assert in_memory([1, 2, 8, 3, 8], [0, 3, 5]) == first
     assert in_memory([1, 2, 8, 4, 8], [0, 3, 5]) != first
     assert in_memory([1, 2, 8, 3, 8], [0, 2, 5]) != first
-    assert tokens_sha256(build(sequence_length=64).train) == tokens_sha256(build(sequence_length=32).train)
+    assert tokens_sha256(build(sequence_length=64).train) == tokens_sha256(
+        build(sequence_length=32).train
+    )
 
 
 def test_what_is_no_text_has_none() -> None:

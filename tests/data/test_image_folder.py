@@ -52,7 +52,9 @@ def test_without_augmentation_training_images_are_read_like_evaluation_images(ro
     stripes.paste((255, 255, 255), (10, 0, 30, 48))
     for part in ("train", "val"):
         stripes.save(root / part / "cat" / "0.png")
-    plain, augmented = (build(str(root), image_size=16, augment=augment) for augment in (False, True))
+    plain, augmented = (
+        build(str(root), image_size=16, augment=augment) for augment in (False, True)
+    )
     assert plain.evaluation is not None
     assert torch.equal(plain.train[0][0], plain.evaluation[0][0])
     assert len({augmented.train[0][0].sum().item() for _ in range(8)}) > 1
@@ -60,9 +62,18 @@ def test_without_augmentation_training_images_are_read_like_evaluation_images(ro
 
 def test_augmentation_is_the_same_whatever_the_number_of_workers(root: Path) -> None:
     def first_batch(num_workers: int) -> torch.Tensor:
-        layout = {"global_size": 4, "micro_size": 4, "accumulation_steps": 1, "rank": 0, "world_size": 1, "seed": 0}
+        layout = {
+            "global_size": 4,
+            "micro_size": 4,
+            "accumulation_steps": 1,
+            "rank": 0,
+            "world_size": 1,
+            "seed": 0,
+        }
         data = build(str(root), image_size=16).train
-        stream = TrainLoader(data, **layout, shuffle=True, random_samples=True, num_workers=num_workers).stream()
+        stream = TrainLoader(
+            data, **layout, shuffle=True, random_samples=True, num_workers=num_workers
+        ).stream()
         images: torch.Tensor = next(stream)[0]
         stream.close()
         return images
@@ -74,7 +85,10 @@ def test_augmentation_is_the_same_whatever_the_number_of_workers(root: Path) -> 
 def test_missing_folders_are_reported_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         build(str(tmp_path))
-    assert problems(caught.value) == [("dataset-not-found", "data.train_dir"), ("dataset-not-found", "data.eval_dir")]
+    assert problems(caught.value) == [
+        ("dataset-not-found", "data.train_dir"),
+        ("dataset-not-found", "data.eval_dir"),
+    ]
     assert f"put images into {tmp_path}/val/<class>/" in str(caught.value)
     with pytest.raises(ConfigError) as caught:
         build(str(tmp_path / "nowhere"))
@@ -135,7 +149,9 @@ def tree(root: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("by", ["its path", "a relative path", "."])
-def test_samples_are_those_of_torchvision(tree: Path, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_those_of_torchvision(
+    tree: Path, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tree / "train" if by == "." else tree.parent)
     name = {"its path": str(tree), "a relative path": tree.name, ".": "."}[by]
     parts = {"train_dir": ".", "eval_dir": "."} if by == "." else {}
@@ -191,11 +207,15 @@ def test_folders_that_cannot_be_read_are_taken_as_torchvision_takes_them(
         assert list(train.samples) == ImageFolder(str(root / "train")).samples
         assert len(train.samples) == 4
     else:
-        assert refused(lambda: ImageFolder(str(root / "train"))) in refused(lambda: build(str(root)))
+        assert refused(lambda: ImageFolder(str(root / "train"))) in refused(
+            lambda: build(str(root))
+        )
 
 
 @pytest.mark.parametrize("outcome", ["samples", "error"])
-def test_one_rank_of_a_host_lists_for_all(tree: Path, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_of_a_host_lists_for_all(
+    tree: Path, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if outcome == "error":
         for part in ("train", "val"):
             (tree / part / "empty").mkdir()
@@ -218,4 +238,8 @@ def test_one_rank_of_a_host_lists_for_all(tree: Path, outcome: str, monkeypatch:
     expected, num_scans = listed()
     assert num_scans > 5
     found = on_ranks(listed, num_ranks=3)
-    assert sorted(found, key=lambda each: each[1]) == [(expected, 0), (expected, 0), (expected, num_scans)]
+    assert sorted(found, key=lambda each: each[1]) == [
+        (expected, 0),
+        (expected, 0),
+        (expected, num_scans),
+    ]

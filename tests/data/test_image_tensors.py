@@ -15,8 +15,12 @@ MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 
 
 def make(num_samples: int, *, augment: bool = False, size: int = 12) -> ImageTensors:
-    images = torch.randint(1, 256, (num_samples, 3, size, size), generator=torch.Generator().manual_seed(0))
-    return ImageTensors(images.byte(), torch.arange(num_samples) % 7, mean=MEAN, std=STD, augment=augment)
+    images = torch.randint(
+        1, 256, (num_samples, 3, size, size), generator=torch.Generator().manual_seed(0)
+    )
+    return ImageTensors(
+        images.byte(), torch.arange(num_samples) % 7, mean=MEAN, std=STD, augment=augment
+    )
 
 
 def pixels(batch: Tensor) -> Tensor:

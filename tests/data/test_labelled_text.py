@@ -1,4 +1,6 @@
-"""Texts and their classes: batches as transformers makes them, names in order, and rows that are wrong."""
+"""Texts and their classes: batches as transformers makes them, names in order, and rows that are
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,12 @@ def of(path: Path, **options: str) -> LabelledText:
 
 def test_rows_of_both_forms_give_the_same_batches(tmp_path: Path) -> None:
     rows = [("it, is", "good"), ("ñ", "bad"), ('a "long" text', "good")]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": a, "label": b}) + "\n" for a, b in rows), "utf-8")
-    (tmp_path / "a.csv").write_text('label,text\ngood,"it, is"\nbad,ñ\ngood,"a ""long"" text"\n', "utf-8")
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": a, "label": b}) + "\n" for a, b in rows), "utf-8"
+    )
+    (tmp_path / "a.csv").write_text(
+        'label,text\ngood,"it, is"\nbad,ñ\ngood,"a ""long"" text"\n', "utf-8"
+    )
     one, other = of(tmp_path / "a.jsonl"), of(tmp_path / "a.csv")
     assert one.rows == other.rows == [("it, is", 1), ("ñ", 0), ('a "long" text', 1)]
     assert one.classes == ["bad", "good"]
@@ -45,7 +51,9 @@ def test_numbers_are_the_classes_and_texts_are_cut(tmp_path: Path) -> None:
     assert [label for _, label in found.rows] == [3, 0]
     assert len(found.classes) == 4
     assert found.vocab_size == len(found.tokenizer)
-    train = build(str(tmp_path / "a.csv"), eval_fraction=0.0, text="sentence", label="y", sequence_length=4).train
+    train = build(
+        str(tmp_path / "a.csv"), eval_fraction=0.0, text="sentence", label="y", sequence_length=4
+    ).train
     inputs, _ = train.collate_fn([train[0]])  # type: ignore[attr-defined]
     assert inputs["input_ids"].tolist() == [[257, *b"ab", 258]]
 

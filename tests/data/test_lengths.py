@@ -31,10 +31,18 @@ def lengths(count: int, *, ranks: int = 1, start: int = 0, **options: Any) -> li
     """The lengths of so many steps of eight samples."""
     data, found = Lengths(), [list[int]() for _ in range(count)]
     for rank in range(ranks):
-        sizes = {"global_size": 8, "micro_size": 2, "accumulation_steps": 4 // ranks, "rank": rank, "world_size": ranks}
+        sizes = {
+            "global_size": 8,
+            "micro_size": 2,
+            "accumulation_steps": 4 // ranks,
+            "rank": rank,
+            "world_size": ranks,
+        }
         stream = TrainLoader(data, **sizes, seed=1, shuffle=True, **options).stream(start)
         for step in range(count):
-            found[step] += [data.lengths[i] for (batch,) in islice(stream, 4 // ranks) for i in batch.tolist()]
+            found[step] += [
+                data.lengths[i] for (batch,) in islice(stream, 4 // ranks) for i in batch.tolist()
+            ]
         stream.close()
     return found
 
@@ -45,7 +53,10 @@ class TestLengths:
         spread = np.mean([max(step) - min(step) for step in whole])
         assert spread < 0.3 * np.mean([max(step) - min(step) for step in plain])
         for epoch in range(3):
-            both = [sorted(x for step in found[12 * epoch : 12 * epoch + 12] for x in step) for found in (whole, plain)]
+            both = [
+                sorted(x for step in found[12 * epoch : 12 * epoch + 12] for x in step)
+                for found in (whole, plain)
+            ]
             assert both[0] == both[1]
         first = [np.mean(step) for step in whole[:6]]
         assert first != sorted(first), "steps are drawn, not sorted"
@@ -62,7 +73,10 @@ class TestLengths:
 
     @pytest.mark.parametrize("data", [SMALL, Numbers()])
     def test_unknown_ones_are_named(self, data: Any) -> None:
-        with pytest.raises(ConfigError, match=r"data\.bucket_steps: the lengths of the training samples are not known"):
+        with pytest.raises(
+            ConfigError,
+            match=r"data\.bucket_steps: the lengths of the training samples are not known",
+        ):
             lengths_of(data, "data.bucket_steps")
 
     def test_a_column_has_them(self) -> None:
@@ -73,8 +87,16 @@ class TestLengths:
     def test_a_sampler_s_order_is_sorted_as_well(self) -> None:
         sampler = WeightedRandomSampler([1.0] * 103, 64)
         dataset, _ = taken_over(DataLoader(Lengths(), 8, sampler=sampler), key="", trains=True)
-        sizes = {"global_size": 8, "micro_size": 8, "accumulation_steps": 1, "rank": 0, "world_size": 1}
+        sizes = {
+            "global_size": 8,
+            "micro_size": 8,
+            "accumulation_steps": 1,
+            "rank": 0,
+            "world_size": 1,
+        }
         stream = TrainLoader(dataset, **sizes, seed=1, shuffle=True, bucket_steps=8).stream()
         found = [[dataset.lengths[i] for i in batch.tolist()] for (batch,) in islice(stream, 8)]
-        assert sorted(max(step) for step in found[:-1])[:4] < sorted(max(step) for step in found)[-4:]
+        assert (
+            sorted(max(step) for step in found[:-1])[:4] < sorted(max(step) for step in found)[-4:]
+        )
         assert np.mean([max(step) - min(step) for step in found]) < 12

@@ -27,7 +27,9 @@ from tests.data.test_streams import GLOBAL, Numbers, Stateful, steps
 SMALL, LARGE = TensorDataset(torch.arange(1000, 1010)), TensorDataset(torch.arange(2000, 2500))
 
 
-def taken(dataset: Any, count: int, *, ranks: int = 1, start: int = 0, **options: Any) -> list[list[int]]:
+def taken(
+    dataset: Any, count: int, *, ranks: int = 1, start: int = 0, **options: Any
+) -> list[list[int]]:
     """The samples of so many steps, all ranks' together."""
     found: list[list[int]] = [[] for _ in range(count)]
     for rank in range(ranks):
@@ -42,12 +44,17 @@ def taken(dataset: Any, count: int, *, ranks: int = 1, start: int = 0, **options
 
 class TestShares:
     @pytest.mark.parametrize(
-        "weights", [(1, 1), (3, 1), (0.7, 0.3), (0.5, 0.3, 0.2), (10, 1, 1, 1), (0.9999, 0.0001), (5,)]
+        "weights",
+        [(1, 1), (3, 1), (0.7, 0.3), (0.5, 0.3, 0.2), (10, 1, 1, 1), (0.9999, 0.0001), (5,)],
     )
-    def test_each_has_its_share_to_within_one_sample_up_to_anywhere(self, weights: tuple[float, ...]) -> None:
+    def test_each_has_its_share_to_within_one_sample_up_to_anywhere(
+        self, weights: tuple[float, ...]
+    ) -> None:
         chosen = np.tile(pattern(weights), 2)
         for number, weight in enumerate(weights):
-            behind = np.cumsum(chosen == number) - weight / sum(weights) * np.arange(1, len(chosen) + 1)
+            behind = np.cumsum(chosen == number) - weight / sum(weights) * np.arange(
+                1, len(chosen) + 1
+            )
             assert np.abs(behind).max() < 1 + 1e-6
 
     def test_a_share_of_nothing_is_named(self) -> None:
@@ -63,7 +70,9 @@ class TestMixture:
         small = [number for step in found for number in step if number < 2000]
         assert 295 <= len(small) <= 305
         assert all(abs(sum(number < 2000 for number in step) - 3) <= 1 for step in found)
-        assert {small.count(number) for number in range(1000, 1010)} <= {29, 30, 31}, "every pass over it is whole"
+        assert {small.count(number) for number in range(1000, 1010)} <= {29, 30, 31}, (
+            "every pass over it is whole"
+        )
         large = [number for step in found[:50] for number in step if number >= 2000]
         assert len(set(large)) == len(large) > 440
 
@@ -72,10 +81,14 @@ class TestMixture:
             return Mixture([(1, SMALL), (2, Mixture([(1, LARGE), (1, SMALL)]))])
 
         whole = taken(mixture(), 12)
-        assert taken(mixture(), 12, ranks=3, num_workers=2) == whole == taken(mixture(), 12, ranks=2)
+        assert (
+            taken(mixture(), 12, ranks=3, num_workers=2) == whole == taken(mixture(), 12, ranks=2)
+        )
         assert taken(mixture(), 3, ranks=2, start=7) == whole[7:10]
 
-    def test_with_streams_it_has_their_lanes_and_states(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_with_streams_it_has_their_lanes_and_states(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("framework.data.streams._TIME_OF_STATES", 0)
         pairs = [(number + 90_000_000, 0.0) for number in range(100)]
 
@@ -99,18 +112,24 @@ class TestMixture:
     def test_what_a_stream_draws_for_its_pass_is_drawn_again_by_a_resume(self) -> None:
         class Shuffled(IterableDataset[Any]):
             def __iter__(self) -> Iterator[Any]:
-                return ((number + int(1e6 * torch.rand(())),) for number in torch.randperm(400).tolist())
+                return (
+                    (number + int(1e6 * torch.rand(())),) for number in torch.randperm(400).tolist()
+                )
 
         def loader(places: Any = None) -> StreamLoader:
             mixture = Mixture([(1, Shuffled()), (1, Mixture([(1, Shuffled()), (1, SMALL)]))])
-            return StreamLoader(mixture, share=Share(GLOBAL, GLOBAL, 1, 0, 1), seed=3, places=places)
+            return StreamLoader(
+                mixture, share=Share(GLOBAL, GLOBAL, 1, 0, 1), seed=3, places=places
+            )
 
         begun = loader()
         whole = [batch[0].tolist() for batch in islice(begun.stream(), 20)]
         assert begun.places[0].state is not None
         places = {0: Place(begun.places[0].count, 0, begun.places[0].state)}
         step = -(-places[0].count // GLOBAL)
-        assert [batch[0].tolist() for batch in islice(loader(places).stream(step), 20 - step)] == whole[step:]
+        assert [
+            batch[0].tolist() for batch in islice(loader(places).stream(step), 20 - step)
+        ] == whole[step:]
 
     def test_parts_that_make_their_batches_by_unlike_functions_are_refused(self) -> None:
         def made(*names: str) -> Any:
@@ -118,7 +137,9 @@ class TestMixture:
 
         assert Mixture([(1, made("a")), (1, made("a"))]).collate_fn.keywords == {"names": ("a",)}
         for other in (made("b"), SMALL):
-            with pytest.raises(ConfigError, match=r"data\.parts: part 1 makes batches by .*mixture-collate"):
+            with pytest.raises(
+                ConfigError, match=r"data\.parts: part 1 makes batches by .*mixture-collate"
+            ):
                 Mixture([(1, made("a")), (1, other)])
 
     def test_by_config(self) -> None:
@@ -126,7 +147,10 @@ class TestMixture:
         values = {
             "data": {
                 "kind": "mixture",
-                "parts": [{"weight": 2, "data": part}, {"weight": 1, "data": part | {"image_size": 28}}],
+                "parts": [
+                    {"weight": 2, "data": part},
+                    {"weight": 1, "data": part | {"image_size": 28}},
+                ],
             },
             "batch": {"micro_size": 6},
             "training": {"max_steps": 2},
@@ -135,7 +159,9 @@ class TestMixture:
         parts = gather_parts(config, Objects())
         assert len(parts.splits.evaluation) == 360
         images, labels = next(
-            make_train_loader(make_plan(config, Cluster(device="cpu")), parts.splits, rank=0).stream()
+            make_train_loader(
+                make_plan(config, Cluster(device="cpu")), parts.splits, rank=0
+            ).stream()
         )
         assert (tuple(images.shape), tuple(labels.shape)) == ((6, 1, 28, 28), (6,))
         one = {"data": {"kind": "mixture", "parts": [{"weight": 2, "data": part}]}}

@@ -15,12 +15,16 @@ from framework.data.order import ComputedOrder, MicroBatchSampler, Share, epoch_
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[int, int, int, int]:
-    """(micro_size, accumulation_steps, world_size, num_samples), an epoch having one step or more."""
+    """(micro_size, accumulation_steps, world_size, num_samples), an epoch having one step or
+    more.
+    """
     micro, accumulation, world = (draw(st.integers(1, limit)) for limit in (4, 3, 4))
     return micro, accumulation, world, draw(st.integers(micro * accumulation * world, 120))
 
 
-def sampler(micro: int, accumulation: int, world: int, num_samples: int, *, rank: int, start: int) -> MicroBatchSampler:
+def sampler(
+    micro: int, accumulation: int, world: int, num_samples: int, *, rank: int, start: int
+) -> MicroBatchSampler:
     share = Share(micro * accumulation * world, micro, accumulation, rank, world)
     return MicroBatchSampler(num_samples, share=share, seed=5, shuffle=True, start_step=start)
 
@@ -35,7 +39,9 @@ def test_an_epoch_visits_every_sample_once(num_samples: int, seed: int, epoch: i
 
 def test_orders_differ_between_epochs_and_seeds_and_repeat_otherwise() -> None:
     orders = {
-        tuple(epoch_order(50, seed=seed, epoch=epoch, shuffle=True).tolist()) for seed in range(4) for epoch in range(4)
+        tuple(epoch_order(50, seed=seed, epoch=epoch, shuffle=True).tolist())
+        for seed in range(4)
+        for epoch in range(4)
     }
     assert len(orders) == 16
     torch.manual_seed(7)
@@ -49,7 +55,9 @@ def test_unshuffled_order_is_the_dataset_s() -> None:
 
 @given(layouts())
 @settings(max_examples=60, deadline=None)
-def test_ranks_together_take_the_first_samples_of_the_order_exactly_once(layout: tuple[int, int, int, int]) -> None:
+def test_ranks_together_take_the_first_samples_of_the_order_exactly_once(
+    layout: tuple[int, int, int, int],
+) -> None:
     micro, accumulation, world, num_samples = layout
     global_size = micro * accumulation * world
     steps = num_samples // global_size
@@ -91,7 +99,9 @@ def test_a_stream_from_any_step_is_the_tail_of_the_whole(
 
 
 def test_the_remainder_left_out_differs_between_epochs() -> None:
-    left_out = {tuple(epoch_order(10, seed=0, epoch=epoch, shuffle=True)[8:].tolist()) for epoch in range(5)}
+    left_out = {
+        tuple(epoch_order(10, seed=0, epoch=epoch, shuffle=True)[8:].tolist()) for epoch in range(5)
+    }
     assert len(left_out) > 1
 
 
@@ -122,7 +132,11 @@ def test_a_computed_order_is_a_permutation(num_samples: int) -> None:
 def test_a_computed_order_mixes_like_a_random_one() -> None:
     """Of 20,000 places: where they come from, how far they move, and what stands beside them."""
     count = 20_000
-    orders = [ComputedOrder(count, seed=seed, epoch=epoch)[np.arange(count)] for seed in (0, 1) for epoch in (0, 1)]
+    orders = [
+        ComputedOrder(count, seed=seed, epoch=epoch)[np.arange(count)]
+        for seed in (0, 1)
+        for epoch in (0, 1)
+    ]
     for order in orders:
         by_part = np.histogram2d(np.arange(count), order, bins=20)[0]  # 400 cells of 50 each
         chi_square = float(((by_part - 50) ** 2 / 50).sum())
@@ -130,14 +144,20 @@ def test_a_computed_order_mixes_like_a_random_one() -> None:
         moved = np.abs(order - np.arange(count)).mean() / count
         assert moved == pytest.approx(1 / 3, abs=0.01)
         assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.03
-        assert (np.abs(np.diff(order)) == 1).sum() < 12, "neighbours that stay neighbours: 2 of a random order"
+        assert (np.abs(np.diff(order)) == 1).sum() < 12, (
+            "neighbours that stay neighbours: 2 of a random order"
+        )
     pairs = [(a, b) for a in range(4) for b in range(a)]
-    assert all((orders[a] == orders[b]).sum() < 10 for a, b in pairs), "another seed or epoch is another order"
+    assert all((orders[a] == orders[b]).sum() < 10 for a, b in pairs), (
+        "another seed or epoch is another order"
+    )
 
 
 @pytest.mark.slow
 def test_every_order_of_four_comes_equally_often() -> None:
-    found = Counter(tuple(ComputedOrder(4, seed=seed, epoch=0)[np.arange(4)].tolist()) for seed in range(4800))
+    found = Counter(
+        tuple(ComputedOrder(4, seed=seed, epoch=0)[np.arange(4)].tolist()) for seed in range(4800)
+    )
     assert len(found) == 24
     assert all(120 < times < 290 for times in found.values()), found  # 200 +- 14
 
@@ -149,14 +169,20 @@ def test_large_data_has_a_computed_order_and_old_runs_keep_theirs() -> None:
     computed = ComputedOrder(count, seed=5, epoch=0)
     starts = [70 * 64 + 16, 70 * 64 + 24, 71 * 64 + 16, 71 * 64 + 24]
     assert [*new] == [computed[np.arange(start, start + 8)].tolist() for start in starts]
-    old = islice(MicroBatchSampler(count, share=share, seed=5, shuffle=True, start_step=70, version=1), 4)
+    old = islice(
+        MicroBatchSampler(count, share=share, seed=5, shuffle=True, start_step=70, version=1), 4
+    )
     in_memory = epoch_order(count, seed=5, epoch=0, shuffle=True)
     assert [*old] == [in_memory[start : start + 8].tolist() for start in starts]
 
 
 def test_a_computed_order_needs_no_memory() -> None:
     tracemalloc.start()
-    stream = iter(MicroBatchSampler(10**12, share=Share(1024, 8, 2, 63, 64), seed=0, shuffle=True, start_step=10**6))
+    stream = iter(
+        MicroBatchSampler(
+            10**12, share=Share(1024, 8, 2, 63, 64), seed=0, shuffle=True, start_step=10**6
+        )
+    )
     first = next(stream)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -1,4 +1,6 @@
-"""The command `prepare`, by its function where the outcome matters and as a process where signals and streams do."""
+"""The command `prepare`, by its function where the outcome matters and as a process where signals
+and streams do.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from tests.places import ROOT
 
 
 def texts_of(part: Tokens | None, end: int = 256) -> list[bytes]:
-    """The documents of a byte-level part; each is checked to end with the end token, and to hold no other."""
+    """The documents of a byte-level part; each is checked to end with the end token, and to hold no
+    other.
+    """
     assert part is not None
     found = []
     for first, last in zip(part.offsets[:-1].tolist(), part.offsets[1:].tolist(), strict=True):
@@ -50,7 +54,9 @@ def prepared(tmp_path: Path, documents: list[bytes], **options: Any) -> Corpus:
 
 def left_over(folder: Path) -> list[str]:
     return sorted(
-        path.name for path in folder.iterdir() if path.name != "out" and not path.name.endswith((".txt", ".jsonl"))
+        path.name
+        for path in folder.iterdir()
+        if path.name != "out" and not path.name.endswith((".txt", ".jsonl"))
     )
 
 
@@ -69,13 +75,15 @@ def test_few_documents_give_up_their_end(num_documents: int, tmp_path: Path) -> 
     corpus = prepared(tmp_path, texts)
     train, evaluation = texts_of(corpus.train), texts_of(corpus.evaluation)
     assert b"".join(train + evaluation) == b"".join(texts)
-    assert sum(map(len, evaluation)) + len(evaluation) == round(sum(len(text) + 1 for text in texts) / 10)
+    assert sum(map(len, evaluation)) + len(evaluation) == round(
+        sum(len(text) + 1 for text in texts) / 10
+    )
     assert train[:-1] == texts[: len(train) - 1]
 
 
 def test_a_cut_at_the_end_of_a_document_cuts_none(tmp_path: Path) -> None:
-    """Nine documents of 10 tokens: evaluation's 9 are one token less than the last one, whose first byte stays
-    alone.
+    """Nine documents of 10 tokens: evaluation's 9 are one token less than the last one, whose first
+    byte stays alone.
     """
     texts = [bytes([65 + number]) * 9 for number in range(9)]
     corpus = prepared(tmp_path, texts)
@@ -103,7 +111,9 @@ def test_documents_without_text_are_none(tmp_path: Path) -> None:
     assert texts_of(corpus.train) == [b"a" * 50, b"b" * 50]
 
 
-def test_long_documents_are_the_same_as_whole_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_documents_are_the_same_as_whole_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     texts = [b"some words\n  and an indented line\n" * 400, b"x" * 3000]
     monkeypatch.setattr(documents, "_CHUNK_BYTES", 256)
     assert texts_of(prepared(tmp_path, texts, eval_fraction=0.0).train) == texts
@@ -112,12 +122,19 @@ def test_long_documents_are_the_same_as_whole_ones(tmp_path: Path, monkeypatch: 
 def test_pieces_of_a_library_tokenizer_have_the_tokens_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("tokenizers", reason="the package tokenizers is not installed: pip install -e '.[text]'")
+    pytest.importorskip(
+        "tokenizers", reason="the package tokenizers is not installed: pip install -e '.[text]'"
+    )
     text = Path(subprocess.__file__).read_bytes()
     whole = prepared(tmp_path, [text], bpe_vocab_size=400, eval_fraction=0.0)
     monkeypatch.setattr(documents, "_CHUNK_BYTES", 512)
     (tmp_path / "again").mkdir()
-    pieces = prepared(tmp_path / "again", [text], tokenizer=str(tmp_path / "out/tokenizer.json"), eval_fraction=0.0)
+    pieces = prepared(
+        tmp_path / "again",
+        [text],
+        tokenizer=str(tmp_path / "out/tokenizer.json"),
+        eval_fraction=0.0,
+    )
     assert np.array_equal(whole.train.numbers, pieces.train.numbers)
     assert len(whole.train.numbers) < 0.6 * len(text)
     assert (whole.vocab_size, whole.special) == (pieces.vocab_size, pieces.special)
@@ -125,7 +142,9 @@ def test_pieces_of_a_library_tokenizer_have_the_tokens_of_the_whole(
 
 def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="the package tokenizers is not installed")
-    model = tokenizers.models.WordLevel({f"w{number}": number for number in range(70_000)}, unk_token="w0")
+    model = tokenizers.models.WordLevel(
+        {f"w{number}": number for number in range(70_000)}, unk_token="w0"
+    )
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "words.json"))
@@ -140,7 +159,10 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         prepared(tmp_path / name, many_documents(30))
-    files = [{path.name: path.read_bytes() for path in (tmp_path / name / "out").iterdir()} for name in ("a", "b")]
+    files = [
+        {path.name: path.read_bytes() for path in (tmp_path / name / "out").iterdir()}
+        for name in ("a", "b")
+    ]
     assert files[0] == files[1]
     assert len(files[0]) == 5
 
@@ -197,23 +219,32 @@ def test_the_command_refuses_rows_and_tells_of_carriage_returns(
         ),
         (["a.txt", "out", "--train-tokenizer", "wordpiece"], "'wordpiece' is not bpe:VOCAB_SIZE"),
         (["a.txt", "out", "--train-tokenizer", "bpe:500", "--tokenizer", "x"], "not allowed with"),
-        (["a.txt", "out", "--jsonl-field", "body"], "--jsonl-field is for .jsonl and .ndjson files, and there is none"),
+        (
+            ["a.txt", "out", "--jsonl-field", "body"],
+            "--jsonl-field is for .jsonl and .ndjson files, and there is none",
+        ),
         (["--verify", "out", "a.txt"], "--verify DIR stands alone"),
         (["a.txt", "out", "--what"], "unrecognized arguments: --what"),
     ],
 )
-def test_a_wrong_command_line(words: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line(
+    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(*words) == 64
     (line,) = capsys.readouterr().err.splitlines()
     assert reason in line
 
 
-def test_a_folder_stands_for_its_text_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_stands_for_its_text_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
     assert run(str(folder), str(tmp_path / "out")) == 78
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{folder}: it is a folder without a *.txt of its own; name the files in it, for example ")
+    assert line.startswith(
+        f"{folder}: it is a folder without a *.txt of its own; name the files in it, for example "
+    )
     for name in ("b.txt", "a.txt"):
         (folder / name).write_text(f"text of {name} " * 20)
     (folder / "notes.md").write_text("no text")
@@ -225,7 +256,9 @@ def test_a_folder_stands_for_its_text_files(tmp_path: Path, capsys: pytest.Captu
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "same" / name).read_bytes()
 
 
-def test_nothing_is_left_of_a_run_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_left_of_a_run_that_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n' * 5000 + b"{\n")
     (tmp_path / "empty.txt").write_bytes(b"")
     out = str(tmp_path / "out")
@@ -245,7 +278,9 @@ def test_nothing_is_left_of_a_run_that_fails(tmp_path: Path, capsys: pytest.Capt
 def test_a_library_tokenizer_wants_utf8_also_while_it_is_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("tokenizers", reason="the package tokenizers is not installed: pip install -e '.[text]'")
+    pytest.importorskip(
+        "tokenizers", reason="the package tokenizers is not installed: pip install -e '.[text]'"
+    )
     (tmp_path / "a.txt").write_bytes(b"fine text\n" * 100 + b"\xff")
     assert run(str(tmp_path / "a.txt"), str(tmp_path / "out"), "--train-tokenizer", "bpe:300") == 78
     (line,) = capsys.readouterr().err.splitlines()
@@ -265,7 +300,8 @@ def test_what_is_there_already_is_never_touched(kind: str, tmp_path: Path) -> No
     else:
         out.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(
-        ConfigError, match=r"it exists and is not an empty folder; remove it, or name another folder \[output-exists\]"
+        ConfigError,
+        match=r"it exists and is not an empty folder; remove it, or name another folder \[output-exists\]",
     ):
         prepare([str(source)], str(out))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "out"]
@@ -278,13 +314,17 @@ def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
     assert (tmp_path / "out/meta.json").is_file()
 
 
-def test_a_folder_that_was_filled_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_was_filled_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two at once: the first to finish wins, the other says so and cleans up."""
     (tmp_path / "a.txt").write_bytes(b"text")
     prepare([str(tmp_path / "a.txt")], str(tmp_path / "out"))
     before = (tmp_path / "out/meta.json").stat()
     monkeypatch.setattr("framework.data.prepare._refuse_used_folder", lambda out: None)
-    with pytest.raises(StorageError, match=r"cannot be written \(.*not empty\) \[text-not-written\]"):
+    with pytest.raises(
+        StorageError, match=r"cannot be written \(.*not empty\) \[text-not-written\]"
+    ):
         prepare([str(tmp_path / "a.txt")], str(tmp_path / "out"))
     assert (tmp_path / "out/meta.json").stat() == before
     assert left_over(tmp_path) == []
@@ -293,9 +333,21 @@ def test_a_folder_that_was_filled_meanwhile_stays(tmp_path: Path, monkeypatch: p
 def test_a_full_disk(tmp_path: Path) -> None:
     """A limit on the size of files stands in for it: writing fails in the middle of train.bin."""
     (tmp_path / "a.txt").write_bytes(b"text" * 100_000)
-    limited = ["bash", "-c", 'ulimit -f 300; exec "$@"', "-", sys.executable, "-m", "framework", "prepare"]
+    limited = [
+        "bash",
+        "-c",
+        'ulimit -f 300; exec "$@"',
+        "-",
+        sys.executable,
+        "-m",
+        "framework",
+        "prepare",
+    ]
     done = subprocess.run(
-        [*limited, str(tmp_path / "a.txt"), str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True
+        [*limited, str(tmp_path / "a.txt"), str(tmp_path / "out")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stderr) == (
         74,
@@ -305,11 +357,20 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_run_that_is_told_to_end_leaves_nothing(number: signal.Signals, code: int, tmp_path: Path) -> None:
+def test_a_run_that_is_told_to_end_leaves_nothing(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
     with (tmp_path / "a.jsonl").open("wb") as stream:
         for _ in range(200):
             stream.write(b'{"text": "many documents of a few words"}\n' * 10_000)
-    command = [sys.executable, "-m", "framework", "prepare", str(tmp_path / "a.jsonl"), str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "framework",
+        "prepare",
+        str(tmp_path / "a.jsonl"),
+        str(tmp_path / "out"),
+    ]
     # A shell lets its background jobs ignore SIGINT, and these tests may be one.
     process = subprocess.Popen(
         command,
@@ -324,19 +385,25 @@ def test_a_run_that_is_told_to_end_leaves_nothing(number: signal.Signals, code: 
         time.sleep(0.01)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    stated = [line for line in errors.splitlines() if not line.startswith("writing tokens: ")]  # every ten seconds
+    # every ten seconds
+    stated = [line for line in errors.splitlines() if not line.startswith("writing tokens: ")]
     assert (process.returncode, stated) == (code, [])
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_the_command_without_numpy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_without_numpy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "numpy", None)
     for name in [name for name in sys.modules if name.startswith("framework.data.")]:
         monkeypatch.delitem(sys.modules, name)
     assert run("a.txt", "out") == 78
-    line = f"prepare needs the package numpy, which {sys.executable} does not have; in the checkout:"
+    line = (
+        f"prepare needs the package numpy, which {sys.executable} does not have; in the checkout:"
+    )
     assert (
-        capsys.readouterr().err == f"{line} ./launch.sh setup train, or pip install -e '.[train]' [package-missing]\n"
+        capsys.readouterr().err
+        == f"{line} ./launch.sh setup train, or pip install -e '.[train]' [package-missing]\n"
     )
 
 
@@ -364,8 +431,8 @@ def test_progress_tells_speed_and_cleans_up_after_itself() -> None:
 
 
 def test_real_text(tiny_shakespeare: Path, tmp_path: Path) -> None:
-    """1,115,394 characters of 65 kinds, whose unigram entropy is 3.3 nats: what a model that knows no context
-    reaches.
+    """1,115,394 characters of 65 kinds, whose unigram entropy is 3.3 nats: what a model that knows
+    no context reaches.
     """
     meta = prepare([str(tiny_shakespeare)], str(tmp_path / "out"))
     corpus = open_token_folder(str(tmp_path / "out"))

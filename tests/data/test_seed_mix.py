@@ -38,5 +38,9 @@ def test_order_and_grouping_of_parts_matter() -> None:
 
 def test_neighbouring_seeds_and_indices_do_not_collide() -> None:
     indices = np.arange(1000)
-    seen = {value for seed in range(20) for value in (mix(seed, 0, indices) & np.uint64(0xFFFFFFFF)).tolist()}
+    seen = {
+        value
+        for seed in range(20)
+        for value in (mix(seed, 0, indices) & np.uint64(0xFFFFFFFF)).tolist()
+    }
     assert len(seen) > 19_990  # 20,000 draws of 32 bits: 0.05 collisions expected

@@ -9,7 +9,14 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from framework.data import batches
-from framework.data.batches import SeededBatches, SeededSamples, WholeBatch, collate, random_state_kept, seed_generators
+from framework.data.batches import (
+    SeededBatches,
+    SeededSamples,
+    WholeBatch,
+    collate,
+    random_state_kept,
+    seed_generators,
+)
 from framework.data.image_tensors import ImageTensors
 from framework.data.order import mix
 
@@ -85,7 +92,9 @@ def test_image_tensors_take_the_seeds_without_touching_any_generator() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     reordered = seeded.__getitems__([(1, index) for index in range(19, -1, -1)])
     assert torch.equal(reordered.fields[0].flip(0), batch.fields[0])
-    assert not torch.equal(seeded.__getitems__([(2, index) for index in range(20)]).fields[0], batch.fields[0])
+    assert not torch.equal(
+        seeded.__getitems__([(2, index) for index in range(20)]).fields[0], batch.fields[0]
+    )
 
 
 def test_an_evaluation_batch_draws_the_same_every_time_and_keeps_a_dataset_s_fast_path() -> None:
@@ -115,23 +124,36 @@ def keys(*indices: int) -> list[tuple[int, int]]:
     return [(0, index) for index in indices]
 
 
-def test_a_dataset_that_draws_nothing_is_read_once_and_not_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_that_draws_nothing_is_read_once_and_not_seeded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(batches, "seed_generators", None)
     dataset = Counting()
     samples = SeededSamples(dataset, seed=1)
-    assert [samples.__getitems__(keys(1, 2)), samples.__getitems__(keys(7))] == [[(1, None), (2, None)], [(7, None)]]
+    assert [samples.__getitems__(keys(1, 2)), samples.__getitems__(keys(7))] == [
+        [(1, None), (2, None)],
+        [(7, None)],
+    ]
     assert dataset.reads == 3
 
 
-@pytest.mark.parametrize("draw", [lambda: torch.rand(()).item(), lambda: float(np.random.rand()), random.random])
+@pytest.mark.parametrize(
+    "draw", [lambda: torch.rand(()).item(), lambda: float(np.random.rand()), random.random]
+)
 def test_a_dataset_that_draws_late_is_seeded_from_there_on(draw: Any) -> None:
     expected = dict(seeded_by_hand(draw, indices=[60, 61, 70]))
     dataset = Counting(draw, draws_at=60)
     samples = SeededSamples(dataset, seed=1)
     assert samples.__getitems__(keys(1, 2)) == [(1, None), (2, None)]
-    assert samples.__getitems__(keys(59, 60, 61)) == [(59, None), (60, expected[60]), (61, expected[61])]
+    assert samples.__getitems__(keys(59, 60, 61)) == [
+        (59, None),
+        (60, expected[60]),
+        (61, expected[61]),
+    ]
     assert samples.__getitems__(keys(70)) == [(70, expected[70])]
-    assert dataset.reads == 2 + 2 * 3 + 1, "a batch is read twice only where the first draw is found"
+    assert dataset.reads == 2 + 2 * 3 + 1, (
+        "a batch is read twice only where the first draw is found"
+    )
 
 
 def seeded_by_hand(draw: Any, *, indices: list[int]) -> list[tuple[int, Any]]:
@@ -176,5 +198,7 @@ def test_the_second_of_two_normals_is_a_draw() -> None:
     """numpy makes two at once and keeps one: it is given away and no generator moves."""
     np.random.seed(0)
     np.random.randn()
-    samples = SeededSamples(Counting(lambda: float(np.random.randn())), seed=1).__getitems__(keys(4, 5))
+    samples = SeededSamples(Counting(lambda: float(np.random.randn())), seed=1).__getitems__(
+        keys(4, 5)
+    )
     assert samples == seeded_by_hand(lambda: float(np.random.randn()), indices=[4, 5])

@@ -83,13 +83,22 @@ def test_accepts_any_object_with_length_and_items() -> None:
         ([], "is empty"),
         ((TRAIN, EVALUATION, TRAIN), "a tuple of 3 was returned"),
         ((None, EVALUATION), "the training set is None, not a dataset"),
-        (iter([1]), "the training set is an iterator (builtins.list_iterator), which can be read once"),
+        (
+            iter([1]),
+            "the training set is an iterator (builtins.list_iterator), which can be read once",
+        ),
         ((number for number in range(3)), "the training set is an iterator (builtins.generator)"),
         ({1, 2}, "the training set is a set, not a dataset"),
-        (Divided(), "was divided over ranks (split_dataset_by_node), which the loader does; return the whole stream"),
+        (
+            Divided(),
+            "was divided over ranks (split_dataset_by_node), which the loader does; return the whole stream",
+        ),
         (WithoutLength(), "has no length"),
         (TensorDataset(torch.zeros(0)), "is empty; return at least one sample"),
-        ((TRAIN, TensorDataset(torch.zeros(0))), "return None in its place to train without evaluation"),
+        (
+            (TRAIN, TensorDataset(torch.zeros(0))),
+            "return None in its place to train without evaluation",
+        ),
         (Splits(TRAIN, "eval"), "the evaluation set is a str, not a dataset"),
     ],
 )
@@ -105,7 +114,10 @@ def test_refuses_everything_else_and_says_what_is_needed(result: Any, reason: st
 def test_reports_both_sets_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         as_splits((Divided(), WithoutLength()))
-    assert [problem.reason.split()[1] for problem in caught.value.problems] == ["training", "evaluation"]
+    assert [problem.reason.split()[1] for problem in caught.value.problems] == [
+        "training",
+        "evaluation",
+    ]
 
 
 def test_a_list_of_samples_is_a_dataset() -> None:

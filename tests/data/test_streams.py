@@ -1,4 +1,6 @@
-"""Streams: a step's samples depend on seed and step alone, and a resume reads no more than it has to."""
+"""Streams: a step's samples depend on seed and step alone, and a resume reads no more than it has
+to.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 class Numbers(IterableDataset[Any]):
     """Numbers in parts of unequal length, with what was drawn beside each; counts its reads."""
 
-    def __init__(self, ends: tuple[int, ...] = (7, 30, 4, 11, 25, 9), parts: range | None = None) -> None:
+    def __init__(
+        self, ends: tuple[int, ...] = (7, 30, 4, 11, 25, 9), parts: range | None = None
+    ) -> None:
         self.ends, self.parts, self.read, self.epoch = ends, parts or range(len(ends)), [0], 0
         self.num_shards = len(self.parts)
 
@@ -41,7 +45,10 @@ class Numbers(IterableDataset[Any]):
         for part in self.parts:
             for number in range(self.ends[part]):
                 self.read[0] += 1
-                yield 10_000 * self.epoch + 100 * part + number, random.random() + torch.rand(()).item()
+                yield (
+                    10_000 * self.epoch + 100 * part + number,
+                    random.random() + torch.rand(()).item(),
+                )
 
 
 class Stateful(Numbers):
@@ -74,15 +81,21 @@ class Texts(IterableDataset[Any]):
 
     def __init__(self, *, collates: bool) -> None:
         if collates:
-            self.collate_fn = lambda samples: ([sample["text"] for sample in samples], random.random())
+            self.collate_fn = lambda samples: (
+                [sample["text"] for sample in samples],
+                random.random(),
+            )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (
-            {"text": str(number), "x": torch.tensor([number]), "pair": (number, str(number))} for number in range(31)
+            {"text": str(number), "x": torch.tensor([number]), "pair": (number, str(number))}
+            for number in range(31)
         )
 
 
-def loader(dataset: Any, *, ranks: int = 1, rank: int = 0, micro: int = 2, **options: Any) -> StreamLoader:
+def loader(
+    dataset: Any, *, ranks: int = 1, rank: int = 0, micro: int = 2, **options: Any
+) -> StreamLoader:
     share = Share(GLOBAL, micro, GLOBAL // ranks // micro, rank, ranks)
     return StreamLoader(dataset, share=share, seed=3, **options)
 
@@ -95,7 +108,9 @@ def plain(batch: Any) -> Any:
     return [plain(value) for value in batch] if isinstance(batch, list | tuple) else batch
 
 
-def steps(dataset: Any, count: int, *, start: int = 0, ranks: int = 1, micro: int = 2, **options: Any) -> list[Any]:
+def steps(
+    dataset: Any, count: int, *, start: int = 0, ranks: int = 1, micro: int = 2, **options: Any
+) -> list[Any]:
     """The samples of so many steps, all ranks' together, sample by sample."""
     found: list[Any] = [[] for _ in range(count)]
     for rank in range(ranks):
@@ -132,7 +147,10 @@ class TestSamples:
         dataset = Stateful() if stateful else Numbers()
         whole = steps(dataset, 12)
         for start in (5,) if workers else (1, 5, 9):
-            assert steps(dataset, 2, start=start, ranks=ranks, micro=1, num_workers=workers) == whole[start : start + 2]
+            assert (
+                steps(dataset, 2, start=start, ranks=ranks, micro=1, num_workers=workers)
+                == whole[start : start + 2]
+            )
 
     def test_without_random_samples_nothing_is_seeded(self) -> None:
         random.seed(1)
@@ -149,10 +167,20 @@ class TestSamples:
     def test_a_stream_of_one_part_is_read_by_every_rank(self, collates: bool) -> None:
         def batches(ranks: int, micro: int, workers: int) -> list[Any]:
             streams = [
-                loader(Texts(collates=collates), ranks=ranks, rank=rank, micro=micro, num_workers=workers).stream(2)
+                loader(
+                    Texts(collates=collates),
+                    ranks=ranks,
+                    rank=rank,
+                    micro=micro,
+                    num_workers=workers,
+                ).stream(2)
                 for rank in range(ranks)
             ]
-            return [plain(batch) for stream in streams for batch in islice(stream, GLOBAL // ranks // micro)]
+            return [
+                plain(batch)
+                for stream in streams
+                for batch in islice(stream, GLOBAL // ranks // micro)
+            ]
 
         alone = batches(1, 4, 0)
         assert batches(3, 4, 0) == alone == batches(3, 4, 2)
@@ -165,13 +193,19 @@ class TestSamples:
             num_shards = 4
 
             def shard(self, num_shards: int, index: int) -> Any:
-                return [sample for number, sample in enumerate(Texts.__iter__(self)) if number % num_shards == index]
+                return [
+                    sample
+                    for number, sample in enumerate(Texts.__iter__(self))
+                    if number % num_shards == index
+                ]
 
         for collates in (False, True):
             both = [
                 [
                     plain(batch)
-                    for batch in islice(loader(Divided(collates=collates), micro=6, num_workers=n).stream(), 6)
+                    for batch in islice(
+                        loader(Divided(collates=collates), micro=6, num_workers=n).stream(), 6
+                    )
                 ]
                 for n in (0, 3)
             ]
@@ -180,7 +214,8 @@ class TestSamples:
 
 class TestLanes:
     @pytest.mark.parametrize(
-        ("parts", "size", "lanes"), [(1, 8, 1), (8, 8, 8), (7, 12, 6), (1000, 96, 48), (1000, 7, 7), (5, 7, 1)]
+        ("parts", "size", "lanes"),
+        [(1, 8, 1), (8, 8, 8), (7, 12, 6), (1000, 96, 48), (1000, 7, 7), (5, 7, 1)],
     )
     def test_their_number_divides_the_step(self, parts: int, size: int, lanes: int) -> None:
         assert num_lanes(Numbers((1,) * parts), global_size=size) == lanes
@@ -238,7 +273,9 @@ class TestStates:
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("before", "after", "workers"), [(1, 1, 0), (2, 3, 0), (3, 1, 2)])
-    def test_a_resume_reads_a_few_samples_only(self, before: int, after: int, workers: int, tmp_path: Path) -> None:
+    def test_a_resume_reads_a_few_samples_only(
+        self, before: int, after: int, workers: int, tmp_path: Path
+    ) -> None:
         ends = (300,) * 6
         whole = steps(Stateful(ends), 83)[80:]
         state = self.saved(Stateful(ends), 80, ranks=before, workers=workers)
@@ -258,7 +295,9 @@ class TestStates:
         restored.restore(self.saved(Numbers(ends), 80, ranks=2))
         dataset = Numbers(ends)
         assert steps(dataset, 3, start=80, places=restored.found) == whole
-        assert dataset.read[0] == 6 * (10 + 3 * 2), "ten of the fourth pass were read before the save"
+        assert dataset.read[0] == 6 * (10 + 3 * 2), (
+            "ten of the fourth pass were read before the save"
+        )
 
 
 class TestEvaluation:
@@ -285,14 +324,20 @@ class TestEvaluation:
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 2), (3, 0), (8, 0)])
-    def test_every_sample_counts_once_and_ranks_make_as_many_passes(self, ranks: int, workers: int) -> None:
+    def test_every_sample_counts_once_and_ranks_make_as_many_passes(
+        self, ranks: int, workers: int
+    ) -> None:
         found = self.batches(Numbers(), ranks, num_workers=workers)
-        counted = [number for one in found for batch, counts in one if counts for number in batch[0]]
+        counted = [
+            number for one in found for batch, counts in one if counts for number in batch[0]
+        ]
         assert sorted(counted) == sorted(
             100 * part + number for part, end in enumerate(Numbers().ends) for number in range(end)
         )
         assert len({len(one) for one in found}) == 1
-        assert self.batches(Numbers(), ranks, num_workers=workers) == found, "what is drawn is the same in every pass"
+        assert self.batches(Numbers(), ranks, num_workers=workers) == found, (
+            "what is drawn is the same in every pass"
+        )
 
     def test_a_rank_without_samples_repeats_others(self) -> None:
         found = self.batches(Numbers((9, 0)), 2)
@@ -317,7 +362,9 @@ class TestHuggingFace:
         pytest.importorskip("datasets")
         for part in range(6):
             rows = ({"x": [part, number], "y": number % 2} for number in range(200 + part))
-            (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            (tmp_path / f"{part}.jsonl").write_text(
+                "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+            )
         self.folder = tmp_path
 
     def dataset(self, *, buffer: int = 0) -> Any:
@@ -325,14 +372,20 @@ class TestHuggingFace:
 
         files = sorted(map(str, self.folder.glob("*.jsonl")))
         cache = str(self.folder / "cache")
-        found = datasets.load_dataset("json", data_files=files, split="train", streaming=True, cache_dir=cache)
+        found = datasets.load_dataset(
+            "json", data_files=files, split="train", streaming=True, cache_dir=cache
+        )
         found = found.with_format("torch")
         return found.shuffle(seed=5, buffer_size=buffer) if buffer else found
 
-    def rows(self, count: int, *, start: int = 0, ranks: int = 1, buffer: int = 0, **options: Any) -> list[Any]:
+    def rows(
+        self, count: int, *, start: int = 0, ranks: int = 1, buffer: int = 0, **options: Any
+    ) -> list[Any]:
         found: list[Any] = [[] for _ in range(count)]
         for rank in range(ranks):
-            stream = loader(self.dataset(buffer=buffer), ranks=ranks, rank=rank, micro=2, **options).stream(start)
+            stream = loader(
+                self.dataset(buffer=buffer), ranks=ranks, rank=rank, micro=2, **options
+            ).stream(start)
             for step in range(count):
                 for batch in islice(stream, GLOBAL // ranks // 2):
                     found[step] += batch["x"].tolist()
@@ -354,5 +407,7 @@ class TestHuggingFace:
         stream.close()
         places.restore(places.state(34))
         states = [place.state is not None for place in places.found.values()]
-        assert states == [not buffer] * 6, "a shuffle buffer is in no state: what it holds is counted"
+        assert states == [not buffer] * 6, (
+            "a shuffle buffer is in no state: what it holds is counted"
+        )
         assert self.rows(2, start=34, ranks=2, buffer=buffer, places=places.found) == whole[34:36]

@@ -20,7 +20,9 @@ LENGTH = 32
 DOCUMENTS = many_documents(40, longest=400)
 
 
-def pairs_of(documents: list[bytes], *, length: int = LENGTH, mask_fraction: float = 0.15) -> TextPairs:
+def pairs_of(
+    documents: list[bytes], *, length: int = LENGTH, mask_fraction: float = 0.15
+) -> TextPairs:
     return TextPairs(
         tokens_of(*documents),
         sequence_length=length,
@@ -62,13 +64,24 @@ def test_every_sample_is_two_segments_of_the_kind_that_its_label_says(length: in
     ids, types, attention, labels, nsp = drawn(pairs, epochs=3)
     assert [field.dtype for field in (ids, types, attention, labels, nsp)] == [torch.int64] * 5
     assert ids.shape == types.shape == attention.shape == labels.shape == (len(nsp), length)
-    rows = zip(unmasked(ids, labels).tolist(), types.tolist(), attention.tolist(), nsp.tolist(), strict=True)
+    rows = zip(
+        unmasked(ids, labels).tolist(),
+        types.tolist(),
+        attention.tolist(),
+        nsp.tolist(),
+        strict=True,
+    )
     for row_ids, row_types, row_attention, label in rows:
         first, second = segments(row_ids, row_types, row_attention)
         assert first
         assert second
         together = any(first + second in document for document in DOCUMENTS)
-        apart = any(first in one and second in other for one in DOCUMENTS for other in DOCUMENTS if one is not other)
+        apart = any(
+            first in one and second in other
+            for one in DOCUMENTS
+            for other in DOCUMENTS
+            if one is not other
+        )
         assert together if label == 0 else apart
 
 
@@ -93,8 +106,12 @@ def test_sequences_are_full_where_the_document_is_long_enough() -> None:
 
 
 def test_padding_does_not_tell_the_labels_apart() -> None:
-    """Two samples that differ in the label only would have the same length: it is that of A's document."""
-    _, _, attention, _, nsp = drawn(pairs_of(many_documents(60, shortest=2, longest=60)), epochs=200)
+    """Two samples that differ in the label only would have the same length: it is that of A's
+    document.
+    """
+    _, _, attention, _, nsp = drawn(
+        pairs_of(many_documents(60, shortest=2, longest=60)), epochs=200
+    )
     sizes = attention.sum(dim=1).double()
     means = [float(sizes[nsp == label].mean()) for label in (0, 1)]
     spread = float(sizes.std()) / (len(sizes) / 4) ** 0.5
@@ -102,10 +119,15 @@ def test_padding_does_not_tell_the_labels_apart() -> None:
 
 
 def test_the_lengths_of_the_segments_do_not_tell_the_labels_apart() -> None:
-    """Documents that are often shorter than the rest of a sample: a two-sample Kolmogorov-Smirnov test on B's share."""
-    _, types, attention, _, nsp = drawn(pairs_of(many_documents(200, shortest=2, longest=60), length=64), epochs=60)
+    """Documents that are often shorter than the rest of a sample: a two-sample Kolmogorov-Smirnov
+    test on B's share.
+    """
+    _, types, attention, _, nsp = drawn(
+        pairs_of(many_documents(200, shortest=2, longest=60), length=64), epochs=60
+    )
     label = nsp.numpy()
-    lone = (attention.sum(dim=1) == 5).numpy()  # one token of A and one of B: documents of one token have one label
+    # one token of A and one of B: documents of one token have one label
+    lone = (attention.sum(dim=1) == 5).numpy()
     share = ((types.sum(dim=1) - 1) / (attention.sum(dim=1) - 3)).numpy()
     one, other = (np.sort(share[(label == kind) & ~lone]) for kind in (0, 1))
     places = np.concatenate([one, other])
@@ -114,7 +136,8 @@ def test_the_lengths_of_the_segments_do_not_tell_the_labels_apart() -> None:
         - np.searchsorted(other, places, side="right") / len(other)
     ).max()
     assert min(len(one), len(other)) > 2000
-    assert distance < 1.95 * ((len(one) + len(other)) / (len(one) * len(other))) ** 0.5  # a chance of one in a thousand
+    # a chance of one in a thousand
+    assert distance < 1.95 * ((len(one) + len(other)) / (len(one) * len(other))) ** 0.5
 
 
 def test_labels_and_segment_lengths_are_balanced() -> None:
@@ -142,7 +165,8 @@ def test_only_text_is_predicted_and_every_place_alike() -> None:
     assert (labels[predicted] < 256).all()
     assert not predicted[:, 0].any()
     assert not predicted[:, -1].any()
-    # A column holds a [SEP] in some samples; of the samples where it holds text, the same share is predicted in all.
+    # A column holds a [SEP] in some samples; of the samples where it holds text, the same share is
+    # predicted in all.
     is_text = (unmasked(ids, labels) < 256) & attention.bool()
     counts, chosen = is_text.sum(dim=0)[1:-1].double(), predicted.sum(dim=0)[1:-1].double()
     share = round(0.15 * (LENGTH - 3)) / (LENGTH - 3)
@@ -155,8 +179,15 @@ def test_eighty_ten_ten() -> None:
     count = len(found)
     hidden, kept = (found == SPECIAL.mask), (found == originals)
     # A random token is the original itself once in 256 times.
-    for share, expected in ((hidden, 0.8), (kept, 0.1 + 0.1 / 256), (~hidden & ~kept, 0.1 - 0.1 / 256)):
-        assert abs(float(share.double().mean()) - expected) < 5 * (expected * (1 - expected) / count) ** 0.5
+    for share, expected in (
+        (hidden, 0.8),
+        (kept, 0.1 + 0.1 / 256),
+        (~hidden & ~kept, 0.1 - 0.1 / 256),
+    ):
+        assert (
+            abs(float(share.double().mean()) - expected)
+            < 5 * (expected * (1 - expected) / count) ** 0.5
+        )
     others = found[~hidden & ~kept]
     assert set(others.tolist()) <= set(range(256))
     assert len(set(others.tolist())) > 200
@@ -214,7 +245,10 @@ def test_training_is_the_same_for_any_number_of_ranks_and_workers(num_workers: i
         read = [[next(loader) for loader in loaders for _ in range(2)] for _ in range(3)]
         for loader in loaders:
             loader.close()
-        return [[row for batch in step for row in torch.cat([*batch[:4]], dim=1).tolist()] for step in read]
+        return [
+            [row for batch in step for row in torch.cat([*batch[:4]], dim=1).tolist()]
+            for step in read
+        ]
 
     start = steps_per_epoch - 1  # over the end of an epoch
     assert steps(2, num_workers, start) == steps(1, 0, start)
@@ -226,9 +260,16 @@ def test_evaluation_does_not_depend_on_batch_size_and_ranks() -> None:
 
     def rows(batch_size: int, world_size: int) -> list[list[int]]:
         loaders = (
-            EvalLoader(pairs, batch_size=batch_size, rank=rank, world_size=world_size) for rank in range(world_size)
+            EvalLoader(pairs, batch_size=batch_size, rank=rank, world_size=world_size)
+            for rank in range(world_size)
         )
-        return [row for loader in loaders for batch, counts in loader if counts for row in batch[0].tolist()]
+        return [
+            row
+            for loader in loaders
+            for batch, counts in loader
+            if counts
+            for row in batch[0].tolist()
+        ]
 
     assert rows(7, 1) == rows(4, 3)
     assert rows(7, 1)[5] == pairs[5][0].tolist()
@@ -247,25 +288,36 @@ def test_documents_of_one_token() -> None:
 
 
 def test_more_tokens_than_their_product_with_the_samples_has_room_for() -> None:
-    """50 billion tokens at 128 each: the number of a sample times that of the tokens is beyond int64."""
+    """50 billion tokens at 128 each: the number of a sample times that of the tokens is beyond
+    int64.
+    """
     num_tokens = 50 * 10**9
     numbers = np.broadcast_to(np.uint16(65), (num_tokens,))
     offsets = np.linspace(0, num_tokens, 1001).astype(np.int64)
-    pairs = TextPairs(Tokens(numbers, offsets), sequence_length=128, vocab_size=VOCAB_SIZE, special=SPECIAL)
+    pairs = TextPairs(
+        Tokens(numbers, offsets), sequence_length=128, vocab_size=VOCAB_SIZE, special=SPECIAL
+    )
     indices = [0, 1, len(pairs) // 2, len(pairs) - 1]
     starts, _, _ = pairs._segments(np.array(indices), np.arange(4, dtype=np.uint64))
-    wanted = [index * num_tokens // len(pairs) for index in indices]  # Python's integers have room for everything
+    # Python's integers have room for everything
+    wanted = [index * num_tokens // len(pairs) for index in indices]
     assert np.abs(starts[0] - wanted).max() <= 128
     assert pairs[len(pairs) - 1][2].all()
 
 
 def test_a_folder_and_its_evaluation(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\n\n".join(many_documents(60, shortest=20).__iter__()).replace(b"\0", b"0"))
+    (tmp_path / "a.txt").write_bytes(
+        b"\n\n".join(many_documents(60, shortest=20).__iter__()).replace(b"\0", b"0")
+    )
     prepare([str(tmp_path / "a.txt")], str(tmp_path / "out"), blank_lines_split=True)
     splits = build(str(tmp_path / "out"), sequence_length=16, mask_fraction=0.3)
     assert isinstance(splits.train, TextPairs)
     assert isinstance(splits.evaluation, TextPairs)
-    assert (splits.train.tokens_per_sample, splits.train.mask_fraction, splits.train.vocab_size) == (16, 0.3, 261)
+    assert (
+        splits.train.tokens_per_sample,
+        splits.train.mask_fraction,
+        splits.train.vocab_size,
+    ) == (16, 0.3, 261)
     assert splits.evaluation[0][0].shape == (16,)
 
 

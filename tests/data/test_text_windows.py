@@ -16,7 +16,9 @@ from tests.data.text_samples import SPECIAL, VOCAB_SIZE, many_documents, tokens_
 
 
 def windows_of(*documents: bytes, length: int) -> TextWindows:
-    return TextWindows(tokens_of(*documents), sequence_length=length, vocab_size=VOCAB_SIZE, special=SPECIAL)
+    return TextWindows(
+        tokens_of(*documents), sequence_length=length, vocab_size=VOCAB_SIZE, special=SPECIAL
+    )
 
 
 def naive(documents: list[bytes], length: int) -> list[tuple[list[int], list[int]]]:
@@ -90,10 +92,18 @@ def test_a_folder(tmp_path: Path) -> None:
     splits = build(str(tmp_path / "out"), sequence_length=32)
     assert isinstance(splits.train, TextWindows)
     assert isinstance(splits.evaluation, TextWindows)
-    assert (splits.train.vocab_size, splits.train.special.end, splits.train.tokens_per_sample) == (261, 256, 32)
-    # 5,121 tokens in all: a quarter of them is cut off the end, and the first part gets an end token of its own.
+    assert (splits.train.vocab_size, splits.train.special.end, splits.train.tokens_per_sample) == (
+        261,
+        256,
+        32,
+    )
+    # 5,121 tokens in all: a quarter of them is cut off the end, and the first part gets an end
+    # token of its own.
     num_eval = round(5121 / 4)
-    assert (len(splits.train), len(splits.evaluation)) == ((5121 - num_eval + 1 - 1) // 32, (num_eval - 1) // 32)
+    assert (len(splits.train), len(splits.evaluation)) == (
+        (5121 - num_eval + 1 - 1) // 32,
+        (num_eval - 1) // 32,
+    )
     assert splits.train[3][0].tolist() == list(text[96:128])
     assert splits.evaluation[0][0].tolist() == list(text[5121 - num_eval :][:32])
 

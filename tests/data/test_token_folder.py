@@ -57,7 +57,9 @@ def test_what_was_written_is_read(folder: Path) -> None:
         bytes(corpus.train.numbers[start : end - 1].astype(np.uint8))
         for start, end in zip(corpus.train.offsets[:-1], corpus.train.offsets[1:], strict=True)
     ]
-    assert [int(document) for document in documents] == [number for number in range(20) if number not in (9, 19)]
+    assert [int(document) for document in documents] == [
+        number for number in range(20) if number not in (9, 19)
+    ]
     assert (corpus.train.numbers[corpus.train.offsets[1:] - 1] == 256).all()
     assert corpus.evaluation.num_documents == 2
     verify_token_folder(str(folder))
@@ -67,10 +69,14 @@ def test_what_was_written_is_read(folder: Path) -> None:
 def test_a_file_of_another_size_is_named(name: str, folder: Path) -> None:
     size = (folder / name).stat().st_size
     (folder / name).write_bytes((folder / name).read_bytes()[:-1])
-    expected = [f"{folder / name}: it has {size - 1:,} bytes instead of {size:,}; {FIX} [text-damaged]"]
+    expected = [
+        f"{folder / name}: it has {size - 1:,} bytes instead of {size:,}; {FIX} [text-damaged]"
+    ]
     assert lines(open_token_folder, folder) == expected
     (folder / name).unlink()
-    assert lines(open_token_folder, folder) == [f"{folder / name}: it is missing; {FIX} [text-damaged]"]
+    assert lines(open_token_folder, folder) == [
+        f"{folder / name}: it is missing; {FIX} [text-damaged]"
+    ]
 
 
 def test_all_damaged_files_are_named_at_once(folder: Path) -> None:
@@ -84,7 +90,9 @@ def test_a_flipped_byte_is_found_by_verify(name: str, folder: Path) -> None:
     content = bytearray((folder / name).read_bytes())
     content[0] ^= 1
     (folder / name).write_bytes(content)
-    expected = f"{folder / name}: its checksum differs: the content has changed; {FIX} [text-damaged]"
+    expected = (
+        f"{folder / name}: its checksum differs: the content has changed; {FIX} [text-damaged]"
+    )
     assert expected in lines(verify_token_folder, folder)
 
 
@@ -103,8 +111,14 @@ def test_content_that_makes_no_sense_is_found_by_verify(folder: Path) -> None:
     numbers[5] = 261
     numbers.tofile(folder / "eval.bin")
     found = lines(verify_token_folder, folder)
-    assert f"{folder / 'train.idx'}: its documents do not follow each other; {FIX} [text-damaged]" in found
-    assert f"{folder / 'eval.bin'}: it holds a token beyond the vocabulary of 261; {FIX} [text-damaged]" in found
+    assert (
+        f"{folder / 'train.idx'}: its documents do not follow each other; {FIX} [text-damaged]"
+        in found
+    )
+    assert (
+        f"{folder / 'eval.bin'}: it holds a token beyond the vocabulary of 261; {FIX} [text-damaged]"
+        in found
+    )
 
 
 def test_a_folder_made_under_the_former_name_of_the_project_is_read(folder: Path) -> None:
@@ -125,19 +139,35 @@ def test_a_folder_without_its_description_was_not_finished(folder: Path) -> None
 
 
 BAD_META: dict[str, tuple[tuple[str, ...], Any, str]] = {
-    "another format": (("format",), "other", "format: Input should be 'dsf-tokens' or 'dsframework-tokens'"),
+    "another format": (
+        ("format",),
+        "other",
+        "format: Input should be 'dsf-tokens' or 'dsframework-tokens'",
+    ),
     "a later version": (("version",), 2, "version: Input should be 1"),
     "another dtype": (("dtype",), "int64", "dtype: Input should be 'uint16' or 'uint32'"),
     "no vocabulary": (("vocab_size",), None, "vocab_size: Field required"),
-    "a small vocabulary": (("vocab_size",), 100, "Value error, a special token lies beyond vocab_size"),
+    "a small vocabulary": (
+        ("vocab_size",),
+        100,
+        "Value error, a special token lies beyond vocab_size",
+    ),
     "no training": (("parts", "train"), None, "Value error, there is no train among the parts"),
-    "other numbers": (("parts", "train", "num_tokens"), 5, "Value error, train.bin must have 10 bytes by the number"),
+    "other numbers": (
+        ("parts", "train", "num_tokens"),
+        5,
+        "Value error, train.bin must have 10 bytes by the number",
+    ),
     "no tokens": (
         ("parts", "train", "num_tokens"),
         0,
         "parts.train.num_tokens: Input should be greater than or equal to 1",
     ),
-    "not listed": (("files", "eval.idx"), None, "Value error, eval.idx must have 24 bytes by the number"),
+    "not listed": (
+        ("files", "eval.idx"),
+        None,
+        "Value error, eval.idx must have 24 bytes by the number",
+    ),
     "an unknown key": (("extra",), 1, "extra: Extra inputs are not permitted"),
     "a huge number": (("parts", "train", "num_documents"), 2**70, "parts.train.num_documents: "),
 }

@@ -28,15 +28,21 @@ tokenizers = pytest.importorskip(
 )
 
 TEXT = (
-    "The quick brown fox jumps over the lazy dog. " * 30 + "D\u00e9j\u00e0 vu \u2014 na\u00efve \U0001f600\n"
+    "The quick brown fox jumps over the lazy dog. " * 30
+    + "D\u00e9j\u00e0 vu \u2014 na\u00efve \U0001f600\n"
 ).encode()
 QUOTES = b"a <|end|> b [MASK] c"
 
 
 @pytest.fixture
 def word_file(tmp_path: Path) -> Path:
-    """A tokenizer as BERT's files have it: special tokens, a template that adds them, truncation and padding."""
-    vocabulary = {name: number for number, name in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"])}
+    """A tokenizer as BERT's files have it: special tokens, a template that adds them, truncation
+    and padding.
+    """
+    vocabulary = {
+        name: number
+        for number, name in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"])
+    }
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
@@ -51,7 +57,10 @@ def word_file(tmp_path: Path) -> Path:
 
 def test_bytes() -> None:
     tokenizer = ByteTokenizer()
-    assert [numbers.tolist() for numbers in tokenizer.encode([b"\x00a\xff", b""])] == [[0, 97, 255], []]
+    assert [numbers.tolist() for numbers in tokenizer.encode([b"\x00a\xff", b""])] == [
+        [0, 97, 255],
+        [],
+    ]
     assert sorted(tokenizer.special.model_dump().values()) == list(range(256, tokenizer.vocab_size))
 
 
@@ -76,12 +85,17 @@ from framework.data.tokenizer import train_bpe
 text = Path(sys.argv[1]).read_bytes()
 train_bpe([text[start:start + 5000] for start in range(0, 200_000, 5000)], vocab_size=700).save(Path(sys.argv[2]))
 """
-    source = Path(subprocess.__file__).read_bytes() + Path(json.__file__).parent.joinpath("decoder.py").read_bytes()
+    source = (
+        Path(subprocess.__file__).read_bytes()
+        + Path(json.__file__).parent.joinpath("decoder.py").read_bytes()
+    )
     (tmp_path / "text").write_bytes(source.decode().encode("ascii", "ignore") * 3)
     saved = []
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
-        subprocess.run([sys.executable, "-c", script, str(tmp_path / "text"), str(tmp_path / name)], check=True)
+        subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path / "text"), str(tmp_path / name)], check=True
+        )
         saved.append((tmp_path / name / "tokenizer.json").read_bytes())
     assert saved[0] == saved[1]
     assert len(json.loads(saved[0])["model"]["merges"]) == 700 - SMALLEST_BPE
@@ -96,8 +110,16 @@ def test_what_looks_like_a_special_token_is_text(word_file: Path) -> None:
 
 
 def test_a_file_without_an_end_token_gets_one(tmp_path: Path) -> None:
-    tokenizer = LibraryTokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 0, "y": 1}, unk_token="x")))
-    assert tokenizer.special.model_dump() == {"end": 2, "cls": None, "sep": None, "mask": None, "pad": None}
+    tokenizer = LibraryTokenizer(
+        tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 0, "y": 1}, unk_token="x"))
+    )
+    assert tokenizer.special.model_dump() == {
+        "end": 2,
+        "cls": None,
+        "sep": None,
+        "mask": None,
+        "pad": None,
+    }
     assert tokenizer.vocab_size == 3
     tokenizer.save(tmp_path)
     saved = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -107,7 +129,10 @@ def test_a_file_without_an_end_token_gets_one(tmp_path: Path) -> None:
 def gpt2_file(folder: Path) -> Path:
     """A byte-level vocabulary of the size and the special token of GPT-2's, the last of them."""
     signs = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {sign: number for number, sign in enumerate([*signs, *(f"\u0120w{n}" for n in range(50_000))])}
+    vocabulary = {
+        sign: number
+        for number, sign in enumerate([*signs, *(f"\u0120w{n}" for n in range(50_000))])
+    }
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_special_tokens(["<|endoftext|>"])
@@ -118,7 +143,10 @@ def gpt2_file(folder: Path) -> Path:
 def bert_file(folder: Path) -> Path:
     """As many word pieces as BERT's, with its special tokens where they lie there."""
     names = ["[PAD]", *(f"[unused{n}]" for n in range(99)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    vocabulary = {name: number for number, name in enumerate([*names, *(f"w{n}" for n in range(30_522 - len(names)))])}
+    vocabulary = {
+        name: number
+        for number, name in enumerate([*names, *(f"w{n}" for n in range(30_522 - len(names)))])
+    }
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     tokenizer.save(str(folder / "bert.json"))
@@ -138,12 +166,21 @@ def bert_file(folder: Path) -> Path:
     ],
 )
 def test_a_published_vocabulary_fits_the_published_models(
-    tmp_path: Path, make: Callable[[Path], Path], size: int, model: GPT | BERT, special: SpecialTokens
+    tmp_path: Path,
+    make: Callable[[Path], Path],
+    size: int,
+    model: GPT | BERT,
+    special: SpecialTokens,
 ) -> None:
-    """The tokens of a folder are all that the model of the paper's size knows: nothing is added to them."""
+    """The tokens of a folder are all that the model of the paper's size knows: nothing is added to
+    them.
+    """
     (tmp_path / "a.txt").write_text("w1 w2 w3\n\n" * 40, encoding="utf-8")
     meta = prepare(
-        [str(tmp_path / "a.txt")], str(tmp_path / "out"), tokenizer=str(make(tmp_path)), blank_lines_split=True
+        [str(tmp_path / "a.txt")],
+        str(tmp_path / "out"),
+        tokenizer=str(make(tmp_path)),
+        blank_lines_split=True,
     )
     assert meta.vocab_size == size == model.vocab_size
     assert open_token_folder(str(tmp_path / "out")).special == special
@@ -152,18 +189,27 @@ def test_a_published_vocabulary_fits_the_published_models(
 def test_pairs_of_segments_need_the_tokens_that_hold_them(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("w1 w2 w3\n\n" * 40, encoding="utf-8")
     for name, file in (("gpt2", gpt2_file(tmp_path)), ("bert", bert_file(tmp_path))):
-        prepare([str(tmp_path / "a.txt")], str(tmp_path / name), tokenizer=str(file), blank_lines_split=True)
+        prepare(
+            [str(tmp_path / "a.txt")],
+            str(tmp_path / name),
+            tokenizer=str(file),
+            blank_lines_split=True,
+        )
     ids, *_ = text_pairs.build(str(tmp_path / "bert"), sequence_length=8).train[0]
     assert (int(ids[0]), int(ids.max()) < 30_522) == (101, True)
     with pytest.raises(
-        ConfigError, match=r"has no \[CLS\], \[SEP\], \[MASK\], \[PAD\].* \[text-without-special-tokens\]"
+        ConfigError,
+        match=r"has no \[CLS\], \[SEP\], \[MASK\], \[PAD\].* \[text-without-special-tokens\]",
     ):
         text_pairs.build(str(tmp_path / "gpt2"), sequence_length=8)
 
 
 def test_a_file_neither_adds_nor_cuts_nor_pads(word_file: Path) -> None:
     tokenizer = load_tokenizer(str(word_file))
-    assert [numbers.tolist() for numbers in tokenizer.encode([b"a b a b a", b"b"])] == [[5, 6, 5, 6, 5], [6]]
+    assert [numbers.tolist() for numbers in tokenizer.encode([b"a b a b a", b"b"])] == [
+        [5, 6, 5, 6, 5],
+        [6],
+    ]
 
 
 def test_names_of_other_families() -> None:
@@ -183,7 +229,9 @@ def test_a_file_that_is_no_tokenizer(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_tokenizer(str(path))
     (problem,) = caught.value.problems
-    assert str(problem).startswith(f"--tokenizer = {show_value(str(path))}: it cannot be read as a tokenizer (")
+    assert str(problem).startswith(
+        f"--tokenizer = {show_value(str(path))}: it cannot be read as a tokenizer ("
+    )
     assert "\n" not in str(problem)
 
 
@@ -197,7 +245,8 @@ def test_numbers_with_gaps(tmp_path: Path) -> None:
 
 def test_no_such_file() -> None:
     with pytest.raises(
-        ConfigError, match=r"there is no such file; name a tokenizer.json, or bytes \[tokenizer-not-found\]"
+        ConfigError,
+        match=r"there is no such file; name a tokenizer.json, or bytes \[tokenizer-not-found\]",
     ):
         load_tokenizer("nowhere.json")
 
@@ -228,7 +277,9 @@ def test_numbers_far_beyond_the_count_of_tokens_are_refused_before_the_library_r
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps({"version": "1.0", "added_tokens": added, "model": model}))
-    with pytest.raises(ConfigError, match=r"[23] tokens, and one .* number .*\[tokenizer-unreadable\]"):
+    with pytest.raises(
+        ConfigError, match=r"[23] tokens, and one .* number .*\[tokenizer-unreadable\]"
+    ):
         load_tokenizer(str(path))
 
 

@@ -18,7 +18,9 @@ def test_every_tenth_document() -> None:
 
 
 def test_sizes_are_not_preferred() -> None:
-    """Small and large documents alternate in a pattern of their own; evaluation gets both as often."""
+    """Small and large documents alternate in a pattern of their own; evaluation gets both as
+    often.
+    """
     sizes = [100 if number % 20 < 10 else 150 for number in range(2000)]
     taken = [sizes[number] for number in dealt(sizes, 0.1)]
     assert taken.count(100) == taken.count(150) == 100
@@ -34,7 +36,8 @@ def test_empty_documents_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_train", "num_evaluation", "moved"), [(1000, 0, 100), (960, 40, 60), (950, 50, 0), (800, 200, 0), (4, 0, 0)]
+    ("num_train", "num_evaluation", "moved"),
+    [(1000, 0, 100), (960, 40, 60), (950, 50, 0), (800, 200, 0), (4, 0, 0)],
 )
 def test_what_the_end_of_training_makes_up(num_train: int, num_evaluation: int, moved: int) -> None:
     assert EvaluationShare(0.1).tokens_to_move(num_train, num_evaluation) == moved

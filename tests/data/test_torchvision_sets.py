@@ -23,7 +23,10 @@ from framework.data.torchvision_sets import cifar10, fashion_mnist
 from framework.errors import ConfigError, show_value
 
 RAW = Path("FashionMNIST") / "raw"
-FILES = [f"{part}-ubyte" for part in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")]
+FILES = [
+    f"{part}-ubyte"
+    for part in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+]
 
 
 def only_problem(error: ConfigError) -> str:
@@ -45,13 +48,20 @@ def copied_root(fashion_root: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def requests(fashion_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def requests(
+    fashion_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[str]]:
     """A mirror on this machine that serves the subset; yields the paths asked for (GET)."""
     served, asked = tmp_path / "mirror", []
     served.mkdir()
     for name in FILES:
-        (served / f"{name}.gz").write_bytes(gzip.compress((fashion_root / RAW / name).read_bytes(), compresslevel=1))
-    sums = [(f"{name}.gz", hashlib.md5((served / f"{name}.gz").read_bytes()).hexdigest()) for name in FILES]
+        (served / f"{name}.gz").write_bytes(
+            gzip.compress((fashion_root / RAW / name).read_bytes(), compresslevel=1)
+        )
+    sums = [
+        (f"{name}.gz", hashlib.md5((served / f"{name}.gz").read_bytes()).hexdigest())
+        for name in FILES
+    ]
 
     class Handler(SimpleHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -112,7 +122,10 @@ def test_a_truncated_file_is_a_config_error(copied_root: Path, name: str, size: 
     with pytest.raises(ConfigError) as caught:
         fashion_mnist(str(copied_root))
     text = only_problem(caught.value)
-    assert f"the {'training' if name.startswith('train') else 'test'} files in {copied_root / RAW}" in text
+    assert (
+        f"the {'training' if name.startswith('train') else 'test'} files in {copied_root / RAW}"
+        in text
+    )
     assert text.endswith("[dataset-unreadable]")
     assert "\n" not in text
 
@@ -125,7 +138,9 @@ def test_labels_that_no_class_has_are_a_config_error(copied_root: Path) -> None:
 
 
 def test_images_and_labels_of_different_number_are_a_config_error(copied_root: Path) -> None:
-    shutil.copy(copied_root / RAW / "t10k-labels-idx1-ubyte", copied_root / RAW / "train-labels-idx1-ubyte")
+    shutil.copy(
+        copied_root / RAW / "t10k-labels-idx1-ubyte", copied_root / RAW / "train-labels-idx1-ubyte"
+    )
     with pytest.raises(ConfigError, match=r"\d+ images and \d+ labels"):
         fashion_mnist(str(copied_root))
 
@@ -158,7 +173,8 @@ def test_folders_that_a_failed_download_has_made_are_removed(
 
     assert "refused" in ask(1)
     assert sorted(tmp_path.rglob("*")) == before
-    with ThreadPoolExecutor(4) as pool:  # they remove folders under each other's feet, and may leave one that is empty
+    # they remove folders under each other's feet, and may leave one that is empty
+    with ThreadPoolExecutor(4) as pool:
         assert all("dataset-download-failed" in reported for reported in pool.map(ask, range(4)))
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
@@ -169,14 +185,17 @@ def test_a_root_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
         fashion_mnist(str(tmp_path / "file" / "data"), download=True)
 
 
-def test_processes_that_ask_at_once_fetch_once(fashion_root: Path, tmp_path: Path, requests: list[str]) -> None:
+def test_processes_that_ask_at_once_fetch_once(
+    fashion_root: Path, tmp_path: Path, requests: list[str]
+) -> None:
     root = tmp_path / "data"
     killed = root / ".FashionMNIST.partial" / RAW / "train-images-idx3-ubyte.gz"
     killed.parent.mkdir(parents=True)
     killed.write_bytes(b"half a file that a killed process left")
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(lambda _: fashion_mnist(str(root), download=True), range(3)))
-    # torchvision asks twice for every file: first to follow redirects, hanging up on the body, then to read it.
+    # torchvision asks twice for every file: first to follow redirects, hanging up on the body, then
+    # to read it.
     assert Counter(requests) == {f"/{name}.gz": 2 for name in FILES}
     expected = images_of(fashion_mnist(str(fashion_root)))[0]
     for splits in results:
@@ -212,7 +231,9 @@ def cifar_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return {"data": red_first, "labels": list(range(10))}
 
     names = [f"data_batch_{number}" for number in range(1, 6)]
-    monkeypatch.setattr(CIFAR10, "train_list", [[name, write(name, part(n))] for n, name in enumerate(names)])
+    monkeypatch.setattr(
+        CIFAR10, "train_list", [[name, write(name, part(n))] for n, name in enumerate(names)]
+    )
     monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", write("test_batch", part(9))]])
     meta = {"label_names": [str(number) for number in range(10)]}
     monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": write("batches.meta", meta)})
@@ -240,5 +261,7 @@ def test_a_damaged_cifar10_file_is_a_config_error(cifar_root: Path) -> None:
 
 
 def test_a_missing_cifar10_names_its_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"CIFAR10 needs data_batch_1, .*, test_batch, batches.meta in"):
+    with pytest.raises(
+        ConfigError, match=r"CIFAR10 needs data_batch_1, .*, test_batch, batches.meta in"
+    ):
         cifar10(str(tmp_path))

@@ -63,7 +63,12 @@ def test_steps_per_epoch_leaves_the_remainder_out() -> None:
 
 
 def test_ranks_together_see_every_sample_of_an_epoch_at_most_once() -> None:
-    seen = [value for rank in (0, 1) for batch in take(loader(NUMBERS, rank=rank), 6) for value in batch[0]]
+    seen = [
+        value
+        for rank in (0, 1)
+        for batch in take(loader(NUMBERS, rank=rank), 6)
+        for value in batch[0]
+    ]
     assert len(seen) == len(set(seen)) == 24
 
 
@@ -71,7 +76,9 @@ def test_ranks_together_see_every_sample_of_an_epoch_at_most_once() -> None:
 @pytest.mark.parametrize("start_step", [1, 2, 3, 7])
 def test_resuming_at_any_step_continues_the_stream(start_step: int, num_workers: int) -> None:
     whole = take(loader(Dice(), random_samples=True), 20)
-    tail = take(loader(Dice(), random_samples=True, num_workers=num_workers), 6, start_step=start_step)
+    tail = take(
+        loader(Dice(), random_samples=True, num_workers=num_workers), 6, start_step=start_step
+    )
     assert tail == whole[2 * start_step : 2 * start_step + 6]
 
 
@@ -89,11 +96,15 @@ def test_an_epoch_draws_other_random_samples_than_the_one_before() -> None:
 
 
 @pytest.mark.parametrize("prefetch_batches", [1, 3])
-def test_augmented_images_are_the_same_whatever_the_number_of_workers(prefetch_batches: int) -> None:
+def test_augmented_images_are_the_same_whatever_the_number_of_workers(
+    prefetch_batches: int,
+) -> None:
     images = torch.randint(0, 256, (29, 1, 8, 8), generator=torch.Generator().manual_seed(0)).byte()
     dataset = ImageTensors(images, torch.arange(29), mean=[0.5], std=[0.5], augment=True)
     here = take(loader(dataset, random_samples=True), 8)
-    there = take(loader(dataset, random_samples=True, num_workers=2, prefetch_batches=prefetch_batches), 8)
+    there = take(
+        loader(dataset, random_samples=True, num_workers=2, prefetch_batches=prefetch_batches), 8
+    )
     assert here == there
 
 
@@ -102,7 +113,10 @@ def test_random_samples_do_not_depend_on_the_number_of_ranks() -> None:
         return [
             sample
             for rank in range(layout["world_size"])
-            for batch in take(loader(Dice(), random_samples=True, rank=rank, **layout), layout["accumulation_steps"])
+            for batch in take(
+                loader(Dice(), random_samples=True, rank=rank, **layout),
+                layout["accumulation_steps"],
+            )
             for sample in zip(*batch, strict=True)
         ]
 
@@ -112,7 +126,9 @@ def test_random_samples_do_not_depend_on_the_number_of_ranks() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("random_samples", [False, True])
-def test_the_global_random_state_is_neither_used_nor_changed(num_workers: int, random_samples: bool) -> None:
+def test_the_global_random_state_is_neither_used_nor_changed(
+    num_workers: int, random_samples: bool
+) -> None:
     dataset = Dice() if random_samples else NUMBERS
     batches = []
     for seed in (1, 2):
@@ -120,7 +136,9 @@ def test_the_global_random_state_is_neither_used_nor_changed(num_workers: int, r
         random.seed(seed)
         np.random.seed(seed)
         before = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
-        batches.append(take(loader(dataset, num_workers=num_workers, random_samples=random_samples), 8))
+        batches.append(
+            take(loader(dataset, num_workers=num_workers, random_samples=random_samples), 8)
+        )
         assert torch.equal(torch.get_rng_state(), before[0])
         assert (random.getstate(), str(np.random.get_state())) == before[1:]
     assert batches[0] == batches[1]
@@ -141,7 +159,9 @@ def test_workers_live_through_epochs_and_end_with_the_stream() -> None:
 
 def test_a_dataset_s_own_collate_fn_makes_the_batches() -> None:
     for random_samples in (False, True):
-        batches = list(islice(loader(Ragged(), shuffle=False, random_samples=random_samples).stream(), 4))
+        batches = list(
+            islice(loader(Ragged(), shuffle=False, random_samples=random_samples).stream(), 4)
+        )
         assert batches == [[4, 5], [6, 7], [12, 13], [14, 15]]
 
 
@@ -174,7 +194,9 @@ def test_what_a_collate_fn_draws_is_the_same_in_every_process(random_samples: bo
 
 
 @pytest.mark.parametrize("random_samples", [False, True])
-def test_what_a_collate_fn_draws_goes_on_at_a_resume_with_any_number_of_workers(random_samples: bool) -> None:
+def test_what_a_collate_fn_draws_goes_on_at_a_resume_with_any_number_of_workers(
+    random_samples: bool,
+) -> None:
     whole = take(loader(Hiding(), random_samples=random_samples, shuffle=False), 14)
     assert len({tuple(drawn) for _, drawn in whole}) == 14  # other draws in the next epoch as well
     there = loader(Hiding(), random_samples=random_samples, shuffle=False, num_workers=2)

@@ -1,4 +1,6 @@
-"""Samples that torch cannot stack: which differ and in what, or what they hold, instead of torch's text."""
+"""Samples that torch cannot stack: which differ and in what, or what they hold, instead of torch's
+text.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,21 @@ def zeros(*shape: int) -> torch.Tensor:
             "sample[0] is a tensor of shape (3,) in sample 0 of the batch and a tensor of shape (5,) in sample 2",
             "samples-differ",
         ),
-        ([(np.zeros(3), 0), (np.zeros(4), 0)], "an array of shape (3,) in sample 0", "samples-differ"),
+        (
+            [(np.zeros(3), 0), (np.zeros(4), 0)],
+            "an array of shape (3,) in sample 0",
+            "samples-differ",
+        ),
         (
             [((zeros(2), zeros(3)), 0), ((zeros(2), zeros(4)), 0)],
             "sample[0][1] is a tensor of shape (3,)",
             "samples-differ",
         ),
-        ([{"x": zeros(3)}, {"y": zeros(3)}], "a dict with the keys x in sample 0", "samples-differ"),
+        (
+            [{"x": zeros(3)}, {"y": zeros(3)}],
+            "a dict with the keys x in sample 0",
+            "samples-differ",
+        ),
         (
             [(zeros(3), 0), (zeros(3), None)],
             "[1] is a number in sample 0 of the batch and None in sample 1",

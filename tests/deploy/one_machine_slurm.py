@@ -1,5 +1,5 @@
-"""A Slurm of two nodes on one machine, from Debian's slurm-wlm: munged, slurmctld, two slurmd, in a folder of its
-own.
+"""A Slurm of two nodes on one machine, from Debian's slurm-wlm: munged, slurmctld, two slurmd, in a
+folder of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from tests.ports import free_ports
 _PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "srun")
 # Names that are addresses: nothing here resolves names of nodes, as a cluster's DNS does.
 _NODES = ("127.0.0.2", "127.0.0.3")
-# Jobs have the numbers of no other cluster: where ranks meet is made of the job's number, and all meet on this machine.
+# Jobs have the numbers of no other cluster: where ranks meet is made of the job's number, and all
+# meet on this machine.
 _CONFIG = """\
 ClusterName=one
 SlurmctldHost={host}(127.0.0.1)
@@ -68,7 +69,8 @@ class OneMachineSlurm:
         self.folder = folder
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         self._daemons: list[subprocess.Popen[bytes]] = []
-        # Not in pytest's folder: Slurm makes sockets here, and Linux takes no path of 108 bytes or more for one.
+        # Not in pytest's folder: Slurm makes sockets here, and Linux takes no path of 108 bytes or
+        # more for one.
         self._sockets = tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True)
 
     def __enter__(self) -> OneMachineSlurm:
@@ -79,7 +81,9 @@ class OneMachineSlurm:
         host = socket.gethostname().partition(".")[0]
         first = free_ports(3)
         ports = range(first, first + 3)
-        config = _CONFIG.format(folder=self.folder, sockets=sockets, host=host, ports=ports, nodes=_NODES)
+        config = _CONFIG.format(
+            folder=self.folder, sockets=sockets, host=host, ports=ports, nodes=_NODES
+        )
         (self.folder / "slurm.conf").write_text(config)
         key = self.folder / "munge.key"
         munge_socket = sockets / "munge.socket"
@@ -115,11 +119,15 @@ class OneMachineSlurm:
 
     def call(self, *command: str) -> str:
         """What a client prints."""
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=60, check=False
+        )
         return done.stdout
 
     def end_of(self, job: str, expected: str) -> str:
-        """State and exit code of a job, as soon as they are the expected ones, or after two minutes."""
+        """State and exit code of a job, as soon as they are the expected ones, or after two
+        minutes.
+        """
         end = time.monotonic() + 120
         while True:
             shown = self.call("scontrol", "show", "job", job)
@@ -131,7 +139,9 @@ class OneMachineSlurm:
     def _start(self, *command: str) -> None:
         log = (self.folder / "daemons.log").open("ab")
         with log:
-            self._daemons.append(subprocess.Popen(command, env=self.environment, stdout=log, stderr=log))
+            self._daemons.append(
+                subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
+            )
 
 
 def _until(condition: object, complaint: str) -> None:

@@ -1,5 +1,5 @@
-"""The manifest that `launch k8s` prints, executed: its command, user, volumes and policies, in pods made of
-namespaces.
+"""The manifest that `launch k8s` prints, executed: its command, user, volumes and policies, in pods
+made of namespaces.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def image(folder: Path) -> dict[str, Path]:
 
 
 class Disturbance:
-    """A rank of pod 1 is killed; then the agent of pod 0, process 1 there; pod 0 is evicted when it is back."""
+    """A rank of pod 1 is killed; then the agent of pod 0, process 1 there; pod 0 is evicted when it
+    is back.
+    """
 
     def __init__(self, run: Path) -> None:
         self._run, self._num_done = run, 0
@@ -78,7 +80,11 @@ class Disturbance:
     def __call__(self, kubelet: Kubelet) -> None:
         step = last_logged(self._run)
         if self._num_done == 0 and step > SAVE_EVERY:
-            (rank,) = [pid for pid, words in kubelet.pod(1).host.processes().items() if "--local_rank=0" in words]
+            (rank,) = [
+                pid
+                for pid, words in kubelet.pod(1).host.processes().items()
+                if "--local_rank=0" in words
+            ]
             os.kill(rank, signal.SIGKILL)
             self._num_done = 1
         elif self._num_done == 1 and step > 2 * SAVE_EVERY and is_restarted(kubelet):
@@ -93,20 +99,32 @@ def is_restarted(kubelet: Kubelet) -> bool:
     return "[restart]" in kubelet.pod(0).host.log.read_text()
 
 
-def test_a_rendered_job_survives_a_killed_rank_a_lost_pod_and_an_eviction(warm: WarmRanks, tmp_path: Path) -> None:
+def test_a_rendered_job_survives_a_killed_rank_a_lost_pod_and_an_eviction(
+    warm: WarmRanks, tmp_path: Path
+) -> None:
     config = tmp_path / "run.yaml"
-    values = {key: value for key, value in CONFIG.items() if key != "run"} | {"run": {"name": "run"}}
+    values = {key: value for key, value in CONFIG.items() if key != "run"} | {
+        "run": {"name": "run"}
+    }
     values |= {"supervision": {"max_restarts": 9, "wait_seconds": 1}}
     config.write_text(yaml.safe_dump(values))
     manifest = read_manifest(rendered(config, "--name", "demo"))
     claim, unbroken = tmp_path / "claim", tmp_path / "unbroken"
     claim.mkdir()
-    job = warm.start(["--config", str(config), f"run.output_dir={unbroken}"], num_ranks=2, folder=tmp_path / "said")
+    job = warm.start(
+        ["--config", str(config), f"run.output_dir={unbroken}"],
+        num_ranks=2,
+        folder=tmp_path / "said",
+    )
     assert set(job.wait(300)) == {0}, job.stated()
 
     with Network(None) as network:
         kubelet = Kubelet(
-            network, manifest, volumes={"runs": claim}, image=image(tmp_path / "cache"), publish_after=1.0
+            network,
+            manifest,
+            volumes={"runs": claim},
+            image=image(tmp_path / "cache"),
+            publish_after=1.0,
         )
         result = kubelet.run(timeout=600, meanwhile=Disturbance(claim / "run"))
         assert result == "Complete", kubelet.stated()

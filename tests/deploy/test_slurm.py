@@ -1,4 +1,6 @@
-"""`launch slurm`: what it prints, what bash makes of it, and what a Slurm of two nodes on this machine makes of it."""
+"""`launch slurm`: what it prints, what bash makes of it, and what a Slurm of two nodes on this
+machine makes of it.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ],
     ],
 )
-def test_shellcheck_has_nothing_to_say(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shellcheck_has_nothing_to_say(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     program = Path(sys.executable).with_name("shellcheck")
     if not program.exists():
         pytest.skip("shellcheck comes with the dev extra")
@@ -67,9 +71,24 @@ def test_shellcheck_has_nothing_to_say(words: list[str], tmp_path: Path, capsys:
     assert done.returncode == 0, done.stdout
 
 
-def test_the_directives_are_those_of_one_agent_to_a_node(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--nodes", "2", "--gpus", "4", "--time", "24:00:00", "--partition", "gpu", "--account", "ml"]
-    lines = printed(capsys, *words, "--signal_seconds", "120", "--requeue", "--sbatch=--exclusive").splitlines()
+def test_the_directives_are_those_of_one_agent_to_a_node(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [
+        "--nodes",
+        "2",
+        "--gpus",
+        "4",
+        "--time",
+        "24:00:00",
+        "--partition",
+        "gpu",
+        "--account",
+        "ml",
+    ]
+    lines = printed(
+        capsys, *words, "--signal_seconds", "120", "--requeue", "--sbatch=--exclusive"
+    ).splitlines()
     directives = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
     assert directives == [
         "--job-name=quickstart",
@@ -90,7 +109,11 @@ def test_the_directives_are_those_of_one_agent_to_a_node(capsys: pytest.CaptureF
 
 
 def test_the_head_says_how_to_stop_it_for_good(capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed(capsys, "--gpus", "1").splitlines()[2].endswith("for good: scancel --batch --signal=USR2 JOB")
+    assert (
+        printed(capsys, "--gpus", "1")
+        .splitlines()[2]
+        .endswith("for good: scancel --batch --signal=USR2 JOB")
+    )
     assert (
         printed(capsys, "--gpus", "1", "--requeue")
         .splitlines()[2]
@@ -98,7 +121,9 @@ def test_the_head_says_how_to_stop_it_for_good(capsys: pytest.CaptureFixture[str
     )
 
 
-def test_dry_run_prints_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_prints_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown = printed(capsys, "--gpus", "1", "--dry_run", "--out", str(tmp_path / "job"))
     assert "#SBATCH --gpus-per-node=1" in shown
     assert not (tmp_path / "job").exists()
@@ -107,7 +132,9 @@ def test_dry_run_prints_and_writes_nothing(tmp_path: Path, capsys: pytest.Captur
 def test_a_job_that_comes_again_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert "checkpoint.resume=auto" in printed(capsys, "--gpus", "1", "--requeue")
     assert "checkpoint.resume" not in printed(capsys, "--gpus", "1")
-    assert "resume=auto" not in printed(capsys, "--gpus", "1", "--requeue", "checkpoint.resume=never")
+    assert "resume=auto" not in printed(
+        capsys, "--gpus", "1", "--requeue", "checkpoint.resume=never"
+    )
 
 
 def test_a_job_that_comes_again_does_not_go_back_to_one_place(
@@ -115,7 +142,9 @@ def test_a_job_that_comes_again_does_not_go_back_to_one_place(
 ) -> None:
     text = Path(QUICKSTART).read_text()
     assert "checkpoint: {" in text
-    (tmp_path / "run.yaml").write_text(text.replace("checkpoint: {", "checkpoint: {resume: old/run, "))
+    (tmp_path / "run.yaml").write_text(
+        text.replace("checkpoint: {", "checkpoint: {resume: old/run, ")
+    )
     for words in ([QUICKSTART, "checkpoint.resume=old/run"], [str(tmp_path / "run.yaml")]):
         assert main(["launch", "slurm", *words, "--gpus", "1", "--requeue"]) == errors.EXIT_USAGE
         out, err = capsys.readouterr()
@@ -126,7 +155,18 @@ def test_a_job_that_comes_again_does_not_go_back_to_one_place(
         assert main(["launch", "slurm", *words, "--gpus", "1"]) == 0
         capsys.readouterr()
     assert (
-        main(["launch", "slurm", str(tmp_path / "run.yaml"), "--gpus", "1", "--requeue", "checkpoint.resume=auto"]) == 0
+        main(
+            [
+                "launch",
+                "slurm",
+                str(tmp_path / "run.yaml"),
+                "--gpus",
+                "1",
+                "--requeue",
+                "checkpoint.resume=auto",
+            ]
+        )
+        == 0
     )
 
 
@@ -136,12 +176,20 @@ def test_a_job_that_comes_again_does_not_go_back_to_one_place(
         (["--nodes", "7", "--gpus", "1"], errors.EXIT_CONFIG, "[batch-not-divisible]"),
         ([], errors.EXIT_USAGE, "--gpus G"),
         (["--gpus", "2", "--ranks_per_node", "3"], errors.EXIT_USAGE, "one rank to each"),
-        (["--gpus", "1", "--partition", "a\n#SBATCH --wrap=x"], errors.EXIT_USAGE, "one plain word"),
+        (
+            ["--gpus", "1", "--partition", "a\n#SBATCH --wrap=x"],
+            errors.EXIT_USAGE,
+            "one plain word",
+        ),
         (["--gpus", "1", "--name", "$(id)"], errors.EXIT_USAGE, "one plain word"),
         (["--gpus", "1", "--time", "soon"], errors.EXIT_USAGE, "a time such as"),
         (["--gpus", "1", "--log", "a b"], errors.EXIT_USAGE, "the path of a file"),
         (["--gpus", "1", "--sbatch=--wrap=a b"], errors.EXIT_USAGE, "an option of sbatch"),
-        (["--gpus", "1", "--env", "WANDB_API_KEY=x"], errors.EXIT_USAGE, "the shell that calls sbatch"),
+        (
+            ["--gpus", "1", "--env", "WANDB_API_KEY=x"],
+            errors.EXIT_USAGE,
+            "the shell that calls sbatch",
+        ),
         (
             ["--gpus", "1", "data={target: a:b, args: {token: hf_not_a_real_one}}"],
             errors.EXIT_USAGE,
@@ -163,20 +211,34 @@ def test_what_cannot_work_prints_nothing(
 
 def test_all_memory_of_a_node_that_is_the_jobs_own(capsys: pytest.CaptureFixture[str]) -> None:
     """Sites that give memory by the core would leave a part of it out."""
-    whole = (["--gpus", "8"], ["--gpus", "1", "--sbatch=--exclusive"], ["--gpus", "1", "--mem", "0"])
-    shared = (["--gpus", "4"], ["--gpus", "8", "--mem", "200G"], ["--gpus", "8", "--sbatch=--mem-per-gpu=9G"])
+    whole = (
+        ["--gpus", "8"],
+        ["--gpus", "1", "--sbatch=--exclusive"],
+        ["--gpus", "1", "--mem", "0"],
+    )
+    shared = (
+        ["--gpus", "4"],
+        ["--gpus", "8", "--mem", "200G"],
+        ["--gpus", "8", "--sbatch=--mem-per-gpu=9G"],
+    )
     for words, expected in ((each, group is whole) for group in (whole, shared) for each in group):
-        assert ("#SBATCH --mem=0\n" in printed(capsys, *words, "batch.global_size=120")) == expected, words
+        assert (
+            "#SBATCH --mem=0\n" in printed(capsys, *words, "batch.global_size=120")
+        ) == expected, words
 
 
-def test_nodes_have_logs_of_their_own_where_the_name_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodes_have_logs_of_their_own_where_the_name_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     text = printed(capsys, "--gpus", "1", "--log", "logs/%x-%j-%N.log")
     assert "#SBATCH --output=logs/%x-%j.log\n" in text
     assert " --output=logs/%x-%j-%N.log " in text
 
 
 def test_agents_that_start_ranks_again_are_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """A node that has ended is missed by the others, for half an hour; with others in its place it is not."""
+    """A node that has ended is missed by the others, for half an hour; with others in its place it
+    is not.
+    """
     supervised = ["--nodes", "2", "--gpus", "1", "supervision.max_restarts=20"]
     assert " --wait=300 " in printed(capsys, *supervised[:4])
     assert " --wait=2100 " in printed(capsys, *supervised)
@@ -190,8 +252,8 @@ def test_agents_that_start_ranks_again_are_waited_for(capsys: pytest.CaptureFixt
 
 # ------------------------------------------------------------------------------------------- in bash, without Slurm
 
-# Stands for srun: notes its words, and the secret that it is handed, and ends as it is told, or with 75 after USR1,
-# when it may. Like srun it ends with the greatest code of its tasks.
+# Stands for srun: notes its words, and the secret that it is handed, and ends as it is told, or
+# with 75 after USR1, when it may. Like srun it ends with the greatest code of its tasks.
 _SRUN = """#!/usr/bin/env bash
 printf '%s\\n' "cores=$SRUN_CPUS_PER_TASK" "$@" >words
 env >environment
@@ -218,7 +280,9 @@ esac
 
 @pytest.fixture
 def batch(tmp_path: Path) -> dict[str, str]:
-    """The environment of a batch shell, with stand-ins for srun and scontrol before everything else."""
+    """The environment of a batch shell, with stand-ins for srun and scontrol before everything
+    else.
+    """
     for name, text in (("srun", _SRUN), ("scontrol", _SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -234,10 +298,16 @@ def batch(tmp_path: Path) -> dict[str, str]:
 
 
 def start(
-    folder: Path, environment: dict[str, str], *, requeue: bool = True, edits: Mapping[str, str] | None = None
+    folder: Path,
+    environment: dict[str, str],
+    *,
+    requeue: bool = True,
+    edits: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     words = ["a b.yaml", "x=$(id)"]
-    request = slurm_script.SlurmRequest(words, nodes=2, gpus=4, name="x", python="python", requeue=requeue)
+    request = slurm_script.SlurmRequest(
+        words, nodes=2, gpus=4, name="x", python="python", requeue=requeue
+    )
     script = slurm_script.script(request, made_by="a test")
     for old, new in (edits or {}).items():
         assert script.count(old) == 1
@@ -248,7 +318,9 @@ def start(
 
 def wait_for(path: Path, *, seconds: float = 60) -> None:
     end = time.monotonic() + seconds
-    while not (path.exists() and (path.stat().st_size or path.name.startswith(("started", "ready")))):
+    while not (
+        path.exists() and (path.stat().st_size or path.name.startswith(("started", "ready")))
+    ):
         assert time.monotonic() < end, f"{path.name} did not appear"
         time.sleep(0.02)
 
@@ -262,7 +334,8 @@ ENDS: list[tuple[str, int, bool, dict[str, str]]] = [
     ("76 76", 76, True, {"SLURM_RESTART_COUNT": "2"}),
     ("76 76", 76, False, {"SLURM_RESTART_COUNT": "3"}),  # at once, again and again
     ("76 75", 76, True, {}),
-    *((f"{code} 76", max(code, 76), False, {}) for code in (64, 70, 74, 77, 78)),  # one fails, the others lose it
+    # one fails, the others lose it
+    *((f"{code} 76", max(code, 76), False, {}) for code in (64, 70, 74, 77, 78)),
     ("75 70", 75, False, {}),
     ("137 76", 137, False, {}),
 ]
@@ -270,7 +343,12 @@ ENDS: list[tuple[str, int, bool, dict[str, str]]] = [
 
 @pytest.mark.parametrize(("codes", "code", "comes_again", "more"), ENDS)
 def test_the_job_ends_as_the_agents_do(
-    codes: str, code: int, comes_again: bool, more: dict[str, str], tmp_path: Path, batch: dict[str, str]
+    codes: str,
+    code: int,
+    comes_again: bool,
+    more: dict[str, str],
+    tmp_path: Path,
+    batch: dict[str, str],
 ) -> None:
     assert start(tmp_path, batch | more | {"SRUN_CODES": codes}).wait(60) == code
     assert (tmp_path / "requeued").exists() == comes_again
@@ -282,7 +360,9 @@ def test_without_requeue_nothing_comes_again(tmp_path: Path, batch: dict[str, st
     assert not (tmp_path / "requeued").exists()
 
 
-def test_each_start_has_a_secret_of_its_own_that_nobody_else_reads(tmp_path: Path, batch: dict[str, str]) -> None:
+def test_each_start_has_a_secret_of_its_own_that_nobody_else_reads(
+    tmp_path: Path, batch: dict[str, str]
+) -> None:
     (tmp_path / ".dsf-4511.killed").mkdir()  # of a life that did not end by itself
     for _ in range(2):
         assert start(tmp_path, batch | {"SRUN_CODES": "0"}).wait(60) == 0
@@ -370,7 +450,9 @@ def test_a_stop_request_is_handed_on_and_its_code_is_kept(
         assert (tmp_path / "requeued").read_text() == "requeue 4511\n"
 
 
-def test_a_request_that_comes_before_the_step_is_known_is_handed_on(tmp_path: Path, batch: dict[str, str]) -> None:
+def test_a_request_that_comes_before_the_step_is_known_is_handed_on(
+    tmp_path: Path, batch: dict[str, str]
+) -> None:
     (tmp_path / "may_end").touch()
     job = start(
         tmp_path,
@@ -391,7 +473,10 @@ def test_an_environment_that_is_not_active_is_named_by_its_whole_path(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """sbatch hands on the PATH of its shell, where another Python may be called python, or none."""
-    for path, python in ((f"{Path(sys.executable).parent}:/usr/bin", "python"), ("/nowhere", sys.executable)):
+    for path, python in (
+        (f"{Path(sys.executable).parent}:/usr/bin", "python"),
+        ("/nowhere", sys.executable),
+    ):
         monkeypatch.setenv("DSF_SHELL_PATH", path)
         assert main(["launch", "slurm", QUICKSTART, "--nodes", "2", "--gpus", "4"]) == 0
         assert f"\n    {python} -m framework launch node " in capsys.readouterr().out
@@ -424,14 +509,36 @@ _OF_SLURM: list[tuple[list[str], str]] = [
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 def test_two_nodes_of_a_real_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stop request reaches every node, the slower one saves to its end, the code is 75; the job comes again where it
-    should, and of its secret nothing is left. Nothing of the environment is handed on but by the script.
+    """A stop request reaches every node, the slower one saves to its end, the code is 75; the job
+    comes again where it should, and of its secret nothing is left. Nothing of the environment is
+    handed on but by the script.
     """
     (tmp_path / "agent").write_text(_AGENT)
     (tmp_path / "agent").chmod(0o755)
     shutil.copy(QUICKSTART, tmp_path / "run.yaml")
-    words = ["run.yaml", "--nodes", "2", "--gpus", "0", "--ranks_per_node", "2", "--cpus", "2", "--python", "./agent"]
-    words += ["--time", "5", "--requeue", "--env", "MARK=here", "--sbatch=--export=NONE", "--out", "job.sbatch"]
+    words = [
+        "run.yaml",
+        "--nodes",
+        "2",
+        "--gpus",
+        "0",
+        "--ranks_per_node",
+        "2",
+        "--cpus",
+        "2",
+        "--python",
+        "./agent",
+    ]
+    words += [
+        "--time",
+        "5",
+        "--requeue",
+        "--env",
+        "MARK=here",
+        "--sbatch=--export=NONE",
+        "--out",
+        "job.sbatch",
+    ]
     monkeypatch.chdir(tmp_path)
     assert main(["launch", "slurm", *words]) == 0
     with OneMachineSlurm(tmp_path / "slurm") as cluster:
@@ -451,7 +558,10 @@ def test_two_nodes_of_a_real_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 (tmp_path / f"started.{node}").unlink()
                 (tmp_path / f"ends.{node}").unlink(missing_ok=True)
                 assert f"{node}: node {node} saved" in log or how[:1] == ["76"]
-                assert f"{node}: life 0 node {node} cores 2 here: -m framework launch node run.yaml" in log
+                assert (
+                    f"{node}: life 0 node {node} cores 2 here: -m framework launch node run.yaml"
+                    in log
+                )
             assert "Exited with exit code" in log
         assert not list(tmp_path.glob(".dsf-*"))
 
@@ -478,13 +588,16 @@ def test_training_on_two_nodes_of_a_real_slurm_stops_with_a_checkpoint(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     run = tmp_path / "runs/quickstart"
     with OneMachineSlurm(tmp_path / "slurm") as cluster:
-        assert main(["launch", "slurm", *words, "--python", sys.executable, "--out", "job.sbatch"]) == 0
+        assert (
+            main(["launch", "slurm", *words, "--python", sys.executable, "--out", "job.sbatch"])
+            == 0
+        )
         job = cluster.call("sbatch", "--parsable", "job.sbatch").strip()
         wait_for(run / "metrics.jsonl", seconds=300)
         cluster.call("scancel", "--batch", "--signal=USR1", job)
-        assert cluster.end_of(job, "FAILED 75:0") == "FAILED 75:0", (tmp_path / f"quickstart-{job}.log").read_text()[
-            -4000:
-        ]
+        assert cluster.end_of(job, "FAILED 75:0") == "FAILED 75:0", (
+            tmp_path / f"quickstart-{job}.log"
+        ).read_text()[-4000:]
     step = (run / "checkpoints/latest").read_text().strip()
     log = (tmp_path / f"quickstart-{job}.log").read_text()
     for node in range(2):

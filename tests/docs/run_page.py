@@ -1,11 +1,13 @@
-"""Runs a page of docs/ from top to bottom in an empty folder: its files are written, its commands executed.
+"""Runs a page of docs/ from top to bottom in an empty folder: its files are written, its commands
+executed.
 
     python -m tests.docs.run_page docs/tutorials/first-run.md      # writes what the commands print into the page
 
-A block with a ``title`` is a file. Commands of a ``bash`` block are for other machines; those that train are planned
-here, and no more. In other blocks a line ``$ COMMAND`` is executed, and the lines below it are what it
-prints; ``...`` stands for any lines. Commands that train, ``python FILE.py`` among them, run on ranks that are forked
-(`tests/warm_ranks.py`), and their figures may differ; all others must print what the page shows, to the letter.
+A block with a ``title`` is a file. Commands of a ``bash`` block are for other machines; those that
+train are planned here, and no more. In other blocks a line ``$ COMMAND`` is executed, and the lines
+below it are what it prints; ``...`` stands for any lines. Commands that train, ``python FILE.py``
+among them, run on ranks that are forked (`tests/warm_ranks.py`), and their figures may differ; all
+others must print what the page shows, to the letter.
 """
 
 from __future__ import annotations
@@ -26,10 +28,14 @@ from framework.cli import main
 from tests.launched import ROOT, TIMEOUT_SECONDS
 from tests.warm_ranks import end_session_ranks, session_ranks
 
-_BLOCK: Final = re.compile(r"^( *)```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+_BLOCK: Final = re.compile(
+    r"^( *)```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^\1```$", re.MULTILINE | re.DOTALL
+)
 _COMMAND: Final = re.compile(r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
 _FIGURE: Final = re.compile(r"-?\d[\d,]*(\.\d+)?(e[-+]\d+)?%?")
-_PARTS: Final = re.compile(r"((data|copy|forward|backward|communication|bubble|optimizer|other|checkpoint) #(, |$))+")
+_PARTS: Final = re.compile(
+    r"((data|copy|forward|backward|communication|bubble|optimizer|other|checkpoint) #(, |$))+"
+)
 
 
 class Page:
@@ -42,7 +48,9 @@ class Page:
             shutil.copytree(ROOT / name, folder / name)
 
     def steps(self) -> Iterator[tuple[str, str, str]]:
-        """Write its files, run its commands: each command with what the page shows and what it prints."""
+        """Write its files, run its commands: each command with what the page shows and what it
+        prints.
+        """
         for _, language, title, body in _BLOCK.findall(self.text):
             if title:
                 (self._folder / title).parent.mkdir(parents=True, exist_ok=True)
@@ -52,8 +60,13 @@ class Page:
                 yield command, shown, self._run(command.replace("\\\n", " "))
             for line in body.splitlines() if language == "bash" else ():
                 if (words := shlex.split(line, comments=True))[1:2] in (["train"], ["node"]):
-                    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                        assert main(["launch", *words[1 + (words[1] == "train") :], "--dry_run"]) == 0, line
+                    with (
+                        contextlib.redirect_stdout(io.StringIO()),
+                        contextlib.redirect_stderr(io.StringIO()),
+                    ):
+                        assert (
+                            main(["launch", *words[1 + (words[1] == "train") :], "--dry_run"]) == 0
+                        ), line
 
     def _run(self, command: str) -> str:
         words, target = shlex.split(command, comments=True), ""
@@ -71,7 +84,8 @@ class Page:
         ours = words[3:] if words[:3] == ["python", "-m", "framework"] else ["launch", *words[2:]]
         if words[0] == "./launch.sh" and words[1] != "train":
             ours = ["launch", *words[1:]] if words[1] == "node" else words[1:]
-        own_cache = {"COLUMNS": "120", "XDG_CACHE_HOME": str(self._folder / ".cache")}  # without measured rates
+        # without measured rates
+        own_cache = {"COLUMNS": "120", "XDG_CACHE_HOME": str(self._folder / ".cache")}
         with (
             mock.patch.dict(os.environ, own_cache),
             contextlib.redirect_stdout(io.StringIO()) as out,
@@ -84,7 +98,9 @@ class Page:
     def _train(self, script: str, arguments: list[str], num_ranks: int) -> str:
         folder = self._folder / f".printed-{len(list(self._folder.iterdir()))}"
         path = ROOT / "train.py" if script == "train.py" else self._folder / script
-        job = session_ranks().start(arguments, num_ranks=num_ranks, folder=folder, script=path, cwd=self._folder)
+        job = session_ranks().start(
+            arguments, num_ranks=num_ranks, folder=folder, script=path, cwd=self._folder
+        )
         codes = job.wait(TIMEOUT_SECONDS)
         assert not any(codes), job.stated()
         return job.stated(0).replace("python -m framework launch", "./launch.sh train")
@@ -94,8 +110,16 @@ def trained(words: list[str]) -> tuple[str, list[str], int] | None:
     """Script, arguments and ranks of a command that trains; None for any other."""
     if words[:2] == ["./launch.sh", "train"] and "--dry_run" not in words:
         ranks = int(words[words.index("--num_gpus") + 1]) if "--num_gpus" in words else 2
-        return "train.py", ["--config", *(w for w in words[2:] if w not in ("--num_gpus", str(ranks)))], ranks
-    for launcher, option in (("torchrun", "--nproc-per-node"), ("deepspeed", "--num_gpus"), ("python", "")):
+        return (
+            "train.py",
+            ["--config", *(w for w in words[2:] if w not in ("--num_gpus", str(ranks)))],
+            ranks,
+        )
+    for launcher, option in (
+        ("torchrun", "--nproc-per-node"),
+        ("deepspeed", "--num_gpus"),
+        ("python", ""),
+    ):
         if words[0] == launcher and words[1] != "-m":
             script = next(word for word in words if word.endswith(".py"))
             ranks = int(words[words.index(option) + 1]) if option else 1
@@ -113,15 +137,21 @@ def comparable(command: str, text: str) -> list[str]:
         or " report " in command
         or " inspect " in command
     ):
-        lines = [_PARTS.sub("parts", _FIGURE.sub("#", re.sub(r"\S*/?(tensorboard --)", r"\1", line))) for line in lines]
-    lines = [re.sub(r"^(\s*goodput ).*", r"\1#", line) for line in lines]  # which classes took time differs
+        lines = [
+            _PARTS.sub("parts", _FIGURE.sub("#", re.sub(r"\S*/?(tensorboard --)", r"\1", line)))
+            for line in lines
+        ]
+    # which classes took time differs
+    lines = [re.sub(r"^(\s*goodput ).*", r"\1#", line) for line in lines]
     lines = [re.sub(r"(finished after # steps; ).*", r"\1verdict", line) for line in lines]
     return [re.sub(r"\s+#", " #", line) for line in lines]
 
 
 def is_shown(shown: list[str], printed: list[str]) -> bool:
     """Check that the lines are those that were printed; ``...`` stands for any number of them."""
-    pattern = "".join(r"(?:.*\n)*?" if line.strip() == "..." else re.escape(line) + r"\n" for line in shown)
+    pattern = "".join(
+        r"(?:.*\n)*?" if line.strip() == "..." else re.escape(line) + r"\n" for line in shown
+    )
     return re.fullmatch(pattern, "".join(f"{line}\n" for line in printed)) is not None
 
 

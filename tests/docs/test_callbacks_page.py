@@ -14,7 +14,8 @@ from tests.launched import ROOT, read_metrics, run_ranks
 def test_the_example_trains_and_its_callback_is_heard(tmp_path: Path) -> None:
     page = (ROOT / "docs/callbacks.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    (code,) = [block for block in blocks if "framework.fit(" in block]  # others are parts of a program
+    # others are parts of a program
+    (code,) = [block for block in blocks if "framework.fit(" in block]
     (tmp_path / "example.py").write_text(code, encoding="utf-8")
     stated = run_ranks(tmp_path / "example.py", num_ranks=2, cwd=tmp_path)
     rows = read_metrics(tmp_path / "runs/run")

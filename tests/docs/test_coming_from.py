@@ -1,4 +1,6 @@
-"""The page "where is what I know" leaves out no argument of the installed packages, and names our keys alone."""
+"""The page "where is what I know" leaves out no argument of the installed packages, and names our
+keys alone.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,18 @@ def arguments_of(call: Callable[..., object]) -> set[str]:
         ("deepspeed.initialize", "deepspeed", "initialize"),
     ],
 )
-def test_every_argument_of_the_installed_package_has_an_answer(tool: str, module: str, name: str) -> None:
+def test_every_argument_of_the_installed_package_has_an_answer(
+    tool: str, module: str, name: str
+) -> None:
     pytest.importorskip(module, reason=f"{module} comes with the dev extra")
     thing = getattr(import_module(module), name)
     is_dataclass = dataclasses.is_dataclass(thing)
-    theirs = {field.name for field in dataclasses.fields(thing)} if is_dataclass else arguments_of(thing)
-    assert sorted(theirs - set(answers()[tool])) == [], "give it an answer in framework/dslint/tables/coming_from.yaml"
+    theirs = (
+        {field.name for field in dataclasses.fields(thing)} if is_dataclass else arguments_of(thing)
+    )
+    assert sorted(theirs - set(answers()[tool])) == [], (
+        "give it an answer in framework/dslint/tables/coming_from.yaml"
+    )
     assert sorted(set(answers()[tool]) - theirs) == [], "the package has no such argument any more"
 
 
@@ -42,9 +50,13 @@ def test_every_answer_is_a_key_of_ours_or_a_reason() -> None:
     ours = set(config_keys()) | {f"deepspeed.{name}" for name in PASSED_THROUGH} | {"deepspeed"}
     tables = answers()
     assert len(tables) == 4
-    unknown = {key for rows in tables.values() for answer in rows.values() for key in keys_of(answer)} - ours
+    unknown = {
+        key for rows in tables.values() for answer in rows.values() for key in keys_of(answer)
+    } - ours
     assert sorted(unknown) == []
-    reasons = [answer for rows in tables.values() for answer in rows.values() if not keys_of(answer)]
+    reasons = [
+        answer for rows in tables.values() for answer in rows.values() if not keys_of(answer)
+    ]
     assert all(len(answer) > 25 for answer in reasons)
 
 

@@ -1,4 +1,6 @@
-"""The site is built without warnings and without a network, and is whole: pages, links, reference, search."""
+"""The site is built without warnings and without a network, and is whole: pages, links, reference,
+search.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,14 @@ from tests.places import ROOT
 from tests.report.browser import PROGRAM, browser
 from tools.docs_site.__main__ import with_bars, with_lists, without_outer_links
 from tools.docs_site.kinds import _COMPUTED, find_kinds
-from tools.docs_site.reference import config_keys, config_page, exit_codes_page, parsers, problems_page, python_page
+from tools.docs_site.reference import (
+    config_keys,
+    config_page,
+    exit_codes_page,
+    parsers,
+    problems_page,
+    python_page,
+)
 
 DOCS = ROOT / "docs"
 # In brackets in tests, and no kinds: mypy's, those that a test makes up, parts of patterns.
@@ -58,16 +67,25 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("docs") / "site"
     command = [sys.executable, "-m", "tools.docs_site", "--out", str(out)]
     alone = ["unshare", "--map-root-user", "--net"]
-    if not shutil.which("unshare") or subprocess.run([*alone, "true"], check=False, capture_output=True).returncode:
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*alone, "true"], check=False, capture_output=True).returncode
+    ):
         alone = []
-    built = subprocess.run([*alone, *command], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    built = subprocess.run(
+        [*alone, *command], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
     assert built.returncode == 0, built.stdout + built.stderr
     return out
 
 
 @pytest.mark.slow
 def test_every_link_leads_somewhere_and_nothing_comes_from_the_network(site: Path) -> None:
-    pages = {page.relative_to(site).as_posix(): Links(page) for page in site.rglob("*.html") if page.name != "404.html"}
+    pages = {
+        page.relative_to(site).as_posix(): Links(page)
+        for page in site.rglob("*.html")
+        if page.name != "404.html"
+    }
     assert len(pages) > 60
     wrong = []
     for name, page in pages.items():
@@ -78,7 +96,11 @@ def test_every_link_leads_somewhere_and_nothing_comes_from_the_network(site: Pat
             path, _, anchor = link.partition("#")
             target = (site / name).parent.joinpath(path).resolve() if path else site / name
             target = target / "index.html" if target.is_dir() else target
-            found = pages.get(target.relative_to(site.resolve()).as_posix()) if target.suffix == ".html" else None
+            found = (
+                pages.get(target.relative_to(site.resolve()).as_posix())
+                if target.suffix == ".html"
+                else None
+            )
             if not target.exists() or (anchor and found and anchor not in found.anchors):
                 wrong.append(f"{name} -> {link}")
     assert wrong == []
@@ -101,7 +123,8 @@ def test_the_search_works_from_files_and_asks_nobody(site: Path, tmp_path: Path)
         assert tab.happened("Runtime.exceptionThrown") == []
 
 
-# Types into the search as a person does, and waits for what it finds; its elements are in a tree of their own.
+# Types into the search as a person does, and waits for what it finds; its elements are in a tree of
+# their own.
 SEARCH = """
 (async () => {
   const all = (node, name, found = []) => {
@@ -135,7 +158,9 @@ def test_every_page_is_in_the_navigation() -> None:
     settings = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
 
     def pages(nav: Any) -> Iterator[str]:
-        for value in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
+        for value in (
+            nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ()
+        ):
             yield from [value] if isinstance(value, str) else pages(value)
 
     named = set(pages(settings["nav"]))
@@ -158,13 +183,17 @@ def test_links_of_the_readme_lead_somewhere() -> None:
 
 
 def test_every_kind_that_anybody_names_is_described() -> None:
-    """Kinds in brackets in tests and pages are seen where problems are reported; the page finds them in the source."""
+    """Kinds in brackets in tests and pages are seen where problems are reported; the page finds
+    them in the source.
+    """
     page = problems_page()
     files = [*(ROOT / "tests").rglob("*.py"), *DOCS.rglob("*.md"), ROOT / "CHANGELOG.md"]
     seen = {
         kind
         for path in files
-        for kind in re.findall(r"(?<![\w\]])\[([a-z]+(?:-[a-z0-9]+)+)\]", path.read_text(encoding="utf-8"))
+        for kind in re.findall(
+            r"(?<![\w\]])\[([a-z]+(?:-[a-z0-9]+)+)\]", path.read_text(encoding="utf-8")
+        )
         if not MADE_UP.fullmatch(kind)
     }
     assert len(seen) > 100
@@ -176,7 +205,9 @@ def test_every_kind_that_anybody_names_is_described() -> None:
 
 def test_sentences_by_hand_are_of_kinds_that_there_are() -> None:
     for name, (room, _) in _COMPUTED.items():
-        source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "framework" / room).rglob("*.py"))
+        source = "".join(
+            path.read_text(encoding="utf-8") for path in (ROOT / "framework" / room).rglob("*.py")
+        )
         parts = (
             name,
             name.removeprefix("model-data-").replace("-", "_"),
@@ -191,11 +222,17 @@ def test_every_key_is_described() -> None:
     keys = config_keys()
     assert len(keys) > 180
     assert [key for key, about in keys.items() if not about] == []
-    assert [key for key in keys if f"`{key}`" not in page and not key.endswith((".kind", ".dtype", ".device"))] == []
+    assert [
+        key
+        for key in keys
+        if f"`{key}`" not in page and not key.endswith((".kind", ".dtype", ".device"))
+    ] == []
 
 
 def test_what_is_rendered_is_on_the_page() -> None:
-    """Every key of the JSON of every shipped config, but those that no key of a run config decides."""
+    """Every key of the JSON of every shipped config, but those that no key of a run config
+    decides.
+    """
     decided = set(re.findall(r"`([a-z_0-9]+(?:\.[a-z_0-9]+)*)`", config_page())) | PASSED_THROUGH
 
     def leaves(value: Any, path: str) -> Iterator[str]:
@@ -211,21 +248,34 @@ def test_what_is_rendered_is_on_the_page() -> None:
         for leaf in leaves(json.loads(path.read_text(encoding="utf-8")), "")
     }
     assert len(rendered) > 30
-    own = {"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "managed_gradient_accumulation"}
+    own = {
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "managed_gradient_accumulation",
+    }
     assert sorted(rendered - decided - own) == []
 
 
 def test_every_option_that_a_page_names_is_an_option() -> None:
     found = parsers()
     assert len(found) == 20
-    options = {name for parser in found.values() for action in parser._actions for name in action.option_strings}
+    options = {
+        name
+        for parser in found.values()
+        for action in parser._actions
+        for name in action.option_strings
+    }
     named: set[str] = set()
     for path in [*DOCS.glob("*.md"), *DOCS.glob("tutorials/*.md"), ROOT / "README.md"]:
         for line in re.findall(
-            r"^(?:\$ )?(?:python -m framework|\./launch\.sh) .*$", path.read_text(encoding="utf-8"), re.MULTILINE
+            r"^(?:\$ )?(?:python -m framework|\./launch\.sh) .*$",
+            path.read_text(encoding="utf-8"),
+            re.MULTILINE,
         ):
             words = line.partition("    #")[0].split(" -- ")[0]
-            named |= {word.partition("=")[0] for word in re.findall(r"(?<=[\s\[])--[a-z][\w-]*=?", words)}
+            named |= {
+                word.partition("=")[0] for word in re.findall(r"(?<=[\s\[])--[a-z][\w-]*=?", words)
+            }
     assert len(named) > 35
     assert sorted(named - options - {"--help"}) == []
 

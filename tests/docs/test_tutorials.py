@@ -21,7 +21,9 @@ def test_a_tutorial_prints_what_it_shows(path: Path, tmp_path: Path) -> None:
     commands = 0
     with playing(tmp_path):
         for command, shown, printed in Page(path, tmp_path).steps():
-            assert is_shown(comparable(command, shown), comparable(command, printed)), f"{command}\n{printed}"
+            assert is_shown(comparable(command, shown), comparable(command, printed)), (
+                f"{command}\n{printed}"
+            )
             commands += 1
     assert commands >= 2
 
@@ -43,6 +45,10 @@ def test_figures_of_a_training_may_differ_and_words_may_not() -> None:
     def lines(text: str) -> list[str]:
         return comparable("./launch.sh train run.yaml --num_gpus 2", text)
 
-    assert lines("step 8/32  loss 0.5, 1,200 samples/s") == lines("step 8/32  loss 0.51,   90 samples/s")
+    assert lines("step 8/32  loss 0.5, 1,200 samples/s") == lines(
+        "step 8/32  loss 0.51,   90 samples/s"
+    )
     assert lines("loss 0.5") != lines("lr 0.5")
-    assert comparable("python -m framework check a.yaml", "8 devices") != comparable("x", "9 devices")
+    assert comparable("python -m framework check a.yaml", "8 devices") != comparable(
+        "x", "9 devices"
+    )

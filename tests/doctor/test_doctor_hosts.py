@@ -1,4 +1,6 @@
-"""`doctor -H` and `--bench` between machines made of namespaces, with sshd on each, and what is wrong between them."""
+"""`doctor -H` and `--bench` between machines made of namespaces, with sshd on each, and what is
+wrong between them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tests.hosts.host import Host, Mount
 from tests.hosts.network import Network, why_not
 
 pytestmark = [pytest.mark.slow, pytest.mark.timing]
-needs_hosts = pytest.mark.skipif(bool(why_not(ssh=True)), reason=why_not(ssh=True) or "hosts can be made")
+needs_hosts = pytest.mark.skipif(
+    bool(why_not(ssh=True)), reason=why_not(ssh=True) or "hosts can be made"
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +32,31 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
             host = network.host(name, mounts={"/shared": Mount(bind=shared)})
             host.start_sshd()
             done = host.run(
-                ["sh", "-c", "mkdir -p /tmp/project && printf 'class Net: pass\n' > /tmp/project/my_nets.py"]
+                [
+                    "sh",
+                    "-c",
+                    "mkdir -p /tmp/project && printf 'class Net: pass\n' > /tmp/project/my_nets.py",
+                ]
             )
             assert done.returncode == 0, done.stdout
-        network.hosts[0].run(["sh", "-c", "printf 'node-0 slots=1\nnode-1 slots=1\nnode-2 slots=1\n' > /tmp/hosts"])
+        network.hosts[0].run(
+            ["sh", "-c", "printf 'node-0 slots=1\nnode-1 slots=1\nnode-2 slots=1\n' > /tmp/hosts"]
+        )
         yield network
 
 
 def ask(host: Host, *words: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "framework", "doctor", QUICKSTART, "-H", "/tmp/hosts", "--json", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "framework",
+        "doctor",
+        QUICKSTART,
+        "-H",
+        "/tmp/hosts",
+        "--json",
+        *words,
+    ]
     done = host.run(command, cwd="/tmp/project")
     found: dict[str, Any] = json.loads(done.stdout)
     assert done.returncode == (0 if found["ok"] else 78)
@@ -82,7 +102,11 @@ def test_everything_that_is_wrong_between_hosts_is_told_at_once(network: Network
         second.know("node-0", first.address)
         third.run(["sh", "-c", "printf 'class Net: pass\n' > /tmp/project/my_nets.py"])
     not_shared = {("run-folder-not-shared", host.name) for host in (first, second, third)}
-    others = {("code-differs", "node-2"), ("name-loopback", "node-1"), ("port-not-usable", "node-0")}
+    others = {
+        ("code-differs", "node-2"),
+        ("name-loopback", "node-1"),
+        ("port-not-usable", "node-0"),
+    }
     assert reported(found) == not_shared | others
 
 
@@ -106,7 +130,9 @@ def test_the_slow_host_is_named(network: Network) -> None:
         found = ask(network.hosts[0], "run.output_dir=/shared", "--bench")
     finally:
         network.heal(network.hosts[1])
-    slow = [(each["id"], each["node"]) for each in found["findings"] if each["id"].startswith("slow")]
+    slow = [
+        (each["id"], each["node"]) for each in found["findings"] if each["id"].startswith("slow")
+    ]
     assert slow == [("slow-node", "node-1")], found["measured"]
     storage = [each["storage"] for each in found["measured"] if "storage" in each]
     assert [each["host"] for each in storage] == ["node-0", "node-1", "node-2"]
@@ -119,14 +145,27 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
     rows = [each["all_reduce"] for each in found["measured"] if "all_reduce" in each]
     assert [each["bytes"] >> 20 for each in rows] == [1, 4, 16, 64]
     for each in rows:  # of two ranks, both bandwidths are the same, and size over time
-        assert each["bus"] == pytest.approx(each["algorithm"]) == pytest.approx(each["bytes"] / each["seconds"])
+        assert (
+            each["bus"]
+            == pytest.approx(each["algorithm"])
+            == pytest.approx(each["bytes"] / each["seconds"])
+        )
     assert not list(tmp_path.iterdir())
 
 
 @needs_hosts
 def test_a_start_is_refused_on_every_host(network: Network) -> None:
     """Before a rank starts, and without being asked for."""
-    command = [sys.executable, "-m", "framework", "launch", QUICKSTART, "run.output_dir=/tmp/runs", "-H", "/tmp/hosts"]
+    command = [
+        sys.executable,
+        "-m",
+        "framework",
+        "launch",
+        QUICKSTART,
+        "run.output_dir=/tmp/runs",
+        "-H",
+        "/tmp/hosts",
+    ]
     done = network.hosts[0].run(command, cwd="/tmp/project")
     assert done.returncode == 78, done.stdout
     refusal = r"nodes .*\b1 \(node-1\).*: run.output_dir = /tmp: what it wrote there is not seen by node 0 \(node-0\)"

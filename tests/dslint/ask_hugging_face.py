@@ -1,6 +1,8 @@
-"""Asks transformers' Trainer configuration and Accelerate what they make of files: ask_hugging_face.py FILES.json.
+"""Asks transformers' Trainer configuration and Accelerate what they make of files:
+ask_hugging_face.py FILES.json.
 
-Writes answers.json: for each file and reader the refusal, or "" where it comes as far as deepspeed.initialize.
+Writes answers.json: for each file and reader the refusal, or "" where it comes as far as
+deepspeed.initialize.
 """
 
 from __future__ import annotations
@@ -54,7 +56,11 @@ def prepare(plugin: DeepSpeedPlugin, values: dict[str, Any]) -> dict[str, Any]:
     accelerator = Accelerator(deepspeed_plugin=plugin)
     model, rows = Model(8, 8), torch.utils.data.DataLoader(torch.ones(8, 8), batch_size=8)
     # An optimizer and a schedule of one's own where the file has none.
-    optimizer = DummyOptim(model.parameters()) if "optimizer" in values else torch.optim.AdamW(model.parameters())
+    optimizer = (
+        DummyOptim(model.parameters())
+        if "optimizer" in values
+        else torch.optim.AdamW(model.parameters())
+    )
     further = [DummyScheduler(optimizer, total_num_steps=10)] if "scheduler" in values else []
     try:
         accelerator.prepare(model, optimizer, rows, *further)
@@ -87,7 +93,8 @@ def main() -> None:
                 answer |= {
                     name: "",
                     f"{name}-config": {
-                        key: str(value) if value == float("inf") else value for key, value in config.items()
+                        key: str(value) if value == float("inf") else value
+                        for key, value in config.items()
                     },
                 }
             except Exception as error:

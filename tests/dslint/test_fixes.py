@@ -28,9 +28,15 @@ def fixed(text: str, release: str | None = None) -> str:
         ('{"gradient_cliping": 1.0}', '{"gradient_clipping": 1.0}'),
         ('{"zero_optimisation": {"stag": 2}}', '{"zero_optimization": {"stage": 2}}'),
         ('{"zero_optimization": {"stage": "2"}}', '{"zero_optimization": {"stage": 2}}'),
-        ('{"fp16": {"enabled": "yes", "hysteresis": true}}', '{"fp16": {"enabled": true, "hysteresis": 1}}'),
+        (
+            '{"fp16": {"enabled": "yes", "hysteresis": true}}',
+            '{"fp16": {"enabled": true, "hysteresis": 1}}',
+        ),
         ('{"amp": {"enabled": false}, "steps_per_print": 5}', '{"steps_per_print": 5}'),
-        ('{"train_batch_size": "8", "gradient_clipping": "1.0"}', '{"train_batch_size": 8, "gradient_clipping": 1.0}'),
+        (
+            '{"train_batch_size": "8", "gradient_clipping": "1.0"}',
+            '{"train_batch_size": 8, "gradient_clipping": 1.0}',
+        ),
         (
             '{"prescale_gradients": "false", "wall_clock_breakdown": "True"}',
             '{"prescale_gradients": false, "wall_clock_breakdown": true}',
@@ -52,7 +58,10 @@ def fixed(text: str, release: str | None = None) -> str:
         ),
         # a key that only one other section has
         ('{"stage": 2}', '{"zero_optimization": {"stage": 2}}'),
-        ('{"optimizer": {"type": "AdamW", "lr": 0.001}}', '{"optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}'),
+        (
+            '{"optimizer": {"type": "AdamW", "lr": 0.001}}',
+            '{"optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}',
+        ),
         (
             '{"zero_optimization": {"stage": 2, "steps_per_print": 5}}',
             '{"zero_optimization": {"stage": 2}, "steps_per_print": 5}',
@@ -144,15 +153,17 @@ def test_what_is_a_slip(written: str, known: str, expected: bool) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
 def test_whatever_is_wrong_is_not_made_worse(seed: int) -> None:
-    """Property: of any config with one thing wrong, no error is left that was not there, and a second time changes
-    nothing.
+    """Property: of any config with one thing wrong, no error is left that was not there, and a
+    second time changes nothing.
     """
     (question,) = questions(seed=seed, count=1)
     before = json.dumps(question.config)
     after = fixed(before)
     assert fixed(after) == after
     found = [lint(parse_hjson(text, name="x")) for text in (before, after)]
-    errors = [Counter((p.kind, p.key) for p in problems if p.severity == "error") for problems in found]
+    errors = [
+        Counter((p.kind, p.key) for p in problems if p.severity == "error") for problems in found
+    ]
     assert errors[1].total() <= errors[0].total(), (question.detail, errors[1] - errors[0])
 
 
@@ -165,7 +176,9 @@ def test_another_release_has_other_answers() -> None:
     assert fixed('{"amp": {"enabled": false}}', "0.18.9") == '{"amp": {"enabled": false}}'
 
 
-def test_the_command_writes_the_file_and_shows_the_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_file_and_shows_the_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{\n  "train_batch_size": 8,\n  "gradient_cliping": 1.0\n}\n', encoding="utf-8")
     assert main(["check", str(path)]) == 2
@@ -174,7 +187,10 @@ def test_the_command_writes_the_file_and_shows_the_change(tmp_path: Path, capsys
     shown = capsys.readouterr().out
     assert '-  "gradient_cliping": 1.0' in shown
     assert '+  "gradient_clipping": 1.0' in shown
-    assert path.read_text(encoding="utf-8") == '{\n  "train_batch_size": 8,\n  "gradient_clipping": 1.0\n}\n'
+    assert (
+        path.read_text(encoding="utf-8")
+        == '{\n  "train_batch_size": 8,\n  "gradient_clipping": 1.0\n}\n'
+    )
     assert main(["check", "--fix", str(path)]) == 0
     assert "clipping" not in capsys.readouterr().out
 

@@ -1,4 +1,6 @@
-"""A run config and a DeepSpeed JSON describe one run together; a contradiction names both places."""
+"""A run config and a DeepSpeed JSON describe one run together; a contradiction names both
+places.
+"""
 
 from __future__ import annotations
 
@@ -37,26 +39,48 @@ def merged(tmp_path: Path, run: str, ds: dict[str, Any] | None = None) -> RunCon
 
 
 def test_each_says_what_the_other_leaves_open(tmp_path: Path) -> None:
-    config = merged(tmp_path, "run: {name: x}\noptimizer: {kind: adamw, lr: 0.5}\nzero: {reduce_bucket_size: 10}\n")
+    config = merged(
+        tmp_path,
+        "run: {name: x}\noptimizer: {kind: adamw, lr: 0.5}\nzero: {reduce_bucket_size: 10}\n",
+    )
     assert (config.run.name, config.batch.global_size, config.precision.dtype) == ("x", 60, "bf16")
-    assert (config.zero.stage, config.zero.reduce_bucket_size, config.zero.allgather_bucket_size) == (
+    assert (
+        config.zero.stage,
+        config.zero.reduce_bucket_size,
+        config.zero.allgather_bucket_size,
+    ) == (
         2,
         10,
         500_000_000,
     )
     optimizer = config.optimizer.model_dump()
-    assert (optimizer["lr"], optimizer["eps"], optimizer["implementation"]) == (0.5, 1e-6, "deepspeed")
+    assert (optimizer["lr"], optimizer["eps"], optimizer["implementation"]) == (
+        0.5,
+        1e-6,
+        "deepspeed",
+    )
     assert config.deepspeed == {"wall_clock_breakdown": True}
 
 
 def test_sections_that_the_json_does_not_have_stay(tmp_path: Path) -> None:
-    config = merged(tmp_path, "optimizer: {kind: sgd, lr: 0.5}\nprecision: {dtype: bf16}\n", {"train_batch_size": 60})
+    config = merged(
+        tmp_path,
+        "optimizer: {kind: sgd, lr: 0.5}\nprecision: {dtype: bf16}\n",
+        {"train_batch_size": 60},
+    )
     assert (config.optimizer.model_dump()["kind"], config.precision.dtype) == ("sgd", "bf16")
-    assert merged(tmp_path, "{}", {"train_batch_size": 60}) == RunConfig.model_validate({"batch": {"global_size": 60}})
+    assert merged(tmp_path, "{}", {"train_batch_size": 60}) == RunConfig.model_validate(
+        {"batch": {"global_size": 60}}
+    )
 
 
 def test_saying_the_same_twice_is_fine(tmp_path: Path) -> None:
-    assert merged(tmp_path, "zero: {stage: 2}\nbatch: {global_size: 60}\nprecision: {dtype: bf16}\n").zero.stage == 2
+    assert (
+        merged(
+            tmp_path, "zero: {stage: 2}\nbatch: {global_size: 60}\nprecision: {dtype: bf16}\n"
+        ).zero.stage
+        == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,11 +112,19 @@ def test_a_removed_section_that_is_on_is_no_run_without_it(tmp_path: Path) -> No
     ]
 
 
-def test_what_is_left_out_of_the_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_left_out_of_the_run_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run.yaml").write_text("{}\n")
-    ds = {"train_batch_size": 60, "amp": {"enabled": False}, "fp16": {"enabled": False, "hysteresis": 3}}
+    ds = {
+        "train_batch_size": 60,
+        "amp": {"enabled": False},
+        "fp16": {"enabled": False, "hysteresis": 3},
+    }
     (tmp_path / "ds.json").write_text(json.dumps(ds, indent=1))
-    load_run(str(tmp_path / "run.yaml"), [], deepspeed_config=str(tmp_path / "ds.json")).print_notes()
+    load_run(
+        str(tmp_path / "run.yaml"), [], deepspeed_config=str(tmp_path / "ds.json")
+    ).print_notes()
     amp, hysteresis = capsys.readouterr().err.splitlines()
     assert amp.startswith(f"note: {tmp_path / 'ds.json'}:3: amp: left out of this run: ")
     assert hysteresis.startswith(
@@ -112,20 +144,32 @@ def test_train_py_takes_deepspeeds_own_options(tmp_path: Path) -> None:
         "--config",
         "run.yaml",
     ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 78
-    assert done.stderr.startswith("run.yaml:1: zero.stage = 1: zero_optimization.stage in ds.json:1 amounts to 2")
+    assert done.stderr.startswith(
+        "run.yaml:1: zero.stage = 1: zero_optimization.stage in ds.json:1 amounts to 2"
+    )
 
 
 @pytest.mark.parametrize(
-    ("environment", "is_reported"), [({}, True), ({"RANK": "1"}, False), ({"DSF_AGENT": identity(os.getpid())}, False)]
+    ("environment", "is_reported"),
+    [({}, True), ({"RANK": "1"}, False), ({"DSF_AGENT": identity(os.getpid())}, False)],
 )
 def test_a_start_without_our_launcher_tells_once_what_is_left_out(
     tmp_path: Path, environment: dict[str, str], is_reported: bool
 ) -> None:
     (tmp_path / "ds.json").write_text('{"train_batch_size": 60, "amp": {"enabled": false}}')
     (tmp_path / "run.yaml").write_text("run: {name: x}\n")
-    command = [sys.executable, ROOT / "train.py", "--deepspeed_config", "ds.json", "--config", "run.yaml"]
+    command = [
+        sys.executable,
+        ROOT / "train.py",
+        "--deepspeed_config",
+        "ds.json",
+        "--config",
+        "run.yaml",
+    ]
     done = subprocess.run(
         command,
         cwd=tmp_path,
@@ -140,7 +184,8 @@ def test_a_start_without_our_launcher_tells_once_what_is_left_out(
 
 
 def test_deepspeeds_base64_text_is_read_as_a_file_is() -> None:
-    for text in (json.dumps(DS), json.dumps({**DS, "comment": "?" * 4})):  # "?" makes a "/" of the common alphabet
+    # "?" makes a "/" of the common alphabet
+    for text in (json.dumps(DS), json.dumps({**DS, "comment": "?" * 4})):
         encoded = base64.urlsafe_b64encode(text.encode()).decode()
         config = with_deepspeed_config(RunConfig(), encoded)
         assert (config.batch.global_size, config.zero.stage) == (60, 2)

@@ -1,5 +1,5 @@
-"""A DeepSpeed JSON becomes a run config that renders back to the same meaning, or a problem: nothing is dropped in
-silence.
+"""A DeepSpeed JSON becomes a run config that renders back to the same meaning, or a problem:
+nothing is dropped in silence.
 """
 
 from __future__ import annotations
@@ -37,14 +37,18 @@ OURS = (
 
 
 def rendered(values: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(render(make_plan(config_from_values(values), ON_8))))
+    found: dict[str, Any] = json.loads(
+        json.dumps(render(make_plan(config_from_values(values), ON_8)))
+    )
     return found
 
 
 def imported(values: dict[str, Any]) -> Imported:
     found = import_document(Document("ds.json", BATCH | values))
     text = run_config_text(found, name="ds.json")
-    assert parse_document(text, name="run.yaml").value == found.values, "the text says what the values say"
+    assert parse_document(text, name="run.yaml").value == found.values, (
+        "the text says what the values say"
+    )
     return found
 
 
@@ -65,7 +69,8 @@ def kinds(values: dict[str, Any]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("path", RENDERED, ids=lambda path: path.stem)
 def test_shipped_renderings_come_back(path: Path) -> None:
     values = json.loads(path.read_text())
-    stages = {"parallel": {"pipe": 2}} if "pipeline" in values else {}  # DeepSpeed's JSON does not say how many
+    # DeepSpeed's JSON does not say how many
+    stages = {"parallel": {"pipe": 2}} if "pipeline" in values else {}
     assert rendered(import_deepspeed(values) | stages) == values
 
 
@@ -82,18 +87,31 @@ OPTIMIZERS = st.one_of(
             "implementation": st.sampled_from(["torch", "deepspeed"]),
         }
     ),
-    st.fixed_dictionaries({"kind": st.just("sgd"), "lr": rates, "momentum": st.just(0.9), "nesterov": flags}),
+    st.fixed_dictionaries(
+        {"kind": st.just("sgd"), "lr": rates, "momentum": st.just(0.9), "nesterov": flags}
+    ),
     st.fixed_dictionaries({"kind": st.just("adagrad"), "lr": rates, "eps": rates}),
     st.fixed_dictionaries({"kind": st.just("lion"), "lr": rates, "betas": st.just([0.5, 0.6])}),
 )
 SCHEDULERS = st.one_of(
     st.sampled_from([{"kind": "constant"}, {"kind": "cosine", "warmup_steps": 3}]),
     st.fixed_dictionaries(
-        {"kind": st.just("warmup"), "warmup_steps": st.integers(2, 9), "min_lr": rates, "max_lr": rates}
+        {
+            "kind": st.just("warmup"),
+            "warmup_steps": st.integers(2, 9),
+            "min_lr": rates,
+            "max_lr": rates,
+        }
     ),
-    st.fixed_dictionaries({"kind": st.just("warmup_decay"), "warmup_steps": st.just(5), "total_steps": st.just(50)}),
     st.fixed_dictionaries(
-        {"kind": st.just("warmup_cosine"), "warmup_steps": st.just(5), "cos_min_ratio": st.just(0.1)}
+        {"kind": st.just("warmup_decay"), "warmup_steps": st.just(5), "total_steps": st.just(50)}
+    ),
+    st.fixed_dictionaries(
+        {
+            "kind": st.just("warmup_cosine"),
+            "warmup_steps": st.just(5),
+            "cos_min_ratio": st.just(0.1),
+        }
     ),
     st.fixed_dictionaries(
         {
@@ -129,17 +147,27 @@ ZEROS = st.one_of(
                     {"device": "nvme", "nvme_path": "/n", "buffer_count": 5},
                 ]
             ),
-            "offload_param": st.sampled_from([{"device": "cpu"}, {"device": "nvme", "nvme_path": "/n"}]),
+            "offload_param": st.sampled_from(
+                [{"device": "cpu"}, {"device": "nvme", "nvme_path": "/n"}]
+            ),
         }
     ),
 )
 PRECISIONS = st.one_of(
     st.sampled_from(
-        [{"dtype": "fp32"}, {"dtype": "autocast"}, {"dtype": "autocast", "lower_precision_safe_modules": ["a.B"]}]
+        [
+            {"dtype": "fp32"},
+            {"dtype": "autocast"},
+            {"dtype": "autocast", "lower_precision_safe_modules": ["a.B"]},
+        ]
     ),
     st.fixed_dictionaries({"dtype": st.just("bf16"), "check_grad_overflow": flags}),
     st.fixed_dictionaries(
-        {"dtype": st.just("fp16"), "loss_scale": st.sampled_from([0.0, 128.0]), "hysteresis": st.just(3)}
+        {
+            "dtype": st.just("fp16"),
+            "loss_scale": st.sampled_from([0.0, 128.0]),
+            "hysteresis": st.just(3),
+        }
     ),
 )
 PASSED = st.sampled_from(
@@ -147,7 +175,11 @@ PASSED = st.sampled_from(
         {},
         {"activation_checkpointing": {"partition_activations": True}},
         {"timers": {"throughput": {"enabled": True}}},
-        {"wall_clock_breakdown": True, "data_types": {"grad_accum_dtype": "fp32"}, "comms_logger": {"enabled": True}},
+        {
+            "wall_clock_breakdown": True,
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "comms_logger": {"enabled": True},
+        },
     ]
 )
 RUNS = st.fixed_dictionaries(
@@ -167,7 +199,9 @@ RUNS = st.fixed_dictionaries(
 @settings(max_examples=150, deadline=None)
 @given(RUNS)
 def test_what_renders_comes_back(values: dict[str, Any]) -> None:
-    """Property: render, import, render gives the same JSON, unless DeepSpeed refuses what was rendered."""
+    """Property: render, import, render gives the same JSON, unless DeepSpeed refuses what was
+    rendered.
+    """
     try:
         first = rendered(values)
     except ConfigError:
@@ -196,23 +230,41 @@ RAW = [
         "optimizer": {"type": "ADAM", "params": {"lr": 0.1, "adam_w_mode": False}},
         "fp16": {"enabled": True, "loss_scale": 8},
     },
-    {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "adam_w_mode": False, "weight_decay": 0.5}}},
+    {
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"torch_adam": True, "adam_w_mode": False, "weight_decay": 0.5},
+        }
+    },
     {"optimizer": {"type": "Lamb", "params": {"max_coeff": 3, "bias_correction": True}}},
     {"optimizer": {"type": "Lion"}},
     {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}},
-    {"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}},
-    {"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 4000}}},
+    {
+        "optimizer": {"type": "Adam"},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+    },
+    {
+        "optimizer": {"type": "Adam"},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 4000}},
+    },
     {
         "optimizer": {"type": "Adam"},
         "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1}},
     },
-    {"optimizer": {"type": "Adam"}, "scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_step_size": 3}}},
+    {
+        "optimizer": {"type": "Adam"},
+        "scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_step_size": 3}},
+    },
     {
         "torch_autocast": {"enabled": True, "dtype": "half"},
         "communication_data_type": "FP32",
         "wandb": {"enabled": True},
     },
-    {"pipeline": {}, "data_efficiency": {"enabled": False, "seed": 3}, "comet": {"workspace": None}},
+    {
+        "pipeline": {},
+        "data_efficiency": {"enabled": False, "seed": 3},
+        "comet": {"workspace": None},
+    },
 ]
 
 
@@ -224,7 +276,10 @@ def test_every_given_key_means_the_same(values: dict[str, Any]) -> None:
     before, after = Facts(BATCH | values), Facts(back)
     for path in {path for path, _ in [*leaves(BATCH | values), *leaves(back)]} - set(OURS):
         today = "bf16" + path[8:] if path.startswith("bfloat16") else path
-        key = table.get(today, before.optimizer if path.startswith("optimizer") else before.text("scheduler.type"))
+        key = table.get(
+            today,
+            before.optimizer if path.startswith("optimizer") else before.text("scheduler.type"),
+        )
         if key is None or path.startswith(("optimizer.type", "timers", *OURS)):
             continue
         today = today if "[" in key.path else key.path
@@ -233,14 +288,18 @@ def test_every_given_key_means_the_same(values: dict[str, Any]) -> None:
             continue
         if before.given(today):
             assert meaning(after, today, default) == meaning(before, today, default), today
-        elif before.given(today.rpartition(".")[0]) or path.startswith("fp16"):  # left out, decided as DeepSpeed does
+        elif before.given(today.rpartition(".")[0]) or path.startswith(
+            "fp16"
+        ):  # left out, decided as DeepSpeed does
             expected = {
                 "scheduler.params.cycle_second_step_size": 2000,
                 "scheduler.params.warmup_max_lr": default or 1e-3,
                 "zero_optimization.overlap_comm": before.stage == 3,
                 "optimizer.params.weight_decay": 0.0,
             }
-            assert after.get(today, default) == expected.get(today, default), f"{today} was left out"
+            assert after.get(today, default) == expected.get(today, default), (
+                f"{today} was left out"
+            )
 
 
 def meaning(facts: Facts, path: str, default: Any) -> Any:
@@ -250,7 +309,14 @@ def meaning(facts: Facts, path: str, default: Any) -> Any:
     if path == "optimizer.params.adam_w_mode":
         return facts.optimizer == "adamw" or facts.flag(path, True)
     value = facts.get(path, default)
-    return next((read for read in (facts.flag(path, default), facts.number(path, default)) if read is not None), value)
+    return next(
+        (
+            read
+            for read in (facts.flag(path, default), facts.number(path, default))
+            if read is not None
+        ),
+        value,
+    )
 
 
 BY_TYPE: dict[str, st.SearchStrategy[Any]] = {
@@ -267,13 +333,19 @@ BY_TYPE: dict[str, st.SearchStrategy[Any]] = {
 def value_of(path: str) -> st.SearchStrategy[tuple[str, Any]]:
     key = load_table().exact(path)
     assert key is not None
-    fitting = st.sampled_from(key.enum) if key.enum else st.one_of([BY_TYPE[kind] for kind in key.types])
+    fitting = (
+        st.sampled_from(key.enum) if key.enum else st.one_of([BY_TYPE[kind] for kind in key.types])
+    )
     defaults = [] if key.default is MISSING else [key.default]
-    return st.tuples(st.just(path), st.one_of(fitting, fitting, st.sampled_from([None, "auto", *defaults])))
+    return st.tuples(
+        st.just(path), st.one_of(fitting, fitting, st.sampled_from([None, "auto", *defaults]))
+    )
 
 
 PATHS = sorted(
-    path for path in load_table() if not set("*[") & set(path) and path not in ("train_batch_size", "optimizer.type")
+    path
+    for path in load_table()
+    if not set("*[") & set(path) and path not in ("train_batch_size", "optimizer.type")
 )
 
 
@@ -281,7 +353,9 @@ PATHS = sorted(
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(PATHS).flatmap(value_of), max_size=4), st.integers(0, 3))
 def test_no_key_is_dropped_in_silence(keys: list[tuple[str, Any]], stage: int) -> None:
-    """Property: what an import leaves out is null, a default, decided elsewhere on purpose, or said."""
+    """Property: what an import leaves out is null, a default, decided elsewhere on purpose, or
+    said.
+    """
     values: dict[str, Any] = {**BATCH, "zero_optimization": {"stage": stage}}
     for path, value in keys:
         section = values
@@ -317,13 +391,18 @@ def test_torchs_own_optimizers_become_targets() -> None:
     found = imported(
         {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.1, "foreach": True}}}
     ).values
-    assert found["optimizer"] == {"target": "torch.optim:AdamW", "args": {"lr": 0.1, "foreach": True}}
+    assert found["optimizer"] == {
+        "target": "torch.optim:AdamW",
+        "args": {"lr": 0.1, "foreach": True},
+    }
     found = imported({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "dampening": 0.5}}}).values
     assert found["optimizer"]["target"] == "torch.optim:SGD"
 
 
 def test_torchs_adamw_decays_where_nothing_is_said() -> None:
-    found = imported({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}).values["optimizer"]
+    found = imported({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}).values[
+        "optimizer"
+    ]
     assert (found["weight_decay"], found["implementation"]) == (0.01, "torch")
 
 
@@ -337,7 +416,10 @@ HUGGING_FACE = {
         "min_loss_scale": 1,
     },
     "bf16": {"enabled": "auto"},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
     "scheduler": {
         "type": "WarmupDecayLR",
         "params": {
@@ -386,7 +468,9 @@ def test_hugging_face_auto() -> None:
     }
     assert "fp16.enabled and bf16.enabled" in found.comments["precision.dtype"]
     assert "the length of the run" in found.comments["scheduler.kind"]
-    assert '  lr: 0.001  # "auto" in the file; this is our default' in run_config_text(found, name="hf.json")
+    assert '  lr: 0.001  # "auto" in the file; this is our default' in run_config_text(
+        found, name="hf.json"
+    )
     assert rendered(found.values)["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
 
 
@@ -438,16 +522,25 @@ def test_keys_without_effect_are_named() -> None:
 @pytest.mark.parametrize(
     ("values", "key"),
     [
-        ({"zero_optimization": {"stage": 2, "parameter_alignment": True}}, "zero_optimization.parameter_alignment"),
+        (
+            {"zero_optimization": {"stage": 2, "parameter_alignment": True}},
+            "zero_optimization.parameter_alignment",
+        ),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
         ({"data_parallel_size": 2}, "data_parallel_size"),
         ({"optimizer": {"type": "Muon", "params": {"lr": 0.1}}}, "optimizer.type"),
         (
-            {"optimizer": {"type": "Adam"}, "scheduler": {"type": "StepLR", "params": {"step_size": 3}}},
+            {
+                "optimizer": {"type": "Adam"},
+                "scheduler": {"type": "StepLR", "params": {"step_size": 3}},
+            },
             "scheduler.type",
         ),
         (
-            {"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2]}}},
+            {
+                "optimizer": {"type": "Adam"},
+                "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2]}},
+            },
             "scheduler.params.warmup_max_lr",
         ),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype"),
@@ -461,11 +554,22 @@ def test_what_cannot_be_said_is_a_problem(values: dict[str, Any], key: str) -> N
 @pytest.mark.parametrize(
     "values",
     [
-        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8, "leaf_module": {"names": ["a"]}}},
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "zero_hpz_partition_size": 8,
+                "leaf_module": {"names": ["a"]},
+            }
+        },
         {"zero_optimization": {"stage": 1, "ignore_unused_parameters": False}},
         {"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}},
         {"bf16": {"enabled": True, "immediate_grad_update": True}},
-        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "cpuadam_cores_perc": 0.5}}},
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu", "cpuadam_cores_perc": 0.5},
+            }
+        },
     ],
     ids=json.dumps,
 )
@@ -494,7 +598,10 @@ def test_a_key_that_deepspeed_would_drop_stops_an_import(values: dict[str, Any])
 
 # Keys that are gone: how they meant something, and how they meant nothing.
 GONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "amp": ({"amp": {"enabled": True, "opt_level": "O1"}}, {"amp": {"enabled": False, "opt_level": "O1"}}),
+    "amp": (
+        {"amp": {"enabled": True, "opt_level": "O1"}},
+        {"amp": {"enabled": False, "opt_level": "O1"}},
+    ),
     "elasticity": ({"elasticity": {"enabled": True}}, {"elasticity": {}}),
     "compression_training": (
         {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
@@ -521,7 +628,12 @@ def test_a_key_that_is_gone_stops_an_import_unless_it_was_off(key: str) -> None:
 
 def test_a_key_of_a_newer_release_stops_an_import_unless_it_is_off() -> None:
     def by(value: bool) -> Imported:
-        values = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": value}}}
+        values = {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu", "super_offload": value},
+            }
+        }
         return import_document(Document("ds.json", BATCH | values), release="0.16.9")
 
     with pytest.raises(ConfigError) as caught:
@@ -538,7 +650,12 @@ def test_what_only_a_run_config_refuses_is_told_at_the_key_and_line_of_the_file(
         "lr_range_test_min_lr": 0}},
       "zero_optimization": {"stage": 3,
         "sub_group_size": 0}}"""
-    assert imported({"zero_optimization": {"stage": 3, "sub_group_size": 0}}).values["zero"]["sub_group_size"] == 0
+    assert (
+        imported({"zero_optimization": {"stage": 3, "sub_group_size": 0}}).values["zero"][
+            "sub_group_size"
+        ]
+        == 0
+    )
     with pytest.raises(ConfigError) as caught:
         import_document(parse_hjson(text, name="ds.json"))
     assert {(problem.key, problem.file, problem.line) for problem in caught.value.problems} == {
@@ -554,7 +671,9 @@ def test_the_loss_scale_that_deepspeed_began_with_for_years_is_imported() -> Non
 
 
 def test_what_deepspeed_refuses_is_not_imported() -> None:
-    assert kinds({"zero_optimization": {"stage": 5}}) == [("zero_optimization.stage", "wrong-value")]
+    assert kinds({"zero_optimization": {"stage": 5}}) == [
+        ("zero_optimization.stage", "wrong-value")
+    ]
     assert ("bf16.check_overflow", "unknown-key") in kinds({"bf16": {"check_overflow": True}})
 
 
@@ -566,7 +685,9 @@ def test_a_large_batch_gets_a_placeholder_that_can_be_planned() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "ds.json"
-    file.write_text('{"train_batch_size": 64, /* why */ "data_types": {"grad_accum_dtype": "fp32"},}')
+    file.write_text(
+        '{"train_batch_size": 64, /* why */ "data_types": {"grad_accum_dtype": "fp32"},}'
+    )
     assert main(["import", str(file)]) == 0
     run = tmp_path / "run.yaml"
     run.write_text(capsys.readouterr().out)
@@ -576,14 +697,24 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "run config already" in capsys.readouterr().err
     file.write_text('{"train_batch_size": 64,\n "sequence_parallel_size": 2}')
     assert main(["import", str(file)]) == 78
-    assert f"{file}:2: sequence_parallel_size = 2: DeepSpeed would divide the model itself" in capsys.readouterr().err
+    assert (
+        f"{file}:2: sequence_parallel_size = 2: DeepSpeed would divide the model itself"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_null_that_means_something_is_refused_and_not_dropped() -> None:
     """DeepSpeed stops at a KeyError where `model_mask_name` is left out."""
     random_ltd = {"enabled": False, "model_mask_name": None}
-    values = {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": random_ltd}}}
-    assert ("data_efficiency.data_routing.random_ltd.model_mask_name", "not-expressible") in kinds(values)
+    values = {
+        "data_efficiency": {
+            "enabled": True,
+            "data_routing": {"enabled": True, "random_ltd": random_ltd},
+        }
+    }
+    assert ("data_efficiency.data_routing.random_ltd.model_mask_name", "not-expressible") in kinds(
+        values
+    )
 
 
 def test_a_rate_that_the_file_does_not_tell_is_commented() -> None:

@@ -41,13 +41,26 @@ def test_what_is_a_run_config(values: Any, expected: bool) -> None:
 
 def test_what_a_file_was_taken_for_is_said_where_it_has_keys_of_both_kinds() -> None:
     (note,) = assumption(
-        Document("x.json", {"train_batch_size": 8, "gradient_clipping": 1.0, "data": {}}), as_run_config=False
+        Document("x.json", {"train_batch_size": 8, "gradient_clipping": 1.0, "data": {}}),
+        as_run_config=False,
     )
-    assert (note.key, note.severity, "taken for DeepSpeed JSON" in note.reason) == ("data", "note", True)
-    (note,) = assumption(Document("x.json", {"run": {}, "zero": {}, "train_batch_size": 8}), as_run_config=True)
+    assert (note.key, note.severity, "taken for DeepSpeed JSON" in note.reason) == (
+        "data",
+        "note",
+        True,
+    )
+    (note,) = assumption(
+        Document("x.json", {"run": {}, "zero": {}, "train_batch_size": 8}), as_run_config=True
+    )
     assert (note.key, "taken for a run config" in note.reason) == ("train_batch_size", True)
-    assert not list(assumption(Document("x.json", {"run": {}, "optimizer": {}}), as_run_config=True))
-    assert not list(assumption(Document("x.json", {"train_batch_size": 8, "optimizer": {}}), as_run_config=False))
+    assert not list(
+        assumption(Document("x.json", {"run": {}, "optimizer": {}}), as_run_config=True)
+    )
+    assert not list(
+        assumption(
+            Document("x.json", {"train_batch_size": 8, "optimizer": {}}), as_run_config=False
+        )
+    )
 
 
 def test_configs_of_other_trainers_are_told_as_that() -> None:
@@ -57,12 +70,18 @@ def test_configs_of_other_trainers_are_told_as_that() -> None:
         return found and found.kind
 
     assert (
-        kind_of({"compute_environment": "LOCAL_MACHINE", "deepspeed_config": {"zero_stage": 2}}) == "accelerate-config"
+        kind_of({"compute_environment": "LOCAL_MACHINE", "deepspeed_config": {"zero_stage": 2}})
+        == "accelerate-config"
     )
     assert kind_of({"output_dir": "out", "learning_rate": 1e-4}) == "trainer-config"
-    assert kind_of({"trainer": {"max_epochs": 3, "devices": 2}, "model": {"class_path": "a.B"}}) == "trainer-config"
+    assert (
+        kind_of({"trainer": {"max_epochs": 3, "devices": 2}, "model": {"class_path": "a.B"}})
+        == "trainer-config"
+    )
     assert kind_of({"run": {}, "deepspeed_config": {}}) is None
-    assert kind_of({"train_batch_size": 8, "learning_rate": 1e-4, "output_dir": "out"}) is None, "stray keys of a JSON"
+    assert kind_of({"train_batch_size": 8, "learning_rate": 1e-4, "output_dir": "out"}) is None, (
+        "stray keys of a JSON"
+    )
 
 
 @pytest.mark.parametrize("dash", ["-", "_"])
@@ -73,7 +92,9 @@ def test_a_config_of_gpt_neox_is_one_line(dash: str) -> None:
         "optimizer": {"type": "Adam"},
         "train_micro_batch_size_per_gpu": 4,
     }
-    found = foreign_problem(Document("x.yml", {name.replace("_", dash): value for name, value in values.items()}))
+    found = foreign_problem(
+        Document("x.yml", {name.replace("_", dash): value for name, value in values.items()})
+    )
     assert found is not None
     assert found.kind == "gpt-neox-config"
     assert foreign_problem(Document("x.json", {"num_layers": 2, "train_batch_size": 4})) is None

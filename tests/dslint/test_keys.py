@@ -1,4 +1,6 @@
-"""The key tables hold what DeepSpeed reads: complete, explained, quick to load, with the right guesses and dates."""
+"""The key tables hold what DeepSpeed reads: complete, explained, quick to load, with the right
+guesses and dates.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,9 @@ def test_every_key_has_a_sentence_and_a_type(release: str) -> None:
         found = table.get(path)
         assert found is not None
         assert re.fullmatch(r"[A-Z0-9].*\.", found.sentence), path
-        assert found.types != ("any",) or found.status == "refused" or found.from_python or found.enum, path
+        assert (
+            found.types != ("any",) or found.status == "refused" or found.from_python or found.enum
+        ), path
         assert "object" in found.types or found.unknown is None, path
 
 
@@ -163,7 +167,11 @@ def test_no_sentence_is_left_over() -> None:
     paths = {path for release in known_releases() for path in load_table(release)}
     used = [sentence_entry(path) for path in paths]
     written = json.loads((TABLES / "sentences.json").read_text(encoding="utf-8"))
-    idle = {path for path, words in written.items() if words not in used and {"sentence": words} not in used}
+    idle = {
+        path
+        for path, words in written.items()
+        if words not in used and {"sentence": words} not in used
+    }
     assert not idle
 
 
@@ -188,7 +196,9 @@ def test_every_constant_with_a_default_is_a_key(file: str) -> None:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
     named = [
-        value.value for name, value in values.items() if f"{name}_DEFAULT" in values and isinstance(value, ast.Constant)
+        value.value
+        for name, value in values.items()
+        if f"{name}_DEFAULT" in values and isinstance(value, ast.Constant)
     ]
     table = load_table(importlib.metadata.version("deepspeed"))
     last_parts = {path.rpartition(".")[2] for path in table}
@@ -198,16 +208,23 @@ def test_every_constant_with_a_default_is_a_key(file: str) -> None:
 
 @pytest.mark.slow
 def test_the_table_is_what_the_installed_deepspeed_reads(warm: WarmRanks, tmp_path: Path) -> None:
-    """Drift of DeepSpeed or of a hand-made change of the table shows here; tools/build_key_table.py says how to
-    rebuild.
+    """Drift of DeepSpeed or of a hand-made change of the table shows here; tools/build_key_table.py
+    says how to rebuild.
     """
-    job = warm.start(["--check"], num_ranks=1, folder=tmp_path, script=ROOT / "tools/build_key_table.py")
+    job = warm.start(
+        ["--check"], num_ranks=1, folder=tmp_path, script=ROOT / "tools/build_key_table.py"
+    )
     assert job.wait(300) == [0], job.stated()
 
 
 def test_what_a_key_knows() -> None:
     stage = key("zero_optimization.stage")
-    assert (stage.types, stage.enum, stage.default, stage.reader) == (("integer",), (0, 1, 2, 3), 0, "pydantic")
+    assert (stage.types, stage.enum, stage.default, stage.reader) == (
+        ("integer",),
+        (0, 1, 2, 3),
+        0,
+        "pydantic",
+    )
     assert stage.source == "runtime/zero/config.py:DeepSpeedZeroConfig.stage"
     ratio = key("zero_optimization.offload_optimizer.ratio")
     assert (ratio.minimum, ratio.maximum, ratio.default) == (0.0, 1.0, 1.0)
@@ -225,7 +242,8 @@ def test_what_a_key_knows() -> None:
 
 def test_unknown_keys_by_section() -> None:
     treatment = {
-        path: key(path).unknown for path in ("zero_optimization", "fp16", "aio", "pipeline", "autotuning.arg_mappings")
+        path: key(path).unknown
+        for path in ("zero_optimization", "fp16", "aio", "pipeline", "autotuning.arg_mappings")
     }
     assert treatment == {
         "zero_optimization": "error",
@@ -240,7 +258,10 @@ def test_unknown_keys_by_section() -> None:
 
 
 def test_finding_keys() -> None:
-    assert key("zero_optimization.prefetch_bucket_size").path == "zero_optimization.stage3_prefetch_bucket_size"
+    assert (
+        key("zero_optimization.prefetch_bucket_size").path
+        == "zero_optimization.stage3_prefetch_bucket_size"
+    )
     assert key("bfloat16.enabled").path == "bf16.enabled"
     assert key("optimizer.params.lr", variant="adagrad").default == 0.01
     assert key("optimizer.params.nesterov").path == "optimizer.params[MuSGD].nesterov"
@@ -271,14 +292,18 @@ NEAREST = {
     "bf16.loss_scale": ["fp16.loss_scale"],
     "fp16.check_grad_overflow": ["bf16.check_grad_overflow"],
     "zero_optimization.prefetch_bucket_size": ["zero_optimization.stage3_prefetch_bucket_size"],
-    "zero_optimization.stage3_prefetch_buket_size": ["zero_optimization.stage3_prefetch_bucket_size"],
+    "zero_optimization.stage3_prefetch_buket_size": [
+        "zero_optimization.stage3_prefetch_bucket_size"
+    ],
     "zero_optimisation.stage": ["zero_optimization.stage"],
     "zero_optimization.offload_optimiser.devise": ["zero_optimization.offload_optimizer.device"],
     "zero_optimization.gradient_clipping": ["gradient_clipping"],
     "micro_batch_size": ["train_micro_batch_size_per_gpu"],
     "optimizer.lr": ["optimizer.params.lr"],
     "optimizer.params.learning_rate": ["optimizer.params.lr"],
-    "activation_checkpointing.partitioned_activations": ["activation_checkpointing.partition_activations"],
+    "activation_checkpointing.partitioned_activations": [
+        "activation_checkpointing.partition_activations"
+    ],
     "loss_scale": ["fp16.loss_scale"],
     "tensorboard.enable": ["tensorboard.enabled"],
     "wandb.entity": ["wandb.team"],
@@ -302,7 +327,11 @@ GUESSES: list[tuple[str, str | None, list[str]]] = [
     ("scheduler.params.min_lr", "WarmupDecayLR", ["scheduler.params.warmup_min_lr"]),
     ("scheduler.params.max_lr", "OneCycle", ["scheduler.params.cycle_max_lr"]),
     ("scheduler.params.min_lr", "LRRangeTest", ["scheduler.params.lr_range_test_min_lr"]),
-    ("scheduler.params.max_lr", None, ["scheduler.params.warmup_max_lr", "scheduler.params.cycle_max_lr"]),
+    (
+        "scheduler.params.max_lr",
+        None,
+        ["scheduler.params.warmup_max_lr", "scheduler.params.cycle_max_lr"],
+    ),
     ("scheduler.params.warmup_max_lr", "OneCycle", []),
     ("scheduler.params.warmup_steps", "WarmupCosineLR", ["scheduler.params.warmup_num_steps"]),
     ("per_device_train_batch_size", None, ["train_micro_batch_size_per_gpu"]),
@@ -343,18 +372,33 @@ HISTORIES: dict[str, tuple[str | None, str | None, bool, tuple[str, ...]]] = {
         True,
         ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     ),
-    "curriculum_learning": (None, "0.19.8", True, ("data_efficiency.data_sampling.curriculum_learning",)),
+    "curriculum_learning": (
+        None,
+        "0.19.8",
+        True,
+        ("data_efficiency.data_sampling.curriculum_learning",),
+    ),
     "sparse_gradients": (None, "0.19.8", True, ()),
     "compression_training": (None, "0.19.7", True, ()),
     "nebula": (None, "0.19.7", True, ("checkpoint.writer",)),
-    "zero_optimization.mics_shard_size": (None, "0.19.7", True, ("zero_optimization.zero_hpz_partition_size",)),
+    "zero_optimization.mics_shard_size": (
+        None,
+        "0.19.7",
+        True,
+        ("zero_optimization.zero_hpz_partition_size",),
+    ),
     "zero_optimization.mics_hierarchical_params_gather": (
         None,
         "0.19.7",
         True,
         ("zero_optimization.zero_hpz_partition_size",),
     ),
-    "zero_optimization.zeropp_loco_param": (None, "0.19.8", True, ("zero_optimization.zero_quantized_gradients",)),
+    "zero_optimization.zeropp_loco_param": (
+        None,
+        "0.19.8",
+        True,
+        ("zero_optimization.zero_quantized_gradients",),
+    ),
     "optimizer.params[OneBitAdam]": (None, "0.19.7", True, ("optimizer.params[AdamW]",)),
     "elasticity.min_gpus": (None, "0.19.8", False, ()),
     "zero_optimization.zenflow": ("0.17.6", None, False, ()),
@@ -373,11 +417,15 @@ def test_history(path: str) -> None:
 
 
 def test_history_of_a_default() -> None:
-    newest_first = [entry["default"] for _, entry in states_of("gradient_clipping") if entry is not None]
+    newest_first = [
+        entry["default"] for _, entry in states_of("gradient_clipping") if entry is not None
+    ]
     assert newest_first == sorted(newest_first, reverse=True)
     assert set(newest_first) == {0.0, 1.0}
     assert key("gradient_clipping") == load_table("0.19.3").get("gradient_clipping")
-    assert load_table("0.19.2").get("gradient_clipping") == Key(**{**vars(key("gradient_clipping")), "default": 0.0})
+    assert load_table("0.19.2").get("gradient_clipping") == Key(
+        **{**vars(key("gradient_clipping")), "default": 0.0}
+    )
 
 
 def test_refused_keys_say_what_to_do() -> None:
@@ -399,7 +447,11 @@ def test_what_a_plan_says_of_top_level_keys_is_what_the_tables_say() -> None:
     """The plan cannot import the tables, and has lists of its own."""
     refused = {}
     for path in TABLE.children():
-        since = [release for release, entry in states_of(path) if entry and entry.get("status") == "refused"]
+        since = [
+            release
+            for release, entry in states_of(path)
+            if entry and entry.get("status") == "refused"
+        ]
         if since:
             refused[path] = since[-1]  # the newest release comes first
     assert {key: release for key, (release, _) in REMOVED.items()} == refused
@@ -408,8 +460,8 @@ def test_what_a_plan_says_of_top_level_keys_is_what_the_tables_say() -> None:
 
 @pytest.mark.parametrize("release", ["0.16.9", "0.19.8"])
 def test_mup_wants_a_learning_rate(release: str) -> None:
-    """mup/optim.py `process_param_groups` reads kwargs["lr"], and 0 where no weight decay is given, for AdamW as
-    well.
+    """mup/optim.py `process_param_groups` reads kwargs["lr"], and 0 where no weight decay is given,
+    for AdamW as well.
     """
     for kind in ("MuAdam", "MuAdamW", "MuSGD"):
         assert load_table(release).required(f"optimizer.params[{kind}]") == ("lr",)

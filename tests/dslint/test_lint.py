@@ -1,5 +1,5 @@
-"""`lint`: each key against the table of a release, and every problem at its place. The rules have tests of their
-own.
+"""`lint`: each key against the table of a release, and every problem at its place. The rules have
+tests of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from framework.text.hjson import parse_hjson
 from tests.places import ROOT
 
 # A whole config that nothing is wrong with, for a key to be added to.
-FINE = {"train_batch_size": 8, "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+FINE = {
+    "train_batch_size": 8,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+}
 
 # What a key can be wrong in by itself.
 BY_THEMSELVES = {
@@ -42,7 +46,9 @@ def found(text: str, release: str | None = None, topology: Topology | None = Non
 
 
 def only(text: str, release: str | None = None) -> Problem:
-    """The one problem of these keys by themselves, within a config that is fine; rules between keys may say more."""
+    """The one problem of these keys by themselves, within a config that is fine; rules between keys
+    may say more.
+    """
     problems = found(json.dumps(FINE)[:-1] + ", " + text.removeprefix("{"), release)
     (problem,) = [problem for problem in problems if problem.kind in BY_THEMSELVES]
     return problem
@@ -63,13 +69,21 @@ def test_a_fine_config_has_no_problem() -> None:
             "zero_optimization.stage",
             'write it as sections: {"zero_optimization": {"stage": 3}}',
         ),
-        ('{"fp16.enabled": true}', "fp16.enabled", 'write it as sections: {"fp16": {"enabled": true}}'),
+        (
+            '{"fp16.enabled": true}',
+            "fp16.enabled",
+            'write it as sections: {"fp16": {"enabled": true}}',
+        ),
         (
             '{"zero_optimization": {"stage": 2, "offload_optimizer.device": "cpu"}}',
             "zero_optimization.offload_optimizer.device",
             'write it as sections: {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}',
         ),
-        ('{"optimizer.params[AdamW]": {"lr": 1}}', "optimizer.params[AdamW]", "write it as sections:"),
+        (
+            '{"optimizer.params[AdamW]": {"lr": 1}}',
+            "optimizer.params[AdamW]",
+            "write it as sections:",
+        ),
         ('{"a.b": 1}', "a.b", "remove it"),
     ],
 )
@@ -79,14 +93,22 @@ def test_a_name_with_a_dot_is_no_path(text: str, key: str, fix: str) -> None:
     assert fix in problem.fix
 
 
-@pytest.mark.parametrize("name", ["_comment", "comment", "//", "# why", "_comment2", "$comment", "_note"])
+@pytest.mark.parametrize(
+    "name", ["_comment", "comment", "//", "# why", "_comment2", "$comment", "_note"]
+)
 def test_comments_made_of_keys_are_told_from_slips(name: str) -> None:
-    (outside,) = [p for p in found(json.dumps({**FINE, name: "words"})) if p.kind not in BY_THEMSELVES]
+    (outside,) = [
+        p for p in found(json.dumps({**FINE, name: "words"})) if p.kind not in BY_THEMSELVES
+    ]
     assert (outside.kind, outside.severity) == ("comment-key", "warning")
     (inside,) = [
-        p for p in found(json.dumps({**FINE, "bf16": {"enabled": True, name: "words"}})) if p.kind == "comment-key"
+        p
+        for p in found(json.dumps({**FINE, "bf16": {"enabled": True, name: "words"}}))
+        if p.kind == "comment-key"
     ]
-    assert (inside.severity, inside.fix) == ("error", "write comments as // comments"), "DeepSpeed's models refuse it"
+    assert (inside.severity, inside.fix) == ("error", "write comments as // comments"), (
+        "DeepSpeed's models refuse it"
+    )
 
 
 def test_when_a_key_came_is_said_as_far_as_it_is_known() -> None:
@@ -97,7 +119,9 @@ def test_when_a_key_came_is_said_as_far_as_it_is_known() -> None:
 
 
 def test_choices_are_written_as_json_writes_them() -> None:
-    assert only('{"expert_parallel": {"enabled": true, "load_balance_coeff": 1}}').fix == "write null"
+    assert (
+        only('{"expert_parallel": {"enabled": true, "load_balance_coeff": 1}}').fix == "write null"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ places
@@ -109,7 +133,9 @@ def test_problems_stand_at_their_keys_in_the_order_of_the_file() -> None:
         '"stage": 9,\n'
         '    "stagee": 1},\n  "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},\n  "gradient_cliping": 1\n}\n'
     )
-    assert [(problem.line, problem.column, problem.key, problem.kind) for problem in found(text)] == [
+    assert [
+        (problem.line, problem.column, problem.key, problem.kind) for problem in found(text)
+    ] == [
         (5, 5, "zero_optimization.stage", "wrong-value"),
         (6, 5, "zero_optimization.stagee", "unknown-key"),
         (8, 3, "gradient_cliping", "unknown-key"),
@@ -118,9 +144,16 @@ def test_problems_stand_at_their_keys_in_the_order_of_the_file() -> None:
 
 
 def test_a_missing_key_stands_at_its_section() -> None:
-    problems = found('{"train_batch_size": 8, "gradient_clipping": 1.0,\n "optimizer": {"params": {}}}')
+    problems = found(
+        '{"train_batch_size": 8, "gradient_clipping": 1.0,\n "optimizer": {"params": {}}}'
+    )
     (problem,) = [problem for problem in problems if problem.kind == "missing-key"]
-    assert (problem.kind, problem.key, problem.line, problem.column) == ("missing-key", "optimizer.type", 2, 2)
+    assert (problem.kind, problem.key, problem.line, problem.column) == (
+        "missing-key",
+        "optimizer.type",
+        2,
+        2,
+    )
 
 
 def test_elements_of_a_list_have_places() -> None:
@@ -141,28 +174,52 @@ def test_values_from_python_have_no_file() -> None:
 @pytest.mark.parametrize(
     ("text", "kind", "severity", "stated"),
     [
-        ('{"gradient_cliping": 1}', "unknown-key", "error", "drops it in silence; did you mean gradient_clipping?"),
-        ('{"bf16": {"enabld": true}}', "unknown-key", "error", "refuses it; did you mean bf16.enabled?"),
+        (
+            '{"gradient_cliping": 1}',
+            "unknown-key",
+            "error",
+            "drops it in silence; did you mean gradient_clipping?",
+        ),
+        (
+            '{"bf16": {"enabld": true}}',
+            "unknown-key",
+            "error",
+            "refuses it; did you mean bf16.enabled?",
+        ),
         ('{"zero_optimization": {"stage": 4}}', "wrong-value", "error", "write 0, 1, 2, 3"),
         ('{"zero_optimization": {"stage": "two"}}', "wrong-type", "error", "write a whole number"),
         ('{"zero_optimization": {"stage": "2"}}', "loose-type", "warning", "write a whole number"),
         ('{"zero_optimization": {"stage": null}}', "wrong-type", "error", "leave the key out"),
-        ('{"zero_optimization": {"offload_optimizer": {"ratio": 2}}}', "wrong-value", "error", "write at most 1"),
+        (
+            '{"zero_optimization": {"offload_optimizer": {"ratio": 2}}}',
+            "wrong-value",
+            "error",
+            "write at most 1",
+        ),
         ('{"communication_data_type": "fp8"}', "wrong-value", "error", "write fp16, bf16"),
         ('{"memory_breakdown": 1}', "wrong-type", "error", "write true or false"),
         ('{"fp16": 3}', "wrong-type", "error", "write a section of keys"),
-        ('{"amp": {"enabled": false}}', "removed-key", "error", "raises an error where it is present since 0.19.8"),
+        (
+            '{"amp": {"enabled": false}}',
+            "removed-key",
+            "error",
+            "raises an error where it is present since 0.19.8",
+        ),
         ('{"disable_allgather": true}', "inert-key", "warning", "does nothing with it"),
     ],
 )
-def test_one_key_is_one_problem_of_its_kind(text: str, kind: str, severity: str, stated: str) -> None:
+def test_one_key_is_one_problem_of_its_kind(
+    text: str, kind: str, severity: str, stated: str
+) -> None:
     problem = only(text)
     assert (problem.kind, problem.severity) == (kind, severity)
     assert stated in str(problem)
 
 
 def test_both_names_of_a_key() -> None:
-    problem = only('{"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 9, "max_live_parameters": 9}}')
+    problem = only(
+        '{"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 9, "max_live_parameters": 9}}'
+    )
     assert (problem.kind, problem.key) == ("both-names", "zero_optimization.max_live_parameters")
 
 
@@ -171,7 +228,10 @@ def test_both_names_of_a_key() -> None:
     [
         ('{"train_micro_batch_size": 8}', "train_micro_batch_size_per_gpu"),
         ('{"zero_optimisation": {"stage": 2}}', "zero_optimization"),
-        ('{"zero_optimization": {"stage": 2, "overlap_com": true}}', "zero_optimization.overlap_comm"),
+        (
+            '{"zero_optimization": {"stage": 2, "overlap_com": true}}',
+            "zero_optimization.overlap_comm",
+        ),
         ('{"stage3_prefetch_bucket_size": 5}', "zero_optimization.stage3_prefetch_bucket_size"),
         ('{"max_grad_norm": 1}', "gradient_clipping"),
         ('{"bf16": {"enabled": true, "loss_scale": 0}}', "fp16.loss_scale"),
@@ -195,9 +255,13 @@ def test_parameters_are_those_of_the_type() -> None:
     lion = found(
         '{"train_batch_size": 8, "gradient_clipping": 1, "optimizer": {"type": "Lion", "params": {"eps": 1e-8}}}'
     )
-    assert [problem.key for problem in lion if problem.severity == "error"] == ["optimizer.params.eps"]
+    assert [problem.key for problem in lion if problem.severity == "error"] == [
+        "optimizer.params.eps"
+    ]
     warmup = {**FINE, "scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 5}}}
-    assert "scheduler.params.total_num_steps" in [problem.key for problem in found(json.dumps(warmup))]
+    assert "scheduler.params.total_num_steps" in [
+        problem.key for problem in found(json.dumps(warmup))
+    ]
 
 
 # -------------------------------------------------------------------------------------------------- whole documents
@@ -241,7 +305,11 @@ def test_what_is_no_object(text: str) -> None:
     ("text", "severity", "stated"),
     [
         ('{"gradient_accumulation_steps": "auto"}', "error", "breaks on it"),
-        ('{"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}', "warning", "takes its default"),
+        (
+            '{"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}',
+            "warning",
+            "takes its default",
+        ),
         ('{"prescale_gradients": "auto"}', "warning", "takes the text for true"),
     ],
 )
@@ -263,10 +331,14 @@ def test_where_editors_find_a_schema_is_nobodys_mistake() -> None:
 # ----------------------------------------------------------------------------------------------- releases, topology
 
 
-@pytest.mark.parametrize(("release", "kinds"), [("0.19.8", ["removed-key"]), ("0.19.6", []), ("0.18.9", [])])
+@pytest.mark.parametrize(
+    ("release", "kinds"), [("0.19.8", ["removed-key"]), ("0.19.6", []), ("0.18.9", [])]
+)
 def test_another_release_reads_other_keys(release: str, kinds: list[str]) -> None:
     text = json.dumps({**FINE, "sparse_gradients": False})
-    assert [problem.kind for problem in found(text, release) if problem.key == "sparse_gradients"] == kinds
+    assert [
+        problem.kind for problem in found(text, release) if problem.key == "sparse_gradients"
+    ] == kinds
 
 
 def test_a_key_that_came_later_says_so() -> None:
@@ -291,11 +363,15 @@ def test_the_number_of_ranks_is_what_a_batch_is_held_against() -> None:
 
 
 @pytest.mark.parametrize("release", [name for name in known_releases() if name >= "0.19.7"])
-@pytest.mark.parametrize("path", sorted((ROOT / "ds_configs/rendered").glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "ds_configs/rendered").glob("*.json")), ids=lambda path: path.stem
+)
 def test_what_we_render_has_no_error(path: Path, release: str) -> None:
     """`train` needs 0.19.7 at least."""
     topology = Topology(world_size=8)
-    problems = lint(parse_hjson(path.read_text(), name=path.name), release=release, topology=topology)
+    problems = lint(
+        parse_hjson(path.read_text(), name=path.name), release=release, topology=topology
+    )
     assert [str(problem) for problem in problems if problem.severity == "error"] == []
 
 
@@ -309,12 +385,18 @@ def test_what_we_render_has_no_error(path: Path, release: str) -> None:
         ('{"moe": {"enabled": true}}', "remove it"),
         ('{"wandb": {"enabled": true, "api_key": "x"}}', "remove it"),
         ('{"log": {"steps_per_print": 5}}', "write steps_per_print without this section around it"),
-        ('{"optimizer": {"type": "Muon", "params": {"lr": 0.1, "ns_method": "gramm"}}}', "write gram, standard"),
+        (
+            '{"optimizer": {"type": "Muon", "params": {"lr": 0.1, "ns_method": "gramm"}}}',
+            "write gram, standard",
+        ),
         (
             '{"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, "cos_min_ratio": 1.5}}}',
             "write at most 1",
         ),
-        ('{"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": [-1.0]}}}', "write at least 0"),
+        (
+            '{"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": [-1.0]}}}',
+            "write at least 0",
+        ),
         ('{"zero_optimization": {"stage": 2, "reduce_bucket_size": 1e19}}', "write a whole number"),
     ],
 )
@@ -324,5 +406,7 @@ def test_what_is_said_instead(text: str, fix: str) -> None:
 
 
 def test_a_missing_parameter_names_the_schedule() -> None:
-    problems = lint(parse_hjson('{"scheduler": {"type": "WarmupDecayLR", "params": {}}}', name="x.json"))
+    problems = lint(
+        parse_hjson('{"scheduler": {"type": "WarmupDecayLR", "params": {}}}', name="x.json")
+    )
     assert "WarmupDecayLR does not work without it" in [problem.reason for problem in problems]

@@ -1,4 +1,6 @@
-"""Files of other training tools and templates are named for what they are, by `check` and by `import`."""
+"""Files of other training tools and templates are named for what they are, by `check` and by
+`import`.
+"""
 
 from __future__ import annotations
 
@@ -56,14 +58,24 @@ def test_a_file_of_another_tool_is_one_line(
         (line,) = (stated.out + stated.err).splitlines()
         assert f"this is a config of {tool}, neither a run config nor DeepSpeed JSON" in line
         assert line.endswith(f"[{kind}]")
-    assert "micro_batch_size is batch.micro_size" in line or "micro_batch_size" not in text or tool == "NeMo"
+    assert (
+        "micro_batch_size is batch.micro_size" in line
+        or "micro_batch_size" not in text
+        or tool == "NeMo"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("a.json", '{\n"train_batch_size": CONFIG_BATCH_SIZE,\n"zero_optimization": {"stage": ZERO_STAGE, "x": 1}\n}'),
-        ("b.json", '{\n"train_batch_size": CONFIG_BATCH_SIZE,\n"zero_optimization": {\n"stage": ZERO_STAGE\n}\n}'),
+        (
+            "a.json",
+            '{\n"train_batch_size": CONFIG_BATCH_SIZE,\n"zero_optimization": {"stage": ZERO_STAGE, "x": 1}\n}',
+        ),
+        (
+            "b.json",
+            '{\n"train_batch_size": CONFIG_BATCH_SIZE,\n"zero_optimization": {\n"stage": ZERO_STAGE\n}\n}',
+        ),
         ("c.json", '{"train_batch_size": "${BATCH}", "zero_optimization": {"stage": "<stage>"}}'),
         ("d.json", '{"train_batch_size": {{ batch }}, "zero_optimization": {"stage": 1}}'),
         ("e.yaml", "run: {name: a}\nzero: {stage: '${STAGE}'}\ntraining: {max_steps: $STEPS}\n"),
@@ -71,7 +83,9 @@ def test_a_file_of_another_tool_is_one_line(
         ("g.yaml", "run: {name: a}\ntraining: {max_steps: MAX_STEPS}\n"),
     ],
 )
-def test_a_template_is_one_line(name: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_template_is_one_line(
+    name: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / name
     path.write_text(text)
     assert main(["check", str(path)]) == 2
@@ -83,7 +97,9 @@ def test_a_template_is_one_line(name: str, text: str, tmp_path: Path, capsys: py
         assert capsys.readouterr().err.rstrip().endswith("[config-template]")
 
 
-def test_what_is_wrong_is_not_taken_for_a_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_not_taken_for_a_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "x.json"
     path.write_text(
         '{"train_batch_size": 8, "bf16": {"enabled": "TRUE"}, "optimizer": {"type": "ADAMX", "params": {}}}'
@@ -92,15 +108,22 @@ def test_what_is_wrong_is_not_taken_for_a_template(tmp_path: Path, capsys: pytes
     assert "template" not in capsys.readouterr().err
 
 
-def test_accelerates_file_with_a_key_twice_is_read_as_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_accelerates_file_with_a_key_twice_is_read_as_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "x.yaml"
-    path.write_text("compute_environment: AMAZON_SAGEMAKER\ndebug: false\nmixed_precision: fp16\ndebug: true\n")
+    path.write_text(
+        "compute_environment: AMAZON_SAGEMAKER\ndebug: false\nmixed_precision: fp16\ndebug: true\n"
+    )
     assert main(["check", str(path)]) == 2
     assert "[accelerate-config]" in capsys.readouterr().err
     assert main(["import", str(path)]) == 0
     stated = capsys.readouterr()
     assert "compute_dtype: fp16" in stated.out
-    assert "debug: the key is already set in line 2; the last one counts, as there [duplicate-key]" in stated.err
+    assert (
+        "debug: the key is already set in line 2; the last one counts, as there [duplicate-key]"
+        in stated.err
+    )
     path.write_text("run: {name: a}\nrun: {name: b}\n")
     assert main(["check", str(path)]) == 2
     assert "[duplicate-key]" in capsys.readouterr().err

@@ -1,5 +1,5 @@
-"""Files for Hugging Face's Trainer and for Accelerate: what they fill in, and what they refuse, held against their own
-code.
+"""Files for Hugging Face's Trainer and for Accelerate: what they fill in, and what they refuse,
+held against their own code.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def autos(*paths: str) -> dict[str, Any]:
         if section in values:
             values[section]["type"] = kind
     if "scheduler" in values:
-        needed = {"total_num_steps": 10, "warmup_num_steps": 2, "warmup_max_lr": 5e-5}  # the rate that the Trainer has
+        # the rate that the Trainer has
+        needed = {"total_num_steps": 10, "warmup_num_steps": 2, "warmup_max_lr": 5e-5}
         values["scheduler"]["params"] = needed | values["scheduler"]["params"]
         values = merged({"optimizer": {"type": "AdamW", "params": {"lr": 5e-5}}}, values)
     return merged(PLAIN, values)
@@ -60,7 +61,13 @@ UNFILLED = (
 )
 FILES: list[str] = [
     *(json.dumps(autos(path)) for path in (*sorted(FILLED), "steps_per_print", *UNFILLED)),
-    json.dumps({name: value for name, value in autos("gradient_clipping").items() if name != "zero_optimization"}),
+    json.dumps(
+        {
+            name: value
+            for name, value in autos("gradient_clipping").items()
+            if name != "zero_optimization"
+        }
+    ),
     json.dumps(autos("gradient_clipping")).replace("{", "{ // why\n", 1),
     json.dumps(autos("gradient_clipping"))[:-1] + ",}",
     "\ufeff" + json.dumps(autos("gradient_clipping")),
@@ -73,7 +80,11 @@ def judged(text: str, reader: Reader | None = None) -> Verdict:
 
 
 def errors(text: str, reader: Reader | None = None) -> list[tuple[str, str]]:
-    return [(problem.kind, problem.key) for problem in judged(text, reader).problems if problem.severity == "error"]
+    return [
+        (problem.kind, problem.key)
+        for problem in judged(text, reader).problems
+        if problem.severity == "error"
+    ]
 
 
 def test_a_file_that_says_auto_is_the_trainers_and_that_is_said() -> None:
@@ -90,26 +101,46 @@ def test_a_file_that_says_auto_is_the_trainers_and_that_is_said() -> None:
 def test_each_reader_has_its_own_keys() -> None:
     text = json.dumps(autos("optimizer.params.betas"))
     assert errors(text, "huggingface") == []
-    assert errors(text, "accelerate") == errors(text, "deepspeed") == [("auto-value", "optimizer.params.betas")]
-    assert errors(json.dumps(autos("wall_clock_breakdown")), "huggingface") == [("auto-value", "wall_clock_breakdown")]
+    assert (
+        errors(text, "accelerate")
+        == errors(text, "deepspeed")
+        == [("auto-value", "optimizer.params.betas")]
+    )
+    assert errors(json.dumps(autos("wall_clock_breakdown")), "huggingface") == [
+        ("auto-value", "wall_clock_breakdown")
+    ]
     node_local = judged(json.dumps(autos("checkpoint.use_node_local_storage")), "huggingface")
-    assert [problem.severity for problem in node_local.problems if problem.kind == "auto-value"] == ["warning"]
+    assert [
+        problem.severity for problem in node_local.problems if problem.kind == "auto-value"
+    ] == ["warning"]
 
 
 def test_whole_numbers_are_those_of_json_load() -> None:
-    text = json.dumps(autos("gradient_clipping")).replace('"train_batch_size": 8', '"train_batch_size": 8e0')
+    text = json.dumps(autos("gradient_clipping")).replace(
+        '"train_batch_size": 8', '"train_batch_size": 8e0'
+    )
     assert ("wrong-type", "train_batch_size") in errors(text)
     plain = judged(text.replace('"auto"', "1.0"))
     assert plain.is_fine
-    assert [problem.fix for problem in plain.problems if problem.kind == "loose-type"] == ["write 8"]
+    assert [problem.fix for problem in plain.problems if problem.kind == "loose-type"] == [
+        "write 8"
+    ]
     taken = json.dumps(
-        merged(autos("gradient_clipping"), {"steps_per_print": 1, "zero_optimization": {"reduce_bucket_size": 1}})
+        merged(
+            autos("gradient_clipping"),
+            {"steps_per_print": 1, "zero_optimization": {"reduce_bucket_size": 1}},
+        )
     )
-    assert errors(taken.replace('_size": 1}', '_size": 5e8}').replace('print": 1', 'print": 1e5')) == []
+    assert (
+        errors(taken.replace('_size": 1}', '_size": 5e8}').replace('print": 1', 'print": 1e5'))
+        == []
+    )
 
 
 def test_what_is_left_out_and_what_json_does_not_read() -> None:
-    found = judged('{"train_batch_size": "auto", // all\n "fp16": {"enabled": "auto"}, "_comment": "x",}')
+    found = judged(
+        '{"train_batch_size": "auto", // all\n "fp16": {"enabled": "auto"}, "_comment": "x",}'
+    )
     kinds = {problem.kind: problem for problem in found.problems}
     assert {"not-json", "zero-section-missing", "accumulation-left-out"} <= kinds.keys()
     assert kinds["not-json"].line == 1
@@ -118,7 +149,8 @@ def test_what_is_left_out_and_what_json_does_not_read() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    None in map(find_spec, ("accelerate", "transformers", "deepspeed")), reason="needs what it is held against"
+    None in map(find_spec, ("accelerate", "transformers", "deepspeed")),
+    reason="needs what it is held against",
 )
 def test_the_installed_trainer_and_accelerate_refuse_the_same(tmp_path: Path) -> None:
     """Their own code reads every file; it is stopped where it would call deepspeed.initialize."""

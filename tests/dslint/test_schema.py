@@ -1,4 +1,6 @@
-"""The JSON Schema of DeepSpeed JSON: current, valid for every release, and as strict as `check` about single keys."""
+"""The JSON Schema of DeepSpeed JSON: current, valid for every release, and as strict as `check`
+about single keys.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,11 @@ def test_every_key_has_its_sentence() -> None:
 
 def test_every_key_of_the_table_is_there() -> None:
     found = {path.removeprefix(".") for path, _ in properties(SCHEMA)}
-    keys = {path.replace("]", "").replace("[", "\0") for path in load_table() if not path.endswith((".*", "]"))}
+    keys = {
+        path.replace("]", "").replace("[", "\0")
+        for path in load_table()
+        if not path.endswith((".*", "]"))
+    }
     plain = {
         f"{head}.params.{key.rpartition('.')[2]}" if "\0" in key else key
         for key in keys
@@ -136,7 +142,12 @@ def test_an_editor_refuses_what_check_refuses(values: dict[str, Any]) -> None:
         {"bfloat16": {"enabled": True}},
         {"zero_optimization": True},
         {"communication_data_type": "FP16"},
-        {"optimizer": {"type": "AdAmW", "params": {"lr": 1, "betas": [0.9, 0.95], "torch_adam": True}}},
+        {
+            "optimizer": {
+                "type": "AdAmW",
+                "params": {"lr": 1, "betas": [0.9, 0.95], "torch_adam": True},
+            }
+        },
         {"optimizer": {"type": "RMSprop", "params": {"alpha": 0.9, "x": [1]}}},
         {"zero_optimization": {"overlap_comm": None}},
         {"scheduler": {"type": "StepLR", "params": {"step_size": 3}}},

@@ -1,5 +1,5 @@
-"""What torch's optimizers and schedules refuse, `check` refuses: every parameter of every class with every odd
-value.
+"""What torch's optimizers and schedules refuse, `check` refuses: every parameter of every class
+with every odd value.
 """
 
 from __future__ import annotations
@@ -58,7 +58,11 @@ ODD: tuple[Any, ...] = (
     "triangular2",
 )
 # Only the code knows how many groups of parameters there are, and how long it trains.
-OF_THE_MODEL = ("must have the same length as optimizer.param_groups", "expected 1 min_lrs", "Tried to step")
+OF_THE_MODEL = (
+    "must have the same length as optimizer.param_groups",
+    "expected 1 min_lrs",
+    "Tried to step",
+)
 # What DeepSpeed makes of a type is not torch's class of that name.
 CLASSES = sorted((TORCH_OPTIMIZERS - {"Muon"}) & set(dir(torch.optim)))
 GIVEN: dict[str, dict[str, Any]] = {
@@ -77,7 +81,9 @@ def errors(optimizer: dict[str, Any], scheduler: dict[str, Any] | None = None) -
     config |= {"scheduler": scheduler} if scheduler is not None else {}
     found = lint(Document("", config), topology=Topology(device="cpu"))
     return [
-        str(problem) for problem in found if problem.severity == "error" and problem.kind != "optimizer-cannot-step"
+        str(problem)
+        for problem in found
+        if problem.severity == "error" and problem.kind != "optimizer-cannot-step"
     ]
 
 
@@ -111,7 +117,9 @@ def pairs(cls: type) -> Iterator[dict[str, Any]]:
     """One parameter with each value, and each two flags together."""
     names = parameters(cls)
     yield from ({name: value} for name in names for value in ODD)
-    flags = [name for name in names if inspect.signature(cls).parameters[name].default in (False, None)]
+    flags = [
+        name for name in names if inspect.signature(cls).parameters[name].default in (False, None)
+    ]
     yield from ({one: True, other: True} for one, other in itertools.combinations(flags, 2))
 
 
@@ -130,7 +138,10 @@ def test_what_an_optimizer_refuses_is_refused(name: str) -> None:
         refusal = torch_refuses(run)
         if name == "SparseAdam" and "dense gradients" in refusal:
             refusal = ""
-        ours = {"type": name, "params": params | ({"torch_adam": True} if name in ("Adam", "AdamW") else {})}
+        ours = {
+            "type": name,
+            "params": params | ({"torch_adam": True} if name in ("Adam", "AdamW") else {}),
+        }
         if refusal and not errors(ours):
             accepted.append(f"{params}: {refusal}")
     assert accepted == []
@@ -142,7 +153,8 @@ def test_what_a_schedule_refuses_is_refused(name: str) -> None:
     accepted = []
     changes = [GIVEN.get(name, {}) | change for change in pairs(cls)]
     changes += [
-        {key: value for key, value in GIVEN.get(name, {}).items() if key != gone} for gone in GIVEN.get(name, {})
+        {key: value for key, value in GIVEN.get(name, {}).items() if key != gone}
+        for gone in GIVEN.get(name, {})
     ]
     for params in changes:
 
@@ -154,7 +166,10 @@ def test_what_a_schedule_refuses_is_refused(name: str) -> None:
                 schedule.step(*([float(step)] if name == "ReduceLROnPlateau" else []))
 
         refusal = torch_refuses(run)
-        found = errors({"type": "AdamW", "params": {"torch_adam": True, "lr": 0.1}}, {"type": name, "params": params})
+        found = errors(
+            {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.1}},
+            {"type": name, "params": params},
+        )
         if refusal and not found and not any(words in refusal for words in OF_THE_MODEL):
             accepted.append(f"{params}: {refusal}")
     assert accepted == []
@@ -176,12 +191,21 @@ def test_what_is_usual_is_taken() -> None:
     }
     for name, many in usual.items():
         for params in many:
-            assert torch_refuses(lambda name=name, params=params: optimizer_of(name, params).step()) == ""
+            assert (
+                torch_refuses(lambda name=name, params=params: optimizer_of(name, params).step())
+                == ""
+            )
             assert errors({"type": name, "params": params}) == [], (name, params)
     for name, params in GIVEN.items():
-        assert errors({"type": "SGD", "params": {"lr": 0.1}}, {"type": name, "params": params}) == [], name
+        assert (
+            errors({"type": "SGD", "params": {"lr": 0.1}}, {"type": name, "params": params}) == []
+        ), name
     assert (
-        errors({"type": "SGD", "params": {}}, {"type": "CyclicLR", "params": {"base_lr": [0.1], "max_lr": [1.0]}}) == []
+        errors(
+            {"type": "SGD", "params": {}},
+            {"type": "CyclicLR", "params": {"base_lr": [0.1], "max_lr": [1.0]}},
+        )
+        == []
     )
 
 
@@ -189,12 +213,21 @@ def test_the_tables_know_every_class_and_parameter() -> None:
     assert set(OPTIMIZERS) | {"Adam", "AdamW", "Adagrad"} == set(CLASSES)
     for name, known in OPTIMIZERS.items():
         assert set(known) == set(parameters(getattr(torch.optim, name))), name
-    assert set(SCHEDULERS) | {"ChainedScheduler", "LambdaLR", "MultiplicativeLR", "SequentialLR"} == TORCH_SCHEDULES
+    assert (
+        set(SCHEDULERS) | {"ChainedScheduler", "LambdaLR", "MultiplicativeLR", "SequentialLR"}
+        == TORCH_SCHEDULES
+    )
     for name, known in SCHEDULERS.items():
         signature = inspect.signature(getattr(torch.optim.lr_scheduler, name))
         assert set(known) == set(parameters(getattr(torch.optim.lr_scheduler, name))), name
-        needed = [key for key, value in signature.parameters.items() if value.default is inspect.Parameter.empty]
-        assert set(needed) - {"optimizer"} == {key for key in known if known[key].get("required")}, name
+        needed = [
+            key
+            for key, value in signature.parameters.items()
+            if value.default is inspect.Parameter.empty
+        ]
+        assert set(needed) - {"optimizer"} == {
+            key for key in known if known[key].get("required")
+        }, name
 
 
 @pytest.mark.parametrize("schedule", ["CyclicLR", "OneCycleLR"])
@@ -214,7 +247,8 @@ def test_a_cycle_of_the_momentum_wants_one(schedule: str) -> None:
 @pytest.mark.parametrize("betas", [[0.9], [0.9, 1.5], [0.9, 0.9, 0.9], [-0.1, 0.9], [1, 0.9]])
 def test_deepspeeds_own_optimizers_take_two_betas_below_1(name: str, betas: list[float]) -> None:
     assert any(
-        "optimizer.params.betas" in line for line in errors({"type": name, "params": {"lr": 0.1, "betas": betas}})
+        "optimizer.params.betas" in line
+        for line in errors({"type": name, "params": {"lr": 0.1, "betas": betas}})
     )
 
 

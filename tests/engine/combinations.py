@@ -1,4 +1,5 @@
-"""What goes with what: read off the runs that tests hold against plain PyTorch, and off what `check` refuses.
+"""What goes with what: read off the runs that tests hold against plain PyTorch, and off what
+`check` refuses.
 
 python -m tests.engine.combinations      # writes the tables into docs/parallelism.md
 """
@@ -27,16 +28,27 @@ from tests.engine import (
 from tests.places import ROOT
 
 PAGE: Final = ROOT / "docs/parallelism.md"
-BEGIN, END = "<!-- combinations: python -m tests.engine.combinations -->\n", "<!-- end of combinations -->\n"
+BEGIN, END = (
+    "<!-- combinations: python -m tests.engine.combinations -->\n",
+    "<!-- end of combinations -->\n",
+)
 STAGES: Final = (0, 1, 2, 3)
 Values = Mapping[str, Any]
 
-_GPT: Final = {"model": {"kind": "gpt", "num_heads": 8}, "data": {"kind": "text"}, "task": {"kind": "causal_lm"}}
+_GPT: Final = {
+    "model": {"kind": "gpt", "num_heads": 8},
+    "data": {"kind": "text"},
+    "task": {"kind": "causal_lm"},
+}
 _MIXED: Final = {**_GPT, "model": {**_GPT["model"], "moe": {"num_experts": 8}}}
 # Ways to train a model, as its rows of the tables -> a config of each.
 WAYS: Final[Mapping[str, Values]] = {
     "data alone": _GPT,
-    "`parallel.pipe`": {**_GPT, "parallel": {"pipe": 2}, "batch": {"micro_size": 1, "accumulation_steps": 16}},
+    "`parallel.pipe`": {
+        **_GPT,
+        "parallel": {"pipe": 2},
+        "batch": {"micro_size": 1, "accumulation_steps": 16},
+    },
     "`parallel.tensor`": {**_GPT, "parallel": {"tensor": 2}},
     "`parallel.sequence`": {**_GPT, "parallel": {"sequence": 2}},
     "`model.moe`": _MIXED,
@@ -62,7 +74,9 @@ _CLUSTER: Final = Cluster(devices_per_host=8, device="cuda")
 
 
 class Run(NamedTuple):
-    """A run that a test holds against plain PyTorch in one process, some with `--exhaustive` alone."""
+    """A run that a test holds against plain PyTorch in one process, some with `--exhaustive`
+    alone.
+    """
 
     ranks: int
     values: Values
@@ -75,23 +89,54 @@ def proven() -> Iterator[Run]:
         yield from (Run(ranks, one) for one in test_against_pytorch.zero_cases(nowhere, ranks))
     for name, (section, _) in test_against_pytorch.OPTIMIZERS.items():
         for stage in (0, 2):
-            yield Run(2, test_against_pytorch.config(name, nowhere, optimizer=section, zero={"stage": stage}))
+            yield Run(
+                2,
+                test_against_pytorch.config(
+                    name, nowhere, optimizer=section, zero={"stage": stage}
+                ),
+            )
     for name, (section, *_) in test_against_pytorch.WHOLE.items():
         yield Run(2, test_against_pytorch.config(name, nowhere, optimizer=section))
-    yield from (Run(2, one) for one in (*test_step_loss.plain_cases(nowhere), *test_step_loss.pipe_cases(nowhere)))
-    yield from (Run(2, test_ema.config(name, nowhere, **case)) for name, case in test_ema.CASES.items())
+    yield from (
+        Run(2, one)
+        for one in (*test_step_loss.plain_cases(nowhere), *test_step_loss.pipe_cases(nowhere))
+    )
+    yield from (
+        Run(2, test_ema.config(name, nowhere, **case)) for name, case in test_ema.CASES.items()
+    )
     for ranks, pipes in ((2, test_pipeline.TWO_RANKS), (4, test_pipeline.FOUR_RANKS)):
-        yield from (Run(ranks, test_pipeline.values(one, nowhere, nowhere, global_size=16)) for one in pipes)
-    for ranks, groups in ((2, test_tensor.TWO_RANKS), (4, [*test_tensor.FOUR_RANKS, *test_tensor.RARE_FOUR])):
-        yield from (Run(ranks, test_tensor.values(one, nowhere, nowhere, micro_size=16 // ranks)) for one in groups)
+        yield from (
+            Run(ranks, test_pipeline.values(one, nowhere, nowhere, global_size=16)) for one in pipes
+        )
+    for ranks, groups in (
+        (2, test_tensor.TWO_RANKS),
+        (4, [*test_tensor.FOUR_RANKS, *test_tensor.RARE_FOUR]),
+    ):
+        yield from (
+            Run(ranks, test_tensor.values(one, nowhere, nowhere, micro_size=16 // ranks))
+            for one in groups
+        )
     for stage, sections in test_tensor.PAIRS.values():
         case = test_tensor.Case("gpt", stage)
         yield Run(2, test_tensor.values(case, nowhere, nowhere, micro_size=8, **sections))
-    of_four = test_sequence.FOUR_RANKS | test_sequence.RARE_FOUR | test_sequence.DIVIDED | test_sequence.RARE_DIVIDED
+    of_four = (
+        test_sequence.FOUR_RANKS
+        | test_sequence.RARE_FOUR
+        | test_sequence.DIVIDED
+        | test_sequence.RARE_DIVIDED
+    )
     for ranks, cases in ((2, test_sequence.TWO_RANKS | test_sequence.RARE), (4, of_four)):
-        yield from (Run(ranks, test_sequence.values(name, one, nowhere, nowhere)) for name, one in cases.items())
+        yield from (
+            Run(ranks, test_sequence.values(name, one, nowhere, nowhere))
+            for name, one in cases.items()
+        )
     for name, (case_name, sections, _) in test_sequence.VARIANTS.items():
-        yield Run(2, test_sequence.values(name, test_sequence.TWO_RANKS[case_name], nowhere, nowhere, **sections))
+        yield Run(
+            2,
+            test_sequence.values(
+                name, test_sequence.TWO_RANKS[case_name], nowhere, nowhere, **sections
+            ),
+        )
     for mixed in (*test_experts.TWO, *test_experts.RARE, *test_experts.FOUR):
         yield Run(mixed.ranks, mixed.config(nowhere))
     yield from (Run(2, test_experts.varied(name, nowhere)) for name in test_experts.VARIANTS)
@@ -101,7 +146,11 @@ def proven() -> Iterator[Run]:
 def ways_of(values: Values) -> frozenset[str]:
     """The ways that a run goes."""
     parallel, is_mixed = values.get("parallel", {}), "moe" in values.get("model", {})
-    found = [f"`parallel.{name}`" for name in ("pipe", "tensor", "sequence", "expert") if parallel.get(name, 1) > 1]
+    found = [
+        f"`parallel.{name}`"
+        for name in ("pipe", "tensor", "sequence", "expert")
+        if parallel.get(name, 1) > 1
+    ]
     found += ["`model.moe`"] if is_mixed and parallel.get("expert", 1) == 1 else []
     found += ["`training.lora`"] if values.get("training", {}).get("lora") else []
     return frozenset(found or ["data alone"])
@@ -124,8 +173,13 @@ def features_of(run: Run) -> set[str]:
 
 
 def refused(*sections: Values, stage: int) -> str:
-    """Kind of the problem that `check` has with these sections together; empty where it has none."""
-    values: dict[str, Any] = {"batch": {"micro_size": 1, "accumulation_steps": 16}, "zero": {"stage": stage}}
+    """Kind of the problem that `check` has with these sections together; empty where it has
+    none.
+    """
+    values: dict[str, Any] = {
+        "batch": {"micro_size": 1, "accumulation_steps": 16},
+        "zero": {"stage": stage},
+    }
     for each in sections:
         for name, section in each.items():
             values[name] = {**values.get(name, {}), **section}
@@ -168,17 +222,27 @@ def table() -> Table:
     for way, config in WAYS.items():
         for stage in STAGES:
             exact = {
-                run.ranks for own, run, names in runs if own == {way} and stage_of(run) == stage and not _HALF & names
+                run.ranks
+                for own, run, names in runs
+                if own == {way} and stage_of(run) == stage and not _HALF & names
             }
             by_stage[way, stage] = exact, refused(config, stage=stage)
         for name, section in FEATURES.items():
-            stages = sorted({stage_of(run) for own, run, names in runs if own == {way} and name in names})
-            kinds = {stage: kind for stage in STAGES if (kind := refused(config, section, stage=stage))}
+            stages = sorted(
+                {stage_of(run) for own, run, names in runs if own == {way} and name in names}
+            )
+            kinds = {
+                stage: kind for stage in STAGES if (kind := refused(config, section, stage=stage))
+            }
             by_feature[way, name] = Cell(tuple(stages), kinds)
     for pair in combinations([way for way in WAYS if way != "data alone"], 2):
         if pair != ("`model.moe`", "`parallel.expert`"):  # which is one way
             stages = sorted({stage_of(run) for own, run, _ in runs if own == {*pair}})
-            kinds = {stage: kind for stage in STAGES if (kind := refused(*map(WAYS.get, pair), stage=stage))}  # type: ignore[arg-type]
+            kinds = {
+                stage: kind
+                for stage in STAGES
+                if (kind := refused(*map(WAYS.get, pair), stage=stage))
+            }  # type: ignore[arg-type]
             by_ways[pair] = Cell(tuple(stages), kinds)
     return Table(by_stage, by_feature, by_ways)
 
@@ -201,7 +265,9 @@ def shown() -> str:
     ]
     features = [[name, *(str(found.by_feature[way, name]) for way in WAYS)] for name in FEATURES]
     names = [way for way in WAYS if way != "data alone"]
-    ways = [[one, *(str(found.by_ways.get((one, two), "")) for two in names[1:])] for one in names[:-1]]
+    ways = [
+        [one, *(str(found.by_ways.get((one, two), "")) for two in names[1:])] for one in names[:-1]
+    ]
     return (
         "Numbers of ranks on which fp32 steps are those of plain PyTorch, by ZeRO stage (4 to 20 steps, with\n"
         "`pytest --exhaustive`, which alone tries some of them, always 20); or the kind of the problem with which\n"

@@ -1,5 +1,5 @@
-"""Plain PyTorch, one process, no DeepSpeed, nothing of ours but the model class and the data: what engines are held
-against.
+"""Plain PyTorch, one process, no DeepSpeed, nothing of ours but the model class and the data: what
+engines are held against.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ class MuonWithAdam:
 
     @staticmethod
     def for_blocks(model: nn.Module, *, lr: float, adam_lr: float) -> MuonWithAdam:
-        """Muon for the matrices of what is called blocks, with the values that a config has by default."""
+        """Muon for the matrices of what is called blocks, with the values that a config has by
+        default.
+        """
         parts: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
         for name, weight in model.named_parameters():
             parts[not (name.startswith("blocks.") and weight.ndim == 2)].append(weight)
@@ -47,7 +49,11 @@ class Average:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._model, self._decay = model, decay
-        self.weights = {name: one.detach().clone() for name, one in model.named_parameters() if one.requires_grad}
+        self.weights = {
+            name: one.detach().clone()
+            for name, one in model.named_parameters()
+            if one.requires_grad
+        }
 
     def step(self) -> None:
         """Follow the weights."""
@@ -65,9 +71,15 @@ def digit_batches(*, global_size: int, num_steps: int, seed: int = 0) -> list[Ba
     for step in range(num_steps):
         epoch, position = divmod(step, steps_per_epoch)
         order = epoch_order(len(train), seed=seed, epoch=epoch, shuffle=True)
-        samples = [train[int(index)] for index in order[position * global_size : (position + 1) * global_size]]
+        samples = [
+            train[int(index)]
+            for index in order[position * global_size : (position + 1) * global_size]
+        ]
         batches.append(
-            (torch.stack([image for image, _ in samples]), torch.tensor([int(label) for _, label in samples]))
+            (
+                torch.stack([image for image, _ in samples]),
+                torch.tensor([int(label) for _, label in samples]),
+            )
         )
     return batches
 

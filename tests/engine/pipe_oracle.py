@@ -1,5 +1,5 @@
-"""Plain PyTorch in one process, for any config: what a pipeline is held against. No DeepSpeed, no layer list, no
-Trainer.
+"""Plain PyTorch in one process, for any config: what a pipeline is held against. No DeepSpeed, no
+layer list, no Trainer.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ from tests.tasks.value import value_of_step
 
 _OPTIMIZERS: dict[str, Callable[[Any, Any], torch.optim.Optimizer]] = {
     "adafactor": lambda parameters, section: torch.optim.Adafactor(parameters, section.lr),
-    "adamw": lambda parameters, section: torch.optim.AdamW(parameters, section.lr, weight_decay=section.weight_decay),
-    "sgd": lambda parameters, section: torch.optim.SGD(parameters, section.lr, momentum=section.momentum),
+    "adamw": lambda parameters, section: torch.optim.AdamW(
+        parameters, section.lr, weight_decay=section.weight_decay
+    ),
+    "sgd": lambda parameters, section: torch.optim.SGD(
+        parameters, section.lr, momentum=section.momentum
+    ),
 }
 
 
@@ -41,8 +45,9 @@ def plain_run(
 ) -> tuple[list[float], dict[str, float], nn.Module]:
     """Losses of all steps, metrics over the evaluation data, and the trained model.
 
-    `together`: as many data-parallel ranks whose micro-batches batch norm sees as one. `ranks`: as many that see their
-    own, and of which the first one's running statistics are those of the model. `norms` gets those of the gradients.
+    `together`: as many data-parallel ranks whose micro-batches batch norm sees as one. `ranks`: as
+    many that see their own, and of which the first one's running statistics are those of the model.
+    `norms` gets those of the gradients.
     """
     config = config_from_values(values)
     splits = as_splits(call_factory(config.data.factory(), key="data"))
@@ -51,7 +56,9 @@ def plain_run(
     made = call_factory(config.model.factory(), key="model")
     model: nn.Module = nn.Sequential(*made) if isinstance(made, list) else made
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not any(re.fullmatch(pattern, name) for pattern in config.training.freeze))
+        parameter.requires_grad_(
+            not any(re.fullmatch(pattern, name) for pattern in config.training.freeze)
+        )
     optimizer, losses = _optimizer(model, config.optimizer), list[float]()
     average = Average(model, config.training.ema.decay) if config.training.ema else None
     for step in range(num_steps):
@@ -101,28 +108,40 @@ def _groups(model: nn.Module, section: Any) -> list[dict[str, Any]]:
     if section.weight_decay_on == "all":
         return [{"params": trained}]
     vectors = [parameter for parameter in trained if parameter.ndim < 2]
-    return [{"params": [p for p in trained if p.ndim >= 2]}, {"params": vectors, "weight_decay": 0.0}]
+    return [
+        {"params": [p for p in trained if p.ndim >= 2]},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
 
 
 def _layer_group(name: str, weight: nn.Parameter, section: Any) -> dict[str, Any]:
-    """A group for each weight: of three blocks the last one has the rate times one share, the embeddings four."""
+    """A group for each weight: of three blocks the last one has the rate times one share, the
+    embeddings four.
+    """
     block = re.match(r"blocks\.(\d)", name)
     below = 3 - int(block.group(1)) if block else 0 if name.startswith("norm") else 4
     return {"params": [weight], "lr": section.lr * section.layer_decay**below}
 
 
-def _micro_batches(config: Any, dataset: Any, step: int, micro_size: int, together: int) -> list[Any]:
+def _micro_batches(
+    config: Any, dataset: Any, step: int, micro_size: int, together: int
+) -> list[Any]:
     """The step's samples in order, an equal slice for each rank, cut into micro-batches."""
     size = config.batch.global_size
     epoch, position = divmod(step, len(dataset) // size)
     order = epoch_order(len(dataset), seed=config.run.seed, epoch=epoch, shuffle=True)
     slices = order[position * size : (position + 1) * size].view(together, -1, micro_size)
-    return [_read(config, dataset, epoch, slices[:, number].flatten().tolist()) for number in range(slices.shape[1])]
+    return [
+        _read(config, dataset, epoch, slices[:, number].flatten().tolist())
+        for number in range(slices.shape[1])
+    ]
 
 
 def _read(config: Any, dataset: Any, epoch: int, indices: list[int]) -> Any:
     if config.data.has_random_samples():
-        samples = SeededSamples(dataset, seed=config.run.seed).__getitems__([(epoch, index) for index in indices])
+        samples = SeededSamples(dataset, seed=config.run.seed).__getitems__(
+            [(epoch, index) for index in indices]
+        )
         return _collated(samples, dataset)
     return _collated([dataset[index] for index in indices], dataset)
 
@@ -137,7 +156,9 @@ def _evaluate(model: nn.Module, task: Any, dataset: Any) -> dict[str, float]:
     """Every sample once, in one batch."""
     model.eval()
     with torch.no_grad():
-        inputs, targets = task.split(_collated(SeededBatches(dataset).__getitems__(list(range(len(dataset)))), dataset))
+        inputs, targets = task.split(
+            _collated(SeededBatches(dataset).__getitems__(list(range(len(dataset)))), dataset)
+        )
         ratios = task.measure(task.forward(model, inputs), targets)
     sums = {name: float(ratio.total) / float(ratio.count) for name, ratio in ratios.items()}
     return {**sums, **task.derive(sums)}
@@ -145,4 +166,8 @@ def _evaluate(model: nn.Module, task: Any, dataset: Any) -> dict[str, float]:
 
 def tensors_of(value: Any) -> list[Tensor]:
     """All tensors in a result."""
-    return [value] if isinstance(value, Tensor) else [tensor for part in value for tensor in tensors_of(part)]
+    return (
+        [value]
+        if isinstance(value, Tensor)
+        else [tensor for part in value for tensor in tensors_of(part)]
+    )

@@ -21,9 +21,14 @@ from tests.launched import ROOT, run_ranks
 
 BF16 = {"precision": {"dtype": "bf16"}}
 # Two parameter groups, and weights that are trained by no optimizer.
-GROUPS = {"optimizer": {"kind": "adamw", "lr": 1e-3, "weight_decay": 0.5, "weight_decay_on": "matrices"}}
+GROUPS = {
+    "optimizer": {"kind": "adamw", "lr": 1e-3, "weight_decay": 0.5, "weight_decay_on": "matrices"}
+}
 FROZEN = {"training": {"max_steps": 2, "freeze": ["positions.*", r"blocks\.1\..*bias"]}}
-TIED = {"model": {"target": "tests.jobs.tied_net:TiedNet"}, "data": {"kind": "digits", "image_size": 28}}
+TIED = {
+    "model": {"target": "tests.jobs.tied_net:TiedNet"},
+    "data": {"kind": "digits", "image_size": 28},
+}
 # Three ranks: nothing of these models can be divided by three, so every partition is padded.
 Cases = dict[str, tuple[dict[str, Any], int, dict[str, Any]]]
 PLAIN: Cases = {
@@ -59,7 +64,9 @@ def write_tokens(folder: Path) -> Path:
     """Some text, as tokens."""
     source = Path(os.__file__).read_text(encoding="utf-8")
     for number in range(20):
-        (folder / f"{number:02}.txt").write_text(source[800 * number : 800 * (number + 1)], encoding="utf-8")
+        (folder / f"{number:02}.txt").write_text(
+            source[800 * number : 800 * (number + 1)], encoding="utf-8"
+        )
     prepare([str(path) for path in sorted(folder.glob("*.txt"))], str(folder / "tokens"))
     return folder / "tokens"
 
@@ -68,7 +75,10 @@ def train(cases: Cases, folder: Path, *, num_ranks: int, pipe: int = 1, tensor: 
     """Train all cases in one job."""
     tokens = write_tokens(folder)
     sizes = {"pipe": pipe, "tensor": tensor}
-    configs = [run_config(name, *case, folder, tokens, num_ranks=num_ranks, **sizes) for name, case in cases.items()]
+    configs = [
+        run_config(name, *case, folder, tokens, num_ranks=num_ranks, **sizes)
+        for name, case in cases.items()
+    ]
     file = folder / "cases.json"
     file.write_text(json.dumps([{"config": config} for config in configs]), encoding="utf-8")
     run_ranks(ROOT / "tests/jobs/save_truth.py", str(file), num_ranks=num_ranks, cwd=folder)
@@ -117,8 +127,8 @@ def read_weights(path: str) -> LazyWeights:
 
 
 def truth(run: Path) -> dict[str, torch.Tensor]:
-    """What the engines held, under plain names; of what several ranks hold, the first rank's. What was divided is put
-    together.
+    """What the engines held, under plain names; of what several ranks hold, the first rank's. What
+    was divided is put together.
     """
     manifest = saved(run).manifest
     found: dict[str, torch.Tensor] = {}
@@ -134,10 +144,14 @@ def truth(run: Path) -> dict[str, torch.Tensor]:
 
 
 def plain_name(name: str, pipeline: dict[str, Any] | None) -> str:
-    """Layers of DeepSpeed's PipelineModule bear numbers; the one tied weight of these models is the token embedding."""
+    """Layers of DeepSpeed's PipelineModule bear numbers; the one tied weight of these models is the
+    token embedding.
+    """
     if pipeline is None:
         return name
     number, _, rest = name.partition(".")
     return (
-        f"embed.{rest.partition('.')[2]}" if number == "tied_modules" else f"{pipeline['layers'][int(number)]}.{rest}"
+        f"embed.{rest.partition('.')[2]}"
+        if number == "tied_modules"
+        else f"{pipeline['layers'][int(number)]}.{rest}"
     )

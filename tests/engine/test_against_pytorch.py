@@ -1,4 +1,6 @@
-"""Every way of spreading the work must train like a dozen lines of plain PyTorch: fp32 steps, each loss within 1e-5."""
+"""Every way of spreading the work must train like a dozen lines of plain PyTorch: fp32 steps, each
+loss within 1e-5.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,13 @@ from tests.train.monitors.sinks import check_all_sinks_agree, histograms_of, sin
 
 pytestmark = pytest.mark.slow
 
-# Drift is held at every stage and number of ranks; what changes how a step is computed, at one stage and for less long.
+# Drift is held at every stage and number of ranks; what changes how a step is computed, at one
+# stage and for less long.
 NUM_STEPS, SOME_STEPS, FEW_STEPS, LONG_STAGE = 20, fewer(8, of=20), fewer(4, of=20), 2
 GLOBAL_SIZE = 64
 TOLERANCE = 1e-5
-# Of a forward pass of one sample, by hand: five products, of which each addition comes with a multiplication.
+# Of a forward pass of one sample, by hand: five products, of which each addition comes with a
+# multiplication.
 LENET_FLOPS = 2 * (28**2 * 25 * 6 + 10**2 * 150 * 16 + 400 * 120 + 120 * 84 + 84 * 10)
 
 
@@ -62,22 +66,38 @@ RARE_SPREAD = [(1, 0, 2), (1, 1, 1), (1, 2, 2), (1, 3, 1)]
 
 def zero_cases(folder: Path, num_ranks: int, *, exhaustive: bool = False) -> list[dict[str, Any]]:
     cases = [
-        config(f"r{ranks}-z{stage}-acc{steps}", folder, zero={"stage": stage}, batch={"accumulation_steps": steps})
+        config(
+            f"r{ranks}-z{stage}-acc{steps}",
+            folder,
+            zero={"stage": stage},
+            batch={"accumulation_steps": steps},
+        )
         for ranks, stage, steps in (*SPREAD, *(RARE_SPREAD if exhaustive else ()))
         if ranks == num_ranks
     ]
     for case in cases if num_ranks == 2 else ():
         if case["run"]["name"] in WATCHED:
-            case["monitors"] = sinks(tensorboard={"histograms_every_steps": NUM_STEPS, "samples": 3})
+            case["monitors"] = sinks(
+                tensorboard={"histograms_every_steps": NUM_STEPS, "samples": 3}
+            )
         if case["run"]["name"] == EVALUATED:
             case["evaluation"] = {"at_end": True, "batch_size": 50}
     return cases
 
 
 DIVERGING: dict[str, tuple[dict[str, Any], str]] = {
-    "fixed": ({"dtype": "fp16", "loss_scale": 128.0}, "as 5 logged losses in a row: training has diverged"),
-    "dynamic": ({"dtype": "fp16", "initial_scale_power": 2, "hysteresis": 1}, "even at the smallest loss scale (1)"),
-    "autocast": ({"dtype": "autocast", "compute_dtype": "fp16"}, "as 5 logged losses in a row: training has diverged"),
+    "fixed": (
+        {"dtype": "fp16", "loss_scale": 128.0},
+        "as 5 logged losses in a row: training has diverged",
+    ),
+    "dynamic": (
+        {"dtype": "fp16", "initial_scale_power": 2, "hysteresis": 1},
+        "even at the smallest loss scale (1)",
+    ),
+    "autocast": (
+        {"dtype": "autocast", "compute_dtype": "fp16"},
+        "as 5 logged losses in a row: training has diverged",
+    ),
 }
 
 
@@ -119,7 +139,10 @@ GROUPS = {
     "momentum": 0.9,
     "weight_decay": 0.01,
     "weight_decay_on": "matrices",
-    "groups": [{"match": r"conv1\..*", "lr": 0.002}, {"match": r"fc1\.weight", "lr": 0.04, "weight_decay": 0.1}],
+    "groups": [
+        {"match": r"conv1\..*", "lr": 0.002},
+        {"match": r"fc1\.weight", "lr": 0.04, "weight_decay": 0.1},
+    ],
 }
 
 
@@ -139,15 +162,24 @@ def grouped(weights: Iterable[Any]) -> torch.optim.Optimizer:
 
 # Optimizer section -> the torch optimizer that it promises.
 OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]]] = {
-    "adam": ({"kind": "adam", "lr": 2e-3, "weight_decay": 0.1}, partial(torch.optim.Adam, lr=2e-3, weight_decay=0.1)),
+    "adam": (
+        {"kind": "adam", "lr": 2e-3, "weight_decay": 0.1},
+        partial(torch.optim.Adam, lr=2e-3, weight_decay=0.1),
+    ),
     "sgd": (
         {"kind": "sgd", "lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3},
         partial(torch.optim.SGD, lr=0.01, momentum=0.9, nesterov=True, weight_decay=1e-3),
     ),
     "adagrad": ({"kind": "adagrad", "lr": 0.004}, partial(torch.optim.Adagrad, lr=0.004)),
-    "target": ({"target": "torch.optim:RMSprop", "args": {"lr": 1e-3}}, partial(torch.optim.RMSprop, lr=1e-3)),
+    "target": (
+        {"target": "torch.optim:RMSprop", "args": {"lr": 1e-3}},
+        partial(torch.optim.RMSprop, lr=1e-3),
+    ),
     "no-clip": ({"kind": "adamw"}, torch.optim.AdamW),
-    "fused": ({"kind": "adamw", "implementation": "fused", "lr": 2e-3}, partial(torch.optim.AdamW, lr=2e-3)),
+    "fused": (
+        {"kind": "adamw", "implementation": "fused", "lr": 2e-3},
+        partial(torch.optim.AdamW, lr=2e-3),
+    ),
     "groups": (GROUPS, grouped),
 }
 
@@ -159,12 +191,15 @@ def both(weights: Iterable[Any]) -> MuonWithAdam:
     rest = [weight for weight in everything[2:] if all(weight is not one for one in matrices)]
     groups = [{"params": rest}, {"params": everything[:2], "lr": 1e-3}]
     muon = torch.optim.Muon(matrices, lr=2e-3, weight_decay=0.1)
-    return MuonWithAdam(muon, torch.optim.AdamW(groups, lr=2e-3, weight_decay=0.1, betas=(0.9, 0.95)))
+    return MuonWithAdam(
+        muon, torch.optim.AdamW(groups, lr=2e-3, weight_decay=0.1, betas=(0.9, 0.95))
+    )
 
 
 MUON = {"kind": "muon", "lr": 2e-3, "adam_lr": 2e-3, "matrices": [r"fc[12]\.weight"]}
 MUON |= {"groups": [{"match": r"conv1\..*", "lr": 1e-3}]}
-# Those that need whole weights: ZeRO 0, gradients that are clipped in every step, and rates that a schedule moves.
+# Those that need whole weights: ZeRO 0, gradients that are clipped in every step, and rates that a
+# schedule moves.
 WHOLE: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str]] = {
     "adafactor": (
         {"kind": "adafactor", "weight_decay": 0.01},
@@ -176,8 +211,9 @@ WHOLE: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str]] = {
     "muon-warmup": (MUON, both, "warmup-linear"),
 }
 CLIP = 0.1
-# Muon computes in bf16: a last bit of a sum of gradients may move a number by 2**-8 of it. Plain PyTorch differs from
-# itself by 1e-4 where it adds up the two halves of each batch, or computes with another number of threads.
+# Muon computes in bf16: a last bit of a sum of gradients may move a number by 2**-8 of it. Plain
+# PyTorch differs from itself by 1e-4 where it adds up the two halves of each batch, or computes
+# with another number of threads.
 OF_MUON = 5e-4
 
 
@@ -189,12 +225,15 @@ def _log_warmup(step: int, steps: int) -> float:
     return min(1.0, math.log(max(step, 1)) / math.log(steps))
 
 
-# Scheduler section -> learning rate of the step counted from 0. DeepSpeed applies iteration t - 1 to step t, and its
-# minimum to step 0 (runtime/lr_schedules.py). Base rate 1e-3.
+# Scheduler section -> learning rate of the step counted from 0. DeepSpeed applies iteration t - 1
+# to step t, and its minimum to step 0 (runtime/lr_schedules.py). Base rate 1e-3.
 SCHEDULES: dict[str, tuple[dict[str, Any], Callable[[int], float]]] = {
     "cosine": (
         {"kind": "cosine", "warmup_steps": 4, "min_ratio": 0.1},
-        lambda t: 1e-3 * ((t + 1) / 4 if t < 4 else 0.1 + 0.9 * (1 + math.cos(math.pi * (t - 4) / 16)) / 2),
+        lambda t: (
+            1e-3
+            * ((t + 1) / 4 if t < 4 else 0.1 + 0.9 * (1 + math.cos(math.pi * (t - 4) / 16)) / 2)
+        ),
     ),
     "restarts": (
         {"kind": "cosine", "cycles": 2},
@@ -212,12 +251,18 @@ SCHEDULES: dict[str, tuple[dict[str, Any], Callable[[int], float]]] = {
         {"kind": "inverse_sqrt", "warmup_steps": 6},
         lambda t: 1e-3 * min((t + 1) / 6, math.sqrt(6 / (t + 1))),
     ),
-    "constant-warmup": ({"kind": "constant", "warmup_steps": 8}, lambda t: 1e-3 * min(1.0, (t + 1) / 8)),
+    "constant-warmup": (
+        {"kind": "constant", "warmup_steps": 8},
+        lambda t: 1e-3 * min(1.0, (t + 1) / 8),
+    ),
     "own": (
         {"target": "torch.optim.lr_scheduler:StepLR", "args": {"step_size": 5, "gamma": 0.5}},
         lambda t: 1e-3 * 0.5 ** (t // 5),
     ),
-    "warmup": ({"kind": "warmup", "warmup_steps": 8}, lambda t: 1e-3 * _log_warmup(t, 8) if t <= 8 else 1e-3),
+    "warmup": (
+        {"kind": "warmup", "warmup_steps": 8},
+        lambda t: 1e-3 * _log_warmup(t, 8) if t <= 8 else 1e-3,
+    ),
     "warmup-linear": (
         {"kind": "warmup", "warmup_steps": 8, "curve": "linear", "min_lr": 1e-4},
         lambda t: 1e-4 + 9e-4 * min(max(t - 1, 0) / 8, 1.0),
@@ -251,7 +296,8 @@ SCHEDULES: dict[str, tuple[dict[str, Any], Callable[[int], float]]] = {
 
 # Those that are held with rates of groups: each goes its own way through DeepSpeed's code.
 OF_GROUPS = ("cosine", "warmup-decay", "one-cycle")
-# With --exhaustive: they go the way of "cosine", and tests/engine/test_schedules.py holds their formulas.
+# With --exhaustive: they go the way of "cosine", and tests/engine/test_schedules.py holds their
+# formulas.
 RARE_SCHEDULES = ("restarts", "polynomial", "wsd", "inverse-sqrt", "constant-warmup")
 
 
@@ -272,7 +318,11 @@ def called_back_cases(folder: Path, *stages: int) -> list[dict[str, Any]]:
         )
         | {"callbacks": callbacks}
         for stage in stages
-        for name, max_steps in ((f"whole-{stage}", 30), (f"halves-{stage}", 6), (f"halves-{stage}", 30))
+        for name, max_steps in (
+            (f"whole-{stage}", 30),
+            (f"halves-{stage}", 6),
+            (f"halves-{stage}", 30),
+        )
     ]
 
 
@@ -282,25 +332,47 @@ def two_ranks(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Pat
     cases = zero_cases(folder, 2)
     for stage in (0, 2):
         for name, (section, _) in OPTIMIZERS.items():
-            training = {"max_steps": steps_at(stage)} | ({"clip_grad_norm": 0.0} if name == "no-clip" else {})
+            training = {"max_steps": steps_at(stage)} | (
+                {"clip_grad_norm": 0.0} if name == "no-clip" else {}
+            )
             cases.append(
-                config(f"{name}-z{stage}", folder, optimizer=section, zero={"stage": stage}, training=training)
+                config(
+                    f"{name}-z{stage}",
+                    folder,
+                    optimizer=section,
+                    zero={"stage": stage},
+                    training=training,
+                )
             )
     for name, (section, _, schedule) in WHOLE.items():
         moved = {"scheduler": dict(SCHEDULES[schedule][0])} if schedule in SCHEDULES else {}
         if "min_lr" in moved.get("scheduler", {}):
             moved["scheduler"]["min_lr"] *= 2  # of 2e-3, as it is of 1e-3 there
-        cases.append(config(name, folder, optimizer=section, training={"clip_grad_norm": CLIP}, **moved))
+        cases.append(
+            config(name, folder, optimizer=section, training={"clip_grad_norm": CLIP}, **moved)
+        )
     of_groups = {"kind": "adamw", "groups": [{"match": "conv.*", "lr": 2e-4}]}
     for name, (section, _) in SCHEDULES.items():
         if exhaustive or name not in RARE_SCHEDULES:
             optimizer = of_groups if name in OF_GROUPS else {"kind": "adamw"}
-            cases.append(config(f"schedule-{name}", folder, scheduler=section, optimizer=optimizer, zero={"stage": 1}))
+            cases.append(
+                config(
+                    f"schedule-{name}",
+                    folder,
+                    scheduler=section,
+                    optimizer=optimizer,
+                    zero={"stage": 1},
+                )
+            )
     few = {"max_steps": FEW_STEPS}
     deepspeed = {"kind": "adamw", "implementation": "deepspeed"}
     cases.append(config("deepspeed-adamw", folder, optimizer=deepspeed, training=few))
     cases.append(
-        config("offload", folder, zero={"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}})
+        config(
+            "offload",
+            folder,
+            zero={"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+        )
     )
     cases.append(
         config(
@@ -319,10 +391,20 @@ def two_ranks(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Pat
             training = {"max_steps": steps_at(stage)}
             precision = {"dtype": dtype}
             cases.append(
-                config(f"{dtype}-z{stage}", folder, precision=precision, zero={"stage": stage}, training=training)
+                config(
+                    f"{dtype}-z{stage}",
+                    folder,
+                    precision=precision,
+                    zero={"stage": stage},
+                    training=training,
+                )
             )
     cases.append(config("fp16", folder, precision={"dtype": "fp16"}))
-    cases.append(config("differ", folder, data={"target": "tests.jobs.parts:digits_that_differ_between_ranks"}))
+    cases.append(
+        config(
+            "differ", folder, data={"target": "tests.jobs.parts:digits_that_differ_between_ranks"}
+        )
+    )
     cases += called_back_cases(folder, *((2, 0) if exhaustive else (2,)))
     if FASHION_MNIST.exists():
         cases.append(fashion_mnist(folder))
@@ -352,7 +434,9 @@ def plain(batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
 def furthest(run_folder: Path, expected: list[float], *, num_steps: int = NUM_STEPS) -> float:
     losses = series(run_folder, "train/loss")
     assert list(losses) == list(range(1, num_steps + 1))
-    return max(abs(loss - other) for loss, other in zip(losses.values(), expected[:num_steps], strict=True))
+    return max(
+        abs(loss - other) for loss, other in zip(losses.values(), expected[:num_steps], strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -360,7 +444,11 @@ def furthest(run_folder: Path, expected: list[float], *, num_steps: int = NUM_ST
     [*SPREAD, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in RARE_SPREAD)],
 )
 def test_losses_equal_plain_pytorch(
-    request: pytest.FixtureRequest, plain: list[float], num_ranks: int, stage: int, accumulation: int
+    request: pytest.FixtureRequest,
+    plain: list[float],
+    num_ranks: int,
+    stage: int,
+    accumulation: int,
 ) -> None:
     folder: Path = request.getfixturevalue("one_rank" if num_ranks == 1 else "two_ranks")
     assert plain[-1] < plain[0] - 0.5, "the oracle itself must learn, or equality says nothing"
@@ -373,14 +461,16 @@ def test_the_parts_of_a_step_add_up(two_ranks: Path, stage: int, accumulation: i
     run = two_ranks / f"r2-z{stage}-acc{accumulation}"
     hold_parts(run, {"data", "copy", "forward", "backward", "communication", "optimizer"})
     row = [row for row in read_metrics(run) if "time/step_ms" in row][-1]
-    assert row["throughput/tflops"] / row["throughput/samples_per_sec"] == pytest.approx(3 * LENET_FLOPS / 2 / 1e12)
+    assert row["throughput/tflops"] / row["throughput/samples_per_sec"] == pytest.approx(
+        3 * LENET_FLOPS / 2 / 1e12
+    )
     assert "throughput/mfu" not in row, "of a processor no peak is listed"
 
 
 @pytest.mark.parametrize("name", DIVERGING)
 def test_fp16_that_diverged_ends_and_is_not_saved(one_rank: Path, name: str) -> None:
-    """A loss scale, fixed or not, skips such steps for ever; DeepSpeed's own end of it is an exception without a
-    kind.
+    """A loss scale, fixed or not, skips such steps for ever; DeepSpeed's own end of it is an
+    exception without a kind.
     """
     stated = (one_rank / f"diverging-{name}.error").read_text(encoding="utf-8")
     assert DIVERGING[name][1] in stated
@@ -394,7 +484,9 @@ def test_fp16_that_diverged_ends_and_is_not_saved(one_rank: Path, name: str) -> 
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_equal_torch(two_ranks: Path, batches: Any, name: str, stage: int) -> None:
-    expected = plain_losses(batches, make_optimizer=OPTIMIZERS[name][1], clip=0.0 if name == "no-clip" else 1.0)
+    expected = plain_losses(
+        batches, make_optimizer=OPTIMIZERS[name][1], clip=0.0 if name == "no-clip" else 1.0
+    )
     assert furthest(two_ranks / f"{name}-z{stage}", expected, num_steps=steps_at(stage)) < TOLERANCE
 
 
@@ -409,7 +501,9 @@ def test_optimizers_of_whole_weights_equal_torch(two_ranks: Path, batches: Any, 
     assert min(series(two_ranks / name, "train/grad_norm").values()) > CLIP
 
 
-@pytest.mark.parametrize("name", [*(name for name in SCHEDULES if name not in RARE_SCHEDULES), *rarely(RARE_SCHEDULES)])
+@pytest.mark.parametrize(
+    "name", [*(name for name in SCHEDULES if name not in RARE_SCHEDULES), *rarely(RARE_SCHEDULES)]
+)
 def test_schedules_follow_their_formula(two_ranks: Path, batches: Any, name: str) -> None:
     formula = SCHEDULES[name][1]
 
@@ -417,22 +511,32 @@ def test_schedules_follow_their_formula(two_ranks: Path, batches: Any, name: str
         convs, others = (all_weights := list(weights))[:4], all_weights[4:]
         return torch.optim.AdamW([{"params": others}, {"params": convs, "lr": 2e-4}])
 
-    folder, make = two_ranks / f"schedule-{name}", of_groups if name in OF_GROUPS else torch.optim.AdamW
+    folder, make = (
+        two_ranks / f"schedule-{name}",
+        of_groups if name in OF_GROUPS else torch.optim.AdamW,
+    )
     for step, rate in series(folder, "train/lr").items():
         assert rate == pytest.approx(formula(step - 1), rel=1e-6, abs=1e-12), f"step {step}"
-    assert furthest(folder, plain_losses(batches, make_optimizer=make, lr_of_step=formula)) < TOLERANCE
+    assert (
+        furthest(folder, plain_losses(batches, make_optimizer=make, lr_of_step=formula)) < TOLERANCE
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "steps"), [("deepspeed-adamw", FEW_STEPS), ("offload", NUM_STEPS), ("offload-all", FEW_STEPS)]
+    ("name", "steps"),
+    [("deepspeed-adamw", FEW_STEPS), ("offload", NUM_STEPS), ("offload-all", FEW_STEPS)],
 )
-def test_other_implementations_agree(two_ranks: Path, plain: list[float], name: str, steps: int) -> None:
+def test_other_implementations_agree(
+    two_ranks: Path, plain: list[float], name: str, steps: int
+) -> None:
     assert furthest(two_ranks / name, plain, num_steps=steps) < 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", ["bf16", "autocast"])
-def test_lower_precision_stays_close(two_ranks: Path, plain: list[float], dtype: str, stage: int) -> None:
+def test_lower_precision_stays_close(
+    two_ranks: Path, plain: list[float], dtype: str, stage: int
+) -> None:
     # bfloat16 has 8 bits of mantissa: a loss near 2 is known to 2**-7 at best, and 20 steps add up.
     # At stage 3 in bf16 the initial weights themselves are drawn in bf16.
     assert furthest(two_ranks / f"{dtype}-z{stage}", plain, num_steps=steps_at(stage)) < 0.1
@@ -440,13 +544,19 @@ def test_lower_precision_stays_close(two_ranks: Path, plain: list[float], dtype:
 
 @pytest.mark.parametrize("stage", [2, *rarely([0])])
 def test_callbacks_go_on_where_they_were(two_ranks: Path, stage: int) -> None:
-    whole, halves = two_ranks / f"called-back-whole-{stage}", two_ranks / f"called-back-halves-{stage}"
+    whole, halves = (
+        two_ranks / f"called-back-whole-{stage}",
+        two_ranks / f"called-back-halves-{stage}",
+    )
     last = max(series(whole, "train/loss"))
     assert last < 30
     assert len(set(series(whole, "train/lr").values())) > 1
     for name in ("train/loss", "train/lr", "eval/loss"):
         assert series(whole, name) == series(halves, name)
-    events = [json.loads(line) for line in (halves / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    events = [
+        json.loads(line)
+        for line in (halves / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     ends = [event for event in events if event["kind"] == "end"]
     assert "eval/loss has not been better than" in ends[-1]["ended_early"]
 
@@ -458,7 +568,9 @@ def test_gradient_norm_is_the_one_before_clipping(two_ranks: Path, batches: Any)
     torch.nn.functional.cross_entropy(model(images), labels).backward()
     expected = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     for stage in (0, 1, 2, 3):
-        assert series(two_ranks / f"r2-z{stage}-acc1", "train/grad_norm")[1] == pytest.approx(expected, rel=1e-4)
+        assert series(two_ranks / f"r2-z{stage}-acc1", "train/grad_norm")[1] == pytest.approx(
+            expected, rel=1e-4
+        )
 
 
 def test_evaluation_is_exact_over_uneven_ranks(two_ranks: Path, batches: Any) -> None:
@@ -482,7 +594,9 @@ def test_evaluation_is_exact_over_uneven_ranks(two_ranks: Path, batches: Any) ->
         == (outputs.argmax(1) == labels).double().mean().item()
     )
     expected = torch.nn.functional.cross_entropy(outputs, labels).item()
-    assert series(two_ranks / EVALUATED, "eval/loss")[NUM_STEPS] == pytest.approx(expected, abs=1e-5)
+    assert series(two_ranks / EVALUATED, "eval/loss")[NUM_STEPS] == pytest.approx(
+        expected, abs=1e-5
+    )
 
 
 def test_fp16_on_cpu_is_refused_by_name(two_ranks: Path) -> None:
@@ -497,7 +611,9 @@ def test_ranks_with_different_data_are_refused_by_name(two_ranks: Path) -> None:
 
 def test_lenet_learns_real_clothing_images(two_ranks: Path) -> None:
     if not FASHION_MNIST.exists():
-        pytest.skip(f"no Fashion-MNIST in {FASHION_MNIST}; set DSF_TEST_DATA to a folder that has it")
+        pytest.skip(
+            f"no Fashion-MNIST in {FASHION_MNIST}; set DSF_TEST_DATA to a folder that has it"
+        )
     accuracies = series(two_ranks / "fashion", "eval/accuracy")
     assert accuracies[max(accuracies)] >= 0.80
     plan = json.loads((two_ranks / "fashion" / "plan.json").read_text(encoding="utf-8"))

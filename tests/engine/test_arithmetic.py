@@ -46,7 +46,9 @@ def test_deterministic_runs_refuse_what_cannot_be(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(RuntimeError) as caught:
             torch.nn.functional.max_unpool2d(torch.ones(1, 1, 1, 1), indices, 1)
     assert state() == before
-    assert known_failure(caught.value).startswith("max_unpooling2d_forward_out gives other bits in every run")
+    assert known_failure(caught.value).startswith(
+        "max_unpooling2d_forward_out gives other bits in every run"
+    )
     assert known_failure(caught.value).endswith("[not-deterministic]")
 
 

@@ -1,5 +1,5 @@
-"""Checkpoints that were written in the background hold what those written at once hold, and runs resume from them bit
-for bit.
+"""Checkpoints that were written in the background hold what those written at once hold, and runs
+resume from them bit for bit.
 """
 
 from __future__ import annotations
@@ -49,10 +49,14 @@ def runs(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     def all_of(cases: dict[str, dict[str, Any]]) -> None:
         """Engines of one kind live in one process."""
         whole = [
-            config(f"{case}-{mode}", folder, mode=mode, **cases[case]) for case in cases for mode in ("sync", "async")
+            config(f"{case}-{mode}", folder, mode=mode, **cases[case])
+            for case in cases
+            for mode in ("sync", "async")
         ]
         broken = [
-            config(f"{case}-broken", folder, mode="async", **cases[case], training={"max_steps": STOP})
+            config(
+                f"{case}-broken", folder, mode="async", **cases[case], training={"max_steps": STOP}
+            )
             for case in cases
         ]
         resumed = [config(f"{case}-broken", folder, mode="async", **cases[case]) for case in cases]
@@ -65,7 +69,10 @@ def runs(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", [*CASES, *rarely(RARE)])
 def test_they_hold_what_those_written_at_once_hold(runs: Path, case: str) -> None:
-    checkpoints = {mode: list_checkpoints(runs / f"{case}-{mode}" / "checkpoints") for mode in ("sync", "async")}
+    checkpoints = {
+        mode: list_checkpoints(runs / f"{case}-{mode}" / "checkpoints")
+        for mode in ("sync", "async")
+    }
     for sync, found in zip(checkpoints["sync"], checkpoints["async"], strict=True):
         assert found.step == sync.step
         assert found.damage() == []
@@ -83,8 +90,14 @@ def test_they_hold_what_those_written_at_once_hold(runs: Path, case: str) -> Non
 @pytest.mark.parametrize("case", [*CASES, *rarely(RARE)])
 def test_a_resumed_run_is_the_unbroken_one(runs: Path, case: str) -> None:
     whole, broken = read_metrics(runs / f"{case}-sync"), read_metrics(runs / f"{case}-broken")
-    expected = [{name: row.get(name) for name in ("step", *METRICS)} for row in whole if row["step"] != STOP]
-    assert [{name: row.get(name) for name in ("step", *METRICS)} for row in broken if row["step"] != STOP] == expected
+    expected = [
+        {name: row.get(name) for name in ("step", *METRICS)} for row in whole if row["step"] != STOP
+    ]
+    assert [
+        {name: row.get(name) for name in ("step", *METRICS)}
+        for row in broken
+        if row["step"] != STOP
+    ] == expected
     left, right = bits(runs / f"{case}-sync", TOTAL), bits(runs / f"{case}-broken", TOTAL)
     assert left.keys() == right.keys()
     assert not [path for path, tensor in left.items() if not torch.equal(tensor, right[path])]

@@ -1,5 +1,5 @@
-"""Several backward passes before one step of a loop of one's own, and losses that go through another engine: weights
-are those of plain PyTorch, or a line says why not.
+"""Several backward passes before one step of a loop of one's own, and losses that go through
+another engine: weights are those of plain PyTorch, or a line says why not.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from tests.places import ROOT
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("passes")
-    stated = run_ranks(ROOT / "tests/jobs/backward_passes.py", "out.json", num_ranks=request.param, cwd=folder)
+    stated = run_ranks(
+        ROOT / "tests/jobs/backward_passes.py", "out.json", num_ranks=request.param, cwd=folder
+    )
     results: dict[str, Any] = json.loads((folder / "out.json").read_text(encoding="utf-8"))
     return {**results, "stated": stated}
 
@@ -46,4 +50,6 @@ def test_passes_are_those_of_plain_pytorch_or_refused(found: dict[str, Any]) -> 
         else:
             assert result < (5e-3 if name == "bf16" else 1e-6), name
     if "no_step" in found:
-        assert re.search(r"no_step: the loop ends with a backward that no step\(\) followed", stated)
+        assert re.search(
+            r"no_step: the loop ends with a backward that no step\(\) followed", stated
+        )

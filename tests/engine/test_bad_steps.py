@@ -1,5 +1,5 @@
-"""Steps whose numbers go wrong are left out, or the data before them is, as in a dozen lines of plain PyTorch; what is
-computed again tells faults of hardware from those of data.
+"""Steps whose numbers go wrong are left out, or the data before them is, as in a dozen lines of
+plain PyTorch; what is computed again tells faults of hardware from those of data.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ GLOBAL_SIZE, TOTAL, BAD, SPIKE_TOTAL, SPIKE, WINDOW = 32, 12, 7, 28, 25, 40
 PLACE = 20  # in its batch: of two ranks the second one's
 GAMMA, TOLERANCE = 0.9, 1e-5
 FAULTY = "tests.jobs.bad_parts:FaultyNet"
-BACK = {"policy": "roll_back", "roll_back_steps": 3, "max_roll_backs": 1}  # to step 4: without the data of 5 to 7
+# to step 4: without the data of 5 to 7
+BACK = {"policy": "roll_back", "roll_back_steps": 3, "max_roll_backs": 1}
 
 
 def poisoned(*steps: int, factor: float | str = "nan") -> dict[str, Any]:
     order = epoch_order(len(build(28).train), seed=0, epoch=0, shuffle=True)
     indices = [int(order[(step - 1) * GLOBAL_SIZE + PLACE]) for step in steps]
-    return {"target": "tests.jobs.bad_parts:poisoned_digits", "args": {"indices": indices, "factor": factor}}
+    return {
+        "target": "tests.jobs.bad_parts:poisoned_digits",
+        "args": {"indices": indices, "factor": factor},
+    }
 
 
 def config(name: str, folder: Path, bad_steps: Any, **sections: Any) -> dict[str, Any]:
@@ -54,10 +58,16 @@ def config(name: str, folder: Path, bad_steps: Any, **sections: Any) -> dict[str
     return base | sections | {"training": training}
 
 
-SPIKED: dict[str, Any] = {"training": {"max_steps": SPIKE_TOTAL}, "checkpoint": {"every_steps": 24, "keep_last": 99}}
+SPIKED: dict[str, Any] = {
+    "training": {"max_steps": SPIKE_TOTAL},
+    "checkpoint": {"every_steps": 24, "keep_last": 99},
+}
 SKIPPED: dict[str, dict[str, Any]] = {
     **{f"nan-z{stage}": {"zero": {"stage": stage}} for stage in (0, 3)},
-    "nan-z2": {"zero": {"stage": 2}, "batch": {"global_size": GLOBAL_SIZE, "accumulation_steps": 2}},
+    "nan-z2": {
+        "zero": {"stage": 2},
+        "batch": {"global_size": GLOBAL_SIZE, "accumulation_steps": 2},
+    },
     "nan-fused": {"zero": {"stage": 1}, "optimizer": {"kind": "adamw", "implementation": "fused"}},
     "nan-unclipped": {"training": {"clip_grad_norm": 0.0}},
 }
@@ -69,13 +79,19 @@ UNCHANGED: dict[str, dict[str, Any]] = {
         "optimizer": {"kind": "adamw", "implementation": "fused"},
         "training": {"ema": {"decay": 0.8}, "log_every": 5},
     },
-    "offloaded": {"zero": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}}},
+    "offloaded": {
+        "zero": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    },
 }
 BROUGHT_BACK: dict[str, dict[str, Any]] = {
     "back-z0": {},
-    "back-z3": {"zero": {"stage": 3}, "checkpoint": {"every_steps": 1, "keep_last": 99, "mode": "async"}},
+    "back-z3": {
+        "zero": {"stage": 3},
+        "checkpoint": {"every_steps": 1, "keep_last": 99, "mode": "async"},
+    },
 }
-RESUMED = {"back-z0": 4, "back-z3": 6, "spike-z2": 24}  # from before and within what is left out, and before a spike
+# from before and within what is left out, and before a spike
+RESUMED = {"back-z0": 4, "back-z3": 6, "spike-z2": 24}
 FAULTS = {0: ("", "loss"), 3: ("", "gradient")}
 
 
@@ -83,7 +99,14 @@ def further(folder: Path) -> list[dict[str, Any]]:
     spike = {"policy": "skip", "window_steps": WINDOW}
     again = {"policy": "stop", "rerun": True, "window_steps": WINDOW}
     return [
-        config("spike-z2", folder, spike, **SPIKED, data=poisoned(SPIKE, factor=300.0), zero={"stage": 2}),
+        config(
+            "spike-z2",
+            folder,
+            spike,
+            **SPIKED,
+            data=poisoned(SPIKE, factor=300.0),
+            zero={"stage": 2},
+        ),
         config("stops", folder, "stop", zero={"stage": 2}, training={"log_every": 9}),
         config("none-left", folder, BACK, data=poisoned(BAD, BAD + 3), training={"log_every": 4}),
         config("nothing-before", folder, BACK, data=poisoned(2), checkpoint={"every_steps": 5}),
@@ -109,7 +132,9 @@ def further(folder: Path) -> list[dict[str, Any]]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bad")
     unsaved: dict[str, Any] = {"checkpoint": {"at_end": False}}
-    skipped = [config(name, folder, "skip", **sections, **unsaved) for name, sections in SKIPPED.items()]
+    skipped = [
+        config(name, folder, "skip", **sections, **unsaved) for name, sections in SKIPPED.items()
+    ]
     for name, sections in UNCHANGED.items():
         training = {"max_steps": BAD} | sections.get("training", {})
         skipped.append(config(name, folder, "skip", **sections | {"training": training}))
@@ -137,7 +162,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def piped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bad-pipe")
     names = {"skip": "skip", "back": BACK}
-    cases = [config(name, folder, asked, parallel={"pipe": 2}, zero={"stage": 1}) for name, asked in names.items()]
+    cases = [
+        config(name, folder, asked, parallel={"pipe": 2}, zero={"stage": 1})
+        for name, asked in names.items()
+    ]
     train_cases(cases, num_ranks=2, folder=folder)
     return folder
 
@@ -161,7 +189,9 @@ def plain(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, GAMMA)
     losses, skipped = {}, []
-    for step, (images, labels) in enumerate(digit_batches(global_size=GLOBAL_SIZE, num_steps=num_steps), start=1):
+    for step, (images, labels) in enumerate(
+        digit_batches(global_size=GLOBAL_SIZE, num_steps=num_steps), start=1
+    ):
         if step not in left_out:
             if step in bad:
                 images[PLACE] *= factor
@@ -179,13 +209,17 @@ def plain(
 
 
 def is_spike() -> Callable[[float, float], bool]:
-    """Six deviations above the mean of up to `WINDOW` good steps, from the 21st on: loss or norm."""
+    """Six deviations above the mean of up to `WINDOW` good steps, from the 21st on: loss or
+    norm.
+    """
     good: list[tuple[float, float]] = []
 
     def found(*pair: float) -> bool:
         columns = list(zip(*good[-WINDOW:], strict=True))
         known = len(good) >= WINDOW // 2
-        is_bad = known and any(x > fmean(of) + 6 * pstdev(of) for x, of in zip(pair, columns, strict=True))
+        is_bad = known and any(
+            x > fmean(of) + 6 * pstdev(of) for x, of in zip(pair, columns, strict=True)
+        )
         if not is_bad:
             good.append(pair)
         return is_bad
@@ -197,7 +231,9 @@ def hold_losses(run: Path, expected: dict[int, float]) -> None:
     losses = series(run, "train/loss")
     assert losses.keys() == expected.keys()
     assert {step: losses[step] for step, loss in expected.items() if math.isfinite(loss)} == {
-        step: pytest.approx(loss, abs=TOLERANCE) for step, loss in expected.items() if math.isfinite(loss)
+        step: pytest.approx(loss, abs=TOLERANCE)
+        for step, loss in expected.items()
+        if math.isfinite(loss)
     }
 
 
@@ -224,7 +260,10 @@ def test_a_skipped_step_changes_no_bit_of_weights_and_state(runs: Path, case: st
         for step in (BAD - 2, BAD - 1, BAD)
     ]
     assert len(steps[1]) > 3
-    other = [[path for path, one in left.items() if not torch.equal(one, steps[1][path])] for left in steps]
+    other = [
+        [path for path, one in left.items() if not torch.equal(one, steps[1][path])]
+        for left in steps
+    ]
     assert len(other[0]) > 3  # a step that is taken changes them
     assert other[2] == []
 
@@ -255,7 +294,9 @@ def test_a_run_that_was_rolled_back_is_one_without_that_data(runs: Path, case: s
         "last": 7,
     }
     rates = series(runs / case, "train/lr")
-    assert rates == {step: pytest.approx(1e-3 * GAMMA ** (step - 1)) for step in range(1, TOTAL + 1)}
+    assert rates == {
+        step: pytest.approx(1e-3 * GAMMA ** (step - 1)) for step in range(1, TOTAL + 1)
+    }
 
 
 @pytest.mark.parametrize("case", RESUMED)
@@ -266,13 +307,20 @@ def test_a_resume_leaves_out_the_same_steps_to_the_bit(runs: Path, case: str) ->
     assert [path for path, one in left.items() if not torch.equal(one, right[path])] == []
     assert len(events(runs / f"{case}-again", "roll_back")) == (not case.startswith("spike"))
     losses, again = (series(runs / name, "train/loss") for name in (case, f"{case}-again"))
-    assert {step: str(loss) for step, loss in losses.items()} == {step: str(loss) for step, loss in again.items()}
+    assert {step: str(loss) for step, loss in losses.items()} == {
+        step: str(loss) for step, loss in again.items()
+    }
     files = (
-        (runs / name / f"checkpoints/global_step{total}").glob("*model_states.pt") for name in (case, f"{case}-again")
+        (runs / name / f"checkpoints/global_step{total}").glob("*model_states.pt")
+        for name in (case, f"{case}-again")
     )
     kept = [torch.load(min(found), weights_only=False)[STATE_KEY]["state"] for found in files]
     assert kept[0]["bad_steps"] == kept[1]["bad_steps"]
-    assert kept[0].get("left_out") == kept[1].get("left_out") == (None if case.startswith("spike") else [[5, 7]])
+    assert (
+        kept[0].get("left_out")
+        == kept[1].get("left_out")
+        == (None if case.startswith("spike") else [[5, 7]])
+    )
 
 
 def test_a_run_that_began_elsewhere_goes_back_to_there(runs: Path) -> None:
@@ -292,11 +340,15 @@ def test_roll_backs_come_to_an_end(runs: Path) -> None:
     error = (runs / "none-left.error").read_text(encoding="utf-8")
     assert f"step {BAD + 3}: " in error
     assert "training.bad_steps.max_roll_backs = 1, and so often it has gone back" in error
-    assert "no sound checkpoint before it" in (runs / "nothing-before.error").read_text(encoding="utf-8")
+    assert "no sound checkpoint before it" in (runs / "nothing-before.error").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize(("stage", "fault"), [(0, "loss"), (3, "gradient")])
-def test_a_fault_that_does_not_come_again_is_transient_and_leaves_no_trace(runs: Path, stage: int, fault: str) -> None:
+def test_a_fault_that_does_not_come_again_is_transient_and_leaves_no_trace(
+    runs: Path, stage: int, fault: str
+) -> None:
     run, clean = runs / f"fault-{stage}-{fault}", runs / f"fault-{stage}-none"
     (found,) = events(run, "bad_step")
     assert (found["step"], found["verdict"], found["is_taken"]) == (SPIKE, "transient", True)

@@ -1,4 +1,6 @@
-"""What DeepSpeed does past the files we give it, without an engine of its own: a copy that fails."""
+"""What DeepSpeed does past the files we give it, without an engine of its own: a copy that
+fails.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,16 @@ from framework.system.files import FileRecord, hash_file
 
 @pytest.fixture
 def _one_rank() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
 
 class Copying:
-    """Saves as DeepSpeed's engine does where the optimizer's state lies on NVMe, and meets the other ranks at the
-    end.
+    """Saves as DeepSpeed's engine does where the optimizer's state lies on NVMe, and meets the
+    other ranks at the end.
     """
 
     optimizer = None
@@ -53,8 +57,13 @@ class Copying:
         ("", ""),
     ],
 )
-def test_a_copy_that_fails_waits_until_all_ranks_have_met(why: str, stated: str, tmp_path: Path) -> None:
-    swapped, copied = tmp_path / "swapped", tmp_path / "checkpoints/global_step1/offloaded_tensors/rank0"
+def test_a_copy_that_fails_waits_until_all_ranks_have_met(
+    why: str, stated: str, tmp_path: Path
+) -> None:
+    swapped, copied = (
+        tmp_path / "swapped",
+        tmp_path / "checkpoints/global_step1/offloaded_tensors/rank0",
+    )
     if why != "missing":
         swapped.mkdir()
         (swapped / "0.tensor.swp").write_bytes(b"abc")
@@ -65,14 +74,18 @@ def test_a_copy_that_fails_waits_until_all_ranks_have_met(why: str, stated: str,
     engine, copytree = Copying(swapped), shutil.copytree
 
     def save() -> Mapping[str, FileRecord]:
-        return save_bytes(engine, AtomicCheckpointEngine(), tmp_path / "checkpoints", "global_step1", {}, names={})  # type: ignore[arg-type]
+        return save_bytes(
+            engine, AtomicCheckpointEngine(), tmp_path / "checkpoints", "global_step1", {}, names={}
+        )  # type: ignore[arg-type]
 
     if why:
         with pytest.raises(OSError, match=stated) as caught:
             save()
         assert stated in caught.value.strerror
     else:
-        assert save() == {"offloaded_tensors/rank0/0.tensor.swp": hash_file(swapped / "0.tensor.swp")}
+        assert save() == {
+            "offloaded_tensors/rank0/0.tensor.swp": hash_file(swapped / "0.tensor.swp")
+        }
         assert (copied / "0.tensor.swp").read_bytes() == b"abc"
     assert engine.has_met_the_others
     assert shutil.copytree is copytree

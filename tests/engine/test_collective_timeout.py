@@ -1,4 +1,6 @@
-"""A save may keep ranks waiting longer than anything else may: real groups, whose limit is a second."""
+"""A save may keep ranks waiting longer than anything else may: real groups, whose limit is a
+second.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def limits(groups: list[torch.distributed.ProcessGroup]) -> list[timedelta]:
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
 
 
-def test_all_groups_wait_longer_and_only_there(groups: list[torch.distributed.ProcessGroup]) -> None:
+def test_all_groups_wait_longer_and_only_there(
+    groups: list[torch.distributed.ProcessGroup],
+) -> None:
     with collective_timeout():
         assert limits(groups) == [timedelta(hours=2), timedelta(hours=2), LONG]
     assert limits(groups) == [SHORT, SHORT, LONG]
@@ -54,7 +58,9 @@ def test_both_halves_of_a_save_are_given_the_time(
 ) -> None:
     """What DeepSpeed waits for, and what the ranks say to each other when they have written."""
     seen: list[list[timedelta]] = []
-    monkeypatch.setattr(initialize, "save_bytes", lambda *arguments, **options: seen.append(limits(groups)))
+    monkeypatch.setattr(
+        initialize, "save_bytes", lambda *arguments, **options: seen.append(limits(groups))
+    )
     monkeypatch.setattr(initialize, "share_buffers", lambda engine: None)
     engine: Any = SimpleNamespace(
         device=SimpleNamespace(type="cpu"),
@@ -66,11 +72,19 @@ def test_both_halves_of_a_save_are_given_the_time(
         global_steps=1,
         zero_optimization_stage=lambda: 1,
     )
-    plan = make_plan(config_from_values({"run": {"name": "x"}, "training": {"max_steps": 4}}), Cluster(device="cpu"))
+    plan = make_plan(
+        config_from_values({"run": {"name": "x"}, "training": {"max_steps": 4}}),
+        Cluster(device="cpu"),
+    )
     task: Any = SimpleNamespace()
-    initialize.BaseEngine(engine, plan, task, names=dict).save(tmp_path, "global_step1", {}, open_file=NewFile)
+    initialize.BaseEngine(engine, plan, task, names=dict).save(
+        tmp_path, "global_step1", {}, open_file=NewFile
+    )
     assert seen == [[timedelta(hours=2), timedelta(hours=2), LONG]]
-    assert make_checkpointer(engine, tmp_path, plan=plan, description={}, further=dict)._gather is gather_from_disks
+    assert (
+        make_checkpointer(engine, tmp_path, plan=plan, description={}, further=dict)._gather
+        is gather_from_disks
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""What a step sends between ranks: gradients, what a loss counts, and nothing that is known already."""
+"""What a step sends between ranks: gradients, what a loss counts, and nothing that is known
+already.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,33 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def collectives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     folder: Path = tmp_path_factory.mktemp("collectives")
-    run_ranks(ROOT / "tests/jobs/count_collectives.py", str(folder / "found.json"), num_ranks=2, cwd=folder)
-    found: dict[str, dict[str, int]] = json.loads((folder / "found.json").read_text(encoding="utf-8"))
+    run_ranks(
+        ROOT / "tests/jobs/count_collectives.py",
+        str(folder / "found.json"),
+        num_ranks=2,
+        cwd=folder,
+    )
+    found: dict[str, dict[str, int]] = json.loads(
+        (folder / "found.json").read_text(encoding="utf-8")
+    )
     return found
 
 
-def test_stage_0_sends_the_gradients_in_one_bucket_and_no_norm(collectives: dict[str, dict[str, int]]) -> None:
+def test_stage_0_sends_the_gradients_in_one_bucket_and_no_norm(
+    collectives: dict[str, dict[str, int]],
+) -> None:
     assert collectives["z0-mean"] == {"all_reduce": 1}
 
 
-def test_what_a_loss_counts_travels_with_the_gradients_at_stage_0(collectives: dict[str, dict[str, int]]) -> None:
+def test_what_a_loss_counts_travels_with_the_gradients_at_stage_0(
+    collectives: dict[str, dict[str, int]],
+) -> None:
     assert collectives["z0-counts"] == collectives["z0-mean"]
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_loss_that_counts_sends_one_number_more(collectives: dict[str, dict[str, int]], stage: int) -> None:
+def test_a_loss_that_counts_sends_one_number_more(
+    collectives: dict[str, dict[str, int]], stage: int
+) -> None:
     mean, counts = collectives[f"z{stage}-mean"], collectives[f"z{stage}-counts"]
     assert counts == {**mean, "all_reduce": mean.get("all_reduce", 0) + 1}

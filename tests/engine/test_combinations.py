@@ -13,14 +13,22 @@ def found() -> Table:
 
 
 def test_every_way_at_every_stage_is_proven_or_refused(found: Table) -> None:
-    open_ones = [place for place, (ranks, kind) in found.by_stage.items() if bool(ranks) == bool(kind)]
-    assert open_ones == [], "hold a run of it against plain PyTorch, or refuse it in plan/rules; never both"
+    open_ones = [
+        place for place, (ranks, kind) in found.by_stage.items() if bool(ranks) == bool(kind)
+    ]
+    assert open_ones == [], (
+        "hold a run of it against plain PyTorch, or refuse it in plan/rules; never both"
+    )
 
 
 def test_every_way_with_everything_else_is_proven_or_refused(found: Table) -> None:
-    open_ones = [place for place, cell in found.by_feature.items() if not cell.stages and cell.unknown]
+    open_ones = [
+        place for place, cell in found.by_feature.items() if not cell.stages and cell.unknown
+    ]
     assert open_ones == []
-    both = [place for place, cell in found.by_feature.items() if set(cell.stages) & set(cell.refused)]
+    both = [
+        place for place, cell in found.by_feature.items() if set(cell.stages) & set(cell.refused)
+    ]
     assert both == []
 
 

@@ -1,4 +1,6 @@
-"""What one rank of a real job meets is told in one line, whichever rank it is; the traceback is in its log."""
+"""What one rank of a real job meets is told in one line, whichever rank it is; the traceback is in
+its log.
+"""
 
 from __future__ import annotations
 
@@ -42,26 +44,46 @@ def data(name: str, **arguments: str) -> str:
 FAILURES: dict[str, tuple[list[str], str, str, int]] = {
     "memory": ([f"task.target={PARTS}:loss_without_memory"], FULL, "OutOfMemoryError: CUDA", 70),
     "sample": ([data("unreadable")], DAMAGED, "OSError: image file is truncated", 70),
-    "sample-of-worker": ([data("unreadable"), WORKERS], DAMAGED, "OSError: image file is truncated", 70),
-    "evaluation-of-worker": ([data("unreadable_in_evaluation"), WORKERS], DAMAGED, "is truncated", 70),
+    "sample-of-worker": (
+        [data("unreadable"), WORKERS],
+        DAMAGED,
+        "OSError: image file is truncated",
+        70,
+    ),
+    "evaluation-of-worker": (
+        [data("unreadable_in_evaluation"), WORKERS],
+        DAMAGED,
+        "is truncated",
+        70,
+    ),
     "problem-of-worker": (
         [data("unreadable", how="problem"), WORKERS],
         "data.root = there: it is torn [dataset-torn]",
         "worker",
         78,
     ),
-    "worker-killed": ([data("unreadable", how="killed"), WORKERS], KILLED, "DataLoader worker (pid", 70),
+    "worker-killed": (
+        [data("unreadable", how="killed"), WORKERS],
+        KILLED,
+        "DataLoader worker (pid",
+        70,
+    ),
 }
 
 
 @pytest.fixture(scope="module")
-def failing(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Job, Path]]:
+def failing(
+    warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Job, Path]]:
     """All of them at once: each waits some seconds for the rank that is gone."""
     jobs = {}
     for name, (settings, *_) in FAILURES.items():
         folder = tmp_path_factory.mktemp(name)
         (folder / "fails.yaml").write_text(CONFIG, encoding="utf-8")
-        jobs[name] = warm.start(["--config", "fails.yaml", *settings], num_ranks=2, folder=folder), folder
+        jobs[name] = (
+            warm.start(["--config", "fails.yaml", *settings], num_ranks=2, folder=folder),
+            folder,
+        )
     return jobs
 
 
@@ -84,8 +106,8 @@ def test_what_all_ranks_meet_is_told_once(tmp_path: Path, warm: WarmRanks) -> No
     job = warm.start(arguments, num_ranks=2, folder=tmp_path)
     job.wait(120)
     assert job.stated(0).splitlines()[-1] == DAMAGED
-    # A rank that comes to its sample after rank 0 has ended cannot ask it any more, and tells it too. Torch may
-    # complain that the store has gone.
+    # A rank that comes to its sample after rank 0 has ended cannot ask it any more, and tells it
+    # too. Torch may complain that the store has gone.
     stated = job.stated(1)
     assert stated.count("image-damaged") == stated.splitlines().count(DAMAGED) <= 1
     assert "Traceback" not in stated

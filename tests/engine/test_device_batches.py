@@ -1,5 +1,5 @@
-"""What becomes of a batch, and of what a task holds, on the way to the device: here the device that holds no
-numbers.
+"""What becomes of a batch, and of what a task holds, on the way to the device: here the device that
+holds no numbers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,12 @@ def test_containers_keep_their_types() -> None:
     batch = {"a": [torch.rand(2), 1], "b": (torch.rand(2), "text"), "c": Pair(torch.rand(2), None)}
     moved = DeviceBatches(META).move(batch)
     assert [moved["a"][0].device, moved["b"][0].device, moved["c"].image.device] == [META] * 3
-    assert (moved["a"][1], moved["b"][1], moved["c"].label, type(moved["c"])) == (1, "text", None, Pair)
+    assert (moved["a"][1], moved["b"][1], moved["c"].label, type(moved["c"])) == (
+        1,
+        "text",
+        None,
+        Pair,
+    )
 
 
 def test_a_packed_sequence_is_moved_as_one_and_keeps_its_sizes_on_the_cpu() -> None:
@@ -66,14 +71,30 @@ def test_a_packed_sequence_is_moved_as_one_and_keeps_its_sizes_on_the_cpu() -> N
 
 def test_batch_objects_and_dataclasses_are_moved() -> None:
     graph, sentence = DeviceBatches(META).move((Graph(torch.rand(2)), Sentence(torch.rand(2), "a")))
-    assert (graph.nodes.device, sentence.words.device, sentence.name, sentence.length) == (META, META, "a", 3)
-    assert DeviceBatches(CPU, torch.float16).as_read(Sentence(torch.rand(2), "a")).words.dtype == torch.float16
+    assert (graph.nodes.device, sentence.words.device, sentence.name, sentence.length) == (
+        META,
+        META,
+        "a",
+        3,
+    )
+    assert (
+        DeviceBatches(CPU, torch.float16).as_read(Sentence(torch.rand(2), "a")).words.dtype
+        == torch.float16
+    )
 
 
 @pytest.mark.parametrize("half", [None, torch.bfloat16, torch.float16])
-def test_what_the_model_reads_is_converted_and_the_targets_keep_their_type(half: torch.dtype | None) -> None:
-    images, boxes, labels = torch.rand(2, 3, 8, 8), torch.rand(2, 3, 8, 8) * 300_000.0, torch.tensor([1, 2])
-    (read, numbers), targets = DeviceBatches(CPU, half, channels_last=True).split(Plain(), (images, labels, boxes))
+def test_what_the_model_reads_is_converted_and_the_targets_keep_their_type(
+    half: torch.dtype | None,
+) -> None:
+    images, boxes, labels = (
+        torch.rand(2, 3, 8, 8),
+        torch.rand(2, 3, 8, 8) * 300_000.0,
+        torch.tensor([1, 2]),
+    )
+    (read, numbers), targets = DeviceBatches(CPU, half, channels_last=True).split(
+        Plain(), (images, labels, boxes)
+    )
     assert (read.dtype, numbers.dtype) == (half or torch.float32, torch.int64)
     assert read.is_contiguous(memory_format=torch.channels_last)
     assert targets.is_contiguous()
@@ -103,11 +124,16 @@ def test_a_batch_is_on_the_device_before_it_is_split() -> None:
 def test_the_class_weights_of_a_loss_are_placed_on_the_device(loss: Any) -> None:
     task = as_task(loss)
     place(task, META)
-    outputs, targets = torch.zeros(2, 3, device=META), torch.zeros(2, dtype=torch.int64, device=META)
+    outputs, targets = (
+        torch.zeros(2, 3, device=META),
+        torch.zeros(2, dtype=torch.int64, device=META),
+    )
     assert value_of(task.loss(outputs, targets)).device == META
     held = task.function  # type: ignore[attr-defined]
     weight = (
-        held.weight if isinstance(held, nn.Module) else held.keywords.get("weight", getattr(held.func, "weight", None))
+        held.weight
+        if isinstance(held, nn.Module)
+        else held.keywords.get("weight", getattr(held.func, "weight", None))
     )
     assert weight.device == META
 
@@ -134,6 +160,13 @@ def test_a_task_that_is_a_module_and_what_lies_in_containers_are_placed() -> Non
     place(both, META)
     assert (both.weights.device, both.teacher.weight.device) == (META, META)
     task: Any = Plain()
-    task.losses, task.scales = [nn.CrossEntropyLoss(weight=torch.ones(3))], {"a": (torch.ones(1), 2)}
+    task.losses, task.scales = (
+        [nn.CrossEntropyLoss(weight=torch.ones(3))],
+        {"a": (torch.ones(1), 2)},
+    )
     place(task, META)
-    assert (task.losses[0].weight.device, task.scales["a"][0].device, task.scales["a"][1]) == (META, META, 2)
+    assert (task.losses[0].weight.device, task.scales["a"][0].device, task.scales["a"][1]) == (
+        META,
+        META,
+        2,
+    )

@@ -1,4 +1,6 @@
-"""This rank's device, before the ranks meet and when they have; and who tells what several of them meet."""
+"""This rank's device, before the ranks meet and when they have; and who tells what several of them
+meet.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -94,7 +98,9 @@ def test_without_a_launcher_the_scripts_device_stays(
 
 def test_torchs_warning_of_barriers_is_not_shown(host: Accelerator, group: None) -> None:
     """Its own words, from its source: on one GPU they would be what a beginner sees first."""
-    (stated,) = re.findall(r'"(barrier\(\): .*)"', inspect.getsource(inspect.unwrap(torch.distributed.barrier)))
+    (stated,) = re.findall(
+        r'"(barrier\(\): .*)"', inspect.getsource(inspect.unwrap(torch.distributed.barrier))
+    )
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         with process_group(None):
@@ -106,7 +112,9 @@ def test_torchs_warning_of_barriers_is_not_shown(host: Accelerator, group: None)
 class TestWhoTells:
     """Three ranks, each a thread with the group's store."""
 
-    def tells(self, monkeypatch: pytest.MonkeyPatch, *ranks: int, wait_seconds: float = 0.3) -> set[int]:
+    def tells(
+        self, monkeypatch: pytest.MonkeyPatch, *ranks: int, wait_seconds: float = 0.3
+    ) -> set[int]:
         store, own, found = torch.distributed.HashStore(), threading.local(), set[int]()
         store.set_timeout(timedelta(seconds=5))
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -131,7 +139,9 @@ class TestWhoTells:
         assert self.tells(monkeypatch, 2, 1, 0, wait_seconds=30.0) == {0}
 
     @pytest.mark.slow
-    def test_one_of_the_others_tells_what_rank_0_does_not_meet(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_one_of_the_others_tells_what_rank_0_does_not_meet(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         assert len(self.tells(monkeypatch, 1, 2, 3)) == 1
         assert self.tells(monkeypatch, 3) == {3}
 

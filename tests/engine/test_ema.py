@@ -1,8 +1,8 @@
-"""The moving average of the weights is the formula's, at every ZeRO stage, in a pipeline and in bf16, to the end and
-resumed.
+"""The moving average of the weights is the formula's, at every ZeRO stage, in a pipeline and in
+bf16, to the end and resumed.
 
-Held against a loop of plain PyTorch in fp32, and against the formula in fp64 over the weights of every step's
-checkpoint.
+Held against a loop of plain PyTorch in fp32, and against the formula in fp64 over the weights of
+every step's checkpoint.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ pytestmark = pytest.mark.slow
 
 TOTAL, STOP = 5, 3
 GLOBAL_SIZE = 32
-EMA = {"decay": 0.8, "every_steps": 2, "start_step": 1}  # begins after step 1, changes after steps 3 and 5
+# begins after step 1, changes after steps 3 and 5
+EMA = {"decay": 0.8, "every_steps": 2, "start_step": 1}
 TOLERANCE = 1e-5
 BF16 = {"precision": {"dtype": "bf16"}}
 
 
-def config(name: str, folder: Path, *, ema: dict[str, Any] | None = EMA, **sections: Any) -> dict[str, Any]:
+def config(
+    name: str, folder: Path, *, ema: dict[str, Any] | None = EMA, **sections: Any
+) -> dict[str, Any]:
     return {
         "run": {"name": name, "output_dir": str(folder)},
         "batch": {"global_size": GLOBAL_SIZE},
@@ -51,16 +54,21 @@ PLAIN: dict[str, dict[str, Any]] = {
         "zero": {"stage": 3, "sub_group_size": 3000},
         "optimizer": {"kind": "adamw", "weight_decay_on": "matrices"},
     },
-    "offload-z2": {"zero": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}}},
-    "sgd": {"optimizer": {"kind": "sgd"}, "batch": {"global_size": GLOBAL_SIZE, "accumulation_steps": 2}},
+    "offload-z2": {
+        "zero": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    },
+    "sgd": {
+        "optimizer": {"kind": "sgd"},
+        "batch": {"global_size": GLOBAL_SIZE, "accumulation_steps": 2},
+    },
 }
 PIPED = {
     "pipe-z1": {"parallel": {"pipe": 2}, "zero": {"stage": 1}},
     "pipe-bf16-z1": {"parallel": {"pipe": 2}, "zero": {"stage": 1}} | BF16,
 }
 CASES = PLAIN | PIPED
-# The run that is moved -> where to: another number of ranks, ZeRO stage or pipeline. The last one is a job of two
-# ranks.
+# The run that is moved -> where to: another number of ranks, ZeRO stage or pipeline. The last one
+# is a job of two ranks.
 MOVED = {
     "fp32-z0": {"zero": {"stage": 3}},
     "bf16-z1": {"zero": {"stage": 3}} | BF16,
@@ -73,7 +81,11 @@ RESUMED = ["fp32-z0", "fp32-z3", "bf16-z1", "pipe-bf16-z1"]
 
 def from_stop(folder: Path, name: str) -> dict[str, Any]:
     """Go on from a checkpoint in the middle of a finished run."""
-    return {"every_steps": 1, "keep_last": 99, "resume": str(folder / name / "checkpoints" / f"global_step{STOP}")}
+    return {
+        "every_steps": 1,
+        "keep_last": 99,
+        "resume": str(folder / name / "checkpoints" / f"global_step{STOP}"),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +108,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 config("begun", folder, zero={"stage": 3}, checkpoint=from_stop(folder, "without")),
             ]
         else:
-            extra = [config("fp32-z2-moved", folder, **MOVED["fp32-z2"], checkpoint=from_stop(folder, "fp32-z2"))]
+            extra = [
+                config(
+                    "fp32-z2-moved",
+                    folder,
+                    **MOVED["fp32-z2"],
+                    checkpoint=from_stop(folder, "fp32-z2"),
+                )
+            ]
         train_cases([*whole, *again, *extra], num_ranks=2, folder=folder)
     alone = [
         config(f"{name}-moved", folder, **sections, checkpoint=from_stop(folder, name))
@@ -112,7 +131,10 @@ def checkpoints(run: Path) -> dict[int, SavedCheckpoint]:
 
 
 def weights(checkpoint: SavedCheckpoint, *, average: bool = False) -> dict[str, torch.Tensor]:
-    return {name: tensor.double() for name, tensor in checkpoint_weights(checkpoint, average=average).items()}
+    return {
+        name: tensor.double()
+        for name, tensor in checkpoint_weights(checkpoint, average=average).items()
+    }
 
 
 def plain_averages() -> dict[int, dict[str, torch.Tensor]]:
@@ -121,7 +143,9 @@ def plain_averages() -> dict[int, dict[str, torch.Tensor]]:
     model = LeNet(num_classes=10, in_channels=1, image_size=28)
     optimizer = torch.optim.AdamW(model.parameters())
     average, found = copy.deepcopy(model), {}
-    for step, (images, labels) in enumerate(digit_batches(global_size=GLOBAL_SIZE, num_steps=TOTAL), start=1):
+    for step, (images, labels) in enumerate(
+        digit_batches(global_size=GLOBAL_SIZE, num_steps=TOTAL), start=1
+    ):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images), labels).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -135,7 +159,9 @@ def plain_averages() -> dict[int, dict[str, torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "fp32" in name or name in ("pipe-z1", "offload-z2")])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if "fp32" in name or name in ("pipe-z1", "offload-z2")]
+)
 def test_it_is_what_plain_pytorch_finds(runs: Path, name: str) -> None:
     expected = plain_averages()
     saved = checkpoints(runs / name)
@@ -155,17 +181,25 @@ def test_it_is_the_formula_over_the_weights_of_every_step(runs: Path, name: str)
     for step, checkpoint in saved.items():
         if step in (3, 5):
             now = weights(checkpoint)
-            expected = {key: EMA["decay"] * mean + (1 - EMA["decay"]) * now[key] for key, mean in expected.items()}
-            moved = max(moved, *(float((now[key] - mean).abs().max()) for key, mean in expected.items()))
+            expected = {
+                key: EMA["decay"] * mean + (1 - EMA["decay"]) * now[key]
+                for key, mean in expected.items()
+            }
+            moved = max(
+                moved, *(float((now[key] - mean).abs().max()) for key, mean in expected.items())
+            )
         for key, found in weights(checkpoint, average=True).items():
             assert torch.allclose(found, expected[key], rtol=1e-6, atol=1e-7), (step, key)
     assert moved > 1e-4
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "fp32" in name or name.startswith("pipe-z")])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if "fp32" in name or name.startswith("pipe-z")]
+)
 def test_evaluation_measures_the_average(runs: Path, name: str) -> None:
     images, labels = (
-        torch.stack([torch.as_tensor(sample[part]) for sample in build(28).evaluation]) for part in (0, 1)
+        torch.stack([torch.as_tensor(sample[part]) for sample in build(28).evaluation])
+        for part in (0, 1)
     )
     model = LeNet(num_classes=10, in_channels=1, image_size=28).eval()
     measured = series(runs / name, "eval/loss")
@@ -213,7 +247,8 @@ def test_it_moves_to_another_layout_with_the_weights(runs: Path, name: str) -> N
     whole, moved = checkpoints(runs / name), checkpoints(runs / f"{name}-moved")
     assert sorted(moved) == list(range(STOP + 1, TOTAL + 1))
     before = weights(whole[STOP], average=True)
-    for key, mean in weights(moved[STOP + 1], average=True).items():  # of a step that leaves it as it is
+    # of a step that leaves it as it is
+    for key, mean in weights(moved[STOP + 1], average=True).items():
         assert torch.equal(mean, before[key]), key
     tolerance = 1e-2 if "bf16" in name else TOLERANCE
     end = weights(whole[TOTAL], average=True)
@@ -225,7 +260,9 @@ def test_it_moves_to_another_layout_with_the_weights(runs: Path, name: str) -> N
 @pytest.mark.parametrize("name", ["dropped", "dropped-moved"])
 def test_a_run_that_keeps_none_drops_it(runs: Path, name: str) -> None:
     assert not any(path.endswith("/weight_ema") for path in bits(runs / name, TOTAL))
-    last = {step: loss for step, loss in series(runs / "fp32-z2", "train/loss").items() if step > STOP}
+    last = {
+        step: loss for step, loss in series(runs / "fp32-z2", "train/loss").items() if step > STOP
+    }
     assert series(runs / name, "train/loss") == pytest.approx(last, abs=TOLERANCE)
 
 

@@ -1,5 +1,5 @@
-"""Mixtures of experts train like plain PyTorch in one process: fp32 losses, gradient norms and what the
-mixtures report within 1e-5, dropped tokens included.
+"""Mixtures of experts train like plain PyTorch in one process: fp32 losses, gradient norms and what
+the mixtures report within 1e-5, dropped tokens included.
 """
 
 from __future__ import annotations
@@ -40,11 +40,20 @@ MODEL = {
     "dropout": 0.0,
 }
 # Weights of its losses that show: in half of the cases tokens are dropped.
-TOP1 = {"num_experts": 4, "capacity_factor": 1.0, "min_capacity": 1, "every": 1, "balance_loss": 0.1}
+TOP1 = {
+    "num_experts": 4,
+    "capacity_factor": 1.0,
+    "min_capacity": 1,
+    "every": 1,
+    "balance_loss": 0.1,
+}
 TOP2 = {"num_experts": 4, "top_k": 2, "balance_loss": 0.05, "z_loss": 0.01, "capacity_factor": None}
 # Of transformers, by import path, with the losses of its routers.
 MIXTRAL = {"num_experts": 4, "top_k": 2}
-OWN = {"model": {"target": "tests.jobs.parts:tiny_mixtral"}, "task": {"target": "tests.jobs.parts:WithRouterLoss"}}
+OWN = {
+    "model": {"target": "tests.jobs.parts:tiny_mixtral"},
+    "task": {"target": "tests.jobs.parts:WithRouterLoss"},
+}
 SGD = {"kind": "sgd", "lr": 0.3, "momentum": 0.9}
 ADAMW = {"kind": "adamw", "lr": 3e-3, "weight_decay": 0.1}
 
@@ -72,7 +81,9 @@ class Case:
         return {
             "run": {"name": self.name, "output_dir": str(folder)},
             **(
-                {"model": {**MODEL, "moe": self.moe}, "task": {"kind": "causal_lm"}} if self.moe is not MIXTRAL else OWN
+                {"model": {**MODEL, "moe": self.moe}, "task": {"kind": "causal_lm"}}
+                if self.moe is not MIXTRAL
+                else OWN
             ),
             "data": {"target": "tests.jobs.parts:masked_prompts"},
             "batch": {"global_size": GLOBAL_SIZE, "accumulation_steps": self.steps},
@@ -123,8 +134,14 @@ _HALF: dict[str, tuple[dict[str, Any], float]] = {
     "fp16": ({"dtype": "fp16", "initial_scale_power": 8}, 0.02),  # at which no step is skipped
 }
 VARIANTS: dict[str, tuple[Case, dict[str, Any], float]] = {
-    **{f"together-{name}": (_TOGETHER, {"precision": own}, within) for name, (own, within) in _HALF.items()},
-    **{f"apart-{name}": (_APART, {"precision": own}, within) for name, (own, within) in _HALF.items()},
+    **{
+        f"together-{name}": (_TOGETHER, {"precision": own}, within)
+        for name, (own, within) in _HALF.items()
+    },
+    **{
+        f"apart-{name}": (_APART, {"precision": own}, within)
+        for name, (own, within) in _HALF.items()
+    },
     "offload": (
         _TOGETHER,
         {"zero": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}}},
@@ -144,7 +161,9 @@ def ragged(name: str, folder: Path, expert: int) -> dict[str, Any]:
     board = {"tensorboard": {"histograms_every_steps": FEW_STEPS}, "csv": False, "progress": "off"}
     data = {"target": "tests.jobs.parts:ragged_prompts"}
     run = {"name": name, "output_dir": str(folder)}
-    return Case(1, TOP1, SGD, steps=2, expert=expert).config(folder, run=run, data=data, monitors=board)
+    return Case(1, TOP1, SGD, steps=2, expert=expert).config(
+        folder, run=run, data=data, monitors=board
+    )
 
 
 def micro_batches(case: Case) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -153,17 +172,24 @@ def micro_batches(case: Case) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]
     for step in range(case.num_steps):
         epoch, position = divmod(step, len(dataset) // GLOBAL_SIZE)
         order = epoch_order(len(dataset), seed=0, epoch=epoch, shuffle=True)
-        samples = [dataset[int(n)] for n in order[position * GLOBAL_SIZE : (position + 1) * GLOBAL_SIZE]]
+        samples = [
+            dataset[int(n)] for n in order[position * GLOBAL_SIZE : (position + 1) * GLOBAL_SIZE]
+        ]
         size = GLOBAL_SIZE // case.ranks // case.steps
         groups = [samples[start : start + size] for start in range(0, GLOBAL_SIZE, size)]
-        yield [(torch.stack([x for x, _ in group]), torch.stack([y for _, y in group])) for group in groups]
+        yield [
+            (torch.stack([x for x, _ in group]), torch.stack([y for _, y in group]))
+            for group in groups
+        ]
 
 
 def plain_steps(case: Case) -> tuple[list[dict[str, float]], Average]:
     """What every step reports: the dozen lines that anyone would write; and the moving average."""
     torch.manual_seed(0)
     factory = config_from_values({"model": {**MODEL, "moe": case.moe}}).model.factory()
-    model: nn.Module = call_factory(factory, key="model") if case.moe is not MIXTRAL else tiny_mixtral()
+    model: nn.Module = (
+        call_factory(factory, key="model") if case.moe is not MIXTRAL else tiny_mixtral()
+    )
     kinds: dict[str, Any] = {
         "sgd": torch.optim.SGD,
         "adamw": torch.optim.AdamW,
@@ -181,7 +207,9 @@ def plain_steps(case: Case) -> tuple[list[dict[str, float]], Average]:
                 outputs = model(ids)
             logits = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
             nats = nats + cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-            routings += reported or [Routing(0.05 * outputs.aux_loss, torch.zeros(()), torch.zeros(()))]
+            routings += reported or [
+                Routing(0.05 * outputs.aux_loss, torch.zeros(()), torch.zeros(()))
+            ]
         loss = nats / sum(int((targets != -100).sum()) for _, targets in batches)
         added = sum((one.loss for one in routings), torch.zeros(())) / len(batches)
         (loss + added).backward()
@@ -203,7 +231,10 @@ def folder(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
     held = [*TWO, *(RARE if exhaustive else ())]
     cases = [*(case.config(folder) for case in held), *(varied(name, folder) for name in VARIANTS)]
-    cases += [ragged(name, folder, expert) for name, expert in (("ragged-together", 1), ("ragged-apart", 2))]
+    cases += [
+        ragged(name, folder, expert)
+        for name, expert in (("ragged-together", 1), ("ragged-apart", 2))
+    ]
     train_cases(cases, num_ranks=2, folder=folder, allow_fp16=True)
     return folder
 
@@ -214,9 +245,13 @@ def hold(case: Case, folder: Path) -> None:
     # Muon computes in bf16, where a last bit of a gradient may move a number by 2**-8 of it.
     within = 2e-3 if case.optimizer["kind"] == "muon" else 1e-5
     for name in expected[0]:
-        assert [row[name] for row in rows] == pytest.approx([step[name] for step in expected], abs=within), name
+        assert [row[name] for row in rows] == pytest.approx(
+            [step[name] for step in expected], abs=within
+        ), name
     if case.average:
-        found = MergedWeights(list_checkpoints(folder / case.name / "checkpoints")[-1], average=True)
+        found = MergedWeights(
+            list_checkpoints(folder / case.name / "checkpoints")[-1], average=True
+        )
         assert set(found) == set(average.weights)
         for name, weight in average.weights.items():
             torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=0.0, check_dtype=False)
@@ -241,18 +276,28 @@ def test_ranks_of_unlike_many_tokens_agree_on_room_and_show_all_experts(folder: 
     for name in ("train/loss", "train/grad_norm", "train/dropped_tokens"):
         together, apart = (series(folder / f"ragged-{run}", name) for run in ("together", "apart"))
         assert apart == pytest.approx(together, abs=1e-5), name
-    together, apart = (set(histograms_of(folder / f"ragged-{run}")) for run in ("together", "apart"))
+    together, apart = (
+        set(histograms_of(folder / f"ragged-{run}")) for run in ("together", "apart")
+    )
     assert apart == together
 
 
-FOUR = [Case(stage, moe, optimizer, ranks=4, expert=2) for stage, moe, optimizer in ((1, TOP1, SGD), (2, TOP2, ADAMW))]
+FOUR = [
+    Case(stage, moe, optimizer, ranks=4, expert=2)
+    for stage, moe, optimizer in ((1, TOP1, SGD), (2, TOP2, ADAMW))
+]
 FOUR.append(Case(1, TOP2, SGD, ranks=4, expert=4))
 
 
 @pytest.fixture(scope="module")
 def on_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts-4")
-    saves = saved("fewer", folder, {**UNBALANCED, "parallel": {"expert": 4}, "zero": {"stage": 2}}, max_steps=STOP)
+    saves = saved(
+        "fewer",
+        folder,
+        {**UNBALANCED, "parallel": {"expert": 4}, "zero": {"stage": 2}},
+        max_steps=STOP,
+    )
     train_cases([*(case.config(folder) for case in FOUR), saves], num_ranks=4, folder=folder)
     return folder
 
@@ -270,15 +315,27 @@ MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "same": (EXPERTS_2, EXPERTS_2),
     "together": (EXPERTS_2, {"zero": {"stage": 3}}),
     "apart": ({"zero": {"stage": 0}}, {**EXPERTS_2, "zero": {"stage": 2}}),
-    "bf16": ({**EXPERTS_2, "precision": {"dtype": "bf16"}}, {**EXPERTS_2, "precision": {"dtype": "bf16"}}),
+    "bf16": (
+        {**EXPERTS_2, "precision": {"dtype": "bf16"}},
+        {**EXPERTS_2, "precision": {"dtype": "bf16"}},
+    ),
 }
 
 
 def saved(name: str, folder: Path, layout: dict[str, Any], *, max_steps: int) -> dict[str, Any]:
-    training = {"max_steps": max_steps, "log_every": 1, "clip_grad_norm": 0.5, "ema": {"decay": 0.8}}
+    training = {
+        "max_steps": max_steps,
+        "log_every": 1,
+        "clip_grad_norm": 0.5,
+        "ema": {"decay": 0.8},
+    }
     sections = {
         "run": {"name": name, "output_dir": str(folder)},
-        "model": {**MODEL, "dropout": 0.1 if "same" in name or "bf16" in name else 0.0, "moe": TOP2},
+        "model": {
+            **MODEL,
+            "dropout": 0.1 if "same" in name or "bf16" in name else 0.0,
+            "moe": TOP2,
+        },
         "data": {"target": "tests.jobs.parts:masked_prompts_and_seven_more"},
         "training": training,
         "evaluation": {"every_steps": 3, "batch_size": 2, "weights": "ema"},
@@ -295,7 +352,10 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases = []
     for name, (before, after) in MOVES.items():
         cases.append(saved(f"{name}-whole", folder, before, max_steps=END))
-        cases += [saved(name, folder, layout, max_steps=steps) for layout, steps in ((before, STOP), (after, END))]
+        cases += [
+            saved(name, folder, layout, max_steps=steps)
+            for layout, steps in ((before, STOP), (after, END))
+        ]
     begun = {"at_end": False, "init_weights": str(folder / "same-whole")}
     for name, layout in (("begun-together", EXPERTS_1), ("begun-apart", EXPERTS_2)):
         cases.append(saved(name, folder, {**layout, "checkpoint": begun}, max_steps=2))
@@ -304,29 +364,39 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_weights_of_a_checkpoint_begin_another_run(moved: Path) -> None:
-    together, apart = (series(moved / f"begun-{name}", "train/loss") for name in ("together", "apart"))
+    together, apart = (
+        series(moved / f"begun-{name}", "train/loss") for name in ("together", "apart")
+    )
     assert apart == pytest.approx(together, abs=1e-5)
     assert apart[1] < series(moved / "same-whole", "train/loss")[1]
 
 
 @pytest.mark.parametrize("name", MOVES)
 def test_saved_experts_go_on_where_they_were(name: str, moved: Path) -> None:
-    """In the same layout to the bit, evaluations of the average included; in others as their arithmetic has it."""
+    """In the same layout to the bit, evaluations of the average included; in others as their
+    arithmetic has it.
+    """
     whole, broken = (
         {kind: series(moved / run, kind) for kind in ("train/loss", "train/grad_norm", "eval/loss")}
         for run in (f"{name}-whole", name)
     )
     for kind, values in whole.items():
-        assert broken[kind] == (values if name in ("same", "bf16") else pytest.approx(values, abs=2e-5)), kind
+        assert broken[kind] == (
+            values if name in ("same", "bf16") else pytest.approx(values, abs=2e-5)
+        ), kind
 
 
 def test_weights_of_a_checkpoint_are_those_of_all_experts(moved: Path) -> None:
-    ends = [list_checkpoints(moved / run / "checkpoints")[-1] for run in ("together-whole", "together")]
+    ends = [
+        list_checkpoints(moved / run / "checkpoints")[-1] for run in ("together-whole", "together")
+    ]
     one, other = (MergedWeights(end) for end in ends)
     assert set(one) == set(other)
     for name, weights in one.items():
         torch.testing.assert_close(weights, other[name], atol=1e-4, rtol=0.0)
-    model: nn.Module = call_factory(config_from_values({"model": {**MODEL, "moe": TOP2}}).model.factory(), key="model")
+    model: nn.Module = call_factory(
+        config_from_values({"model": {**MODEL, "moe": TOP2}}).model.factory(), key="model"
+    )
     assert set(one) | set(one.ties) == set(model.state_dict())
 
 

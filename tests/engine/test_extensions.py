@@ -1,5 +1,5 @@
-"""Compiled ops have a folder for each environment and each ninja: sharing one, they would be compiled at every
-start.
+"""Compiled ops have a folder for each environment and each ninja: sharing one, they would be
+compiled at every start.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def cache(monkeypatch: pytest.MonkeyPatch, path: str) -> str:
         patch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
         patch.setenv("PATH", path)
         use_own_cache()
-        assert os.environ["PATH"].split(os.pathsep)[0] == sysconfig.get_path("scripts"), "where torch looks for ninja"
+        assert os.environ["PATH"].split(os.pathsep)[0] == sysconfig.get_path("scripts"), (
+            "where torch looks for ninja"
+        )
         return os.environ.pop("TORCH_EXTENSIONS_DIR")
 
 
@@ -51,7 +53,9 @@ def test_each_ninja_has_its_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert cache(monkeypatch, str(tmp_path / "system")) not in (first, second)
 
 
-def test_it_does_not_matter_whether_the_environment_is_active(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_does_not_matter_whether_the_environment_is_active(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Without its programs on PATH the op was compiled again, for minutes and without a word."""
     assert (
         cache(monkeypatch, f"{SCRIPTS}:/usr/bin")
@@ -61,8 +65,9 @@ def test_it_does_not_matter_whether_the_environment_is_active(monkeypatch: pytes
 
 
 def test_torchs_library_is_found_in_a_path_with_a_blank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The words for the linker are joined by blanks. torch leaves its own library without quotes for an extension, and
-    its inductor quotes the same name: to it quotes of ours would be a part of the path.
+    """The words for the linker are joined by blanks. torch leaves its own library without quotes
+    for an extension, and its inductor quotes the same name: to it quotes of ours would be a part of
+    the path.
     """
     path, words = "/my project/torch/lib", list[str]()
 
@@ -98,7 +103,10 @@ def test_a_compilers_own_words_are_the_reason() -> None:
     )
     assert str(problem).endswith("[op-not-loadable]")
     assert failure_of_compiler(RuntimeError("something else")) is None
-    with pytest.raises(ConfigError, match=r"fatal error: Python\.h"), refusing_what_does_not_compile():
+    with (
+        pytest.raises(ConfigError, match=r"fatal error: Python\.h"),
+        refusing_what_does_not_compile(),
+    ):
         raise RuntimeError(BUILT)
     with pytest.raises(RuntimeError, match="something else"), refusing_what_does_not_compile():
         raise RuntimeError("something else")
@@ -123,7 +131,9 @@ def test_what_torch_compile_cannot_compile_is_not_the_batchs() -> None:
     )
     assert str(problem).endswith("[compile-failed]")
     assert "LoweringException: no such operator; " in str(
-        failure_of_torch_compile(InductorError(type("LoweringException", (Exception,), {})("no such operator"), None))
+        failure_of_torch_compile(
+            InductorError(type("LoweringException", (Exception,), {})("no such operator"), None)
+        )
     )
     assert failure_of_torch_compile(RuntimeError(LINKED)) is None
 

@@ -1,5 +1,5 @@
-"""What torch raises about a batch becomes one line that shows the batch and a way out; real models and losses raise
-it.
+"""What torch raises about a batch becomes one line that shows the batch and a way out; real models
+and losses raise it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from tests.warm_ranks import WarmRanks
 
 X, Y = torch.ones(4, 3), torch.tensor([0, 1, 1, 0])
 _SCOPE: dict[str, Any] = {"__name__": "framework.engine.plain_engine"}
-exec("def train_step(task, model, inputs, targets): task.loss(task.forward(model, inputs), targets)", _SCOPE)
+exec(
+    "def train_step(task, model, inputs, targets): task.loss(task.forward(model, inputs), targets)",
+    _SCOPE,
+)
 
 
 class Added(nn.Linear):
@@ -52,7 +55,12 @@ class Wrong(nn.Linear):
 @pytest.mark.parametrize(
     ("model", "inputs", "targets", "stated"),
     [
-        (Added(3, 2), [X, X], Y, "list of (float32 [4, 3], float32 [4, 3]); samples ((a, b), target) hand it one list"),
+        (
+            Added(3, 2),
+            [X, X],
+            Y,
+            "list of (float32 [4, 3], float32 [4, 3]); samples ((a, b), target) hand it one list",
+        ),
         (nn.Linear(3, 2), X, Y.double(), "targets float64 [4]; class numbers are int64"),
         (nn.Linear(3, 2), X, Y + 1, "labels go from 1 to 2, and 2 classes have the numbers 0 to 1"),
         (nn.Linear(3, 2), X, Y[:, None], "target.squeeze(-1)"),
@@ -64,14 +72,28 @@ class Wrong(nn.Linear):
         (Wrong(3, 2), X, Y, f"the model fails on a batch at {__file__}:"),
         (nn.Embedding(3, 2), Y + 2, Y, "its whole numbers go from 2 to 3"),
         *(
-            (Routed(dtype, part), Y, Y, "given int64 [4]; this line computes with fp32 and with weights in half")
+            (
+                Routed(dtype, part),
+                Y,
+                Y,
+                "given int64 [4]; this line computes with fp32 and with weights in half",
+            )
             for dtype in (torch.bfloat16, torch.float16)
-            for part in (nn.Linear(4, 2), nn.Linear(4, 2, bias=False), nn.LayerNorm(4), nn.LSTM(4, 2))
+            for part in (
+                nn.Linear(4, 2),
+                nn.Linear(4, 2, bias=False),
+                nn.LayerNorm(4),
+                nn.LSTM(4, 2),
+            )
         ),
     ],
 )
-@pytest.mark.parametrize("task", [Classification(), as_task(nn.CrossEntropyLoss())], ids=["kind", "callable"])
-def test_the_batch_is_shown(task: Task, model: nn.Module, inputs: Any, targets: Any, stated: str) -> None:
+@pytest.mark.parametrize(
+    "task", [Classification(), as_task(nn.CrossEntropyLoss())], ids=["kind", "callable"]
+)
+def test_the_batch_is_shown(
+    task: Task, model: nn.Module, inputs: Any, targets: Any, stated: str
+) -> None:
     with pytest.raises(TrainingError) as caught, explaining_failures(Path("logs")):
         _SCOPE["train_step"](task, model, inputs, targets)
     line = str(caught.value)
@@ -110,8 +132,11 @@ monitors: {tensorboard: false}
     assert (
         job.stated(0)
         .splitlines()[-1]
-        .endswith("it was given float32 [4, 3] (traceback: runs/fails/logs/rank0.log) [batch-failed]")
+        .endswith(
+            "it was given float32 [4, 3] (traceback: runs/fails/logs/rank0.log) [batch-failed]"
+        )
     )
-    assert job.stated(1).count("[batch-failed]") <= 1  # a rank that fails after rank 0 has ended cannot ask it any more
+    # a rank that fails after rank 0 has ended cannot ask it any more
+    assert job.stated(1).count("[batch-failed]") <= 1
     assert "Traceback" not in job.stated()
     assert "Traceback" in (tmp_path / "runs/fails/logs/rank0.log").read_text(encoding="utf-8")

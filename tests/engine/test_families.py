@@ -1,4 +1,6 @@
-"""Models of other libraries by import path: they train as plain PyTorch does, and come back as what they were."""
+"""Models of other libraries by import path: they train as plain PyTorch does, and come back as what
+they were.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,15 @@ _SPLIT: dict[str, Any] = {
 }
 # What a run has beside its ZeRO stage.
 FURTHER: dict[str, dict[str, Any]] = {
-    "vit-tensor": {"parallel": {"tensor": 2, "tensor_plan": _SPLIT}, "batch": {"micro_size": 2 * MICRO}},
+    "vit-tensor": {
+        "parallel": {"tensor": 2, "tensor_plan": _SPLIT},
+        "batch": {"micro_size": 2 * MICRO},
+    },
     "t5": {"training": {"loss_tile": 7}},
     "gemma2-tiles": {"training": {"loss_tile": 7}},
 }
-# At stage 3, whose hooks see how a model calls its modules, all of them; at stage 1 the others with --exhaustive.
+# At stage 3, whose hooks see how a model calls its modules, all of them; at stage 1 the others with
+# --exhaustive.
 RUNS = (
     *((family, 3) for family in FAMILIES),
     *((family, 1) for family in ("resnet", "mixtral", "t5")),
@@ -48,7 +54,9 @@ RARE = tuple((family, 1) for family in FAMILIES if (family, 1) not in RUNS)
 def config(name: str, stage: int, folder: Path) -> dict[str, Any]:
     family = name.partition("-t")[0]
     classes = {"num_classes": 5}
-    model = {"target": "timm:create_model", "args": TIMM[family] | classes} if family in TIMM else None
+    model = (
+        {"target": "timm:create_model", "args": TIMM[family] | classes} if family in TIMM else None
+    )
     made = {
         "run": {"name": f"{name}-z{stage}", "output_dir": str(folder)},
         "model": model or {"target": "tests.jobs.families:theirs", "args": {"family": family}},
@@ -61,7 +69,9 @@ def config(name: str, stage: int, folder: Path) -> dict[str, Any]:
         "evaluation": {"at_end": False},
         "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
     }
-    return made | {key: {**made.get(key, {}), **section} for key, section in FURTHER.get(name, {}).items()}
+    return made | {
+        key: {**made.get(key, {}), **section} for key, section in FURTHER.get(name, {}).items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +79,9 @@ def trained(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("families")
     refused = config("gemma2-tiles", 1, folder)
     listed = RUNS + RARE if exhaustive else RUNS
-    train_cases([*(config(*run, folder) for run in listed), refused], num_ranks=RANKS, folder=folder)
+    train_cases(
+        [*(config(*run, folder) for run in listed), refused], num_ranks=RANKS, folder=folder
+    )
     return folder
 
 
@@ -77,7 +89,8 @@ _plain: dict[str, Any] = {}
 
 
 @pytest.mark.parametrize(
-    ("name", "stage"), [*RUNS, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in RARE)]
+    ("name", "stage"),
+    [*RUNS, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in RARE)],
 )
 def test_a_family_trains_as_in_plain_pytorch_and_comes_back(
     trained: Path, tmp_path: Path, name: str, stage: int
@@ -88,7 +101,9 @@ def test_a_family_trains_as_in_plain_pytorch_and_comes_back(
         given = values | {"batch": {"global_size": RANKS * MICRO}, "parallel": {}}
         _plain[family] = plain_run(given, micro_size=MICRO, num_steps=NUM_STEPS, together=together)
     losses, _, model = _plain[family]
-    assert max(losses) - min(losses) > 1e-3, "the oracle itself must change, or equality says nothing"
+    assert max(losses) - min(losses) > 1e-3, (
+        "the oracle itself must change, or equality says nothing"
+    )
     run = trained / f"{name}-z{stage}"
     assert [*series(run, "train/loss").values()] == pytest.approx(losses, abs=1e-5)
     export(str(run), tmp_path, trust=str(run))
@@ -98,7 +113,9 @@ def test_a_family_trains_as_in_plain_pytorch_and_comes_back(
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     if family in THEIRS:
         theirs(family).config.save_pretrained(tmp_path)  # type: ignore[operator, union-attr]
-        again = type(loaded).from_pretrained(tmp_path, attn_implementation=loaded.config._attn_implementation)  # type: ignore[attr-defined, union-attr]
+        again = type(loaded).from_pretrained(
+            tmp_path, attn_implementation=loaded.config._attn_implementation
+        )  # type: ignore[attr-defined, union-attr]
     else:
         import timm
         from safetensors.torch import load_file

@@ -1,4 +1,6 @@
-"""Gradients of stage 0, summed while the backward pass goes on, are those of one process with all batches."""
+"""Gradients of stage 0, summed while the backward pass goes on, are those of one process with all
+batches.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,15 @@ CASES = [
 
 
 def train(num_ranks: int, folder: Path) -> dict[str, dict[str, Any]]:
-    run_ranks(ROOT / "tests/jobs/overlapped_sums.py", str(folder / "found.json"), num_ranks=num_ranks, cwd=folder)
-    found: dict[str, dict[str, Any]] = json.loads((folder / "found.json").read_text(encoding="utf-8"))
+    run_ranks(
+        ROOT / "tests/jobs/overlapped_sums.py",
+        str(folder / "found.json"),
+        num_ranks=num_ranks,
+        cwd=folder,
+    )
+    found: dict[str, dict[str, Any]] = json.loads(
+        (folder / "found.json").read_text(encoding="utf-8")
+    )
     return found
 
 
@@ -42,7 +51,9 @@ def test_one_rank_alone_sums_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_and_losses_are_those_of_one_process(trained: dict[str, dict[str, Any]], case: str) -> None:
+def test_weights_and_losses_are_those_of_one_process(
+    trained: dict[str, dict[str, Any]], case: str
+) -> None:
     assert trained[case]["weights"] < 1e-6
     assert trained[case]["losses"] < 1e-6
 
@@ -55,13 +66,19 @@ def test_half_precision_gives_the_bits_of_deepspeeds_own_sums(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_buckets_are_sent_before_the_backward_pass_has_ended(trained: dict[str, dict[str, Any]], case: str) -> None:
+def test_buckets_are_sent_before_the_backward_pass_has_ended(
+    trained: dict[str, dict[str, Any]], case: str
+) -> None:
     steps, events = int(case.rpartition("-")[2]), trained[case]["events"]
-    assert events[: steps - 1] == ["ended"] * (steps - 1)  # only the last micro-batch's pass sends anything
+    # only the last micro-batch's pass sends anything
+    assert events[: steps - 1] == ["ended"] * (steps - 1)
     last = events[steps - 1 :]
-    # Sent when the pass has ended: what takes no part, with all that follow it, and what may get more from a next pass.
+    # Sent when the pass has ended: what takes no part, with all that follow it, and what may get
+    # more from a next pass.
     if case.startswith(("unused", "checkpointed_twice", "twice_and_branch")):
         assert last == ["ended"] + ["sent"] * (len(last) - 1)
     else:
-        assert last == ["sent"] * (len(last) - 2) + ["ended", "sent"], "all but the last, which ends with the pass"
+        assert last == ["sent"] * (len(last) - 2) + ["ended", "sent"], (
+            "all but the last, which ends with the pass"
+        )
     assert last.count("sent") > 2

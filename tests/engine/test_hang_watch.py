@@ -1,4 +1,6 @@
-"""A run whose steps stop coming says within seconds which rank keeps the others waiting, and where it is."""
+"""A run whose steps stop coming says within seconds which rank keeps the others waiting, and where
+it is.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,19 @@ from tests.warm_ranks import WarmRanks
 
 
 def state(
-    step: int, place: str, *, call: str = "", number: int = 0, waits: bool = True, phase: str = STEPS
+    step: int,
+    place: str,
+    *,
+    call: str = "",
+    number: int = 0,
+    waits: bool = True,
+    phase: str = STEPS,
 ) -> dict[str, Any]:
-    calls = {"gloo 0": {"number": number, "name": call, "elements": 300, "waits": waits}} if call else {}
+    calls = (
+        {"gloo 0": {"number": number, "name": call, "elements": 300, "waits": waits}}
+        if call
+        else {}
+    )
     return {"seconds": 12.0, "phase": phase, "step": step, "place": place, "calls": calls}
 
 
@@ -42,7 +54,9 @@ def test_a_rank_that_does_not_answer() -> None:
 
 
 def test_ranks_in_different_collectives() -> None:
-    found = sentence({0: WAITS, 1: state(40, "own.py:5 in loss", call="all_gather", number=412)}, world_size=2)
+    found = sentence(
+        {0: WAITS, 1: state(40, "own.py:5 in loss", call="all_gather", number=412)}, world_size=2
+    )
     assert (
         "rank 0 waits in all_reduce #412 of 300 elements at train.py:9 in step; rank 1 waits in all_gather #412"
         in found
@@ -51,7 +65,10 @@ def test_ranks_in_different_collectives() -> None:
 
 def test_nobody_waits_for_anybody() -> None:
     alone = state(40, "data.py:3 in read", call="all_reduce", number=5, waits=False)
-    assert sentence({0: alone}, world_size=1) == "no step for 12 s after step 40: rank 0 is at data.py:3 in read"
+    assert (
+        sentence({0: alone}, world_size=1)
+        == "no step for 12 s after step 40: rank 0 is at data.py:3 in read"
+    )
 
 
 def test_the_phase_is_named() -> None:
@@ -75,7 +92,9 @@ def test_each_phase_has_a_limit_of_its_own() -> None:
     assert gaps.limit(STEPS, least=0.5) == 0.75, "gaps of long ago are forgotten"
     for seconds in (0.001, 30.0):
         assert gaps.noted_first(EVALUATING, seconds)
-        assert gaps.limit(EVALUATING, least=10.0) == 600.0, "the first gap is before a batch, the next one compiles"
+        assert gaps.limit(EVALUATING, least=10.0) == 600.0, (
+            "the first gap is before a batch, the next one compiles"
+        )
     assert not gaps.noted_first(EVALUATING, 0.1)
     gaps.noted(EVALUATING)(0.1)
     assert gaps.limit(EVALUATING, least=10.0) == 10.0, "a slow first batch makes no later hang wait"
@@ -97,7 +116,9 @@ def test_what_a_watch_knows_of_steps(tmp_path: Path) -> None:
     later = HangWatch(None, rank=0, world_size=1, logs=tmp_path, end_seconds=100.0, least=10.0)
     later.enter("")
     Watched(later, lambda step: "")(7)
-    assert (later.phase, later._limit(STEPS)) == (STEPS, 50.0), "looked at in half the time to the end"
+    assert (later.phase, later._limit(STEPS)) == (STEPS, 50.0), (
+        "looked at in half the time to the end"
+    )
 
 
 class Clock:
@@ -109,7 +130,9 @@ class Clock:
 
 
 def watch_of(folder: Path, **terms: Any) -> HangWatch:
-    return HangWatch(None, rank=0, world_size=1, logs=folder, **({"end_seconds": 0.0, "least": 10.0} | terms))
+    return HangWatch(
+        None, rank=0, world_size=1, logs=folder, **({"end_seconds": 0.0, "least": 10.0} | terms)
+    )
 
 
 @pytest.mark.parametrize("first", [40.0, 300.0])
@@ -142,17 +165,23 @@ def looked(watch: HangWatch, monkeypatch: pytest.MonkeyPatch, times: int = 1) ->
 
 
 @pytest.fixture
-def stalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Stalled:
+def stalled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Stalled:
     return Stalled(tmp_path, monkeypatch)
 
 
 class Stalled:
-    """A watch whose steps have stopped coming; what it writes as events, and with which code it ends its process."""
+    """A watch whose steps have stopped coming; what it writes as events, and with which code it
+    ends its process.
+    """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked, self.events, self.codes, self.at_prompt = "", [], [], False
         self.clock, self._monkeypatch = Clock(monkeypatch), monkeypatch
-        monkeypatch.setattr(hang_watch, "report_event", lambda kind, **values: self.events.append((kind, values)))
+        monkeypatch.setattr(
+            hang_watch, "report_event", lambda kind, **values: self.events.append((kind, values))
+        )
         monkeypatch.setattr(hang_watch.os, "_exit", self.codes.append)
         monkeypatch.setattr(hang_watch, "is_at_prompt_of", lambda _: self.at_prompt)
         monkeypatch.setattr(hang_watch, "collectives", dict)
@@ -168,7 +197,9 @@ class Stalled:
         looked(self.watch, self._monkeypatch)
 
 
-@pytest.mark.parametrize(("phase", "kind"), [(STEPS, "hang"), (SAVING, "slow"), ("a callback", "slow")])
+@pytest.mark.parametrize(
+    ("phase", "kind"), [(STEPS, "hang"), (SAVING, "slow"), ("a callback", "slow")]
+)
 def test_what_goes_on_by_itself_was_slow(
     stalled: Stalled, phase: str, kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,7 +215,9 @@ def test_what_goes_on_by_itself_was_slow(
 
 
 @pytest.mark.parametrize("comes_first", ["hang", "request"])
-def test_a_stop_in_a_hang_ends_at_once(stalled: Stalled, comes_first: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_in_a_hang_ends_at_once(
+    stalled: Stalled, comes_first: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     if comes_first == "request":
         stalled.asked = "SIGTERM"
         stalled.look(5.0)
@@ -198,7 +231,9 @@ def test_a_stop_in_a_hang_ends_at_once(stalled: Stalled, comes_first: str, capfd
     assert "SIGTERM: no step for 1" in capfd.readouterr().err or comes_first == "request"
 
 
-def test_a_stop_in_a_slow_save_waits_for_it_and_in_a_callback_for_a_minute(stalled: Stalled) -> None:
+def test_a_stop_in_a_slow_save_waits_for_it_and_in_a_callback_for_a_minute(
+    stalled: Stalled,
+) -> None:
     with stalled.watch.during(SAVING):
         stalled.look(700.0)
         stalled.asked = "SIGTERM"
@@ -210,7 +245,9 @@ def test_a_stop_in_a_slow_save_waits_for_it_and_in_a_callback_for_a_minute(stall
         assert stalled.codes == [77], "it was asked long ago"
 
 
-def test_whoever_is_in_a_debugger_is_left_alone(stalled: Stalled, capfd: pytest.CaptureFixture[str]) -> None:
+def test_whoever_is_in_a_debugger_is_left_alone(
+    stalled: Stalled, capfd: pytest.CaptureFixture[str]
+) -> None:
     stalled.at_prompt = True
     for _ in range(5):
         stalled.look(600.0)
@@ -244,7 +281,9 @@ WAYS = ("lock_held", "in_a_save", "dead_mount", "asleep", "endless_loop", "stopp
 @pytest.mark.slow
 @pytest.mark.timing
 def test_ways_to_hang(tmp_path: Path, warm: WarmRanks, exhaustive: bool) -> None:
-    """The last one is no seed: two ranks are in collectives of different groups, until they are ended."""
+    """The last one is no seed: two ranks are in collectives of different groups, until they are
+    ended.
+    """
     ways = WAYS if exhaustive else WAYS[:2]
     script = ROOT / "tests/jobs/hang_seeds.py"
     job = warm.start([str(tmp_path), *ways], num_ranks=2, folder=tmp_path / "said", script=script)
@@ -252,14 +291,26 @@ def test_ways_to_hang(tmp_path: Path, warm: WarmRanks, exhaustive: bool) -> None
     stated = job.stated()
     found = dict(re.findall(r"seed: (\w*)\n(?:(?!seed: ).*\n)*?.*warning: (no .*)\n", stated))
     assert set(found) == {"", *ways}, stated[-6000:]
-    assert stated.count("warning: no ") == len(found), "each is named once, and no save is taken for one"
+    assert stated.count("warning: no ") == len(found), (
+        "each is named once, and no save is taken for one"
+    )
     for name in ways:
-        assert found[name].startswith("no progress in a save for" if name == "in_a_save" else "no step for"), found
+        assert found[name].startswith(
+            "no progress in a save for" if name == "in_a_save" else "no step for"
+        ), found
         if name in SILENT:
             expected = r"rank 1 does not answer \(stopped, or Python's lock is held\); 1 other waits in all_reduce"
         else:
-            expected = r"rank 1 did not enter all_reduce #\d+ of 300 elements, and is at hang_seeds.py:\d+ in " + name
+            expected = (
+                r"rank 1 did not enter all_reduce #\d+ of 300 elements, and is at hang_seeds.py:\d+ in "
+                + name
+            )
         assert re.search(expected, found[name])
-    assert re.search(r"rank 0 waits in all_reduce #\d+ of 300 elements.*rank 1 waits in all_reduce #1 of 7", found[""])
-    assert "in lock_held" in (tmp_path / "logs/hang-rank1.txt").read_text(encoding="utf-8"), "written from C"
+    assert re.search(
+        r"rank 0 waits in all_reduce #\d+ of 300 elements.*rank 1 waits in all_reduce #1 of 7",
+        found[""],
+    )
+    assert "in lock_held" in (tmp_path / "logs/hang-rank1.txt").read_text(encoding="utf-8"), (
+        "written from C"
+    )
     assert all(codes)

@@ -1,4 +1,6 @@
-"""Every weight is stepped by the optimizer or frozen by name, and every checkpoint holds all of its numbers."""
+"""Every weight is stepped by the optimizer or frozen by name, and every checkpoint holds all of its
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ class TestRuns:
         assert differences(loaded, plain[1][0]) < 1e-5
 
     @pytest.mark.parametrize("stage", STAGES)
-    def test_an_export_has_every_number(self, runs: Any, plain: Any, stage: int, tmp_path: Path) -> None:
+    def test_an_export_has_every_number(
+        self, runs: Any, plain: Any, stage: int, tmp_path: Path
+    ) -> None:
         export(str(runs[0] / f"shares-z{stage}"), tmp_path / "out", file_format="pt")
         assert differences(torch.load(tmp_path / "out/model.pt"), plain[1][0]) < 1e-5
 
@@ -98,7 +102,10 @@ class TestRuns:
             "copies": "4 tensors that it was not given",
             "more": "1 tensor that",
         }
-        words |= {"none": "on the weights of a stage it fails", "lacks": "none of its groups holds 0."}
+        words |= {
+            "none": "on the weights of a stage it fails",
+            "lacks": "none of its groups holds 0.",
+        }
         words["last"] = "holds 0.weight and 2 more of the 4 weights that require a gradient"
         stated = runs[1][name]
         assert words[name.partition("-")[0]] in stated
@@ -121,17 +128,23 @@ class TestOlderCheckpoints:
         target = folder / "old" / "checkpoints" / source.name
         shutil.copytree(source, target)
         manifest = json.loads((target / MANIFEST).read_text(encoding="utf-8"))
-        kept = {key: value for key, value in manifest.items() if key not in ("ties", "weights", SEAL)}
+        kept = {
+            key: value for key, value in manifest.items() if key not in ("ties", "weights", SEAL)
+        }
         (target / MANIFEST).write_text(seal(kept), encoding="utf-8")
         return target
 
-    def test_further_names_are_those_of_the_model(self, runs: Any, plain: Any, tmp_path: Path) -> None:
+    def test_further_names_are_those_of_the_model(
+        self, runs: Any, plain: Any, tmp_path: Path
+    ) -> None:
         old = self.older(runs[0] / "shares-z3/checkpoints" / f"global_step{HALF_WAY}", tmp_path)
         assert differences(framework.load(old, model=shares).state_dict(), plain[1][0]) < 1e-5
 
     def test_an_export_without_numbers_is_refused(self, runs: Any, tmp_path: Path) -> None:
         old = self.older(runs[0] / "shares-z3/checkpoints" / f"global_step{HALF_WAY}", tmp_path)
-        with pytest.raises(StorageError, match=r"numbers of blocks\.1\.bias and 1 more: .* \[weights-not-read\]"):
+        with pytest.raises(
+            StorageError, match=r"numbers of blocks\.1\.bias and 1 more: .* \[weights-not-read\]"
+        ):
             export(str(old), tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
@@ -140,7 +153,9 @@ class TestOlderCheckpoints:
         assert "still.weight" in runs[1][name]
         assert runs[1][name].endswith("[checkpoint-not-loaded]")
 
-    def test_nothing_is_loaded_or_exported_without_a_weight(self, runs: Any, tmp_path: Path) -> None:
+    def test_nothing_is_loaded_or_exported_without_a_weight(
+        self, runs: Any, tmp_path: Path
+    ) -> None:
         with pytest.raises(ConfigError, match=r"lacks still\.weight.*\[weights-differ\]"):
             framework.load(runs[0] / "lost", model=shares)
         with pytest.raises(StorageError, match=r"numbers of still\.weight: .*\[weights-not-read\]"):
@@ -149,6 +164,9 @@ class TestOlderCheckpoints:
     def test_inspect_looks_into_the_files(self, runs: Any, tmp_path: Path, capsys: Any) -> None:
         old = self.older(runs[0] / "lost/checkpoints" / f"global_step{HALF_WAY}", tmp_path)
         assert run_inspect(str(old), as_json=False, verify=True) == EXIT_STORAGE
-        assert "weights: no file has the numbers of blocks.1.bias and 2 more" in capsys.readouterr().out
+        assert (
+            "weights: no file has the numbers of blocks.1.bias and 2 more"
+            in capsys.readouterr().out
+        )
         assert run_inspect(str(runs[0] / "shares-z3"), as_json=False, verify=True) == EXIT_OK
         assert "8 tensors of 147 numbers, all in its files" in capsys.readouterr().out

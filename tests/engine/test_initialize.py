@@ -30,7 +30,9 @@ def test_complex_weights_are_refused(stage: int) -> None:
 
 def test_doubles_are_refused_at_stage_0() -> None:
     model = torch.nn.Linear(2, 2).double()
-    with pytest.raises(ConfigError, match=r"float64, which DeepSpeed cannot train at zero.stage 0; use .float\(\)"):
+    with pytest.raises(
+        ConfigError, match=r"float64, which DeepSpeed cannot train at zero.stage 0; use .float\(\)"
+    ):
         _refuse_number_types(planned(), model)
     _refuse_number_types(planned(zero={"stage": 1}), model)
     _refuse_number_types(planned(precision={"dtype": "bf16"}), model)

@@ -1,4 +1,6 @@
-"""torch's own words for memory that is not there and workers that are gone, and what becomes of them."""
+"""torch's own words for memory that is not there and workers that are gone, and what becomes of
+them.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,24 @@ SHARED = (
 @pytest.mark.parametrize(
     ("error", "stated"),
     [
-        (torch.OutOfMemoryError(NO_MEMORY), f"left (2.00 GiB were asked for, 1.06 GiB of 79.15 GiB are free); {STEP} "),
+        (
+            torch.OutOfMemoryError(NO_MEMORY),
+            f"left (2.00 GiB were asked for, 1.06 GiB of 79.15 GiB are free); {STEP} ",
+        ),
         (
             RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ..."),
             f"has no memory left; {STEP} [out-of-memory]",
         ),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "[out-of-memory]"),
-        (MemoryError(), "the host has no memory left for this process; set a smaller batch.micro_size"),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            "[out-of-memory]",
+        ),
+        (
+            MemoryError(),
+            "the host has no memory left for this process; set a smaller batch.micro_size",
+        ),
         (
             RuntimeError(
                 "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
@@ -48,14 +61,25 @@ SHARED = (
         ),
         # torch 2.15, as DeepSpeed meets it at stages 1 and 2, and at stage 3
         (
-            NotImplementedError("Could not run 'aten::view' with arguments from the 'SparseCPU' backend. This could"),
+            NotImplementedError(
+                "Could not run 'aten::view' with arguments from the 'SparseCPU' backend. This could"
+            ),
             "with sparse=False (the numbers are the same) [sparse-gradient]",
         ),
-        (RuntimeError("copy_() between dense and sparse Tensors is not implemented! Found self"), "[sparse-gradient]"),
+        (
+            RuntimeError("copy_() between dense and sparse Tensors is not implemented! Found self"),
+            "[sparse-gradient]",
+        ),
         (OSError(12, "Cannot allocate memory"), "[out-of-host-memory]"),
         (RuntimeError(SHARED), "is killed by signal: Bus error: /dev/shm is full: "),
-        (RuntimeError(f"{DEAD}Killed. "), "is killed by signal: Killed: the host, or the memory limit of this job"),
-        (RuntimeError(f"{DEAD}Segmentation fault. "), "data.num_workers=0 shows where [data-worker-ended]"),
+        (
+            RuntimeError(f"{DEAD}Killed. "),
+            "is killed by signal: Killed: the host, or the memory limit of this job",
+        ),
+        (
+            RuntimeError(f"{DEAD}Segmentation fault. "),
+            "data.num_workers=0 shows where [data-worker-ended]",
+        ),
         (
             RuntimeError("DataLoader worker (pid(s) 17, 18) exited unexpectedly"),
             "data exited unexpectedly: the code that reads",
@@ -83,7 +107,10 @@ def test_a_weight_that_zero_does_not_know_is_named() -> None:
     for weight in model[0].parameters():
         vars(weight)["ds_id"] = 0
     scope: dict[str, Any] = {}
-    exec("def fetch_sub_module(current_submodule): current_submodule[1].weight.ds_active_sub_modules", scope)
+    exec(
+        "def fetch_sub_module(current_submodule): current_submodule[1].weight.ds_active_sub_modules",
+        scope,
+    )
     with pytest.raises(TrainingError) as reported, explaining_failures(Path("logs")):
         scope["fetch_sub_module"](model)
     assert "the model made a weight (1.weight of its Sequential) " in str(reported.value)
@@ -102,7 +129,11 @@ def test_an_evaluation_has_a_batch_size_of_its_own() -> None:
 
 
 def test_a_plan_adds_moment_components_and_settings() -> None:
-    gpt = {"model": {"kind": "gpt", "size": "gpt2-xl"}, "data": {"kind": "text"}, "task": {"kind": "causal_lm"}}
+    gpt = {
+        "model": {"kind": "gpt", "size": "gpt2-xl"},
+        "data": {"kind": "text"},
+        "task": {"kind": "causal_lm"},
+    }
     config = config_from_values({**gpt, "zero": {"stage": 1}, "training": {"max_steps": 9}})
     plan = make_plan(config, Cluster(devices_per_host=8, device="cuda"))
     step = compile("def step(error): raise error", "/lib/deepspeed/runtime/engine.py", "exec")
@@ -124,7 +155,8 @@ def test_a_plan_adds_moment_components_and_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("shapes"), RuntimeError("server: out of memory"), KeyError(), OSError(2, "No")]
+    "error",
+    [RuntimeError("shapes"), RuntimeError("server: out of memory"), KeyError(), OSError(2, "No")],
 )
 def test_what_is_not_known_stays_as_it_is(error: Exception) -> None:
     with pytest.raises(type(error)) as same, explaining_failures(Path("logs")):

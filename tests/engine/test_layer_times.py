@@ -17,10 +17,13 @@ pytestmark = pytest.mark.slow  # imports DeepSpeed
 
 
 def test_a_layer_may_work_in_place() -> None:
-    # A stem like torchvision's, and the in-place layer first: nothing but the batch stands before it.
+    # A stem like torchvision's, and the in-place layer first: nothing but the batch stands before
+    # it.
     inputs = torch.randn(4, 3, 8, 8)
     before = inputs.clone()
-    model = nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Flatten())
+    model = nn.Sequential(
+        nn.ReLU(inplace=True), nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Flatten()
+    )
     seconds = time_layers(as_layers(model), inputs, seed=0, precision=FP32())
     assert len(seconds) == 4
     assert all(second > 0 for second in seconds)
@@ -37,14 +40,23 @@ class SaysItsType(nn.Linear):
 
 
 @pytest.mark.parametrize(("named", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_autocast_is_timed_in_the_type_of_the_run(named: Literal["bf16", "fp16"], dtype: torch.dtype) -> None:
+def test_autocast_is_timed_in_the_type_of_the_run(
+    named: Literal["bf16", "fp16"], dtype: torch.dtype
+) -> None:
     SaysItsType.seen.clear()
-    time_layers(as_layers([SaysItsType(2, 2)]), torch.randn(3, 2), seed=0, precision=Autocast(compute_dtype=named))
+    time_layers(
+        as_layers([SaysItsType(2, 2)]),
+        torch.randn(3, 2),
+        seed=0,
+        precision=Autocast(compute_dtype=named),
+    )
     assert SaysItsType.seen == {dtype}
 
 
 def test_a_layer_that_fails_on_the_device_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(3, 2))
-    words = r'model = "1": the layer fails when it is timed on cpu: RuntimeError: .*\[layer-failed\]'
+    words = (
+        r'model = "1": the layer fails when it is timed on cpu: RuntimeError: .*\[layer-failed\]'
+    )
     with pytest.raises(ConfigError, match=words):
         time_layers(as_layers(model), torch.randn(3, 2), seed=0, precision=FP32())

@@ -1,5 +1,5 @@
-"""Adapters: fp32 steps at every ZeRO stage against plain PyTorch with peft in one process, resumed to the bit, moved
-between stages, merged, and loaded by peft.
+"""Adapters: fp32 steps at every ZeRO stage against plain PyTorch with peft in one process, resumed
+to the bit, moved between stages, merged, and loaded by peft.
 """
 
 from __future__ import annotations
@@ -57,7 +57,11 @@ VARIANTS: dict[str, tuple[tuple[str, str, int], dict[str, Any], float]] = {
     "accumulation": (("gpt", "sgd", 2), {"batch": {"accumulation_steps": 2}}, 1e-5),
     "recompute": (("gpt", "sgd", 3), {"training": {"recompute_every": 1}}, 1e-5),
     "tiles": (("gpt", "sgd", 3), {"training": {"loss_tile": 5}}, 1e-5),
-    "offload": (("gpt", "adamw", 2), {"zero": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}}, 1e-4),
+    "offload": (
+        ("gpt", "adamw", 2),
+        {"zero": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}},
+        1e-4,
+    ),
     "autocast": (("gpt", "adamw", 3), {"precision": {"dtype": "autocast"}}, 0.02),
     "bf16": (("gpt", "adamw", 3), {"precision": {"dtype": "bf16"}}, 0.05),
     "fp16": (("gpt", "adamw", 2), {"precision": {"dtype": "fp16"}}, 0.02),
@@ -93,13 +97,18 @@ def shared(folder: Path, model: str, optimizer: str, stage: int) -> dict[str, An
     return made | {"run": {**made["run"], "name": name}, "parallel": {"sequence": 2}}
 
 
-def config(folder: Path, model: str, optimizer: str, stage: int, start: int | None = None) -> dict[str, Any]:
+def config(
+    folder: Path, model: str, optimizer: str, stage: int, start: int | None = None
+) -> dict[str, Any]:
     """A run; with `start`, one that goes on from the middle of the one at that stage."""
     own = f"{model}-{optimizer}-z{stage}"
     source = folder / f"{model}-{optimizer}-z{start}" / "checkpoints" / f"global_step{HALF_WAY}"
     begin = {} if start is None else {"resume": str(source)}
     return {
-        "run": {"name": own if start is None else f"{own}-from-z{start}", "output_dir": str(folder)},
+        "run": {
+            "name": own if start is None else f"{own}-from-z{start}",
+            "output_dir": str(folder),
+        },
         "model": GPT["model"] if model == "gpt" else MODELS[model],
         "data": GPT["data"] | {"path": str(folder / "tokens")},
         "task": {"kind": "causal_lm"},
@@ -122,20 +131,30 @@ def config(folder: Path, model: str, optimizer: str, stage: int, start: int | No
 def held_cases(folder: Path) -> list[dict[str, Any]]:
     """Those that are held against plain PyTorch."""
     whole = [config(folder, *one) for one in HELD]
-    return [*whole, *(varied(folder, name) for name in VARIANTS), *(shared(folder, *each) for each in SHARED)]
+    return [
+        *whole,
+        *(varied(folder, name) for name in VARIANTS),
+        *(shared(folder, *each) for each in SHARED),
+    ]
 
 
 @pytest.fixture(scope="module")
 def runs(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora")
     write_tokens(folder)
-    first = [*held_cases(folder), *(shared(folder, *each) for each in (RARE_SHARED if exhaustive else ()))]
+    first = [
+        *held_cases(folder),
+        *(shared(folder, *each) for each in (RARE_SHARED if exhaustive else ())),
+    ]
     stages, moves = (AGAIN + RARE_AGAIN, MOVES + RARE_MOVES) if exhaustive else (AGAIN, MOVES)
     again = [config(folder, "gpt", "adamw", stage, stage) for stage in stages]
     moved = [config(folder, "gpt", "adamw", now, before) for before, now in moves]
     other = config(folder, "gpt", "adamw", 0, 0)  # on other frozen weights
     torch.save(build(config(folder, "gpt", "adamw", 0), seed=5).state_dict(), folder / "other.pt")
-    other["run"]["name"], other["checkpoint"]["init_weights"] = "other-base", str(folder / "other.pt")
+    other["run"]["name"], other["checkpoint"]["init_weights"] = (
+        "other-base",
+        str(folder / "other.pt"),
+    )
     train_cases([*first, *again, *moved, other], num_ranks=2, folder=folder, allow_fp16=True)
     return folder
 
@@ -148,16 +167,26 @@ def build(values: dict[str, Any], *, seed: int = 0) -> Any:
 
 @pytest.fixture(scope="module")
 def plain_losses(runs: Path) -> dict[tuple[str, str], tuple[list[float], float, Average]]:
-    return {(model, name): plain(config(runs, model, name, 0)) for model in MODELS for name in OPTIMIZERS}
+    return {
+        (model, name): plain(config(runs, model, name, 0))
+        for model in MODELS
+        for name in OPTIMIZERS
+    }
 
 
 def plain(values: dict[str, Any], num_steps: int = NUM_STEPS) -> tuple[list[float], float, Average]:
-    """PyTorch and peft's own functions, one process; what the base makes of the last batch; and the moving average."""
+    """PyTorch and peft's own functions, one process; what the base makes of the last batch; and the
+    moving average.
+    """
     samples = call_factory(config_from_values(values).data.factory(), key="data").train
     model = build(values)
     lora = values["training"]["lora"]
     torch.manual_seed(1)
-    saved = [module for name, module in model.named_modules() if name.endswith(tuple(lora.get("modules_to_save", ())))]
+    saved = [
+        module
+        for name, module in model.named_modules()
+        if name.endswith(tuple(lora.get("modules_to_save", ())))
+    ]
     given = {name: value for name, value in lora.items() if name != "modules_to_save"}
     peft.inject_adapter_in_model(peft.LoraConfig(**given), model)
     for parameter in (parameter for module in saved for parameter in module.parameters()):
@@ -170,7 +199,9 @@ def plain(values: dict[str, Any], num_steps: int = NUM_STEPS) -> tuple[list[floa
     average = Average(model, 0.9)
     for step in range(num_steps):
         batch = [samples[int(index)] for index in order[step * BATCH : (step + 1) * BATCH]]
-        tokens, targets = (torch.stack([torch.as_tensor(sample[part]) for sample in batch]) for part in (0, 1))
+        tokens, targets = (
+            torch.stack([torch.as_tensor(sample[part]) for sample in batch]) for part in (0, 1)
+        )
         loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -178,7 +209,9 @@ def plain(values: dict[str, Any], num_steps: int = NUM_STEPS) -> tuple[list[floa
         optimizer.step()
         average.step()
         losses.append(loss.item())
-    untrained = nn.functional.cross_entropy(build(values)(tokens).flatten(0, 1), targets.flatten()).item()
+    untrained = nn.functional.cross_entropy(
+        build(values)(tokens).flatten(0, 1), targets.flatten()
+    ).item()
     return losses, untrained, average
 
 
@@ -200,7 +233,8 @@ def test_steps_are_those_of_peft_in_one_process(
 
 
 @pytest.mark.parametrize(
-    ("model", "optimizer", "stage"), [*SHARED, *(pytest.param(*each, marks=_RARE) for each in RARE_SHARED)]
+    ("model", "optimizer", "stage"),
+    [*SHARED, *(pytest.param(*each, marks=_RARE) for each in RARE_SHARED)],
 )
 def test_ranks_that_share_sequences_train_the_same_adapters(
     runs: Path, plain_losses: Any, model: str, optimizer: str, stage: int
@@ -210,7 +244,9 @@ def test_ranks_that_share_sequences_train_the_same_adapters(
     assert found == pytest.approx(plain_losses[model, optimizer][0], abs=TOLERANCES[optimizer])
     norms = series(of, "train/grad_norm")
     bound = 1e-4 if optimizer == "sgd" else 1e-2
-    assert series(run, "train/grad_norm") == {step: pytest.approx(norm, rel=bound) for step, norm in norms.items()}
+    assert series(run, "train/grad_norm") == {
+        step: pytest.approx(norm, rel=bound) for step, norm in norms.items()
+    }
     left, right = weights(of), weights(run)
     assert [*left] == [*right]
     assert max(float((left[name] - right[name]).abs().max()) for name in left) < 1e-4
@@ -221,13 +257,20 @@ def test_other_arithmetic_stays_close(runs: Path, plain_losses: Any, name: str) 
     (model, optimizer, _), _, within = VARIANTS[name]
     found = [*series(runs / name, "train/loss").values()]
     long = name.startswith("long")
-    expected = plain(config(runs, model, optimizer, 0), LONG_STEPS)[0] if long else plain_losses[model, optimizer][0]
+    expected = (
+        plain(config(runs, model, optimizer, 0), LONG_STEPS)[0]
+        if long
+        else plain_losses[model, optimizer][0]
+    )
     assert found == pytest.approx(expected, abs=within)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_average_is_that_of_plain_pytorch(runs: Path, plain_losses: Any, stage: int) -> None:
-    found, expected = weights(runs / f"gpt-adamw-z{stage}", average=True), plain_losses["gpt", "adamw"][2].weights
+    found, expected = (
+        weights(runs / f"gpt-adamw-z{stage}", average=True),
+        plain_losses["gpt", "adamw"][2].weights,
+    )
     assert set(found) == set(expected)
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, atol=2e-4, rtol=0.0, check_dtype=False)
@@ -244,9 +287,14 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_bit(runs: Path, stage: int) ->
         assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 
-@pytest.mark.parametrize(("before", "now"), [*MOVES, *(pytest.param(*each, marks=_RARE) for each in RARE_MOVES)])
+@pytest.mark.parametrize(
+    ("before", "now"), [*MOVES, *(pytest.param(*each, marks=_RARE) for each in RARE_MOVES)]
+)
 def test_a_run_moves_between_stages(runs: Path, before: int, now: int) -> None:
-    whole, moved = weights(runs / f"gpt-adamw-z{before}"), weights(runs / f"gpt-adamw-z{now}-from-z{before}")
+    whole, moved = (
+        weights(runs / f"gpt-adamw-z{before}"),
+        weights(runs / f"gpt-adamw-z{now}-from-z{before}"),
+    )
     assert set(whole) == set(moved)
     assert max(float((whole[name] - moved[name]).abs().max()) for name in whole) < 1e-5
 
@@ -265,32 +313,59 @@ def test_checkpoints_hold_no_frozen_weight(runs: Path, stage: int) -> None:
         f"{place}norm.{name}"
         for place in (
             "",
-            *(f"blocks.{number}.{norm}_" for number in range(NUM_BLOCKS) for norm in ("attention", "mlp")),
+            *(
+                f"blocks.{number}.{norm}_"
+                for number in range(NUM_BLOCKS)
+                for norm in ("attention", "mlp")
+            ),
         )
         for name in ("weight", "bias")
     }
-    # fp32 weights, two moments, the average: 16 bytes; at ZeRO 1 and 2 the module's own weights beside them.
+    # fp32 weights, two moments, the average: 16 bytes; at ZeRO 1 and 2 the module's own weights
+    # beside them.
     numbers = sum(tensor.numel() for tensor in held.values())
     files = sum(path.stat().st_size for path in held.checkpoint.path.glob("*.pt"))
-    base = 4 * sum(parameter.numel() for parameter in build(config(runs, "gpt", "adamw", 0)).parameters())
+    base = 4 * sum(
+        parameter.numel() for parameter in build(config(runs, "gpt", "adamw", 0)).parameters()
+    )
     print(f"z{stage}: {files} bytes, {numbers} trained numbers, base {base} bytes")
     assert 16 * numbers <= files < 20 * numbers + 110_000  # names, random states: measured
-    assert len({json.dumps(weights(runs / f"gpt-adamw-z{one}").checkpoint.manifest["base"]) for one in STAGES}) == 1
+    assert (
+        len(
+            {
+                json.dumps(weights(runs / f"gpt-adamw-z{one}").checkpoint.manifest["base"])
+                for one in STAGES
+            }
+        )
+        == 1
+    )
 
 
-@pytest.mark.parametrize(("model", "stage"), [("gpt", 0), ("gpt", 2), ("gpt", 3), ("llama", 1), ("llama", 3)])
-def test_exports_compute_what_the_trained_model_does(runs: Path, tmp_path: Path, model: str, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "stage"), [("gpt", 0), ("gpt", 2), ("gpt", 3), ("llama", 1), ("llama", 3)]
+)
+def test_exports_compute_what_the_trained_model_does(
+    runs: Path, tmp_path: Path, model: str, stage: int
+) -> None:
     run, values = runs / f"{model}-sgd-z{stage}", config(runs, model, "sgd", stage)
     if model == "llama":
         with pytest.raises(ConfigError, match=r"or give --adapter, .* \[target-not-trusted\]"):
             export(str(run), tmp_path / "none")
     written = export(str(run), tmp_path / "adapter", adapter=True)
     export(str(run), tmp_path / "merged", trust=str(run))
-    assert 0 < written["adapter_model.safetensors"] < 4 * sum(one.numel() for one in weights(run).values()) + 8000
+    assert (
+        0
+        < written["adapter_model.safetensors"]
+        < 4 * sum(one.numel() for one in weights(run).values()) + 8000
+    )
     tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
     # The trained model: the base with the checkpoint's own tensors put into modules that peft made.
     trained = build(values)
-    lora = {name: value for name, value in values["training"]["lora"].items() if name != "modules_to_save"}
+    lora = {
+        name: value
+        for name, value in values["training"]["lora"].items()
+        if name != "modules_to_save"
+    }
     peft.inject_adapter_in_model(peft.LoraConfig(**lora), trained)
     held = weights(run)
     assert not trained.load_state_dict(dict(held), strict=False).unexpected_keys
@@ -302,7 +377,9 @@ def test_exports_compute_what_the_trained_model_does(runs: Path, tmp_path: Path,
 
     merged.load_state_dict(load_file(tmp_path / "merged" / "model.safetensors"))
     difference = float((merged.eval()(tokens) - logits).abs().max())
-    print(f"{model} z{stage}: merged {difference:.1e}, adapter {written['adapter_model.safetensors']} bytes")
+    print(
+        f"{model} z{stage}: merged {difference:.1e}, adapter {written['adapter_model.safetensors']} bytes"
+    )
     assert difference < 1e-5
     assert torch.equal(framework.load(run, trust=True)(tokens), merged(tokens))
     own = framework.load(run, model=lambda: build(values))
@@ -317,7 +394,8 @@ def test_adapters_that_nothing_went_through_are_not_exported(
     zeros = lambda self, name: read(self, name) * (0.0 if "lora_B" in name else 1.0)  # noqa: E731
     monkeypatch.setattr(MergedWeights, "__getitem__", zeros)
     with pytest.raises(
-        StorageError, match=rf"9 of 9 adapters have a B of zeros .* after {NUM_STEPS} steps.* \[adapter-unt"
+        StorageError,
+        match=rf"9 of 9 adapters have a B of zeros .* after {NUM_STEPS} steps.* \[adapter-unt",
     ):
         export(str(runs / "gpt-sgd-z0"), tmp_path / "out", adapter=True)
     assert not (tmp_path / "out").exists()
@@ -326,14 +404,18 @@ def test_adapters_that_nothing_went_through_are_not_exported(
 def test_a_weight_of_two_names_is_not_exported_for_peft(runs: Path, tmp_path: Path) -> None:
     held = weights(runs / "gpt-sgd-z0")
     held.ties = {"head.weight": "embed.weight"}
-    with pytest.raises(StorageError, match=r"one weight, of which peft would make two; .* \[adapter-tied\]"):
+    with pytest.raises(
+        StorageError, match=r"one weight, of which peft would make two; .* \[adapter-tied\]"
+    ):
         write_adapter(tmp_path, held, dtype=torch.float32)
 
 
 def test_adapters_are_no_weights_to_start_from(runs: Path) -> None:
     from framework.engine.weights import checkpoint_weights
 
-    with pytest.raises(ConfigError, match=r"it holds adapters, .* name an export of it \[weights-are-adapters\]"):
+    with pytest.raises(
+        ConfigError, match=r"it holds adapters, .* name an export of it \[weights-are-adapters\]"
+    ):
         checkpoint_weights(weights(runs / "gpt-sgd-z0").checkpoint)
 
 
@@ -341,12 +423,17 @@ def test_adapters_are_no_weights_to_start_from(runs: Path) -> None:
     ("lora", "kind"),
     [
         ({"target_modules": ["querry"]}, "did you mean query.*lora-matches-nothing"),
-        ({"target_modules": ["query"], "modules_to_save": ["norms"]}, "did you mean norm.*lora-matches-nothing"),
+        (
+            {"target_modules": ["query"], "modules_to_save": ["norms"]},
+            "did you mean norm.*lora-matches-nothing",
+        ),
         ({"target_modules": ["embed"]}, "lora-tied"),
         ({"target_modules": ["norm"]}, "lora-not-adaptable"),
     ],
 )
-def test_modules_that_cannot_be_adapted_are_refused(tmp_path: Path, lora: dict[str, Any], kind: str) -> None:
+def test_modules_that_cannot_be_adapted_are_refused(
+    tmp_path: Path, lora: dict[str, Any], kind: str
+) -> None:
     from framework.models.adapters import add_adapters
 
     refused = partial(pytest.raises, ConfigError, match=kind)

@@ -70,14 +70,18 @@ def test_another_rank_is_gone(error: RuntimeError) -> None:
     "error",
     [
         RuntimeError(OF_WORKER),
-        RuntimeError("Caught E in DataLoader worker process 0.\nOriginal Traceback: gloo/transport/tcp/pair.cc:1"),
+        RuntimeError(
+            "Caught E in DataLoader worker process 0.\nOriginal Traceback: gloo/transport/tcp/pair.cc:1"
+        ),
         RuntimeError("upload failed: Broken pipe"),
         ValueError(GLOO),
     ],
     ids=["worker", "worker-about-gloo", "upload", "no-collective"],
 )
 def test_connections_of_others_are_no_ranks(error: Exception) -> None:
-    """What a data set reads over a network ends with such words as well; its traceback is the only trace of it."""
+    """What a data set reads over a network ends with such words as well; its traceback is the only
+    trace of it.
+    """
     assert not is_lost_peer(error)
     with pytest.raises(type(error)) as same, explaining(lost_peer):
         raise error
@@ -85,7 +89,9 @@ def test_connections_of_others_are_no_ranks(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-@pytest.mark.parametrize("telling", [partial(explaining, lost_peer), explaining_rendezvous], ids=["later", "at-first"])
+@pytest.mark.parametrize(
+    "telling", [partial(explaining, lost_peer), explaining_rendezvous], ids=["later", "at-first"]
+)
 def test_what_nccl_refuses_here_is_told_in_its_last_words(
     monkeypatch: pytest.MonkeyPatch, rank: str, telling: object
 ) -> None:
@@ -103,7 +109,9 @@ def test_what_nccl_refuses_here_is_told_in_its_last_words(
 
 
 @pytest.mark.slow
-def test_stacks_of_torch_s_warnings_do_not_reach_the_terminal(tmp_path: Path, warm: WarmRanks) -> None:
+def test_stacks_of_torch_s_warnings_do_not_reach_the_terminal(
+    tmp_path: Path, warm: WarmRanks
+) -> None:
     """Each of them is 30 lines of C++; what other code writes there stays."""
     script = ROOT / "tests/jobs/store_gone.py"
     job = warm.start([], num_ranks=2, folder=tmp_path / "said", script=script)
@@ -117,12 +125,22 @@ def test_stacks_of_torch_s_warnings_do_not_reach_the_terminal(tmp_path: Path, wa
 
 
 def test_nccl_without_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TrainingError, match=r"NCCL fails: no backend for it; NCCL_DEBUG"), explaining(lost_peer):
+    with (
+        pytest.raises(TrainingError, match=r"NCCL fails: no backend for it; NCCL_DEBUG"),
+        explaining(lost_peer),
+    ):
         raise DistBackendError("no backend\nfor it")
 
 
-def test_a_rank_that_nccl_lost_while_they_met_is_no_missing_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "there", "MASTER_PORT": "29500"}.items():
+def test_a_rank_that_nccl_lost_while_they_met_is_no_missing_rank_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "there",
+        "MASTER_PORT": "29500",
+    }.items():
         monkeypatch.setenv(name, value)
     line = r"met at there:29500 cannot connect .*\[rendezvous-failed\]$"
     with pytest.raises(PeerLostError, match=line), explaining_rendezvous():

@@ -1,5 +1,5 @@
-"""The model that is measured is the one that is saved, where every data-parallel rank keeps statistics of its own
-batches.
+"""The model that is measured is the one that is saved, where every data-parallel rank keeps
+statistics of its own batches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ PIPED: dict[str, dict[str, Any]] = {
 }
 
 
-def config(name: str, sections: dict[str, Any], folder: Path, *, max_steps: int = TOTAL) -> dict[str, Any]:
+def config(
+    name: str, sections: dict[str, Any], folder: Path, *, max_steps: int = TOTAL
+) -> dict[str, Any]:
     return {
         "run": {"name": name, "output_dir": str(folder)},
         "model": {"target": "tests.jobs.batch_parts:normed"},
@@ -42,13 +44,21 @@ def config(name: str, sections: dict[str, Any], folder: Path, *, max_steps: int 
         "evaluation": {"every_steps": STOP, "batch_size": 2},
         "monitors": {"tensorboard": False, "progress": "off"},
         **sections,
-        "checkpoint": {"every_steps": STOP, "keep_last": 9, "resume": "auto", **sections.get("checkpoint", {})},
+        "checkpoint": {
+            "every_steps": STOP,
+            "keep_last": 9,
+            "resume": "auto",
+            **sections.get("checkpoint", {}),
+        },
     }
 
 
 def train(cases: dict[str, dict[str, Any]], folder: Path, *, num_ranks: int) -> Path:
     whole = [config(f"{name}-whole", sections, folder) for name, sections in cases.items()]
-    first = [config(f"{name}-broken", sections, folder, max_steps=STOP) for name, sections in cases.items()]
+    first = [
+        config(f"{name}-broken", sections, folder, max_steps=STOP)
+        for name, sections in cases.items()
+    ]
     train_cases([*whole, *first], num_ranks=num_ranks, folder=folder)
     second = [config(f"{name}-broken", sections, folder) for name, sections in cases.items()]
     train_cases(second, num_ranks=num_ranks, folder=folder)
@@ -70,7 +80,9 @@ RUNS = [*(("plain", name) for name in PLAIN), *(("piped", name) for name in PIPE
 
 def measured(run: Path) -> dict[int, tuple[float, float]]:
     return {
-        int(row["step"]): (row["eval/loss"], row["eval/accuracy"]) for row in read_metrics(run) if "eval/loss" in row
+        int(row["step"]): (row["eval/loss"], row["eval/accuracy"])
+        for row in read_metrics(run)
+        if "eval/loss" in row
     }
 
 
@@ -89,7 +101,9 @@ def test_what_was_measured_is_what_stands_in_the_checkpoint(
         with torch.no_grad():
             outputs = model(inputs)
         assert loss == pytest.approx(float(cross_entropy(outputs, labels)), abs=1e-6)
-        assert accuracy == pytest.approx(float((outputs.argmax(dim=1) == labels).double().mean()), abs=1e-9)
+        assert accuracy == pytest.approx(
+            float((outputs.argmax(dim=1) == labels).double().mean()), abs=1e-9
+        )
 
 
 @pytest.mark.parametrize(("kind", "name"), RUNS)

@@ -1,5 +1,5 @@
-"""Metrics as total / count over batches and ranks, with a gloo group of this one process and a pretended second
-rank.
+"""Metrics as total / count over batches and ranks, with a gloo group of this one process and a
+pretended second rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _group(tmp_path: Path) -> Iterator[None]:
     assert not torch.distributed.is_initialized()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -76,9 +78,13 @@ def test_float64_keeps_the_digits_of_a_million_batches() -> None:
 
 
 class SecondRank:
-    """Stands in for the collectives of a group of two; `other` holds what the second rank would send."""
+    """Stands in for the collectives of a group of two; `other` holds what the second rank would
+    send.
+    """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, other: dict[str, tuple[float, float]]) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, other: dict[str, tuple[float, float]]
+    ) -> None:
         names = sorted(other)
         self._other = other
 
@@ -87,7 +93,9 @@ class SecondRank:
             self._names = sorted({*mine, *names})
 
         def reduce(sums: torch.Tensor) -> None:
-            sums += torch.tensor([other.get(name, (0.0, 0.0)) for name in self._names], dtype=torch.float64)
+            sums += torch.tensor(
+                [other.get(name, (0.0, 0.0)) for name in self._names], dtype=torch.float64
+            )
 
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
         monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
@@ -101,7 +109,9 @@ def test_ranks_with_uneven_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sums.over_ranks() == {"loss": 2.5}
 
 
-def test_a_metric_that_only_one_rank_has_met_is_not_added_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_metric_that_only_one_rank_has_met_is_not_added_to_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     SecondRank(monkeypatch, {"f1": (3.0, 4.0), "loss": (1.0, 1.0)})
     sums = EvalSums(CPU)
     sums.add({"loss": ratio(3.0), "accuracy": ratio(0.5)}, counts=True)
@@ -109,7 +119,9 @@ def test_a_metric_that_only_one_rank_has_met_is_not_added_to_another(monkeypatch
 
 
 def with_others(monkeypatch: pytest.MonkeyPatch, *others: dict[str, float]) -> None:
-    """Pretend further ranks; each is given as it differs from this one, and -1 is a metric that it has not."""
+    """Pretend further ranks; each is given as it differs from this one, and -1 is a metric that it
+    has not.
+    """
     names = ["train/loss", *metrics._TIMES, *metrics._MEMORY]
 
     def gather(rows: torch.Tensor, row: torch.Tensor) -> None:
@@ -123,11 +135,23 @@ def with_others(monkeypatch: pytest.MonkeyPatch, *others: dict[str, float]) -> N
     monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", gather)
 
 
-OWN = {"train/loss": 1.0, "time/forward_ms": 10.0, "time/communication_ms": 40.0, "memory/host_peak_bytes": 5e9}
+OWN = {
+    "train/loss": 1.0,
+    "time/forward_ms": 10.0,
+    "time/communication_ms": 40.0,
+    "memory/host_peak_bytes": 5e9,
+}
 
 
-def test_times_are_means_over_ranks_and_memory_is_the_most_of_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    second = {"train/loss": 2.0, "time/forward_ms": 30.0, "time/communication_ms": 20.0, "memory/host_peak_bytes": 6e9}
+def test_times_are_means_over_ranks_and_memory_is_the_most_of_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    second = {
+        "train/loss": 2.0,
+        "time/forward_ms": 30.0,
+        "time/communication_ms": 20.0,
+        "memory/host_peak_bytes": 6e9,
+    }
     with_others(monkeypatch, second)
     expected = {"train/loss": 1.5, "time/forward_ms": 20.0, "time/communication_ms": 30.0}
     expected |= {"memory/host_peak_bytes": 6e9, "ranks/slowest": 1.0, "ranks/slowest_factor": 3.0}
@@ -137,7 +161,9 @@ def test_times_are_means_over_ranks_and_memory_is_the_most_of_any(monkeypatch: p
 def test_a_part_that_one_stage_has_is_shared_and_the_slowest_is_held_against_the_median(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with_others(monkeypatch, {"time/data_ms": 3.0}, {"time/forward_ms": 8.0}, {"time/forward_ms": 26.0})
+    with_others(
+        monkeypatch, {"time/data_ms": 3.0}, {"time/forward_ms": 8.0}, {"time/forward_ms": 26.0}
+    )
     found = over_ranks(OWN)
     assert found["time/data_ms"] == 0.75
     assert (found["ranks/slowest"], found["ranks/slowest_factor"]) == (3.0, 2.6)
@@ -177,7 +203,9 @@ def test_a_count_is_not_copied_to_the_device() -> None:
     with Operators() as operators:
         sums.add(ratios, counts=True)
     assert "aten::full" in operators.called
-    assert operators.called.isdisjoint({"aten::lift_fresh", "aten::_local_scalar_dense", "aten::_to_copy"})
+    assert operators.called.isdisjoint(
+        {"aten::lift_fresh", "aten::_local_scalar_dense", "aten::_to_copy"}
+    )
 
 
 class Derives(Task):
@@ -208,10 +236,14 @@ def test_a_derived_metric_is_a_plain_number_whatever_a_task_makes_of_it(of_loss:
 
 
 @pytest.mark.parametrize(
-    ("value", "what"), [(torch.ones(2), r"a tensor of shape \(2,\)"), (None, "a NoneType"), ("x", "a str")]
+    ("value", "what"),
+    [(torch.ones(2), r"a tensor of shape \(2,\)"), (None, "a NoneType"), ("x", "a str")],
 )
 def test_a_derived_metric_that_is_no_number_is_named(value: Any, what: str) -> None:
     sums = EvalSums(CPU)
     sums.add({"loss": ratio(8.0, 2)}, counts=True)
-    with pytest.raises(ConfigError, match=rf"derive\(\) returned {what} for the metric 'root'.*\[task-metric-result\]"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"derive\(\) returned {what} for the metric 'root'.*\[task-metric-result\]",
+    ):
         sums.metrics(Derives(lambda loss: value))

@@ -1,5 +1,5 @@
-"""At stage 3 a model begins with the weights that plain PyTorch gives it, however it initialises them, or is
-refused.
+"""At stage 3 a model begins with the weights that plain PyTorch gives it, however it initialises
+them, or is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=[2, *rarely([1])])
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def built(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """What the job of many models found, on two ranks; with ``--exhaustive`` on one as well."""
     folder = tmp_path_factory.mktemp("built")
     run_ranks(ROOT / "tests/jobs/built_models.py", "out.json", num_ranks=request.param, cwd=folder)
@@ -31,7 +33,9 @@ def test_weights_equal_those_of_plain_pytorch_to_the_bit(built: dict[str, Any]) 
     assert {name: ways for name, ways in differences.items() if any(ways.values())} == {}
 
 
-def test_what_fits_nowhere_and_cannot_be_cut_is_refused_with_the_weight(built: dict[str, Any]) -> None:
+def test_what_fits_nowhere_and_cannot_be_cut_is_refused_with_the_weight(
+    built: dict[str, Any],
+) -> None:
     refused = built["refused"]
     assert all("[init-lost-at-stage-3]" in text for text in refused.values()), refused
     assert "built_models.py" in refused["loop"]
@@ -45,7 +49,9 @@ def test_it_trains_as_plain_pytorch_does(built: dict[str, Any]) -> None:
     assert all(difference < 2e-6 for difference in built["trained"].values())
 
 
-def test_where_memory_is_short_rank_0_alone_keeps_weights_on_the_host(built: dict[str, Any]) -> None:
+def test_where_memory_is_short_rank_0_alone_keeps_weights_on_the_host(
+    built: dict[str, Any],
+) -> None:
     """At stage 1 in bf16: the others have room for what DeepSpeed sends them."""
     first, *others = built["types"]
     assert first == ["torch.float32"]

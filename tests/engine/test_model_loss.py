@@ -1,5 +1,5 @@
-"""Batches that are mappings, with the loss of the model or of a named task, train as plain PyTorch trains them: the sum
-over all micro-batches and ranks by the count of all.
+"""Batches that are mappings, with the loss of the model or of a named task, train as plain PyTorch
+trains them: the sum over all micro-batches and ranks by the count of all.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def test_losses_are_those_of_plain_pytorch(runs: Path, name: str) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     expected = {}
     for step in range(STEPS):
-        order = epoch_order(len(rows), seed=0, epoch=0, shuffle=True)[step * SIZE : (step + 1) * SIZE]
+        order = epoch_order(len(rows), seed=0, epoch=0, shuffle=True)[
+            step * SIZE : (step + 1) * SIZE
+        ]
         batch = torch.utils.data.default_collate([rows[index] for index in order.tolist()])
         loss = net(**batch).loss  # transformers' own, over the whole batch
         optimizer.zero_grad()

@@ -35,14 +35,27 @@ def test_losses_are_those_of_a_plain_loop(runs: tuple[dict[str, Any], str], case
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_batch_norms_count_the_batches_of_training_mode_alone(runs: tuple[dict[str, Any], str], case: str) -> None:
+def test_batch_norms_count_the_batches_of_training_mode_alone(
+    runs: tuple[dict[str, Any], str], case: str
+) -> None:
     assert runs[0][case]["batches"] == TRAINED.get(CASES[case][0], 0)
 
 
-def test_modules_that_were_built_in_evaluation_mode_are_named_once(runs: tuple[dict[str, Any], str]) -> None:
-    notes = [line for line in runs[1].splitlines() if line.startswith("note: the model was built with")]
-    left = [case for case, (name, _) in CASES.items() if name in ("built", "rests", "rests-later", "layer-built")]
+def test_modules_that_were_built_in_evaluation_mode_are_named_once(
+    runs: tuple[dict[str, Any], str],
+) -> None:
+    notes = [
+        line for line in runs[1].splitlines() if line.startswith("note: the model was built with")
+    ]
+    left = [
+        case
+        for case, (name, _) in CASES.items()
+        if name in ("built", "rests", "rests-later", "layer-built")
+    ]
     assert len(notes) == len(left)
-    assert all("3 modules in evaluation mode (body is the first)" in line for line in notes[: len(left) - 1])
+    assert all(
+        "3 modules in evaluation mode (body is the first)" in line
+        for line in notes[: len(left) - 1]
+    )
     assert "(0 is the first)" in notes[-1]
     assert "override train()" in notes[-1]

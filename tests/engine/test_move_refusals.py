@@ -59,15 +59,20 @@ def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("shape", [(3, 3), (4, 3), (12,)])
 def test_other_shapes_of_weights_that_are_cut_up(shape: tuple[int, ...], tmp_path: Path) -> None:
-    """Read as flat they would fit, and stand in wrong places. Stage 3 notes the shape of the whole weight beside its
-    pieces.
+    """Read as flat they would fit, and stand in wrong places. Stage 3 notes the shape of the whole
+    weight beside its pieces.
     """
-    checkpoint = write(torch.nn.ParameterDict({"first": torch.randn(2), "second": torch.randn(3, 4)}), tmp_path)
-    model = torch.nn.ParameterDict({"first": torch.zeros(2), "second": torch.zeros(torch.Size(shape).numel())})
+    checkpoint = write(
+        torch.nn.ParameterDict({"first": torch.randn(2), "second": torch.randn(3, 4)}), tmp_path
+    )
+    model = torch.nn.ParameterDict(
+        {"first": torch.zeros(2), "second": torch.zeros(torch.Size(shape).numel())}
+    )
     for number, (name, whole) in enumerate((("first", (2,)), ("second", shape))):
         model[name].ds_id, model[name].ds_shape = number, torch.Size(whole)  # type: ignore[union-attr]
     with pytest.raises(
-        StorageError, match=r"second it holds shape \(3, 4\), and the run has \(.*\[checkpoint-not-loaded\]"
+        StorageError,
+        match=r"second it holds shape \(3, 4\), and the run has \(.*\[checkpoint-not-loaded\]",
     ):
         move(checkpoint, model)
     assert not any(tensor.any() for tensor in values(model).values()), "nothing was changed"
@@ -78,17 +83,22 @@ def test_weights_that_the_model_has_not(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     before = values(model)
     with pytest.raises(
-        StorageError, match=r"of 2\.bias \(and 1 more\) it holds numbers, and the run's model has nothing"
+        StorageError,
+        match=r"of 2\.bias \(and 1 more\) it holds numbers, and the run's model has nothing",
     ):
         move(checkpoint, model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in values(model).items())
 
 
-@pytest.mark.parametrize("kind", ["tied", "frozen", "shared buffer", "buffers that were not shared"])
+@pytest.mark.parametrize(
+    "kind", ["tied", "frozen", "shared buffer", "buffers that were not shared"]
+)
 def test_a_model_that_is_the_same_is_filled(kind: str, tmp_path: Path) -> None:
     def build(*, copies: bool) -> torch.nn.Module:
         table = torch.randn(2)
-        model = torch.nn.Sequential(Cached(table), Cached(table.clone() if copies else table), torch.nn.BatchNorm1d(3))
+        model = torch.nn.Sequential(
+            Cached(table), Cached(table.clone() if copies else table), torch.nn.BatchNorm1d(3)
+        )
         if kind == "tied":
             model[1].weight = model[0].weight
         if kind == "frozen":

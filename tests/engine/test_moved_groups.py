@@ -1,5 +1,5 @@
-"""What a move does to parameter groups and schedules: a group is told by its weights, and the first step has the right
-rate.
+"""What a move does to parameter groups and schedules: a group is told by its weights, and the first
+step has the right rate.
 
 DeepSpeed's files of stage 0 with torch's optimizers, and DeepSpeed's own schedules.
 """
@@ -13,7 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from deepspeed.runtime.lr_schedules import (
+    LRRangeTest,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+)
 
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.state.optimizer_shards import names_of
@@ -26,10 +32,16 @@ from framework.plan.layout import Layout
 Schedule = Callable[[torch.optim.Optimizer], Any]
 SCHEDULES: dict[str, Schedule] = {
     "warmup": lambda optimizer: WarmupLR(optimizer, warmup_max_lr=0.2, warmup_num_steps=9),
-    "warmup_decay": lambda optimizer: WarmupDecayLR(optimizer, 20, warmup_max_lr=0.2, warmup_num_steps=3),
+    "warmup_decay": lambda optimizer: WarmupDecayLR(
+        optimizer, 20, warmup_max_lr=0.2, warmup_num_steps=3
+    ),
     "warmup_cosine": lambda optimizer: WarmupCosineLR(optimizer, 20, warmup_num_steps=3),
-    "one_cycle": lambda optimizer: OneCycle(optimizer, 0.01, 0.2, cycle_first_step_size=4, cycle_momentum=False),
-    "lr_range_test": lambda optimizer: LRRangeTest(optimizer, lr_range_test_min_lr=0.01, lr_range_test_step_size=2),
+    "one_cycle": lambda optimizer: OneCycle(
+        optimizer, 0.01, 0.2, cycle_first_step_size=4, cycle_momentum=False
+    ),
+    "lr_range_test": lambda optimizer: LRRangeTest(
+        optimizer, lr_range_test_min_lr=0.01, lr_range_test_step_size=2
+    ),
 }
 
 
@@ -44,11 +56,15 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, schedule: Any
     schedule.step()
 
 
-def write(model: torch.nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, folder: Path) -> SavedCheckpoint:
+def write(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, folder: Path
+) -> SavedCheckpoint:
     """As DeepSpeed leaves it at stage 0."""
     (folder / "global_step5").mkdir()
     known = names_of(model)
-    names = [[known[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    names = [
+        [known[parameter] for parameter in group["params"]] for group in optimizer.param_groups
+    ]
     content = {
         "module": model.state_dict(),
         "optimizer": optimizer.state_dict(),
@@ -62,7 +78,12 @@ def write(model: torch.nn.Module, optimizer: torch.optim.Optimizer, schedule: An
     return SavedCheckpoint(folder, "global_step5", {"step": 5, "config": {"zero": {"stage": 0}}})
 
 
-def move(checkpoint: SavedCheckpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+def move(
+    checkpoint: SavedCheckpoint,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: Any,
+) -> None:
     engine: Any = SimpleNamespace(module=model, optimizer=optimizer, lr_scheduler=schedule)
     move_in(engine, checkpoint, names=names_of(model), layout=Layout(1, 1, 8, 8, 1))
 
@@ -87,7 +108,9 @@ def test_the_first_step_after_a_move_has_the_rate_of_the_unbroken_run(
         assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
         step(model, optimizer, schedule)
         step(other, again, following)
-    assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
 def groups(model: torch.nn.Module, *names: str) -> list[dict[str, Any]]:
@@ -96,7 +119,10 @@ def groups(model: torch.nn.Module, *names: str) -> list[dict[str, Any]]:
         "matrices": [parameter for parameter in model.parameters() if parameter.ndim > 1],
         "others": [parameter for parameter in model.parameters() if parameter.ndim < 2],
     }
-    return [{"params": own[name], "weight_decay": {"matrices": 0.5, "others": 0.0}[name]} for name in names]
+    return [
+        {"params": own[name], "weight_decay": {"matrices": 0.5, "others": 0.0}[name]}
+        for name in names
+    ]
 
 
 @pytest.mark.parametrize("names", [("others",), ("others", "matrices"), ("matrices",)])
@@ -122,29 +148,42 @@ def muon(model: torch.nn.Module) -> torch.optim.Optimizer:
     return MuonWithAdamW(parameter_groups(dict(model.named_parameters()), section), section)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("make", [muon, lambda model: torch.optim.Adafactor(model.parameters(), lr=0.1)])
+@pytest.mark.parametrize(
+    "make", [muon, lambda model: torch.optim.Adafactor(model.parameters(), lr=0.1)]
+)
 def test_state_that_differs_between_weights_moves_bit_for_bit(make: Any, tmp_path: Path) -> None:
-    """Muon keeps one tensor of a matrix and AdamW two of a vector; Adafactor's are smaller than the weight."""
+    """Muon keeps one tensor of a matrix and AdamW two of a vector; Adafactor's are smaller than the
+    weight.
+    """
     model, other = build(), build()
     optimizer, again = make(model), make(other)
     schedule, following = SCHEDULES["warmup"](optimizer), SCHEDULES["warmup"](again)
     for _ in range(5):
         step(model, optimizer, schedule)
     move(write(model, optimizer, schedule, tmp_path), other, again, following)
-    kept = {id(parameter): name for name, parameter in (*model.named_parameters(), *other.named_parameters())}
+    kept = {
+        id(parameter): name
+        for name, parameter in (*model.named_parameters(), *other.named_parameters())
+    }
     states = [
-        {kept[id(parameter)]: {key: value.tolist() for key, value in state.items()} for parameter, state in one}
+        {
+            kept[id(parameter)]: {key: value.tolist() for key, value in state.items()}
+            for parameter, state in one
+        }
         for one in (optimizer.state.items(), again.state.items())
     ]
     for state in states[1].values():
         assert state.pop("step") == 5
     assert states[1] == {
-        name: {key: value for key, value in state.items() if key != "step"} for name, state in states[0].items()
+        name: {key: value for key, value in state.items() if key != "step"}
+        for name, state in states[0].items()
     }
     for _ in range(3):
         step(model, optimizer, schedule)
         step(other, again, following)
-    assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
 def test_what_a_function_gave_the_optimizer_and_the_checkpoint_overrides_is_told(
@@ -159,6 +198,11 @@ def test_what_a_function_gave_the_optimizer_and_the_checkpoint_overrides_is_told
     same = torch.optim.SGD(other.parameters(), lr=0.3, momentum=0.9, weight_decay=0.5)
     move(checkpoint, other, same, SCHEDULES["warmup"](same))
     assert capsys.readouterr().err == "", "the schedule decides the rate"
-    again = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.5, weight_decay=0.5, nesterov=True)
+    again = torch.optim.SGD(
+        other.parameters(), lr=0.1, momentum=0.5, weight_decay=0.5, nesterov=True
+    )
     move(checkpoint, other, again, SCHEDULES["warmup"](again))
-    assert "(momentum: 0.9 is kept, 0.5 was given; nesterov: false is kept, true was given)" in capsys.readouterr().err
+    assert (
+        "(momentum: 0.9 is kept, 0.5 was given; nesterov: false is kept, true was given)"
+        in capsys.readouterr().err
+    )

@@ -1,8 +1,8 @@
-"""A checkpoint goes to any other number of ranks, ZeRO stage and number of pipeline stages, and the run goes on as if
-unbroken.
+"""A checkpoint goes to any other number of ranks, ZeRO stage and number of pipeline stages, and the
+run goes on as if unbroken.
 
-The state that an engine holds is read by DeepSpeed's own functions, before the save and after the move, and must be
-equal to the bit. Plain engines and pipelines run in jobs of their own.
+The state that an engine holds is read by DeepSpeed's own functions, before the save and after the
+move, and must be equal to the bit. Plain engines and pipelines run in jobs of their own.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ HALF = [
 ]
 MEETS_HALF = [Layout(1, 2), Layout(2, 0), Layout(2, 3), Layout(2, 1, 2), *HALF]
 LAYOUTS = [*PLAIN, *PIPED, *DIVIDED, *HALF]
-# With --exhaustive: four processes are dear, and each of these divides its state as another one does.
+# With --exhaustive: four processes are dear, and each of these divides its state as another one
+# does.
 RARE_LAYOUTS = [Layout(4, 0), Layout(4, 1), Layout(4, 2), Layout(4, 0, 2)]
 MORE = {
     "": {},
@@ -83,8 +84,8 @@ def layouts(*, exhaustive: bool) -> list[Layout]:
 
 
 def meet(source: Layout, target: Layout, *, exhaustive: bool) -> bool:
-    """Whether a checkpoint of the one is moved into the other: two, so that plain runs, pipelines and tensor groups go
-    into each other; with ``--exhaustive`` of a plain one all, else three.
+    """Whether a checkpoint of the one is moved into the other: two, so that plain runs, pipelines
+    and tensor groups go into each other; with ``--exhaustive`` of a plain one all, else three.
     """
     if {source, target}.isdisjoint(HALF):
         whole = [layout for layout in layouts(exhaustive=exhaustive) if layout not in HALF]
@@ -125,7 +126,11 @@ def run_jobs(cases: dict[Layout, dict[str, Any]], folder: Path) -> None:
     """One job for each number of ranks, plain engines and pipelines apart."""
     for ranks in (1, 2, 4):
         for piped in (False, True):
-            jobs = [case for layout, case in cases.items() if (layout.ranks, layout.pipe > 1) == (ranks, piped)]
+            jobs = [
+                case
+                for layout, case in cases.items()
+                if (layout.ranks, layout.pipe > 1) == (ranks, piped)
+            ]
             if jobs:
                 file = folder / f"cases-{ranks}-{piped}.json"
                 file.write_text(json.dumps(jobs), encoding="utf-8")
@@ -137,9 +142,9 @@ def test_contributing_says_how_many_moves_there_are() -> None:
         sum(meet(source, target, exhaustive=exhaustive) for source in LAYOUTS for target in LAYOUTS)
         for exhaustive in (True, False)
     )
-    assert f"every move between layouts: {every} instead of {some}\n" in (ROOT / "CONTRIBUTING.md").read_text(
-        encoding="utf-8"
-    )
+    assert f"every move between layouts: {every} instead of {some}\n" in (
+        ROOT / "CONTRIBUTING.md"
+    ).read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +166,9 @@ def trained(text: Path, exhaustive: bool, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def moved(trained: Path, text: Path, exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def moved(
+    trained: Path, text: Path, exhaustive: bool, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """Every checkpoint, moved into other layouts: with ``--exhaustive`` into all."""
     folder = tmp_path_factory.mktemp("moved")
     run_jobs(
@@ -182,7 +189,9 @@ def moved(trained: Path, text: Path, exhaustive: bool, tmp_path_factory: pytest.
     return folder
 
 
-@pytest.mark.parametrize("source", [*layouts(exhaustive=False), *rarely(RARE_LAYOUTS)], ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "source", [*layouts(exhaustive=False), *rarely(RARE_LAYOUTS)], ids=lambda layout: layout.name
+)
 def test_weights_and_moments_are_equal_after_every_move(
     source: Layout, trained: Path, moved: Path, exhaustive: bool
 ) -> None:
@@ -194,14 +203,18 @@ def test_weights_and_moments_are_equal_after_every_move(
         found = torch.load(moved / f"{source.name}-{target.name}.pt", weights_only=True)
         assert found["step"] == NUM_STEPS
         states = [name for name in truth["state"] if not name.endswith(" model")]
-        assert sorted(states) == sorted(name for name in found["state"] if not name.endswith(" model"))
+        assert sorted(states) == sorted(
+            name for name in found["state"] if not name.endswith(" model")
+        )
         assert len(states) > 50
         for name in states:
             assert torch.equal(found["state"][name], truth["state"][name]), f"{target.name}: {name}"
         for name, value in found["state"].items():
             if name.endswith(" model"):
                 whole = truth["state"].get(name.replace(" model", " fp32"))
-                assert whole is None or torch.equal(value, whole.to(KINDS[target.dtype])), f"{target.name}: {name}"
+                assert whole is None or torch.equal(value, whole.to(KINDS[target.dtype])), (
+                    f"{target.name}: {name}"
+                )
         if source.dtype == target.dtype == "fp16":
             assert found["loss_scale"] == truth["loss_scale"] != 2.0**10, target.name
 
@@ -225,7 +238,9 @@ RARE = [
 
 
 @pytest.fixture(scope="module")
-def gone_on(trained: Path, text: Path, exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gone_on(
+    trained: Path, text: Path, exhaustive: bool, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     folder = tmp_path_factory.mktemp("gone-on")
     longer = {"training": {"max_steps": 6, "log_every": 1}, "checkpoint": {"at_end": False}}
     for ranks in (1, 2):
@@ -233,7 +248,10 @@ def gone_on(trained: Path, text: Path, exhaustive: bool, tmp_path_factory: pytes
             runs = []
             for source, target in (*GOES_ON, *(RARE if exhaustive else ())):
                 if (target.ranks, target.pipe > 1) == (ranks, piped):
-                    sections = {**longer, "checkpoint": {"at_end": False, "resume": str(trained / source.name)}}
+                    sections = {
+                        **longer,
+                        "checkpoint": {"at_end": False, "resume": str(trained / source.name)},
+                    }
                     run = {"name": f"{source.name}-{target.name}", "output_dir": str(folder)}
                     runs.append(config(target, folder, text, **sections) | {"run": run})
             if ranks == 1 and not piped:
@@ -248,11 +266,15 @@ def gone_on(trained: Path, text: Path, exhaustive: bool, tmp_path_factory: pytes
     [*GOES_ON, *(pytest.param(*pair, marks=pytest.mark.exhaustive) for pair in RARE)],
     ids=lambda layout: layout.name,
 )
-def test_the_run_goes_on_with_the_next_samples_as_if_unbroken(source: Layout, target: Layout, gone_on: Path) -> None:
+def test_the_run_goes_on_with_the_next_samples_as_if_unbroken(
+    source: Layout, target: Layout, gone_on: Path
+) -> None:
     unbroken = series(gone_on / "r1-z0", "train/loss")
     found = series(gone_on / f"{source.name}-{target.name}", "train/loss")
     assert sorted(found) == [4, 5, 6]
     for step, loss in found.items():
         assert loss == pytest.approx(unbroken[step], abs=1e-5), step
-    rates, expected = (series(gone_on / name, "train/lr") for name in (f"{source.name}-{target.name}", "r1-z0"))
+    rates, expected = (
+        series(gone_on / name, "train/lr") for name in (f"{source.name}-{target.name}", "r1-z0")
+    )
     assert all(rates[step] == pytest.approx(expected[step]) for step in rates)

@@ -1,5 +1,5 @@
-"""State on NVMe, resumed in fresh processes where it was: the run is the unbroken one to the bit, small groups
-included.
+"""State on NVMe, resumed in fresh processes where it was: the run is the unbroken one to the bit,
+small groups included.
 """
 
 from __future__ import annotations
@@ -45,9 +45,14 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path, exhaustive: bool) -> 
         num_ranks=2,
         folder=tmp_path,
     )
-    train_cases([config("broken", tmp_path, checkpoint={"resume": "auto"})], num_ranks=2, folder=tmp_path)
+    train_cases(
+        [config("broken", tmp_path, checkpoint={"resume": "auto"})], num_ranks=2, folder=tmp_path
+    )
     whole, broken = (
-        {int(row["step"]): [row.get(name) for name in METRICS[:3]] for row in read_metrics(tmp_path / run)}
+        {
+            int(row["step"]): [row.get(name) for name in METRICS[:3]]
+            for row in read_metrics(tmp_path / run)
+        }
         for run in ("whole", "broken")
     )
     assert whole == broken
@@ -55,8 +60,13 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path, exhaustive: bool) -> 
     assert left.keys() == right.keys()
     assert [path for path, tensor in left.items() if not torch.equal(tensor, right[path])] == []
     folder = Path("checkpoints", f"global_step{TOTAL}", "offloaded_tensors")
-    names = [path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole" / folder).rglob("*.swp")]
+    names = [
+        path.relative_to(tmp_path / "whole")
+        for path in (tmp_path / "whole" / folder).rglob("*.swp")
+    ]
     assert len(names) == 2 * 3, "weights and two moments of each rank"
     assert [
-        name for name in names if not filecmp.cmp(tmp_path / "whole" / name, tmp_path / "broken" / name, shallow=False)
+        name
+        for name in names
+        if not filecmp.cmp(tmp_path / "whole" / name, tmp_path / "broken" / name, shallow=False)
     ] == []

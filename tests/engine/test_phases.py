@@ -1,4 +1,6 @@
-"""Phases of a step by a clock that the test moves, and by events of a device that does not exist."""
+"""Phases of a step by a clock that the test moves, and by events of a device that does not
+exist.
+"""
 
 from __future__ import annotations
 
@@ -69,14 +71,20 @@ def step(phases: Phases, device: Device) -> None:
     device.now += 1000  # an evaluation
 
 
-def test_phases_are_means_of_the_steps_and_leave_out_what_is_between_them(pair: tuple[Phases, Device]) -> None:
+def test_phases_are_means_of_the_steps_and_leave_out_what_is_between_them(
+    pair: tuple[Phases, Device],
+) -> None:
     phases, device = pair
     expected = {"data": 20, "copy": 5, "forward": 30, "backward": 20, "communication": 15}
     step(phases, device)
     step(phases, device)
-    assert phases.read() == pytest.approx({f"time/{name}_ms": value for name, value in expected.items()})
+    assert phases.read() == pytest.approx(
+        {f"time/{name}_ms": value for name, value in expected.items()}
+    )
     step(phases, device)
-    assert phases.read() == pytest.approx({f"time/{name}_ms": value for name, value in expected.items()})
+    assert phases.read() == pytest.approx(
+        {f"time/{name}_ms": value for name, value in expected.items()}
+    )
     assert phases.read() == {}
 
 

@@ -1,4 +1,6 @@
-"""A pipeline must train like plain PyTorch in one process: fp32 steps, each loss within 1e-5, the metrics exactly."""
+"""A pipeline must train like plain PyTorch in one process: fp32 steps, each loss within 1e-5, the
+metrics exactly.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ NUM_STEPS, FEW_STEPS = fewer(12, of=20), fewer(4, of=20)
 TOLERANCE = 1e-5
 
 LENET = {"model": {"kind": "lenet"}, "data": {"kind": "digits"}}
-# Not Adam: convolutions before a batch norm have gradients near zero in some directions, whose rounding Adam blows up.
+# Not Adam: convolutions before a batch norm have gradients near zero in some directions, whose
+# rounding Adam blows up.
 RESNET = {
     "model": {"kind": "small_resnet18"},
     "optimizer": {"kind": "sgd", "lr": 1e-4, "momentum": 0.0},
@@ -59,13 +62,19 @@ BERT = {
 }
 FP16 = {"dtype": "fp16", "initial_scale_power": 8}  # at which no step is skipped
 DECAY = {"kind": "adamw", "weight_decay": 0.5, "weight_decay_on": "matrices"}
-MODELS: dict[str, dict[str, Any]] = {"lenet": LENET, "resnet": RESNET, "gpt": GPT, "llama": LLAMA, "bert": BERT}
+MODELS: dict[str, dict[str, Any]] = {
+    "lenet": LENET,
+    "resnet": RESNET,
+    "gpt": GPT,
+    "llama": LLAMA,
+    "bert": BERT,
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One pipelined run: `global_size` samples per step in micro-batches of 4, the sections that differ from its
-    model's.
+    """One pipelined run: `global_size` samples per step in micro-batches of 4, the sections that
+    differ from its model's.
     """
 
     name: str
@@ -92,13 +101,19 @@ TWO_RANKS = [
     Case(
         "lenet-offload",
         "lenet",
-        sections={"zero": {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": False}}},
+        sections={
+            "zero": {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
+        },
     ),
     Case("resnet", "resnet"),
     Case("gpt", "gpt", steps=NUM_STEPS),
     Case("gpt-recompute", "gpt", training={"recompute_every": 2}),
     Case("gpt-decay-zero1", "gpt", sections={"optimizer": DECAY, "zero": {"stage": 1}}),
-    Case("gpt-layers", "gpt", sections={"optimizer": {"kind": "adamw", "lr": 5e-3, "layer_decay": 0.5}}),
+    Case(
+        "gpt-layers",
+        "gpt",
+        sections={"optimizer": {"kind": "adamw", "lr": 5e-3, "layer_decay": 0.5}},
+    ),
     Case("gpt-frozen", "gpt", training={"freeze": ["blocks\\.[01]\\..*", "positions.*"]}),
     Case("gpt-autocast", "gpt", sections={"precision": {"dtype": "autocast"}}, tolerance=0.02),
     Case(
@@ -165,7 +180,12 @@ def values(case: Case, folder: Path, text: Path, *, global_size: int) -> dict[st
         "run": {"name": case.name, "output_dir": str(folder)},
         "batch": {"global_size": global_size, "micro_size": 4},
         "parallel": {"pipe": case.pipe, **case.parallel},
-        "training": {"max_steps": case.steps, "log_every": 1, "clip_grad_norm": case.clip, **case.training},
+        "training": {
+            "max_steps": case.steps,
+            "log_every": 1,
+            "clip_grad_norm": case.clip,
+            **case.training,
+        },
         "evaluation": {"at_end": True, "batch_size": 48},
         "checkpoint": {"at_end": True},
         "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
@@ -198,22 +218,27 @@ def hold(case: Case, run_folder: Path, text: Path) -> None:
     # Synchronised norms of two data-parallel ranks see two micro-batches of 4 together.
     together = 2 if case.training.get("sync_batch_norm") else 1
     config = values(case, run_folder, text, global_size=16)
-    # Other norms see the micro-batches of their own rank, and the first rank's running statistics are measured and
-    # saved.
+    # Other norms see the micro-batches of their own rank, and the first rank's running statistics
+    # are measured and saved.
     ranks = 2 if case.name == "resnet-2x2" else 1
-    losses, metrics, _ = plain_run(config, micro_size=4, num_steps=case.steps, together=together, ranks=ranks)
+    losses, metrics, _ = plain_run(
+        config, micro_size=4, num_steps=case.steps, together=together, ranks=ranks
+    )
     found = series(run_folder, "train/loss")
     assert sorted(found) == list(range(1, case.steps + 1))
     worst = max(abs(found[step] - loss) for step, loss in enumerate(losses, start=1))
     assert worst < case.tolerance, f"{case.name}: losses differ by up to {worst}"
     measured = {
-        name.removeprefix("eval/"): value for name, value in read_metrics(run_folder)[-1].items() if "eval/" in name
+        name.removeprefix("eval/"): value
+        for name, value in read_metrics(run_folder)[-1].items()
+        if "eval/" in name
     }
     assert set(measured) == set(metrics)
     for name, value in metrics.items():
         within = case.tolerance * (value if name == "perplexity" else 1.0)
         assert measured[name] == pytest.approx(value, abs=within), name
-        if name.endswith("accuracy") and case.tolerance == TOLERANCE:  # a share of counted samples: exactly so
+        # a share of counted samples: exactly so
+        if name.endswith("accuracy") and case.tolerance == TOLERANCE:
             assert measured[name] == pytest.approx(value, abs=1e-9), name
 
 
@@ -232,7 +257,9 @@ def test_the_run_folder_says_where_the_model_was_cut(two_ranks: Path) -> None:
     assert plan["pipeline"]["bounds"] == [0, 3, 12]
     assert plan["pipeline"]["layers"][:2] == ["conv1", "relu1"]
     assert plan["layout"]["pipe_size"] == 2
-    measured = json.loads((two_ranks / "lenet-measured" / "plan.json").read_text())["pipeline"]["stages"]
+    measured = json.loads((two_ranks / "lenet-measured" / "plan.json").read_text())["pipeline"][
+        "stages"
+    ]
     assert all(stage["seconds"] > 0 for stage in measured)
 
 

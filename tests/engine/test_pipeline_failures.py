@@ -39,7 +39,8 @@ class Harm:
 
     settings: tuple[str, ...]
     words: str
-    codes: set[int] = field(default_factory=lambda: {70, 76})  # 76: the rank that waits for it was seen to end first
+    # 76: the rank that waits for it was seen to end first
+    codes: set[int] = field(default_factory=lambda: {70, 76})
 
 
 def failing(how: str, call: int) -> str:
@@ -51,25 +52,45 @@ HARMS = {
     "layer-raises": Harm((failing("raise", 5),), "ValueError: the layer has had enough"),
     "killed": Harm((failing("kill", 5),), "[peer-lost]", {76, -9, 137, 1, 247}),
     "evaluation-raises": Harm((failing("eval", 1),), "ValueError: the layer has had enough"),
-    "data-raises": Harm((f"data={{target: '{PARTS}:breaking', args: {{how: raise}}}}",), "OSError: sample 25 is gone"),
-    "data-ends": Harm((f"data={{target: '{PARTS}:breaking', args: {{how: end}}}}",), "[training-data-ended]"),
-    "loss-is-no-number": Harm((f"task.target={PARTS}:unmeaned_loss",), "a tensor of shape (2,)", {76, 78}),
+    "data-raises": Harm(
+        (f"data={{target: '{PARTS}:breaking', args: {{how: raise}}}}",),
+        "OSError: sample 25 is gone",
+    ),
+    "data-ends": Harm(
+        (f"data={{target: '{PARTS}:breaking', args: {{how: end}}}}",), "[training-data-ended]"
+    ),
+    "loss-is-no-number": Harm(
+        (f"task.target={PARTS}:unmeaned_loss",), "a tensor of shape (2,)", {76, 78}
+    ),
     "shapes-differ": Harm(
-        (f"data={{target: '{PARTS}:ragged'}}", f"model.target={PARTS}:reader", "batch.micro_size=1"),
+        (
+            f"data={{target: '{PARTS}:ragged'}}",
+            f"model.target={PARTS}:reader",
+            "batch.micro_size=1",
+        ),
         "[batch-shapes-differ]",
     ),
 }
 
 
 # Otherwise ranks alone: how torchrun ends is held where a campaign kills its ranks.
-LAUNCHED = [("killed", "deepspeed"), pytest.param("layer-raises", "torchrun", marks=pytest.mark.exhaustive)]
+LAUNCHED = [
+    ("killed", "deepspeed"),
+    pytest.param("layer-raises", "torchrun", marks=pytest.mark.exhaustive),
+]
 
 
 def command(launcher: str) -> list[str]:
     scripts = Path(sys.executable).parent
     return {
         "torchrun": [str(scripts / "torchrun"), "--standalone", "--nproc-per-node", "2"],
-        "deepspeed": [str(scripts / "deepspeed"), "--num_gpus", "2", "--master_port", str(free_ports(1))],
+        "deepspeed": [
+            str(scripts / "deepspeed"),
+            "--num_gpus",
+            "2",
+            "--master_port",
+            str(free_ports(1)),
+        ],
     }[launcher]
 
 
@@ -102,12 +123,16 @@ def started(warm: WarmRanks, arguments: list[str], folder: Path) -> tuple[set[in
     ("name", "launcher"),
     [*((name, "warm") for name in HARMS), *LAUNCHED],
 )
-def test_the_whole_job_ends_and_says_why(tmp_path: Path, warm: WarmRanks, name: str, launcher: str) -> None:
+def test_the_whole_job_ends_and_says_why(
+    tmp_path: Path, warm: WarmRanks, name: str, launcher: str
+) -> None:
     (tmp_path / "fails.yaml").write_text(CONFIG, encoding="utf-8")
     harm, begin = HARMS[name], time.time()
     arguments = ["--config", "fails.yaml", *harm.settings]
     codes, stated = (
-        started(warm, arguments, tmp_path) if launcher == "warm" else launched(launcher, arguments, tmp_path)
+        started(warm, arguments, tmp_path)
+        if launcher == "warm"
+        else launched(launcher, arguments, tmp_path)
     )
     assert codes <= ({1} if launcher == "torchrun" else harm.codes), stated
     assert harm.words in stated, stated

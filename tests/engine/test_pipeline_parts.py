@@ -1,5 +1,5 @@
-"""Parts of one's own in a pipeline, held against plain PyTorch: data of varying width, tuples of types, lists,
-optimizers.
+"""Parts of one's own in a pipeline, held against plain PyTorch: data of varying width, tuples of
+types, lists, optimizers.
 """
 
 from __future__ import annotations
@@ -50,14 +50,24 @@ TWO_RANKS = [
     Case(
         "wider-evaluation",
         "rows",
-        sections={"data": {**POINTS, "args": {"num_eval": 50}}, "evaluation": {**EVERY_STEP, "batch_size": 3}},
+        sections={
+            "data": {**POINTS, "args": {"num_eval": 50}},
+            "evaluation": {**EVERY_STEP, "batch_size": 3},
+        },
     ),
     Case("targets-in-lists", "rows", sections={"task": {"target": f"{PARTS}:InLists"}}),
-    Case("own-optimizer", "rows", sections={"optimizer": {"target": "torch.optim:RMSprop", "args": {"lr": 0.01}}}),
+    Case(
+        "own-optimizer",
+        "rows",
+        sections={"optimizer": {"target": "torch.optim:RMSprop", "args": {"lr": 0.01}}},
+    ),
     Case(
         "own-optimizer-zero1",
         "rows",
-        sections={"optimizer": {"target": "torch.optim:RMSprop", "args": {"lr": 0.01}}, "zero": {"stage": 1}},
+        sections={
+            "optimizer": {"target": "torch.optim:RMSprop", "args": {"lr": 0.01}},
+            "zero": {"stage": 1},
+        },
     ),
     *(
         Case(
@@ -89,7 +99,9 @@ FOUR_RANKS = [
     Case("uneven-shares", "rows", sections={"data": {**POINTS, "args": {"num_eval": 5}}}),
     Case("a-share-of-nothing", "rows", sections={"data": {**POINTS, "args": {"num_eval": 1}}}),
     Case(
-        "padded-2x2", "reader", sections={"data": {"target": f"{PARTS}:padded_text"}, "evaluation": {"batch_size": 5}}
+        "padded-2x2",
+        "reader",
+        sections={"data": {"target": f"{PARTS}:padded_text"}, "evaluation": {"batch_size": 5}},
     ),
 ]
 
@@ -137,7 +149,9 @@ def hold(case: Case, folder: Path) -> None:
     assert sorted(found) == list(range(1, NUM_STEPS + 1))
     assert [found[step] for step in sorted(found)] == pytest.approx(losses, abs=TOLERANCE)
     assert max(losses) - min(losses) > 1e-3, "nothing happens here that could differ"
-    assert read_metrics(folder / case.name)[-1]["eval/loss"] == pytest.approx(metrics["loss"], abs=TOLERANCE)
+    assert read_metrics(folder / case.name)[-1]["eval/loss"] == pytest.approx(
+        metrics["loss"], abs=TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("case", TWO_RANKS, ids=lambda case: case.name)

@@ -1,4 +1,6 @@
-"""A pipeline that is stopped and resumed in fresh processes is the unbroken one, bit for bit, dropout included."""
+"""A pipeline that is stopped and resumed in fresh processes is the unbroken one, bit for bit,
+dropout included.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from tests.launched import read_metrics, train_cases
 
 pytestmark = pytest.mark.slow
 
-# Last step, and where it stops. 5 steps make an epoch of the digits: that stop is in the middle of the second.
+# Last step, and where it stops. 5 steps make an epoch of the digits: that stop is in the middle of
+# the second.
 ENDS = {"mlp": (12, 7), "gpt": (6, 4)}
 METRICS = ("train/loss", "train/lr", "train/grad_norm", "eval/loss", "eval/accuracy")
 
@@ -22,7 +25,14 @@ MLP: dict[str, Any] = {
     "batch": {"global_size": 240, "micro_size": 60},
 }
 GPT: dict[str, Any] = {
-    "model": {"kind": "gpt", "hidden_size": 32, "num_layers": 3, "num_heads": 2, "max_positions": 32, "dropout": 0.2},
+    "model": {
+        "kind": "gpt",
+        "hidden_size": 32,
+        "num_layers": 3,
+        "num_heads": 2,
+        "max_positions": 32,
+        "dropout": 0.2,
+    },
     "data": {"kind": "text", "sequence_length": 32},
     "task": {"kind": "causal_lm"},
     "batch": {"global_size": 16, "micro_size": 4},
@@ -48,7 +58,12 @@ def config(name: str, case: str, folder: Path, **training: Any) -> dict[str, Any
         "evaluation": {"every_steps": 5, "batch_size": 64} if "mlp" in case else {"at_end": False},
         "monitors": {"tensorboard": False, "progress": "off"},
         **sections,
-        "training": {"max_steps": total, "log_every": 1, **sections.get("training", {}), **training},
+        "training": {
+            "max_steps": total,
+            "log_every": 1,
+            **sections.get("training", {}),
+            **training,
+        },
         "checkpoint": {"resume": "auto"},
     }
 
@@ -59,7 +74,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = [config(f"{case}-whole", case, folder) for case in CASES]
     first = [config(f"{case}-broken", case, folder, max_steps=ends_of(case)[1]) for case in CASES]
     train_cases([*whole, *first], num_ranks=2, folder=folder)
-    train_cases([config(f"{case}-broken", case, folder) for case in CASES], num_ranks=2, folder=folder)
+    train_cases(
+        [config(f"{case}-broken", case, folder) for case in CASES], num_ranks=2, folder=folder
+    )
     return folder
 
 
@@ -74,7 +91,9 @@ def test_a_resumed_pipeline_is_the_unbroken_one(runs: Path, case: str) -> None:
         ]
         for kind in ("whole", "broken")
     )
-    assert [row["step"] for row in whole if row["train/loss"]] == [step for step in range(1, total + 1) if step != stop]
+    assert [row["step"] for row in whole if row["train/loss"]] == [
+        step for step in range(1, total + 1) if step != stop
+    ]
     assert broken == whole
     left, right = bits(runs / f"{case}-whole", total), bits(runs / f"{case}-broken", total)
     assert left.keys() == right.keys()

@@ -1,4 +1,6 @@
-"""Profiled steps: their traces and tables against clocks, formulas and layouts, of plain runs and of pipelines."""
+"""Profiled steps: their traces and tables against clocks, formulas and layouts, of plain runs and
+of pipelines.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,13 @@ from tests.launched import series, train_cases
 LENET = {"kind": "lenet", "image_size": 28}
 DIGITS = {"kind": "digits", "image_size": 28}
 ALL = {"modules": True, "deepspeed_timers": True, "communication": True}
-BASE: dict[str, Any] = {"model": LENET, "data": DIGITS, "training": {"max_steps": 9, "log_every": 3}}
-# Ranks look for a request four times a second: steps are slow enough for it to come before the end, and the resumed
-# run has fewer.
+BASE: dict[str, Any] = {
+    "model": LENET,
+    "data": DIGITS,
+    "training": {"max_steps": 9, "log_every": 3},
+}
+# Ranks look for a request four times a second: steps are slow enough for it to come before the end,
+# and the resumed run has fewer.
 STOPS = {
     "task": {"target": "tests.jobs.parts:StopsItself", "args": {"in_step": 14, "seconds": 0.1}},
     "training": {"max_steps": 25, "log_every": 5},
@@ -51,17 +57,27 @@ class Profiled:
     folder: Path
 
     def trace(self, rank: int = 0) -> list[dict[str, Any]]:
-        with gzip.open(self.folder / f"profile/rank{rank}.json.gz", "rt", encoding="utf-8") as stream:
+        with gzip.open(
+            self.folder / f"profile/rank{rank}.json.gz", "rt", encoding="utf-8"
+        ) as stream:
             events: list[dict[str, Any]] = json.load(stream)["traceEvents"]
-        return [event for event in events if event.get("cat") == "user_annotation" and event["ph"] == "X"]
+        return [
+            event
+            for event in events
+            if event.get("cat") == "user_annotation" and event["ph"] == "X"
+        ]
 
     def steps(self, rank: int = 0) -> dict[int, float]:
         """Milliseconds of each traced step."""
-        named = ((*event["name"].partition("ProfilerStep#"), event["dur"]) for event in self.trace(rank))
+        named = (
+            (*event["name"].partition("ProfilerStep#"), event["dur"]) for event in self.trace(rank)
+        )
         return {int(number): microseconds / 1000 for _, word, number, microseconds in named if word}
 
     def tables(self, rank: int = 0) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / f"profile/tables{rank}.json").read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads(
+            (self.folder / f"profile/tables{rank}.json").read_text(encoding="utf-8")
+        )
         return found
 
     def row(self, table: str, name: str, rank: int = 0) -> dict[str, Any]:
@@ -76,7 +92,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Profiled]
     saves = {"every_steps": 5, "mode": "async"}
     resumes = {"resume": str(folder / "stopped")}
     cases = [
-        case(folder, "stage2", "4-7", zero={"stage": 2}, batch=batch, checkpoint=saves, profile=ALL),
+        case(
+            folder, "stage2", "4-7", zero={"stage": 2}, batch=batch, checkpoint=saves, profile=ALL
+        ),
         case(folder, "stage3", "2-3", zero={"stage": 3}, batch=batch, profile={"modules": True}),
         case(folder, "stopped", "4-25", **STOPS),
         case(folder, "resumed", "4-25", **STOPS, checkpoint=resumes),
@@ -89,7 +107,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Profiled]
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Profiled:
     folder = tmp_path_factory.mktemp("profiled-pipeline")
-    sections = {"parallel": {"pipe": 2}, "zero": {"stage": 1}, "batch": {"global_size": 32, "micro_size": 8}}
+    sections = {
+        "parallel": {"pipe": 2},
+        "zero": {"stage": 1},
+        "batch": {"global_size": 32, "micro_size": 8},
+    }
     train_cases([case(folder, "pipe", "3-5", profile=ALL, **sections)], num_ranks=2, folder=folder)
     series(folder / "pipe", "train/loss")
     return Profiled(folder / "pipe")
@@ -114,11 +136,15 @@ def test_phases_of_a_trace_add_up_to_its_steps(plain: Any, pipeline: Profiled, r
         whole, names = run.steps(rank), {part["phase"] for part in run.tables(rank)["timeline"]}
         assert set(whole) == expected == set(run.tables(rank)["steps"])
         parts = sum(event["dur"] for event in run.trace(rank) if event["name"] in names) / 1000
-        # Less is between them on a quiet machine: 5 %; a process that waits for a processor may wait there.
+        # Less is between them on a quiet machine: 5 %; a process that waits for a processor may
+        # wait there.
         assert parts == pytest.approx(sum(whole.values()), rel=0.15)
         by_clock = sum(part["ms"] for part in run.tables(rank)["timeline"])
         assert by_clock == pytest.approx(sum(whole.values()), rel=0.15)
-        assert {"data", "copy", "forward", "backward", "communication", "optimizer"} <= names | {"data", "copy"}
+        assert {"data", "copy", "forward", "backward", "communication", "optimizer"} <= names | {
+            "data",
+            "copy",
+        }
 
 
 @pytest.mark.slow
@@ -169,14 +195,25 @@ def test_a_stop_leaves_a_whole_file_and_a_resumed_run_counts_on(plain: Any) -> N
     (last,) = map(int, re.findall(r"stopped after step (\d+) of 25", stated))
     assert 14 <= last < 25
     for rank in (0, 1):
-        assert set(stopped.steps(rank)) == set(range(4, last + 1)) == set(stopped.tables(rank)["steps"])
-        assert set(resumed.steps(rank)) == set(range(last + 1, 26)) == set(resumed.tables(rank)["steps"])
+        assert (
+            set(stopped.steps(rank))
+            == set(range(4, last + 1))
+            == set(stopped.tables(rank)["steps"])
+        )
+        assert (
+            set(resumed.steps(rank))
+            == set(range(last + 1, 26))
+            == set(resumed.tables(rank)["steps"])
+        )
     assert not (plain("without").folder / "profile").exists()
 
 
 @pytest.mark.slow
 def test_a_profile_is_an_event_and_no_part_of_a_step(plain: Any) -> None:
-    events = [json.loads(line) for line in (plain("stage2").folder / "events.jsonl").read_text("utf-8").splitlines()]
+    events = [
+        json.loads(line)
+        for line in (plain("stage2").folder / "events.jsonl").read_text("utf-8").splitlines()
+    ]
     (profiled,) = [event for event in events if event["kind"] == "profile"]
     assert profiled["step"] == 7
     assert {event["step"] for event in events if event["kind"] == "save"} == {5, 9}
@@ -192,10 +229,15 @@ def test_a_timeline_shows_each_micro_batch_in_its_order(pipeline: Profiled) -> N
         for part in tables["timeline"]:
             if part["step"] == 4:
                 begin = 1000 * tables["began_seconds"] + part["at_ms"]
-                found.setdefault((rank, part["phase"], part["micro_batch"]), (begin, begin + part["ms"]))
+                found.setdefault(
+                    (rank, part["phase"], part["micro_batch"]), (begin, begin + part["ms"])
+                )
     for phase in ("forward", "backward"):
-        assert [{key[2] for key in found if key[:2] == (rank, phase)} for rank in (0, 1)] == [set(range(4))] * 2
-    for number in range(4):  # down the pipeline, and up again, by clocks that agree within a millisecond
+        assert [{key[2] for key in found if key[:2] == (rank, phase)} for rank in (0, 1)] == [
+            set(range(4))
+        ] * 2
+    # down the pipeline, and up again, by clocks that agree within a millisecond
+    for number in range(4):
         assert found[1, "forward", number][0] > found[0, "forward", number][1] - 1
         assert found[0, "backward", number][0] > found[1, "backward", number][1] - 1
 
@@ -204,7 +246,14 @@ class Event:
     """One of kineto's, of the host unless it is named."""
 
     def __init__(
-        self, name: str, start: int, end: int, *, thread: int = 1, on_gpu: bool = False, **marks: bool
+        self,
+        name: str,
+        start: int,
+        end: int,
+        *,
+        thread: int = 1,
+        on_gpu: bool = False,
+        **marks: bool,
     ) -> None:
         self.name, self.start_ns, self.end_ns = lambda: name, lambda: start, lambda: end
         self.start_thread_id = self.end_thread_id = lambda: thread
@@ -243,7 +292,11 @@ class ByName(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.act, self.weight = torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32).weight
+        self.first, self.act, self.weight = (
+            torch.nn.Linear(16, 32),
+            torch.nn.ReLU(),
+            torch.nn.Linear(32, 32).weight,
+        )
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         time.sleep(0.01)
@@ -291,5 +344,7 @@ def test_a_watched_step_has_the_same_phases_by_clock_and_by_events() -> None:
         for (phase, begin), (_, end) in pairwise(seen):
             length[phase] += 1000 * phases.between(begin, end)
         read = phases.read()
-        assert {f"time/{name}_ms": value for name, value in length.items() if name != "other"} == pytest.approx(read)
+        assert {
+            f"time/{name}_ms": value for name, value in length.items() if name != "other"
+        } == pytest.approx(read)
         assert Counter(phase for phase, _ in seen)["communication"] == 1

@@ -1,5 +1,6 @@
-"""Runs that start from a Hugging Face folder, as our model and as transformers' own, train like plain PyTorch trains
-transformers' model; what is exported, transformers loads, with the logits of the trained model.
+"""Runs that start from a Hugging Face folder, as our model and as transformers' own, train like
+plain PyTorch trains transformers' model; what is exported, transformers loads, with the logits of
+the trained model.
 """
 
 from __future__ import annotations
@@ -24,13 +25,32 @@ pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 NUM_STEPS, LENGTH = 5, 32
-SHAPE = {"vocab_size": 261, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "mlp_size": 48, "max_positions": LENGTH}
+SHAPE = {
+    "vocab_size": 261,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "mlp_size": 48,
+    "max_positions": LENGTH,
+}
 SHAPE |= {"dropout": 0.0}
-_ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+_ENCODER = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
 _TEXT = {"data": {"kind": "text", "sequence_length": LENGTH}}
 _PAIRS = {"data": {"kind": "text_pairs", "sequence_length": LENGTH}}
-_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
-# Folder -> class without its ending, the class that trains it, its config, our sections, its task for plain PyTorch.
+_NO_DROPOUT = {
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+# Folder -> class without its ending, the class that trains it, its config, our sections, its task
+# for plain PyTorch.
 FOLDERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], str]] = {
     "gpt2": (
         "GPT2",
@@ -42,11 +62,22 @@ FOLDERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], str]] = {
     "bert": (
         "Bert",
         "BertForPreTraining",
-        {**_ENCODER, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 40},
+        {
+            **_ENCODER,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+            "max_position_embeddings": 40,
+        },
         {"model": {"kind": "bert", **SHAPE}, "task": {"kind": "masked_lm"}, **_PAIRS},
         "PairLM",
     ),
-    "llama": ("Llama", "AutoModelForCausalLM", {**_ENCODER, "num_key_value_heads": 2}, _TEXT, "LogitsLM"),
+    "llama": (
+        "Llama",
+        "AutoModelForCausalLM",
+        {**_ENCODER, "num_key_value_heads": 2},
+        _TEXT,
+        "LogitsLM",
+    ),
 }
 # Run -> folder, whether our model is trained or transformers' own, sections.
 RUNS: dict[str, tuple[str, bool, dict[str, Any]]] = {
@@ -59,7 +90,11 @@ RUNS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     **{f"own-gpt2-z{stage}": ("gpt2", False, {"zero": {"stage": stage}}) for stage in (0, 3)},
     "own-bert-z3": ("bert", False, {"zero": {"stage": 3}}),
     **{
-        f"own-llama-tensor-z{stage}": ("llama", False, {"zero": {"stage": stage}, "parallel": {"tensor": 2}})
+        f"own-llama-tensor-z{stage}": (
+            "llama",
+            False,
+            {"zero": {"stage": stage}, "parallel": {"tensor": 2}},
+        )
         for stage in (1, 3)
     },
     "own-llama-sequence": ("llama", False, {"zero": {"stage": 2}, "parallel": {"sequence": 2}}),
@@ -69,7 +104,11 @@ RUNS: dict[str, tuple[str, bool, dict[str, Any]]] = {
 RARE: dict[str, tuple[str, bool, dict[str, Any]]] = {
     **{f"own-gpt2-z{stage}": ("gpt2", False, {"zero": {"stage": stage}}) for stage in (1, 2)},
     **{
-        f"own-llama-tensor-z{stage}": ("llama", False, {"zero": {"stage": stage}, "parallel": {"tensor": 2}})
+        f"own-llama-tensor-z{stage}": (
+            "llama",
+            False,
+            {"zero": {"stage": stage}, "parallel": {"tensor": 2}},
+        )
         for stage in (0, 2)
     },
     "half-z0": ("half", False, {"zero": {"stage": 0}}),
@@ -114,11 +153,18 @@ def runs(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
         family, _, config, *_ = base_of(folder)
         torch.manual_seed(1)
         head = {"GPT2": "LMHeadModel", "Bert": "ForPreTraining"}.get(family, "ForCausalLM")
-        described = getattr(transformers, f"{family}Config")(vocab_size=261, initializer_range=0.1, **config)
+        described = getattr(transformers, f"{family}Config")(
+            vocab_size=261, initializer_range=0.1, **config
+        )
         model = getattr(transformers, f"{family}{head}")(described)
-        (model.bfloat16() if folder == "half" else model).save_pretrained(root / folder, max_shard_size="30KB")
+        (model.bfloat16() if folder == "half" else model).save_pretrained(
+            root / folder, max_shard_size="30KB"
+        )
     listed, adapted = (RUNS | RARE, LORAS | RARE_LORAS) if exhaustive else (RUNS, LORAS)
-    cases = [values(root, name, folder, is_ours=ours, **more) for name, (folder, ours, more) in listed.items()]
+    cases = [
+        values(root, name, folder, is_ours=ours, **more)
+        for name, (folder, ours, more) in listed.items()
+    ]
     cases += [
         values(root, name, folder, is_ours=False, zero={"stage": stage}, training={"lora": LORA})
         for name, (folder, stage) in adapted.items()
@@ -131,8 +177,9 @@ _plain: dict[str, tuple[list[float], torch.nn.Module]] = {}
 
 
 def plain(root: Path, folder: str) -> tuple[list[float], torch.nn.Module]:
-    """Losses and the trained model of plain PyTorch; it never sees our models or names. Weights in half precision were
-    read before, and are taken as fp32 has them."""
+    """Losses and the trained model of plain PyTorch; it never sees our models or names. Weights in
+    half precision were read before, and are taken as fp32 has them.
+    """
     if folder not in _plain:
         config = values(root, "plain", folder, is_ours=False)
         config["model"]["args"]["dtype"] = "float32"
@@ -154,7 +201,11 @@ def logits(model: torch.nn.Module, theirs: bool) -> torch.Tensor:
     with torch.no_grad():
         if not theirs and hasattr(model, "recipes"):
             is_bert = type(model).__name__ == "BERT"
-            found = model((tokens, torch.zeros_like(tokens), torch.ones_like(tokens)))[0] if is_bert else model(tokens)
+            found = (
+                model((tokens, torch.zeros_like(tokens), torch.ones_like(tokens)))[0]
+                if is_bert
+                else model(tokens)
+            )
         else:
             outputs = model(tokens)
             found = getattr(outputs, "prediction_logits", None)
@@ -174,7 +225,9 @@ def test_transformers_loads_the_trained_model(name: str, runs: Path, tmp_path: P
     found = logits(again.eval(), True)
     assert torch.allclose(found, logits(trained, False), atol=1e-5)
     assert torch.allclose(found, logits(expected, True), atol=1e-4)
-    assert not torch.allclose(found, logits(kind.from_pretrained(runs / folder).float().eval(), True), atol=1e-2)
+    assert not torch.allclose(
+        found, logits(kind.from_pretrained(runs / folder).float().eval(), True), atol=1e-2
+    )
     if is_ours:  # and a run can start from it
         section = config_from_values(values(runs, "again", folder, is_ours=True)).model
         model, weights = (
@@ -192,7 +245,9 @@ def test_adapters_on_a_published_model(name: str, runs: Path, tmp_path: Path) ->
     peft = pytest.importorskip("peft", reason="peft comes with the lora extra")
     losses, folder = list(series(runs / name, "train/loss").values()), (LORAS | RARE_LORAS)[name][0]
     if folder == "llama":
-        assert losses == pytest.approx(list(series(runs / "lora-z0", "train/loss").values()), abs=1e-6)
+        assert losses == pytest.approx(
+            list(series(runs / "lora-z0", "train/loss").values()), abs=1e-6
+        )
     assert losses[0] == pytest.approx(plain(runs, folder)[0][0], abs=1e-5)
     assert losses[-1] < losses[0] - 0.01
     export(str(runs / name), tmp_path / "adapter", adapter=True)

@@ -21,7 +21,9 @@ def _own_generators() -> Iterator[None]:
 
 
 def draw() -> list[float]:
-    """From every generator, twice the normal one of Python and numpy: they keep a second value back."""
+    """From every generator, twice the normal one of Python and numpy: they keep a second value
+    back.
+    """
     values = [random.random(), random.gauss(0, 1), random.random()]
     values += [*np.random.rand(3), np.random.randn(), float(torch.randn(())), float(torch.rand(()))]
     return [float(value) for value in values] + torch.randperm(50).tolist()
@@ -70,10 +72,14 @@ def test_seeds_differ_and_repeat() -> None:
 
 
 def test_every_rank_and_every_step_has_a_seed_of_its_own() -> None:
-    places = [(seed, rank, step) for seed in (0, 1, 2) for rank in (0, 1, 2) for step in (0, 1, 7, 10**6)]
+    places = [
+        (seed, rank, step) for seed in (0, 1, 2) for rank in (0, 1, 2) for step in (0, 1, 7, 10**6)
+    ]
     seeds = [random_state.seed_of(seed, rank=rank, step=step) for seed, rank, step in places]
     assert len(set(seeds)) == len(seeds)
-    assert seeds == [random_state.seed_of(seed, rank=rank, step=step) for seed, rank, step in places]
+    assert seeds == [
+        random_state.seed_of(seed, rank=rank, step=step) for seed, rank, step in places
+    ]
     random_state.seed_everything(max(seeds))  # torch takes all of it
 
 

@@ -37,7 +37,9 @@ def handler(tmp_path: Path) -> Iterator[logging.FileHandler]:
 
 def lines(text: str) -> list[str]:
     """Level, logger and text, without the time."""
-    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ", line) for line in text.splitlines())
+    assert all(
+        re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ", line) for line in text.splitlines()
+    )
     return [line.split(" ", 2)[2] for line in text.splitlines()]
 
 
@@ -50,7 +52,9 @@ def test_lines_are_in_the_file_when_logging_returns(handler: logging.FileHandler
         assert written[-1].endswith(f"INFO dsf-trainer: step {number} \u00e9 \\udcff".encode())
 
 
-@pytest.mark.parametrize(("level", "kept"), [("warning", ["bad"]), ("debug", ["dull", "usual", "bad"]), ("none", None)])
+@pytest.mark.parametrize(
+    ("level", "kept"), [("warning", ["bad"]), ("debug", ["dull", "usual", "bad"]), ("none", None)]
+)
 def test_a_level_keeps_chatter_out(
     level: str, kept: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,17 +63,25 @@ def test_a_level_keeps_chatter_out(
     before, least = list(deepspeed.handlers), deepspeed.level
     try:
         quiet_deepspeed(tmp_path / "logs" / "rank0.log")
-        for write, text in ((deepspeed.debug, "dull"), (deepspeed.info, "usual"), (deepspeed.warning, "bad")):
+        for write, text in (
+            (deepspeed.debug, "dull"),
+            (deepspeed.info, "usual"),
+            (deepspeed.warning, "bad"),
+        ):
             write(text)
     finally:
         rank_log.let_go()
         deepspeed.handlers[:] = before
         deepspeed.setLevel(least)
     written = (tmp_path / "logs" / "rank0.log").read_text(encoding="utf-8")
-    assert [line.rsplit(" ", 1)[1] for line in written.splitlines()] == (["usual", "bad"] if kept is None else kept)
+    assert [line.rsplit(" ", 1)[1] for line in written.splitlines()] == (
+        ["usual", "bad"] if kept is None else kept
+    )
 
 
-@pytest.mark.parametrize("end", [None, TrainingError("diverged [x]"), RunStopped("SIGTERM: saved [stopped]")])
+@pytest.mark.parametrize(
+    "end", [None, TrainingError("diverged [x]"), RunStopped("SIGTERM: saved [stopped]")]
+)
 def test_storage_that_stalls_holds_up_no_rank_and_loses_no_line(
     handler: logging.FileHandler, end: Exception | None
 ) -> None:
@@ -91,7 +103,9 @@ def test_storage_that_stalls_holds_up_no_rank_and_loses_no_line(
 
 
 @pytest.mark.slow
-def test_a_full_queue_waits_for_the_storage(handler: logging.FileHandler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_waits_for_the_storage(
+    handler: logging.FileHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(file_writer, "_LONGEST_QUEUE", 10)
     stalled, logged = StalledFile(handler.stream), list[int]()
 
@@ -135,14 +149,24 @@ def test_a_disk_that_is_full_costs_one_warning_and_no_line(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("end", "code"), [("well", 0), ("error", 1), ("SIGTERM", 75)])
-def test_a_run_whose_storage_is_slow_has_all_lines_however_it_ends(tmp_path: Path, end: str, code: int) -> None:
+def test_a_run_whose_storage_is_slow_has_all_lines_however_it_ends(
+    tmp_path: Path, end: str, code: int
+) -> None:
     job = session_ranks().start(
-        [end], num_ranks=1, folder=tmp_path / "ranks", script=ROOT / "tests/jobs/slow_log.py", cwd=tmp_path
+        [end],
+        num_ranks=1,
+        folder=tmp_path / "ranks",
+        script=ROOT / "tests/jobs/slow_log.py",
+        cwd=tmp_path,
     )
     assert job.wait(300) == [code], job.stated()
     run = tmp_path / "outputs" / "slow"
-    points = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
-    rows = [int(row.split(",")[0]) for row in (run / "metrics.csv").read_text("utf-8").splitlines()[1:]]
+    points = [
+        json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()
+    ]
+    rows = [
+        int(row.split(",")[0]) for row in (run / "metrics.csv").read_text("utf-8").splitlines()[1:]
+    ]
     text = (run / "logs" / "rank0.log").read_text("utf-8")
     steps = [int(number) for number in re.findall(r"dsf-trainer: step (\d+)/40 ", text)]
     assert points == rows == steps == list(range(1, len(steps) + 1))

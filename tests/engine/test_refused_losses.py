@@ -1,5 +1,6 @@
-"""Losses without a graph or summed, and models without a weight to train, end in one line that names them; a loss whose
-ignored label is known, and keys of DeepSpeed's that pass, train as plain PyTorch does.
+"""Losses without a graph or summed, and models without a weight to train, end in one line that
+names them; a loss whose ignored label is known, and keys of DeepSpeed's that pass, train as plain
+PyTorch does.
 """
 
 from __future__ import annotations
@@ -21,11 +22,23 @@ STEPS, SIZE = 5, 8
 PARTS = "tests.jobs.loss_parts:"
 # Name -> what is not as usual, and the kind that ends it.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    **{f"graphless-{stage}": ({"task": "errors", "zero": {"stage": stage}}, "loss-without-graph") for stage in (0, 3)},
+    **{
+        f"graphless-{stage}": ({"task": "errors", "zero": {"stage": stage}}, "loss-without-graph")
+        for stage in (0, 3)
+    },
     "detached": ({"model": "Detached", "zero": {"stage": 2}}, "loss-without-graph"),
-    **{f"frozen-{stage}": ({"model": "frozen", "zero": {"stage": stage}}, "nothing-to-train") for stage in range(4)},
-    "frozen-own": ({"model": "frozen", "optimizer": {"target": "torch.optim:SGD"}}, "nothing-to-train"),
-    **{f"summed-{stage}": ({"task": "summed", "zero": {"stage": stage}}, "task-loss-result") for stage in (0, 2)},
+    **{
+        f"frozen-{stage}": ({"model": "frozen", "zero": {"stage": stage}}, "nothing-to-train")
+        for stage in range(4)
+    },
+    "frozen-own": (
+        {"model": "frozen", "optimizer": {"target": "torch.optim:SGD"}},
+        "nothing-to-train",
+    ),
+    **{
+        f"summed-{stage}": ({"task": "summed", "zero": {"stage": stage}}, "task-loss-result")
+        for stage in (0, 2)
+    },
 }
 ZERO: dict[str, Any] = {
     "allgather_partitions": False,
@@ -33,18 +46,38 @@ ZERO: dict[str, Any] = {
     "use_multi_rank_bucket_allreduce": False,
     "legacy_stage1": False,
 }
-ZERO_3: dict[str, Any] = {"memory_efficient_linear": False, "stage3_use_all_reduce_for_fetch_params": True}
+ZERO_3: dict[str, Any] = {
+    "memory_efficient_linear": False,
+    "stage3_use_all_reduce_for_fetch_params": True,
+}
 # Keys under `deepspeed:` that pass, by ZeRO stage.
 PASSED: dict[int, dict[str, Any]] = {
-    0: {"prescale_gradients": True, "gradient_predivide_factor": 4.0, "communication_data_type": "fp32"},
-    1: {"gradient_predivide_factor": 4.0, "zero_optimization": ZERO, "data_types": {"grad_accum_dtype": "fp32"}},
-    2: {"zero_optimization": ZERO, "disable_python_gc": True, "dump_state": True, "gradient_allreduce_op": "mean"},
+    0: {
+        "prescale_gradients": True,
+        "gradient_predivide_factor": 4.0,
+        "communication_data_type": "fp32",
+    },
+    1: {
+        "gradient_predivide_factor": 4.0,
+        "zero_optimization": ZERO,
+        "data_types": {"grad_accum_dtype": "fp32"},
+    },
+    2: {
+        "zero_optimization": ZERO,
+        "disable_python_gc": True,
+        "dump_state": True,
+        "gradient_allreduce_op": "mean",
+    },
     3: {"zero_optimization": ZERO_3 | {"zero_hpz_partition_size": 2}},
 }
 
 
 def case(name: str, folder: Path, **values: Any) -> dict[str, Any]:
-    values = {"model": "net", "data": "Points", "task": "torch.nn.functional:cross_entropy"} | values
+    values = {
+        "model": "net",
+        "data": "Points",
+        "task": "torch.nn.functional:cross_entropy",
+    } | values
     for key in ("model", "data", "task"):
         if isinstance(values[key], str):
             values[key] = {"target": values[key] if ":" in values[key] else PARTS + values[key]}
@@ -65,10 +98,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     task = {"kind": "model_loss", "mean_over": "labels", "ignore_index": 0}
     cases = [case(name, folder, **values) for name, (values, _) in REFUSED.items()]
     cases += [
-        case(f"padded-{stage}", folder, model="OwnLoss", data="Padded", task=task, zero={"stage": stage})
+        case(
+            f"padded-{stage}",
+            folder,
+            model="OwnLoss",
+            data="Padded",
+            task=task,
+            zero={"stage": stage},
+        )
         for stage in (0, 2, 3)
     ]
-    cases += [case(f"passed-{stage}", folder, deepspeed=keys, zero={"stage": stage}) for stage, keys in PASSED.items()]
+    cases += [
+        case(f"passed-{stage}", folder, deepspeed=keys, zero={"stage": stage})
+        for stage, keys in PASSED.items()
+    ]
     train_cases(cases, num_ranks=2, folder=folder)
     return folder
 
@@ -90,7 +133,9 @@ def test_the_ignored_label_is_not_counted(runs: Path, stage: int) -> None:
 @pytest.mark.parametrize("stage", PASSED)
 def test_keys_that_pass_change_nothing(runs: Path, stage: int) -> None:
     model = net()
-    expected = plain_losses(model, Points(), lambda batch: nn.functional.cross_entropy(model(batch[0]), batch[1]))
+    expected = plain_losses(
+        model, Points(), lambda batch: nn.functional.cross_entropy(model(batch[0]), batch[1])
+    )
     assert series(runs / f"passed-{stage}", "train/loss") == expected
 
 
@@ -98,7 +143,9 @@ def plain_losses(model: nn.Module, rows: Any, loss_of: Any) -> dict[int, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = {}
     for step in range(STEPS):
-        order = epoch_order(len(rows), seed=0, epoch=0, shuffle=True)[step * SIZE : (step + 1) * SIZE]
+        order = epoch_order(len(rows), seed=0, epoch=0, shuffle=True)[
+            step * SIZE : (step + 1) * SIZE
+        ]
         loss = loss_of(torch.utils.data.default_collate([rows[index] for index in order.tolist()]))
         optimizer.zero_grad()
         loss.backward()

@@ -1,4 +1,6 @@
-"""Ranks that do not meet: torch's own errors, each from a real attempt, become one line with the address."""
+"""Ranks that do not meet: torch's own errors, each from a real attempt, become one line with the
+address.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ SOON = timedelta(seconds=0.3)
 
 def meet(monkeypatch: pytest.MonkeyPatch, *, rank: int, host: str = "127.0.0.1", port: int) -> str:
     """What a rank of two says that goes there alone."""
-    for name, value in (GOOD | {"RANK": str(rank), "MASTER_ADDR": host, "MASTER_PORT": str(port)}).items():
+    for name, value in (
+        GOOD | {"RANK": str(rank), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    ).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(PeerLostError) as reported, explaining_rendezvous():
         TCPStore(host, port, 2, is_master=rank == 0, timeout=SOON)
@@ -101,7 +105,9 @@ def test_an_environment_that_is_whole_is_taken() -> None:
         ({"MASTER_PORT": "65536"}, "MASTER_PORT = 65536"),
     ],
 )
-def test_an_environment_in_which_ranks_cannot_meet_is_refused(changed: dict[str, str | None], key: str) -> None:
+def test_an_environment_in_which_ranks_cannot_meet_is_refused(
+    changed: dict[str, str | None], key: str
+) -> None:
     environment = {name: value for name, value in (GOOD | changed).items() if value is not None}
     with pytest.raises(ConfigError) as refused:
         check_environment(environment)
@@ -111,10 +117,16 @@ def test_an_environment_in_which_ranks_cannot_meet_is_refused(changed: dict[str,
 
 
 def test_runs_of_one_script_meet_anew_each_time_and_leave_nothing(tmp_path: Path) -> None:
-    """In torchrun's store, which outlives a group, the second or third run found the addresses of the first."""
-    done = torchrun(ROOT / "tests/jobs/many_fits.py", "3", "0", "1", "2", num_ranks=2, cwd=tmp_path, timeout=240)
+    """In torchrun's store, which outlives a group, the second or third run found the addresses of
+    the first.
+    """
+    done = torchrun(
+        ROOT / "tests/jobs/many_fits.py", "3", "0", "1", "2", num_ranks=2, cwd=tmp_path, timeout=240
+    )
     assert done.returncode == 0, done.stderr[-4000:]
-    losses = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss ")]
+    losses = [
+        float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss ")
+    ]
     assert len(losses) == 4, done.stdout
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
     assert [line for line in done.stdout.splitlines() if line.startswith("left ")] == ["left 0"] * 4

@@ -1,5 +1,5 @@
-"""A run that is stopped and resumed in fresh processes is the unbroken run, bit for bit: losses, weights, optimizer
-state.
+"""A run that is stopped and resumed in fresh processes is the unbroken run, bit for bit: losses,
+weights, optimizer state.
 """
 
 from __future__ import annotations
@@ -35,20 +35,35 @@ def config(name: str, folder: Path, **sections: Any) -> dict[str, Any]:
     }
     replaced = ("data", "scheduler")  # another kind has other keys
     return base | {
-        name: section if name in replaced else base.get(name, {}) | section for name, section in sections.items()
+        name: section if name in replaced else base.get(name, {}) | section
+        for name, section in sections.items()
     }
 
 
-FP16 = {"dtype": "fp16", "initial_scale_power": 14, "loss_scale_window": 2}  # overflows again and again
+# overflows again and again
+FP16 = {"dtype": "fp16", "initial_scale_power": 14, "loss_scale_window": 2}
 ACCUMULATING = {"accumulation_steps": 2}
 BF16 = {"dtype": "bf16"}
-OWN = {"target": "torch.optim.lr_scheduler:OneCycleLR", "args": {"max_lr": 5e-3, "total_steps": TOTAL + 1}}
+OWN = {
+    "target": "torch.optim.lr_scheduler:OneCycleLR",
+    "args": {"max_lr": 5e-3, "total_steps": TOTAL + 1},
+}
 CASES: dict[str, dict[str, Any]] = {
     "fp32-z0": {"scheduler": {"kind": "lr_range_test", "min_lr": 1e-5, "step_size": 5}},
-    "fp32-z1": {"zero": {"stage": 1}, "scheduler": {"kind": "warmup", "warmup_steps": 20}, "batch": ACCUMULATING},
+    "fp32-z1": {
+        "zero": {"stage": 1},
+        "scheduler": {"kind": "warmup", "warmup_steps": 20},
+        "batch": ACCUMULATING,
+    },
     "fp32-z2": {"zero": {"stage": 2}},
     "fp32-z3": {
-        "scheduler": {"kind": "one_cycle", "min_lr": 1e-4, "max_lr": 5e-3, "first_steps": 10, "cycle_momentum": True},
+        "scheduler": {
+            "kind": "one_cycle",
+            "min_lr": 1e-4,
+            "max_lr": 5e-3,
+            "first_steps": 10,
+            "cycle_momentum": True,
+        },
         "zero": {"stage": 3},
         "batch": ACCUMULATING,
     },
@@ -71,7 +86,11 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "random-samples": {
         "scheduler": OWN,
-        "data": {"target": "tests.jobs.parts:noisy_digits", "args": {"strength": 0.7}, "num_workers": 2},
+        "data": {
+            "target": "tests.jobs.parts:noisy_digits",
+            "args": {"strength": 0.7},
+            "num_workers": 2,
+        },
         "zero": {"stage": 1},
     },
     "fp16-z0": {"precision": FP16},
@@ -102,17 +121,30 @@ CALM = {"model": {"kind": "mlp", "hidden_sizes": [64]}, "zero": {"stage": 1}}  #
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
     whole = [config(f"{case}-whole", folder, **CASES[case]) for case in CASES]
-    first = [config(f"{case}-broken", folder, **CASES[case], training={"max_steps": STOP}) for case in CASES]
-    fresh = config("auto-without-checkpoint", folder, training={"max_steps": 2}, checkpoint={"resume": "auto"})
-    calm = [config("calm-whole", folder, **CALM), config("calm-broken", folder, **CALM, training={"max_steps": STOP})]
+    first = [
+        config(f"{case}-broken", folder, **CASES[case], training={"max_steps": STOP})
+        for case in CASES
+    ]
+    fresh = config(
+        "auto-without-checkpoint", folder, training={"max_steps": 2}, checkpoint={"resume": "auto"}
+    )
+    calm = [
+        config("calm-whole", folder, **CALM),
+        config("calm-broken", folder, **CALM, training={"max_steps": STOP}),
+    ]
     train_cases([*whole, *first, fresh, *calm], num_ranks=2, folder=folder, allow_fp16=True)
-    second = [config(f"{case}-broken", folder, **CASES[case], checkpoint={"resume": "auto"}) for case in CASES]
+    second = [
+        config(f"{case}-broken", folder, **CASES[case], checkpoint={"resume": "auto"})
+        for case in CASES
+    ]
     for case in second:
         if case["run"]["name"].startswith("random-samples"):
             case["data"] = case["data"] | {"num_workers": 0}
         if case["run"]["name"] in BUFFERED:
             case["zero"] = case["zero"] | BUFFERS
-    smaller = config("calm-broken", folder, **CALM, batch={"micro_size": 20}, checkpoint={"resume": "auto"})
+    smaller = config(
+        "calm-broken", folder, **CALM, batch={"micro_size": 20}, checkpoint={"resume": "auto"}
+    )
     base = "fp32-z2-broken"
     again = config(base, folder, **CASES["fp32-z2"], checkpoint={"resume": "auto"})
     elsewhere = config(
@@ -132,7 +164,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     over = config("auto-without-checkpoint", folder, training={"max_steps": 2})
     stage = config("other-stage", folder, zero={"stage": 1}, checkpoint=elsewhere["checkpoint"])
     train_cases(
-        [*second, again, elsewhere, changed, missing, over, smaller, stage], num_ranks=2, folder=folder, allow_fp16=True
+        [*second, again, elsewhere, changed, missing, over, smaller, stage],
+        num_ranks=2,
+        folder=folder,
+        allow_fp16=True,
     )
     other = config("other-world", folder, **CASES["fp32-z2"], checkpoint=elsewhere["checkpoint"])
     train_cases([other], num_ranks=1, folder=folder)
@@ -167,7 +202,11 @@ def test_resumed_run_is_the_unbroken_one(runs: Path, case: str) -> None:
     whole, broken = read_metrics(runs / f"{case}-whole"), read_metrics(runs / f"{case}-broken")
     # The text of a number: a norm after an overflow may be no number.
     found, expected = (
-        [{name: str(row.get(name)) for name in ("step", *METRICS)} for row in rows if row["step"] != STOP]
+        [
+            {name: str(row.get(name)) for name in ("step", *METRICS)}
+            for row in rows
+            if row["step"] != STOP
+        ]
         for rows in (broken, whole)
     )
     assert found == expected
@@ -185,17 +224,19 @@ def test_the_loss_scales_have_moved(runs: Path) -> None:
         skipped = series(runs / f"{case}-whole", "train/skipped_steps")
         assert 0 < skipped[STOP] < skipped[TOTAL]
     saved = torch.load(
-        runs / f"autocast-fp16-broken/checkpoints/global_step{STOP}/mp_rank_00_model_states.pt", weights_only=False
+        runs / f"autocast-fp16-broken/checkpoints/global_step{STOP}/mp_rank_00_model_states.pt",
+        weights_only=False,
     )
     assert all(state["scale"] < 2.0**16 for state in saved[STATE_KEY]["grad_scalers"])
 
 
 def test_fp16_scales_its_loss_at_every_stage(runs: Path) -> None:
-    """DeepSpeed does not at stage 0, and divides by the scale all the same: no step ever overflows, and little is
-    learnt.
+    """DeepSpeed does not at stage 0, and divides by the scale all the same: no step ever overflows,
+    and little is learnt.
     """
     plain, zero = (series(runs / f"{case}-whole", "train/loss") for case in ("fp16-z0", "fp16-z2"))
-    assert plain == {step: pytest.approx(loss, abs=0.25) for step, loss in zero.items()}  # other steps are skipped
+    # other steps are skipped
+    assert plain == {step: pytest.approx(loss, abs=0.25) for step, loss in zero.items()}
 
 
 def test_smaller_micro_batches_on_the_same_ranks_go_on(runs: Path) -> None:
@@ -205,7 +246,10 @@ def test_smaller_micro_batches_on_the_same_ranks_go_on(runs: Path) -> None:
 
 def test_another_stage_on_the_same_ranks_draws_the_same_masks(runs: Path) -> None:
     """A move, but not of the ranks: their random states are theirs still."""
-    whole, moved = series(runs / "fp32-z2-whole", "train/loss"), series(runs / "other-stage", "train/loss")
+    whole, moved = (
+        series(runs / "fp32-z2-whole", "train/loss"),
+        series(runs / "other-stage", "train/loss"),
+    )
     assert sorted(moved) == list(range(STOP + 1, TOTAL + 1))
     assert moved == {step: pytest.approx(whole[step], abs=1e-4) for step in moved}
 
@@ -220,7 +264,9 @@ def test_steps_after_the_checkpoint_are_not_logged_twice(runs: Path) -> None:
 def test_latest_and_manifest_name_the_last_step(runs: Path) -> None:
     checkpoints = runs / "fp32-z3-broken" / "checkpoints"
     assert (checkpoints / "latest").read_text(encoding="utf-8") == f"global_step{TOTAL}"
-    manifest = json.loads((checkpoints / f"global_step{TOTAL}" / "manifest.json").read_text(encoding="utf-8"))
+    manifest = json.loads(
+        (checkpoints / f"global_step{TOTAL}" / "manifest.json").read_text(encoding="utf-8")
+    )
     assert (manifest["step"], manifest["epoch"], manifest["step_in_epoch"]) == (20, 1, 9)
     assert manifest["layout"]["world_size"] == 2
     assert manifest["config"]["zero"]["stage"] == 3
@@ -240,19 +286,31 @@ def test_the_best_so_far_is_that_of_the_whole_run(runs: Path) -> None:
 
 
 @pytest.mark.parametrize(("case", "in_each_file"), [("fp32-z3", 1), ("fp32-z1", 2)])
-def test_a_file_holds_the_random_states_of_the_ranks_that_read_it(runs: Path, case: str, in_each_file: int) -> None:
-    """All in each would be 15 MB more in every file of a thousand ranks; a move with as many ranks finds them all."""
+def test_a_file_holds_the_random_states_of_the_ranks_that_read_it(
+    runs: Path, case: str, in_each_file: int
+) -> None:
+    """All in each would be 15 MB more in every file of a thousand ranks; a move with as many ranks
+    finds them all.
+    """
     checkpoint = list_checkpoints(runs / f"{case}-whole" / "checkpoints")[-1]
-    files = [read_file(path)[STATE_KEY]["random_states"] for path in sorted(checkpoint.path.glob("*model_states.pt"))]
+    files = [
+        read_file(path)[STATE_KEY]["random_states"]
+        for path in sorted(checkpoint.path.glob("*model_states.pt"))
+    ]
     assert [len(states) for states in files] == [in_each_file] * (2 // in_each_file)
     stored = StoredState(checkpoint)
     expected = [(files[rank] if in_each_file == 1 else files[0])[rank] for rank in (0, 1)]
-    assert [torch.equal(stored.random_state(rank), expected[rank]) for rank in (0, 1)] == [True, True]
+    assert [torch.equal(stored.random_state(rank), expected[rank]) for rank in (0, 1)] == [
+        True,
+        True,
+    ]
     assert not torch.equal(*expected)
 
 
 def test_a_path_continues_in_another_folder(runs: Path) -> None:
-    steps = [row["step"] for row in read_metrics(runs / "continued-elsewhere") if "train/loss" in row]
+    steps = [
+        row["step"] for row in read_metrics(runs / "continued-elsewhere") if "train/loss" in row
+    ]
     assert steps == list(range(STOP + 1, TOTAL + 1))
     left, right = bits(runs / "fp32-z2-whole", TOTAL), bits(runs / "continued-elsewhere", TOTAL)
     assert all(torch.equal(tensor, right[path]) for path, tensor in left.items())

@@ -35,7 +35,9 @@ from framework.setup.prepared import prepare
 
 
 def optimizer(*lrs: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in lrs], lr=1.0)
+    return torch.optim.SGD(
+        [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in lrs], lr=1.0
+    )
 
 
 def factors(total: int, *, warmup: int, min_ratio: float) -> list[float]:
@@ -74,7 +76,10 @@ def test_a_polynomial_is_torchs(power: float) -> None:
 
 def test_stable_and_then_down() -> None:
     sgd = optimizer(1.0)
-    parts = [ConstantLR(sgd, factor=1.0), LinearLR(sgd, start_factor=1.0, end_factor=0.1, total_iters=8)]
+    parts = [
+        ConstantLR(sgd, factor=1.0),
+        LinearLR(sgd, start_factor=1.0, end_factor=0.1, total_iters=8),
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         oracle = SequentialLR(sgd, parts, milestones=[12])
@@ -101,12 +106,18 @@ def test_without_warm_up_it_is_cosine_annealing(total: int, min_ratio: float) ->
 
 @pytest.mark.parametrize(("warmup", "total"), [(1, 10), (5, 20), (11, 220), (19, 20)])
 def test_with_warm_up_it_is_linear_and_then_cosine(warmup: int, total: int) -> None:
-    """LinearLR counts W - 1 intervals from 1 / W to 1; the step after them is the cosine's first, at the full rate."""
+    """LinearLR counts W - 1 intervals from 1 / W to 1; the step after them is the cosine's first,
+    at the full rate.
+    """
     sgd = optimizer(1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SequentialLR calls its parts with an epoch
-        linear = LinearLR(sgd, start_factor=1 / warmup, end_factor=1.0, total_iters=max(1, warmup - 1))
-        oracle = SequentialLR(sgd, [linear, CosineAnnealingLR(sgd, T_max=total - warmup)], milestones=[warmup])
+        linear = LinearLR(
+            sgd, start_factor=1 / warmup, end_factor=1.0, total_iters=max(1, warmup - 1)
+        )
+        oracle = SequentialLR(
+            sgd, [linear, CosineAnnealingLR(sgd, T_max=total - warmup)], milestones=[warmup]
+        )
         ours = factors(total, warmup=warmup, min_ratio=0.0)
         for step in range(total + 1):
             assert ours[step] == pytest.approx(oracle.get_last_lr()[0], abs=1e-9), step
@@ -114,8 +125,15 @@ def test_with_warm_up_it_is_linear_and_then_cosine(warmup: int, total: int) -> N
             oracle.step()
 
 
-@given(warmup=st.integers(0, 40), total=st.integers(1, 60), min_ratio=st.floats(0, 1), step=st.integers(0, 100))
-def test_no_rate_is_zero_before_the_end_nor_above_one(warmup: int, total: int, min_ratio: float, step: int) -> None:
+@given(
+    warmup=st.integers(0, 40),
+    total=st.integers(1, 60),
+    min_ratio=st.floats(0, 1),
+    step=st.integers(0, 100),
+)
+def test_no_rate_is_zero_before_the_end_nor_above_one(
+    warmup: int, total: int, min_ratio: float, step: int
+) -> None:
     share = factor(Cosine(warmup_steps=warmup, min_ratio=min_ratio), step, total)
     assert 0.0 <= share <= 1.0
     if step < max(total, warmup):
@@ -153,7 +171,8 @@ def plan(scheduler: dict[str, Any], **training: Any) -> Any:
 def test_its_length_is_the_runs_or_as_asked() -> None:
     for section, length in (({}, 22), ({"total_steps": 10}, 10)):
         make = client_schedule(
-            plan({"kind": "cosine", "warmup_steps": 2, "min_ratio": 0.25} | section, max_epochs=2), None
+            plan({"kind": "cosine", "warmup_steps": 2, "min_ratio": 0.25} | section, max_epochs=2),
+            None,
         )
         assert make is not None
         schedule = make(optimizer(1.0))
@@ -167,11 +186,17 @@ def test_its_length_is_the_runs_or_as_asked() -> None:
 
 def test_the_other_kinds_are_not_ours() -> None:
     assert client_schedule(plan({"kind": "constant"}, max_epochs=1), None) is None
-    assert client_schedule(plan({"kind": "warmup_cosine", "warmup_steps": 2}, max_epochs=1), None) is None
+    assert (
+        client_schedule(plan({"kind": "warmup_cosine", "warmup_steps": 2}, max_epochs=1), None)
+        is None
+    )
 
 
 def test_a_warm_up_alone_and_one_over_the_root_need_no_length() -> None:
-    for section in ({"kind": "constant", "warmup_steps": 4}, {"kind": "inverse_sqrt", "warmup_steps": 4}):
+    for section in (
+        {"kind": "constant", "warmup_steps": 4},
+        {"kind": "inverse_sqrt", "warmup_steps": 4},
+    ):
         values = {"scheduler": section, "training": {"max_epochs": 1}, "data": {"target": "x:y"}}
         make = client_schedule(make_plan(config_from_values(values), Cluster()), None)
         assert make is not None
@@ -182,7 +207,9 @@ def test_one_of_ones_own_goes_on_with_all_that_it_moves() -> None:
     def own(**args: Any) -> OwnSchedule:
         weights = [torch.nn.Parameter(torch.zeros(1))]
         made = torch.optim.AdamW(weights, lr=0.1, betas=(0.9, 0.99))
-        return OwnSchedule(made, make=lambda given: OneCycleLR(given, max_lr=1.0, total_steps=20, **args))
+        return OwnSchedule(
+            made, make=lambda given: OneCycleLR(given, max_lr=1.0, total_steps=20, **args)
+        )
 
     first, second = own(), own()
     first.optimizer.step()
@@ -192,11 +219,16 @@ def test_one_of_ones_own_goes_on_with_all_that_it_moves() -> None:
     state = first.state_dict()
     second.load_state_dict(state)
     for _ in range(5):
-        assert {**second.optimizer.param_groups[0], "params": 0} == {**first.optimizer.param_groups[0], "params": 0}
+        assert {**second.optimizer.param_groups[0], "params": 0} == {
+            **first.optimizer.param_groups[0],
+            "params": 0,
+        }
         first.step()
         second.step()
     second.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(ConfigError, match=r"1 parameter groups were saved, here are 2; .*schedule-groups"):
+    with pytest.raises(
+        ConfigError, match=r"1 parameter groups were saved, here are 2; .*schedule-groups"
+    ):
         second.load_state_dict(state)
 
 
@@ -204,7 +236,9 @@ NOT_SCHEDULES = {
     "it returned builtins.int, which has no step()": lambda given: 3,
     "its step needs a metric": ReduceLROnPlateau,
     "calling it with an optimizer failed: TypeError": OneCycleLR,
-    "its state_dict() holds what no checkpoint could give back": lambda given: with_state(LambdaLR(given, float)),
+    "its state_dict() holds what no checkpoint could give back": lambda given: with_state(
+        LambdaLR(given, float)
+    ),
 }
 
 
@@ -229,7 +263,10 @@ def test_a_target_is_looked_at_before_the_start(tmp_path: Path) -> None:
         ("torch.optim.lr_scheduler:StepLr", {}, "target-not-found"),
         ("torch.optim.lr_scheduler:StepLR", {"size": 3}, "target-args"),
     ):
-        section = {"scheduler": {"target": target, "args": args}, "run": {"output_dir": str(tmp_path)}}
+        section = {
+            "scheduler": {"target": target, "args": args},
+            "run": {"output_dir": str(tmp_path)},
+        }
         with pytest.raises(ConfigError) as caught:
             prepare(config_from_values(section))
         assert [problem.kind for problem in caught.value.problems] == [kind]

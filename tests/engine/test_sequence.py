@@ -1,5 +1,5 @@
-"""Ranks that share sequences must train like plain PyTorch in one process: fp32 steps, losses, gradient norms and
-metrics; and go on where they were, on as many ranks or on fewer.
+"""Ranks that share sequences must train like plain PyTorch in one process: fp32 steps, losses,
+gradient norms and metrics; and go on where they were, on as many ranks or on fewer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ pytestmark = pytest.mark.slow
 
 # Drift is held by one run of each way to share, to hold its state and to round.
 NUM_STEPS, FEW_STEPS = fewer(12, of=20), fewer(4, of=20)
-LONG_RUNS = ("gpt-z0", "gqa-z2", "gqa-z3", "bert-adamw", "gpt-ema", "gpt-tiled-z3", "bf16", "fp16", "gqa-2x2")
+LONG_RUNS = (
+    "gpt-z0",
+    "gqa-z2",
+    "gqa-z3",
+    "bert-adamw",
+    "gpt-ema",
+    "gpt-tiled-z3",
+    "bf16",
+    "fp16",
+    "gqa-2x2",
+)
 LONG_RUNS += ("gpt-split-z2", "gpt-muon")
 STOP, RESUMED = 2, 5
 CLIP = 0.5
@@ -29,10 +39,17 @@ TEXT = {"data": {"kind": "text", "sequence_length": 32}, "task": {"kind": "causa
 RAGGED = TEXT | {"task": {"target": "tests.jobs.sequence_parts:RaggedLM"}}
 PADDED = TEXT | {"task": {"target": "tests.jobs.sequence_parts:PaddedLM"}}
 # Three heads of keys for twelve of queries: two ranks get more of them than there are.
-_LLAMA = {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "num_heads": 12, "num_kv_heads": 3}
+_LLAMA = {
+    "positions": "rotary",
+    "norm": "rmsnorm",
+    "mlp": "swiglu",
+    "num_heads": 12,
+    "num_kv_heads": 3,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": TEXT | {"model": {"kind": "gpt", **_SMALL}},
-    "gqa": TEXT | {"model": {"kind": "gpt", **_SMALL, **_LLAMA, "hidden_size": 48, "tie_embeddings": False}},
+    "gqa": TEXT
+    | {"model": {"kind": "gpt", **_SMALL, **_LLAMA, "hidden_size": 48, "tie_embeddings": False}},
     "bert": {
         "model": {"kind": "bert", "vocab_size": 261, **_SMALL},
         "data": {"kind": "text_pairs", "sequence_length": 32},
@@ -59,7 +76,10 @@ TWO_RANKS: Cases = {
         f"{model}-z{stage}": (model, stage, SGD)
         for model, stage in (("gpt", 0), ("gqa", 2), ("gqa", 3), ("bert", 2), ("llama", 3))
     },
-    **{f"{model}-adamw": (model, stage, ADAMW) for stage, model in ((0, "gpt"), (1, "bert"), (3, "gqa"))},
+    **{
+        f"{model}-adamw": (model, stage, ADAMW)
+        for stage, model in ((0, "gpt"), (1, "bert"), (3, "gqa"))
+    },
     "gpt-muon": ("gpt", 0, {"kind": "muon"}),
     "gpt-adafactor": ("gpt", 0, {"kind": "adafactor"}),
     "gpt-ema": ("gpt", 1, SGD),
@@ -84,21 +104,32 @@ RARE: Cases = {
     "gqa-tiled-z1": ("gqa", 1, SGD),
     "bert-tiled-z3": ("bert", 3, SGD),
 }
-FOUR_RANKS: Cases = {f"{model}-2x2": (model, stage, SGD) for stage, model in ((1, "llama"), (3, "gqa"))}
+FOUR_RANKS: Cases = {
+    f"{model}-2x2": (model, stage, SGD) for stage, model in ((1, "llama"), (3, "gqa"))
+}
 # Two ranks of a tensor group by two that share sequences.
 DIVIDED: Cases = {
-    **{f"{model}-split-z{stage}": (model, stage, SGD) for model, stage in (("bert", 1), ("gpt", 2))},
+    **{
+        f"{model}-split-z{stage}": (model, stage, SGD) for model, stage in (("bert", 1), ("gpt", 2))
+    },
     "gpt-split-adamw": ("gpt", 3, ADAMW),
     "gpt-split-tiled": ("gpt", 0, SGD),
 }
-# With --exhaustive: four processes are dear, and of each of these another one above holds the model and the stage.
-RARE_FOUR: Cases = {f"{model}-2x2": (model, stage, SGD) for stage, model in ((0, "gpt"), (2, "bert"))}
-RARE_DIVIDED: Cases = {f"{model}-split-z{stage}": (model, stage, SGD) for model, stage in (("gpt", 0), ("bert", 3))}
+# With --exhaustive: four processes are dear, and of each of these another one above holds the model
+# and the stage.
+RARE_FOUR: Cases = {
+    f"{model}-2x2": (model, stage, SGD) for stage, model in ((0, "gpt"), (2, "bert"))
+}
+RARE_DIVIDED: Cases = {
+    f"{model}-split-z{stage}": (model, stage, SGD) for model, stage in (("gpt", 0), ("bert", 3))
+}
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Token folder of pieces of a module, many of them shorter than a sequence: what BERT reads is padded."""
+    """Token folder of pieces of a module, many of them shorter than a sequence: what BERT reads is
+    padded.
+    """
     folder = tmp_path_factory.mktemp("text")
     source = Path(textwrap.__file__).read_text(encoding="utf-8")
     start = 0
@@ -114,10 +145,15 @@ def steps_of(name: str) -> int:
     return NUM_STEPS if name in LONG_RUNS else FEW_STEPS
 
 
-def values(name: str, case: tuple[str, int, dict[str, Any]], folder: Path, text: Path, **sections: Any) -> Any:
+def values(
+    name: str, case: tuple[str, int, dict[str, Any]], folder: Path, text: Path, **sections: Any
+) -> Any:
     model, stage, optimizer = case
     if name == "gpt-ema":
-        sections = {"training": {"ema": {"decay": 0.8}}, "evaluation": {"weights": "ema"}} | sections
+        sections = {
+            "training": {"ema": {"decay": 0.8}},
+            "evaluation": {"weights": "ema"},
+        } | sections
     if "split" in name:
         sections = {"parallel": {"tensor": 2}} | sections
     if "tiled" in name:  # seven positions of sixteen: the last tile of a sequence is shorter
@@ -144,31 +180,51 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], float]] = {
     "autocast": ("gqa-z3", {"precision": {"dtype": "autocast"}}, 0.02),
     "bf16": ("gqa-z3", {"precision": {"dtype": "bf16"}}, 0.05),
     "fp16": ("gqa-z2", {"precision": {"dtype": "fp16"}}, 0.02),
-    # The first step, the loss scale in the norm: what DeepSpeed has otherwise there, more than rounding shows.
+    # The first step, the loss scale in the norm: what DeepSpeed has otherwise there, more than
+    # rounding shows.
     "fp16-z0": ("gpt-adamw", {"precision": {"dtype": "fp16", "initial_scale_power": 8}}, 5e-4),
     "fp16-muon": ("gpt-muon", {"precision": {"dtype": "fp16", "initial_scale_power": 8}}, 5e-4),
     "tiled-recompute": ("gqa-z3", {"training": {"loss_tile": 7, "recompute_every": 1}}, 1e-5),
     "tiled-autocast": ("gqa-z3", {"precision": {"dtype": "autocast"}}, 0.02),
     "tiled-fp16": ("gqa-z2", {"precision": {"dtype": "fp16"}}, 0.02),
-    "offload": ("gqa-z2", {"zero": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}}, 1e-5),
+    "offload": (
+        "gqa-z2",
+        {"zero": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}},
+        1e-5,
+    ),
 }
-DROPPED = {"model": _SMALL | {"dropout": 0.2}, "checkpoint": {"at_end": True}, "training": {"max_steps": RESUMED}}
+DROPPED = {
+    "model": _SMALL | {"dropout": 0.2},
+    "checkpoint": {"at_end": True},
+    "training": {"max_steps": RESUMED},
+}
 MOVED = ("to-one", "to-data")
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path, exhaustive: bool) -> Path:
     folder = tmp_path_factory.mktemp("sequence-2")
-    cases = [values(name, case, folder, text) for name, case in (TWO_RANKS | (RARE if exhaustive else {})).items()]
-    cases += [values(name, TWO_RANKS[of], folder, text, **sections) for name, (of, sections, _) in VARIANTS.items()]
+    cases = [
+        values(name, case, folder, text)
+        for name, case in (TWO_RANKS | (RARE if exhaustive else {})).items()
+    ]
+    cases += [
+        values(name, TWO_RANKS[of], folder, text, **sections)
+        for name, (of, sections, _) in VARIANTS.items()
+    ]
     shorter = {"training": {"max_steps": STOP}}
-    cases += [values(f"{name}-whole", TWO_RANKS[name], folder, text, **DROPPED) for name in ("gpt-z0", "bert-z2")]
+    cases += [
+        values(f"{name}-whole", TWO_RANKS[name], folder, text, **DROPPED)
+        for name in ("gpt-z0", "bert-z2")
+    ]
     for sections in (shorter, {"checkpoint": {"at_end": True, "resume": "auto"}}):
         cases += [
             values(f"{name}-broken", TWO_RANKS[name], folder, text, **DROPPED | sections)
             for name in ("gpt-z0", "bert-z2")
         ]
-    cases.append(values("begun", TWO_RANKS["gqa-z2"], folder, text, **shorter, checkpoint={"at_end": True}))
+    cases.append(
+        values("begun", TWO_RANKS["gqa-z2"], folder, text, **shorter, checkpoint={"at_end": True})
+    )
     cases.append(moved("to-data", folder, text, parallel={"sequence": 1}, batch={"micro_size": 2}))
     unknown = TEXT | {"model": {"target": "tests.jobs.sequence_parts:NoKnownAttention"}}
     cases.append(values("unknown", TWO_RANKS["gpt-z0"], folder, text) | {"model": unknown["model"]})
@@ -178,18 +234,24 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path, exhaustive: 
     cases.append(values("mobile", TWO_RANKS["roberta-z0"], folder, text) | {"model": MIXING})
     cases.append(values("pooled", TWO_RANKS["llama-z3"], folder, text) | {"model": pooled})
     dropping = {"target": "tests.jobs.sequence_parts:Dropping"}
-    cases.append(values("dropping", TWO_RANKS["roberta-z0"], folder, text) | GPT_BY_PATH | {"task": dropping})
+    cases.append(
+        values("dropping", TWO_RANKS["roberta-z0"], folder, text) | GPT_BY_PATH | {"task": dropping}
+    )
     own_loss = {"target": "tests.jobs.sequence_parts:OwnLoss"}
     cases.append(values("tiled-own-loss", TWO_RANKS["gpt-z0"], folder, text) | {"task": own_loss})
     train_cases(cases, num_ranks=2, folder=folder, allow_fp16=True)
-    train_cases([moved("to-one", folder, text, parallel={"sequence": 1})], num_ranks=1, folder=folder)
+    train_cases(
+        [moved("to-one", folder, text, parallel={"sequence": 1})], num_ranks=1, folder=folder
+    )
     return folder
 
 
 def moved(name: str, folder: Path, text: Path, **sections: Any) -> Any:
     resume = {"resume": str(folder / "begun" / "checkpoints" / f"global_step{STOP}")}
     training = {"max_steps": RESUMED}
-    return values(name, TWO_RANKS["gqa-z2"], folder, text, checkpoint=resume, training=training, **sections)
+    return values(
+        name, TWO_RANKS["gqa-z2"], folder, text, checkpoint=resume, training=training, **sections
+    )
 
 
 @pytest.fixture(scope="module")
@@ -197,9 +259,15 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path, exhaustive:
     folder = tmp_path_factory.mktemp("sequence-2x2")
     listed = FOUR_RANKS | DIVIDED | (RARE_FOUR | RARE_DIVIDED if exhaustive else {})
     cases = [values(name, case, folder, text) for name, case in listed.items()]
-    for sections in ({}, {"training": {"max_steps": STOP}}, {"checkpoint": {"at_end": True, "resume": "auto"}}):
+    for sections in (
+        {},
+        {"training": {"max_steps": STOP}},
+        {"checkpoint": {"at_end": True, "resume": "auto"}},
+    ):
         end = "broken" if sections else "whole"
-        cases.append(values(f"split-{end}", DIVIDED["gpt-split-z2"], folder, text, **DROPPED | sections))
+        cases.append(
+            values(f"split-{end}", DIVIDED["gpt-split-z2"], folder, text, **DROPPED | sections)
+        )
     train_cases(cases, num_ranks=4, folder=folder)
     return folder
 
@@ -207,7 +275,9 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path, exhaustive:
 _plain: dict[str, tuple[list[float], list[float], dict[str, float]]] = {}
 
 
-def hold(folder: Path, name: str, case: tuple[str, int, dict[str, Any]], text: Path, *, global_size: int) -> None:
+def hold(
+    folder: Path, name: str, case: tuple[str, int, dict[str, Any]], text: Path, *, global_size: int
+) -> None:
     num_steps = steps_of(name)
     key = f"{case[0]}-{case[2]['kind']}-{global_size}-{'ema' in name}-{num_steps}"
     # Muon computes in bf16, where a last bit of a gradient may move a number by 2**-8 of it.
@@ -222,9 +292,13 @@ def hold(folder: Path, name: str, case: tuple[str, int, dict[str, Any]], text: P
     assert losses[-1] < losses[0] - learnt, "the oracle itself must learn, or equality says nothing"
     assert sum(norm > CLIP for norm in norms) > num_steps / 2, "most steps are clipped"
     found = series(folder / name, "train/loss")
-    assert found == {step: pytest.approx(loss, abs=finer * 1e-5) for step, loss in enumerate(losses, start=1)}
+    assert found == {
+        step: pytest.approx(loss, abs=finer * 1e-5) for step, loss in enumerate(losses, start=1)
+    }
     found = series(folder / name, "train/grad_norm")
-    assert found == {step: pytest.approx(norm, rel=finer * 1e-4) for step, norm in enumerate(norms, start=1)}
+    assert found == {
+        step: pytest.approx(norm, rel=finer * 1e-4) for step, norm in enumerate(norms, start=1)
+    }
     last = read_metrics(folder / name)[-1]
     for metric, value in metrics.items():
         assert last[f"eval/{metric}"] == pytest.approx(value, rel=finer * 1e-5), metric
@@ -241,12 +315,16 @@ def test_four_ranks_equal_plain_pytorch(four_ranks: Path, text: Path, name: str)
 
 
 @pytest.mark.parametrize("name", [*DIVIDED, *rarely(RARE_DIVIDED)])
-def test_tensor_groups_that_share_sequences_equal_plain_pytorch(four_ranks: Path, text: Path, name: str) -> None:
+def test_tensor_groups_that_share_sequences_equal_plain_pytorch(
+    four_ranks: Path, text: Path, name: str
+) -> None:
     hold(four_ranks, name, (DIVIDED | RARE_DIVIDED)[name], text, global_size=8)
 
 
 def test_a_resumed_run_of_both_is_the_unbroken_one(four_ranks: Path) -> None:
-    whole, broken = (series(four_ranks / f"split-{end}", "train/loss") for end in ("whole", "broken"))
+    whole, broken = (
+        series(four_ranks / f"split-{end}", "train/loss") for end in ("whole", "broken")
+    )
     assert whole == broken
     assert len(whole) == RESUMED
 
@@ -274,8 +352,13 @@ def test_a_resumed_run_is_the_unbroken_one(two_ranks: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", MOVED)
 def test_a_move_to_whole_sequences_goes_on(two_ranks: Path, name: str) -> None:
-    whole, found = series(two_ranks / "gqa-z2", "train/loss"), series(two_ranks / name, "train/loss")
-    assert found == {step: pytest.approx(whole[step], abs=1e-5) for step in range(STOP + 1, RESUMED + 1)}
+    whole, found = (
+        series(two_ranks / "gqa-z2", "train/loss"),
+        series(two_ranks / name, "train/loss"),
+    )
+    assert found == {
+        step: pytest.approx(whole[step], abs=1e-5) for step in range(STOP + 1, RESUMED + 1)
+    }
 
 
 @pytest.mark.parametrize(
@@ -299,10 +382,23 @@ PEAK = "memory/host_peak_bytes"
 
 def long_case(length: int, size: int, folder: Path) -> dict[str, Any]:
     """A perceptron much wider than attention, so that memory is what it keeps for each position."""
-    shape = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "mlp_size": 2048, "vocab_size": 64, "dropout": 0.0}
+    shape = {
+        "hidden_size": 32,
+        "num_layers": 1,
+        "num_heads": 2,
+        "mlp_size": 2048,
+        "vocab_size": 64,
+        "dropout": 0.0,
+    }
     return {
         "run": {"name": f"{length}-over-{size}", "output_dir": str(folder)},
-        "model": {"kind": "gpt", **shape, "num_kv_heads": 2, "positions": "rotary", "max_positions": LONG},
+        "model": {
+            "kind": "gpt",
+            **shape,
+            "num_kv_heads": 2,
+            "positions": "rotary",
+            "max_positions": LONG,
+        },
         "data": {"target": "tests.jobs.sequence_parts:long_text", "args": {"length": length}},
         "task": {"kind": "causal_lm"},
         "batch": {"global_size": 1},
@@ -318,7 +414,11 @@ def long_case(length: int, size: int, folder: Path) -> dict[str, Any]:
 def long_sequences(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("long")
     for size in (1, 2):  # the short one first: what a process has taken at most never falls
-        train_cases([long_case(length, size, folder) for length in (SHORT, LONG)], num_ranks=size, folder=folder)
+        train_cases(
+            [long_case(length, size, folder) for length in (SHORT, LONG)],
+            num_ranks=size,
+            folder=folder,
+        )
     return folder
 
 

@@ -1,4 +1,6 @@
-"""A look at a model before the first step leaves no trace; ranks are held by tests/engine/test_sequence.py."""
+"""A look at a model before the first step leaves no trace; ranks are held by
+tests/engine/test_sequence.py.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from framework.models.sequence import Numbering, SequenceGroup
 
 
 class Counting(nn.Module):
-    """Batch norm, dropout, a part that stays in evaluation mode, and a counter that moves in any mode."""
+    """Batch norm, dropout, a part that stays in evaluation mode, and a counter that moves in any
+    mode.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +56,13 @@ def test_a_look_leaves_no_trace() -> None:
 
 def test_the_first_rows_and_positions_of_all_that_has_them() -> None:
     ids, mask, table = torch.zeros(8, 64), torch.zeros(8, 1, 64, 64), torch.zeros(5, 7)
-    inputs: Any = {"ids": ids, "mask": mask, "places": torch.arange(64)[None], "table": table, "name": "x"}
+    inputs: Any = {
+        "ids": ids,
+        "mask": mask,
+        "places": torch.arange(64)[None],
+        "table": table,
+        "name": "x",
+    }
     (cut, targets) = _cut((inputs, (torch.zeros(8, 64), torch.zeros(8))), most=32)
     shapes = {name: tuple(value.shape) for name, value in cut.items() if isinstance(value, Tensor)}
     assert shapes == {"ids": (3, 32), "mask": (3, 1, 32, 32), "places": (1, 32), "table": (5, 7)}
@@ -61,8 +71,12 @@ def test_the_first_rows_and_positions_of_all_that_has_them() -> None:
 
 
 def test_positions_of_each_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers' RoBERTa and OPT number them; the second of two ranks, of which the first has three tokens."""
-    monkeypatch.setattr(SequenceGroup, "counts_before", lambda group, counts: torch.full_like(counts, 3))
+    """As transformers' RoBERTa and OPT number them; the second of two ranks, of which the first has
+    three tokens.
+    """
+    monkeypatch.setattr(
+        SequenceGroup, "counts_before", lambda group, counts: torch.full_like(counts, 3)
+    )
     numbering = Numbering(SimpleNamespace(config=SimpleNamespace(pad_token_id=1)))
     group = SequenceGroup(1, 2)
     ids, mask = torch.tensor([[5, 1, 6, 1]]), torch.tensor([[0, 0, 1, 1, 1, 1, 1, 0]])

@@ -1,4 +1,6 @@
-"""The loss and the gradient of a step follow from its samples alone, not from how they are divided."""
+"""The loss and the gradient of a step follow from its samples alone, not from how they are
+divided.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ SPARSE = {
 
 
 def evaluated(name: str, folder: Path, **sections: Any) -> dict[str, Any]:
-    """Three steps with evaluations between them, of a model that a user keeps partly in evaluation mode."""
+    """Three steps with evaluations between them, of a model that a user keeps partly in evaluation
+    mode.
+    """
     own = "tests.jobs.parts"
     changes = {
         "model": {"target": f"{own}:partly_in_evaluation"},
@@ -75,8 +79,15 @@ def evaluated(name: str, folder: Path, **sections: Any) -> dict[str, Any]:
 FP16 = {"dtype": "fp16", "initial_scale_power": 8}  # at which no step is skipped
 # What changes how a step is computed, and by how much it may change losses.
 VARIED: dict[str, tuple[int, dict[str, Any], float]] = {
-    "recompute": (3, {"training": {"max_steps": NUM_STEPS, "log_every": 1, "recompute_every": 1}}, 1e-5),
-    **{f"autocast-z{stage}": (stage, {"precision": {"dtype": "autocast"}}, 0.02) for stage in (0, 2)},
+    "recompute": (
+        3,
+        {"training": {"max_steps": NUM_STEPS, "log_every": 1, "recompute_every": 1}},
+        1e-5,
+    ),
+    **{
+        f"autocast-z{stage}": (stage, {"precision": {"dtype": "autocast"}}, 0.02)
+        for stage in (0, 2)
+    },
     **{f"bf16-z{stage}": (stage, {"precision": {"dtype": "bf16"}}, 0.05) for stage in (0, 2)},
     **{f"fp16-z{stage}": (stage, {"precision": FP16}, 0.02) for stage in (1, 3)},
 }
@@ -89,15 +100,24 @@ def step_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     for step in range(NUM_STEPS):
         epoch, position = divmod(step, len(dataset) // GLOBAL_SIZE)
         order = epoch_order(len(dataset), seed=0, epoch=epoch, shuffle=True)
-        samples = [dataset[int(i)] for i in order[position * GLOBAL_SIZE : (position + 1) * GLOBAL_SIZE]]
-        batches.append((torch.stack([ids for ids, _ in samples]), torch.stack([labels for _, labels in samples])))
+        samples = [
+            dataset[int(i)] for i in order[position * GLOBAL_SIZE : (position + 1) * GLOBAL_SIZE]
+        ]
+        batches.append(
+            (
+                torch.stack([ids for ids, _ in samples]),
+                torch.stack([labels for _, labels in samples]),
+            )
+        )
     return batches
 
 
 @pytest.fixture(scope="module")
 def oracle() -> list[float]:
     torch.manual_seed(0)
-    model: nn.Module = call_factory(config_from_values(config("oracle", Path("runs"))).model.factory(), key="model")
+    model: nn.Module = call_factory(
+        config_from_values(config("oracle", Path("runs"))).model.factory(), key="model"
+    )
     return one_batch(model, torch.optim.AdamW(model.parameters()))
 
 
@@ -116,9 +136,17 @@ def one_batch(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]
 
 def plain_cases(folder: Path) -> list[dict[str, Any]]:
     return [
-        config(f"z{stage}-acc{steps}", folder, zero={"stage": stage}, batch={"accumulation_steps": steps})
+        config(
+            f"z{stage}-acc{steps}",
+            folder,
+            zero={"stage": stage},
+            batch={"accumulation_steps": steps},
+        )
         for stage, steps in PLAIN
-    ] + [config(name, folder, zero={"stage": stage}, **sections) for name, (stage, sections, _) in VARIED.items()]
+    ] + [
+        config(name, folder, zero={"stage": stage}, **sections)
+        for name, (stage, sections, _) in VARIED.items()
+    ]
 
 
 def pipe_cases(folder: Path) -> list[dict[str, Any]]:
@@ -155,13 +183,19 @@ def furthest(folder: Path, expected: list[float]) -> float:
 def test_the_oracle_has_every_kind_of_step() -> None:
     counts = [(labels != -100).sum(dim=1) for _, labels in step_batches()]
     by_rank = [(int(count[:4].sum()), int(count[4:].sum())) for count in counts]
-    assert any(0 in count.tolist() and count.sum() for count in counts), "no micro-batch without a target"
-    assert any(0 in pair and sum(pair) for pair in by_rank), "no rank that has none where the other has some"
+    assert any(0 in count.tolist() and count.sum() for count in counts), (
+        "no micro-batch without a target"
+    )
+    assert any(0 in pair and sum(pair) for pair in by_rank), (
+        "no rank that has none where the other has some"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "steps"), PLAIN)
-def test_ragged_targets_train_like_one_batch(plain: Path, oracle: list[float], stage: int, steps: int) -> None:
+def test_ragged_targets_train_like_one_batch(
+    plain: Path, oracle: list[float], stage: int, steps: int
+) -> None:
     assert furthest(plain / f"z{stage}-acc{steps}", oracle) < 1e-5
 
 
@@ -176,7 +210,10 @@ def test_sparse_gradients_train_like_dense_ones(plain: Path) -> None:
     torch.manual_seed(0)
     dense = parts.sparse_words()
     dense[0].sparse = False
-    assert furthest(plain / "sparse", one_batch(dense, torch.optim.SGD(dense.parameters(), lr=1.0))) < 1e-5
+    assert (
+        furthest(plain / "sparse", one_batch(dense, torch.optim.SGD(dense.parameters(), lr=1.0)))
+        < 1e-5
+    )
 
 
 @pytest.mark.slow
@@ -185,19 +222,27 @@ def test_modules_in_evaluation_mode_stay_there(request: pytest.FixtureRequest, e
     folder: Path = request.getfixturevalue(engine) / "evaluated"
     assert list(series(folder, "eval/loss")) == [1, 2, 3]
     files = list(folder.glob("checkpoints/*/*mp_rank_*_model_states.pt"))
-    saved = [torch.load(file, weights_only=False)[STATE_KEY]["state"]["best"]["value"] for file in files]
-    assert saved == [max(series(folder, "memory/host_peak_bytes").values())] * 2, "not the value of rank 0"
+    saved = [
+        torch.load(file, weights_only=False)[STATE_KEY]["state"]["best"]["value"] for file in files
+    ]
+    assert saved == [max(series(folder, "memory/host_peak_bytes").values())] * 2, (
+        "not the value of rank 0"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, _, _ in PIPELINES])
-def test_ragged_targets_in_a_pipeline_train_like_one_batch(pipelines: Path, oracle: list[float], name: str) -> None:
+def test_ragged_targets_in_a_pipeline_train_like_one_batch(
+    pipelines: Path, oracle: list[float], name: str
+) -> None:
     assert furthest(pipelines / name, oracle) < 1e-5
 
 
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Any:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -244,9 +289,14 @@ def test_one_target_for_each_sample_is_counted_once(one_rank: None) -> None:
     counted: list[torch.Tensor] = []
     sums: Any = SimpleNamespace(ranks=2, divisor=8.0, device=None, count=counted.append)
     of_step = StepLoss(task := Asked(), micro_batches=2, sums=sums)
-    pairs = [(torch.zeros(3, 4), torch.tensor([0, -100, 1])), (torch.zeros(3, 4), torch.full((3,), -100))]
+    pairs = [
+        (torch.zeros(3, 4), torch.tensor([0, -100, 1])),
+        (torch.zeros(3, 4), torch.full((3,), -100)),
+    ]
     for _ in range(3):
-        losses = [of_step(outputs, targets).item() for outputs, targets in of_step.weighted(iter(pairs))]
+        losses = [
+            of_step(outputs, targets).item() for outputs, targets in of_step.weighted(iter(pairs))
+        ]
         assert losses == [pytest.approx(2 * math.log(4) * 2 * 2 / 8), 0.0]
     assert ([float(number) for number in counted], task.times) == ([2.0, 0.0] * 3, 1)
 
@@ -268,7 +318,11 @@ class _TwoSums(CausalLM):
 
 @pytest.mark.parametrize(
     ("task", "text"),
-    [(_CountOnly(), "no framework.Ratio"), (_SumOnly(), "no count()"), (_TwoSums(), "for each number")],
+    [
+        (_CountOnly(), "no framework.Ratio"),
+        (_SumOnly(), "no count()"),
+        (_TwoSums(), "for each number"),
+    ],
 )
 def test_a_sum_and_its_count_belong_together(one_rank: None, task: Task, text: str) -> None:
     with pytest.raises(ConfigError) as caught:

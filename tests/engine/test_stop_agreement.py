@@ -1,4 +1,6 @@
-"""Ranks as threads with one store: they stop after the same step, whoever was asked, and nobody waits for ever."""
+"""Ranks as threads with one store: they stop after the same step, whoever was asked, and nobody
+waits for ever.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ LOOK_SECONDS, LONG = 0.02, 30.0
 
 
 class Rank:
-    """Trains by sleeping. Ranks may be some steps apart, as those are that only queue work for their device."""
+    """Trains by sleeping. Ranks may be some steps apart, as those are that only queue work for
+    their device.
+    """
 
     def __init__(
         self,
@@ -73,9 +77,14 @@ class Rank:
             self.agreement.close()
 
 
-def job(*, ranks: int = 3, steps: int = 10_000, step_seconds: float = 0.002, **more: Any) -> list[Rank]:
+def job(
+    *, ranks: int = 3, steps: int = 10_000, step_seconds: float = 0.002, **more: Any
+) -> list[Rank]:
     store = PrefixStore("job", HashStore())
-    return [Rank(n, store, ranks=ranks, steps=steps, step_seconds=step_seconds, **more) for n in range(ranks)]
+    return [
+        Rank(n, store, ranks=ranks, steps=steps, step_seconds=step_seconds, **more)
+        for n in range(ranks)
+    ]
 
 
 def join(ranks: list[Rank]) -> None:
@@ -127,7 +136,13 @@ def test_what_the_clock_asks_for_is_done_by_all_after_the_same_steps(step_second
         rank.thread.start()
     join(ranks)
     assert {rank.signal for rank in ranks} == {"training.max_minutes"}
-    assert [word for _, word in ranks[0].by_clock] == ["evaluate", "save", "evaluate", "evaluate", "save"]
+    assert [word for _, word in ranks[0].by_clock] == [
+        "evaluate",
+        "save",
+        "evaluate",
+        "evaluate",
+        "save",
+    ]
     assert all((rank.by_clock, rank.step) == (ranks[0].by_clock, ranks[0].step) for rank in ranks)
     assert ranks[0].by_clock == sorted(ranks[0].by_clock, key=lambda pair: pair[0])
 
@@ -165,7 +180,9 @@ def test_requests_at_any_instant_around_the_end_leave_nobody_waiting() -> None:
         time.sleep(draw.uniform(0.05, 0.12))
         ranks[draw.randrange(3)].request.receive(signal.SIGTERM)
         join(ranks)
-        assert len({(rank.step, rank.signal) for rank in ranks}) == 1, "some stopped and some finished"
+        assert len({(rank.step, rank.signal) for rank in ranks}) == 1, (
+            "some stopped and some finished"
+        )
         assert all(rank.error is None for rank in ranks)
 
 
@@ -183,7 +200,9 @@ def test_a_rank_that_is_gone_is_told_of_by_one_that_waits(monkeypatch: pytest.Mo
         assert isinstance(rank.error, PeerLostError)
         assert rank.error.exit_code == 76
         assert "[peer-lost]" in str(rank.error)
-    assert ended in ([], [76]), "the one that was asked may be in a collective: then its thread ends the process"
+    assert ended in ([], [76]), (
+        "the one that was asked may be in a collective: then its thread ends the process"
+    )
 
 
 def test_one_that_was_asked_and_waits_in_a_collective_ends(
@@ -202,7 +221,9 @@ def test_one_that_was_asked_and_waits_in_a_collective_ends(
     assert capfd.readouterr().err.count("[peer-lost]") == 1
 
 
-def test_a_store_that_is_gone_does_not_disturb_until_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_gone_does_not_disturb_until_somebody_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ended: list[int] = []
     monkeypatch.setattr(stop_agreement.os, "_exit", ended.append)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -217,13 +238,21 @@ def test_a_store_that_is_gone_does_not_disturb_until_somebody_asks(monkeypatch: 
 
 @pytest.mark.parametrize("num_ranks", [2, 512, 4096, 16_384])
 def test_many_ranks_agree_before_the_patience_of_any_ends(num_ranks: int) -> None:
-    """Simulated: looks at random phases, one thread at rank 0 that answers 20,000 questions a second.
+    """Simulated: looks at random phases, one thread at rank 0 that answers 20,000 questions a
+    second.
 
-    The rank that is asked says so at its next look; each rank posts at its own next look; all hear of the decision as
-    soon as it is there. What a rank waits is what the store needs to tell all of them.
+    The rank that is asked says so at its next look; each rank posts at its own next look; all hear
+    of the decision as soon as it is there. What a rank waits is what the store needs to tell all of
+    them.
     """
     agreement = StopAgreement(
-        StopRequest(), store=HashStore(), rank=0, world_size=num_ranks, step=0, look_seconds=0.25, wait_seconds=12.0
+        StopRequest(),
+        store=HashStore(),
+        rank=0,
+        world_size=num_ranks,
+        step=0,
+        look_seconds=0.25,
+        wait_seconds=12.0,
     )
     look, patience = agreement._look_seconds, agreement._wait_seconds
     answers = 3 * num_ranks / 20_000.0  # a step, a count and a decision of every rank

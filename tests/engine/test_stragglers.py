@@ -1,4 +1,6 @@
-"""A rank that keeps the others waiting is named, with what it takes longer for; by figures, and by three real ranks."""
+"""A rank that keeps the others waiting is named, with what it takes longer for; by figures, and by
+three real ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,22 @@ from tests.launched import train_cases
 
 
 def parts(
-    data: Sequence[float], forward: Sequence[float], backward: Sequence[float], sums: Sequence[float]
+    data: Sequence[float],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    sums: Sequence[float],
 ) -> dict[str, Sequence[float]]:
-    return {"data": data, "copy": [-1.0] * len(data), "forward": forward, "backward": backward, "communication": sums}
+    return {
+        "data": data,
+        "copy": [-1.0] * len(data),
+        "forward": forward,
+        "backward": backward,
+        "communication": sums,
+    }
 
 
-# Rank 3 is as the issue has it: 1.8 times as slow in both passes; the others wait for its sums after their own pass.
+# Rank 3 is as the issue has it: 1.8 times as slow in both passes; the others wait for its sums
+# after their own pass.
 SLOW_DEVICE = parts([12, 12, 12, 12], [39, 40, 39, 70], [79, 78, 79, 140], [92, 92, 93, 0])
 # The same, where sums are made during the pass: the others' is as long as they wait in it.
 HIDDEN = parts([12, 12, 12, 12], [39, 40, 39, 70], [171, 170, 171, 140], [0, 0, 0, 0])
@@ -119,11 +131,17 @@ def test_three_ranks_of_which_one_sleeps(tmp_path: Path) -> None:
         },
         "data": {
             "model": {"kind": "mlp", "hidden_sizes": [8]},
-            "data": {"target": "tests.jobs.parts:DigitsOfASlowDisk", "args": {"rank": 2, "seconds": 0.06}},
+            "data": {
+                "target": "tests.jobs.parts:DigitsOfASlowDisk",
+                "args": {"rank": 2, "seconds": 0.06},
+            },
             "zero": {"stage": 3},
         },
     }
-    configs = [common | case | {"run": {"name": name, "output_dir": str(tmp_path)}} for name, case in cases.items()]
+    configs = [
+        common | case | {"run": {"name": name, "output_dir": str(tmp_path)}}
+        for name, case in cases.items()
+    ]
     train_cases(configs, num_ranks=3, folder=tmp_path)
     found = {}
     for name in cases:
@@ -135,4 +153,7 @@ def test_three_ranks_of_which_one_sleeps(tmp_path: Path) -> None:
     assert (found["forward"]["rank"], found["forward"]["part"]) == (1, "forward")
     assert (found["data"]["rank"], found["data"]["part"]) == (2, "data")
     stated = "".join(path.read_text() for path in tmp_path.glob("said-*/*") if path.is_file())
-    assert re.search(r"rank 1 \(host \S+\) computes [\d.]+ x slower than the others: data [\d.]+ ms, forward 1", stated)
+    assert re.search(
+        r"rank 1 \(host \S+\) computes [\d.]+ x slower than the others: data [\d.]+ ms, forward 1",
+        stated,
+    )

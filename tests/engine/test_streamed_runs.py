@@ -1,4 +1,6 @@
-"""Runs on a stream, through DeepSpeed: the losses of plain PyTorch, and the same after a resume on other ranks."""
+"""Runs on a stream, through DeepSpeed: the losses of plain PyTorch, and the same after a resume on
+other ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,24 @@ def batches() -> list[Batch]:
     """Four samples of every lane per step, lanes beginning anew after their 239 or 240."""
     train: Any = build(28).train
     lanes = [range(len(train))[lane::6] for lane in range(6)]
-    chosen = [[lane[(4 * step + number) % len(lane)] for lane in lanes for number in range(4)] for step in range(STEPS)]
+    chosen = [
+        [lane[(4 * step + number) % len(lane)] for lane in lanes for number in range(4)]
+        for step in range(STEPS)
+    ]
     return [
-        (torch.stack([train[index][0] for index in one]), torch.tensor([int(train[index][1]) for index in one]))
+        (
+            torch.stack([train[index][0] for index in one]),
+            torch.tensor([int(train[index][1]) for index in one]),
+        )
         for one in chosen
     ]
 
 
 def case(folder: Path, name: str, micro: int, **sections: Any) -> dict[str, Any]:
-    target = {"target": "tests.jobs.stream_parts:digit_streams", "args": {"notes": str(folder / "notes")}}
+    target = {
+        "target": "tests.jobs.stream_parts:digit_streams",
+        "args": {"notes": str(folder / "notes")},
+    }
     return {
         "run": {"name": name, "output_dir": str(folder)},
         "model": {"kind": "lenet", "num_classes": 10, "in_channels": 1, "image_size": 28},
@@ -44,10 +55,14 @@ def case(folder: Path, name: str, micro: int, **sections: Any) -> dict[str, Any]
     }
 
 
-def test_losses_are_those_of_plain_pytorch_and_a_resume_on_other_ranks_goes_on(tmp_path: Path) -> None:
+def test_losses_are_those_of_plain_pytorch_and_a_resume_on_other_ranks_goes_on(
+    tmp_path: Path,
+) -> None:
     torch.set_num_threads(1)
     often = {"checkpoint": {"every_steps": SAVED, "at_end": False, "mode": "async"}}
-    train_cases([case(tmp_path, "whole", 4, zero={"stage": 2}, **often)], num_ranks=2, folder=tmp_path)
+    train_cases(
+        [case(tmp_path, "whole", 4, zero={"stage": 2}, **often)], num_ranks=2, folder=tmp_path
+    )
     losses = series(tmp_path / "whole", "train/loss")
     expected = plain_losses(batches(), num_parts=6)
     assert [losses[step + 1] for step in range(STEPS)] == pytest.approx(expected, rel=2e-4)
@@ -55,14 +70,24 @@ def test_losses_are_those_of_plain_pytorch_and_a_resume_on_other_ranks_goes_on(t
 
     begun = (tmp_path / "notes").read_text(encoding="utf-8").split()
     assert begun == ["0"] * 12, "every lane twice: its second pass begins with step 60"
-    start = {"checkpoint": {"resume": str(tmp_path / "whole/checkpoints" / f"global_step{SAVED}"), "at_end": False}}
-    train_cases([case(tmp_path, "resumed", 2, zero={"stage": 2}, **start)], num_ranks=3, folder=tmp_path)
+    start = {
+        "checkpoint": {
+            "resume": str(tmp_path / "whole/checkpoints" / f"global_step{SAVED}"),
+            "at_end": False,
+        }
+    }
+    train_cases(
+        [case(tmp_path, "resumed", 2, zero={"stage": 2}, **start)], num_ranks=3, folder=tmp_path
+    )
     resumed = series(tmp_path / "resumed", "train/loss")
     assert [*resumed] == [*range(SAVED + 1, STEPS + 1)]
-    assert [resumed[step] for step in resumed] == pytest.approx([losses[step] for step in resumed], rel=2e-4)
+    assert [resumed[step] for step in resumed] == pytest.approx(
+        [losses[step] for step in resumed], rel=2e-4
+    )
     places = list(map(int, (tmp_path / "notes").read_text(encoding="utf-8").split()[12:]))
     assert len(places) == 6
-    # A lane whose state was asked for late, as states may take a twentieth of the time, is read from its beginning.
+    # A lane whose state was asked for late, as states may take a twentieth of the time, is read
+    # from its beginning.
     assert sum(place > 0 for place in places) >= 4, places
     both = [read_metrics(tmp_path / name)[-1] for name in ("whole", "resumed")]
     assert both[0]["eval/accuracy"] == pytest.approx(both[1]["eval/accuracy"], abs=0.01)

@@ -1,4 +1,6 @@
-"""A tensor group must train like plain PyTorch in one process: fp32 losses and gradient norms within 1e-5."""
+"""A tensor group must train like plain PyTorch in one process: fp32 losses and gradient norms
+within 1e-5.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,13 @@ GPT = {
     "data": {"kind": "text", "sequence_length": 32},
     "task": {"kind": "causal_lm"},
 }
-_LLAMA = {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "num_kv_heads": 2, "tie_embeddings": False}
+_LLAMA = {
+    "positions": "rotary",
+    "norm": "rmsnorm",
+    "mlp": "swiglu",
+    "num_kv_heads": 2,
+    "tie_embeddings": False,
+}
 LLAMA = {**GPT, "model": {**GPT["model"], **_LLAMA}}
 BERT = {
     "model": {"kind": "bert", "vocab_size": 261, **_SMALL},
@@ -86,7 +94,9 @@ PLANS["unnamed"] = {name: entry for name, entry in PLANS["fused"].items() if ent
 
 @dataclass(frozen=True)
 class Case:
-    """A run of 16 samples per step, accumulated twice, and the sections that differ from its model's."""
+    """A run of 16 samples per step, accumulated twice, and the sections that differ from its
+    model's.
+    """
 
     model: str
     stage: int
@@ -121,9 +131,19 @@ TWO_RANKS = [
 ]
 FOUR_RANKS = [Case("llama", 1), Case("bert", 2), Case("gpt", 3, steps=NUM_STEPS)]
 # Of these plans a weight between column and row layers is missing.
-PARTIAL = [*(Case("unnamed", stage) for stage in range(4)), Case("bent", 0), Case("bent", 2, dtype="bf16")]
-# With --exhaustive: other stages of a model, on which the others above hold what is the same for all.
-RARE_TWO = [Case("gpt", 1), Case("gpt", 2), Case("bert", 0), Case("gpt", 1, tolerance=0.05, dtype="bf16")]
+PARTIAL = [
+    *(Case("unnamed", stage) for stage in range(4)),
+    Case("bent", 0),
+    Case("bent", 2, dtype="bf16"),
+]
+# With --exhaustive: other stages of a model, on which the others above hold what is the same for
+# all.
+RARE_TWO = [
+    Case("gpt", 1),
+    Case("gpt", 2),
+    Case("bert", 0),
+    Case("gpt", 1, tolerance=0.05, dtype="bf16"),
+]
 RARE_FOUR = [
     *(Case("gpt", stage) for stage in (0, 1, 2)),
     Case("theirs", 3),
@@ -138,7 +158,10 @@ PAIRS: dict[str, tuple[int, dict[str, Any]]] = {
     "init-z3": (3, {"checkpoint": {"init_weights": "weights.pt", "at_end": False}}),
     "average-of-recomputed": (
         1,
-        {"training": {"ema": {"decay": 0.9}, "recompute_every": 1}, "evaluation": {"weights": "ema"}},
+        {
+            "training": {"ema": {"decay": 0.9}, "recompute_every": 1},
+            "evaluation": {"weights": "ema"},
+        },
     ),
     "tiles": (3, {"training": {"loss_tile": 5}}),
     "offload": (2, {"zero": {"stage": 2, "offload_optimizer": _HOST}}),
@@ -157,7 +180,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "tokens"
 
 
-def values(case: Case, folder: Path, text: Path, *, micro_size: int, **more: dict[str, Any]) -> dict[str, Any]:
+def values(
+    case: Case, folder: Path, text: Path, *, micro_size: int, **more: dict[str, Any]
+) -> dict[str, Any]:
     sections = MODELS[case.model]
     if sections["data"]["kind"].startswith("text"):
         sections = {**sections, "data": {**sections["data"], "path": str(text)}}
@@ -184,7 +209,8 @@ def pairs(folder: Path, text: Path) -> list[dict[str, Any]]:
     """Each with a tensor group of two, and with two data-parallel ranks."""
     torch.manual_seed(7)
     model = call_factory(
-        config_from_values(values(Case("gpt", 0), folder, text, micro_size=8)).model.factory(), key="model"
+        config_from_values(values(Case("gpt", 0), folder, text, micro_size=8)).model.factory(),
+        key="model",
     )
     torch.save(model.state_dict(), folder / "weights.pt")
     found = []
@@ -193,7 +219,9 @@ def pairs(folder: Path, text: Path) -> list[dict[str, Any]]:
             sections = {"checkpoint": {**checkpoint, "init_weights": str(folder / "weights.pt")}}
         for size in (2, 1):
             own = {"run": {"name": f"{name}-{size}"}, "parallel": {"tensor": size}}
-            found.append(values(Case("gpt", stage), folder, text, micro_size=4 * size, **sections, **own))
+            found.append(
+                values(Case("gpt", stage), folder, text, micro_size=4 * size, **sections, **own)
+            )
     return found
 
 
@@ -220,7 +248,12 @@ def two_ranks(text: Path, exhaustive: bool, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("two-ranks")
     listed = (*TWO_RANKS, *PARTIAL, *(RARE_TWO if exhaustive else ()))
     cases = [values(case, folder, text, micro_size=8) for case in listed]
-    train_cases([*cases, *pairs(folder, text), *halves(folder, text)], num_ranks=2, folder=folder, allow_fp16=True)
+    train_cases(
+        [*cases, *pairs(folder, text), *halves(folder, text)],
+        num_ranks=2,
+        folder=folder,
+        allow_fp16=True,
+    )
     return folder
 
 
@@ -228,25 +261,33 @@ def two_ranks(text: Path, exhaustive: bool, tmp_path_factory: pytest.TempPathFac
 def four_ranks(text: Path, exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("four-ranks")
     cases = [*FOUR_RANKS, *(RARE_FOUR if exhaustive else ())]
-    train_cases([values(case, folder, text, micro_size=4) for case in cases], num_ranks=4, folder=folder)
+    train_cases(
+        [values(case, folder, text, micro_size=4) for case in cases], num_ranks=4, folder=folder
+    )
     return folder
 
 
 _plain: dict[str, Any] = {}
 
 
-def plain(case: Case, text: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], list[float], dict[str, float]]:
+def plain(
+    case: Case, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[float], list[float], dict[str, float]]:
     """Losses, gradient norms and metrics of one process; the stage makes no difference there."""
     key = f"{case.model}-{case.kind}-{case.steps}"
     if key not in _plain:
         norms: list[float] = []
         clip = nn.utils.clip_grad_norm_
         with monkeypatch.context() as patched:
-            patched.setattr(nn.utils, "clip_grad_norm_", lambda *args: norms.append(float(clip(*args))))
+            patched.setattr(
+                nn.utils, "clip_grad_norm_", lambda *args: norms.append(float(clip(*args)))
+            )
             config = values(replace(case, dtype="fp32"), Path(), text, micro_size=8)
             losses, metrics, _ = plain_run(config, micro_size=8, num_steps=case.steps)
         learnt = 0.1 if case.steps == NUM_STEPS else 0.0
-        assert min(losses) < losses[0] - learnt, "the oracle itself must learn, or equality says nothing"
+        assert min(losses) < losses[0] - learnt, (
+            "the oracle itself must learn, or equality says nothing"
+        )
         _plain[key] = losses, norms, metrics
     losses, norms, metrics = _plain[key]
     return losses, norms, metrics
@@ -258,7 +299,9 @@ def hold(case: Case, run_folder: Path, text: Path, monkeypatch: pytest.MonkeyPat
     for name, expected in (("train/loss", losses), ("train/grad_norm", norms)):
         found = series(run_folder, name)
         assert sorted(found) == list(range(1, case.steps + 1))
-        worst = max(abs(found[step] - value) / value for step, value in enumerate(expected, start=1))
+        worst = max(
+            abs(found[step] - value) / value for step, value in enumerate(expected, start=1)
+        )
         assert worst < case.tolerance, f"{name} differs by up to {worst:.1e} of it"
     measured = read_metrics(run_folder)[-1]
     for name, value in metrics.items():
@@ -285,9 +328,13 @@ def test_a_tensor_group_does_not_change_a_run(name: str, two_ranks: Path) -> Non
         found, expected = (series(two_ranks / f"{name}-{size}", metric) for size in (2, 1))
         assert found == pytest.approx(expected, rel=TOLERANCE), metric
     if name.startswith("init"):
-        losses = [series(two_ranks / run, "train/loss")[1] for run in (f"{name}-2", Case("gpt", 0).name)]
+        losses = [
+            series(two_ranks / run, "train/loss")[1] for run in (f"{name}-2", Case("gpt", 0).name)
+        ]
         assert abs(losses[0] - losses[1]) > 5e-4, "other weights, another loss"
-    logs = [(two_ranks / f"{name}-{size}/logs/rank0.log").read_text(encoding="utf-8") for size in (2, 1)]
+    logs = [
+        (two_ranks / f"{name}-{size}/logs/rank0.log").read_text(encoding="utf-8") for size in (2, 1)
+    ]
     assert all("gpt, 34,848 parameters" in log for log in logs), "a part is counted as the whole"
 
 
@@ -304,7 +351,9 @@ def test_a_weight_of_which_each_rank_has_a_part_of_the_gradient_ends_the_first_s
 ) -> None:
     error = (two_ranks / f"{case.name}.error").read_text(encoding="utf-8")
     name, module = (
-        ("bend.weight", "bend") if case.model == "bent" else ("blocks.0.attn.q_norm.weight", "blocks.0.attn.q_norm")
+        ("bend.weight", "bend")
+        if case.model == "bent"
+        else ("blocks.0.attn.q_norm.weight", "blocks.0.attn.q_norm")
     )
     assert f"other gradients of {name}" in error
     assert f'write "{module}": summed into the plan' in error

@@ -1,4 +1,6 @@
-"""Inside a tensor group of two ranks: how often it meets, what it holds, what it draws, which plans it refuses."""
+"""Inside a tensor group of two ranks: how often it meets, what it holds, what it draws, which plans
+it refuses.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,32 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    pytest.importorskip("transformers", reason="a tied model of transformers is among those refused")
+    pytest.importorskip(
+        "transformers", reason="a tied model of transformers is among those refused"
+    )
     folder = tmp_path_factory.mktemp("facts")
-    run_ranks(ROOT / "tests/jobs/tensor_facts.py", str(folder / "found.json"), num_ranks=2, cwd=folder)
+    run_ranks(
+        ROOT / "tests/jobs/tensor_facts.py", str(folder / "found.json"), num_ranks=2, cwd=folder
+    )
     facts: dict[str, Any] = json.loads((folder / "found.json").read_text(encoding="utf-8"))
     return facts
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama", "bert"])
-def test_a_block_costs_two_sums_each_way_as_the_time_of_a_plan_has_it(found: dict[str, Any], model: str) -> None:
-    kind, data, task = ("bert", "text_pairs", "masked_lm") if model == "bert" else ("gpt", "text", "causal_lm")
+def test_a_block_costs_two_sums_each_way_as_the_time_of_a_plan_has_it(
+    found: dict[str, Any], model: str
+) -> None:
+    kind, data, task = (
+        ("bert", "text_pairs", "masked_lm") if model == "bert" else ("gpt", "text", "causal_lm")
+    )
     sections: dict[str, Any] = {
-        "model": {"kind": kind, "hidden_size": 16, "num_layers": 1, "num_heads": 4, "max_positions": 16},
+        "model": {
+            "kind": kind,
+            "hidden_size": 16,
+            "num_layers": 1,
+            "num_heads": 4,
+            "max_positions": 16,
+        },
         "data": {"kind": data, "sequence_length": 16},
         "task": {"kind": task},
         "batch": {"micro_size": 1},
@@ -77,7 +93,10 @@ def test_dropout_differs_where_ranks_do(found: dict[str, Any]) -> None:
         ("heads", "cannot share the model's 1 num_key_value_heads evenly"),
         ("tied", "model.model.embed_tokens: its weight is that of a layer that is divided"),
         ("by hand", "0: ScaledByHand has a forward() of its own, which reads the weight itself"),
-        ("head", "the plan of Headed divides 1.5% of the numbers in its matrices (1 weight, such as head.weight)"),
+        (
+            "head",
+            "the plan of Headed divides 1.5% of the numbers in its matrices (1 weight, such as head.weight)",
+        ),
     ],
 )
 def test_plans_that_cannot_be_are_refused(found: dict[str, Any], name: str, words: str) -> None:

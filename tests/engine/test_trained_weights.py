@@ -1,4 +1,6 @@
-"""Weights whose flags or objects change in mid-run are refused by name, or trained as plain PyTorch trains them."""
+"""Weights whose flags or objects change in mid-run are refused by name, or trained as plain PyTorch
+trains them.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,26 @@ JOB = ROOT / "tests/jobs/changed_weights.py"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "stages"), [(1, [3]), (2, [0, 1, 2, 3])])
-def test_every_stage_refuses_what_it_would_train_otherwise(num_ranks: int, stages: list[int], tmp_path: Path) -> None:
+def test_every_stage_refuses_what_it_would_train_otherwise(
+    num_ranks: int, stages: list[int], tmp_path: Path
+) -> None:
     run_ranks(JOB, "out.json", *map(str, stages), num_ranks=num_ranks, cwd=tmp_path)
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     right = {f"untouched {stage}" for stage in stages}
     if 0 in stages:  # where these were right, and stay accepted
-        right |= {"frozen 0", *(f"toggled {stage} {order}" for stage in (0, 1, 2) for order in (True, False))}
+        right |= {
+            "frozen 0",
+            *(f"toggled {stage} {order}" for stage in (0, 1, 2) for order in (True, False)),
+        }
     assert {name: found[name] for name in right if not found[name] < 1e-6} == {}
     for name in found.keys() - right:
         text = found[name]
         assert text.startswith("after step"), f"{name}: {text}"
         if name.startswith(("added", "replaced")):
             weight = "third.weight (and 1 more)" if name.startswith("added") else "first.bias"
-            assert text.startswith(f"after step 3: the model's weight {weight} is another object"), text
+            assert text.startswith(
+                f"after step 3: the model's weight {weight} is another object"
+            ), text
             continue
         assert "requires_grad of first.weight (and 1 more) was changed after the start" in text
         assert text.endswith("[requires-grad-changed]")
@@ -56,7 +65,9 @@ def watched(stage: int = 2) -> tuple[nn.Module, TrainedWeights]:
         global_steps=4,
         _take_model_step=lambda: None,
     )
-    return model, TrainedWeights(engine, {weight: name for name, weight in model.named_parameters()})
+    return model, TrainedWeights(
+        engine, {weight: name for name, weight in model.named_parameters()}
+    )
 
 
 def unregistered(model: nn.Module) -> None:

@@ -1,4 +1,6 @@
-"""Weights go from any layout to any other: out of a pipeline into the plain module and back, exactly."""
+"""Weights go from any layout to any other: out of a pipeline into the plain module and back,
+exactly.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,20 @@ from tests.tasks.value import value_of_step
 NUM_STEPS = 4
 _ADAMW = {"kind": "adamw", "lr": 1e-3}
 MODELS = {"lenet": LENET, "resnet": RESNET, "gpt": GPT, "bert": BERT}
-# What a pipeline's layers are called, written down by hand: file number -> prefix of the weights' names.
+# What a pipeline's layers are called, written down by hand: file number -> prefix of the weights'
+# names.
 FILES = {
     "lenet": {0: "conv1", 3: "conv2", 7: "fc1", 9: "fc2", 11: "fc3"},
     "gpt": {0: "embed", 1: "positions", 2: "blocks.0", 3: "blocks.1", 4: "blocks.2", 5: "norm"},
-    "bert": {0: "embed", 1: "embeddings", 2: "blocks.0", 3: "blocks.1", 4: "blocks.2", 5: "heads", 7: "outputs"},
+    "bert": {
+        0: "embed",
+        1: "embeddings",
+        2: "blocks.0",
+        3: "blocks.1",
+        4: "blocks.2",
+        5: "heads",
+        7: "outputs",
+    },
 }
 PIPED = [("gpt", 0), *((model, 1) for model in FILES)]
 PLAIN = [("gpt", 0), ("gpt", 1), ("gpt", 2), ("gpt", 3), ("bert", 3), ("resnet", 0), ("resnet", 2)]
@@ -54,12 +65,16 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
     source = Path(os.__file__).read_text(encoding="utf-8")
     for number in range(20):
-        (folder / f"{number:02}.txt").write_text(source[800 * number : 800 * (number + 1)], encoding="utf-8")
+        (folder / f"{number:02}.txt").write_text(
+            source[800 * number : 800 * (number + 1)], encoding="utf-8"
+        )
     prepare([str(path) for path in sorted(folder.glob("*.txt"))], str(folder / "tokens"))
     return folder / "tokens"
 
 
-def values(name: str, model: str, folder: Path, text: Path, *, pipe: int, zero: int, **sections: Any) -> dict[str, Any]:
+def values(
+    name: str, model: str, folder: Path, text: Path, *, pipe: int, zero: int, **sections: Any
+) -> dict[str, Any]:
     base = {
         "run": {"name": name, "output_dir": str(folder)},
         "batch": {"global_size": 16, "micro_size": 4},
@@ -76,14 +91,21 @@ def values(name: str, model: str, folder: Path, text: Path, *, pipe: int, zero: 
 
 
 def starting_from(path: Path, *, at_end: bool = False) -> dict[str, Any]:
-    return {"checkpoint": {"init_weights": str(path), "at_end": at_end}, "training": {"max_steps": 1, "log_every": 1}}
+    return {
+        "checkpoint": {"init_weights": str(path), "at_end": at_end},
+        "training": {"max_steps": 1, "log_every": 1},
+    }
 
 
 @pytest.fixture(scope="module")
 def piped(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of two stages."""
     folder = tmp_path_factory.mktemp("piped")
-    train_cases([values(f"{m}-z{z}", m, folder, text, pipe=2, zero=z) for m, z in PIPED], num_ranks=2, folder=folder)
+    train_cases(
+        [values(f"{m}-z{z}", m, folder, text, pipe=2, zero=z) for m, z in PIPED],
+        num_ranks=2,
+        folder=folder,
+    )
     return folder
 
 
@@ -93,7 +115,15 @@ def plain(piped: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("plain")
     cases = [values(f"{m}-z{z}", m, folder, text, pipe=1, zero=z) for m, z in PLAIN]
     cases += [
-        values(f"from-pipe-{m}-z{z}", m, folder, text, pipe=1, zero=z, **starting_from(piped / f"{m}-z1"))
+        values(
+            f"from-pipe-{m}-z{z}",
+            m,
+            folder,
+            text,
+            pipe=1,
+            zero=z,
+            **starting_from(piped / f"{m}-z1"),
+        )
         for m, z in INTO_PLAIN
     ]
     train_cases(cases, num_ranks=2, folder=folder)
@@ -101,24 +131,42 @@ def plain(piped: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def piped_again(plain: Path, piped: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pipelines from the weights of plain runs, of other pipelines and of a file; and from weights that do not fit."""
+def piped_again(
+    plain: Path, piped: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Pipelines from the weights of plain runs, of other pipelines and of a file; and from weights
+    that do not fit.
+    """
     folder = tmp_path_factory.mktemp("piped-again")
     cases = [
-        values(f"from-plain-{m}-z{z}", m, folder, text, pipe=2, zero=z % 2, **starting_from(plain / f"{m}-z{z}"))
+        values(
+            f"from-plain-{m}-z{z}",
+            m,
+            folder,
+            text,
+            pipe=2,
+            zero=z % 2,
+            **starting_from(plain / f"{m}-z{z}"),
+        )
         for m, z in FROM_PLAIN
     ]
     file = folder / "weights.pt"
     torch.save(dict(read_weights(str(piped / "gpt-z0"))), file)
-    uniform = values("from-file", "gpt", folder, text, pipe=2, zero=1, **starting_from(file, at_end=True))
+    uniform = values(
+        "from-file", "gpt", folder, text, pipe=2, zero=1, **starting_from(file, at_end=True)
+    )
     uniform["parallel"] = {"pipe": 2, "partition": "uniform"}
     cut_off = folder / "cut_off.pt"
     cut_off.write_bytes(file.read_bytes()[:-2000])
-    other = values("other-model", "gpt", folder, text, pipe=2, zero=0, **starting_from(plain / "bert-z3"))
+    other = values(
+        "other-model", "gpt", folder, text, pipe=2, zero=0, **starting_from(plain / "bert-z3")
+    )
     longer = values("one-layer-less", "gpt", folder, text, pipe=2, zero=0, **starting_from(file))
     longer["model"] = longer["model"] | {"num_layers": 2}
     broken = values("broken", "gpt", folder, text, pipe=2, zero=0, **starting_from(cut_off))
-    missing = values("missing", "gpt", folder, text, pipe=2, zero=0, **starting_from(folder / "nowhere"))
+    missing = values(
+        "missing", "gpt", folder, text, pipe=2, zero=0, **starting_from(folder / "nowhere")
+    )
     train_cases([*cases, uniform, other, longer, broken, missing], num_ranks=2, folder=folder)
     return folder
 
@@ -136,10 +184,14 @@ def first_batches(config: Any, dataset: Any) -> list[Any]:
     for start in range(0, 16, 4):
         indices = order[start : start + 4]
         if config.data.has_random_samples():
-            samples = SeededSamples(dataset, seed=config.run.seed).__getitems__([(0, index) for index in indices])
+            samples = SeededSamples(dataset, seed=config.run.seed).__getitems__(
+                [(0, index) for index in indices]
+            )
         else:
             samples = [dataset[index] for index in indices]
-        found.append(samples.fields if isinstance(samples, WholeBatch) else default_collate(samples))
+        found.append(
+            samples.fields if isinstance(samples, WholeBatch) else default_collate(samples)
+        )
     return found
 
 
@@ -163,14 +215,20 @@ def of_run(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "stage"), PIPED)
-def test_a_pipelines_weights_are_those_of_its_layer_files(model: str, stage: int, piped: Path) -> None:
+def test_a_pipelines_weights_are_those_of_its_layer_files(
+    model: str, stage: int, piped: Path
+) -> None:
     found = of_run(piped / f"{model}-z{stage}")
     folder = piped / f"{model}-z{stage}" / "checkpoints" / f"global_step{NUM_STEPS}"
-    assert {path.name for path in folder.glob("layer_*")} >= {f"layer_{n:02}-model_states.pt" for n in FILES[model]}
+    assert {path.name for path in folder.glob("layer_*")} >= {
+        f"layer_{n:02}-model_states.pt" for n in FILES[model]
+    }
     expected = {
         f"{layer}.{name}": tensor
         for number, layer in FILES[model].items()
-        for name, tensor in torch.load(folder / f"layer_{number:02}-model_states.pt", weights_only=True).items()
+        for name, tensor in torch.load(
+            folder / f"layer_{number:02}-model_states.pt", weights_only=True
+        ).items()
     }
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
@@ -192,13 +250,19 @@ def test_a_trained_pipeline_is_the_module_that_plain_pytorch_trains(
     (inputs, _), *_ = [task.split(batch) for batch in first_batches(config, splits.train)]
     with torch.no_grad():
         pairs = zip(
-            tensors_of(task.forward(found, inputs)), tensors_of(task.forward(expected.eval(), inputs)), strict=True
+            tensors_of(task.forward(found, inputs)),
+            tensors_of(task.forward(expected.eval(), inputs)),
+            strict=True,
         )
     worst = max(float((left - right).abs().max()) for left, right in pairs)
     assert worst < 1e-4, worst
     untrained: torch.nn.Module = call_factory(config.model.factory(), key="model").eval()
     with torch.no_grad():
-        pairs = zip(tensors_of(task.forward(found, inputs)), tensors_of(task.forward(untrained, inputs)), strict=True)
+        pairs = zip(
+            tensors_of(task.forward(found, inputs)),
+            tensors_of(task.forward(untrained, inputs)),
+            strict=True,
+        )
     assert max(float((left - right).abs().max()) for left, right in pairs) > 1e-3
 
 
@@ -209,7 +273,9 @@ def test_a_plain_run_starts_from_a_pipelines_weights(
 ) -> None:
     case = values("x", model, plain, text, pipe=1, zero=stage)
     expected = first_loss(module_with(of_run(piped / f"{model}-z1"), case), case)
-    assert series(plain / f"from-pipe-{model}-z{stage}", "train/loss")[1] == pytest.approx(expected, abs=1e-6)
+    assert series(plain / f"from-pipe-{model}-z{stage}", "train/loss")[1] == pytest.approx(
+        expected, abs=1e-6
+    )
 
 
 @pytest.mark.slow
@@ -220,7 +286,9 @@ def test_a_pipeline_starts_from_plain_weights(
     case = values("x", model, plain, text, pipe=1, zero=stage)
     weights = of_run(plain / f"{model}-z{stage}")
     expected = first_loss(module_with(weights, case), case)
-    assert series(piped_again / f"from-plain-{model}-z{stage}", "train/loss")[1] == pytest.approx(expected, abs=1e-6)
+    assert series(piped_again / f"from-plain-{model}-z{stage}", "train/loss")[1] == pytest.approx(
+        expected, abs=1e-6
+    )
     fresh = first_loss(call_factory(config_from_values(case).model.factory(), key="model"), case)
     assert abs(fresh - expected) > 1e-3
 
@@ -230,7 +298,13 @@ def test_a_pipeline_starts_from_plain_weights(
 def test_every_zero_stage_gives_the_same_weights(model: str, stage: int, plain: Path) -> None:
     """Held against stage 0 of the same run, whose weights lie in its file as they are."""
     found = of_run(plain / f"{model}-z{stage}")
-    file = plain / f"{model}-z0" / "checkpoints" / f"global_step{NUM_STEPS}" / "mp_rank_00_model_states.pt"
+    file = (
+        plain
+        / f"{model}-z0"
+        / "checkpoints"
+        / f"global_step{NUM_STEPS}"
+        / "mp_rank_00_model_states.pt"
+    )
     expected = torch.load(file, map_location="cpu", weights_only=False)["module"]
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
@@ -239,15 +313,22 @@ def test_every_zero_stage_gives_the_same_weights(model: str, stage: int, plain: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["gpt-z0", "gpt-z2", "gpt-z3"])
-def test_a_checkpoint_with_another_content_is_refused(run: str, plain: Path, tmp_path: Path) -> None:
-    """A flipped bit, and a program whose checksum was put into the manifest: neither is loaded, nothing runs."""
+def test_a_checkpoint_with_another_content_is_refused(
+    run: str, plain: Path, tmp_path: Path
+) -> None:
+    """A flipped bit, and a program whose checksum was put into the manifest: neither is loaded,
+    nothing runs.
+    """
     shutil.copytree(plain / run / "checkpoints", tmp_path / "checkpoints")
     folder = tmp_path / "checkpoints" / f"global_step{NUM_STEPS}"
-    file = min(folder.glob("*optim_states.pt" if run == "gpt-z2" else "*model_states.pt"))  # of the first rank
+    # of the first rank
+    file = min(folder.glob("*optim_states.pt" if run == "gpt-z2" else "*model_states.pt"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(StorageError, match=r"it is damaged: .*its content has changed .*\[weights-not-read\]"):
+    with pytest.raises(
+        StorageError, match=r"it is damaged: .*its content has changed .*\[weights-not-read\]"
+    ):
         read_weights(str(tmp_path))
     torch.save({"module": Gadget(tmp_path / "trace")}, file)
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -259,7 +340,9 @@ def test_a_checkpoint_with_another_content_is_refused(run: str, plain: Path, tmp
 
 
 @pytest.mark.slow
-def test_a_file_of_weights_starts_a_pipeline_that_is_cut_elsewhere(piped: Path, piped_again: Path, text: Path) -> None:
+def test_a_file_of_weights_starts_a_pipeline_that_is_cut_elsewhere(
+    piped: Path, piped_again: Path, text: Path
+) -> None:
     case = values("x", "gpt", piped, text, pipe=2, zero=1)
     expected = first_loss(module_with(of_run(piped / "gpt-z0"), case), case)
     assert series(piped_again / "from-file", "train/loss")[1] == pytest.approx(expected, abs=1e-6)
@@ -275,7 +358,9 @@ def test_a_file_of_weights_starts_a_pipeline_that_is_cut_elsewhere(piped: Path, 
         ("missing", "nowhere: there is nothing at that path"),
     ],
 )
-def test_weights_that_do_not_fit_end_the_run_before_it_starts(name: str, stated: str, piped_again: Path) -> None:
+def test_weights_that_do_not_fit_end_the_run_before_it_starts(
+    name: str, stated: str, piped_again: Path
+) -> None:
     error = (piped_again / f"{name}.error").read_text(encoding="utf-8")
     assert stated in error
     assert "\n" not in error
@@ -305,7 +390,11 @@ def refused(path: Path) -> str:
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_program_in_a_file_of_weights_does_not_run(zipped: bool, tmp_path: Path) -> None:
     trace, file = tmp_path / "trace", tmp_path / "weights.pt"
-    torch.save({"fc.weight": torch.ones(2), "x": Gadget(trace)}, file, _use_new_zipfile_serialization=zipped)
+    torch.save(
+        {"fc.weight": torch.ones(2), "x": Gadget(trace)},
+        file,
+        _use_new_zipfile_serialization=zipped,
+    )
     assert "it holds Python objects" in refused(file)
     assert not trace.exists()
     torch.load(file, weights_only=False)
@@ -327,7 +416,11 @@ def test_files_that_hold_other_things_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_cut_off_file_is_refused(zipped: bool, tmp_path: Path) -> None:
     file = tmp_path / "weights.pt"
-    torch.save({f"fc{n}.weight": torch.ones(100) for n in range(20)}, file, _use_new_zipfile_serialization=zipped)
+    torch.save(
+        {f"fc{n}.weight": torch.ones(100) for n in range(20)},
+        file,
+        _use_new_zipfile_serialization=zipped,
+    )
     whole = file.read_bytes()
     for share in (0.05, 0.3, 0.6, 0.99):
         file.write_bytes(whole[: int(share * len(whole))])
@@ -343,7 +436,9 @@ def test_a_file_of_weights_is_read_in_both_formats(tmp_path: Path) -> None:
         assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
 
 
-def test_a_folder_with_a_word_for_a_name_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_with_a_word_for_a_name_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`auto` and `never` mean something to `checkpoint.resume` only."""
     monkeypatch.chdir(tmp_path)
     for name in ("auto", "never"):
@@ -362,13 +457,15 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             read_weights(str(path))
         assert caught.value.exit_code == 78
-        assert str(caught.value).startswith(f"checkpoint.init_weights = {show_value(str(path))}: {reason}")
+        assert str(caught.value).startswith(
+            f"checkpoint.init_weights = {show_value(str(path))}: {reason}"
+        )
         assert str(caught.value).endswith("[weights-not-found]")
 
 
 def test_one_weight_is_held_at_a_time() -> None:
-    """Weights of a large model are read while they are put into it; holding all of them on every rank would fill a
-    host.
+    """Weights of a large model are read while they are put into it; holding all of them on every
+    rank would fill a host.
     """
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
     truth = {name: torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
@@ -383,7 +480,8 @@ def test_one_weight_is_held_at_a_time() -> None:
         return tensor
 
     lazy = LazyWeights(
-        {name: tensor.shape for name, tensor in truth.items()}, {name: partial(read, name) for name in truth}
+        {name: tensor.shape for name, tensor in truth.items()},
+        {name: partial(read, name) for name in truth},
     )
     put_weights(model, lazy, source="test")
     assert most <= 2
@@ -395,7 +493,9 @@ def test_one_weight_is_held_at_a_time() -> None:
 def test_other_shapes_change_nothing() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    wrong = {name: torch.ones_like(tensor) for name, tensor in before.items()} | {"1.bias": torch.ones(3)}
+    wrong = {name: torch.ones_like(tensor) for name, tensor in before.items()} | {
+        "1.bias": torch.ones(3)
+    }
     with pytest.raises(ConfigError, match=r"1.bias has shape \(3,\) there and \(2,\) in the model"):
         put_weights(model, wrong, source="weights.pt")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

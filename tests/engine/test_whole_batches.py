@@ -1,5 +1,5 @@
-"""What becomes of a batch on its way through a run: its targets, what its `collate_fn` draws, its gradients, its
-metrics.
+"""What becomes of a batch on its way through a run: its targets, what its `collate_fn` draws, its
+gradients, its metrics.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ PLAIN: dict[str, dict[str, Any]] = {
     "rooted": FAR | {"task": {"target": f"{PARTS}:Rooted"}},
     **{f"scaled-z{stage}": ONES | {"zero": {"stage": stage}} for stage in (0, 1, 2, 3)},
     **{
-        f"rootless-z{stage}": FAR | {"model": {"target": f"{PARTS}:rootless"}, "zero": {"stage": stage}}
+        f"rootless-z{stage}": FAR
+        | {"model": {"target": f"{PARTS}:rootless"}, "zero": {"stage": stage}}
         for stage in (0, 1, 2, 3)
     },
 }
@@ -64,7 +65,9 @@ def config(name: str, sections: dict[str, Any], folder: Path, *, pipe: int) -> d
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plain")
     train_cases(
-        [config(name, sections, folder, pipe=1) for name, sections in PLAIN.items()], num_ranks=2, folder=folder
+        [config(name, sections, folder, pipe=1) for name, sections in PLAIN.items()],
+        num_ranks=2,
+        folder=folder,
     )
     return folder
 
@@ -73,13 +76,19 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def piped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("piped")
     train_cases(
-        [config(name, sections, folder, pipe=2) for name, sections in PIPED.items()], num_ranks=2, folder=folder
+        [config(name, sections, folder, pipe=2) for name, sections in PIPED.items()],
+        num_ranks=2,
+        folder=folder,
     )
     return folder
 
 
-@pytest.mark.parametrize(("engine", "name"), [("plain", "far"), ("plain", "far-z2"), ("piped", "far")])
-def test_a_target_keeps_its_digits_in_half_precision(engine: str, name: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    ("engine", "name"), [("plain", "far"), ("plain", "far-z2"), ("piped", "far")]
+)
+def test_a_target_keeps_its_digits_in_half_precision(
+    engine: str, name: str, request: pytest.FixtureRequest
+) -> None:
     run = request.getfixturevalue(engine) / name
     assert set(series(run, "train/loss").values()) == {TARGET**2}
     assert set(series(run, "eval/loss").values()) == {TARGET**2}
@@ -97,7 +106,9 @@ def test_a_weight_without_dimensions_is_refused_at_stage_3(plain: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_weight_without_dimensions_is_trained_as_in_plain_pytorch(stage: int, plain: Path) -> None:
+def test_a_weight_without_dimensions_is_trained_as_in_plain_pytorch(
+    stage: int, plain: Path
+) -> None:
     model, losses = scaled(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for _ in range(4):
@@ -113,7 +124,9 @@ def test_a_weight_without_dimensions_is_trained_as_in_plain_pytorch(stage: int, 
 
 
 @pytest.mark.parametrize("engine", ["plain", "piped"])
-def test_what_a_task_holds_is_moved_to_the_device(engine: str, request: pytest.FixtureRequest) -> None:
+def test_what_a_task_holds_is_moved_to_the_device(
+    engine: str, request: pytest.FixtureRequest
+) -> None:
     assert series(request.getfixturevalue(engine) / "rooted", "eval/moved") == {2: 1.0, 4: 1.0}
 
 
@@ -122,7 +135,10 @@ def test_a_derived_metric_that_is_a_tensor_is_logged_and_saved(plain: Path) -> N
     assert series(run, "eval/root") == pytest.approx({2: TARGET, 4: TARGET})
     manifests = sorted(run.glob("checkpoints/global_step*/*manifest*"))
     assert len(manifests) == 2
-    assert all("eval/root" in json.dumps(json.loads(path.read_text(encoding="utf-8"))) for path in manifests)
+    assert all(
+        "eval/root" in json.dumps(json.loads(path.read_text(encoding="utf-8")))
+        for path in manifests
+    )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

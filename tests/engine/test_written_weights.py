@@ -1,5 +1,5 @@
-"""What code of a run writes into weights is what plain PyTorch trains on from there, evaluates and saves, at every ZeRO
-stage; where it cannot be, the weight is named.
+"""What code of a run writes into weights is what plain PyTorch trains on from there, evaluates and
+saves, at every ZeRO stage; where it cannot be, the weight is named.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     alone = tmp_path_factory.mktemp("alone")
     run_ranks(script, "out.json", *KEPT, *HALF, *SPREAD, *REFUSED, num_ranks=2, cwd=folder)
     run_ranks(script, "out.json", *ALONE, num_ranks=1, cwd=alone)
-    return read(folder / "out.json") | {f"{case}-alone": each for case, each in read(alone / "out.json").items()}
+    return read(folder / "out.json") | {
+        f"{case}-alone": each for case, each in read(alone / "out.json").items()
+    }
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -67,14 +69,18 @@ def read(path: Path) -> dict[str, Any]:
 @pytest.mark.slow
 class TestInARun:
     @pytest.mark.parametrize("case", [*KEPT, *(f"{case}-alone" for case in ALONE)])
-    def test_the_run_is_the_plain_loop_and_its_memory_the_checkpoint(self, found: dict[str, Any], case: str) -> None:
+    def test_the_run_is_the_plain_loop_and_its_memory_the_checkpoint(
+        self, found: dict[str, Any], case: str
+    ) -> None:
         assert isinstance(found[case], dict), found[case]
         assert found[case]["loss"] < 1e-6
         assert found[case]["saved"] < 2e-6
         assert found[case]["memory"] == 0
 
     @pytest.mark.parametrize("case", HALF)
-    def test_in_half_precision_memory_is_the_checkpoint_rounded(self, found: dict[str, Any], case: str) -> None:
+    def test_in_half_precision_memory_is_the_checkpoint_rounded(
+        self, found: dict[str, Any], case: str
+    ) -> None:
         assert isinstance(found[case], dict), found[case]
         assert found[case]["loss"] < 3e-3
         assert found[case]["saved"] < 1e-2
@@ -82,7 +88,9 @@ class TestInARun:
 
     def test_a_spread_weight_is_named_where_it_is_written(self, found: dict[str, Any]) -> None:
         for case, line in SPREAD.items():
-            assert re.fullmatch(rf"{line} is written, .* has spread it .* \[weight-written\]", found[case]), found[case]
+            assert re.fullmatch(
+                rf"{line} is written, .* has spread it .* \[weight-written\]", found[case]
+            ), found[case]
 
     def test_what_cannot_be_kept_is_named(self, found: dict[str, Any]) -> None:
         for case, line in REFUSED.items():
@@ -91,7 +99,11 @@ class TestInARun:
 
 class TestComparison:
     def test_the_modules_number_is_taken_where_it_is_not_the_rounded_copy(self) -> None:
-        copies = [torch.randn(40), torch.randn(3, 5), torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)]
+        copies = [
+            torch.randn(40),
+            torch.randn(3, 5),
+            torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        ]
         lows = [copy.to(torch.bfloat16) for copy in copies]
         wanted = [copy.clone() for copy in copies]
         lows[0][7], wanted[0][7] = 0.25, 0.25
@@ -104,7 +116,9 @@ class TestComparison:
             assert torch.equal(copy, value)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_sums_show_which_weight_was_written(self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    def test_sums_show_which_weight_was_written(
+        self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    ) -> None:
         monkeypatch.setattr(written_weights, "_MOST_BLOCKS", 50)
         weights = [torch.nn.Parameter(torch.zeros(size)) for size in (300, 500, 4, 1196)]
         offsets = [0, 300, 800, 804]
@@ -113,8 +127,13 @@ class TestComparison:
         assert before.numel() == 50
         flat[350:360].mul_(2)
         blocks = (written_weights._sums(flat) != before).nonzero().flatten().tolist()
-        members = [(weight, weight.numel(), offset) for weight, offset in zip(weights, offsets, strict=True)]
-        assert [weight is weights[1] for weight in written_weights._members_in(members, blocks, flat)] == [True]
+        members = [
+            (weight, weight.numel(), offset)
+            for weight, offset in zip(weights, offsets, strict=True)
+        ]
+        assert [
+            weight is weights[1] for weight in written_weights._members_in(members, blocks, flat)
+        ] == [True]
 
     def test_errors_that_are_not_of_spread_weights_are_not_explained(self) -> None:
         assert written_while_spread(RuntimeError("Cannot access data pointer of Tensor")) == ""

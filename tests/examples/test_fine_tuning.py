@@ -1,4 +1,6 @@
-"""Examples of fine-tuning run as they are, on a rank that is forked, and leave what they promise."""
+"""Examples of fine-tuning run as they are, on a rank that is forked, and leave what they
+promise.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,13 @@ def test_conversations_become_a_folder_for_the_hub(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 0.5
     out = tmp_path / "runs/sft_for_the_hub"
     model, tokenizer = (
-        getattr(transformers, name).from_pretrained(out) for name in ("AutoModelForCausalLM", "AutoTokenizer")
+        getattr(transformers, name).from_pretrained(out)
+        for name in ("AutoModelForCausalLM", "AutoTokenizer")
     )
     asked = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What does math.sin do?"}], add_generation_prompt=True, return_tensors="pt"
+        [{"role": "user", "content": "What does math.sin do?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
     )["input_ids"]
     with torch.no_grad():
         answer = model.generate(asked, max_new_tokens=5, do_sample=False)
@@ -39,7 +44,16 @@ def test_conversations_become_a_folder_for_the_hub(tmp_path: Path) -> None:
 def test_texts_get_classes(tmp_path: Path) -> None:
     printed = run("classify_text.py", tmp_path)
     assert series(tmp_path / "runs/classes", "eval/accuracy")
-    assert len([line for line in printed.splitlines() if line[:12].strip() in MODULES and line[12:13] == " "]) == 8
+    assert (
+        len(
+            [
+                line
+                for line in printed.splitlines()
+                if line[:12].strip() in MODULES and line[12:13] == " "
+            ]
+        )
+        == 8
+    )
 
 
 MODULES = ("builtins", "datetime", "math", "os", "shutil", "statistics", "string", "threading")

@@ -33,7 +33,9 @@ def test_its_losses_are_those_of_plain_pytorch(tmp_path: Path) -> None:
             size = len(parts[part])
             epoch, place = divmod(taken[lane][part] * LANES + lane, size)
             taken[lane][part] += 1
-            batch.append(parts[part][int(epoch_order(size, seed=part, epoch=epoch, shuffle=True)[place])])
+            batch.append(
+                parts[part][int(epoch_order(size, seed=part, epoch=epoch, shuffle=True)[place])]
+            )
         assert sum(count[1] for count in taken) == 8 * (step + 1)
         optimizer.zero_grad()
         inputs, targets = (torch.stack(values) for values in zip(*batch, strict=True))

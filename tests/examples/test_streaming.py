@@ -19,10 +19,15 @@ def test_its_losses_are_those_of_plain_pytorch(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     rows, losses = tmp_path / "rows", {}
     for steps, ranks in ((20, 1), (40, 2)):
-        run_ranks(ROOT / "examples/streaming.py", str(rows), str(steps), num_ranks=ranks, cwd=tmp_path)
+        run_ranks(
+            ROOT / "examples/streaming.py", str(rows), str(steps), num_ranks=ranks, cwd=tmp_path
+        )
         losses |= series(tmp_path / "runs/streaming", "train/loss")
     lanes = [
-        [json.loads(line) for line in (rows / f"part{number}.jsonl").read_text(encoding="utf-8").splitlines()]
+        [
+            json.loads(line)
+            for line in (rows / f"part{number}.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         for number in range(8)
     ]
     torch.manual_seed(0)

@@ -11,7 +11,11 @@ from torch import Tensor
 class ByFormula(torch.optim.Optimizer):
     """An optimizer whose step is one formula, for each weight by itself."""
 
-    def __init__(self, weights: Iterable[Tensor], update: Callable[[Tensor, Tensor, dict[str, Tensor], int], Tensor]):
+    def __init__(
+        self,
+        weights: Iterable[Tensor],
+        update: Callable[[Tensor, Tensor, dict[str, Tensor], int], Tensor],
+    ):
         super().__init__(weights, {"lr": 0.0})
         self._update, self._steps = update, 0
 
@@ -25,14 +29,25 @@ class ByFormula(torch.optim.Optimizer):
 
 
 def lamb(
-    weights: Iterable[Tensor], *, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
+    weights: Iterable[Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
 ) -> ByFormula:
-    """LAMB (You et al. 2020, algorithm 2) without weight decay; ratios between 0.01 and 10, as DeepSpeed has it."""
+    """LAMB (You et al. 2020, algorithm 2) without weight decay; ratios between 0.01 and 10, as
+    DeepSpeed has it.
+    """
 
     def update(weight: Tensor, gradient: Tensor, state: dict[str, Tensor], step: int) -> Tensor:
-        for name, beta, value in zip(("mean", "square"), betas, (gradient, gradient**2), strict=True):
+        for name, beta, value in zip(
+            ("mean", "square"), betas, (gradient, gradient**2), strict=True
+        ):
             state[name] = beta * state.get(name, torch.zeros_like(weight)) + (1 - beta) * value
-        mean, square = (state[name] / (1 - beta**step) for name, beta in zip(("mean", "square"), betas, strict=True))
+        mean, square = (
+            state[name] / (1 - beta**step)
+            for name, beta in zip(("mean", "square"), betas, strict=True)
+        )
         direction = mean / (square.sqrt() + eps)
         norms = weight.norm(), direction.norm()
         ratio = (norms[0] / norms[1]).clamp(0.01, 10.0) if min(norms) > 0 else torch.ones(())
@@ -41,7 +56,9 @@ def lamb(
     return ByFormula(weights, update)
 
 
-def lion(weights: Iterable[Tensor], *, lr: float, betas: tuple[float, float] = (0.9, 0.99)) -> ByFormula:
+def lion(
+    weights: Iterable[Tensor], *, lr: float, betas: tuple[float, float] = (0.9, 0.99)
+) -> ByFormula:
     """Lion (Chen et al. 2023, algorithm 2) without weight decay."""
 
     def update(weight: Tensor, gradient: Tensor, state: dict[str, Tensor], step: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""GPT and BERT in half precision on a CUDA device, and cut in two over two of them, where NCCL sends between the
-stages.
+"""GPT and BERT in half precision on a CUDA device, and cut in two over two of them, where NCCL
+sends between the stages.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.gpu,
     pytest.mark.skipif(
-        NUM_DEVICES < 1, reason="no CUDA device on this machine: GPT and BERT in half precision not run"
+        NUM_DEVICES < 1,
+        reason="no CUDA device on this machine: GPT and BERT in half precision not run",
     ),
 ]
 
 MODELS: Mapping[str, dict[str, Any]] = {
-    "gpt": {"model": {"kind": "gpt"}, "data": {"kind": "text", "sequence_length": 128}, "task": {"kind": "causal_lm"}},
+    "gpt": {
+        "model": {"kind": "gpt"},
+        "data": {"kind": "text", "sequence_length": 128},
+        "task": {"kind": "causal_lm"},
+    },
     "bert": {
         "model": {"kind": "bert", "vocab_size": 261},
         "data": {"kind": "text_pairs", "sequence_length": 128},
@@ -31,7 +36,11 @@ MODELS: Mapping[str, dict[str, Any]] = {
     },
 }
 ALONE = {
-    f"{model}-{dtype}-z{stage}": {**MODELS[model], "precision": {"dtype": dtype}, "zero": {"stage": stage}}
+    f"{model}-{dtype}-z{stage}": {
+        **MODELS[model],
+        "precision": {"dtype": dtype},
+        "zero": {"stage": stage},
+    }
     for model in MODELS
     for dtype in ("fp16", "bf16")
     for stage in (1, 3)
@@ -79,7 +88,9 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def learns(folder: Path, name: str) -> None:
-    """A model of no knowledge has log(261) = 5.56 nats per byte; that of the frequencies of bytes about 3.4."""
+    """A model of no knowledge has log(261) = 5.56 nats per byte; that of the frequencies of bytes
+    about 3.4.
+    """
     last = read_metrics(folder / name)[-1]
     assert last["eval/loss" if name.startswith("gpt") else "eval/mlm_loss"] < 4.5
 

@@ -1,5 +1,5 @@
-"""What needs a CUDA device: NCCL, fp16 with loss scaling, fused kernels, and that nothing waits between logged
-points.
+"""What needs a CUDA device: NCCL, fp16 with loss scaling, fused kernels, and that nothing waits
+between logged points.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from tests.launched import ROOT, hold_parts, read_metrics, series, torchrun, tra
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine: fp16 and NCCL not run"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="no CUDA device on this machine: fp16 and NCCL not run",
+    ),
 ]
 
 CASES: dict[str, dict[str, Any]] = {
@@ -29,7 +32,10 @@ CASES: dict[str, dict[str, Any]] = {
         for dtype in ("fp32", "fp16", "bf16", "autocast")
         for stage in (0, 1, 2, 3)
     },
-    "fused-adam": {"optimizer": {"kind": "adamw", "implementation": "deepspeed"}, "precision": {"dtype": "bf16"}},
+    "fused-adam": {
+        "optimizer": {"kind": "adamw", "implementation": "deepspeed"},
+        "precision": {"dtype": "bf16"},
+    },
     "lamb": {"optimizer": {"kind": "lamb", "lr": 0.02}, "precision": {"dtype": "fp16"}},
     "lion": {"optimizer": {"kind": "lion", "lr": 5e-4}, "precision": {"dtype": "bf16"}},
     "average": {
@@ -38,9 +44,14 @@ CASES: dict[str, dict[str, Any]] = {
         "evaluation": {"weights": "ema"},
         "training": {"max_epochs": 6, "log_every": 11, "ema": {"decay": 0.9}},
     },
-    "batch-norm": {"model": {"kind": "small_resnet18"}, "precision": {"dtype": "autocast"}, "zero": {"stage": 1}},
+    "batch-norm": {
+        "model": {"kind": "small_resnet18"},
+        "precision": {"dtype": "autocast"},
+        "zero": {"stage": 1},
+    },
 }
-# Each in fp32 against plain PyTorch on a processor, and how far apart losses may be: relative, at the last step.
+# Each in fp32 against plain PyTorch on a processor, and how far apart losses may be: relative, at
+# the last step.
 OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[[Any], Any], float]] = {
     "torch-adamw": ({"kind": "adamw", "weight_decay": 0.01}, torch.optim.AdamW, 1e-3),
     "deepspeed-adamw": (
@@ -112,7 +123,9 @@ def test_it_learns(runs: Path, name: str) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_are_those_of_plain_pytorch(held: Path, name: str) -> None:
     _, make_optimizer, bound = OPTIMIZERS[name]
-    expected = plain_losses(digit_batches(global_size=120, num_steps=ORACLE_STEPS), make_optimizer=make_optimizer)
+    expected = plain_losses(
+        digit_batches(global_size=120, num_steps=ORACLE_STEPS), make_optimizer=make_optimizer
+    )
     assert expected[-1] < 0.95 * expected[0], "it has moved"
     found = [*series(held / name, "train/loss").values()]
     assert found == pytest.approx(expected, rel=bound)
@@ -139,8 +152,12 @@ def test_device_memory_is_reported(runs: Path) -> None:
     ],
     ids=["plain", "fused", "skips-bad-steps", "average"],
 )
-def test_nothing_waits_between_logged_points_and_the_phases_are_there(tmp_path: Path, sections: dict[str, Any]) -> None:
+def test_nothing_waits_between_logged_points_and_the_phases_are_there(
+    tmp_path: Path, sections: dict[str, Any]
+) -> None:
     job = ROOT / "tests/jobs/no_waits.py"
-    done = torchrun(job, str(tmp_path), json.dumps(sections), num_ranks=1, cwd=tmp_path, DS_ACCELERATOR="cuda")
+    done = torchrun(
+        job, str(tmp_path), json.dumps(sections), num_ranks=1, cwd=tmp_path, DS_ACCELERATOR="cuda"
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     hold_parts(tmp_path / "run", {"data", "copy", "forward", "backward", "optimizer"})

@@ -1,4 +1,6 @@
-"""Weights that a callback writes on a CUDA device are what is trained and saved, at every ZeRO stage and precision."""
+"""Weights that a callback writes on a CUDA device are what is trained and saved, at every ZeRO
+stage and precision.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from tests.launched import series, train_cases_on_gpu
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine: fp16 and NCCL not run"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="no CUDA device on this machine: fp16 and NCCL not run",
+    ),
 ]
 
 STEPS, GLOBAL_SIZE, BOUND = 20, 120, 0.05
@@ -49,13 +54,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "optimizer": {"kind": "adamw", "lr": 1e-2, "weight_decay": 0.01},
         "training": {"max_steps": STEPS, "log_every": 1},
     }
-    configs = [{"run": {"name": name, "output_dir": str(folder)}, **shared, **case} for name, case in CASES.items()]
+    configs = [
+        {"run": {"name": name, "output_dir": str(folder)}, **shared, **case}
+        for name, case in CASES.items()
+    ]
     train_cases_on_gpu(configs, folder=folder)
     return folder
 
 
 def clamped_losses() -> list[float]:
-    """Losses of a plain PyTorch loop on a processor that keeps weights within the bound after each step."""
+    """Losses of a plain PyTorch loop on a processor that keeps weights within the bound after each
+    step.
+    """
     torch.manual_seed(0)
     model = LeNet(num_classes=10, in_channels=1, image_size=28)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
@@ -77,7 +87,9 @@ def clamped_losses() -> list[float]:
 def test_losses_are_those_of_a_plain_loop_that_writes_the_same(runs: Path, stage: int) -> None:
     expected = clamped_losses()
     assert expected[-1] < expected[0]
-    assert [*series(runs / f"fp32-z{stage}", "train/loss").values()] == pytest.approx(expected, rel=2e-3)
+    assert [*series(runs / f"fp32-z{stage}", "train/loss").values()] == pytest.approx(
+        expected, rel=2e-3
+    )
 
 
 @pytest.mark.parametrize("name", CASES)

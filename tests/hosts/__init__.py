@@ -1,4 +1,5 @@
-"""Machines for tests, on this one: each is a network, PID, mount and UTS namespace of its own, joined by a switch.
+"""Machines for tests, on this one: each is a network, PID, mount and UTS namespace of its own,
+joined by a switch.
 
     with Network(tmp_path) as network:
         first, second = network.host("node-0"), network.host("node-1")
@@ -6,6 +7,7 @@
         network.cut(second)
         first.kill()                      # the whole machine at once
 
-Nothing of it has a name outside of the namespaces: the kernel removes it with the last process, and the processes end
-with the one that made them, however it ends. It needs root; `why_not()` says what is missing elsewhere.
+Nothing of it has a name outside of the namespaces: the kernel removes it with the last process, and
+the processes end with the one that made them, however it ends. It needs root; `why_not()` says what
+is missing elsewhere.
 """

@@ -27,7 +27,9 @@ _START_SECONDS = 60
 
 @dataclass(frozen=True)
 class Mount:
-    """What is at a path of a host: a folder of this machine, or a file system of its own with a size."""
+    """What is at a path of a host: a folder of this machine, or a file system of its own with a
+    size.
+    """
 
     bind: Path | None = None
     tmpfs_bytes: int | None = None
@@ -35,18 +37,21 @@ class Mount:
 
     def reported(self) -> dict[str, Any]:
         """For init.py."""
-        what = {"bind": str(self.bind)} if self.bind is not None else {"tmpfs_bytes": self.tmpfs_bytes}
+        what = (
+            {"bind": str(self.bind)} if self.bind is not None else {"tmpfs_bytes": self.tmpfs_bytes}
+        )
         return what | {"read_only": self.read_only}
 
 
 class Host:
-    """One machine: a name, an address at eth0, its own processes, /tmp, /run and /dev/shm. Made by `Network.host`.
+    """One machine: a name, an address at eth0, its own processes, /tmp, /run and /dev/shm. Made by
+    `Network.host`.
 
     Args:
         mounts: what is at which path beside the programs and libraries, which all hosts share.
         shm_bytes: size of /dev/shm.
-        command: what PID 1 is, as in a container; left out: a process that waits, and the host stays until it is
-            killed.
+        command: what PID 1 is, as in a container; left out: a process that waits, and the host
+            stays until it is killed.
         environment: all variables of `command`.
         cwd: its working folder.
         uid: user and group of `command`.
@@ -124,7 +129,9 @@ class Host:
         assert self._process.stderr is not None
         first = self._process.stdout.readline()
         if not first:
-            raise HostError(self._process.stderr.read().strip().rpartition("\n")[2] or "no namespaces")
+            raise HostError(
+                self._process.stderr.read().strip().rpartition("\n")[2] or "no namespaces"
+            )
         self.pid = int(first)
         self._namespace = _namespace_of(self.pid)
         self._plug_in()
@@ -153,11 +160,21 @@ class Host:
         )
 
     def write_names(self) -> None:
-        """Write /etc/hosts: the names that the network publishes, and this host's own view of some (`aliases`)."""
-        names = {"localhost": "127.0.0.1", self.name: self.address, **self._network.names, **self.aliases}
-        text = "".join(f"{address}\t{name}\n" for name, address in names.items() if address is not None)
+        """Write /etc/hosts: the names that the network publishes, and this host's own view of some
+        (`aliases`).
+        """
+        names = {
+            "localhost": "127.0.0.1",
+            self.name: self.address,
+            **self._network.names,
+            **self.aliases,
+        }
+        text = "".join(
+            f"{address}\t{name}\n" for name, address in names.items() if address is not None
+        )
         file = self._folder / "hosts"
-        with file.open("r+" if file.exists() else "w") as stream:  # in place: this very file is mounted
+        # in place: this very file is mounted
+        with file.open("r+" if file.exists() else "w") as stream:
             stream.write(text)
             stream.truncate()
 
@@ -168,7 +185,11 @@ class Host:
 
     def environment(self, **more: str) -> dict[str, str]:
         """Variables for a job on CPU, on this network."""
-        dropped = {name: value for name, value in job_environment().items() if not name.startswith("PYTEST_")}
+        dropped = {
+            name: value
+            for name, value in job_environment().items()
+            if not name.startswith("PYTEST_")
+        }
         return dropped | {"GLOO_SOCKET_IFNAME": "eth0"} | more
 
     def start(
@@ -181,13 +202,23 @@ class Host:
     ) -> Command:
         """Start a command here, with its output in a file."""
         output = output or self._network.logs / f"{self.port}-{self.name}-{time.monotonic_ns()}.txt"
-        return Command(self, command, environment=environment or self.environment(), cwd=str(cwd), output=output)
+        return Command(
+            self,
+            command,
+            environment=environment or self.environment(),
+            cwd=str(cwd),
+            output=output,
+        )
 
-    def run(self, command: Sequence[str], *, timeout: float = 120, **how: Any) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, command: Sequence[str], *, timeout: float = 120, **how: Any
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command here to its end; what it printed, stderr too, is in `stdout`."""
         started = self.start(command, **how)
         try:
-            return subprocess.CompletedProcess([*command], started.wait(timeout), started.stated(), "")
+            return subprocess.CompletedProcess(
+                [*command], started.wait(timeout), started.stated(), ""
+            )
         except subprocess.TimeoutExpired:
             started.signal(signal.SIGKILL)
             raise AssertionError(
@@ -195,14 +226,20 @@ class Host:
             ) from None
 
     def processes(self, *, services: bool = False) -> dict[int, list[str]]:
-        """Command lines of what runs here, by process id outside; without PID 1, and without sshd unless asked."""
+        """Command lines of what runs here, by process id outside; without PID 1, and without sshd
+        unless asked.
+        """
         found = {}
         for process in psutil.process_iter():
             with suppress(OSError, psutil.Error):
                 if _namespace_of(process.pid) == self._namespace and process.pid != self.pid:
                     words = process.cmdline()
                     is_zombie = process.status() == psutil.STATUS_ZOMBIE
-                    if words and not is_zombie and (services or not words[0].startswith(("sshd", "/usr/sbin/sshd"))):
+                    if (
+                        words
+                        and not is_zombie
+                        and (services or not words[0].startswith(("sshd", "/usr/sbin/sshd")))
+                    ):
                         found[process.pid] = words
         return found
 
@@ -244,11 +281,30 @@ class Command:
     """A command that runs on a host."""
 
     def __init__(
-        self, host: Host, command: Sequence[str], *, environment: Mapping[str, str], cwd: str, output: Path
+        self,
+        host: Host,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        cwd: str,
+        output: Path,
     ) -> None:
         self.host, self.output, self.command = host, output, [*command]
         # The folder is one of the host's own tree, which nsenter's --wd is not.
-        enter = ["nsenter", "-t", str(host.pid), "-n", "-m", "-p", "-u", "--", "sh", "-c", 'cd "$0" && exec "$@"', cwd]
+        enter = [
+            "nsenter",
+            "-t",
+            str(host.pid),
+            "-n",
+            "-m",
+            "-p",
+            "-u",
+            "--",
+            "sh",
+            "-c",
+            'cd "$0" && exec "$@"',
+            cwd,
+        ]
         with output.open("w") as stream:
             # Its own session, as sshd or a container runtime gives it.
             self._process = subprocess.Popen(
@@ -294,14 +350,23 @@ class Command:
 
 
 def _ways_to_programs(uid: int | None) -> dict[str, list[str]]:
-    """Where this project and its Python lie under a folder that a host has of its own, or that the user may not enter.
+    """Where this project and its Python lie under a folder that a host has of its own, or that the
+    user may not enter.
 
     Such folders of / are left out (`closed`), and what is needed of them is put back (`visible`).
     """
     needed = sorted({ROOT, Path(sys.prefix), Path(sys.base_prefix)})
-    closed = {path.parts[1] for path in needed for parent in path.parents if uid and not parent.stat().st_mode & 0o001}
+    closed = {
+        path.parts[1]
+        for path in needed
+        for parent in path.parents
+        if uid and not parent.stat().st_mode & 0o001
+    }
     own = closed | {"tmp", "run"}
-    return {"closed": sorted(closed), "visible": [str(path) for path in needed if path.parts[1] in own]}
+    return {
+        "closed": sorted(closed),
+        "visible": [str(path) for path in needed if path.parts[1] in own],
+    }
 
 
 def _namespace_of(pid: int) -> str:

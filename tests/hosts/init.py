@@ -1,9 +1,11 @@
-"""Becomes a host: python init.py, with what it is as one line of JSON on stdin, and ends with that host.
+"""Becomes a host: python init.py, with what it is as one line of JSON on stdin, and ends with that
+host.
 
     the test --starts--> this process, outside --forks--> PID 1 of the host
 
-After the first line stdin is a life line: when it closes, because the test wants so or is gone, the host dies at once.
-PID 1 waits for whatever becomes its child, or is a program of its own (the container of a pod).
+After the first line stdin is a life line: when it closes, because the test wants so or is gone, the
+host dies at once. PID 1 waits for whatever becomes its child, or is a program of its own (the
+container of a pod).
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from tests.hosts import kernel  # noqa: E402
 
 _OWN = {"proc", "tmp", "run", "sys", "dev"}
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts")
-_STREAMS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
+_STREAMS = {
+    "fd": "/proc/self/fd",
+    "stdin": "/proc/self/fd/0",
+    "stdout": "/proc/self/fd/1",
+    "stderr": "/proc/self/fd/2",
+}
 
 
 def main() -> None:

@@ -34,10 +34,14 @@ def join_network(namespace: str | int) -> None:
         os.close(descriptor)
 
 
-def mount(source: str, target: str, kind: str | None = None, flags: int = 0, options: str = "") -> None:
+def mount(
+    source: str, target: str, kind: str | None = None, flags: int = 0, options: str = ""
+) -> None:
     """mount(2)."""
     words = [word.encode() if word is not None else None for word in (source, target, kind)]
-    _check(_libc.mount(*words, ctypes.c_ulong(flags), options.encode()), f"mount {source} at {target}")
+    _check(
+        _libc.mount(*words, ctypes.c_ulong(flags), options.encode()), f"mount {source} at {target}"
+    )
 
 
 def pivot_root(new: str) -> None:
@@ -59,5 +63,7 @@ def die_with_parent() -> None:
 
 
 def gain_nothing() -> None:
-    """No program that this process starts gets more rights than it has, as `allowPrivilegeEscalation: false` says."""
+    """No program that this process starts gets more rights than it has, as
+    `allowPrivilegeEscalation: false` says.
+    """
     _check(_libc.prctl(_NO_NEW_RIGHTS, 1, 0, 0, 0), "prctl")

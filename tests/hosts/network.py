@@ -119,7 +119,9 @@ class Network:
         """A cable as new."""
         self._set(host)
 
-    def _set(self, host: Host, *, cut: bool = False, drop: float = 0.0, delay_ms: float = 0.0) -> None:
+    def _set(
+        self, host: Host, *, cut: bool = False, drop: float = 0.0, delay_ms: float = 0.0
+    ) -> None:
         self.order({"do": "set", "port": host.port, "cut": cut, "drop": drop, "delay_ms": delay_ms})
 
     @property

@@ -1,5 +1,5 @@
-"""Keys and settings for sshd on hosts: /etc/ssh of each host is its own, so that plain `ssh NAME` just works between
-them.
+"""Keys and settings for sshd on hosts: /etc/ssh of each host is its own, so that plain `ssh NAME`
+just works between them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,16 @@ class Keys:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700)
-        self.user, self._host, self._known = folder / "user", folder / "host", folder / "known_hosts"
+        self.user, self._host, self._known = (
+            folder / "user",
+            folder / "host",
+            folder / "known_hosts",
+        )
         for key in (self.user, self._host):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(key)], check=True)
+            subprocess.run(
+                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(key)],
+                check=True,
+            )
         public = self._host.with_suffix(".pub").read_text()
         self._known.write_text(f"* {public}")
 

@@ -1,11 +1,11 @@
-"""The switch between the hosts, which can cut, lose and delay: python -m tests.hosts.switch, orders as JSON lines on
-stdin.
+"""The switch between the hosts, which can cut, lose and delay: python -m tests.hosts.switch, orders
+as JSON lines on stdin.
 
     {"do": "attach", "port": 3, "pid": 4711, "mac": "02:00:00:00:00:03"}    eth0 appears in the network of that process
     {"do": "set", "port": 3, "cut": true, "drop": 0.0, "delay_ms": 0}       for frames from and to that port
 
-Each order is answered by one line. It is a process that forwards frames between tap devices, so that it works on
-kernels without `tc netem`, and leaves nothing in this machine's own network.
+Each order is answered by one line. It is a process that forwards frames between tap devices, so
+that it works on kernels without `tc netem`, and leaves nothing in this machine's own network.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class Switch:
         self._poll.register(0, select.EPOLLIN)
         orders = b""
         while True:
-            for descriptor, _ in self._poll.poll(max(0.0, self._late[0][0] - time.monotonic()) if self._late else -1):
+            for descriptor, _ in self._poll.poll(
+                max(0.0, self._late[0][0] - time.monotonic()) if self._late else -1
+            ):
                 if descriptor != 0:
                     if descriptor in self._by_tap:
                         self._forward(self._by_tap[descriptor])
@@ -74,7 +76,9 @@ class Switch:
     def _obey(self, order: dict[str, Any]) -> dict[str, Any]:
         try:
             if order["do"] == "attach":
-                self._attach(order["port"], order["pid"], bytes.fromhex(order["mac"].replace(":", "")))
+                self._attach(
+                    order["port"], order["pid"], bytes.fromhex(order["mac"].replace(":", ""))
+                )
             elif port := self._ports.get(order["port"]):  # a host that has ended has no cable
                 port.cut, port.drop, port.delay_ms = order["cut"], order["drop"], order["delay_ms"]
         except OSError as error:
@@ -82,7 +86,8 @@ class Switch:
         return {}
 
     def _attach(self, number: int, pid: int, mac: bytes) -> None:
-        # The device belongs to the network in which it is opened; the descriptor stays good after the way back.
+        # The device belongs to the network in which it is opened; the descriptor stays good after
+        # the way back.
         kernel.join_network(f"/proc/{pid}/ns/net")
         try:
             tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
@@ -113,11 +118,17 @@ class Switch:
                     self._carry(source, port, frame)
 
     def _carry(self, source: Port, target: Port, frame: bytes) -> None:
-        if source.cut or target.cut or any(each.drop and self._draw.random() < each.drop for each in (source, target)):
+        if (
+            source.cut
+            or target.cut
+            or any(each.drop and self._draw.random() < each.drop for each in (source, target))
+        ):
             return
         delay = (source.delay_ms + target.delay_ms) / 1000
         if delay:
-            heapq.heappush(self._late, (time.monotonic() + delay, next(self._number), target, frame))
+            heapq.heappush(
+                self._late, (time.monotonic() + delay, next(self._number), target, frame)
+            )
         else:
             self._deliver(target, frame)
 

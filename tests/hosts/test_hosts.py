@@ -1,4 +1,6 @@
-"""The hosts themselves: what each has of its own, what can go wrong between them, and that nothing stays."""
+"""The hosts themselves: what each has of its own, what can go wrong between them, and that nothing
+stays.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,8 @@ def test_lost_frames_are_sent_again(network: Network) -> None:
     before = time.monotonic()
     done = first.run(["python3", "-c", send])
     network.heal(second)
-    # TCP waits 200 ms and more before it sends anew; that none of 60 frames is lost has a chance of one in a million.
+    # TCP waits 200 ms and more before it sends anew; that none of 60 frames is lost has a chance of
+    # one in a million.
     assert done.returncode != 0 or time.monotonic() - before > 0.2
 
 
@@ -144,7 +147,9 @@ def test_small_and_read_only_file_systems(tmp_path: Path) -> None:
                 "/frozen": Mount(bind=tmp_path, read_only=True),
             },
         )
-        assert "No space left" in host.run(["sh", "-c", "head -c 2000000 /dev/zero > /small/x"]).stdout
+        assert (
+            "No space left" in host.run(["sh", "-c", "head -c 2000000 /dev/zero > /small/x"]).stdout
+        )
         assert "Read-only" in host.run(["touch", "/frozen/x"]).stdout
         _stated(host, "echo shared > /checkpoints/all/x")
         assert (tmp_path / "x").read_text() == "shared\n"
@@ -154,7 +159,10 @@ def test_small_and_read_only_file_systems(tmp_path: Path) -> None:
 def test_plain_ssh_between_hosts(network: Network) -> None:
     for host in network.hosts:
         host.start_sshd()
-    assert _stated(network.hosts[0], "ssh node-1 'hostname; echo $SSH_CONNECTION'").split()[0] == "node-1"
+    assert (
+        _stated(network.hosts[0], "ssh node-1 'hostname; echo $SSH_CONNECTION'").split()[0]
+        == "node-1"
+    )
     assert network.hosts[0].run(["ssh", "node-1", "exit 77"]).returncode == 77
 
 

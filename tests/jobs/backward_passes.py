@@ -1,5 +1,5 @@
-"""Loops whose steps have several backward passes: backward_passes.py OUT.json. Weights of ours are compared with those
-of plain PyTorch here; the largest difference of each case is left there.
+"""Loops whose steps have several backward passes: backward_passes.py OUT.json. Weights of ours are
+compared with those of plain PyTorch here; the largest difference of each case is left there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def generator() -> nn.Module:
 
 def batches(step: int, rank: int) -> list[Batch]:
     draw = torch.Generator().manual_seed(100 * step + rank)
-    return [(torch.randn(SAMPLES, 8, generator=draw), torch.randn(SAMPLES, 1, generator=draw)) for _ in range(2)]
+    return [
+        (torch.randn(SAMPLES, 8, generator=draw), torch.randn(SAMPLES, 1, generator=draw))
+        for _ in range(2)
+    ]
 
 
 def squares(model: Callable[..., Any], batch: Batch) -> torch.Tensor:
@@ -68,7 +71,9 @@ def forward_first(model: Any, backward: Any, step: Any, data: list[Batch]) -> No
 
 
 def micro_batches(model: Any, backward: Any, step: Any, data: list[Batch]) -> None:
-    """Take two micro-batches of two losses each, with one graph for both, and passes without a gradient between."""
+    """Take two micro-batches of two losses each, with one graph for both, and passes without a
+    gradient between.
+    """
     for batch in data:
         outputs = model(batch[0])
         with torch.no_grad():
@@ -81,7 +86,9 @@ def micro_batches(model: Any, backward: Any, step: Any, data: list[Batch]) -> No
 
 
 def penalized(model: Any, backward: Any, step: Any, data: list[Batch]) -> None:
-    """Add a penalty on slopes through the engine itself, and a pass of `torch.autograd.grad` that gives no gradient."""
+    """Add a penalty on slopes through the engine itself, and a pass of `torch.autograd.grad` that
+    gives no gradient.
+    """
     points = data[0][0].clone().requires_grad_()
     (slopes,) = torch.autograd.grad(model(points).sum(), points, create_graph=True)
     backward(((slopes.norm(dim=1) - 1) ** 2).mean())
@@ -109,9 +116,16 @@ def plain(order: Callable[..., None], ranks: int) -> list[torch.Tensor]:
 
 def settings(name: str, stage: int, **sections: Any) -> dict[str, Any]:
     training = {"max_steps": STEPS, "clip_grad_norm": CLIP}
-    values = {"run": {"name": name}, "training": training, "batch": {"micro_size": SAMPLES}, "monitors": QUIET}
+    values = {
+        "run": {"name": name},
+        "training": training,
+        "batch": {"micro_size": SAMPLES},
+        "monitors": QUIET,
+    }
     values |= {"precision": {"dtype": "fp32"}, "zero": {"stage": stage}}
-    return {name: {**values.get(name, {}), **sections.get(name, {})} for name in {**values, **sections}}
+    return {
+        name: {**values.get(name, {}), **sections.get(name, {})} for name in {**values, **sections}
+    }
 
 
 def weights_of(engine: framework.OpenEngine, model: Callable[[], nn.Module]) -> list[torch.Tensor]:
@@ -133,7 +147,12 @@ def compared(order: Callable[..., None], stage: int, **sections: Any) -> Differe
             settings(name, stage, batch=accumulated, **sections), model=net, optimizer=SGD
         ) as engine:
             while engine.steps_taken < STEPS:
-                order(engine, engine.backward, engine.step, engine.move(batches(engine.steps_taken, rank)))
+                order(
+                    engine,
+                    engine.backward,
+                    engine.step,
+                    engine.move(batches(engine.steps_taken, rank)),
+                )
     except FrameworkError as error:
         return str(error)
     return largest(weights_of(engine, net), plain(order, ranks))
@@ -143,7 +162,9 @@ def plain_gan(ranks: int) -> list[torch.Tensor]:
     g, d = generator(), net()
     of_g, of_d = SGD(g.parameters()), SGD(d.parameters())
     for step in range(STEPS):
-        pairs = [(data[0][0], g(data[1][0])) for data in (batches(step, rank) for rank in range(ranks))]
+        pairs = [
+            (data[0][0], g(data[1][0])) for data in (batches(step, rank) for rank in range(ranks))
+        ]
         of_d.zero_grad()
         for real, fake in pairs:
             ((bce(d(real), ONES) + bce(d(fake.detach()), ZEROS)) / ranks).backward()
@@ -158,7 +179,9 @@ def plain_gan(ranks: int) -> list[torch.Tensor]:
 
 
 def gan(stage: int) -> Difference:
-    """Return the same of two engines, of which one's loss goes through the other, whose weights are not frozen."""
+    """Return the same of two engines, of which one's loss goes through the other, whose weights are
+    not frozen.
+    """
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     with (
         framework.open_engine(settings(f"g{stage}", stage), model=generator, optimizer=SGD) as g,
@@ -202,7 +225,9 @@ def after_a_broken_pass(engine: framework.OpenEngine) -> None:
 
 
 def sharing(engine: framework.OpenEngine) -> None:
-    with framework.open_engine(settings("shares", 1), model=nn.Sequential(engine.module[0]), optimizer=SGD):
+    with framework.open_engine(
+        settings("shares", 1), model=nn.Sequential(engine.module[0]), optimizer=SGD
+    ):
         pass
 
 
@@ -214,7 +239,9 @@ def main() -> None:
             found["gan3"] = gan(3)
         else:
             found |= {f"in_turn{stage}": compared(in_turn, stage) for stage in range(4)}
-            found |= {f"forward_first{stage}": compared(forward_first, stage) for stage in (0, 1, 3)}
+            found |= {
+                f"forward_first{stage}": compared(forward_first, stage) for stage in (0, 1, 3)
+            }
             found |= {f"micro_batches{stage}": compared(micro_batches, stage) for stage in range(3)}
             found |= {f"penalized{stage}": compared(penalized, stage) for stage in (0, 2)}
             found |= {f"gan{stage}": gan(stage) for stage in range(3)}
@@ -223,12 +250,18 @@ def main() -> None:
             found["bf16"] = compared(in_turn, 2, precision={"dtype": "bf16"})
             batch = batches(0, 0)[0]
             found["no_pass"] = misused("no_pass", lambda engine: engine.step())
-            found["no_graph"] = misused("no_graph", lambda engine: engine.backward(torch.tensor(1.0)))
-            found["no_number"] = misused("no_number", lambda engine: engine.backward(torch.ones(3, requires_grad=True)))
+            found["no_graph"] = misused(
+                "no_graph", lambda engine: engine.backward(torch.tensor(1.0))
+            )
+            found["no_number"] = misused(
+                "no_number", lambda engine: engine.backward(torch.ones(3, requires_grad=True))
+            )
             found["foreign"] = misused("foreign", lambda engine: squares(engine, batch).backward())
             found["broken"] = misused("broken", after_a_broken_pass)
             found["shared"] = misused("shared", sharing)
-            found["no_step"] = misused("no_step", lambda engine: engine.backward(squares(engine, batch)))
+            found["no_step"] = misused(
+                "no_step", lambda engine: engine.backward(squares(engine, batch))
+            )
         if torch.distributed.get_rank() == 0:
             Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
 

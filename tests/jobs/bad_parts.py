@@ -36,7 +36,12 @@ class FaultyNet(nn.Module):
     def __init__(self, fault: str = "", step: int = 0, rank: int = 1) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Flatten(), nn.Linear(784, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 10)
+            nn.Flatten(),
+            nn.Linear(784, 32),
+            nn.BatchNorm1d(32),
+            nn.ReLU(),
+            nn.Dropout(0.3),
+            nn.Linear(32, 10),
         )
         self._fault, self._step, self._rank, self._passes = fault, step, rank, 0
 
@@ -47,7 +52,9 @@ class FaultyNet(nn.Module):
             return outputs
         if self._fault == "gradient":
             outputs.register_hook(_flipped)
-        return outputs + (_flipped(outputs) - outputs).detach() if self._fault == "loss" else outputs
+        return (
+            outputs + (_flipped(outputs) - outputs).detach() if self._fault == "loss" else outputs
+        )
 
 
 def _flipped(numbers: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Models, data and tasks that show what becomes of a batch, of its statistics and of its gradients: named by import
-path.
+"""Models, data and tasks that show what becomes of a batch, of its statistics and of its gradients:
+named by import path.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ WIDTH, TARGET = 4, 1001.0  # the target is 1000 in bfloat16
 def far_targets() -> tuple[TensorDataset, TensorDataset]:
     """Small inputs and large targets."""
     inputs = torch.randn(48, WIDTH, generator=torch.Generator().manual_seed(5))
-    return TensorDataset(inputs, torch.full((48,), TARGET)), TensorDataset(inputs[:10], torch.full((10,), TARGET))
+    return TensorDataset(inputs, torch.full((48,), TARGET)), TensorDataset(
+        inputs[:10], torch.full((10,), TARGET)
+    )
 
 
 class Zero(nn.Linear):
@@ -54,7 +56,10 @@ class Rooted(framework.Task):
         return mse_loss(outputs.float(), targets)
 
     def derive(self, metrics: Mapping[str, float]) -> Any:
-        return {"root": torch.tensor(metrics["loss"]).sqrt(), "moved": torch.tensor(self.held.was_moved)}
+        return {
+            "root": torch.tensor(metrics["loss"]).sqrt(),
+            "moved": torch.tensor(self.held.was_moved),
+        }
 
 
 class DrawnTwice(Dataset[int]):

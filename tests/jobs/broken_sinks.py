@@ -1,4 +1,6 @@
-"""Two runs of one rank whose sinks are broken: broken_sinks.py FOLDER CONFIG.json. The second writes no long file."""
+"""Two runs of one rank whose sinks are broken: broken_sinks.py FOLDER CONFIG.json. The second
+writes no long file.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Builds models at ZeRO stage 3 on every rank, in each way that there is, and compares every weight with what plain
-PyTorch builds.
+"""Builds models at ZeRO stage 3 on every rank, in each way that there is, and compares every weight
+with what plain PyTorch builds.
 
 Usage: built_models.py OUT.json. Rank 0 writes {case: {way: problems}}; no problem is an empty list.
 """
@@ -127,7 +127,9 @@ def gpt2() -> nn.Module:
     """transformers' own initialisation, tied head."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=16, n_embd=16, n_layer=2, n_head=2))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=40, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+    )
 
 
 def from_pretrained(folder: str) -> nn.Module:
@@ -139,13 +141,21 @@ def from_pretrained(folder: str) -> nn.Module:
 
 def encoder() -> nn.Module:
     """torch copies its layers, and its attention zeroes a bias late."""
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0), 2)
+    return nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0), 2
+    )
 
 
 def gpt() -> nn.Module:
     """Our own."""
     return GPT.of(
-        vocab_size=64, max_positions=16, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, mlp_size=64
+        vocab_size=64,
+        max_positions=16,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        mlp_size=64,
     )
 
 
@@ -161,7 +171,9 @@ def config(stage: int = 3, *, bf16: bool = False) -> dict[str, Any]:
     }
 
 
-def differences(build: Callable[[], nn.Module], *, bf16: bool = False, hpz: int = 1, **how: Any) -> list[str]:
+def differences(
+    build: Callable[[], nn.Module], *, bf16: bool = False, hpz: int = 1, **how: Any
+) -> list[str]:
     """Names of what is not equal to the bit."""
     ds_config = config(bf16=bf16)
     ds_config["zero_optimization"]["zero_hpz_partition_size"] = hpz
@@ -174,15 +186,24 @@ def differences(build: Callable[[], nn.Module], *, bf16: bool = False, hpz: int 
     wrong = [] if list(expected) == list(found) else ["names"]
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         for name, value in found.items():
-            cast = expected[name].bfloat16() if bf16 and isinstance(value, nn.Parameter) else expected[name]
-            if not torch.equal(cast, value.data) or value.requires_grad != expected[name].requires_grad:
+            cast = (
+                expected[name].bfloat16()
+                if bf16 and isinstance(value, nn.Parameter)
+                else expected[name]
+            )
+            if (
+                not torch.equal(cast, value.data)
+                or value.requires_grad != expected[name].requires_grad
+            ):
                 wrong.append(name)
             if isinstance(value, nn.Parameter) and not hasattr(value, "ds_id"):
                 wrong.append(f"{name} is not partitioned")
     return wrong
 
 
-def training_difference(build: Callable[[], nn.Module], inputs: torch.Tensor, *, stage: int = 3, **how: Any) -> float:
+def training_difference(
+    build: Callable[[], nn.Module], inputs: torch.Tensor, *, stage: int = 3, **how: Any
+) -> float:
     """How far the outputs are from plain SGD's after three steps."""
     torch.manual_seed(3)
     plain = build()
@@ -229,7 +250,10 @@ def main(out: Path) -> None:
         "attention": lambda: nn.MultiheadAttention(8, 2),
         "lazy": Lazy,
     }
-    ours: dict[str, Callable[[], nn.Module]] = {"gpt": gpt, "resnet18": lambda: resnet18(10, in_channels=1)}
+    ours: dict[str, Callable[[], nn.Module]] = {
+        "gpt": gpt,
+        "resnet18": lambda: resnet18(10, in_channels=1),
+    }
     results: dict[str, Any] = {}
     with process_group(None):
         for name, build in (theirs | ours).items():
@@ -239,23 +263,36 @@ def main(out: Path) -> None:
         big = lambda: nn.Sequential(Loop(), nn.Linear(700, 700))  # noqa: E731
         results["loop"]["in turn"] = differences(big, host_bytes=ONE_AT_A_TIME)
         results["gpt"]["pieces"] = differences(gpt, draws_in_pieces=True, host_bytes=TOO_LITTLE)
-        results["gpt"]["bf16 pieces"] = differences(gpt, bf16=True, draws_in_pieces=True, host_bytes=TOO_LITTLE)
+        results["gpt"]["bf16 pieces"] = differences(
+            gpt, bf16=True, draws_in_pieces=True, host_bytes=TOO_LITTLE
+        )
         results["applied"]["pieces"] = differences(applied, host_bytes=TOO_LITTLE)
-        results["resnet18"]["pieces first"] = differences(ours["resnet18"], draws_in_pieces=True, host_bytes=PLENTY)
-        refused = {name: refusal(build) for name, build in theirs.items() if name not in ("applied", "gpt2", "lazy")}
+        results["resnet18"]["pieces first"] = differences(
+            ours["resnet18"], draws_in_pieces=True, host_bytes=PLENTY
+        )
+        refused = {
+            name: refusal(build)
+            for name, build in theirs.items()
+            if name not in ("applied", "gpt2", "lazy")
+        }
         torch.manual_seed(5)
         trained = {
             "loop": training_difference(Loop, torch.randn(4, 8)),
             "encoder": training_difference(encoder, torch.randn(4, 6, 8)),
-            # Rank 0's memory of the host holds one of them, so that the others wait for its weights.
-            "in turn, stage 1": training_difference(Loop, torch.randn(4, 8), stage=1, host_bytes=TOO_LITTLE),
+            # Rank 0's memory of the host holds one of them, so that the others wait for its
+            # weights.
+            "in turn, stage 1": training_difference(
+                Loop, torch.randn(4, 8), stage=1, host_bytes=TOO_LITTLE
+            ),
         }
         in_turn = build_model(Loop, ds_config=config(1, bf16=True), host_bytes=TOO_LITTLE)
         types = gather(sorted({str(parameter.dtype) for parameter in in_turn.parameters()}))
         results["gpt"]["hpZ"] = differences(gpt, hpz=len(gather(0)), draws_in_pieces=True)
         if rank() == 0:
             out.write_text(
-                json.dumps({"differences": results, "refused": refused, "trained": trained, "types": types}),
+                json.dumps(
+                    {"differences": results, "refused": refused, "trained": trained, "types": types}
+                ),
                 encoding="utf-8",
             )
 

@@ -1,5 +1,5 @@
-"""Weights that change their flags or their objects in mid-run: changed_weights.py OUT.json [STAGE ...]. Of each case
-the error, or the largest distance of its losses from plain PyTorch's.
+"""Weights that change their flags or their objects in mid-run: changed_weights.py OUT.json [STAGE
+...]. Of each case the error, or the largest distance of its losses from plain PyTorch's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ LABELS = (INPUTS.sum(1) > 0).long()
 class Net(nn.Module):
     """Two layers; what `change` does to them happens in forward or by a callback."""
 
-    def __init__(self, *, thaws: bool = False, change: Callable[[Net], object] | None = None) -> None:
+    def __init__(
+        self, *, thaws: bool = False, change: Callable[[Net], object] | None = None
+    ) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 2)
@@ -83,7 +85,9 @@ def config(name: str, stage: int, **sections: Any) -> dict[str, Any]:
 
 def losses_of(name: str) -> list[float]:
     """What a run has logged."""
-    rows = map(json.loads, Path("runs", name, "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    rows = map(
+        json.loads, Path("runs", name, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     return [row["train/loss"] for row in rows if "train/loss" in row]
 
 
@@ -124,7 +128,9 @@ def distance(name: str, expected: list[float]) -> float:
 
 
 def toggled_within_a_step(stage: int, *, order: tuple[bool, bool]) -> float:
-    """Two losses in one step, of which one keeps its gradient away from the first layer; beside plain PyTorch."""
+    """Two losses in one step, of which one keeps its gradient away from the first layer; beside
+    plain PyTorch.
+    """
     found, expected, world = list[float](), list[float](), torch.distributed.get_world_size()
     sections = {"batch": {"micro_size": BATCH // world, "accumulation_steps": 2}}
     net = Net()
@@ -134,7 +140,10 @@ def toggled_within_a_step(stage: int, *, order: tuple[bool, bool]) -> float:
     with framework.open_engine(values, model=Net) as engine:
         for step in range(STEPS):
             rows = slice(step * BATCH, step * BATCH + BATCH)
-            own = slice(rows.start + engine.rank * BATCH // world, rows.start + (engine.rank + 1) * BATCH // world)
+            own = slice(
+                rows.start + engine.rank * BATCH // world,
+                rows.start + (engine.rank + 1) * BATCH // world,
+            )
             optimizer.zero_grad()
             for is_trained in order:
                 for model in (net, engine.module):
@@ -162,7 +171,9 @@ def main() -> None:
             found[f"thawed {stage}"] = fit(
                 f"thawed{stage}", stage, partial(Net, thaws=True), Switch(partial(flag, True))
             )
-            found[f"frozen {stage}"] = fit(f"frozen{stage}", stage, Net, Switch(partial(flag, False)))
+            found[f"frozen {stage}"] = fit(
+                f"frozen{stage}", stage, Net, Switch(partial(flag, False))
+            )
             if stage > 1:
                 forward = partial(Net, thaws=True, change=partial(flag, True))
                 found[f"thawed in forward {stage}"] = fit(f"forward{stage}", stage, forward)
@@ -179,7 +190,9 @@ def main() -> None:
                 except FrameworkError as error:
                     found[name] = str(error)
         if "frozen 0" in found:
-            found["frozen 0"] = found["frozen 0"] or distance("frozen0", plain_losses(frozen_after=CHANGED_AFTER))
+            found["frozen 0"] = found["frozen 0"] or distance(
+                "frozen0", plain_losses(frozen_after=CHANGED_AFTER)
+            )
             half = {"precision": {"dtype": "bf16"}}
             found["frozen half"] = fit("half", 0, Net, Switch(partial(flag, False)), **half)
         if torch.distributed.get_rank() == 0:

@@ -1,4 +1,6 @@
-"""Counts the collectives of one step between two logged points, and looks for GPUs: count_collectives.py OUT.json."""
+"""Counts the collectives of one step between two logged points, and looks for GPUs:
+count_collectives.py OUT.json.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from framework.engine.plain_engine import build_engine
 from framework.setup.prepared import prepare
 from framework.tasks.task import Task, as_task
 
-_COLLECTIVES = ("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor")
+_COLLECTIVES = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+)
 _COUNTED: list[tuple[Any, str]] = [(torch.distributed, name) for name in _COLLECTIVES]
 if not torch.cuda.is_available():
     _COUNTED += [(torch.cuda, "_raw_device_count_nvml"), (nvtx, "_range_push")]
@@ -39,7 +48,11 @@ def main() -> None:
     with process_group(None):
         for stage in (0, 1, 2):
             for name, task in (("counts", None), ("mean", Squares())):
-                values = {"model": {"kind": "mlp"}, "zero": {"stage": stage}, "batch": {"micro_size": 4}}
+                values = {
+                    "model": {"kind": "mlp"},
+                    "zero": {"stage": stage},
+                    "batch": {"micro_size": 4},
+                }
                 prepared = prepare(config_from_values(values))
                 engine = build_engine(
                     prepared.plan,
@@ -53,7 +66,9 @@ def main() -> None:
                     torch.tensor([samples[i][1] for i in range(4)]),
                 )
                 engine.train_step(iter([batch]))
-                found[f"z{stage}-{name}"] = _counted(lambda e=engine, b=batch: e.train_step(iter([b])))
+                found[f"z{stage}-{name}"] = _counted(
+                    lambda e=engine, b=batch: e.train_step(iter([b]))
+                )
                 engine.close()
         is_first = rank() == 0
     if is_first:
@@ -72,7 +87,9 @@ def _counted(step: Any) -> dict[str, int]:
 
     with ExitStack() as patches:
         for module, name in _COUNTED:
-            patches.enter_context(mock.patch.object(module, name, counting(name, getattr(module, name))))
+            patches.enter_context(
+                mock.patch.object(module, name, counting(name, getattr(module, name)))
+            )
         step()
     return dict(calls)
 

@@ -1,9 +1,10 @@
-"""Counts reads of device values (``aten::_local_scalar_dense``: .item(), float(), bool()) per step, ours and a bare
-loop's.
+"""Counts reads of device values (``aten::_local_scalar_dense``: .item(), float(), bool()) per step,
+ours and a bare loop's.
 
     count_syncs.py OUT.json [--all]
 
-On CPU such a read costs nothing, on a GPU it waits for everything queued before it; the operator is the same on both.
+On CPU such a read costs nothing, on a GPU it waits for everything queued before it; the operator is
+the same on both.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Reads(TorchDispatchMode):
 
 
 def case(stage: int, dtype: str, clip: float, folder: str) -> dict[str, Any]:
-    """With every second case an average, and a look for bad steps, so that they cost no further ones."""
+    """With every second case an average, and a look for bad steps, so that they cost no further
+    ones.
+    """
     return {
         "run": {"name": f"{dtype}-z{stage}-clip{clip:g}", "output_dir": folder},
         "batch": {"global_size": 60, "accumulation_steps": 2},
@@ -62,7 +65,9 @@ def case(stage: int, dtype: str, clip: float, folder: str) -> dict[str, Any]:
 
 
 def ours(config: dict[str, Any]) -> int:
-    """Reads of everything between the first step and the logged last one: steps, loader, Trainer."""
+    """Reads of everything between the first step and the logged last one: steps, loader,
+    Trainer.
+    """
     reads = Reads()
     before_last: list[int] = []
     original = PlainEngine.train_step
@@ -85,7 +90,10 @@ def bare(config: dict[str, Any]) -> int:
     prepared = prepare(config_from_values(config))
     model = prepared.parts.build_model()
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=prepared.ds_config, dist_init_required=False
+        model=model,
+        model_parameters=model.parameters(),
+        config=prepared.ds_config,
+        dist_init_required=False,
     )
     half = torch.bfloat16 if config["precision"]["dtype"] == "bf16" else None
     images, labels = torch.randn(30, 1, 28, 28).to(half), torch.zeros(30, dtype=torch.long)

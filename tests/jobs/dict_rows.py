@@ -1,4 +1,6 @@
-"""Rows as Hugging Face's datasets give them, and models of transformers that compute a loss from their labels."""
+"""Rows as Hugging Face's datasets give them, and models of transformers that compute a loss from
+their labels.
+"""
 
 from __future__ import annotations
 
@@ -39,4 +41,8 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         tokens = torch.randint(3, VOCABULARY, (LENGTH,), generator=draw)
         mask = (torch.arange(LENGTH) < length).long()
         labels = tokens % 5 if self.has_classes else tokens.masked_fill(mask == 0, -100)
-        return {"input_ids": tokens * mask, "attention_mask": mask, "labels": labels[0] if self.has_classes else labels}
+        return {
+            "input_ids": tokens * mask,
+            "attention_mask": mask,
+            "labels": labels[0] if self.has_classes else labels,
+        }

@@ -1,6 +1,8 @@
-"""Trains on a small file system that fills up, turns read-only or fails on one rank: disk_full.py MOUNTED RESULTS.
+"""Trains on a small file system that fills up, turns read-only or fails on one rank: disk_full.py
+MOUNTED RESULTS.
 
-Before each save rank 0 brings the disk into a state, and after it writes down what became of the save.
+Before each save rank 0 brings the disk into a state, and after it writes down what became of the
+save.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from framework.errors import FrameworkError
 from framework.system import files
 
 SAVE_EVERY = 2
-# What each save meets: bytes left on the disk (None: all), a read-only folder, or one rank whose n-th write fails.
+# What each save meets: bytes left on the disk (None: all), a read-only folder, or one rank whose
+# n-th write fails.
 CYCLES: list[tuple[str, int | None]] = [
     ("free", None),
     ("free", 0),
@@ -96,7 +99,9 @@ class FailingWrites:
         return write
 
 
-def save_in(disk: Disk, reported: list[dict[str, Any]], cycles: list[tuple[str, int | None]]) -> Callable[..., Any]:
+def save_in(
+    disk: Disk, reported: list[dict[str, Any]], cycles: list[tuple[str, int | None]]
+) -> Callable[..., Any]:
     """Checkpointer.save, on a disk in the state of the step's cycle."""
     real = Checkpointer.save
 
@@ -174,7 +179,9 @@ def main() -> None:
             if rank() == 0:
                 disk.leave(None)
             barrier()
-    results.with_suffix(f".{os.environ['RANK']}.json").write_text(json.dumps(outcome, indent=1), encoding="utf-8")
+    results.with_suffix(f".{os.environ['RANK']}.json").write_text(
+        json.dumps(outcome, indent=1), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""What fails on one rank alone, in the ways that real devices and real data do: named by import path in test
-configs.
+"""What fails on one rank alone, in the ways that real devices and real data do: named by import
+path in test configs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def rows() -> TensorDataset:
 
 def loss_without_memory(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """On rank 1: in training, or with FAILS=evaluation in evaluation."""
-    if os.environ["RANK"] == "1" and torch.is_grad_enabled() is (os.environ.get("FAILS") != "evaluation"):
+    if os.environ["RANK"] == "1" and torch.is_grad_enabled() is (
+        os.environ.get("FAILS") != "evaluation"
+    ):
         raise torch.OutOfMemoryError(NO_MEMORY)
     return torch.nn.functional.cross_entropy(outputs, targets)
 
@@ -46,7 +48,11 @@ class Unreadable(Dataset[tuple[torch.Tensor, int]]):
             if self._how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if self._how == "problem":
-                raise ConfigError(Problem(kind="dataset-torn", key="data.root", value="there", reason="it is torn"))
+                raise ConfigError(
+                    Problem(
+                        kind="dataset-torn", key="data.root", value="there", reason="it is torn"
+                    )
+                )
             try:
                 raise OSError("image file is truncated")
             except OSError as error:
@@ -60,5 +66,7 @@ def unreadable(how: str = "image", rank: str = "1") -> Unreadable:
     return Unreadable(how, rank)
 
 
-def unreadable_in_evaluation(how: str = "image", rank: str = "1") -> tuple[TensorDataset, Unreadable]:
+def unreadable_in_evaluation(
+    how: str = "image", rank: str = "1"
+) -> tuple[TensorDataset, Unreadable]:
     return rows(), Unreadable(how, rank)

@@ -1,4 +1,6 @@
-"""Small models of many families, with random weights and without downloads, and samples that each can learn from."""
+"""Small models of many families, with random weights and without downloads, and samples that each
+can learn from.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,18 @@ _WIDE = {"intermediate_size": 48}
 _GROUPED = _TEXT | _WIDE | {"num_key_value_heads": 2}
 _OFF = {"attention_dropout": 0.0, "dropout": 0.0}
 _SEQ2SEQ = {"decoder_start_token_id": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_SPEECH = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "num_mel_bins": 8, "max_source_positions": LENGTH}
-_SPEECH |= {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in (("attention_heads", 4),)}
+_SPEECH = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "num_mel_bins": 8,
+    "max_source_positions": LENGTH,
+}
+_SPEECH |= {
+    f"{part}_{name}": size
+    for part in ("encoder", "decoder")
+    for name, size in (("attention_heads", 4),)
+}
 _SPEECH |= {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_target_positions": LENGTH}
 # Family -> class of transformers, and its configuration.
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -47,11 +59,21 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "t5": (
         "T5ForConditionalGeneration",
-        {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 48,
+            "num_layers": 2,
+            "num_heads": 4,
+        }
         | {"dropout_rate": 0.0}
         | _SEQ2SEQ,
     ),
-    "whisper": ("WhisperForConditionalGeneration", {"vocab_size": VOCABULARY, **_SPEECH, **_OFF, **_SEQ2SEQ}),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        {"vocab_size": VOCABULARY, **_SPEECH, **_OFF, **_SEQ2SEQ},
+    ),
 }
 TIMM: dict[str, dict[str, Any]] = {
     "vit": {"model_name": "test_vit", "img_size": 32},

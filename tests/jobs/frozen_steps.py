@@ -1,5 +1,6 @@
-"""Runs whose weights are frozen in some steps (`training.freeze`): frozen_steps.py OUT.json. Of each case the largest
-distance of its losses and last weights from plain PyTorch's; of resumed runs from the unbroken one's.
+"""Runs whose weights are frozen in some steps (`training.freeze`): frozen_steps.py OUT.json. Of
+each case the largest distance of its losses and last weights from plain PyTorch's; of resumed runs
+from the unbroken one's.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ from tests.jobs.changed_weights import QUIET
 STEPS, BATCH, UNTIL, SINCE = 20, 16, 6, 12
 INPUTS = torch.randn(STEPS * BATCH, 6, generator=torch.Generator().manual_seed(0))
 LABELS = (INPUTS.sum(1) > 0).long()
-FREEZE = ["0.bias", {"match": r"2\..*", "until_step": UNTIL}, {"match": ["4.weight", "4.bias"], "from_step": SINCE}]
+FREEZE = [
+    "0.bias",
+    {"match": r"2\..*", "until_step": UNTIL},
+    {"match": ["4.weight", "4.bias"], "from_step": SINCE},
+]
 OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[..., torch.optim.Optimizer]]] = {
     "sgd": (
         {"kind": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
@@ -67,8 +72,12 @@ def fit(values: dict[str, Any], **parts: Any) -> list[float]:
     return [row["train/loss"] for row in rows if "train/loss" in row]
 
 
-def plain(make: Callable[..., torch.optim.Optimizer]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The loop that anyone would write: all weights in the optimizer, flags and gradients set at these steps."""
+def plain(
+    make: Callable[..., torch.optim.Optimizer],
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The loop that anyone would write: all weights in the optimizer, flags and gradients set at
+    these steps.
+    """
     model, losses = net(), list[float]()
     optimizer = make(model.parameters())
     for step in range(1, STEPS + 1):
@@ -96,7 +105,9 @@ def distance_of_weights(name: str, expected: dict[str, torch.Tensor]) -> float:
     return max(float((found[key] - value).abs().max()) for key, value in expected.items())
 
 
-def resumed(name: str, stage: int, optimizer: str, at: int, expected: list[float], **sections: Any) -> float:
+def resumed(
+    name: str, stage: int, optimizer: str, at: int, expected: list[float], **sections: Any
+) -> float:
     """The distance of a run that goes on from a checkpoint of another, as an unbroken one."""
     checkpoint = {"resume": f"runs/{name}/checkpoints/global_step{at}", "at_end": False}
     own = f"{name}-from{at}-at{stage}"
@@ -134,7 +145,9 @@ def main() -> None:
             for at in (3, 9) if stage in (0, 3) else ():
                 found[f"{name} moved at {at}"] = resumed(name, (stage + 2) % 4, "adamw", at, own)
             half = {"precision": {"dtype": "bf16"}}
-            found[f"{name} half"] = distance(fit(config(f"{name}half", stage, "adamw", **half)), adam)
+            found[f"{name} half"] = distance(
+                fit(config(f"{name}half", stage, "adamw", **half)), adam
+            )
         for stage in (0, 2):
             found[f"sgd{stage} losses"] = distance(fit(config(f"sgd{stage}", stage, "sgd")), sgd)
             found[f"sgd{stage} weights"] = distance_of_weights(f"sgd{stage}", sgd_weights)

@@ -1,4 +1,5 @@
-"""fp16 on a CPU: DeepSpeed's accelerator says that it cannot, torch computes it nevertheless, slowly.
+"""fp16 on a CPU: DeepSpeed's accelerator says that it cannot, torch computes it nevertheless,
+slowly.
 
 So that fp16 checkpoints are written by DeepSpeed's own optimizers where there is no GPU.
 """

@@ -1,4 +1,5 @@
-"""Two ranks whose steps stop coming for some seconds, in one way after the other: hang_seeds.py FOLDER WAY...
+"""Two ranks whose steps stop coming for some seconds, in one way after the other: hang_seeds.py
+FOLDER WAY...
 
 The last way lasts until both are ended.
 """
@@ -52,7 +53,11 @@ def lock_held(_: Path) -> None:
 def stopped(_: Path) -> None:
     pid = os.getpid()
     subprocess.Popen(
-        [sys.executable, "-c", f"import time, os; time.sleep({SECONDS}); os.kill({pid}, {int(signal.SIGCONT)})"]
+        [
+            sys.executable,
+            "-c",
+            f"import time, os; time.sleep({SECONDS}); os.kill({pid}, {int(signal.SIGCONT)})",
+        ]
     )
     os.kill(pid, signal.SIGSTOP)
 
@@ -65,7 +70,13 @@ def dead_mount(folder: Path) -> None:
     """A file that does not answer: a pipe without a writer."""
     path = folder / "mount"
     os.mkfifo(path)
-    subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({SECONDS}); open({str(path)!r}, 'w').close()"])
+    subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"import time; time.sleep({SECONDS}); open({str(path)!r}, 'w').close()",
+        ]
+    )
     path.read_text(encoding="utf-8")
 
 
@@ -73,7 +84,10 @@ def in_a_save(_: Path) -> None:
     time.sleep(SAVE_SECONDS)
 
 
-SEEDS = {seed.__name__: seed for seed in (asleep, endless_loop, lock_held, stopped, data_worker, dead_mount, in_a_save)}
+SEEDS = {
+    seed.__name__: seed
+    for seed in (asleep, endless_loop, lock_held, stopped, data_worker, dead_mount, in_a_save)
+}
 
 
 def main() -> None:
@@ -93,7 +107,8 @@ def main() -> None:
                 step += 1
                 dist.all_reduce(gradient)
             with watch.during(SAVING):
-                time.sleep(0.8)  # more than steps may take, and less than three times what a save did
+                # more than steps may take, and less than three times what a save did
+                time.sleep(0.8)
                 dist.barrier()
             if rank == 0:
                 os.write(2, f"seed: {seed.__name__ if seed else ''}\n".encode())

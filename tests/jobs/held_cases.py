@@ -1,5 +1,6 @@
-"""Models whose weights have several names, no elements or no gradient: trained, resumed and moved to another stage;
-and optimizers that hold other weights than those that are trained, with what each is refused with.
+"""Models whose weights have several names, no elements or no gradient: trained, resumed and moved
+to another stage; and optimizers that hold other weights than those that are trained, with what each
+is refused with.
 
 Usage: held_cases.py OUT.json, on two ranks. `plain_run` is the same in plain PyTorch.
 """
@@ -34,15 +35,19 @@ STILL = r"still\..*"
 
 
 class Shares(nn.Module):
-    """A module in two places, a weight in two modules, a frozen one, one that is None, and one without elements, which
-    DeepSpeed does not gather at stage 3 (0.19.8, partition_parameters.py).
+    """A module in two places, a weight in two modules, a frozen one, one that is None, and one
+    without elements, which DeepSpeed does not gather at stage 3 (0.19.8, partition_parameters.py).
     """
 
     def __init__(self, *, has_empty: bool = False) -> None:
         super().__init__()
         block = nn.Linear(6, 6)
         self.blocks = nn.ModuleList([block, block])
-        self.first, self.still, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+        self.first, self.still, self.head = (
+            nn.Linear(6, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 6, bias=False),
+        )
         self.head.weight = self.first.weight
         self.out = nn.Linear(6, 3)
         if has_empty:
@@ -102,7 +107,9 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
 
 def data() -> TensorDataset:
     draw = torch.Generator().manual_seed(5)
-    return TensorDataset(torch.randn(64, 6, generator=draw), torch.randint(3, (64,), generator=draw))
+    return TensorDataset(
+        torch.randn(64, 6, generator=draw), torch.randint(3, (64,), generator=draw)
+    )
 
 
 def shares(*, has_empty: bool = False) -> nn.Module:
@@ -144,13 +151,24 @@ def plain_run() -> tuple[list[float], list[dict[str, torch.Tensor]]]:
 
 def fit(name: str, model: Any, optimizer: Any, **sections: Any) -> Any:
     loss = nn.functional.cross_entropy
-    return framework.fit(config(name, **sections), model=model, train_data=data(), task=loss, optimizer=optimizer)
+    return framework.fit(
+        config(name, **sections), model=model, train_data=data(), task=loss, optimizer=optimizer
+    )
 
 
 def thaw_and_save() -> str:
     """A weight that is thawed in mid-run is neither stepped nor frozen at stage 3."""
-    sections = {"zero": {"stage": 3}, "training": {"freeze": [STILL]}, "checkpoint": {"at_end": False}}
-    parts = {"model": shares(), "train_data": data(), "task": nn.functional.cross_entropy, "optimizer": sgd}
+    sections = {
+        "zero": {"stage": 3},
+        "training": {"freeze": [STILL]},
+        "checkpoint": {"at_end": False},
+    }
+    parts = {
+        "model": shares(),
+        "train_data": data(),
+        "task": nn.functional.cross_entropy,
+        "optimizer": sgd,
+    }
     try:
         with framework.open_engine(config("thawed", **sections), **parts) as engine:
             engine.module.still.requires_grad_(True)
@@ -161,14 +179,19 @@ def thaw_and_save() -> str:
 
 
 def lose_still() -> str:
-    """Take the frozen weight out of the files of a checkpoint of stage 3, and seal them anew; returns its folder."""
+    """Take the frozen weight out of the files of a checkpoint of stage 3, and seal them anew;
+    returns its folder.
+    """
     folder = Path("runs", "lost", "checkpoints", f"global_step{HALF_WAY}").absolute()
     if os.environ["RANK"] == "0":
         shutil.copytree(Path("runs", "shares-z3", "checkpoints", folder.name), folder)
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         for file in folder.glob("*_model_states.pt"):
             content = read_file(file)
-            del content["frozen_param_shapes"]["still.weight"], content["frozen_param_fragments"]["still.weight"]
+            del (
+                content["frozen_param_shapes"]["still.weight"],
+                content["frozen_param_fragments"]["still.weight"],
+            )
             torch.save(content, file)
             manifest["files"][file.name] = asdict(hash_file(file))
         (folder / MANIFEST).write_text(seal(manifest), encoding="utf-8")
@@ -181,11 +204,21 @@ def main() -> None:
     frozen = {"max_steps": HALF_WAY, "freeze": [STILL]}
     with process_group(None):
         for stage in STAGES:
-            fit(f"shares-z{stage}", shares(has_empty=stage < 2), sgd, zero={"stage": stage}, training=frozen)
+            fit(
+                f"shares-z{stage}",
+                shares(has_empty=stage < 2),
+                sgd,
+                zero={"stage": stage},
+                training=frozen,
+            )
         longer = frozen | {"max_steps": STEPS}
         for name, stage in (("resumed", 3), ("moved", 1), ("back", 3)):
             start = {"resumed": "shares-z3", "moved": "shares-z3", "back": "shares-z2"}[name]
-            resume = {"resume": str(Path("runs", start, "checkpoints", f"global_step{HALF_WAY}").absolute())}
+            resume = {
+                "resume": str(
+                    Path("runs", start, "checkpoints", f"global_step{HALF_WAY}").absolute()
+                )
+            }
             fit(name, shares(), sgd, zero={"stage": stage}, training=longer, checkpoint=resume)
         for name, (optimizer, sections) in REFUSED.items():
             try:

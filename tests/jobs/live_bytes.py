@@ -1,6 +1,6 @@
-"""Counts the bytes of a rank's live tensors at five moments of a run, for each config of a list: live_bytes.py
-CASES.json OUT.json. OUT has a list for each config: the most of all ranks at each moment, what autograd saved, and the
-bytes of checkpoints.
+"""Counts the bytes of a rank's live tensors at five moments of a run, for each config of a list:
+live_bytes.py CASES.json OUT.json. OUT has a list for each config: the most of all ranks at each
+moment, what autograd saved, and the bytes of checkpoints.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Squares(Task):
 
 
 def address(storage: torch.UntypedStorage) -> int:
-    """Where its bytes are; 0 where it has none: what stands for a spread weight raises where it is asked."""
+    """Where its bytes are; 0 where it has none: what stands for a spread weight raises where it is
+    asked.
+    """
     return storage.data_ptr() if storage.nbytes() else 0
 
 
@@ -48,14 +50,17 @@ def live_storages() -> dict[int, torch.UntypedStorage]:
 
 def bytes_beside(earlier: Mapping[int, torch.UntypedStorage]) -> int:
     """Bytes of what is alive and was not there earlier. Who holds `earlier` keeps what is in it."""
-    return sum(storage.nbytes() for number, storage in live_storages().items() if number not in earlier)
+    return sum(
+        storage.nbytes() for number, storage in live_storages().items() if number not in earlier
+    )
 
 
 class Ledger(TorchDispatchMode):
-    """Bytes of the storages that operations make while it is on, now and at most since the last `cut`.
+    """Bytes of the storages that operations make while it is on, now and at most since the last
+    `cut`.
 
-    The backward pass adds up gradients of one tensor in place, if not under a dispatch mode: there such a sum counts
-    when the next operation runs, and what it was made of has gone.
+    The backward pass adds up gradients of one tensor in place, if not under a dispatch mode: there
+    such a sum counts when the next operation runs, and what it was made of has gone.
     """
 
     def __init__(self) -> None:
@@ -124,7 +129,8 @@ LINEAR = torch.nn.functional.linear
 
 
 def measure(case: Mapping[str, Any]) -> list[int]:
-    torch.nn.functional.linear = LINEAR  # DeepSpeed replaces it at stage 3, to the end of the process
+    # DeepSpeed replaces it at stage 3, to the end of the process
+    torch.nn.functional.linear = LINEAR
     prepared = prepare(config_from_values(case["config"]))
     earlier, task = live_storages(), prepared.parts.task
     engine: Any = assemble_engine(prepared)
@@ -137,8 +143,10 @@ def measure(case: Mapping[str, Any]) -> list[int]:
     quiet = between - sum(tensor.nbytes for tensor in batch)  # the micro-batch is of the passes
     most = {"forward": 0, "backward": 0, "step": 0}
     ledger, deepspeed_engine = Ledger(), engine.engine
-    gc.freeze()  # what is there stays to the end of the step, and every rest would look through all of it
-    if prepared.cut is not None:  # a stage is told by a schedule when to run: one figure for the whole step
+    # what is there stays to the end of the step, and every rest would look through all of it
+    gc.freeze()
+    # a stage is told by a schedule when to run: one figure for the whole step
+    if prepared.cut is not None:
         with ledger:
             engine.train_step(iter([batch] * steps))
         return [start, quiet, *[between + ledger.cut()] * 3, 0, *ended(engine)]
@@ -156,7 +164,10 @@ def measure(case: Mapping[str, Any]) -> list[int]:
         return within
 
     own = deepspeed_engine.backward, deepspeed_engine.step
-    deepspeed_engine.backward, deepspeed_engine.step = counted(own[0], "backward"), counted(own[1], "step")
+    deepspeed_engine.backward, deepspeed_engine.step = (
+        counted(own[0], "backward"),
+        counted(own[1], "step"),
+    )
     saved = Saved(deepspeed_engine.module)
     with ledger:
         engine.train_step(iter([batch] * steps))
@@ -168,7 +179,9 @@ def measure(case: Mapping[str, Any]) -> list[int]:
 
 
 def ended(engine: Any) -> tuple[int, int]:
-    """Bytes of the files that this rank saves, staged in memory, and of those of all ranks; the engine is closed."""
+    """Bytes of the files that this rank saves, staged in memory, and of those of all ranks; the
+    engine is closed.
+    """
     staged = StagedFiles()
     engine.save(Path("saved"), "global_step3", {"step": 3}, open_file=staged.open)
     own = sum(one.num_bytes for one in staged.files)
@@ -184,7 +197,9 @@ def settle(ledger: Ledger) -> None:
 
 
 def rest() -> None:
-    """Wait for what is let go of in time: cycles, and tensors that the threads of collectives hold to the end."""
+    """Wait for what is let go of in time: cycles, and tensors that the threads of collectives hold
+    to the end.
+    """
     torch.distributed.barrier()
     time.sleep(0.02)
     gc.collect()

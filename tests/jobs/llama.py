@@ -12,7 +12,12 @@ class Llama(LlamaForCausalLM):  # type: ignore[misc]
     """Tokens (batch, sequence) to logits (batch, sequence, 256)."""
 
     def __init__(self) -> None:
-        sizes = {"vocab_size": 264, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
+        sizes = {
+            "vocab_size": 264,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "max_position_embeddings": 64,
+        }
         heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
         super().__init__(LlamaConfig(**sizes, **heads, tie_word_embeddings=False, use_cache=False))
 

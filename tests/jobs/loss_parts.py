@@ -1,4 +1,6 @@
-"""Losses that a run refuses, models that it cannot train, and a model that leaves out padding of its own."""
+"""Losses that a run refuses, models that it cannot train, and a model that leaves out padding of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,10 @@ class Padded(Dataset[dict[str, Tensor]]):
         draw = torch.Generator().manual_seed(index)
         tokens = torch.randint(1, VOCABULARY, (LENGTH,), generator=draw)
         length = 2 + index % (LENGTH - 2)
-        return {"tokens": tokens, "labels": tokens.roll(-1).masked_fill(torch.arange(LENGTH) >= length, 0)}
+        return {
+            "tokens": tokens,
+            "labels": tokens.roll(-1).masked_fill(torch.arange(LENGTH) >= length, 0),
+        }
 
 
 class OwnLoss(nn.Module):

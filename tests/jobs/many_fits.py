@@ -1,5 +1,5 @@
-"""Trains the same small run several times in one process per rank, at the ZeRO stages that are named; prints each loss,
-and what is left of the run afterwards.
+"""Trains the same small run several times in one process per rank, at the ZeRO stages that are
+named; prints each loss, and what is left of the run afterwards.
 """
 
 from __future__ import annotations
@@ -30,17 +30,25 @@ def main() -> None:
             "checkpoint": {"at_end": False},
             "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
         }
-        result = framework.fit(config, model=model, train_data=data, task=torch.nn.functional.cross_entropy)
+        result = framework.fit(
+            config, model=model, train_data=data, task=torch.nn.functional.cross_entropy
+        )
         if os.environ["RANK"] == "0":
             print("loss", result.metrics["train/loss"], flush=True)
             del model, result
-            print("left", bytes_of_tensors() - before - features.nbytes - data.tensors[1].nbytes, flush=True)
+            print(
+                "left",
+                bytes_of_tensors() - before - features.nbytes - data.tensors[1].nbytes,
+                flush=True,
+            )
     assert torch.nn.functional.linear is linear, "of a run without stage 3, after one with it"
 
 
 def bytes_of_tensors() -> int:
     gc.collect()
-    storages = [found.untyped_storage() for found in gc.get_objects() if isinstance(found, torch.Tensor)]
+    storages = [
+        found.untyped_storage() for found in gc.get_objects() if isinstance(found, torch.Tensor)
+    ]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -1,5 +1,5 @@
-"""Trains models that keep a part in evaluation mode, or were built with one in it, and writes each run's losses and the
-modes that its last step had.
+"""Trains models that keep a part in evaluation mode, or were built with one in it, and writes each
+run's losses and the modes that its last step had.
 
 Usage: mode_cases.py OUT.json, on two ranks. `plain_losses` is the same in plain PyTorch.
 """
@@ -97,7 +97,9 @@ class Rests:
 
 def part_of(model: nn.Module) -> nn.Module:
     """The norm, of a stage of a pipeline as well; a stage without one has another part."""
-    return next((part for part in model.modules() if isinstance(part, nn.BatchNorm1d)), nn.Identity())
+    return next(
+        (part for part in model.modules() if isinstance(part, nn.BatchNorm1d)), nn.Identity()
+    )
 
 
 def in_layers(body: nn.Module) -> nn.Sequential:
@@ -130,7 +132,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def data() -> TensorDataset:
     draw = torch.Generator().manual_seed(5)
-    return TensorDataset(torch.randn(64, 6, generator=draw), torch.randint(3, (64,), generator=draw))
+    return TensorDataset(
+        torch.randn(64, 6, generator=draw), torch.randint(3, (64,), generator=draw)
+    )
 
 
 def built(name: str) -> nn.Module:
@@ -153,7 +157,9 @@ def config(name: str, sections: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_losses(name: str, *, num_parts: int) -> list[float]:
-    """Losses of the steps; each batch in so many parts, as ranks compute with statistics of their own."""
+    """Losses of the steps; each batch in so many parts, as ranks compute with statistics of their
+    own.
+    """
     model, at = built(name), MODELS[name][1]
     images, labels = data().tensors
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
@@ -164,7 +170,9 @@ def plain_losses(name: str, *, num_parts: int) -> list[float]:
     for step in range(STEPS):
         at_step = slice(step * GLOBAL_SIZE, (step + 1) * GLOBAL_SIZE)
         total = torch.zeros(())
-        for x, wanted in zip(images[at_step].chunk(num_parts), labels[at_step].chunk(num_parts), strict=True):
+        for x, wanted in zip(
+            images[at_step].chunk(num_parts), labels[at_step].chunk(num_parts), strict=True
+        ):
             total = total + nn.functional.cross_entropy(model(x), wanted) / num_parts
         optimizer.zero_grad()
         total.backward()

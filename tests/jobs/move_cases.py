@@ -1,9 +1,10 @@
-"""Trains, or moves checkpoints between layouts, many cases in one launched job: move_cases.py CASES.json.
+"""Trains, or moves checkpoints between layouts, many cases in one launched job: move_cases.py
+CASES.json.
 
-A case is {"config", "trains", "loads": [[run folder, file], ...]}. A case that trains is loaded again by DeepSpeed's
-own means; otherwise every checkpoint is loaded as one that has moved, one after the other into one engine. The whole
-state that the engine then holds is written to the file, read by DeepSpeed's own functions (stages 1 to 3) or from
-torch's optimizer (stage 0).
+A case is {"config", "trains", "loads": [[run folder, file], ...]}. A case that trains is loaded
+again by DeepSpeed's own means; otherwise every checkpoint is loaded as one that has moved, one
+after the other into one engine. The whole state that the engine then holds is written to the file,
+read by DeepSpeed's own functions (stages 1 to 3) or from torch's optimizer (stage 0).
 """
 
 from __future__ import annotations
@@ -43,14 +44,18 @@ def main() -> None:
             engine: Any = assemble_engine(prepare(config_from_values(case["config"])))
             for source, truth in case["loads"]:
                 scramble(engine)
-                checkpoint = find_checkpoint(source, run_checkpoints=Path(source), allow_unverified=True)
+                checkpoint = find_checkpoint(
+                    source, run_checkpoints=Path(source), allow_unverified=True
+                )
                 assert checkpoint is not None
                 checkpoint = describe_raw(checkpoint)
                 state = engine.load(checkpoint, moved=not case["trains"])
                 held = whole_state(engine)
                 if torch.distributed.get_rank() == 0:
                     loss_scale = float(engine.engine._get_optimizer_loss_scale() or 1.0)
-                    torch.save({"state": held, "step": state["step"], "loss_scale": loss_scale}, truth)
+                    torch.save(
+                        {"state": held, "step": state["step"], "loss_scale": loss_scale}, truth
+                    )
             engine.close()
 
 
@@ -85,7 +90,10 @@ def whole_state(engine: Any) -> dict[str, torch.Tensor]:
             continue
         if hasattr(tensor, "ds_id") or hasattr(tensor, "_hp_mapping"):
             own[f"{name} fp32"] = safe_get_full_fp32_param(tensor).detach().clone()
-            own |= {f"{name} {key}": safe_get_full_optimizer_state(tensor, key).detach().clone() for key in KEYS}
+            own |= {
+                f"{name} {key}": safe_get_full_optimizer_state(tensor, key).detach().clone()
+                for key in KEYS
+            }
         else:
             copy, state = stage0[tensor] if stage0 else (tensor, optimizer.state[tensor])
             own[f"{name} fp32"] = copy.detach().clone()
@@ -95,22 +103,32 @@ def whole_state(engine: Any) -> dict[str, torch.Tensor]:
     whole = {name: value for part in everyone for name, value in part.items()}
     for name, split in splits_of(names).items():  # without a pipeline, so that every rank has them
         size = engine.engine.mp_world_size
-        for key in [f"{name} {what}" for what in ("model", "fp32", *KEYS) if f"{name} {what}" in whole]:
+        for key in [
+            f"{name} {what}" for what in ("model", "fp32", *KEYS) if f"{name} {what}" in whole
+        ]:
             whole[key] = split.whole([part[key] for part in everyone[:size]])
     return whole
 
 
 def copies_of(optimizer: Any) -> dict[torch.Tensor, tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """Half precision at stage 0: parameter -> its fp32 copy and the state of that, from DeepSpeed's wrapper."""
+    """Half precision at stage 0: parameter -> its fp32 copy and the state of that, from DeepSpeed's
+    wrapper.
+    """
     found: dict[torch.Tensor, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
     if hasattr(optimizer, "fp32_groups_flat"):  # around FusedAdam
         for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
-            held = {key: _unflatten_dense_tensors(optimizer.optimizer.state[flat][key], group) for key in KEYS}
+            held = {
+                key: _unflatten_dense_tensors(optimizer.optimizer.state[flat][key], group)
+                for key in KEYS
+            }
             for number, copy in enumerate(_unflatten_dense_tensors(flat, group)):
                 found[group[number]] = copy, {key: held[key][number] for key in KEYS}
     elif hasattr(optimizer, "fp32_groups"):
         for group, copies in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-            found |= {own: (copy, optimizer.optimizer.state[copy]) for own, copy in zip(group, copies, strict=True)}
+            found |= {
+                own: (copy, optimizer.optimizer.state[copy])
+                for own, copy in zip(group, copies, strict=True)
+            }
     return found
 
 

@@ -1,6 +1,8 @@
-"""Trains on a GPU where anything that waits for it between logged points is an error: no_waits.py FOLDER SECTIONS.
+"""Trains on a GPU where anything that waits for it between logged points is an error: no_waits.py
+FOLDER SECTIONS.
 
-torch sees its own waits (`torch.cuda.set_sync_debug_mode`): reads of values, and copies from pageable memory.
+torch sees its own waits (`torch.cuda.set_sync_debug_mode`): reads of values, and copies from
+pageable memory.
 """
 
 from __future__ import annotations
@@ -58,7 +60,11 @@ if __name__ == "__main__":
             "checkpoint": {"at_end": False},
             "monitors": {"progress": "off"},
             **sections,
-            "training": {"max_steps": 6 * LOG_EVERY, "log_every": LOG_EVERY, **sections.get("training", {})},
+            "training": {
+                "max_steps": 6 * LOG_EVERY,
+                "log_every": LOG_EVERY,
+                **sections.get("training", {}),
+            },
         }
     )
     sys.stdout.flush()

@@ -1,7 +1,8 @@
 """Trains models whose backward passes are not all alike at stage 0: overlapped_sums.py OUT.json.
 
-Of each case: the largest distance of the weights and of the logged losses from plain PyTorch's in one process, which
-sees the batches of all ranks at once, and what was sent before the backward pass had ended.
+Of each case: the largest distance of the weights and of the logged losses from plain PyTorch's in
+one process, which sees the batches of all ranks at once, and what was sent before the backward pass
+had ended.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ KINDS = ("plain", "branch", "unused", "checkpointed_twice", "twice_and_branch", 
 
 
 class Net(nn.Module):
-    """Two blocks, a head, and a branch that only some samples take; the first block may be used twice."""
+    """Two blocks, a head, and a branch that only some samples take; the first block may be used
+    twice.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -48,7 +51,8 @@ class Net(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.steps += 1
         first: Callable[[torch.Tensor], torch.Tensor] = self.first
-        if self.kind == "own_pass":  # a step along the sign of the input's gradient (Goodfellow et al. 2015)
+        # a step along the sign of the input's gradient (Goodfellow et al. 2015)
+        if self.kind == "own_pass":
             inputs = inputs.detach().requires_grad_()
             self.head(self.second(self.first(inputs).tanh())).sum().backward()
             inputs = (inputs + 0.1 * inputs.grad.sign()).detach()
@@ -92,12 +96,15 @@ HALF: dict[str, tuple[dict[str, Any], Task]] = {
     "bf16": ({"dtype": "bf16"}, SquaresThatCount()),
     "bf16-reduced-in-fp32": ({"dtype": "bf16", "grad_reduction": "fp32"}, SquaresThatCount()),
     "fp16": ({"dtype": "fp16"}, SquaresThatCount()),
-    "autocast": ({"dtype": "autocast"}, MeanSquares()),  # a count would be divided by at another time
+    # a count would be divided by at another time
+    "autocast": ({"dtype": "autocast"}, MeanSquares()),
 }
 
 
 def batch(step: int, micro: int, of_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Four samples, of which one rank's have no branch and some lack a target, another number on each rank."""
+    """Four samples, of which one rank's have no branch and some lack a target, another number on
+    each rank.
+    """
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + of_rank)
     inputs = torch.randn(4, WIDTH, generator=generator)
     inputs[0, 0] = 1.0 if of_rank == 0 else -1.0
@@ -110,7 +117,9 @@ def batch(step: int, micro: int, of_rank: int) -> tuple[torch.Tensor, torch.Tens
 def trained_alone(kind: str, task: Task, accumulation: int) -> tuple[Net, list[float]]:
     """Plain PyTorch in one process, on the batches of all ranks."""
     net, losses = Net(kind), []
-    optimizer = torch.optim.SGD([one for one in net.parameters() if one.requires_grad], lr=LR, weight_decay=DECAY)
+    optimizer = torch.optim.SGD(
+        [one for one in net.parameters() if one.requires_grad], lr=LR, weight_decay=DECAY
+    )
     for step in range(STEPS):
         total: Any = 0.0
         count: Any = 0.0
@@ -134,10 +143,14 @@ def trained_alone(kind: str, task: Task, accumulation: int) -> tuple[Net, list[f
 
 
 def trained_together(engine: PlainEngine, accumulation: int) -> tuple[list[float], list[str]]:
-    """Return the logged losses and, of the last step, in which order buckets were sent and backward passes ended."""
+    """Return the logged losses and, of the last step, in which order buckets were sent and backward
+    passes ended.
+    """
     losses, order = [], [""]
     with (
-        mock.patch.object(gradient_sums._Bucket, "send", _noting("sent", gradient_sums._Bucket.send, order)),
+        mock.patch.object(
+            gradient_sums._Bucket, "send", _noting("sent", gradient_sums._Bucket.send, order)
+        ),
         mock.patch.object(GradientSums, "__call__", _noting("ended", GradientSums.__call__, order)),
     ):
         for step in range(STEPS):
@@ -161,7 +174,8 @@ def main() -> None:
     with mock.patch.object(gradient_sums, "_BUCKET_NUMBERS", 100), process_group(None):
         for kind in KINDS:
             for task in (SquaresThatCount(), MeanSquares()):
-                for accumulation in (1, 3) if kind != "own_pass" else (1,):  # it drops what was accumulated
+                # it drops what was accumulated
+                for accumulation in (1, 3) if kind != "own_pass" else (1,):
                     name = f"{kind}-{type(task).__name__}-{accumulation}"
                     found[name] = _case(kind, task, accumulation)
         allow_fp16()
@@ -173,7 +187,9 @@ def main() -> None:
 
 
 def _beside_deepspeeds_own(precision: dict[str, Any], task: Task) -> dict[str, Any]:
-    """Train twice in half precision: two ranks add in any order to the same bits, so none may differ."""
+    """Train twice in half precision: two ranks add in any order to the same bits, so none may
+    differ.
+    """
     values = {
         "model": {"kind": "mlp"},
         "batch": {"micro_size": 4, "accumulation_steps": 2},
@@ -183,7 +199,9 @@ def _beside_deepspeeds_own(precision: dict[str, Any], task: Task) -> dict[str, A
     prepared, weights = prepare(config_from_values(values)), []
     for way in (gradient_sums.sum_gradients, lambda engine: None):
         with mock.patch.object(plain_engine, "sum_gradients", way):
-            engine = build_engine(prepared.plan, ds_config=prepared.ds_config, model=Net("branch"), task=task)
+            engine = build_engine(
+                prepared.plan, ds_config=prepared.ds_config, model=Net("branch"), task=task
+            )
         ours = isinstance(engine.engine.allreduce_gradients, GradientSums)
         losses, _ = trained_together(engine, 2)
         weights.append([ours, losses, [one.tolist() for one in engine.engine.module.parameters()]])

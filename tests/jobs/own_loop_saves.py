@@ -1,7 +1,7 @@
 """A loop of one's own that is killed: own_loop_saves.py NAME STEPS KILLED_AT ASKS; one rank.
 
-ASKS is how many steps there are to a call of `should_stop`, 0 for none. What the loop draws depends on the random
-state alone.
+ASKS is how many steps there are to a call of `should_stop`, 0 for none. What the loop draws depends
+on the random state alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ def main(name: str, steps: int, killed_at: int, asks: int) -> None:
         "training": {"max_steps": steps},
         "batch": {"micro_size": 4},
         "zero": {"stage": 2},
-        "checkpoint": {"every_steps": 4, "resume": "auto", "keep_best": "train/loss", "best_is": "min"},
+        "checkpoint": {
+            "every_steps": 4,
+            "resume": "auto",
+            "keep_best": "train/loss",
+            "best_is": "min",
+        },
         "monitors": {"report": False, "tensorboard": False, "progress": "off"},
     }
     adam = partial(torch.optim.Adam, lr=1e-2)

@@ -1,4 +1,6 @@
-"""Loops of one's own on two ranks: own_loops.py OUT.json. What each has seen on rank 0 is left there."""
+"""Loops of one's own on two ranks: own_loops.py OUT.json. What each has seen on rank 0 is left
+there.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ QUIET = {"report": False, "tensorboard": False, "csv": False, "progress": "off"}
 
 def settings(name: str, steps: int, stage: int, **sections: Any) -> dict[str, Any]:
     """Sections of a run in a folder of its own."""
-    values = {"run": {"output_dir": name}, "training": {"max_steps": steps}, "zero": {"stage": stage}}
+    values = {
+        "run": {"output_dir": name},
+        "training": {"max_steps": steps},
+        "zero": {"stage": stage},
+    }
     return {**values, "monitors": QUIET, **sections}
 
 
@@ -41,8 +47,12 @@ def digits(stage: int, steps: int = 6, **sections: Any) -> dict[str, Any]:
     }
 
 
-def loop(config: dict[str, Any], *, apart: bool = False, asks_at: int = -1, evaluates: bool = True) -> list[float]:
-    """A loop over the run's own batches, whole steps or their parts; asks itself to stop where it is to."""
+def loop(
+    config: dict[str, Any], *, apart: bool = False, asks_at: int = -1, evaluates: bool = True
+) -> list[float]:
+    """A loop over the run's own batches, whole steps or their parts; asks itself to stop where it
+    is to.
+    """
     losses, loss_of = [], torch.nn.functional.cross_entropy
     with framework.open_engine(config) as engine:
         stream = engine.batches()
@@ -66,14 +76,18 @@ def loop(config: dict[str, Any], *, apart: bool = False, asks_at: int = -1, eval
 
 
 def slow_evaluation() -> dict[str, float]:
-    """An evaluation that takes longer than a run may be without a sign of life, by its batches, of which none does."""
+    """An evaluation that takes longer than a run may be without a sign of life, by its batches, of
+    which none does.
+    """
 
     def batches() -> Iterator[Any]:
         for _ in range(5):
             time.sleep(0.5)
             yield torch.rand(4, 1, 28, 28), torch.zeros(4, dtype=torch.long)
 
-    with framework.open_engine(digits(0, run={"name": "slow"}, supervision={"hang_seconds": 2})) as engine:
+    with framework.open_engine(
+        digits(0, run={"name": "slow"}, supervision={"hang_seconds": 2})
+    ) as engine:
         stream = engine.batches()
         while engine.steps_taken < 3 and not engine.should_stop():
             engine.train_step(next(stream), next(stream))
@@ -89,7 +103,9 @@ def main() -> None:
         for stage in (0, 1):
             found[f"gan{stage}"] = gan.main(**settings(f"gan{stage}", 4, stage))
         for stage in (1, 2):
-            found[f"penalty{stage}"] = gradient_penalty.main(**settings(f"penalty{stage}", 4, stage))
+            found[f"penalty{stage}"] = gradient_penalty.main(
+                **settings(f"penalty{stage}", 4, stage)
+            )
         gan.main(**settings("halves", 2, 1))
         found["halves"] = gan.main(**settings("halves", 4, 1, checkpoint={"resume": "auto"}))
         for stage in (0, 2, 3):
@@ -101,7 +117,9 @@ def main() -> None:
             loop(digits(2, 500, run={"name": "stopped"}), asks_at=3)
         except RunStopped as error:
             found["stopped"] = str(error)
-        found["rest"] = len(loop(digits(2, 40, run={"name": "stopped"}, checkpoint={"resume": "auto"})))
+        found["rest"] = len(
+            loop(digits(2, 40, run={"name": "stopped"}, checkpoint={"resume": "auto"}))
+        )
         try:
             with framework.open_engine(digits(0, run={"name": "broken"})) as engine:
                 engine.train_step(1)
@@ -113,7 +131,10 @@ def main() -> None:
             found["penalty3"] = str(error)
         found["slow"] = slow_evaluation()
         often = {"every_steps": 2, "start_step": 3, "at_start": True, "at_end": True}
-        loop(digits(0, run={"name": "often"}, evaluation=often, checkpoint={"every_epochs": 1}), evaluates=False)
+        loop(
+            digits(0, run={"name": "often"}, evaluation=often, checkpoint={"every_epochs": 1}),
+            evaluates=False,
+        )
         if torch.distributed.get_rank() == 0:
             Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
 

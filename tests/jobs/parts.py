@@ -19,14 +19,18 @@ from framework.tasks.task import Ratio
 
 
 def build(image_size: int) -> Splits:
-    """Digits. What reads them imports scikit-learn, a second of every process that needs another part."""
+    """Digits. What reads them imports scikit-learn, a second of every process that needs another
+    part.
+    """
     from framework.data import digits
 
     return digits.build(image_size)
 
 
 class NoisyDigits(Dataset[tuple[torch.Tensor, int]]):
-    """Digits with random noise, drawn anew whenever a sample is read, from torch's global generator."""
+    """Digits with random noise, drawn anew whenever a sample is read, from torch's global
+    generator.
+    """
 
     def __init__(self, strength: float, *, train: bool) -> None:
         splits = build(28)
@@ -46,7 +50,9 @@ def noisy_digits(strength: float = 0.5) -> tuple[NoisyDigits, NoisyDigits]:
 
 
 class SlowImages(Dataset[tuple[torch.Tensor, int]]):
-    """As many as there are digits, in ten classes, with random noise; each takes its time to read."""
+    """As many as there are digits, in ten classes, with random noise; each takes its time to
+    read.
+    """
 
     def __init__(self, seconds: float, *, count: int) -> None:
         self._seconds, self._count = seconds, count
@@ -66,7 +72,9 @@ def slow_images(seconds: float, eval_seconds: float = 0.0) -> tuple[SlowImages, 
 
 
 def digits_that_differ_between_ranks() -> Dataset[tuple[torch.Tensor, int]]:
-    return torch.utils.data.Subset(build(28).train, range(1000 + 100 * torch.distributed.get_rank()))  # type: ignore[arg-type]
+    return torch.utils.data.Subset(
+        build(28).train, range(1000 + 100 * torch.distributed.get_rank())
+    )  # type: ignore[arg-type]
 
 
 def steep_cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -75,7 +83,9 @@ def steep_cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.T
 
 
 class MaskedPrompts(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Token numbers and the next ones, of which a prompt of 0 to 15 counts nothing; in two of three samples none."""
+    """Token numbers and the next ones, of which a prompt of 0 to 15 counts nothing; in two of three
+    samples none.
+    """
 
     def __len__(self) -> int:
         return 64
@@ -98,7 +108,9 @@ class RaggedPrompts(MaskedPrompts):
         text, labels = super().__getitem__(index)
         return text[: 3 + 5 * index % 14], labels[: 3 + 5 * index % 14]
 
-    def collate_fn(self, samples: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    def collate_fn(
+        self, samples: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> tuple[torch.Tensor, ...]:
         pad = torch.nn.utils.rnn.pad_sequence
         ids, labels = zip(*samples, strict=True)
         return pad(ids, batch_first=True), pad(labels, batch_first=True, padding_value=-100)
@@ -113,7 +125,9 @@ def masked_prompts_and_seven_more() -> tuple[Dataset[tuple[torch.Tensor, torch.T
 
 
 def sets_of_digits() -> tuple[Dataset[Any], dict[str, Dataset[Any]]]:
-    """Evaluation sets of unlike length: on two ranks one needs no padding, one much, and one leaves a rank without."""
+    """Evaluation sets of unlike length: on two ranks one needs no padding, one much, and one leaves
+    a rank without.
+    """
     train, all_clean = build(28).train, build(28).evaluation
     noisy = [(image + 0.5, label) for image, label in (all_clean[number] for number in range(33))]  # type: ignore[index]
     clean = torch.utils.data.Subset(all_clean, range(64))  # type: ignore[arg-type]
@@ -121,7 +135,9 @@ def sets_of_digits() -> tuple[Dataset[Any], dict[str, Dataset[Any]]]:
 
 
 def steep_samples(count: int = 1024) -> TensorDataset:
-    """Vectors whose mean is five times their deviation, with a target that their loss does not read."""
+    """Vectors whose mean is five times their deviation, with a target that their loss does not
+    read.
+    """
     inputs = 5.0 + torch.randn(count, 16, generator=torch.Generator().manual_seed(0))
     return TensorDataset(inputs, torch.zeros(count))
 
@@ -147,7 +163,9 @@ def mean_output(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 class StaysInEvaluation(torch.nn.Linear):
-    """A frozen part that a user keeps in evaluation mode; it ends the run that puts it into training mode."""
+    """A frozen part that a user keeps in evaluation mode; it ends the run that puts it into
+    training mode.
+    """
 
     def __init__(self) -> None:
         super().__init__(16, 1)
@@ -166,8 +184,8 @@ def partly_in_evaluation() -> torch.nn.Sequential:
 
 
 class CountsGraphs:
-    """Writes at the end of a run what torch has compiled in it, to ``<folder>/graphs.json`` of its run; with `cache`,
-    torch.compile begins without kernels of earlier runs.
+    """Writes at the end of a run what torch has compiled in it, to ``<folder>/graphs.json`` of its
+    run; with `cache`, torch.compile begins without kernels of earlier runs.
     """
 
     def __init__(self, path: str, cache: str | None = None) -> None:
@@ -180,7 +198,10 @@ class CountsGraphs:
 
     def on_end(self, state: Any) -> None:
         counters = torch._dynamo.utils.counters
-        found = {"graphs": counters["stats"]["unique_graphs"], "breaks": len(counters["graph_break"])}
+        found = {
+            "graphs": counters["stats"]["unique_graphs"],
+            "breaks": len(counters["graph_break"]),
+        }
         if state.is_main:
             Path(self._path).write_text(json.dumps(found), encoding="utf-8")
 
@@ -212,9 +233,16 @@ class StopsItself(Classification):
 def tiny_mixtral() -> torch.nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
-    return MixtralForCausalLM(MixtralConfig(vocab_size=50, num_key_value_heads=1, **sizes, **experts))
+    return MixtralForCausalLM(
+        MixtralConfig(vocab_size=50, num_key_value_heads=1, **sizes, **experts)
+    )
 
 
 class WithRouterLoss(CausalLM):

@@ -25,7 +25,9 @@ def points(num_eval: int = 5, num_train: int = 32) -> tuple[TensorDataset, Tenso
     generator = torch.Generator().manual_seed(5)
     both = torch.randn(num_train + num_eval, _WIDTH, generator=generator)
     labels = both[:, :NUM_CLASSES].argmax(dim=1)
-    return TensorDataset(both[:num_train], labels[:num_train]), TensorDataset(both[num_train:], labels[num_train:])
+    return TensorDataset(both[:num_train], labels[:num_train]), TensorDataset(
+        both[num_train:], labels[num_train:]
+    )
 
 
 class PaddedText(Dataset[tuple[Tensor, int]]):
@@ -71,8 +73,12 @@ class Total(nn.Module):
 
 
 def reader() -> nn.Sequential:
-    """A bag of words; what crosses the cut behind the tanh is as wide as the batch's longest text."""
-    return nn.Sequential(nn.Embedding(11, _WIDTH, padding_idx=0), nn.Tanh(), Total(), nn.Linear(_WIDTH, NUM_CLASSES))
+    """A bag of words; what crosses the cut behind the tanh is as wide as the batch's longest
+    text.
+    """
+    return nn.Sequential(
+        nn.Embedding(11, _WIDTH, padding_idx=0), nn.Tanh(), Total(), nn.Linear(_WIDTH, NUM_CLASSES)
+    )
 
 
 class Apart(nn.Module):
@@ -87,7 +93,9 @@ class Apart(nn.Module):
 
 
 class Between(nn.Module):
-    """Takes (integers, floats), hands on the same; under autocast it gets and gives other floats."""
+    """Takes (integers, floats), hands on the same; under autocast it gets and gives other
+    floats.
+    """
 
     def __init__(self, *, normed: bool) -> None:
         super().__init__()
@@ -192,7 +200,12 @@ class Fails(nn.Module):
 
     def __init__(self, how: str, call: int) -> None:
         super().__init__()
-        self.linear, self._how, self._call, self._calls = nn.Linear(_WIDTH, NUM_CLASSES), how, call, 0
+        self.linear, self._how, self._call, self._calls = (
+            nn.Linear(_WIDTH, NUM_CLASSES),
+            how,
+            call,
+            0,
+        )
 
     def forward(self, value: Tensor) -> Tensor:
         harmful = self.training if self._how != "eval" else not self.training

@@ -1,8 +1,8 @@
-"""Plain DeepSpeed, without this framework, trains models and saves them with `engine.save_checkpoint`: raw_deepspeed.py
-FOLDER.
+"""Plain DeepSpeed, without this framework, trains models and saves them with
+`engine.save_checkpoint`: raw_deepspeed.py FOLDER.
 
-Beside every checkpoint rank 0 writes ``<case>.pt``: weights and moments, gathered from the living engine by DeepSpeed's
-functions.
+Beside every checkpoint rank 0 writes ``<case>.pt``: weights and moments, gathered from the living
+engine by DeepSpeed's functions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ CASES: dict[str, tuple[int, str, str, str]] = {
 
 
 def ds_config(stage: int, dtype: str, optimizer: str) -> dict[str, Any]:
-    parameters = {"lr": 1e-3, "torch_adam": True} if optimizer == "AdamW" else {"lr": 1e-3, "momentum": 0.9}
+    parameters = (
+        {"lr": 1e-3, "torch_adam": True} if optimizer == "AdamW" else {"lr": 1e-3, "momentum": 0.9}
+    )
     half = {} if dtype == "fp32" else {dtype: {"enabled": True}}
     return {
         "train_batch_size": SAMPLES,
@@ -62,12 +64,17 @@ def train(case: str, folder: Path) -> None:
     engine, _, _, _ = deepspeed.initialize(
         model=module, model_parameters=module.parameters(), config=config, dist_init_required=False
     )
-    side, draw = 28 if model == "tied" else 8, torch.Generator().manual_seed(torch.distributed.get_rank())
+    side, draw = (
+        28 if model == "tied" else 8,
+        torch.Generator().manual_seed(torch.distributed.get_rank()),
+    )
     kind = next(module.parameters()).dtype
     for _ in range(STEPS):
         outputs = engine(torch.rand(SAMPLES // 2, 1, side, side, generator=draw).to(kind))
         engine.backward(
-            torch.nn.functional.cross_entropy(outputs.float(), torch.randint(10, (SAMPLES // 2,), generator=draw))
+            torch.nn.functional.cross_entropy(
+                outputs.float(), torch.randint(10, (SAMPLES // 2,), generator=draw)
+            )
         )
         engine.step()
     tag = "after-three" if case == "z0-tied" else None  # a tag of the user's own
@@ -86,7 +93,10 @@ def state_of(engine: Any, keys: tuple[str, ...]) -> dict[str, torch.Tensor]:
             found[name] = tensor.detach().clone()
         elif hasattr(tensor, "ds_id") or hasattr(tensor, "_hp_mapping"):
             found[name] = safe_get_full_fp32_param(tensor).detach().clone()
-            found |= {f"{name} {key}": safe_get_full_optimizer_state(tensor, key).detach().clone() for key in keys}
+            found |= {
+                f"{name} {key}": safe_get_full_optimizer_state(tensor, key).detach().clone()
+                for key in keys
+            }
         else:
             copy, state = stage0[tensor] if stage0 else (tensor, engine.optimizer.state[tensor])
             found[name] = copy.detach().clone()

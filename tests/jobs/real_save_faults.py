@@ -1,8 +1,9 @@
-"""Every call of a save by DeepSpeed itself goes wrong once: real_save_faults.py FOLDER STAGE FAULT... Prints what each
-came to.
+"""Every call of a save by DeepSpeed itself goes wrong once: real_save_faults.py FOLDER STAGE
+FAULT... Prints what each came to.
 
-One rank in one process, which goes on after each fault: an end is an exception that nothing catches, after which no
-call that changes a file system works any more, as in `tests.checkpoint.test_every_fault`.
+One rank in one process, which goes on after each fault: an end is an exception that nothing
+catches, after which no call that changes a file system works any more, as in
+`tests.checkpoint.test_every_fault`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ from framework.engine.distributed import process_group, quiet_deepspeed
 from framework.setup.assemble import assemble_engine
 from framework.setup.parts import make_train_loader
 from framework.setup.prepared import prepare
-from tests.checkpoint.test_every_fault import CONFIG, LAYOUT, OPTIONS, Ended, Faults, faults, fresh_start
+from tests.checkpoint.test_every_fault import (
+    CONFIG,
+    LAYOUT,
+    OPTIONS,
+    Ended,
+    Faults,
+    faults,
+    fresh_start,
+)
 
 CONFIG_HERE = {
     "model": {"kind": "mlp", "hidden_sizes": [4]},
@@ -46,7 +55,9 @@ def main() -> None:
         for step in (10, 20):
             assert saver.checkpointer(folder / "prepared").save(step)
         count, log = saver.count(folder)
-        outcomes = {kind: [saver.run(folder, number, kind) for number in range(count)] for kind in kinds}
+        outcomes = {
+            kind: [saver.run(folder, number, kind) for number in range(count)] for kind in kinds
+        }
         engine.close()
     print(json.dumps({"calls": log, "outcomes": outcomes}))
 
@@ -59,7 +70,9 @@ class Saver:
 
     def checkpointer(self, folder: Path) -> Checkpointer:
         folder.mkdir(exist_ok=True)
-        return Checkpointer(self._engine, folder, **{**OPTIONS, "description": {"layout": LAYOUT, "config": CONFIG}})
+        return Checkpointer(
+            self._engine, folder, **{**OPTIONS, "description": {"layout": LAYOUT, "config": CONFIG}}
+        )
 
     def count(self, folder: Path) -> tuple[int, list[str]]:
         run = shutil.copytree(folder / "prepared", folder / "counted")
@@ -87,8 +100,12 @@ class Saver:
         return written, reached
 
     def _count_copies(self, found: Faults) -> None:
-        """DeepSpeed copies its script beside the checkpoint; undone with the rest, by the next fault's own."""
-        self._patch.setattr(deepspeed.runtime.engine, "copyfile", found.wrap("copyfile", shutil.copyfile))
+        """DeepSpeed copies its script beside the checkpoint; undone with the rest, by the next
+        fault's own.
+        """
+        self._patch.setattr(
+            deepspeed.runtime.engine, "copyfile", found.wrap("copyfile", shutil.copyfile)
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Trains models whose graph differs between ranks, with DeepSpeed's engine as the framework makes it and in plain
-PyTorch.
+"""Trains models whose graph differs between ranks, with DeepSpeed's engine as the framework makes
+it and in plain PyTorch.
 
-Usage: routed_models.py OUT.json. Rank 0 writes {case: largest difference of a weight, or what was refused}.
+Usage: routed_models.py OUT.json. Rank 0 writes {case: largest difference of a weight, or what was
+refused}.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Experts(nn.Module):
 
 
 class Routed(nn.Module):
-    """Experts chosen by the data: the first number of a batch says which, the second one the step."""
+    """Experts chosen by the data: the first number of a batch says which, the second one the
+    step.
+    """
 
     def __init__(self, *, from_step: int = 0, order_only: bool = False) -> None:
         super().__init__()
@@ -102,7 +105,9 @@ def make(kind: str) -> nn.Module:
 
 
 def plain(kind: str, optimizer: str, accumulation: int, world: int) -> dict[str, torch.Tensor]:
-    """Plain PyTorch on the batches of all ranks; a weight that nobody used has a gradient of zero, as with ZeRO."""
+    """Plain PyTorch on the batches of all ranks; a weight that nobody used has a gradient of zero,
+    as with ZeRO.
+    """
     model = make(kind)
     step = OPTIMIZERS[optimizer](model.parameters())
     for number in range(NUM_STEPS):
@@ -114,7 +119,9 @@ def plain(kind: str, optimizer: str, accumulation: int, world: int) -> dict[str,
                     loss = loss + model(batch(number, of_rank, micro + 2)).square().mean()
                 (loss / world / accumulation).backward()
         for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
         step.step()
     return {name: value.detach() for name, value in model.named_parameters()}
 
@@ -141,14 +148,24 @@ def watch_waiting(engine: deepspeed.DeepSpeedEngine) -> None:
 
 
 def train(
-    kind: str, stage: int, optimizer: str, accumulation: int, *, keeps_order: bool = True, **zero: Any
+    kind: str,
+    stage: int,
+    optimizer: str,
+    accumulation: int,
+    *,
+    keeps_order: bool = True,
+    **zero: Any,
 ) -> dict[str, torch.Tensor]:
     """The same with DeepSpeed."""
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 100}
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "reduce_bucket_size": 100,
+        }
         | zero,
         "zero_allow_untested_optimizer": True,
     }
@@ -167,7 +184,8 @@ def train(
     for number in range(NUM_STEPS):
         for micro in range(accumulation):
             loss = engine(batch(number, rank(), micro)).square().mean()
-            if kind == "twice":  # two forward passes before a backward pass, and one of an evaluation between
+            # two forward passes before a backward pass, and one of an evaluation between
+            if kind == "twice":
                 with torch.no_grad():
                     engine(batch(number, rank(), micro + 1))
                 loss = loss + engine(batch(number, rank(), micro + 2)).square().mean()
@@ -192,7 +210,13 @@ def cases() -> Iterator[tuple[str, int, str, int, dict[str, Any]]]:
     yield "twice", 3, "sgd", 1, {}
     for stage in (2, 3):
         yield "aside", stage, "sgd", 1, {}
-    yield "late", 3, "adamw", 2, {"leaf_module": {"classes": ["tests.jobs.routed_models.Experts", "__main__.Experts"]}}
+    yield (
+        "late",
+        3,
+        "adamw",
+        2,
+        {"leaf_module": {"classes": ["tests.jobs.routed_models.Experts", "__main__.Experts"]}},
+    )
 
 
 def main(out: Path, *refused: str) -> None:
@@ -201,7 +225,10 @@ def main(out: Path, *refused: str) -> None:
     with process_group(None):
         world = len(gather(0))
         if refused == ("unkept",):
-            expected, weights = plain("order", "sgd", 1, world), train("order", 2, "sgd", 1, keeps_order=False)
+            expected, weights = (
+                plain("order", "sgd", 1, world),
+                train("order", 2, "sgd", 1, keeps_order=False),
+            )
             difference = max(float((expected[one] - weights[one]).abs().max()) for one in expected)
             if rank() == 0:
                 out.write_text(json.dumps(difference), encoding="utf-8")

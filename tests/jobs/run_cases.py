@@ -1,8 +1,8 @@
-"""Trains many cases in one launched job: run_cases.py CASES.json [--allow-fp16]. A case is {"config"}; starting
-DeepSpeed is dear.
+"""Trains many cases in one launched job: run_cases.py CASES.json [--allow-fp16]. A case is
+{"config"}; starting DeepSpeed is dear.
 
-Each case may name `model`, `optimizer` or data through import paths of `tests.jobs.parts`. A case that fails writes its
-error to ``<output_dir>/<name>.error`` and the next one starts.
+Each case may name `model`, `optimizer` or data through import paths of `tests.jobs.parts`. A case
+that fails writes its error to ``<output_dir>/<name>.error`` and the next one starts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def main() -> None:
             except FrameworkError as error:
                 if torch.distributed.get_rank() == 0:
                     run = case["config"]["run"]
-                    Path(run["output_dir"], run["name"] + ".error").write_text(str(error), encoding="utf-8")
+                    Path(run["output_dir"], run["name"] + ".error").write_text(
+                        str(error), encoding="utf-8"
+                    )
 
 
 if __name__ == "__main__":

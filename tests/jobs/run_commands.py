@@ -1,7 +1,7 @@
 """Trains runs and runs commands on the same ranks, one after the other: run_commands.py JOBS.json.
 
-A job is the config of a run, or [file, words]: what a command prints on rank 0 is left in the file. None writes into a
-run folder.
+A job is the config of a run, or [file, words]: what a command prints on rank 0 is left in the file.
+None writes into a run folder.
 """
 
 from __future__ import annotations

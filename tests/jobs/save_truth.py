@@ -1,8 +1,8 @@
-"""Trains cases as `run_cases` does; whenever an engine saves, every rank also writes the weights that it holds, as it
-sees them.
+"""Trains cases as `run_cases` does; whenever an engine saves, every rank also writes the weights
+that it holds, as it sees them.
 
-They are asked of the living engine and of the module, and never of a checkpoint: ``truth-rank<N>.pt`` in the run folder
-is what a reader of the checkpoint is held against.
+They are asked of the living engine and of the module, and never of a checkpoint:
+``truth-rank<N>.pt`` in the run folder is what a reader of the checkpoint is held against.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from tests.jobs.move_cases import copies_of
 
 
 def truth(engine: Any, *, half: bool) -> dict[str, torch.Tensor]:
-    """Whole tensors by name; where training is in half precision, the fp32 weights that the optimizer steps."""
+    """Whole tensors by name; where training is in half precision, the fp32 weights that the
+    optimizer steps.
+    """
     found: dict[str, torch.Tensor] = {}
     copies = copies_of(engine.optimizer)  # at stage 0 DeepSpeed has no function that finds them
     for name, tensor in engine.module.state_dict(keep_vars=True).items():
@@ -41,9 +43,14 @@ def truth(engine: Any, *, half: bool) -> dict[str, torch.Tensor]:
 
 def telling(save: Any) -> Any:
     def save_both(self: Any, folder: Path, tag: str, state: Mapping[str, Any]) -> Any:
-        half = any(parameter.dtype != torch.float32 for parameter in self.engine.module.parameters())
+        half = any(
+            parameter.dtype != torch.float32 for parameter in self.engine.module.parameters()
+        )
         # folder is runs/<name>/checkpoints/.saving
-        torch.save(truth(self.engine, half=half), folder.parents[1] / f"truth-rank{torch.distributed.get_rank()}.pt")
+        torch.save(
+            truth(self.engine, half=half),
+            folder.parents[1] / f"truth-rank{torch.distributed.get_rank()}.pt",
+        )
         return save(self, folder, tag, state)
 
     return save_both

@@ -15,7 +15,12 @@ from framework.tasks.task import Positions, Ratio
 def tiny_llama(**shape: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=261, num_key_value_heads=2, **sizes | shape))
 
 
@@ -23,7 +28,12 @@ def window_llama() -> nn.Module:
     """A model in which a position sees the last few ones only, in half of its layers."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     window = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
     return Qwen2ForCausalLM(Qwen2Config(vocab_size=261, num_key_value_heads=4, **sizes, **window))
 
@@ -37,7 +47,9 @@ def tiny_gpt() -> nn.Module:
 
 
 class RaggedLM(CausalLM):
-    """Next tokens of samples that end early, each elsewhere, and of which some targets are left out."""
+    """Next tokens of samples that end early, each elsewhere, and of which some targets are left
+    out.
+    """
 
     def split(self, batch: Any) -> tuple[dict[str, Tensor], Tensor]:
         ids, targets = batch
@@ -46,9 +58,14 @@ class RaggedLM(CausalLM):
         targets = torch.where(mask & (ids % 3 > 0), targets, self.ignore_index)
         return {"input_ids": ids, "attention_mask": mask.long()}, targets
 
-    def share(self, inputs: Any, targets: Tensor, positions: Positions) -> tuple[dict[str, Tensor], Tensor]:
+    def share(
+        self, inputs: Any, targets: Tensor, positions: Positions
+    ) -> tuple[dict[str, Tensor], Tensor]:
         ids, targets = super().share(inputs["input_ids"], targets, positions)
-        return {"input_ids": ids, "attention_mask": positions.whole(inputs["attention_mask"], fill=0)}, targets
+        return {
+            "input_ids": ids,
+            "attention_mask": positions.whole(inputs["attention_mask"], fill=0),
+        }, targets
 
     def forward(self, model: nn.Module, inputs: Any) -> Tensor:
         logits: Tensor = logits_of(super().forward(model, inputs))
@@ -73,20 +90,29 @@ def tiny_roberta() -> nn.Module:
     """A model that numbers positions from 2 on, and padding not at all."""
     from transformers import RobertaConfig, RobertaForMaskedLM
 
-    return RobertaForMaskedLM(RobertaConfig(pad_token_id=1, max_position_embeddings=40, **_TINY, **_NO_DROPOUT))
+    return RobertaForMaskedLM(
+        RobertaConfig(pad_token_id=1, max_position_embeddings=40, **_TINY, **_NO_DROPOUT)
+    )
 
 
 def tiny_opt() -> nn.Module:
     """A model that numbers what the mask leaves."""
     from transformers import OPTConfig, OPTForCausalLM
 
-    sizes = {"ffn_dim": 64, "word_embed_proj_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return OPTForCausalLM(OPTConfig(vocab_size=261, hidden_size=32, max_position_embeddings=40, dropout=0.0, **sizes))
+    sizes = {
+        "ffn_dim": 64,
+        "word_embed_proj_dim": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    return OPTForCausalLM(
+        OPTConfig(vocab_size=261, hidden_size=32, max_position_embeddings=40, dropout=0.0, **sizes)
+    )
 
 
 def mixing_bert(kind: str) -> nn.Module:
-    """A model of transformers that mixes positions elsewhere than in attention: MobileBERT by three words in its
-    embeddings.
+    """A model of transformers that mixes positions elsewhere than in attention: MobileBERT by three
+    words in its embeddings.
     """
     import transformers
 
@@ -142,7 +168,10 @@ class NoKnownAttention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.attention = nn.Embedding(261, 32), nn.MultiheadAttention(32, 2, batch_first=True)
+        self.embed, self.attention = (
+            nn.Embedding(261, 32),
+            nn.MultiheadAttention(32, 2, batch_first=True),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         embedded = self.embed(ids)

@@ -1,4 +1,6 @@
-"""What `plan --measure` starts, with a glance at each figure instead of a quarter of a second: short_rates OUT."""
+"""What `plan --measure` starts, with a glance at each figure instead of a quarter of a second:
+short_rates OUT.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Trains where each write to a log takes long, and never waits for one by itself: slow_log.py well|error|SIGTERM."""
+"""Trains where each write to a log takes long, and never waits for one by itself: slow_log.py
+well|error|SIGTERM.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,12 @@ def main() -> None:
     }
     model = torch.nn.Linear(4, 2)
     try:
-        framework.fit(config, model=model, train_data=Digits(sys.argv[-1]), task=torch.nn.functional.cross_entropy)
+        framework.fit(
+            config,
+            model=model,
+            train_data=Digits(sys.argv[-1]),
+            task=torch.nn.functional.cross_entropy,
+        )
     except RunStopped as stopped:
         sys.exit(stopped.exit_code)
 

@@ -1,4 +1,6 @@
-"""Two ranks, of which the first ends at once: the store goes with it while the other one asks it."""
+"""Two ranks, of which the first ends at once: the store goes with it while the other one asks
+it.
+"""
 
 from __future__ import annotations
 

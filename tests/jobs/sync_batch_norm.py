@@ -1,5 +1,5 @@
-"""Rank r of two normalises its part of a batch; what comes out is compared with one batch norm over the joined
-batch.
+"""Rank r of two normalises its part of a batch; what comes out is compared with one batch norm over
+the joined batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ def check(sizes: tuple[int, ...], momentum: float | None) -> None:
     rank, total = distributed.get_rank(), sum(sizes)
     generator = torch.Generator().manual_seed(1)
     parts = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-    joined, ours = network(nn.BatchNorm2d, momentum), with_sync_batch_norm(network(nn.BatchNorm2d, momentum))
+    joined, ours = (
+        network(nn.BatchNorm2d, momentum),
+        with_sync_batch_norm(network(nn.BatchNorm2d, momentum)),
+    )
     for _ in range(2):
         # A mean far from zero, where sums of squares would lose places of the variance.
         images = 3 * torch.randn(total, 2, 6, 6, dtype=torch.float64, generator=generator) + 100
@@ -43,7 +46,9 @@ def check(sizes: tuple[int, ...], momentum: float | None) -> None:
         assert whole.grad is not None
         assert part.grad is not None
         same(part.grad, whole.grad[parts])
-    for (name, parameter), reference in zip(ours.named_parameters(), joined.parameters(), strict=True):
+    for (name, parameter), reference in zip(
+        ours.named_parameters(), joined.parameters(), strict=True
+    ):
         gradient: Any = parameter.grad
         distributed.all_reduce(gradient)  # as data parallelism would
         assert reference.grad is not None, name

@@ -1,4 +1,6 @@
-"""What two ranks of a tensor group do inside, compared here: tensor_facts.py OUT.json, which holds what was found."""
+"""What two ranks of a tensor group do inside, compared here: tensor_facts.py OUT.json, which holds
+what was found.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,13 @@ from framework.tasks.masked_lm import MaskedLM
 from framework.tasks.task import Ratio, Task
 from tests.jobs import tensor_parts
 
-_SIZES: dict[str, Any] = {"vocab_size": 37, "max_positions": 8, "hidden_size": 16, "num_heads": 4, "mlp_size": 24}
+_SIZES: dict[str, Any] = {
+    "vocab_size": 37,
+    "max_positions": 8,
+    "hidden_size": 16,
+    "num_heads": 4,
+    "mlp_size": 24,
+}
 _TOKENS = torch.arange(16).view(2, 8)
 
 
@@ -41,7 +49,9 @@ class Mean(Task):
 
 def make_gpt(num_layers: int = 1, dropout: float = 0.0, **shape: Any) -> gpt.GPT:
     torch.manual_seed(3)
-    return gpt.GPT.of(**(_SIZES | {"num_layers": num_layers, "num_kv_heads": 4, "dropout": dropout} | shape))
+    return gpt.GPT.of(
+        **(_SIZES | {"num_layers": num_layers, "num_kv_heads": 4, "dropout": dropout} | shape)
+    )
 
 
 def make_bert(num_layers: int = 1) -> bert.BERT:
@@ -71,9 +81,11 @@ def count_sums(run: Callable[[], Any]) -> list[int]:
     return sizes
 
 
-def per_block(make: Callable[[int], nn.Module], task: Task, inputs: tuple[Tensor, ...]) -> list[list[int]]:
-    """Elements of each all-reduce of a block in the forward and in the backward pass: half of what three blocks have
-    more than one.
+def per_block(
+    make: Callable[[int], nn.Module], task: Task, inputs: tuple[Tensor, ...]
+) -> list[list[int]]:
+    """Elements of each all-reduce of a block in the forward and in the backward pass: half of what
+    three blocks have more than one.
     """
     found = []
     for num_layers in (1, 3):
@@ -88,22 +100,32 @@ def per_block(make: Callable[[int], nn.Module], task: Task, inputs: tuple[Tensor
 
         found.append([count_sums(forward), count_sums(backward)])
     blocks = [Counter(many) - Counter(one) for one, many in zip(*found, strict=True)]
-    return [sorted(size for size, count in block.items() for _ in range(count // 2)) for block in blocks]
+    return [
+        sorted(size for size, count in block.items() for _ in range(count // 2)) for block in blocks
+    ]
 
 
 def weights_joined() -> bool:
-    """Parts joined are the weights of one process, to the bit; every rank's logits are a part of one process's."""
+    """Parts joined are the weights of one process, to the bit; every rank's logits are a part of
+    one process's.
+    """
     whole, task = make_gpt(), CausalLM()
     model = cut(make_gpt(), task)
     logits = torch.cat(gather(model(_TOKENS).detach()), dim=-1)
     parts = [gather(weight.detach()) for weight in model.parameters()]
     splits = [vars(weight).get("split") for weight in model.parameters()]
-    joined = [some[0] if split is None else split.whole(some) for some, split in zip(parts, splits, strict=True)]
-    assert sum(split is not None for split in splits) == 11  # one embedding, 4 + 2 matrices, 3 + 1 biases of columns
+    joined = [
+        some[0] if split is None else split.whole(some)
+        for some, split in zip(parts, splits, strict=True)
+    ]
+    # one embedding, 4 + 2 matrices, 3 + 1 biases of columns
+    assert sum(split is not None for split in splits) == 11
     assert torch.allclose(logits, whole(_TOKENS), atol=1e-6)
     assert task.vocabulary is not None
     assert task.vocabulary.widths == [18, 19]
-    return all(torch.equal(one, other) for one, other in zip(joined, whole.parameters(), strict=True))
+    return all(
+        torch.equal(one, other) for one, other in zip(joined, whole.parameters(), strict=True)
+    )
 
 
 def logits_whole() -> bool:
@@ -117,7 +139,9 @@ def logits_whole() -> bool:
 
 
 def vocabulary_loss() -> dict[str, bool]:
-    """Losses, gradients and guesses of divided logits against torch's, with ties and ignored targets."""
+    """Losses, gradients and guesses of divided logits against torch's, with ties and ignored
+    targets.
+    """
     torch.manual_seed(11)
     whole = torch.randn(12, 37).mul(30).round().div(4).requires_grad_()  # some are equal
     whole.data[3, 5:35:3] = 99.0  # the largest, on both ranks
@@ -140,7 +164,9 @@ def vocabulary_loss() -> dict[str, bool]:
 
 
 def dropouts() -> dict[str, bool]:
-    """Random numbers drawn in attention differ between ranks; those after it, and all of the next step, do not."""
+    """Random numbers drawn in attention differ between ranks; those after it, and all of the next
+    step, do not.
+    """
     model, drawn = cut(make_gpt(dropout=0.5), CausalLM()), dict[str, list[Tensor]]()
     attend = sequence.scaled_dot_product_attention
 
@@ -159,10 +185,15 @@ def dropouts() -> dict[str, bool]:
         model(_TOKENS).sum().backward()
     model.eval()
     model(_TOKENS)
-    equal = {name: [len(set(map(str, gather(one.tolist())))) == 1 for one in some] for name, some in drawn.items()}
+    equal = {
+        name: [len(set(map(str, gather(one.tolist())))) == 1 for one in some]
+        for name, some in drawn.items()
+    }
     return {
-        "attention differs": equal["attention"] == [False, False, False, True],  # the last is an evaluation
-        "again": torch.equal(drawn["attention"][1], drawn["attention"][2]),  # computed anew in the backward pass
+        # the last is an evaluation
+        "attention differs": equal["attention"] == [False, False, False, True],
+        # computed anew in the backward pass
+        "again": torch.equal(drawn["attention"][1], drawn["attention"][2]),
         "block is the same": all(equal["block"]),
         "hidden is the same": all(torch.equal(hidden[0], other) for other in gather(hidden[0])),
     }
@@ -176,7 +207,10 @@ def refusals() -> dict[str, str]:
         "no row": (tensor_parts.FusedVision, {"blocks.*.mlp.1": "column"}),
         "no column": (tensor_parts.FusedVision, {"blocks.*.mlp.3": "row"}),
         "no linear": (tensor_parts.FusedVision, {"blocks.*.norm": "column"}),
-        "uneven": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)), {"0": "column", "1": "row"}),
+        "uneven": (
+            lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)),
+            {"0": "column", "1": "row"},
+        ),
         "attention of torch": (
             lambda: nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 2)),
             {"0": "column", "1.out_proj": "row"},

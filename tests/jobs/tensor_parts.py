@@ -24,9 +24,18 @@ def llama(tie: bool = False, key_heads: int = 2) -> Logits:
     """Llama of 2 layers, 4 heads and 2 key/value heads or others."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     return Logits(
-        LlamaForCausalLM(LlamaConfig(vocab_size=261, num_key_value_heads=key_heads, tie_word_embeddings=tie, **sizes))
+        LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=261, num_key_value_heads=key_heads, tie_word_embeddings=tie, **sizes
+            )
+        )
     )
 
 
@@ -34,8 +43,15 @@ def gemma() -> Logits:
     """Gemma, whose embedding scales what it finds, and gives its weight to the output layer."""
     from transformers import GemmaConfig, GemmaForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return Logits(GemmaForCausalLM(GemmaConfig(vocab_size=261, num_key_value_heads=2, head_dim=8, **sizes)))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    return Logits(
+        GemmaForCausalLM(GemmaConfig(vocab_size=261, num_key_value_heads=2, head_dim=8, **sizes))
+    )
 
 
 class ScaledByHand(nn.Embedding):
@@ -145,10 +161,19 @@ class FusedVision(nn.Module):
 
 
 def torch_vit() -> nn.Module:
-    """torchvision's class, whose attention is `nn.MultiheadAttention`; the images are made its three channels."""
+    """torchvision's class, whose attention is `nn.MultiheadAttention`; the images are made its
+    three channels.
+    """
     from torchvision.models import VisionTransformer
 
-    sizes = {"image_size": 28, "patch_size": 7, "num_layers": 2, "num_heads": 4, "hidden_dim": 32, "mlp_dim": 64}
+    sizes = {
+        "image_size": 28,
+        "patch_size": 7,
+        "num_layers": 2,
+        "num_heads": 4,
+        "hidden_dim": 32,
+        "mlp_dim": 64,
+    }
     return nn.Sequential(Coloured(), VisionTransformer(**sizes, num_classes=10))
 
 

@@ -20,10 +20,14 @@ class TiedNet(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def hf_names(self) -> dict[str, str]:
-        """As if somebody had such an architecture there; there are names of it that no export holds."""
+        """As if somebody had such an architecture there; there are names of it that no export
+        holds.
+        """
         ours = ["stem", "norm", "here", "there", "head"]
         parts = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
-        return {f"{name}.{part}": f"net.{name}_proj.{part}" for name in ours for part in parts} | {"scale": "net.scale"}
+        return {f"{name}.{part}": f"net.{name}_proj.{part}" for name in ours for part in parts} | {
+            "scale": "net.scale"
+        }
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """(N, 1, 28, 28) to (N, 10)."""
@@ -33,7 +37,9 @@ class TiedNet(nn.Module):
 
 
 class OutsideNet(TiedNet):
-    """The same, with a weight that is read outside of its own module, and of a module within another one."""
+    """The same, with a weight that is read outside of its own module, and of a module within
+    another one.
+    """
 
     def __init__(self) -> None:
         super().__init__()

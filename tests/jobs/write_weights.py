@@ -1,7 +1,7 @@
 """Runs whose code writes into weights, beside plain PyTorch: write_weights.py OUT.json CASE ...
 
-A case is a function of this file, or one with a ZeRO stage and a precision behind colons: ``clamp:2:bf16``. Rank 0
-writes for each what it has found, or the error.
+A case is a function of this file, or one with a ZeRO stage and a precision behind colons:
+``clamp:2:bf16``. Rank 0 writes for each what it has found, or the error.
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ class Writer:
 
     def on_end(self, state: framework.State) -> None:
         with state.gathered():
-            self.weights = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
+            self.weights = {
+                name: tensor.clone() for name, tensor in state.model.state_dict().items()
+            }
 
     def _write(self, state: framework.State) -> None:
         if not self.gathers:
@@ -199,7 +201,9 @@ def config(name: str, stage: int, dtype: str, sections: dict[str, Any]) -> dict[
 
 
 def plain_loop(model: nn.Module, write: Write, *, at_start: bool) -> list[float]:
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=2e-2, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        [one for one in model.parameters() if one.requires_grad], lr=2e-2, weight_decay=0.0
+    )
     losses = []
     if at_start:
         write(model, 0)
@@ -228,17 +232,28 @@ def fitted(
     **sections: Any,
 ) -> dict[str, Any]:
     """Fit, and compare with the plain loop: losses, and weights in memory and in the checkpoint."""
-    writer, asked = Writer(write, at_start=at_start, gathers=gathers), config(name, stage, dtype, sections)
+    writer, asked = (
+        Writer(write, at_start=at_start, gathers=gathers),
+        config(name, stage, dtype, sections),
+    )
     framework.fit(asked, model=lambda: built(kind), train_data=DATA, callbacks=[writer])
-    return compared(name, writer.weights, kind, lambda model: plain_loop(model, write, at_start=at_start))
+    return compared(
+        name, writer.weights, kind, lambda model: plain_loop(model, write, at_start=at_start)
+    )
 
 
 def compared(
-    name: str, weights: dict[str, Tensor], kind: type[nn.Module], loop: Callable[[nn.Module], list[float]]
+    name: str,
+    weights: dict[str, Tensor],
+    kind: type[nn.Module],
+    loop: Callable[[nn.Module], list[float]],
 ) -> dict[str, Any]:
     if torch.distributed.get_rank() != 0:
         return {}
-    plain, saved = built(kind), framework.load(f"runs/{name}", model=lambda: built(kind)).state_dict()
+    plain, saved = (
+        built(kind),
+        framework.load(f"runs/{name}", model=lambda: built(kind)).state_dict(),
+    )
     losses = loop(plain)
     lines = Path(f"runs/{name}/metrics.jsonl").read_text(encoding="utf-8").splitlines()
     ours = [json.loads(line)["train/loss"] for line in lines if "train/loss" in line]
@@ -246,7 +261,9 @@ def compared(
     return {
         "loss": max(abs(one - other) for one, other in zip(losses, ours, strict=True)),
         "saved": max(float((ends[name] - saved[name].float()).abs().max()) for name in ends),
-        "memory": max(float((one - saved[name].to(one)).abs().max()) for name, one in weights.items()),
+        "memory": max(
+            float((one - saved[name].to(one)).abs().max()) for name, one in weights.items()
+        ),
         "largest": max(float(one.abs().max()) for one in saved.values()),
     }
 
@@ -301,14 +318,19 @@ CASES: dict[str, Callable[[str, int, str], dict[str, Any]]] = {
     "load": partial(fitted, write=load, at_start=True),
     "set_fp32": partial(fitted, write=set_fp32, gathers=False),
     "forward": partial(fitted, kind=Clamping),
-    "forward_twice": partial(fitted, kind=Clamping, batch={"global_size": BATCH, "accumulation_steps": 2}),
+    "forward_twice": partial(
+        fitted, kind=Clamping, batch={"global_size": BATCH, "accumulation_steps": 2}
+    ),
     "teacher": partial(fitted, kind=Taught, zero=SMALL),
     "max_norm": partial(fitted, kind=Renormed),
     "small": partial(fitted, write=clamp_data, gathers=False, zero=SMALL),
     "watched": partial(fitted, write=clamp_data, training={"bad_steps": "skip"}),
     "offload": partial(fitted, write=clamp_data, zero=AWAY),
     "average": partial(
-        fitted, write=clamp, training={"ema": {"decay": 0.5}}, evaluation={"every_steps": 2, "weights": "ema"}
+        fitted,
+        write=clamp,
+        training={"ema": {"decay": 0.5}},
+        evaluation={"every_steps": 2, "weights": "ema"},
     ),
     "saved": partial(fitted, write=clamp, checkpoint={"every_steps": 2, "mode": "async"}),
     "pipe": partial(fitted, write=clamp_data, parallel={"pipe": 2}),

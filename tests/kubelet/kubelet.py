@@ -1,4 +1,6 @@
-"""`Kubelet`: makes the pods of a job, lets them run, and decides about them as the Job controller does."""
+"""`Kubelet`: makes the pods of a job, lets them run, and decides about them as the Job controller
+does.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +49,13 @@ class Kubelet:
     Args:
         manifest: as read.
         volumes: folder behind each claim.
-        image: folders that the image has filled: their content is copied into an emptyDir of that path. What a real
-            image would keep elsewhere is prepared in this way, such as compiled ops.
-        publish_after: seconds until others can resolve a new pod's name; infinite: not before `publish_now`.
-        restart_after: seconds until a failed pod is made anew; the real controller waits 10 s, then twice as long each
-            time.
+        image: folders that the image has filled: their content is copied into an emptyDir of that
+            path. What a real image would keep elsewhere is prepared in this way, such as compiled
+            ops.
+        publish_after: seconds until others can resolve a new pod's name; infinite: not before
+            `publish_now`.
+        restart_after: seconds until a failed pod is made anew; the real controller waits 10 s, then
+            twice as long each time.
     """
 
     def __init__(
@@ -75,7 +79,9 @@ class Kubelet:
         self._dying = ""
 
     def run(self, *, timeout: float, meanwhile: Callable[[Kubelet], object] | None = None) -> str:
-        """Until the job is over: ``Complete``, or ``Failed: REASON``. `meanwhile` is called again and again."""
+        """Until the job is over: ``Complete``, or ``Failed: REASON``. `meanwhile` is called again
+        and again.
+        """
         deadline = time.monotonic() + timeout
         while not self.result:
             self.step()
@@ -106,14 +112,17 @@ class Kubelet:
         self._terminate(self.pod(index))
 
     def evict(self, index: int) -> None:
-        """As a drained node or a preemption does: deleted, and the pod says that it was a disruption."""
+        """As a drained node or a preemption does: deleted, and the pod says that it was a
+        disruption.
+        """
         self.pod(index).conditions.add("DisruptionTarget")
         self.delete(index)
 
     def stated(self) -> str:
         """Logs of all pods, for the messages of tests."""
         return "\n".join(
-            f"--- pod {pod.index} ({pod.exit_code}) ---\n{pod.host.log.read_text()[-3000:]}" for pod in self.pods
+            f"--- pod {pod.index} ({pod.exit_code}) ---\n{pod.host.log.read_text()[-3000:]}"
+            for pod in self.pods
         )
 
     # ------------------------------------------------------------------------------------------- the Job controller
@@ -129,7 +138,11 @@ class Kubelet:
             self.result = "Complete"
         for index in range(spec.completions):
             last = newest.get(index)
-            is_due = last is not None and last.exit_code not in (None, 0) and now - last.ended >= self._restart_after
+            is_due = (
+                last is not None
+                and last.exit_code not in (None, 0)
+                and now - last.ended >= self._restart_after
+            )
             if last is None or is_due:
                 self.pods.append(self._create(index))
 
@@ -187,7 +200,9 @@ class Kubelet:
                 assert volume.emptyDir.medium == "Memory"
                 shm_bytes = num_bytes(volume.emptyDir.sizeLimit or "0")
             else:
-                mounts[mount.mountPath] = self._mount(volume, mount.mountPath, read_only=mount.readOnly)
+                mounts[mount.mountPath] = self._mount(
+                    volume, mount.mountPath, read_only=mount.readOnly
+                )
         host = self._network.host(
             name,
             publish=False,
@@ -199,7 +214,9 @@ class Kubelet:
             uid=spec.securityContext.runAsUser,
         )
         service = self._manifest.service.metadata.name
-        self._unpublished.append((time.monotonic() + self._publish_after, f"{name}.{service}", host.address))
+        self._unpublished.append(
+            (time.monotonic() + self._publish_after, f"{name}.{service}", host.address)
+        )
         self._publish(time.monotonic())
         return Pod(index, host, time.monotonic())
 
@@ -242,7 +259,10 @@ class Kubelet:
     def _terminate(self, pod: Pod) -> None:
         if pod.exit_code is None and pod._kill_at is None:
             pod.host.signal(signal.SIGTERM)
-            pod._kill_at = time.monotonic() + self._manifest.job.spec.template.spec.terminationGracePeriodSeconds
+            pod._kill_at = (
+                time.monotonic()
+                + self._manifest.job.spec.template.spec.terminationGracePeriodSeconds
+            )
 
     def _look(self, pod: Pod, now: float) -> None:
         if pod._kill_at is not None and now > pod._kill_at:
@@ -261,6 +281,8 @@ class Kubelet:
         stated = pod.host.termination_log.read_text(encoding="utf-8", errors="replace")
         policy = self._manifest.job.spec.template.spec.containers[0].terminationMessagePolicy
         if not stated and policy == "FallbackToLogsOnError" and pod.exit_code:
-            lines = pod.host.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_MESSAGE_LINES:]
+            lines = pod.host.log.read_text(encoding="utf-8", errors="replace").splitlines()[
+                -_MESSAGE_LINES:
+            ]
             stated = "\n".join(lines)[-_MESSAGE_BYTES:]
         return stated

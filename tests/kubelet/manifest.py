@@ -1,4 +1,6 @@
-"""The part of Kubernetes' objects that the test kubelet knows; any other key or value is an error."""
+"""The part of Kubernetes' objects that the test kubelet knows; any other key or value is an
+error.
+"""
 
 # ruff: noqa: N815 - the keys are spelled as Kubernetes spells them
 
@@ -11,7 +13,17 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+}
 
 
 def num_bytes(quantity: str | int) -> int:
@@ -112,14 +124,18 @@ class Selector(Known):
 
 
 class OwnNode(Known):
-    """Every pod has a host of its own here, so that this holds by itself; no other wish for a place is known."""
+    """Every pod has a host of its own here, so that this holds by itself; no other wish for a place
+    is known.
+    """
 
     labelSelector: Selector
     topologyKey: Literal["kubernetes.io/hostname"]
 
 
 class AntiAffinity(Known):
-    requiredDuringSchedulingIgnoredDuringExecution: list[OwnNode] = Field(min_length=1, max_length=1)
+    requiredDuringSchedulingIgnoredDuringExecution: list[OwnNode] = Field(
+        min_length=1, max_length=1
+    )
 
 
 class Affinity(Known):
@@ -178,7 +194,9 @@ class Rule(Known):
                 and code != 0
                 and (code in asked.values) == (asked.operator == "In")
             )
-        return any((each.type in conditions) == (each.status == "True") for each in self.onPodConditions)
+        return any(
+            (each.type in conditions) == (each.status == "True") for each in self.onPodConditions
+        )
 
 
 class FailurePolicy(Known):
@@ -266,7 +284,9 @@ class NetworkPolicy(Known):
 
 @dataclass(frozen=True)
 class Manifest:
-    """A job, the Service that gives its pods names, and files for its pods, by the name of what holds them."""
+    """A job, the Service that gives its pods names, and files for its pods, by the name of what
+    holds them.
+    """
 
     job: Job
     service: Service
@@ -280,7 +300,9 @@ def read_manifest(text: str) -> Manifest:
     Raises:
         ValueError: something is not known, or the objects do not fit together.
     """
-    kinds: dict[str, type[Known]] = {each.__name__: each for each in (Job, Service, ConfigMap, Secret, NetworkPolicy)}
+    kinds: dict[str, type[Known]] = {
+        each.__name__: each for each in (Job, Service, ConfigMap, Secret, NetworkPolicy)
+    }
     found: dict[str, list[Any]] = {kind: [] for kind in kinds}
     for document in filter(None, yaml.safe_load_all(text)):
         if document.get("kind") not in kinds:
@@ -289,17 +311,29 @@ def read_manifest(text: str) -> Manifest:
     (job,), (service,) = found["Job"], found["Service"]
     _check(job, service, found["NetworkPolicy"])
     config_maps = {each.metadata.name: each.data for each in found["ConfigMap"]}
-    return Manifest(job, service, config_maps, {each.metadata.name: each.stringData for each in found["Secret"]})
+    return Manifest(
+        job, service, config_maps, {each.metadata.name: each.stringData for each in found["Secret"]}
+    )
 
 
 def _check(job: Job, service: Service, policies: list[NetworkPolicy]) -> None:
     """What an API server accepts, and what then does not work."""
     pod, name = job.spec.template.spec, job.metadata.name
     # The labels that the Job controller puts on its pods, beside the template's own.
-    labels = job.spec.template.metadata.labels | {"batch.kubernetes.io/job-name": name, "job-name": name}
-    if pod.subdomain != service.metadata.name or not service.spec.selector.items() <= labels.items():
+    labels = job.spec.template.metadata.labels | {
+        "batch.kubernetes.io/job-name": name,
+        "job-name": name,
+    }
+    if (
+        pod.subdomain != service.metadata.name
+        or not service.spec.selector.items() <= labels.items()
+    ):
         raise ValueError("the Service gives these pods no names")
-    for term in pod.affinity.podAntiAffinity.requiredDuringSchedulingIgnoredDuringExecution if pod.affinity else ():
+    for term in (
+        pod.affinity.podAntiAffinity.requiredDuringSchedulingIgnoredDuringExecution
+        if pod.affinity
+        else ()
+    ):
         if not term.labelSelector.matchLabels.items() <= labels.items():
             raise ValueError("the pods keep away from others than each other")
     for policy in policies:

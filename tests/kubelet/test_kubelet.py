@@ -1,5 +1,5 @@
-"""The test kubelet itself: policies, retries, names and limits of a manifest are honoured, and what it does not know is
-refused.
+"""The test kubelet itself: policies, retries, names and limits of a manifest are honoured, and what
+it does not know is refused.
 """
 
 from __future__ import annotations
@@ -29,9 +29,18 @@ JOB: dict[str, Any] = {
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": {
             "rules": [
-                {"action": "FailJob", "onExitCodes": {"containerName": "node", "operator": "In", "values": [64, 78]}},
-                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                {"action": "Ignore", "onExitCodes": {"containerName": "node", "operator": "In", "values": [75]}},
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {"containerName": "node", "operator": "In", "values": [64, 78]},
+                },
+                {
+                    "action": "Ignore",
+                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                },
+                {
+                    "action": "Ignore",
+                    "onExitCodes": {"containerName": "node", "operator": "In", "values": [75]},
+                },
             ]
         },
         "template": {
@@ -75,7 +84,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timing]
 needs_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")
 
 
-def manifest(script: str, change: Callable[[dict[str, Any]], object] = lambda job: None) -> Manifest:
+def manifest(
+    script: str, change: Callable[[dict[str, Any]], object] = lambda job: None
+) -> Manifest:
     job = copy.deepcopy(JOB)
     job["spec"]["template"]["spec"]["containers"][0]["command"] = ["bash", "-c", script]
     change(job)
@@ -108,7 +119,12 @@ def test_pods_know_who_they_are_and_find_each_other(network: Network, tmp_path: 
     """,
         publish_after=float("inf"),
         change=lambda job: job["spec"]["template"]["spec"].update(
-            securityContext={"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000}
+            securityContext={
+                "runAsNonRoot": True,
+                "runAsUser": 1000,
+                "runAsGroup": 1000,
+                "fsGroup": 1000,
+            }
         ),
     )
 
@@ -144,17 +160,24 @@ def test_failures_of_each_pod_are_counted_for_itself(network: Network, tmp_path:
 
         return change
 
-    twice = "for n in 1 2; do mkdir /runs/$n-$JOB_COMPLETION_INDEX 2>/dev/null && exit 70; done; exit 0"
+    twice = (
+        "for n in 1 2; do mkdir /runs/$n-$JOB_COMPLETION_INDEX 2>/dev/null && exit 70; done; exit 0"
+    )
     (tmp_path / "a").mkdir()
     again = kubelet(network, tmp_path / "a", twice, change=by_pod(2))
     assert again.run(timeout=60) == "Complete"
     assert len(again.pods) == 6
     once = f"[ $JOB_COMPLETION_INDEX = 1 ] || sleep 600; {twice}"
-    assert kubelet(network, tmp_path, once, change=by_pod(1)).run(timeout=60) == "Failed: MaxFailedIndexesExceeded"
+    assert (
+        kubelet(network, tmp_path, once, change=by_pod(1)).run(timeout=60)
+        == "Failed: MaxFailedIndexesExceeded"
+    )
 
 
 @needs_hosts
-def test_some_exit_codes_end_the_job_and_others_do_not_count(network: Network, tmp_path: Path) -> None:
+def test_some_exit_codes_end_the_job_and_others_do_not_count(
+    network: Network, tmp_path: Path
+) -> None:
     job = kubelet(network, tmp_path, "[ $JOB_COMPLETION_INDEX = 0 ] && exit 78; sleep 600")
     assert job.run(timeout=60) == "Failed: PodFailurePolicy"
     assert [pod.exit_code for pod in job.pods] == [78, 137]  # bash as PID 1 ignores SIGTERM
@@ -167,7 +190,8 @@ def test_some_exit_codes_end_the_job_and_others_do_not_count(network: Network, t
 @needs_hosts
 def test_evicted_pods_get_their_grace_and_are_not_counted(network: Network, tmp_path: Path) -> None:
     script = (
-        "trap 'echo saved > /dev/termination-log; exit 70' TERM; touch /runs/up-$JOB_COMPLETION_INDEX; sleep 600 & wait"
+        "trap 'echo saved > /dev/termination-log; exit 70' TERM; "
+        "touch /runs/up-$JOB_COMPLETION_INDEX; sleep 600 & wait"
     )
     job = kubelet(
         network,
@@ -182,13 +206,20 @@ def test_evicted_pods_get_their_grace_and_are_not_counted(network: Network, tmp_
     job.evict(0)
     job.evict(1)
     assert job.run(timeout=60) == "Complete"
-    assert [(pod.exit_code, pod.verdict) for pod in job.pods] == [(70, "Ignore")] * 2 + [(0, "Succeeded")] * 2
+    assert [(pod.exit_code, pod.verdict) for pod in job.pods] == [(70, "Ignore")] * 2 + [
+        (0, "Succeeded")
+    ] * 2
     assert job.pods[0].message == "saved\n"
 
 
 @needs_hosts
 def test_a_job_ends_at_its_deadline(network: Network, tmp_path: Path) -> None:
-    job = kubelet(network, tmp_path, "sleep 600", change=lambda job: job["spec"].update(activeDeadlineSeconds=1))
+    job = kubelet(
+        network,
+        tmp_path,
+        "sleep 600",
+        change=lambda job: job["spec"].update(activeDeadlineSeconds=1),
+    )
     assert job.run(timeout=60) == "Failed: DeadlineExceeded"
     assert {pod.exit_code for pod in job.pods} == {137}
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-psutil = pytest.importorskip("psutil", reason="agents need psutil, which comes with the train extra")
+psutil = pytest.importorskip(
+    "psutil", reason="agents need psutil, which comes with the train extra"
+)
 
 from tests.launch.rendezvous.members import Members  # noqa: E402
 

@@ -1,9 +1,9 @@
-"""A rank for the tests of agents: rank.py --local_rank=N FOLDER [RANK:]ACTION ...; without an action of its own it
-waits.
+"""A rank for the tests of agents: rank.py --local_rank=N FOLDER [RANK:]ACTION ...; without an
+action of its own it waits.
 
-wait | ignore (requests to stop) | deaf (as before it listens) | exit=CODE | explain (itself, and end with 70) | kill
-(itself) | look=PATH. It writes its process id and environment to FOLDER/<RANK>.json once it is ready, and the name of
-each signal to FOLDER/<RANK>.signals.
+wait | ignore (requests to stop) | deaf (as before it listens) | exit=CODE | explain (itself, and
+end with 70) | kill (itself) | look=PATH. It writes its process id and environment to
+FOLDER/<RANK>.json once it is ready, and the name of each signal to FOLDER/<RANK>.signals.
 """
 
 from __future__ import annotations

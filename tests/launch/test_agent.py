@@ -1,5 +1,5 @@
-"""How a job ends: requests reach every rank at once, a failure ends every node, and the exit codes tell what
-happened.
+"""How a job ends: requests reach every rank at once, a failure ends every node, and the exit codes
+tell what happened.
 """
 
 from __future__ import annotations
@@ -39,22 +39,36 @@ def alone(members: Members) -> Members:
     ("actions", "code", "line"),
     [
         (["exit=0"], 0, "launch: finished: 1 node, every rank ended with 0"),
-        (["exit=78"], 78, r"rank [01]: ended with 78 \(configuration refused\) at ..:..:..; 1 node stopped in \d"),
+        (
+            ["exit=78"],
+            78,
+            r"rank [01]: ended with 78 \(configuration refused\) at ..:..:..; 1 node stopped in \d",
+        ),
         (
             ["1:kill", "wait"],
             137,
             r"node 0 \(.*\) rank 1: killed by SIGKILL \(137, out of memory\?\) at ..:..:..; 1 node stopped",
         ),
         (["0:exit=1", "ignore"], 1, "rank 0: ended with 1 at"),
-        (["1:explain", "wait"], 70, r"rank 1: ended with 70 \(.*\): net.py:7: a line of two \[training-failed\] at"),
+        (
+            ["1:explain", "wait"],
+            70,
+            r"rank 1: ended with 70 \(.*\): net.py:7: a line of two \[training-failed\] at",
+        ),
     ],
 )
-def test_the_code_of_the_first_failure_comes_back(alone: Members, actions: list[str], code: int, line: str) -> None:
+def test_the_code_of_the_first_failure_comes_back(
+    alone: Members, actions: list[str], code: int, line: str
+) -> None:
     got, stated = ended(alone.start(0, *actions))
     assert got == code
     assert re.search(line, stated.splitlines()[-1])
     ranks = alone.ready(2)
-    assert gone([rank[name] for rank in ranks.values() for name in ("pid", "worker")], folder=alone.folder, timeout=1)
+    assert gone(
+        [rank[name] for rank in ranks.values() for name in ("pid", "worker")],
+        folder=alone.folder,
+        timeout=1,
+    )
 
 
 @pytest.mark.slow
@@ -108,12 +122,16 @@ def test_a_rank_that_stops_by_itself_stops_the_others(alone: Members) -> None:
 @pytest.mark.slow
 def test_the_last_line_is_in_the_termination_log(alone: Members, tmp_path: Path) -> None:
     log = tmp_path / "termination"
-    code, stated = ended(alone.start(0, "1:exit=70", "wait", environment={"DSF_TERMINATION_LOG": str(log)}))
+    code, stated = ended(
+        alone.start(0, "1:exit=70", "wait", environment={"DSF_TERMINATION_LOG": str(log)})
+    )
     assert code == 70
     assert f"launch: {log.read_text()}" == stated.splitlines()[-1] + "\n"
 
 
-def test_the_termination_log_takes_any_file_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_termination_log_takes_any_file_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = tmp_path / "termination"
     monkeypatch.setenv("DSF_TERMINATION_LOG", str(log))
     write_termination_log(os.fsdecode(b"\xff.yaml"))
@@ -161,11 +179,17 @@ def test_a_rank_is_given_what_deepspeed_gives_it(alone: Members, tmp_path: Path)
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     subprocess.run(
-        command, env=environment, check=True, timeout=300, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command,
+        env=environment,
+        check=True,
+        timeout=300,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     expected = Members(theirs, nnodes=1, slots=2).ready(2)
     only_here = {"DSF_AGENT", "DSF_REPORT_FD", "DSF_WORLD_SIZE"}
-    only_there = {"DS_ACCELERATOR", "PYTEST_CURRENT_TEST"}  # of this test; and what importing DeepSpeed leaves behind
+    # of this test; and what importing DeepSpeed leaves behind
+    only_there = {"DS_ACCELERATOR", "PYTEST_CURRENT_TEST"}
     for rank in (0, 1):
         assert ours[rank]["argv"][1] == expected[rank]["argv"][1]
         mine, its = ours[rank]["environment"], expected[rank]["environment"]
@@ -175,7 +199,9 @@ def test_a_rank_is_given_what_deepspeed_gives_it(alone: Members, tmp_path: Path)
             if not name.startswith(("KMP_", "TORCHINDUCTOR_", "OMP_", "TRITON_"))
         }
         assert left <= only_there
-        assert {name for name in mine.keys() - its.keys() if not name.startswith("_MLFLOW_")} <= only_here
+        assert {
+            name for name in mine.keys() - its.keys() if not name.startswith("_MLFLOW_")
+        } <= only_here
         names = set(mine) & set(its) - {"PYTEST_CURRENT_TEST"}
         assert {name: mine[name] for name in names} == {name: its[name] for name in names}
 
@@ -193,7 +219,9 @@ for pid in strangers: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 for _ in strangers: _reap_orphans(set())  # each look is short
 print(sum(os.path.exists(f"/proc/{pid}") for pid in strangers))
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "0\n"
 
 
@@ -237,7 +265,8 @@ def test_a_killed_rank_ends_all_nodes(members: Members) -> None:
     assert [code for code, _ in ends] == [137 if rank == culprit else 76 for rank in (0, 1)]
     for _, stated in ends:
         assert re.search(
-            rf"node {culprit} \(.*\) rank {culprit}: killed by SIGKILL .*; 2 nodes stopped in", stated.splitlines()[-1]
+            rf"node {culprit} \(.*\) rank {culprit}: killed by SIGKILL .*; 2 nodes stopped in",
+            stated.splitlines()[-1],
         )
 
 
@@ -250,7 +279,9 @@ def test_a_request_anywhere_stops_all_nodes(members: Members, asked: int) -> Non
     for process in processes:
         code, stated = ended(process)
         assert code == 75
-        assert re.search(rf"SIGTERM at node {asked} \(.*\)\): 2 nodes stopped", stated.splitlines()[-1])
+        assert re.search(
+            rf"SIGTERM at node {asked} \(.*\)\): 2 nodes stopped", stated.splitlines()[-1]
+        )
     assert members.signals(0) == members.signals(1) == ["SIGTERM"]
 
 
@@ -275,7 +306,8 @@ def test_an_agent_that_is_silent_is_lost(members: Members) -> None:
     begun = time.monotonic()
     processes[1].send_signal(signal.SIGSTOP)
     code, stated = ended(processes[0])
-    assert time.monotonic() - begun < 20  # and two for the ranks to end: 8 on a machine that has nothing else to do
+    # and two for the ranks to end: 8 on a machine that has nothing else to do
+    assert time.monotonic() - begun < 20
     assert code == 76
     assert "lost: silent for 6 s" in stated.splitlines()[-1]
 
@@ -308,8 +340,14 @@ def test_the_cause_is_not_who_only_lost_somebody() -> None:
         (76, "ended with 76 (it lost another rank)"),
         (137, "killed by SIGKILL (137, out of memory?)"),
         (134, "killed by SIGABRT (134)"),
-        (139, "killed by SIGSEGV (139, in native code: /dev/shm too small (df /dev/shm), or a library)"),
-        (135, "killed by SIGBUS (135, in native code: /dev/shm too small (df /dev/shm), or a library)"),
+        (
+            139,
+            "killed by SIGSEGV (139, in native code: /dev/shm too small (df /dev/shm), or a library)",
+        ),
+        (
+            135,
+            "killed by SIGBUS (135, in native code: /dev/shm too small (df /dev/shm), or a library)",
+        ),
         (255, "ended with 255"),
     ],
 )
@@ -317,7 +355,9 @@ def test_an_exit_code_in_words(code: int, words: str) -> None:
     assert how_ended(code) == words
 
 
-@pytest.mark.parametrize("before", ["low 0\noom 3\noom_kill 1\noom_group_kill 0\n", "under_oom 0\noom_kill 1\n"])
+@pytest.mark.parametrize(
+    "before", ["low 0\noom 3\noom_kill 1\noom_group_kill 0\n", "under_oom 0\noom_kill 1\n"]
+)
 def test_a_kill_for_lack_of_memory_is_told_from_others(before: str, tmp_path: Path) -> None:
     counter = tmp_path / "memory.events"
     counter.write_text(before)
@@ -329,5 +369,7 @@ def test_a_kill_for_lack_of_memory_is_told_from_others(before: str, tmp_path: Pa
     assert not kills.have_risen()
     assert not OomKills([counter]).have_risen()
     line = how_ended(137, lacked_memory=True)
-    assert line.startswith("killed by the kernel for lack of host memory (137); reduce data.num_workers")
+    assert line.startswith(
+        "killed by the kernel for lack of host memory (137); reduce data.num_workers"
+    )
     assert line.endswith("[out-of-host-memory]")

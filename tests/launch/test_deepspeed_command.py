@@ -1,5 +1,5 @@
-"""Where train.py is: in a checkout, in a wheel that is unpacked anywhere, and next to somebody else's file of that
-name.
+"""Where train.py is: in a checkout, in a wheel that is unpacked anywhere, and next to somebody
+else's file of that name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from tests.places import ROOT
 BUILD = "from setuptools.build_meta import build_wheel; print(build_wheel('.'))"
 
 
-def test_in_a_checkout_it_is_that_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_checkout_it_is_that_of_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     assert find_train_script() == Path("train.py")
     monkeypatch.chdir(tmp_path)
@@ -43,17 +45,25 @@ def data_files() -> set[str]:
 
 @pytest.mark.slow
 def test_an_installed_copy_starts_its_own(tmp_path: Path) -> None:
-    """Built as pip builds it; `pip install` unpacks it wherever the scheme says, and nothing of it lies outside of the
-    package.
+    """Built as pip builds it; `pip install` unpacks it wherever the scheme says, and nothing of it
+    lies outside of the package.
     """
     for name in ("pyproject.toml", "README.md", "train.py"):
         shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "framework", tmp_path / "framework", ignore=shutil.ignore_patterns("__pycache__"))
-    built = subprocess.run([sys.executable, "-c", BUILD], cwd=tmp_path, capture_output=True, text=True, check=True)
+    shutil.copytree(
+        ROOT / "framework", tmp_path / "framework", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    built = subprocess.run(
+        [sys.executable, "-c", BUILD], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     site = tmp_path / "elsewhere/site-packages"
     with zipfile.ZipFile(tmp_path / built.stdout.splitlines()[-1]) as wheel:
-        assert {name.partition("/")[0] for name in wheel.namelist()} == {"framework", "dsf_trainer-0.1.0.dist-info"}
-        # Schemas, tables, and py.typed, without which mypy takes the package for one without annotations.
+        assert {name.partition("/")[0] for name in wheel.namelist()} == {
+            "framework",
+            "dsf_trainer-0.1.0.dist-info",
+        }
+        # Schemas, tables, and py.typed, without which mypy takes the package for one without
+        # annotations.
         assert {*data_files(), "framework/py.typed"} <= set(wheel.namelist())
         wheel.extractall(site)
     environment = {**os.environ, "PYTHONPATH": str(site), "DS_ACCELERATOR": "cpu"}
@@ -76,6 +86,7 @@ def test_an_installed_copy_starts_its_own(tmp_path: Path) -> None:
     assert (refused.returncode, refused.stderr.count("\n")) == (78, 1)
     assert "[config-not-found]" in refused.stderr
     reported = run(
-        "-c", f"import sys; sys.path[0] = {str(script.parent)!r}; import framework; print(framework.__file__)"
+        "-c",
+        f"import sys; sys.path[0] = {str(script.parent)!r}; import framework; print(framework.__file__)",
     )
     assert reported.stdout.strip() == str(site / "framework/__init__.py")

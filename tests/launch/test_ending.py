@@ -1,5 +1,5 @@
-"""Ends in which something else went wrong as well: nobody reads, a request comes too early, a process cannot be
-started.
+"""Ends in which something else went wrong as well: nobody reads, a request comes too early, a
+process cannot be started.
 """
 
 from __future__ import annotations
@@ -30,7 +30,15 @@ from framework.launch.rendezvous.peers import Peers
 from framework.launch.stop_requests import StopRequests
 from framework.launch.supervision import Restarts
 from tests.dead_disk import dead_disk, why_no_dead_disk
-from tests.launch.rendezvous.members import ROOT, Members, ended, gone, heed_signals, kill_what_is_left, running
+from tests.launch.rendezvous.members import (
+    ROOT,
+    Members,
+    ended,
+    gone,
+    heed_signals,
+    kill_what_is_left,
+    running,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timing]
 
@@ -95,8 +103,12 @@ def test_a_rank_that_does_not_listen_yet_is_no_failure(alone: Members) -> None:
     assert last.endswith("; what was saved, if anything, the ranks said above")
 
 
-def test_a_request_is_told_before_it_is_heeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal may come between the two: ranks that were asked to stop would end before anybody was told why."""
+def test_a_request_is_told_before_it_is_heeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal may come between the two: ranks that were asked to stop would end before anybody was
+    told why.
+    """
 
     def ask(self: agent._Attempt) -> None:
         really(self)
@@ -147,11 +159,15 @@ def test_a_node_heeds_requests_before_it_reads_its_order(tmp_path: Path) -> None
 
 
 def until_it_catches(pid: int, number: signal.Signals) -> None:
-    """Until a process handles a signal, which before would end it (and not even that as process 1)."""
+    """Until a process handles a signal, which before would end it (and not even that as process
+    1).
+    """
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         (caught,) = (
-            line.split()[1] for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line[:6] == "SigCgt"
+            line.split()[1]
+            for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+            if line[:6] == "SigCgt"
         )
         if int(caught, 16) >> (number - 1) & 1:
             return
@@ -172,14 +188,17 @@ ALONE = ["unshare", "--pid", "--fork"]
 
 
 @pytest.mark.skipif(
-    not shutil.which("unshare") or bool(subprocess.run([*ALONE, "true"], capture_output=True).returncode),
+    not shutil.which("unshare")
+    or bool(subprocess.run([*ALONE, "true"], capture_output=True).returncode),
     reason="only root may be process 1 of a namespace here",
 )
 def test_process_1_heeds_requests_while_it_imports(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     command = [*ALONE, sys.executable, "-m", "framework", "launch", "nowhere.yaml"]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, preexec_fn=heed_signals)
+    process = subprocess.Popen(
+        command, env=environment, stderr=subprocess.DEVNULL, preexec_fn=heed_signals
+    )
     deadline = time.monotonic() + 60
     while not (tmp_path / "importing").exists():
         assert time.monotonic() < deadline
@@ -207,8 +226,12 @@ def test_a_request_during_the_check_starts_nothing(
     # Where nobody heeds it, the request would end these tests.
     before = signal.signal(signal.SIGTERM, lambda number, frame: pytest.fail("nobody heeds it"))
     try:
-        with pytest.raises(RunStopped, match=r"stopped on request \(SIGTERM\) before any rank was started"):
-            local.launch([*command, "x.yaml", "--num_gpus", "1", *(["--nnodes", "1"] if command else [])])
+        with pytest.raises(
+            RunStopped, match=r"stopped on request \(SIGTERM\) before any rank was started"
+        ):
+            local.launch(
+                [*command, "x.yaml", "--num_gpus", "1", *(["--nnodes", "1"] if command else [])]
+            )
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -216,7 +239,9 @@ def test_a_request_during_the_check_starts_nothing(
 # ---------------------------------------------------------------------------------------------- processes of the ranks
 
 
-def attempt(script: Path, *arguments: str, environment: dict[str, str] | None = None) -> tuple[int, str]:
+def attempt(
+    script: Path, *arguments: str, environment: dict[str, str] | None = None
+) -> tuple[int, str]:
     """One node's attempt with one rank, in this process."""
     ranks = Ranks(
         [str(script), *arguments],
@@ -226,7 +251,9 @@ def attempt(script: Path, *arguments: str, environment: dict[str, str] | None = 
     return asyncio.run(run_alone(ranks, StopRequests(), grace_seconds=1))[:2]
 
 
-async def run_alone(ranks: Ranks, requests: StopRequests, *, grace_seconds: float) -> tuple[int, str, int]:
+async def run_alone(
+    ranks: Ranks, requests: StopRequests, *, grace_seconds: float
+) -> tuple[int, str, int]:
     return await run_attempt(ranks, Peers(0, {0: "here"}), requests, grace_seconds=grace_seconds)
 
 
@@ -270,13 +297,17 @@ def test_what_the_leftovers_start_ends_as_well(tmp_path: Path) -> None:
             kill_what_is_left(pid, folder=tmp_path)
 
 
-@pytest.mark.skipif(bool(why_no_dead_disk()), reason=why_no_dead_disk() or "a dead file system can be made")
+@pytest.mark.skipif(
+    bool(why_no_dead_disk()), reason=why_no_dead_disk() or "a dead file system can be made"
+)
 def test_a_rank_that_cannot_be_killed_is_named_and_nothing_starts_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for module in (agent, ranks_module):
         monkeypatch.setattr(module, "KILL_SECONDS", 1.0)
-    config = config_from_values({"run": {"output_dir": str(tmp_path)}, "supervision": {"max_restarts": 5}})
+    config = config_from_values(
+        {"run": {"output_dir": str(tmp_path)}, "supervision": {"max_restarts": 5}}
+    )
     with dead_disk(tmp_path / "dead") as dead:
         end = run_node(
             Topology(1, 2, 0, "127.0.0.1", 29500),
@@ -292,5 +323,8 @@ def test_a_rank_that_cannot_be_killed_is_named_and_nothing_starts_beside_it(
     assert gone([pid], folder=tmp_path), "it ends as soon as the disk is back, or gone"
     assert end.code == EXIT_TRAINING
     assert " rank 0: ended with 70 (training failed)" in end.line
-    assert f" rank 1 (process {pid}, state D in request_wait_answer): not ended 1 s after SIGKILL" in end.line
+    assert (
+        f" rank 1 (process {pid}, state D in request_wait_answer): not ended 1 s after SIGKILL"
+        in end.line
+    )
     assert capsys.readouterr().err == f"launch: {end.line}\n"

@@ -58,7 +58,9 @@ def test_compares_versions(version: str, floor: str, *, enough: bool) -> None:
     assert (environment._release(version) >= environment._release(floor)) is enough
 
 
-def test_the_stamp_follows_the_files_and_the_extras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stamp_follows_the_files_and_the_extras(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(environment, "ROOT", tmp_path)
     (tmp_path / "pyproject.toml").write_text("a")
     (tmp_path / "constraints.txt").write_text("b")
@@ -71,7 +73,13 @@ def test_the_stamp_follows_the_files_and_the_extras(tmp_path: Path, monkeypatch:
 
 def test_runs_alone_and_lists_what_is_installed(tmp_path: Path) -> None:
     # -S: no site-packages, as on a bare Python.
-    command = [sys.executable, "-S", str(ROOT / "framework/launch/environment.py"), "missing", "train"]
+    command = [
+        sys.executable,
+        "-S",
+        str(ROOT / "framework/launch/environment.py"),
+        "missing",
+        "train",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "torch>=2.10" in done.stdout.splitlines()
     assert f"pytest=={metadata.version('pytest')}" in environment.installed()

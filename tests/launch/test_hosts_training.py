@@ -1,4 +1,6 @@
-"""The quickstart on two and three hosts, started in every way, learns exactly what it learns on this machine alone."""
+"""The quickstart on two and three hosts, started in every way, learns exactly what it learns on
+this machine alone.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,15 @@ SECONDS = 300.0
 CONFIG = "ds_configs/quickstart.yaml"
 # Images without scikit-learn, whose import takes as long as a fifth of a start.
 IMAGES = (
-    "{kind: synthetic_images, image_size: 28, channels: 1, num_classes: 10, num_samples: 1437, num_eval_samples: 360}"
+    "{kind: synthetic_images, image_size: 28, channels: 1, num_classes: 10, "
+    "num_samples: 1437, num_eval_samples: 360}"
 )
-SETTINGS = ("training.max_steps=22", "training.log_every=1", "monitors.tensorboard=false", "monitors.progress=off")
+SETTINGS = (
+    "training.max_steps=22",
+    "training.log_every=1",
+    "monitors.tensorboard=false",
+    "monitors.progress=off",
+)
 SETTINGS += (f"data={IMAGES}",)
 PROGRAMS = Path(sys.prefix) / "bin"
 IPV6 = Path("/proc/net/if_inet6").exists()
@@ -51,7 +59,18 @@ def network(shared: Path) -> Iterator[Network]:
             host.start_sshd()
             if IPV6:
                 assert (
-                    host.run(["ip", "-6", "address", "add", f"{address(node)}/64", "dev", "eth0", "nodad"]).returncode
+                    host.run(
+                        [
+                            "ip",
+                            "-6",
+                            "address",
+                            "add",
+                            f"{address(node)}/64",
+                            "dev",
+                            "eth0",
+                            "nodad",
+                        ]
+                    ).returncode
                     == 0
                 )
         yield network
@@ -61,7 +80,13 @@ def network(shared: Path) -> Iterator[Network]:
 def alone(warm: WarmRanks, shared: Path) -> dict[int, dict[int, float]]:
     """The losses on this machine, by number of ranks."""
     for ranks in (2, 3):
-        words = ["--config", str(ROOT / CONFIG), f"run.output_dir={shared}", f"run.name=alone-{ranks}", *SETTINGS]
+        words = [
+            "--config",
+            str(ROOT / CONFIG),
+            f"run.output_dir={shared}",
+            f"run.name=alone-{ranks}",
+            *SETTINGS,
+        ]
         job = warm.start(words, num_ranks=ranks, folder=shared / f"said-{ranks}")
         assert set(job.wait(SECONDS)) == {0}, job.stated()
     return {ranks: series(shared / f"alone-{ranks}", "train/loss") for ranks in (2, 3)}
@@ -73,7 +98,9 @@ def settings(name: str) -> list[str]:
 
 def ended(*commands: Command) -> None:
     codes = [command.wait(SECONDS) for command in commands]
-    assert set(codes) == {0}, f"{codes}\n" + "\n".join(command.stated()[-3000:] for command in commands)
+    assert set(codes) == {0}, f"{codes}\n" + "\n".join(
+        command.stated()[-3000:] for command in commands
+    )
     for command in commands:
         assert command.host.processes() == {}
 
@@ -103,12 +130,35 @@ def test_the_plain_deepspeed_command_without_ssh(
     assert series(shared / "plain", "train/loss") == alone[2]
 
 
-@pytest.mark.exhaustive  # in pods, and under every fault of the campaign, hosts are started so as well
-def test_launch_node_on_each_host(network: Network, shared: Path, alone: dict[int, dict[int, float]]) -> None:
-    place = ["--nnodes", "2", "--num_gpus", "1", "--master_addr", "node-0", "--master_port", "29600", "--no_token"]
-    command = [sys.executable, "-m", "framework", "launch", "node", CONFIG, *settings("node"), *place]
+# in pods, and under every fault of the campaign, hosts are started so as well
+@pytest.mark.exhaustive
+def test_launch_node_on_each_host(
+    network: Network, shared: Path, alone: dict[int, dict[int, float]]
+) -> None:
+    place = [
+        "--nnodes",
+        "2",
+        "--num_gpus",
+        "1",
+        "--master_addr",
+        "node-0",
+        "--master_port",
+        "29600",
+        "--no_token",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "framework",
+        "launch",
+        "node",
+        CONFIG,
+        *settings("node"),
+        *place,
+    ]
     commands = [
-        host.start([*command, "--node_rank", str(node)], cwd=ROOT) for node, host in enumerate(network.hosts[:2])
+        host.start([*command, "--node_rank", str(node)], cwd=ROOT)
+        for node, host in enumerate(network.hosts[:2])
     ]
     ended(*commands)
     assert series(shared / "node", "train/loss") == alone[2]
@@ -116,14 +166,27 @@ def test_launch_node_on_each_host(network: Network, shared: Path, alone: dict[in
         assert "finished: 2 nodes, every rank ended with 0" in command_.stated()
 
 
-def test_launch_over_ssh_on_three_hosts(network: Network, shared: Path, alone: dict[int, dict[int, float]]) -> None:
-    """Two of them by their IPv6 addresses, in brackets and without; all meet at the first one's. A rank is killed, and
-    they start again.
+def test_launch_over_ssh_on_three_hosts(
+    network: Network, shared: Path, alone: dict[int, dict[int, float]]
+) -> None:
+    """Two of them by their IPv6 addresses, in brackets and without; all meet at the first one's. A
+    rank is killed, and they start again.
     """
     first = f"[{address(0)}]" if IPV6 else address(0)
     (shared / "three").write_text(f"{first} slots=1\nnode-1 slots=1\nroot@{address(2)} slots=1\n")
-    command = [sys.executable, "-m", "framework", "launch", "-H", "/shared/three", CONFIG, *settings("ssh")]
-    started = network.hosts[0].start([*command, *dying(12, "/shared/ssh-once", restarts=1)], cwd=ROOT)
+    command = [
+        sys.executable,
+        "-m",
+        "framework",
+        "launch",
+        "-H",
+        "/shared/three",
+        CONFIG,
+        *settings("ssh"),
+    ]
+    started = network.hosts[0].start(
+        [*command, *dying(12, "/shared/ssh-once", restarts=1)], cwd=ROOT
+    )
     ended(started)
     assert series(shared / "ssh", "train/loss") == alone[3]
     assert "launch: start 2 of at most 2, from step 8, in 0 s [restart]" in started.stated()
@@ -135,8 +198,14 @@ def test_launch_over_ssh_on_three_hosts(network: Network, shared: Path, alone: d
 
 def dying(step: int, once: str, *, restarts: int, rank: int = 1) -> list[str]:
     """Settings of a run that saves every fourth step, with a rank that is killed once."""
-    callback = f"{{target: tests.jobs.dying:Dies, args: {{step: {step}, once: {once}, rank: {rank}}}}}"
-    return [f"supervision.max_restarts={restarts}", "checkpoint.every_steps=4", f"callbacks=[{callback}]"]
+    callback = (
+        f"{{target: tests.jobs.dying:Dies, args: {{step: {step}, once: {once}, rank: {rank}}}}}"
+    )
+    return [
+        f"supervision.max_restarts={restarts}",
+        "checkpoint.every_steps=4",
+        f"callbacks=[{callback}]",
+    ]
 
 
 @pytest.mark.exhaustive  # waits a minute
@@ -146,7 +215,15 @@ def test_the_job_goes_on_without_a_lost_host(
     (shared / "hosts").write_text("node-0 slots=1\nnode-1 slots=1\nnode-2 slots=1\n")
     words = ["-H", "/shared/hosts", "--min_nodes", "2", CONFIG, *settings("lost"), "run.seed=0"]
     started = network.hosts[0].start(
-        [sys.executable, "-m", "framework", "launch", *words, *dying(12, "/shared/lost-once", restarts=2)], cwd=ROOT
+        [
+            sys.executable,
+            "-m",
+            "framework",
+            "launch",
+            *words,
+            *dying(12, "/shared/lost-once", restarts=2),
+        ],
+        cwd=ROOT,
     )
     until = time.monotonic() + SECONDS
     while not (shared / "lost-once").exists():

@@ -1,4 +1,6 @@
-"""`launch`: what it checks, which command it prints, and that nothing starts before the checks have passed."""
+"""`launch`: what it checks, which command it prints, and that nothing starts before the checks have
+passed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, UsageError
 from framework.launch import deepspeed_command as plain
 from framework.launch import local
-from framework.launch.deepspeed_command import added_environment, as_shell_line, local_command, usable_port
+from framework.launch.deepspeed_command import (
+    added_environment,
+    as_shell_line,
+    local_command,
+    usable_port,
+)
 from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.hostfile import bare, is_loopback_name
 from framework.launch.hosts.topology import Topology
@@ -95,7 +102,10 @@ def test_what_will_be_compiled_is_announced(
     [
         (["a.yaml"], LaunchOptions("a.yaml")),
         (["--config", "a.yaml", "x=1"], LaunchOptions("a.yaml", ("x=1",))),
-        (["a.yaml", "x=1", "--num_gpus", "2", "y.z='a b'"], LaunchOptions("a.yaml", ("x=1", "y.z='a b'"), 2)),
+        (
+            ["a.yaml", "x=1", "--num_gpus", "2", "y.z='a b'"],
+            LaunchOptions("a.yaml", ("x=1", "y.z='a b'"), 2),
+        ),
         (
             ["--num-gpus=3", "a.yaml", "--master-port", "29500", "--dry-run"],
             LaunchOptions("a.yaml", (), 3, 29500, True),
@@ -108,7 +118,10 @@ def test_what_will_be_compiled_is_announced(
             ["a.yaml", "-H", "h", "--master_addr", "[fd00::1]"],
             LaunchOptions("a.yaml", hostfile="h", master_addr="fd00::1"),
         ),
-        (["a.yaml", "--master_port", "1", "--dry_run", "lr=-1"], LaunchOptions("a.yaml", ("lr=-1",), None, 1, True)),
+        (
+            ["a.yaml", "--master_port", "1", "--dry_run", "lr=-1"],
+            LaunchOptions("a.yaml", ("lr=-1",), None, 1, True),
+        ),
     ],
 )
 def test_options_and_settings_in_any_order(argv: list[str], expected: LaunchOptions) -> None:
@@ -132,11 +145,20 @@ def test_options_and_settings_in_any_order(argv: list[str], expected: LaunchOpti
         (["a.yaml", "--verbose"], "--verbose goes with a hostfile"),
         (["a.yaml", "--export", "A"], "--export goes with a hostfile"),
         (["a.yaml", "--token_file", "nowhere"], "--token_file goes with a hostfile"),
-        (["a.yaml", "--no-preflight", "--wait-seconds", "1800"], "--wait_seconds, --no_preflight go with a hostfile"),
-        (["a.yaml", "-H", "h", "--ssh_args", "-v"], r"--ssh_args/--ssh-args: expected .* write --ssh_args=-\.\.\."),
+        (
+            ["a.yaml", "--no-preflight", "--wait-seconds", "1800"],
+            "--wait_seconds, --no_preflight go with a hostfile",
+        ),
+        (
+            ["a.yaml", "-H", "h", "--ssh_args", "-v"],
+            r"--ssh_args/--ssh-args: expected .* write --ssh_args=-\.\.\.",
+        ),
         (["a.yaml", "-H", "h", "--export", "A=b"], "A=b is not the name of a variable"),
         (["a.yaml", "-H", "h", "--master_addr", "[fd00::x]"], "is not a name or address of a host"),
-        (["a.yaml", "-H", "h", "--master_addr", "worker-0:29500"], "is not a name or address of a host"),
+        (
+            ["a.yaml", "-H", "h", "--master_addr", "worker-0:29500"],
+            "is not a name or address of a host",
+        ),
         (["a.yaml", "--grace_seconds", "-1"], "expected one argument|not a number of seconds"),
     ],
 )
@@ -186,11 +208,15 @@ def test_every_option_of_hosts_is_taken_with_them_and_stands_together_in_the_hel
         "no_preflight": True,
         "token_file": "t",
     }
-    assert parse(["a.yaml", "-H", "h", *words[2:]]) == LaunchOptions("a.yaml", hostfile="h", **given)  # type: ignore[arg-type]
+    assert parse(["a.yaml", "-H", "h", *words[2:]]) == LaunchOptions(
+        "a.yaml", hostfile="h", **given
+    )  # type: ignore[arg-type]
     with pytest.raises(SystemExit):
         parse(["--help"])
     of_hosts = capsys.readouterr().out.partition("with -H, on the hosts of a hostfile:")[2]
-    assert all(f"\n  {word.partition('=')[0]}" in of_hosts for word in words if word.startswith("--"))
+    assert all(
+        f"\n  {word.partition('=')[0]}" in of_hosts for word in words if word.startswith("--")
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ the checks
@@ -207,12 +233,17 @@ def test_the_quickstart_fits_any_number_of_devices(count: int, taken: int) -> No
     options = LaunchOptions(str(ROOT / "ds_configs/quickstart.yaml"), fit_batch=True)
     _, stated = check(options, LocalDevices("cuda", count))
     assert int(stated.value) == taken
-    assert (f"of {count} cuda devices here: the most that divide batch.global_size" == stated.source) == (taken < count)
+    assert (
+        f"of {count} cuda devices here: the most that divide batch.global_size" == stated.source
+    ) == (taken < count)
 
 
 def test_a_batch_that_fits_no_device_says_why(config: str) -> None:
     with pytest.raises(ConfigError, match="batch-not-divisible"):
-        check(LaunchOptions(config, ("batch.global_size=32", "batch.micro_size=3"), fit_batch=True), FOUR_GPUS)
+        check(
+            LaunchOptions(config, ("batch.global_size=32", "batch.micro_size=3"), fit_batch=True),
+            FOUR_GPUS,
+        )
 
 
 def test_a_planned_world_size_is_the_default(config: str) -> None:
@@ -223,10 +254,13 @@ def test_a_planned_world_size_is_the_default(config: str) -> None:
 
 def test_more_ranks_than_gpus_are_refused(config: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"command line: --num_gpus = 8: this machine has 4 cuda .*\[too-few-devices\]"
+        ConfigError,
+        match=r"command line: --num_gpus = 8: this machine has 4 cuda .*\[too-few-devices\]",
     ):
         check(LaunchOptions(config, num_gpus=8), FOUR_GPUS)
-    with pytest.raises(ConfigError, match=r"command line: run.world_size = 8: .*\[too-few-devices\]"):
+    with pytest.raises(
+        ConfigError, match=r"command line: run.world_size = 8: .*\[too-few-devices\]"
+    ):
         check(LaunchOptions(config, ("run.world_size=8",)), FOUR_GPUS)
 
 
@@ -256,7 +290,9 @@ def test_ports(listening: int) -> None:
     assert 1024 < usable_port(None) < 65536
     free = usable_port(None)
     assert usable_port(free) == free
-    with pytest.raises(ConfigError, match=rf"--master_port = {listening}: .*in use.*\[port-not-usable\]"):
+    with pytest.raises(
+        ConfigError, match=rf"--master_port = {listening}: .*in use.*\[port-not-usable\]"
+    ):
         usable_port(listening)
 
 
@@ -264,8 +300,19 @@ def test_ports(listening: int) -> None:
 
 
 def test_the_plain_command() -> None:
-    command = local_command(["--config", "a b.yaml", "x='1 2'"], num_ranks=2, port=29501, script=Path("train.py"))
-    expected = ["--num_gpus", "2", "--master_port", "29501", "train.py", "--config", "a b.yaml", "x='1 2'"]
+    command = local_command(
+        ["--config", "a b.yaml", "x='1 2'"], num_ranks=2, port=29501, script=Path("train.py")
+    )
+    expected = [
+        "--num_gpus",
+        "2",
+        "--master_port",
+        "29501",
+        "train.py",
+        "--config",
+        "a b.yaml",
+        "x='1 2'",
+    ]
     assert command[-len(expected) :] == expected
     assert Path(command[0]).name.startswith(("deepspeed", "python"))
 
@@ -277,7 +324,10 @@ def test_a_deepspeed_json_goes_on_to_train_py() -> None:
 
 
 def test_a_deepspeed_json_is_judged_before_anything_starts(config: str, tmp_path: Path) -> None:
-    for values, kind in (('{"train_batch_size": 33}', "deepspeed-config-clash"), ("{", "config-syntax")):
+    for values, kind in (
+        ('{"train_batch_size": 33}', "deepspeed-config-clash"),
+        ("{", "config-syntax"),
+    ):
         (tmp_path / "ds.json").write_text(values)
         with pytest.raises(ConfigError, match=kind):
             check(LaunchOptions(config, deepspeed_config=str(tmp_path / "ds.json")), CPU)
@@ -286,12 +336,16 @@ def test_a_deepspeed_json_is_judged_before_anything_starts(config: str, tmp_path
 
 
 def test_visible_devices_are_named() -> None:
-    command = local_command(["--config", "a"], num_ranks=2, port=1, script=Path("train.py"), chosen=(7, 3, 5))
+    command = local_command(
+        ["--config", "a"], num_ranks=2, port=1, script=Path("train.py"), chosen=(7, 3, 5)
+    )
     assert "--num_gpus" not in command
     assert command[command.index("--include") + 1] == "localhost:3,7"
 
 
-def test_a_hostfile_of_the_machine_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostfile_of_the_machine_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("elsewhere slots=8\n")
     monkeypatch.setattr(plain, "_DEFAULT_HOSTFILE", hostfile)
@@ -302,9 +356,17 @@ def test_a_hostfile_of_the_machine_is_not_read(tmp_path: Path, monkeypatch: pyte
 def test_variables_that_are_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain, "usable_cores", lambda: 5)
     here = {"PATH": str(Path(sys.executable).parent)}
-    assert added_environment(here, device="cpu", num_ranks=2) == {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "2"}
+    assert added_environment(here, device="cpu", num_ranks=2) == {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "2",
+    }
     assert added_environment(here, device="cpu", num_ranks=9)["OMP_NUM_THREADS"] == "1"
-    assert added_environment(here | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "3"}, device="cpu", num_ranks=2) == {}
+    assert (
+        added_environment(
+            here | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "3"}, device="cpu", num_ranks=2
+        )
+        == {}
+    )
     of_gpus = {"OMP_NUM_THREADS": "2", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert added_environment(here, device="cuda", num_ranks=2) == of_gpus
     own = {"OMP_NUM_THREADS": "3", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
@@ -317,7 +379,14 @@ def test_an_environment_that_is_not_activated_gets_its_programs() -> None:
 
 
 def test_the_printed_line_is_what_a_shell_reads() -> None:
-    command = ["/opt/x/deepspeed", "train.py", "--config", "a b.yaml", "data.args={root: 'it''s'}", "$HOME"]
+    command = [
+        "/opt/x/deepspeed",
+        "train.py",
+        "--config",
+        "a b.yaml",
+        "data.args={root: 'it''s'}",
+        "$HOME",
+    ]
     line = as_shell_line(command, {"PATH": "/opt/my env:/usr/bin", "OMP_NUM_THREADS": "1"})
     assert line.startswith("PATH='/opt/my env':$PATH OMP_NUM_THREADS=1 ")
     assert shlex.split(line)[2:] == command
@@ -347,7 +416,11 @@ def test_dry_run_prints_a_command_and_starts_nothing(
         (["--nproc_per_node", "2"], FOUR_GPUS, "slots       2 (--nproc_per_node)"),
         (["run.world_size=1"], FOUR_GPUS, "slots       1 (run.world_size)"),
         ([], FOUR_GPUS, "slots       4 (cuda devices here)"),
-        ([], LocalDevices("cuda", 2, (3, 1)), "slots       2 (cuda devices here, of those that are visible)"),
+        (
+            [],
+            LocalDevices("cuda", 2, (3, 1)),
+            "slots       2 (cuda devices here, of those that are visible)",
+        ),
         ([], FOUR_GPUS, "(a free one)"),
     ],
 )
@@ -368,12 +441,20 @@ def test_every_value_has_its_source(
     "name", ["localhost", "127.0.0.1", "[::1]", socket.gethostname(), socket.gethostname().upper()]
 )
 def test_a_hostfile_of_this_machine_alone_needs_no_ssh(
-    name: str, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    config: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The slots and the choice among them are the hostfile's; nothing else is other than without it."""
+    """The slots and the choice among them are the hostfile's; nothing else is other than without
+    it.
+    """
     given: list[tuple[Topology, LocalDevices]] = []
     monkeypatch.setattr(
-        local, "run_node", lambda topology, _, *, devices, **__: given.append((topology, devices)) or JobEnd(0)
+        local,
+        "run_node",
+        lambda topology, _, *, devices, **__: given.append((topology, devices)) or JobEnd(0),
     )
     monkeypatch.setattr(local, "require_deepspeed", lambda: None)
     monkeypatch.setattr(local, "find_devices", lambda _: FOUR_GPUS)
@@ -383,7 +464,10 @@ def test_a_hostfile_of_this_machine_alone_needs_no_ssh(
     hosts.write_text(f"{name} slots=4\n")
     assert local.launch([config, "-H", str(hosts)]) == 0
     stated = capsys.readouterr().out
-    assert f"launch: nnodes      1 ({hosts}: this machine, without ssh)\nlaunch: slots       4 ({hosts})\n" in stated
+    assert (
+        f"launch: nnodes      1 ({hosts}: this machine, without ssh)\nlaunch: slots       4 ({hosts})\n"
+        in stated
+    )
     assert "(a free one)" in stated
     hosts.write_text(f"{name} slots=4\nworker-1 slots=4\n")
     which = f"{name}:1,3"
@@ -391,7 +475,11 @@ def test_a_hostfile_of_this_machine_alone_needs_no_ssh(
         assert local.launch([config, "-H", str(hosts), "--include", which]) == 0
         assert "launch: slots       2 (--include)" in capsys.readouterr().out
         assert given[1][1] == LocalDevices("cuda", 2, (1, 3))
-    assert (given[0][0].world_size, given[0][0].master_addr, given[0][1]) == (4, "127.0.0.1", FOUR_GPUS)
+    assert (given[0][0].world_size, given[0][0].master_addr, given[0][1]) == (
+        4,
+        "127.0.0.1",
+        FOUR_GPUS,
+    )
 
 
 def test_devices_that_are_named_are_the_machines(
@@ -418,7 +506,8 @@ def test_what_every_host_would_refuse_is_refused_without_ssh(config: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "words", [["--ssh_args", "-p 2222"], ["--remote_python", "/opt/python"], ["--remote_folder", "/x"]]
+    "words",
+    [["--ssh_args", "-p 2222"], ["--remote_python", "/opt/python"], ["--remote_folder", "/x"]],
 )
 def test_who_says_how_to_get_there_goes_there(
     words: list[str], config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -31,8 +31,11 @@ from tests.launched import TIMEOUT_SECONDS, job_environment, series
 from tests.ports import free_ports
 
 pytestmark = pytest.mark.timing
-# Between hosts the same is shown by tests/launch/test_hosts_training.py and tests/deploy/test_hosts_kubernetes.py.
-without_hosts = pytest.mark.skipif(not why_not(ssh=True), reason="hosts can be made: shown between those")
+# Between hosts the same is shown by tests/launch/test_hosts_training.py and
+# tests/deploy/test_hosts_kubernetes.py.
+without_hosts = pytest.mark.skipif(
+    not why_not(ssh=True), reason="hosts can be made: shown between those"
+)
 
 CONFIG = """
 run: {name: x}
@@ -67,7 +70,16 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
 def nodes(folder: Path, *words: str) -> list[subprocess.Popen[str]]:
     """Two of them, with a rank each."""
     port = str(free_ports(2))
-    place = ["--nnodes", "2", "--num-gpus", "1", "--master-addr", "127.0.0.1", "--master-port", port]
+    place = [
+        "--nnodes",
+        "2",
+        "--num-gpus",
+        "1",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        port,
+    ]
     place += ["--no-token"]
     return [start(folder, "node", *words, *place, "--node-rank", str(rank)) for rank in (0, 1)]
 
@@ -87,7 +99,8 @@ def test_two_nodes_learn_what_two_local_ranks_learn(tmp_path: Path, config: str)
         for code, stated in ended(*processes):
             assert code == 0, stated
             assert re.fullmatch(
-                rf"launch: finished: {len(processes)} nodes?, every rank ended with 0", stated.splitlines()[-1]
+                rf"launch: finished: {len(processes)} nodes?, every rank ended with 0",
+                stated.splitlines()[-1],
             )
         assert len(series(tmp_path / "runs" / name, "train/loss")) == 8
     runs = [series(tmp_path / "runs" / name, "train/loss") for name in ("local", "nodes")]
@@ -96,7 +109,9 @@ def test_two_nodes_learn_what_two_local_ranks_learn(tmp_path: Path, config: str)
 
 @pytest.mark.slow
 @without_hosts
-def test_a_request_to_one_node_saves_on_both_and_a_killed_rank_ends_both(tmp_path: Path, config: str) -> None:
+def test_a_request_to_one_node_saves_on_both_and_a_killed_rank_ends_both(
+    tmp_path: Path, config: str
+) -> None:
     words = [config, "training.max_steps=100000", "run.name=long"]
     for ask, codes in (("SIGTERM", [75, 75]), ("SIGKILL", [76, 137])):
         processes = nodes(tmp_path, *words, "checkpoint.resume=auto")
@@ -110,7 +125,8 @@ def test_a_request_to_one_node_saves_on_both_and_a_killed_rank_ends_both(tmp_pat
         assert time.monotonic() - since < 60
         assert [code for code, _ in ends] == codes, ends
     steps = [
-        int(path.name.removeprefix("global_step")) for path in (tmp_path / "runs/long/checkpoints").glob("global_step*")
+        int(path.name.removeprefix("global_step"))
+        for path in (tmp_path / "runs/long/checkpoints").glob("global_step*")
     ]
     assert steps  # the request's; the second start went on from it
     assert "rank 1: killed by SIGKILL (137" in ends[0][1].splitlines()[-1]
@@ -158,7 +174,10 @@ def test_a_dry_run_tells_everything_and_starts_nothing(
         "launch: world size  6 = 3 nodes x 2 ranks",
     ]
     assert "printf 'node-%s slots=2\\n' 0 1 2 > $hosts && " in lines[6]
-    assert "--hostfile=$hosts --no_ssh --node_rank=2 --master_addr=a-0.a --master_port=29500" in lines[6]
+    assert (
+        "--hostfile=$hosts --no_ssh --node_rank=2 --master_addr=a-0.a --master_port=29500"
+        in lines[6]
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,13 +185,33 @@ def test_a_dry_run_tells_everything_and_starts_nothing(
     [
         (["--nnodes", "1", "--num_gpus", "2"], None, ["node-0 slots=2"], ""),
         (
-            ["--nnodes", "3", "--num_gpus", "2", "--node_rank", "1", "--master_addr", "a", "--no_token"],
+            [
+                "--nnodes",
+                "3",
+                "--num_gpus",
+                "2",
+                "--node_rank",
+                "1",
+                "--master_addr",
+                "a",
+                "--no_token",
+            ],
             "5,3,0",
             ["node-0 slots=4", "node-1 slots=4", "node-2 slots=4"],
             "node-0:0,3@node-1:0,3@node-2:0,3",
         ),
         (
-            ["--nnodes", "1000", "--num_gpus", "2", "--node_rank", "1", "--master_addr", "a", "--no_token"],
+            [
+                "--nnodes",
+                "1000",
+                "--num_gpus",
+                "2",
+                "--node_rank",
+                "1",
+                "--master_addr",
+                "a",
+                "--no_token",
+            ],
             "1,0",
             [f"node-{node} slots=2" for node in range(1000)],
             "@".join(f"node-{node}:0,1" for node in range(1000)),
@@ -189,7 +228,9 @@ def test_the_plain_command_is_what_a_shell_can_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With a `deepspeed` that tells what it was given. A thousand nodes take no longer line than three."""
+    """With a `deepspeed` that tells what it was given. A thousand nodes take no longer line than
+    three.
+    """
     monkeypatch.chdir(tmp_path)
     chosen = None if visible is None else tuple(sorted(map(int, visible.split(",")))[:2])
     devices = LocalDevices("cpu", 0) if visible is None else LocalDevices("cuda", 2, chosen)
@@ -212,9 +253,9 @@ def test_the_plain_command_is_what_a_shell_can_run(
     reported, *listed = done.stdout.splitlines()
     assert listed == hosts
     assert json.loads(reported)[-1] == "run.output_dir=$HOME;x"
-    assert [word.partition("=")[2] for word in json.loads(reported) if word.startswith("--include=")] == (
-        [include] if include else []
-    )
+    assert [
+        word.partition("=")[2] for word in json.loads(reported) if word.startswith("--include=")
+    ] == ([include] if include else [])
 
 
 def test_one_node_without_gpus_starts_as_launch_does(
@@ -233,15 +274,17 @@ def test_an_option_is_told_under_the_name_that_was_used(
     monkeypatch.setattr(node, "find_devices", lambda _: LocalDevices("cuda", 2))
     assert main([config, "--num_nodes", "1", "--nproc-per-node", "2", "--dry_run"]) == 0
     assert capsys.readouterr().out.startswith("launch: nnodes      1 (--num_nodes)\n")
-    with pytest.raises(ConfigError, match=r"command line: --nproc-per-node = 4: this machine has 2 cuda"):
+    with pytest.raises(
+        ConfigError, match=r"command line: --nproc-per-node = 4: this machine has 2 cuda"
+    ):
         main([config, "--num_nodes", "1", "--nproc-per-node", "4", "--dry_run"])
 
 
 def test_a_node_alone_takes_a_free_port_and_leaves_a_given_one_to_its_ranks(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever holds that may be ending: rank 0 says so with a code that is tried again, where a refusal here never
-    is.
+    """Whoever holds that may be ending: rank 0 says so with a code that is tried again, where a
+    refusal here never is.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
@@ -263,7 +306,9 @@ def test_one_of_several_nodes_does_not_train_alone(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NNODES", "2")
-    with pytest.raises(ConfigError, match=r"NNODES = .*would train alone; start `launch node CONFIG`"):
+    with pytest.raises(
+        ConfigError, match=r"NNODES = .*would train alone; start `launch node CONFIG`"
+    ):
         launch([config, "--dry_run"])
 
 
@@ -280,7 +325,17 @@ def test_nodes_that_cannot_take_a_place_are_refused(
     words: list[str], reported: str, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    place = ["--nnodes", "2", "--node_rank", "0", "--master_addr", "127.0.0.1", "--num_gpus", "1", "--dry_run"]
+    place = [
+        "--nnodes",
+        "2",
+        "--node_rank",
+        "0",
+        "--master_addr",
+        "127.0.0.1",
+        "--num_gpus",
+        "1",
+        "--dry_run",
+    ]
     with pytest.raises(UsageError, match=reported):
         launch(["node", config, *place, *words])
 
@@ -290,7 +345,17 @@ def test_a_spare_takes_the_number_behind_those_that_train(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    place = ["--nnodes", "3", "--node_rank", "2", "--master_addr", "127.0.0.1", "--num_gpus", "1", "--dry_run"]
+    place = [
+        "--nnodes",
+        "3",
+        "--node_rank",
+        "2",
+        "--master_addr",
+        "127.0.0.1",
+        "--num_gpus",
+        "1",
+        "--dry_run",
+    ]
     place += ["--token_file", "token"]
     assert launch(["node", config, *place, "--spares", "1", "supervision.max_restarts=3"]) == 0
     stated = capsys.readouterr()
@@ -305,8 +370,21 @@ def test_several_nodes_without_a_secret_are_refused_unless_that_is_asked_for(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setattr(node, "run_node", None)
-    place = [config, "--nnodes", "2", "--node_rank", "1", "--master_addr", "127.0.0.1", "--num_gpus", "1", *dry_run]
-    with pytest.raises(ConfigError, match=r"several nodes need a secret in common.*--no_token.*\[no-token\]"):
+    place = [
+        config,
+        "--nnodes",
+        "2",
+        "--node_rank",
+        "1",
+        "--master_addr",
+        "127.0.0.1",
+        "--num_gpus",
+        "1",
+        *dry_run,
+    ]
+    with pytest.raises(
+        ConfigError, match=r"several nodes need a secret in common.*--no_token.*\[no-token\]"
+    ):
         main(place)
     with pytest.raises(UsageError, match="--no_token, and a token is given"):
         main([*place, "--no_token", "--token_file", "token"])
@@ -325,7 +403,9 @@ def test_a_wrong_command_line(words: list[str], reported: str) -> None:
         main(words)
 
 
-def test_a_refusal_is_in_the_termination_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_is_in_the_termination_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DSF_TERMINATION_LOG", str(tmp_path / "log"))
     with pytest.raises(ConfigError):
         main([str(tmp_path / "none.yaml"), "--nnodes", "1", "--num_gpus", "1"])
@@ -335,19 +415,28 @@ def test_a_refusal_is_in_the_termination_log(tmp_path: Path, monkeypatch: pytest
 def test_without_deepspeed_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        ConfigError, match=r"training needs the package deepspeed, which .* does not have.*\[package-missing\]"
+        ConfigError,
+        match=r"training needs the package deepspeed, which .* does not have.*\[package-missing\]",
     ):
         node.require_deepspeed()
 
 
-@pytest.mark.parametrize(("kind", "name"), [("cuda", "CUDA_VISIBLE_DEVICES"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("cuda", "CUDA_VISIBLE_DEVICES"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")]
+)
 def test_a_preflight_sees_the_devices_that_the_ranks_will_have(
-    kind: Literal["cuda", "npu"], name: str, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: Literal["cuda", "npu"],
+    name: str,
+    config: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[Mapping[str, str]] = []
 
     @contextmanager
-    def look(_: object, __: object, environment: Mapping[str, str], **___: object) -> Iterator[dict[str, object]]:
+    def look(
+        _: object, __: object, environment: Mapping[str, str], **___: object
+    ) -> Iterator[dict[str, object]]:
         seen.append(environment)
         yield {}
 
@@ -361,6 +450,8 @@ def test_a_preflight_sees_the_devices_that_the_ranks_will_have(
 
 def test_what_is_sent_over_stdin_has_to_be_an_order() -> None:
     command = [sys.executable, "-m", "framework", "launch", "node", "x.yaml", "--from_stdin"]
-    done = subprocess.run(command, input="hello\n", cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, input="hello\n", cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 64
     assert "--from_stdin is for `launch -H`" in done.stderr

@@ -1,5 +1,6 @@
-"""The ssh launcher: what goes over the wire, whose code comes back, and the life line. `ssh` here is a script that runs
-the command on this machine; tests on hosts of their own use the real one."""
+"""The ssh launcher: what goes over the wire, whose code comes back, and the life line. `ssh` here
+is a script that runs the command on this machine; tests on hosts of their own use the real one.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +157,9 @@ def test_a_rank_that_cannot_be_killed_does_not_hold_the_launcher(path: str) -> N
 @pytest.mark.slow
 def test_what_holds_an_output_open_does_not_hold_the_launcher(path: str) -> None:
     begun = time.monotonic()
-    process = start(path, "a", "import subprocess; subprocess.Popen(['sleep', '30'], stdout=subprocess.DEVNULL)")
+    process = start(
+        path, "a", "import subprocess; subprocess.Popen(['sleep', '30'], stdout=subprocess.DEVNULL)"
+    )
     try:
         assert process.wait(25) == 0
     finally:
@@ -166,7 +169,12 @@ def test_what_holds_an_output_open_does_not_hold_the_launcher(path: str) -> None
 
 @pytest.mark.slow
 def test_who_insists_does_not_wait_for_an_agent_that_hangs(path: str) -> None:
-    process = start(path, "a", "import sys; sys.stdin.readline(); print('up'); sys.stdin.read()", program=IMPATIENT)
+    process = start(
+        path,
+        "a",
+        "import sys; sys.stdin.readline(); print('up'); sys.stdin.read()",
+        program=IMPATIENT,
+    )
     until(process, "a: up")
     process.send_signal(signal.SIGTERM)
     assert process.stderr is not None
@@ -201,13 +209,19 @@ def test_more_hosts_than_files_are_refused(tmp_path: Path, monkeypatch: pytest.M
     hosts.write_text("".join(f"h{number} slots=1\n" for number in range(40)))
     config.write_text("batch: {global_size: 40}\n")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
-    with pytest.raises(ConfigError, match=r"ulimit -n = 64: 40 hosts take 152 open files.*\[nofile-low\]"):
-        launch_over_ssh(LaunchOptions(str(config), hostfile=str(hosts), master_addr="h0", dry_run=True))
+    with pytest.raises(
+        ConfigError, match=r"ulimit -n = 64: 40 hosts take 152 open files.*\[nofile-low\]"
+    ):
+        launch_over_ssh(
+            LaunchOptions(str(config), hostfile=str(hosts), master_addr="h0", dry_run=True)
+        )
 
 
 def test_a_killed_launcher_cuts_the_life_lines(path: str, tmp_path: Path) -> None:
     mark = tmp_path / "ended"
-    process = start(path, "a", f"import sys; print('up'); sys.stdin.read(); open({str(mark)!r}, 'w')")
+    process = start(
+        path, "a", f"import sys; print('up'); sys.stdin.read(); open({str(mark)!r}, 'w')"
+    )
     until(process, "a: up")
     process.kill()
     deadline = time.monotonic() + 20
@@ -288,22 +302,29 @@ def test_only_listed_variables_travel() -> None:
         ("Host n1 alias\n  HostName 10.0.0.7\n", True),
         ("Host alias\n  HostName n1\n", True),
         ("Host n1\n  HostName 10.0.0.7\nHost alias\n  HostName 10.0.0.8\n", False),
-        ("Host n1 alias\n  HostName gate\nHost alias\n  Port 2202\n", False),  # two containers behind one address
+        # two containers behind one address
+        ("Host n1 alias\n  HostName gate\nHost alias\n  Port 2202\n", False),
     ],
 )
-@pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh here, whose config says where hosts are")
+@pytest.mark.skipif(
+    shutil.which("ssh") is None, reason="no ssh here, whose config says where hosts are"
+)
 def test_two_names_of_one_host_are_refused(ssh_config: str, is_one: bool, tmp_path: Path) -> None:
     (tmp_path / "config").write_text(ssh_config)
     chosen = [Chosen(Host(name, 2), (0, 1)) for name in ("n1", "root@alias")]
     expectation = contextlib.nullcontext()
     if is_one:
-        expectation = pytest.raises(ConfigError, match=r"host = root@alias: .* same host as n1: .*duplicate-host\]")
+        expectation = pytest.raises(
+            ConfigError, match=r"host = root@alias: .* same host as n1: .*duplicate-host\]"
+        )
     with expectation:
         refuse_one_host_twice(chosen, ssh_args=f"-F {tmp_path}/config", path="hosts")
 
 
 def test_names_of_this_machine_s_table_are_known_without_a_server(tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("127.0.1.1 me\n# 10.0.0.9 no\n10.0.0.7 N1.lan n1 # first\nfd00:0::2 n2\nbroken\n")
+    (tmp_path / "hosts").write_text(
+        "127.0.1.1 me\n# 10.0.0.9 no\n10.0.0.7 N1.lan n1 # first\nfd00:0::2 n2\nbroken\n"
+    )
     expected = {"n1.lan": "10.0.0.7", "n1": "10.0.0.7", "n2": "fd00::2"}
     assert known_addresses(tmp_path / "hosts") == expected
 
@@ -311,7 +332,11 @@ def test_names_of_this_machine_s_table_are_known_without_a_server(tmp_path: Path
 def test_nothing_of_a_command_is_read_by_a_shell() -> None:
     nasty = ("data.root='$(reboot)'", "run.name=a b;c", "x=`id`&&y")
     options = LaunchOptions(
-        "my config.yaml", nasty, remote_folder="/a dir/$x", remote_python="/opt/py thon", exports=("TOKEN",)
+        "my config.yaml",
+        nasty,
+        remote_folder="/a dir/$x",
+        remote_python="/opt/py thon",
+        exports=("TOKEN",),
     )
     words = agent_command(options, Chosen(Host("h", 2), (1, 3)), 1, TOPOLOGY)
     command = ssh_command(Host("h", 2), words, ssh_args="-p 2222 -i 'a key'")
@@ -330,10 +355,18 @@ def test_nothing_of_a_command_is_read_by_a_shell() -> None:
 @pytest.mark.parametrize("seconds", [1_000_000.0, 123_456.7, 0.25])
 def test_a_host_reads_what_it_is_told(seconds: float) -> None:
     words = agent_command(
-        LaunchOptions("a.yaml", ("x=1",), wait_seconds=seconds), Chosen(Host("h", 2), (0, 1)), 1, TOPOLOGY
+        LaunchOptions("a.yaml", ("x=1",), wait_seconds=seconds),
+        Chosen(Host("h", 2), (0, 1)),
+        1,
+        TOPOLOGY,
     )
     found = parse_node(words[words.index("node") + 1 :])
-    assert (found.config, found.overrides, found.wait_seconds, found.num_gpus) == ("a.yaml", ("x=1",), seconds, 2)
+    assert (found.config, found.overrides, found.wait_seconds, found.num_gpus) == (
+        "a.yaml",
+        ("x=1",),
+        seconds,
+        2,
+    )
 
 
 def test_options_of_the_user_win_over_ours() -> None:
@@ -344,7 +377,9 @@ def test_options_of_the_user_win_over_ours() -> None:
         member_command(Host("h", 1), ssh_args=text),
     )
     for command in starts:
-        found = re.findall(r"(ConnectTimeout|BatchMode|ServerAliveInterval)=(\w+)", " ".join(command))
+        found = re.findall(
+            r"(ConnectTimeout|BatchMode|ServerAliveInterval)=(\w+)", " ".join(command)
+        )
         assert (
             dict(reversed(found)).items()
             >= {"ConnectTimeout": "120", "BatchMode": "yes", "ServerAliveInterval": "9"}.items()
@@ -354,9 +389,16 @@ def test_options_of_the_user_win_over_ours() -> None:
 @pytest.mark.parametrize("text", ["-o BatchMode=no", "-oBatchMode=no", "-o 'batchmode no'"])
 @pytest.mark.parametrize("command", ["launch", "doctor"])
 def test_nobody_is_asked(text: str, command: str) -> None:
-    with pytest.raises(UsageError, match=rf"{command}: --ssh_args: .*: nobody is asked for a password"):
+    with pytest.raises(
+        UsageError, match=rf"{command}: --ssh_args: .*: nobody is asked for a password"
+    ):
         split_ssh_args(text, command=command)
-    assert split_ssh_args("-o BatchMode=yes -i ~/batchmode=x") == ["-o", "BatchMode=yes", "-i", "~/batchmode=x"]
+    assert split_ssh_args("-o BatchMode=yes -i ~/batchmode=x") == [
+        "-o",
+        "BatchMode=yes",
+        "-i",
+        "~/batchmode=x",
+    ]
 
 
 def test_the_environment_is_not_on_the_command_line(path: str) -> None:
@@ -367,7 +409,9 @@ def test_the_environment_is_not_on_the_command_line(path: str) -> None:
 # ---------------------------------------------------------------------------------------------- what is said before
 
 
-def reported(capsys: pytest.CaptureFixture[str], folder: Path, lines: Sequence[str], *words: str) -> list[str]:
+def reported(
+    capsys: pytest.CaptureFixture[str], folder: Path, lines: Sequence[str], *words: str
+) -> list[str]:
     """Of a dry run on these hosts."""
     (folder / "hosts").write_text("".join(f"{line}\n" for line in lines))
     data = "{kind: synthetic_images, image_size: 28, channels: 1, num_classes: 10}"
@@ -402,7 +446,11 @@ def reported(capsys: pytest.CaptureFixture[str], folder: Path, lines: Sequence[s
         (["--nproc_per_node", "2"], ["nnodes      2 (HOSTS)", "slots       2 (--nproc_per_node)"]),
         (
             ["--include", "b:1"],
-            ["nnodes      1 (--include)", "slots       1 (--include)", "master_addr 127.0.0.1 (one host)"],
+            [
+                "nnodes      1 (--include)",
+                "slots       1 (--include)",
+                "master_addr 127.0.0.1 (one host)",
+            ],
         ),
         (["--exclude", "a"], ["nnodes      1 (--exclude)", "slots       4 (--exclude)"]),
         (
@@ -416,7 +464,9 @@ def test_every_value_has_its_source(
 ) -> None:
     stated = reported(capsys, tmp_path, ["a slots=4", "b slots=4"], *words)
     assert [
-        line.replace(str(tmp_path / "hosts"), "HOSTS") for line in stated if line.split()[0] in str(expected)
+        line.replace(str(tmp_path / "hosts"), "HOSTS")
+        for line in stated
+        if line.split()[0] in str(expected)
     ] == expected
 
 
@@ -431,11 +481,24 @@ def test_every_value_has_its_source(
         ),
         (
             ["a slots=2", "b slots=2"],
-            ["--num_nodes", "1", "--num_gpus", "1", "--ssh_args", "-p 22 -i x", "--master_port", "7"],
+            [
+                "--num_nodes",
+                "1",
+                "--num_gpus",
+                "1",
+                "--ssh_args",
+                "-p 22 -i x",
+                "--master_port",
+                "7",
+            ],
             "--hostfile=HOSTS --num_nodes=1 --num_gpus=1 --force_multi --no_ssh_check --master_addr=127.0.0.1 "
             "--master_port=7",
         ),
-        (["[fd00::1] slots=2", "[fd00::2] slots=2"], [], "--hostfile=$hosts --master_addr=fd00::1 --master_port=29500"),
+        (
+            ["[fd00::1] slots=2", "[fd00::2] slots=2"],
+            [],
+            "--hostfile=$hosts --master_addr=fd00::1 --master_port=29500",
+        ),
         (
             ["[fd00::1] slots=2", "me@b slots=2"],
             ["--exclude", "[fd00::1]"],
@@ -444,28 +507,47 @@ def test_every_value_has_its_source(
     ],
 )
 def test_the_plain_command_for_hosts(
-    hosts: list[str], words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hosts: list[str],
+    words: list[str],
+    expected: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (line,) = [line for line in reported(capsys, tmp_path, hosts, *words) if line.startswith("plain command: ")]
+    (line,) = [
+        line
+        for line in reported(capsys, tmp_path, hosts, *words)
+        if line.startswith("plain command: ")
+    ]
     before, _, command = line.removeprefix("plain command: ").rpartition(" && ")
     words_told = shlex.split(command)
     start = next(index for index, word in enumerate(words_told) if word.endswith("deepspeed"))
-    assert words_told[:start] == (["PDSH_SSH_ARGS_APPEND=-p 22 -i x"] if "--ssh_args" in words else [])
+    assert words_told[:start] == (
+        ["PDSH_SSH_ARGS_APPEND=-p 22 -i x"] if "--ssh_args" in words else []
+    )
     script = next(index for index, word in enumerate(words_told) if word.endswith("train.py"))
-    assert " ".join(words_told[start + 1 : script]).replace(str(tmp_path / "hosts"), "HOSTS") == expected
+    assert (
+        " ".join(words_told[start + 1 : script]).replace(str(tmp_path / "hosts"), "HOSTS")
+        == expected
+    )
     assert words_told[script + 1 :] == ["--config", str(tmp_path / "run.yaml")]
     if before:
-        done = subprocess.run(["bash", "-c", f'{before} && cat "$hosts"'], capture_output=True, text=True, check=True)
-        assert done.stdout.splitlines() == (["me@b slots=2"] if words else ["fd00::1 slots=2", "fd00::2 slots=2"])
+        done = subprocess.run(
+            ["bash", "-c", f'{before} && cat "$hosts"'], capture_output=True, text=True, check=True
+        )
+        assert done.stdout.splitlines() == (
+            ["me@b slots=2"] if words else ["fd00::1 slots=2", "fd00::2 slots=2"]
+        )
 
 
 def test_ranks_of_one_host_meet_at_home(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A rented machine does not reach itself at the public address that ~/.ssh/config has for it, nor is any port its
-    own.
+    """A rented machine does not reach itself at the public address that ~/.ssh/config has for it,
+    nor is any port its own.
     """
     for ssh_args in ([], ["--ssh_args", "-o HostName=203.0.113.7"]):
         (agent,) = [
-            line for line in reported(capsys, tmp_path, ["a slots=2"], *ssh_args) if line.startswith("agent on a: ")
+            line
+            for line in reported(capsys, tmp_path, ["a slots=2"], *ssh_args)
+            if line.startswith("agent on a: ")
         ]
         words = shlex.split(shlex.split(agent)[-1])
         found = parse_node(words[words.index("node") + 1 :])
@@ -477,19 +559,30 @@ def test_what_the_plain_command_cannot_say_is_said(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stated = reported(capsys, tmp_path, ["[fd00::1] slots=2"], *words)
-    assert [line for line in stated if line.startswith("plain command: none; DeepSpeed's launcher has no words for")]
+    assert [
+        line
+        for line in stated
+        if line.startswith("plain command: none; DeepSpeed's launcher has no words for")
+    ]
 
 
-def test_a_thousand_hosts_are_told_in_a_few_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_thousand_hosts_are_told_in_a_few_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hosts = [f"worker-{number} slots=4" for number in range(1000)]
     stated = reported(capsys, tmp_path, hosts)
     assert len(stated) == 10
-    assert [line.split()[:3] for line in stated[6:9]] == [["agent", "on", f"worker-{number}:"] for number in range(3)]
+    assert [line.split()[:3] for line in stated[6:9]] == [
+        ["agent", "on", f"worker-{number}:"] for number in range(3)
+    ]
     assert stated[9] == "and 997 more agents; --verbose prints them all"
     assert len(reported(capsys, tmp_path, hosts, "--verbose")) == 1006
 
 
 def test_the_ends_of_many_hosts_are_told_together() -> None:
     ends = [("d", 137), *((f"h{number}", 76) for number in range(997)), ("a", 0), ("b", 0)]
-    assert ends_reported(ends) == "d ended with 137, h0, h1, h2 and 994 more ended with 76, a, b ended with 0"
+    assert (
+        ends_reported(ends)
+        == "d ended with 137, h0, h1, h2 and 994 more ended with 76, a, b ended with 0"
+    )
     assert ends_reported(ends[-2:]) == "a ended with 0, b ended with 0"

@@ -17,7 +17,9 @@ from framework.plan.plan import make_plan
 from tests.places import ROOT
 
 PAGE = (ROOT / "docs/start.md").read_text(encoding="utf-8")
-BLOCKS = "\n".join(re.findall(r"^```\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)).replace("\\\n", "")
+BLOCKS = "\n".join(re.findall(r"^```\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)).replace(
+    "\\\n", ""
+)
 COMMANDS = [words for line in BLOCKS.splitlines() if (words := shlex.split(line, comments=True))]
 
 
@@ -30,12 +32,24 @@ def ours(words: list[str]) -> list[str]:
 
 def test_every_way_has_its_block() -> None:
     """As the headings promise."""
-    started = {words[0] if words[0] != "python" or words[1] != "-m" else " ".join(words[3:5]) for words in COMMANDS}
-    assert started >= {"./launch.sh", "deepspeed", "torchrun", "python", "launch k8s", "launch slurm"}
+    started = {
+        words[0] if words[0] != "python" or words[1] != "-m" else " ".join(words[3:5])
+        for words in COMMANDS
+    }
+    assert started >= {
+        "./launch.sh",
+        "deepspeed",
+        "torchrun",
+        "python",
+        "launch k8s",
+        "launch slurm",
+    }
     assert "CONFIG" not in BLOCKS
 
 
-@pytest.mark.parametrize("words", [ours(words) for words in COMMANDS if ours(words)[:1] == ["launch"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [ours(words) for words in COMMANDS if ours(words)[:1] == ["launch"]], ids=" ".join
+)
 def test_our_commands_would_start(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On machines with four GPUs."""
     monkeypatch.chdir(ROOT)
@@ -44,13 +58,21 @@ def test_our_commands_would_start(words: list[str], monkeypatch: pytest.MonkeyPa
     assert main([*words, *(["--dry_run"] if "--dry_run" not in words else [])]) == 0
 
 
-@pytest.mark.parametrize("words", [words for words in COMMANDS if "train.py" in words], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [words for words in COMMANDS if "train.py" in words], ids=" ".join
+)
 def test_commands_of_other_launchers_have_a_plan(words: list[str]) -> None:
-    """Each names train.py, a config that is there, and a number of ranks that it can be split over."""
+    """Each names train.py, a config that is there, and a number of ranks that it can be split
+    over.
+    """
     script = words.index("train.py")
     options = dict(itertools.pairwise(words[:script]))
     hosts = 2 if "--hostfile" in options or "--nnodes" in options else 1
-    ranks = int(options.get("--num_gpus") or options.get("--nproc-per-node") or (4 if "--hostfile" in options else 1))
+    ranks = int(
+        options.get("--num_gpus")
+        or options.get("--nproc-per-node")
+        or (4 if "--hostfile" in options else 1)
+    )
     assert (ROOT / "train.py").is_file()
     config = load_config(ROOT / words[words.index("--config") + 1])
     assert make_plan(config, Cluster(hosts, ranks)).layout.data_parallel_size == hosts * ranks

@@ -30,7 +30,8 @@ class Clock:
     [
         ("SIGTERM SIGTERM", True),
         ("SIGINT SIGTERM", True),
-        ("SIGUSR1 SIGTERM", False),  # a scheduler's notice, and its request: the run is saving since the first
+        # a scheduler's notice, and its request: the run is saving since the first
+        ("SIGUSR1 SIGTERM", False),
         ("SIGHUP SIGTERM", False),
         ("SIGUSR1 SIGTERM SIGTERM", True),
         ("SIGTERM SIGUSR1", False),
@@ -49,11 +50,16 @@ def test_a_notice_never_insists(asked: str, insists: bool, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("number", "heard"),
-    [(signal.SIGTERM, True), (signal.SIGUSR1, True), (signal.SIGINT, False), (signal.SIGHUP, False)],
+    [
+        (signal.SIGTERM, True),
+        (signal.SIGUSR1, True),
+        (signal.SIGINT, False),
+        (signal.SIGHUP, False),
+    ],
 )
 def test_an_agent_hears_what_its_ranks_would_heed(number: signal.Signals, heard: bool) -> None:
-    """nohup ignores SIGHUP and a shell's `&` SIGINT; a SIGTERM that is ignored further up is still meant for the
-    agent.
+    """nohup ignores SIGHUP and a shell's `&` SIGINT; a SIGTERM that is ignored further up is still
+    meant for the agent.
     """
     before = signal.signal(number, signal.SIG_IGN)
     try:
@@ -65,7 +71,9 @@ def test_an_agent_hears_what_its_ranks_would_heed(number: signal.Signals, heard:
         signal.signal(number, before)
 
 
-def test_a_launcher_that_is_gone_shortens_the_time_and_does_not_insist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_is_gone_shortens_the_time_and_does_not_insist(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock, requests = Clock(), StopRequests()
     monkeypatch.setattr(module, "time", clock)
     reader, writer = os.pipe()
@@ -86,7 +94,8 @@ def test_a_request_before_anything_runs_is_heeded() -> None:
     requests.refuse_start()
     requests.ask("SIGTERM")
     with pytest.raises(
-        RunStopped, match=r"stopped on request \(SIGTERM\) before any rank was started \[stopped-early\]"
+        RunStopped,
+        match=r"stopped on request \(SIGTERM\) before any rank was started \[stopped-early\]",
     ):
         requests.refuse_start()
 

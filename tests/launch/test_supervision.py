@@ -1,4 +1,6 @@
-"""A job that fails is started again from its newest checkpoint, and ends as the unbroken one; or is given up."""
+"""A job that fails is started again from its newest checkpoint, and ends as the unbroken one; or is
+given up.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ from tests.launched import TIMEOUT_SECONDS, job_environment, series
 from tests.places import ROOT
 from tests.warm_ranks import WarmRanks
 
-LOST, ERROR = JobEnd(137, "rank 1: killed by SIGKILL at 12:00:01; 1 node stopped in 0.1 s"), "rank 0: ended with 70: "
+LOST, ERROR = (
+    JobEnd(137, "rank 1: killed by SIGKILL at 12:00:01; 1 node stopped in 0.1 s"),
+    "rank 0: ended with 70: ",
+)
 
 
 class Starts:
@@ -51,7 +56,10 @@ class Starts:
 
 
 def run(
-    folder: Path, starts: Callable[[tuple[str, ...]], JobEnd], most: int = 5, requests: StopRequests | None = None
+    folder: Path,
+    starts: Callable[[tuple[str, ...]], JobEnd],
+    most: int = 5,
+    requests: StopRequests | None = None,
 ) -> int:
     section = {"max_restarts": most, "wait_seconds": 0}
     config = config_from_values({"run": {"output_dir": str(folder)}, "supervision": section})
@@ -82,14 +90,24 @@ def test_no_other_start_where_it_would_change_nothing(tmp_path: Path, code: int)
     assert run(tmp_path, Starts(tmp_path, (JobEnd(code), 10))) == code
 
 
-def test_the_same_error_at_the_same_step_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ends = [(JobEnd(70, ERROR + f"step 12: nan at 12:00:0{n}; 1 node stopped in 0.{n} s"), 10) for n in range(2)]
+def test_the_same_error_at_the_same_step_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = [
+        (JobEnd(70, ERROR + f"step 12: nan at 12:00:0{n}; 1 node stopped in 0.{n} s"), 10)
+        for n in range(2)
+    ]
     assert run(tmp_path, Starts(tmp_path, ends[0], (ends[1][0], 0), (ends[1][0], 0))) == 77
-    assert "the same error at the same step again; the job ends [no-restart]" in capsys.readouterr().err
+    assert (
+        "the same error at the same step again; the job ends [no-restart]"
+        in capsys.readouterr().err
+    )
 
 
 def test_other_errors_get_three_starts_without_progress(tmp_path: Path) -> None:
-    starts = Starts(tmp_path, *((JobEnd(70, f"{ERROR}{cause}"), 0) for cause in ("a", "b", "c", "d")))
+    starts = Starts(
+        tmp_path, *((JobEnd(70, f"{ERROR}{cause}"), 0) for cause in ("a", "b", "c", "d"))
+    )
     assert run(tmp_path, starts) == 77
     assert len(starts.words) == 3
     starts = Starts(tmp_path, *((LOST, 0) for _ in range(9)))
@@ -133,7 +151,9 @@ def test_checkpoints_that_are_gone_are_the_end(
     if is_seen == "by its line":
         monkeypatch.setattr(supervision, "_LOOK_SECONDS", 60.0)
         end = JobEnd(74, "rank 0: ended with 74: the run folder was lost [run-folder-lost]")
-    starts = Starts(tmp_path, (LOST, 10 if is_first else 0), (end, 0 if is_first else 10), (JobEnd(0), 0))
+    starts = Starts(
+        tmp_path, (LOST, 10 if is_first else 0), (end, 0 if is_first else 10), (JobEnd(0), 0)
+    )
 
     def start(words: tuple[str, ...]) -> JobEnd:
         found = starts(words)
@@ -180,7 +200,9 @@ def test_a_request_ends_the_wait(tmp_path: Path) -> None:
         requests.ask("SIGTERM")
         return LOST
 
-    config = config_from_values({"run": {"output_dir": str(tmp_path)}, "supervision": {"max_restarts": 1}})
+    config = config_from_values(
+        {"run": {"output_dir": str(tmp_path)}, "supervision": {"max_restarts": 1}}
+    )
     assert supervised(config, requests, start) == 137
     requests = StopRequests()
     signal.signal(signal.SIGALRM, lambda *_: requests.ask("SIGTERM"))
@@ -189,22 +211,37 @@ def test_a_request_ends_the_wait(tmp_path: Path) -> None:
         supervised(config, requests, lambda _: LOST)
 
 
-def answers(folder: Path, *, are_here: tuple[bool, ...], fewest: int, **seconds: float) -> list[int]:
+def answers(
+    folder: Path, *, are_here: tuple[bool, ...], fewest: int, **seconds: float
+) -> list[int]:
     """Hosts that answer where a file is there."""
     for number, is_here in enumerate(are_here):
         (folder / f"host-{number}").unlink(missing_ok=True)
         if is_here:
             (folder / f"host-{number}").touch()
-    commands = [(f"host-{number}", ["test", "-e", str(folder / f"host-{number}")]) for number in range(len(are_here))]
+    commands = [
+        (f"host-{number}", ["test", "-e", str(folder / f"host-{number}")])
+        for number in range(len(are_here))
+    ]
     expected, most = range(len(are_here)), {"enough_seconds": 0.0, "longest_seconds": 0.0} | seconds
-    return answering(commands, expected, StopRequests(), fits=lambda count: count >= fewest and count != 3, **most)
+    return answering(
+        commands,
+        expected,
+        StopRequests(),
+        fits=lambda count: count >= fewest and count != 3,
+        **most,
+    )
 
 
-def test_hosts_that_come_back_and_hosts_that_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_that_come_back_and_hosts_that_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(returning_hosts, "_PAUSE_SECONDS", 0.01)
     assert answers(tmp_path, are_here=(True, True), fewest=2) == [0, 1]
     assert answers(tmp_path, are_here=(False, True, True), fewest=1) == [1, 2]
-    assert answers(tmp_path, are_here=(True, False, True, True), fewest=1) == [0, 2], "no plan for three"
+    assert answers(tmp_path, are_here=(True, False, True, True), fewest=1) == [0, 2], (
+        "no plan for three"
+    )
     with pytest.raises(PeerLostError, match="host-1 did not come back"):
         answers(tmp_path, are_here=(True, False), fewest=2)
 
@@ -217,7 +254,9 @@ def test_a_host_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "waiting for host-1 since 0 s, until 60 s" in capsys.readouterr().err
 
 
-def test_where_nobody_starts_again_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_nobody_starts_again_it_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run.yaml").write_text("supervision: {max_restarts: 3}\n")
     job = load_run(str(tmp_path / "run.yaml"), [])
     job.print_notes(is_supervised=True)
@@ -251,7 +290,13 @@ def launched(config: Path, *words: str) -> tuple[int, str]:
     program = [sys.executable, "-m", "framework", "launch", str(config), "--num_gpus", "2", *words]
     environment = job_environment() | {"DS_ACCELERATOR": "cpu"}
     ended = subprocess.run(
-        program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+        program,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
     )
     return ended.returncode, ended.stdout + ended.stderr
 
@@ -267,16 +312,31 @@ def test_a_killed_rank_and_the_unbroken_run(warm: WarmRanks, tmp_path: Path) -> 
     whole = warm.start(["--config", str(config)], num_ranks=2, folder=tmp_path / "said")
     assert whole.wait(TIMEOUT_SECONDS) == [0, 0], whole.stated()
     assert series(tmp_path / "killed", "train/loss") == series(tmp_path / "whole", "train/loss")
-    events = [json.loads(line) for line in (tmp_path / "killed/events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (tmp_path / "killed/events.jsonl").read_text().splitlines()
+    ]
     (event,) = [event for event in events if event["kind"] == "restart"]
     assert (event["number"], event["step"], event["code"]) == (1, 5, 137)
-    # Every second of the job has a class, from its first process to its last event; so few have none.
-    begun, found = float((tmp_path / "once-begun").read_text()), goodput(read_run(tmp_path / "killed"))
+    # Every second of the job has a class, from its first process to its last event; so few have
+    # none.
+    begun, found = (
+        float((tmp_path / "once-begun").read_text()),
+        goodput(read_run(tmp_path / "killed")),
+    )
     assert found is not None
-    # Until `train.py` is reached Python itself starts: 30 ms, of a busy machine some tenths of a second.
+    # Until `train.py` is reached Python itself starts: 30 ms, of a busy machine some tenths of a
+    # second.
     assert found.total == pytest.approx(events[-1]["time_seconds"] - begun, rel=0.01, abs=0.4)
-    assert sum(found.parts.values()) - found.parts.get("other", 0.0) == pytest.approx(found.total, rel=0.01)
-    assert found.parts.keys() >= {"training", "saving", "start-up", "between restarts", "steps taken again"}
+    assert sum(found.parts.values()) - found.parts.get("other", 0.0) == pytest.approx(
+        found.total, rel=0.01
+    )
+    assert found.parts.keys() >= {
+        "training",
+        "saving",
+        "start-up",
+        "between restarts",
+        "steps taken again",
+    }
     assert f"goodput              {found.share:.1%} of " in killed
     assert "rank 1: killed by SIGKILL" in event["cause"]
 
@@ -288,7 +348,9 @@ def test_a_stop_that_a_rank_alone_heard_is_one_for_all(tmp_path: Path) -> None:
     assert code == 137, stated
     assert "[restart]" not in stated
     assert "rank 1: killed by SIGKILL" in (last := stated.splitlines()[-1])
-    assert re.search(r"; a stop was asked for \(SIGTERM to rank 0 at node 0 \(.*\)\) \[stop-asked\]$", last)
+    assert re.search(
+        r"; a stop was asked for \(SIGTERM to rank 0 at node 0 \(.*\)\) \[stop-asked\]$", last
+    )
 
 
 @pytest.mark.slow

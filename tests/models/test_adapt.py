@@ -13,7 +13,14 @@ from framework.config.base import Target
 from framework.config.optimizer import AdamW, Group
 from framework.config.training import Compile, Training
 from framework.errors import ConfigError
-from framework.models.adapt import channels_last, compile_model, freeze, parameter_groups, prepare_model, with_recompute
+from framework.models.adapt import (
+    channels_last,
+    compile_model,
+    freeze,
+    parameter_groups,
+    prepare_model,
+    with_recompute,
+)
 from framework.models.bert import BERT
 from framework.models.gpt import GPT
 from framework.models.layers import Layer, LayeredModel
@@ -37,11 +44,17 @@ def gpt() -> nn.Module:
 
 
 def bert() -> nn.Module:
-    return BERT.of(vocab_size=11, max_positions=64, hidden_size=32, num_layers=4, num_heads=4, mlp_size=64)
+    return BERT.of(
+        vocab_size=11, max_positions=64, hidden_size=32, num_layers=4, num_heads=4, mlp_size=64
+    )
 
 
 def with_dropout() -> nn.Module:
-    parts = [part for _ in range(4) for part in (nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3))]
+    parts = [
+        part
+        for _ in range(4)
+        for part in (nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3))
+    ]
     return nn.Sequential(*parts, nn.Linear(32, 1))
 
 
@@ -49,14 +62,27 @@ IDS = torch.randint(0, 11, (4, 64), generator=torch.Generator().manual_seed(0))
 MODELS: dict[str, Any] = {
     "gpt": (gpt, (IDS,)),
     "bert": (bert, (IDS, torch.zeros_like(IDS), torch.ones_like(IDS))),
-    "sequential": (with_dropout, (torch.randn(64, 32, generator=torch.Generator().manual_seed(0)),)),
-    "small_resnet18": (SmallResNet18, (torch.randn(4, 1, 16, 16, generator=torch.Generator().manual_seed(0)),)),
-    "resnet18": (partial(resnet18, 5), (torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)),)),
+    "sequential": (
+        with_dropout,
+        (torch.randn(64, 32, generator=torch.Generator().manual_seed(0)),),
+    ),
+    "small_resnet18": (
+        SmallResNet18,
+        (torch.randn(4, 1, 16, 16, generator=torch.Generator().manual_seed(0)),),
+    ),
+    "resnet18": (
+        partial(resnet18, 5),
+        (torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)),),
+    ),
 }
 
 
-def one_step(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
-    """Gradients, buffers, and bytes that autograd keeps between forward and backward, weights not counted."""
+def one_step(
+    model: nn.Module, inputs: tuple[Tensor, ...]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """Gradients, buffers, and bytes that autograd keeps between forward and backward, weights not
+    counted.
+    """
     kept: dict[int, int] = {}
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
@@ -73,7 +99,11 @@ def one_step(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[dict[str, Te
         loss = sum(output.square().mean() for output in outputs)
     num_kept_bytes = sum(kept.values())
     loss.backward()
-    return {name: p.grad for name, p in model.named_parameters()}, dict(model.named_buffers()), num_kept_bytes
+    return (
+        {name: p.grad for name, p in model.named_parameters()},
+        dict(model.named_buffers()),
+        num_kept_bytes,
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -90,7 +120,9 @@ def test_recomputed_gradients_are_the_same_to_the_bit_and_less_is_kept(name: str
     assert gradients.keys() == again.keys()
     assert all(torch.equal(gradients[key], again[key]) for key in gradients)
     assert buffers.keys() == buffers_again.keys()
-    assert all(torch.equal(buffers[key], buffers_again[key]) for key in buffers), "batch norms counted the batch twice"
+    assert all(torch.equal(buffers[key], buffers_again[key]) for key in buffers), (
+        "batch norms counted the batch twice"
+    )
     assert kept_again_bytes < 0.6 * kept_bytes
 
 
@@ -125,13 +157,19 @@ class InAttribute(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "model", [Whole(), Residual(nn.Linear(2, 2), nn.ReLU()), InAttribute()], ids=lambda model: type(model).__name__
+    "model",
+    [Whole(), Residual(nn.Linear(2, 2), nn.ReLU()), InAttribute()],
+    ids=lambda model: type(model).__name__,
 )
 def test_a_model_that_cannot_be_cut_is_refused_with_the_way_out(model: nn.Module) -> None:
     with pytest.raises(ConfigError) as caught:
         prepare_model(model, Training(recompute_every=2))
     (problem,) = caught.value.problems
-    assert (problem.kind, problem.key, problem.value) == ("recompute-needs-layers", "training.recompute_every", 2)
+    assert (problem.kind, problem.key, problem.value) == (
+        "recompute-needs-layers",
+        "training.recompute_every",
+        2,
+    )
     assert type(model).__name__ in problem.reason
     assert "layers()" in problem.fix
 
@@ -157,11 +195,15 @@ def test_a_model_with_recomputation_of_its_own_turns_it_on() -> None:
     untouched = Recomputing()
     prepare_model(untouched, Training())
     assert not untouched.is_on
-    with pytest.raises(ConfigError, match=r"is of each layer; set training.recompute_every: 1, or 0"):
+    with pytest.raises(
+        ConfigError, match=r"is of each layer; set training.recompute_every: 1, or 0"
+    ):
         prepare_model(untouched, Training(recompute_every=2))
     refusing = Recomputing()
     refusing.refusal = "Recomputing does not support gradient checkpointing."
-    with pytest.raises(ConfigError, match=r"cannot be turned on: ValueError: Recomputing does not support"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be turned on: ValueError: Recomputing does not support"
+    ):
         prepare_model(refusing, Training(recompute_every=1))
 
 
@@ -171,7 +213,11 @@ def test_batch_norms_keep_their_weights_and_names() -> None:
     prepared = prepare_model(model.eval(), Training(sync_batch_norm=True))
     assert list(prepared.state_dict()) == before
     assert all(a is b for a, b in zip(prepared.parameters(), objects, strict=True))
-    norms = [module for module in prepared.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    norms = [
+        module
+        for module in prepared.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
     assert len(norms) == 20
     assert all(isinstance(norm, SyncBatchNorm) and not norm.training for norm in norms)
 
@@ -185,7 +231,9 @@ def test_convolutions_follow_the_order_of_their_images(channels: int) -> None:
     for norm in model.modules():
         if isinstance(norm, nn.BatchNorm2d):
             norm.register_forward_hook(
-                lambda _, __, output: orders.append(output.is_contiguous(memory_format=torch.channels_last))
+                lambda _, __, output: orders.append(
+                    output.is_contiguous(memory_format=torch.channels_last)
+                )
             )
     model(images)
     assert not any(orders[:5])
@@ -203,14 +251,24 @@ def trained(model: nn.Module) -> set[str]:
 def test_what_matches_as_a_whole_is_frozen() -> None:
     model = prepare_model(gpt(), Training(freeze=[r"embed\..*", r"blocks\.[01]\..*", "norm.bias"]))
     frozen = {name for name, _ in model.named_parameters()} - trained(model)
-    assert {"embed.weight", "blocks.0.mlp.up.weight", "blocks.1.attention.key.bias", "norm.bias"} <= frozen
-    assert all(name.startswith(("embed.", "blocks.0.", "blocks.1.")) or name == "norm.bias" for name in frozen)
+    assert {
+        "embed.weight",
+        "blocks.0.mlp.up.weight",
+        "blocks.1.attention.key.bias",
+        "norm.bias",
+    } <= frozen
+    assert all(
+        name.startswith(("embed.", "blocks.0.", "blocks.1.")) or name == "norm.bias"
+        for name in frozen
+    )
 
 
 def test_a_frozen_weight_gets_no_gradient_and_the_others_theirs() -> None:
     model = prepare_model(gpt(), Training(freeze=["positions.*"], recompute_every=2))
     model(IDS).sum().backward()
-    assert {name for name, parameter in model.named_parameters() if parameter.grad is None} == {"positions.weight"}
+    assert {name for name, parameter in model.named_parameters() if parameter.grad is None} == {
+        "positions.weight"
+    }
 
 
 @pytest.mark.parametrize(
@@ -227,7 +285,9 @@ def test_a_frozen_weight_gets_no_gradient_and_the_others_theirs() -> None:
         ([".*weight", ".*bias"], ["freeze-matches-all"], "training.freeze = [.*weight, .*bias]"),
     ],
 )
-def test_patterns_that_cannot_be_meant_are_refused(patterns: list[str], kinds: list[str], words: str) -> None:
+def test_patterns_that_cannot_be_meant_are_refused(
+    patterns: list[str], kinds: list[str], words: str
+) -> None:
     model = gpt()
     before = trained(model)
     with pytest.raises(ConfigError) as caught:
@@ -251,21 +311,30 @@ def test_decay_on_matrices_leaves_biases_and_norms_alone() -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decayed, others = ([names[id(parameter)] for parameter in group["params"]] for group in groups)
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
-    assert all("norm" not in name and name.endswith("weight") and ".shortcut.1." not in name for name in decayed)
+    assert all(
+        "norm" not in name and name.endswith("weight") and ".shortcut.1." not in name
+        for name in decayed
+    )
     assert all("norm" in name or name.endswith("bias") or ".shortcut.1." in name for name in others)
     assert {*decayed, *others, "conv.weight"} == set(names.values())
 
 
 def test_an_optimizer_decays_what_it_should() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
-    groups = parameter_groups(dict(model.named_parameters()), AdamW(weight_decay=0.5, weight_decay_on="matrices"))
+    groups = parameter_groups(
+        dict(model.named_parameters()), AdamW(weight_decay=0.5, weight_decay_on="matrices")
+    )
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.3)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     torch.testing.assert_close(model[0].weight, before["0.weight"] * (1 - 0.1 * 0.5))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if name != "0.weight")
+    assert all(
+        torch.equal(value, before[name])
+        for name, value in model.state_dict().items()
+        if name != "0.weight"
+    )
 
 
 def test_partitioned_weights_have_the_dimensions_they_had() -> None:
@@ -275,15 +344,20 @@ def test_partitioned_weights_have_the_dimensions_they_had() -> None:
         parameter.ds_shape = parameter.shape
         parameter.data = torch.empty(0)
     groups: Any = parameter_groups(dict(model.named_parameters()), MATRICES)
-    assert [group["params"][0] is parameter for group, parameter in zip(groups, model.parameters(), strict=True)] == [
-        True
-    ] * 2
+    assert [
+        group["params"][0] is parameter
+        for group, parameter in zip(groups, model.parameters(), strict=True)
+    ] == [True] * 2
 
 
 def test_where_all_are_treated_alike_there_are_no_groups() -> None:
     model = nn.Linear(3, 2)
     named = dict(model.named_parameters())
-    for wanted in (AdamW(), AdamW(weight_decay=0.0, weight_decay_on="matrices"), Target(target="torch.optim:SGD")):
+    for wanted in (
+        AdamW(),
+        AdamW(weight_decay=0.0, weight_decay_on="matrices"),
+        Target(target="torch.optim:SGD"),
+    ):
         assert parameter_groups(named, wanted) == list(model.parameters())
     assert len(parameter_groups({"weight": model.weight}, MATRICES)) == 1
 
@@ -291,7 +365,9 @@ def test_where_all_are_treated_alike_there_are_no_groups() -> None:
 def test_weights_of_a_group_have_its_rate_and_its_decay() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     own = [Group(match="1.*", lr=0.02, weight_decay=0.0)]
-    groups: Any = parameter_groups(dict(model.named_parameters()), AdamW(lr=0.1, weight_decay=0.5, groups=own))
+    groups: Any = parameter_groups(
+        dict(model.named_parameters()), AdamW(lr=0.1, weight_decay=0.5, groups=own)
+    )
     assert [len(group["params"]) for group in groups] == [2, 2]
     optimizer = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.3)
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [
@@ -303,14 +379,18 @@ def test_weights_of_a_group_have_its_rate_and_its_decay() -> None:
 def test_what_is_compiled() -> None:
     def compiled(model: nn.Module, **asked: Any) -> list[str]:
         compile_model(model, Compile(backend="eager", **asked))
-        return [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
+        return [
+            name for name, module in model.named_modules() if module._compiled_call_impl is not None
+        ]
 
     model, names = with_dropout(), list(with_dropout().state_dict())
     assert compiled(model) == [""]
     assert list(model.state_dict()) == names
     assert compiled(gpt(), per="block") == [f"blocks.{number}" for number in range(4)]
     resnet = SmallResNet18()
-    is_block = [name for name, module in resnet.named_modules() if type(module).__name__ == "BasicBlock"]
+    is_block = [
+        name for name, module in resnet.named_modules() if type(module).__name__ == "BasicBlock"
+    ]
     assert compiled(resnet, per="block") == is_block
     recomputed = with_recompute(with_dropout(), every=3)
     assert compiled(recomputed) == [name for name, _ in recomputed.named_children()]

@@ -1,4 +1,6 @@
-"""Adapters in models of others: merged, they compute what they did beside the weights, under the plain names."""
+"""Adapters in models of others: merged, they compute what they did beside the weights, under the
+plain names.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def attention() -> nn.Module:
 
 def gpt2() -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2)
+    )
 
 
 def resnet() -> nn.Module:
@@ -41,14 +45,18 @@ def resnet() -> nn.Module:
         (resnet, ["conv1", "fc"], torch.randn(1, 3, 32, 32)),
     ],
 )
-def test_merged_models_compute_the_same_under_plain_names(build: Any, targets: list[str], inputs: torch.Tensor) -> None:
+def test_merged_models_compute_the_same_under_plain_names(
+    build: Any, targets: list[str], inputs: torch.Tensor
+) -> None:
     model = build().eval()
     names = {*model.state_dict()}
     model = add_adapters(model, LoRA(target_modules=targets), seed=0).eval()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.02)
-    before, after = (getattr(made, "logits", made) for made in (model(inputs), merge_adapters(model)(inputs)))
+    before, after = (
+        getattr(made, "logits", made) for made in (model(inputs), merge_adapters(model)(inputs))
+    )
     assert {*model.state_dict()} == names
     assert float((before - after).abs().max()) < 5e-6
 
@@ -62,10 +70,15 @@ def test_merged_models_compute_the_same_under_plain_names(build: Any, targets: l
         ({"kind": "resnet50"}, ["conv2", "fc"]),
     ],
 )
-def test_the_plan_counts_what_is_trained_and_what_is_not(model: dict[str, Any], targets: Any) -> None:
+def test_the_plan_counts_what_is_trained_and_what_is_not(
+    model: dict[str, Any], targets: Any
+) -> None:
     saved = ["norm"] if model["kind"] != "resnet50" else []
     config = config_from_values(
-        {"model": model, "training": {"lora": {"target_modules": targets, "modules_to_save": saved}}}
+        {
+            "model": model,
+            "training": {"lora": {"target_modules": targets, "modules_to_save": saved}},
+        }
     )
     lora = config.training.lora
     assert lora is not None
@@ -82,7 +95,11 @@ class TiedHead(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.middle, self.head = nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False)
+        self.embed, self.middle, self.head = (
+            nn.Embedding(8, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 8, bias=False),
+        )
         self.head.weight = self.embed.weight
 
 
@@ -97,17 +114,27 @@ def spread_convolution() -> nn.Module:
     [
         (TiedHead, "all-linear", r"the weight of head is used in another place .*\[lora-tied\]"),
         (TiedHead, ["embed"], r"\[lora-tied\]"),
-        (spread_convolution, ["0"], r"4 dimensions, .* set zero.stage: 2 for convolutions \[lora-not-adaptable\]"),
+        (
+            spread_convolution,
+            ["0"],
+            r"4 dimensions, .* set zero.stage: 2 for convolutions \[lora-not-adaptable\]",
+        ),
     ],
 )
-def test_what_would_be_merged_into_two_places_is_refused(make: Any, targets: Any, kind: str) -> None:
+def test_what_would_be_merged_into_two_places_is_refused(
+    make: Any, targets: Any, kind: str
+) -> None:
     with pytest.raises(ConfigError, match=kind):
         add_adapters(make(), LoRA(target_modules=targets), seed=0)
 
 
 def test_a_tied_weight_that_is_trained_whole_comes_back_under_either_name() -> None:
-    model = add_adapters(TiedHead(), LoRA(target_modules=["middle"], modules_to_save=["head"]), seed=0)
-    trained = {name: torch.ones_like(one) for name, one in model.named_parameters() if one.requires_grad}
+    model = add_adapters(
+        TiedHead(), LoRA(target_modules=["middle"], modules_to_save=["head"]), seed=0
+    )
+    trained = {
+        name: torch.ones_like(one) for name, one in model.named_parameters() if one.requires_grad
+    }
     assert "embed.weight" in trained
     put_trained(model, trained)
     assert torch.equal(model.get_parameter("head.weight"), torch.ones(8, 4))

@@ -1,4 +1,6 @@
-"""BERT against a second implementation that shares no code with it, and what its layer list promises to a pipeline."""
+"""BERT against a second implementation that shares no code with it, and what its layer list
+promises to a pipeline.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ SHAPE: dict[str, Any] = {
 
 
 def shaken() -> BERT:
-    """A model whose biases and norms differ from their start values, so that a forgotten one is seen."""
+    """A model whose biases and norms differ from their start values, so that a forgotten one is
+    seen.
+    """
     torch.manual_seed(1)
     model = BERT.of(**SHAPE).double().eval()
     with torch.no_grad():
@@ -44,7 +48,9 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
     return tokens, types, mask
 
 
-def oracle(weights: dict[str, Tensor], tokens: Tensor, types: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def oracle(
+    weights: dict[str, Tensor], tokens: Tensor, types: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
     """One sequence after another, padding cut out of the keys, attention row by row."""
 
     def dense(name: str, x: Tensor) -> Tensor:
@@ -53,7 +59,9 @@ def oracle(weights: dict[str, Tensor], tokens: Tensor, types: Tensor, mask: Tens
     def norm(name: str, x: Tensor) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
         return (
-            centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights[f"{name}.weight"]
+            centred
+            / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+            * weights[f"{name}.weight"]
             + weights[f"{name}.bias"]
         )
 
@@ -98,18 +106,27 @@ def test_it_computes_what_the_paper_says() -> None:
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
     expected_pair = oracle(model.state_dict(), *batch())
     for value, expected in zip(model.float()(*batch()), expected_pair, strict=True):
-        torch.testing.assert_close(value, expected.float(), rtol=0, atol=2e-6 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            value, expected.float(), rtol=0, atol=2e-6 * float(expected.abs().max())
+        )
 
 
 def test_gradients_are_those_of_the_oracle() -> None:
     model = shaken()
     weights = {name: value.detach().requires_grad_() for name, value in model.state_dict().items()}
     generator = torch.Generator().manual_seed(4)
-    directions = [torch.randn(size, dtype=torch.float64, generator=generator) for size in ((3, 7, 13), (3, 2))]
+    directions = [
+        torch.randn(size, dtype=torch.float64, generator=generator) for size in ((3, 7, 13), (3, 2))
+    ]
     for outputs in (model(*batch()), oracle(weights, *batch())):
-        sum((output * direction).sum() for output, direction in zip(outputs, directions, strict=True)).backward()
+        sum(
+            (output * direction).sum()
+            for output, direction in zip(outputs, directions, strict=True)
+        ).backward()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-10, atol=1e-10, msg=name)
+        torch.testing.assert_close(
+            parameter.grad, weights[name].grad, rtol=1e-10, atol=1e-10, msg=name
+        )
 
 
 def test_padding_is_seen_by_nobody() -> None:
@@ -156,7 +173,13 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_weights_start_as_in_the_paper() -> None:
     torch.manual_seed(0)
     model = BERT.of(
-        vocab_size=500, max_positions=300, hidden_size=128, num_layers=2, num_heads=4, mlp_size=512, num_types=40
+        vocab_size=500,
+        max_positions=300,
+        hidden_size=128,
+        num_layers=2,
+        num_heads=4,
+        mlp_size=512,
+        num_types=40,
     )
     # Standard deviation of N(0, 1) cut off at +-2.
     truncated = 0.02 * 0.8796
@@ -167,7 +190,9 @@ def test_weights_start_as_in_the_paper() -> None:
             assert torch.equal(value, torch.ones_like(value)), name
         else:
             assert value.abs().max() <= 0.04, name
-            assert value.std().item() == pytest.approx(truncated, rel=0.1 if value.numel() < 1000 else 0.03), name
+            assert value.std().item() == pytest.approx(
+                truncated, rel=0.1 if value.numel() < 1000 else 0.03
+            ), name
 
 
 def test_between_its_layers_goes_one_floating_tensor_and_it_comes_first() -> None:
@@ -177,7 +202,9 @@ def test_between_its_layers_goes_one_floating_tensor_and_it_comes_first() -> Non
     for layer in layers:
         if isinstance(value, tuple) and layer.may_start_stage:
             floating = [tensor.is_floating_point() for tensor in value]
-            assert floating == ([False] * 3 if layer is layers[0] else [True] + [False] * (len(value) - 1)), layer.name
+            assert floating == (
+                [False] * 3 if layer is layers[0] else [True] + [False] * (len(value) - 1)
+            ), layer.name
         value = layer.apply(layer.build(), value)
     assert [layer.name for layer in layers if not layer.may_start_stage] == ["outputs"]
     assert all(torch.equal(a, b) for a, b in zip(value, model(*batch()), strict=True))
@@ -186,7 +213,9 @@ def test_between_its_layers_goes_one_floating_tensor_and_it_comes_first() -> Non
 def test_what_the_tied_layers_share_is_all_they_hold() -> None:
     tied = [layer for layer in as_layers(shaken()) if layer.tied]
     assert [layer.name for layer in tied] == ["embed", "decoder"]
-    assert {tuple(name for name, _ in layer.build().named_parameters()) for layer in tied} == {("weight",)}
+    assert {tuple(name for name, _ in layer.build().named_parameters()) for layer in tied} == {
+        ("weight",)
+    }
 
 
 def test_recipes_build_the_same_weights_alone() -> None:
@@ -196,6 +225,9 @@ def test_recipes_build_the_same_weights_alone() -> None:
         bare = BERT.of(**SHAPE)
     for number, layer in reversed(list(enumerate(bare.layers()))):
         if layer.call is None:
-            alone, there = layer.make(number, seed=6).state_dict(), model.get_submodule(layer.name).state_dict()
+            alone, there = (
+                layer.make(number, seed=6).state_dict(),
+                model.get_submodule(layer.name).state_dict(),
+            )
             assert alone.keys() == there.keys()
             assert all(torch.equal(alone[name], there[name]) for name in alone), layer.name

@@ -46,13 +46,19 @@ def by_definition(made: Mixture, tokens: Tensor) -> tuple[Tensor, Tensor, float]
             expert = int(best[number, choice])
             weight = probabilities[number, expert]
             if shape.top_k == 2:
-                weight = weight / (probabilities[number, best[number, 0]] + probabilities[number, best[number, 1]])
+                weight = weight / (
+                    probabilities[number, best[number, 0]] + probabilities[number, best[number, 1]]
+                )
             if taken[expert] < room:
-                outputs[number] = outputs[number] + weight * made.experts[str(expert)](tokens[number])
+                outputs[number] = outputs[number] + weight * made.experts[str(expert)](
+                    tokens[number]
+                )
                 taken[expert] += 1
             else:
                 dropped += 1
-    shares = [sum(int(best[n, 0]) == e for n in range(len(tokens))) / len(tokens) for e in range(count)]
+    shares = [
+        sum(int(best[n, 0]) == e for n in range(len(tokens))) / len(tokens) for e in range(count)
+    ]
     balance = count * sum(share * probabilities[:, e].mean() for e, share in enumerate(shares))
     z = torch.stack([row.exp().sum().log() ** 2 for row in logits]).mean()
     loss = shape.balance_loss * balance + shape.z_loss * z
@@ -61,7 +67,9 @@ def by_definition(made: Mixture, tokens: Tensor) -> tuple[Tensor, Tensor, float]
 
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("factor", [0.5, 1.0, None])
-def test_outputs_losses_and_gradients_are_those_of_the_definition(top_k: int, factor: float | None) -> None:
+def test_outputs_losses_and_gradients_are_those_of_the_definition(
+    top_k: int, factor: float | None
+) -> None:
     made = mixture(top_k=top_k, capacity_factor=factor, min_capacity=1, z_loss=0.3)
     tokens = torch.randn(TOKENS, SIZE)
     expected, loss, dropped = by_definition(made, tokens)
@@ -75,7 +83,9 @@ def test_outputs_losses_and_gradients_are_those_of_the_definition(top_k: int, fa
     assert routings[0].dropped.item() == pytest.approx(dropped, abs=1e-6)
     assert (dropped > 0) == (factor is not None)
     for name, gradient, weight in zip(names, gradients, weights, strict=True):
-        torch.testing.assert_close(weight.grad, torch.zeros_like(weight) if gradient is None else gradient, msg=name)
+        torch.testing.assert_close(
+            weight.grad, torch.zeros_like(weight) if gradient is None else gradient, msg=name
+        )
 
 
 def test_evaluation_has_room_of_its_own_no_noise_and_reports_nothing() -> None:
@@ -100,7 +110,9 @@ def test_recomputation_has_the_same_gradients_and_reports_once(every: int) -> No
     found = []
     for recompute_every in (0, every):
         torch.manual_seed(0)
-        model = GPT.of(**TINY, dropout=0.2, moe={"num_experts": 4, "every": 1, "jitter": 0.1, "z_loss": 0.1})
+        model = GPT.of(
+            **TINY, dropout=0.2, moe={"num_experts": 4, "every": 1, "jitter": 0.1, "z_loss": 0.1}
+        )
         model.recompute_every = recompute_every
         torch.manual_seed(1)
         with collected_routings() as routings:
@@ -114,7 +126,11 @@ def test_recomputation_has_the_same_gradients_and_reports_once(every: int) -> No
 @pytest.mark.parametrize(("every", "blocks"), [(1, [0, 1, 2]), (2, [1]), (3, [2]), (4, [])])
 def test_every_nth_block_has_experts(every: int, blocks: list[int]) -> None:
     model = GPT.of(**TINY, moe={"num_experts": 2, "every": every})
-    assert [number for number in range(3) if isinstance(model.get_submodule(f"blocks.{number}.mlp"), Mixture)] == blocks
+    assert [
+        number
+        for number in range(3)
+        if isinstance(model.get_submodule(f"blocks.{number}.mlp"), Mixture)
+    ] == blocks
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,4 +1,6 @@
-"""GPT against a second implementation that shares no code with it, and the properties that make it a language model."""
+"""GPT against a second implementation that shares no code with it, and the properties that make it
+a language model.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,19 @@ LLAMA_LIKE: dict[str, Any] = GPT2_LIKE | {
     "tie_embeddings": False,
     "rope_theta": 100.0,
 }
-MIXED = LLAMA_LIKE | {"positions": "learned", "norm": "layernorm", "tie_embeddings": True, "num_kv_heads": 1}
+MIXED = LLAMA_LIKE | {
+    "positions": "learned",
+    "norm": "layernorm",
+    "tie_embeddings": True,
+    "num_kv_heads": 1,
+}
 SHAPES = {"gpt2": GPT2_LIKE, "llama": LLAMA_LIKE, "mixed": MIXED}
 
 
 def shaken(**shape: Any) -> GPT:
-    """A model whose biases and norms differ from their start values, so that a forgotten one is seen."""
+    """A model whose biases and norms differ from their start values, so that a forgotten one is
+    seen.
+    """
     torch.manual_seed(1)
     model = GPT.of(**shape).double().eval()
     with torch.no_grad():
@@ -50,7 +59,8 @@ def tokens(*size: int) -> Tensor:
     return torch.randint(0, 11, size, generator=torch.Generator().manual_seed(2))
 
 
-# The oracle: loops over heads and positions, explicit softmax, complex rotation; weights by name from the state dict.
+# The oracle: loops over heads and positions, explicit softmax, complex rotation; weights by name
+# from the state dict.
 
 
 def oracle(weights: dict[str, Tensor], shape: GPTShape, ids: Tensor) -> Tensor:
@@ -60,9 +70,14 @@ def oracle(weights: dict[str, Tensor], shape: GPTShape, ids: Tensor) -> Tensor:
     for number in range(shape.num_layers):
         block = f"blocks.{number}."
         x = x + oracle_attention(
-            weights, f"{block}attention.", shape, oracle_norm(weights, f"{block}attention_norm.", shape, x)
+            weights,
+            f"{block}attention.",
+            shape,
+            oracle_norm(weights, f"{block}attention_norm.", shape, x),
         )
-        x = x + oracle_mlp(weights, f"{block}mlp.", shape, oracle_norm(weights, f"{block}mlp_norm.", shape, x))
+        x = x + oracle_mlp(
+            weights, f"{block}mlp.", shape, oracle_norm(weights, f"{block}mlp_norm.", shape, x)
+        )
     x = oracle_norm(weights, "norm.", shape, x)
     return x @ weights["embed.weight" if shape.tie_embeddings else "head.weight"].T
 
@@ -90,10 +105,15 @@ def oracle_mlp(weights: dict[str, Tensor], name: str, shape: GPTShape, x: Tensor
 
 def oracle_attention(weights: dict[str, Tensor], name: str, shape: GPTShape, x: Tensor) -> Tensor:
     size, group = shape.head_size, shape.num_heads // shape.num_kv_heads
-    query, key, value = (oracle_linear(weights, f"{name}{part}", x) for part in ("query", "key", "value"))
+    query, key, value = (
+        oracle_linear(weights, f"{name}{part}", x) for part in ("query", "key", "value")
+    )
     heads = []
     for head in range(shape.num_heads):
-        own, shared = slice(head * size, (head + 1) * size), slice(head // group * size, (head // group + 1) * size)
+        own, shared = (
+            slice(head * size, (head + 1) * size),
+            slice(head // group * size, (head // group + 1) * size),
+        )
         q, k, v = query[..., own], key[..., shared], value[..., shared]
         if shape.positions == "rotary":
             q, k = oracle_rotation(q, shape.rope_theta), oracle_rotation(k, shape.rope_theta)
@@ -123,18 +143,24 @@ def test_it_computes_what_the_papers_say(shape: dict[str, Any]) -> None:
     expected = oracle(model.state_dict(), model.shape, ids)
     assert expected.std() > 0.1
     torch.testing.assert_close(model(ids), expected, rtol=0, atol=1e-12)
-    torch.testing.assert_close(model.float()(ids), expected.float(), rtol=0, atol=2e-6 * float(expected.abs().max()))
+    torch.testing.assert_close(
+        model.float()(ids), expected.float(), rtol=0, atol=2e-6 * float(expected.abs().max())
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_gradients_are_those_of_the_oracle(shape: dict[str, Any]) -> None:
     model, ids = shaken(**shape), tokens(2, 5)
-    direction = torch.randn(2, 5, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    direction = torch.randn(
+        2, 5, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(4)
+    )
     (model(ids) * direction).sum().backward()
     weights = {name: value.detach().requires_grad_() for name, value in model.state_dict().items()}
     (oracle(weights, model.shape, ids) * direction).sum().backward()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-10, atol=1e-10, msg=name)
+        torch.testing.assert_close(
+            parameter.grad, weights[name].grad, rtol=1e-10, atol=1e-10, msg=name
+        )
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -150,7 +176,10 @@ def test_no_position_sees_a_later_one(shape: dict[str, Any]) -> None:
 def test_rotation_keeps_lengths_and_scores_depend_on_the_distance_only() -> None:
     torch.manual_seed(0)
     query, key = torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
-    queries, keys = (turned[0, 0] for turned in rotate(*(x.expand(1, 1, 32, 8) for x in (query, key)), theta=50.0))
+    queries, keys = (
+        turned[0, 0]
+        for turned in rotate(*(x.expand(1, 1, 32, 8) for x in (query, key)), theta=50.0)
+    )
     torch.testing.assert_close(queries.norm(dim=-1), query.norm().expand(32))
     scores = queries @ keys.T
     for distance in range(-6, 7):
@@ -173,7 +202,9 @@ def test_shared_keys_are_repeated_keys() -> None:
     weights = few.state_dict()
     for name in weights:
         if name.endswith(("attention.key.weight", "attention.value.weight")):
-            weights[name] = weights[name].unflatten(0, (2, 4)).repeat_interleave(2, dim=0).flatten(0, 1)
+            weights[name] = (
+                weights[name].unflatten(0, (2, 4)).repeat_interleave(2, dim=0).flatten(0, 1)
+            )
     many.load_state_dict(weights)
     ids = tokens(2, 6)
     torch.testing.assert_close(few(ids), many(ids), rtol=0, atol=1e-12)
@@ -194,7 +225,8 @@ def test_dropout_acts_in_training_only_and_in_every_place() -> None:
     block = model.get_submodule("blocks.0")
     block.attention.eval()
     added = block(hidden) - hidden
-    assert (added == 0).double().mean() == pytest.approx(0.25, abs=0.05)  # both of the two dropouts of 0.5
+    # both of the two dropouts of 0.5
+    assert (added == 0).double().mean() == pytest.approx(0.25, abs=0.05)
 
 
 def test_a_sequence_that_is_too_long_is_refused() -> None:
@@ -262,22 +294,38 @@ def assert_recipes_build(bare: LayeredModel, model: LayeredModel, *, seed: int) 
     """Every layer, made alone and last first, holds the weights that it has in the model."""
     for number, layer in reversed(list(enumerate(bare.layers()))):
         if layer.call is None:
-            alone, there = layer.make(number, seed=seed).state_dict(), model.get_submodule(layer.name).state_dict()
+            alone, there = (
+                layer.make(number, seed=seed).state_dict(),
+                model.get_submodule(layer.name).state_dict(),
+            )
             assert alone.keys() == there.keys()
             assert all(torch.equal(alone[name], there[name]) for name in alone), layer.name
 
 
 @pytest.mark.slow
 def test_it_learns_to_repeat() -> None:
-    """A task that needs attention to earlier positions: the second half of the sequence repeats the first."""
+    """A task that needs attention to earlier positions: the second half of the sequence repeats the
+    first.
+    """
     torch.manual_seed(0)
     model = GPT.of(
-        **(LLAMA_LIKE | {"hidden_size": 32, "vocab_size": 6, "mlp_size": 64, "num_layers": 2, "rope_theta": 1e4})
+        **(
+            LLAMA_LIKE
+            | {
+                "hidden_size": 32,
+                "vocab_size": 6,
+                "mlp_size": 64,
+                "num_layers": 2,
+                "rope_theta": 1e4,
+            }
+        )
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     for _ in range(250):
         ids = torch.randint(0, 6, (64, 6)).repeat(1, 2)
-        loss = nn.functional.cross_entropy(model(ids[:, :-1])[:, 5:].flatten(0, 1), ids[:, 6:].flatten())
+        loss = nn.functional.cross_entropy(
+            model(ids[:, :-1])[:, 5:].flatten(0, 1), ids[:, 6:].flatten()
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

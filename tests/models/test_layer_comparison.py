@@ -41,7 +41,9 @@ class Noisy(nn.Module):
 
 
 class Told(nn.Module):
-    """A module with layers(), whose forward() does `between` after the first and gives its result to `last`."""
+    """A module with layers(), whose forward() does `between` after the first and gives its result
+    to `last`.
+    """
 
     def __init__(self, first: nn.Module, *, between: Any = None, last: Any = None) -> None:
         super().__init__()
@@ -56,26 +58,42 @@ class Told(nn.Module):
         return self.last(value) if self.last else value
 
 
-FORMS = [None, lambda value: (value, None), lambda value: {"logits": value}, lambda value: (value[:1], None)]
+FORMS = [
+    None,
+    lambda value: (value, None),
+    lambda value: {"logits": value},
+    lambda value: (value[:1], None),
+]
 
 
 @pytest.mark.parametrize("first", [Scales, Remembers, Noisy])
 @pytest.mark.parametrize("last", FORMS)
-def test_what_can_be_the_same_model_is_taken_and_left_as_it_was(first: type[nn.Module], last: Any) -> None:
+def test_what_can_be_the_same_model_is_taken_and_left_as_it_was(
+    first: type[nn.Module], last: Any
+) -> None:
     model, inputs = Told(first(), last=last), torch.randn(4, 6)
     before = inputs.clone()
     refuse_untrue_layers(model, inputs, seed=0)
     refuse_untrue_layers(model, (inputs,), seed=0)
     assert torch.equal(inputs, before)
-    assert not isinstance(model.first, Remembers) or (model.first.kept, model.first.calls) == (None, 0)
+    assert not isinstance(model.first, Remembers) or (model.first.kept, model.first.calls) == (
+        None,
+        0,
+    )
     assert all(module.training for module in model.modules())
 
 
-@pytest.mark.parametrize("last", [None, lambda value: {"logits": value}, lambda value: (value, None)])
+@pytest.mark.parametrize(
+    "last", [None, lambda value: {"logits": value}, lambda value: (value, None)]
+)
 @pytest.mark.parametrize("first", [nn.Identity, Scales])
 def test_another_model_is_refused(first: type[nn.Module], last: Any) -> None:
-    with pytest.raises(ConfigError, match=r"numbers that differ by .*\[layers-differ-from-forward\]"):
-        refuse_untrue_layers(Told(first(), between=torch.relu, last=last), torch.randn(4, 6), seed=0)
+    with pytest.raises(
+        ConfigError, match=r"numbers that differ by .*\[layers-differ-from-forward\]"
+    ):
+        refuse_untrue_layers(
+            Told(first(), between=torch.relu, last=last), torch.randn(4, 6), seed=0
+        )
     with pytest.raises(ConfigError, match="shapes"):
         refuse_untrue_layers(Told(first(), last=lambda value: value[:1]), torch.randn(4, 6), seed=0)
 

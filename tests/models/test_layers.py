@@ -30,7 +30,13 @@ def recipes() -> list[Layer]:
 
 def test_weights_bear_the_names_of_layers_and_ties_are_one_module() -> None:
     model = LayeredModel(recipes())
-    names = ["embed.weight", "trunk.first.weight", "trunk.first.bias", "trunk.second.weight", "trunk.second.bias"]
+    names = [
+        "embed.weight",
+        "trunk.first.weight",
+        "trunk.first.bias",
+        "trunk.second.weight",
+        "trunk.second.bias",
+    ]
     assert list(model.state_dict()) == names
     ids = torch.tensor([[1, 2]])
     hidden = model.trunk.second(model.trunk.first(model.embed(ids)))
@@ -100,7 +106,9 @@ def test_a_sequential_is_cut_between_all_its_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [LeNet(), MLP(hidden_sizes=(20, 30)), SmallResNet18()], ids=lambda model: type(model).__name__
+    "model",
+    [LeNet(), MLP(hidden_sizes=(20, 30)), SmallResNet18()],
+    ids=lambda model: type(model).__name__,
 )
 def test_the_image_models_cut_into_layers_are_the_same(model: nn.Module) -> None:
     model.eval()
@@ -121,7 +129,9 @@ class Told(nn.Module):
         self.stem, self.head, self._complete = nn.Linear(2, 2), nn.Linear(2, 1), complete
 
     def layers(self) -> list[Any]:
-        return [("stem", self.stem), ("relu", nn.ReLU())] + ([("head", self.head)] if self._complete else [])
+        return [("stem", self.stem), ("relu", nn.ReLU())] + (
+            [("head", self.head)] if self._complete else []
+        )
 
 
 def test_a_module_may_tell_its_layers() -> None:
@@ -150,8 +160,16 @@ class Doubles(nn.Sequential):
     ("model", "kind", "words"),
     [
         (nn.Linear(2, 2), "model-not-layered", "give it a method layers()"),
-        (Holds(nn.ModuleList([nn.Linear(2, 2)])), "model-not-layered", "name the ModuleList otherwise (self.blocks)"),
-        (Holds(nn.Sequential(nn.Linear(2, 2))), "model-not-layered", "name the Sequential otherwise (self.blocks)"),
+        (
+            Holds(nn.ModuleList([nn.Linear(2, 2)])),
+            "model-not-layered",
+            "name the ModuleList otherwise (self.blocks)",
+        ),
+        (
+            Holds(nn.Sequential(nn.Linear(2, 2))),
+            "model-not-layered",
+            "name the Sequential otherwise (self.blocks)",
+        ),
         (FailsToTell(), "model-not-layered", "its layers() fails: AttributeError: 'FailsToTell'"),
         (Doubles(nn.Linear(2, 2)), "model-not-layered", "a forward() of its own"),
         ([], "model-not-layered", "it is a sequence of no layers"),
@@ -178,7 +196,10 @@ def test_what_cannot_be_cut_is_refused_with_the_way_out(model: Any, kind: str, w
     [
         ([Layer("a", nn.ReLU), Layer("a", nn.ReLU)], "two layers are named a"),
         ([Layer("a", nn.ReLU, tied="t", call=lambda m, v: v)], "must have no call"),
-        ([Layer("a", nn.ReLU, tied="t"), Layer("b", nn.ReLU, tied="t", tied_weights=("bias",))], "different weights"),
+        (
+            [Layer("a", nn.ReLU, tied="t"), Layer("b", nn.ReLU, tied="t", tied_weights=("bias",))],
+            "different weights",
+        ),
     ],
 )
 def test_bad_ties_are_refused(layers: list[Layer], words: str) -> None:

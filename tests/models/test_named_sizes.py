@@ -1,4 +1,6 @@
-"""The sizes that a config names have the published numbers of parameters, and say how many layers they have."""
+"""The sizes that a config names have the published numbers of parameters, and say how many layers
+they have.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from framework.models.layers import as_layers
 from framework.plan.forwards import num_layers
 from framework.setup.objects import call_factory
 
-# GPT-2: counts of the released checkpoints. Llama: of the released safetensors. tiny GPT: 261*128 + 256*128 + 4 *
-# (12*128^2 + 13*128) + 2*128. BERT: of BertForPreTraining; 4.4, 11.3, 29.1, 41.7 million in Turc et al. 2019, 110 and
-# 340 in Devlin et al.
+# GPT-2: counts of the released checkpoints. Llama: of the released safetensors. tiny GPT: 261*128 +
+# 256*128 + 4 * (12*128^2 + 13*128) + 2*128. BERT: of BertForPreTraining; 4.4, 11.3, 29.1, 41.7
+# million in Turc et al. 2019, 110 and 340 in Devlin et al.
 NUM_PARAMETERS = {
     ("gpt", "tiny"): 859_520,
     ("gpt", "gpt2"): 124_439_808,
@@ -51,7 +53,11 @@ def test_the_published_number_of_parameters(kind: str, size: str) -> None:
 def test_every_size_is_in_the_table() -> None:
     for kind in (GPT, BERT):
         named = get_args(kind.model_fields["size"].annotation)
-        assert set(named) == set(kind.sizes) == {size for name, size in NUM_PARAMETERS if name == section_kind(kind)}
+        assert (
+            set(named)
+            == set(kind.sizes)
+            == {size for name, size in NUM_PARAMETERS if name == section_kind(kind)}
+        )
 
 
 def section_kind(kind: type[GPT] | type[BERT]) -> str:
@@ -59,8 +65,15 @@ def section_kind(kind: type[GPT] | type[BERT]) -> str:
 
 
 def test_what_is_written_down_wins_and_what_follows_it_keeps_its_ratio() -> None:
-    config = section(kind="gpt", size="tinyllama-1.1b", hidden_size=64, num_heads=16, vocab_size=100)
-    assert (config.hidden_size, config.num_heads, config.vocab_size, config.max_positions) == (64, 16, 100, 2048)
+    config = section(
+        kind="gpt", size="tinyllama-1.1b", hidden_size=64, num_heads=16, vocab_size=100
+    )
+    assert (config.hidden_size, config.num_heads, config.vocab_size, config.max_positions) == (
+        64,
+        16,
+        100,
+        2048,
+    )
     assert (config.mlp_size, config.num_kv_heads) == (5632 * 64 // 2048, 2)
     assert section(kind="gpt", hidden_size=64, mlp_size=99).mlp_size == 99
 

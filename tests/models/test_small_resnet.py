@@ -20,7 +20,9 @@ def test_keeps_the_resolution_in_the_first_stage_and_halves_it_in_the_others() -
     shapes: list[torch.Size] = []
     for name, layer in model.named_children():
         if name.endswith("_2"):
-            layer.register_forward_hook(lambda _layer, _inputs, output: shapes.append(output.shape[1:]))
+            layer.register_forward_hook(
+                lambda _layer, _inputs, output: shapes.append(output.shape[1:])
+            )
     with torch.no_grad():
         assert model(torch.zeros(1, 1, 28, 28)).shape == (1, 10)
     assert shapes == [(64, 28, 28), (128, 14, 14), (256, 7, 7), (512, 4, 4)]

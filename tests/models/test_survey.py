@@ -22,8 +22,14 @@ def test_layers_are_weighed_without_being_touched() -> None:
     norm = nn.BatchNorm2d(5)
     found = run(nn.Conv2d(3, 5, 3), norm, nn.Flatten(), nn.Linear(180, 2))
     assert [layer.kind for layer in found] == ["Conv2d", "BatchNorm2d", "Flatten", "Linear"]
-    assert [sum(shape.numel() for shape in layer.params.values()) for layer in found] == [140, 10, 0, 362]
-    assert found[1].param_bytes == 4 * 10 + 4 * 10 + 8  # weight, bias, running mean and variance, an int64 count
+    assert [sum(shape.numel() for shape in layer.params.values()) for layer in found] == [
+        140,
+        10,
+        0,
+        362,
+    ]
+    # weight, bias, running mean and variance, an int64 count
+    assert found[1].param_bytes == 4 * 10 + 4 * 10 + 8
     assert [layer.output_bytes for layer in found] == [4 * 4 * 180] * 3 + [4 * 4 * 2]
     assert {layer.cannot_send for layer in found} == {""}
     assert [layer.flops for layer in found] == [2 * 4 * 5 * 36 * 27, 0, 0, 2 * 4 * 180 * 2]
@@ -54,8 +60,14 @@ def test_code_that_needs_numbers_is_run_for_real() -> None:
 
 def test_recipes_are_built_and_ties_are_one_module() -> None:
     build, both = partial(nn.Linear, 8, 8), ("weight", "bias")
-    layers = [Layer("a", build, tied="t", tied_weights=both), Layer("b", build, tied="t", tied_weights=both)]
-    assert [sum(shape.numel() for shape in layer.params.values()) for layer in survey(layers, IMAGES, seed=0)] == [
+    layers = [
+        Layer("a", build, tied="t", tied_weights=both),
+        Layer("b", build, tied="t", tied_weights=both),
+    ]
+    assert [
+        sum(shape.numel() for shape in layer.params.values())
+        for layer in survey(layers, IMAGES, seed=0)
+    ] == [
         72,
         72,
     ]

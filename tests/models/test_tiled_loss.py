@@ -1,4 +1,6 @@
-"""Losses in tiles against torch's cross-entropy of whole logits: values, gradients, guesses, and what is ever alive."""
+"""Losses in tiles against torch's cross-entropy of whole logits: values, gradients, guesses, and
+what is ever alive.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def drawn(dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
     shapes = ((*POSITIONS, 16), (TOKENS, 16), (TOKENS,))
     targets = torch.randint(0, TOKENS, POSITIONS, generator=source)
     targets[0, :9] = targets[2] = -100
-    return [torch.randn(shape, generator=source).to(dtype).requires_grad_() for shape in shapes], targets
+    return [
+        torch.randn(shape, generator=source).to(dtype).requires_grad_() for shape in shapes
+    ], targets
 
 
 def in_tiles(given: list[Tensor], targets: Tensor) -> TiledLoss:
@@ -66,7 +70,11 @@ def test_a_frozen_weight_costs_no_gradient() -> None:
     given[1].requires_grad_(False)
     loss = in_tiles([given[0], given[1]], targets).nats
     assert loss.grad_fn is not None
-    assert [None if one is None else one.shape for one in loss.grad_fn.gradients] == [(111, 16), None, None]
+    assert [None if one is None else one.shape for one in loss.grad_fn.gradients] == [
+        (111, 16),
+        None,
+        None,
+    ]
     loss.backward()
     with pytest.raises(RuntimeError, match="one backward pass"):
         loss.backward()
@@ -79,7 +87,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        self.most = max(self.most, *(leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)), 0)
+        self.most = max(
+            self.most, *(leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)), 0
+        )
         return made
 
 
@@ -122,12 +132,21 @@ def test_auto_takes_tiles_where_rows_of_half_precision_are_slow(
     assert positions_of_tile(asked, positions, tokens, is_half=True) == tile
 
 
-SHAPE: dict[str, Any] = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "mlp_size": 32, "max_positions": 37}
+SHAPE: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "mlp_size": 32,
+    "max_positions": 37,
+}
 
 
 def test_output_layers_of_our_models_are_found() -> None:
     own = GPT.of(vocab_size=TOKENS, num_kv_heads=2, tie_embeddings=False, **SHAPE)
-    tied, bert = GPT.of(vocab_size=TOKENS, num_kv_heads=2, **SHAPE), BERT.of(vocab_size=TOKENS, **SHAPE)
+    tied, bert = (
+        GPT.of(vocab_size=TOKENS, num_kv_heads=2, **SHAPE),
+        BERT.of(vocab_size=TOKENS, **SHAPE),
+    )
     names = [*bert.state_dict()]
     assert [output_head(model) for model in (own, tied, bert)] == [own.head, tied.embed, bert.embed]
     assert [*bert.state_dict()] == names, "the bias stays that of its own module"

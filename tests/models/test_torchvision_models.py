@@ -37,7 +37,11 @@ def test_cut_between_its_residual_blocks_it_is_the_same_network(
 def test_another_number_of_channels_changes_the_stem_only() -> None:
     with torch.device("meta"):
         colour, grey = resnet18(10, in_channels=3), resnet18(10, in_channels=1)
-    changed = {name for name, value in grey.state_dict().items() if value.shape != colour.state_dict()[name].shape}
+    changed = {
+        name
+        for name, value in grey.state_dict().items()
+        if value.shape != colour.state_dict()[name].shape
+    }
     assert changed == {"conv1.weight"}
     assert num_parameters(colour) - num_parameters(grey) == 2 * 64 * 7 * 7
 

@@ -1,4 +1,6 @@
-"""Modules and weights that DeepSpeed would train as another model are refused by their names, others pass."""
+"""Modules and weights that DeepSpeed would train as another model are refused by their names,
+others pass.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from framework.setup.parts import gather_parts
 
 
 def run_of(stage: int = 0, dtype: str = "fp32", **sections: Any) -> RunConfig:
-    return RunConfig.model_validate({"zero": {"stage": stage}, "precision": {"dtype": dtype}} | sections)
+    return RunConfig.model_validate(
+        {"zero": {"stage": stage}, "precision": {"dtype": dtype}} | sections
+    )
 
 
 def lazy() -> nn.Module:
@@ -34,7 +38,9 @@ def lazy_buffer() -> nn.Module:
 
 
 def with_deepspeed_moe() -> nn.Module:
-    moe_layer = pytest.importorskip("deepspeed.moe.layer", reason="DeepSpeed comes with the train extra")
+    moe_layer = pytest.importorskip(
+        "deepspeed.moe.layer", reason="DeepSpeed comes with the train extra"
+    )
 
     class Experts(moe_layer.MoE):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:  # without the groups of ranks that DeepSpeed asks for
@@ -56,8 +62,16 @@ def tied_by_memory(weight: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
         (lazy_buffer, "lazy-weight", "the first is 1.running_mean"),
         (with_deepspeed_moe, "deepspeed-moe", "its module block.mlp is DeepSpeed's own"),
         (lambda: tied_by_memory(lambda one: one), "weights-share-memory", "0.weight and 1.weight"),
-        (lambda: tied_by_memory(lambda one: one.t()), "weights-share-memory", "0.weight and 1.weight"),
-        (lambda: tied_by_memory(lambda one: one[:2]), "weights-share-memory", "1.weight and 0.weight"),
+        (
+            lambda: tied_by_memory(lambda one: one.t()),
+            "weights-share-memory",
+            "0.weight and 1.weight",
+        ),
+        (
+            lambda: tied_by_memory(lambda one: one[:2]),
+            "weights-share-memory",
+            "1.weight and 0.weight",
+        ),
     ],
 )
 def test_it_is_refused_by_name(build: Callable[[], nn.Module], kind: str, named: str) -> None:
@@ -88,7 +102,9 @@ def test_two_names_of_one_parameter_and_parts_of_one_memory_pass() -> None:
 
 
 def test_a_tie_by_memory_stays_where_nothing_is_copied() -> None:
-    """At stage 0 in fp32 DeepSpeed steps the parameters themselves, unless they have to be stored anew."""
+    """At stage 0 in fp32 DeepSpeed steps the parameters themselves, unless they have to be stored
+    anew.
+    """
     refuse_unsupported(tied_by_memory(lambda one: one), run_of(0))
     for weight, dtype in ((lambda one: one.t(), "fp32"), (lambda one: one, "bf16")):
         with pytest.raises(ConfigError, match="weights-share-memory"):
@@ -98,7 +114,13 @@ def test_a_tie_by_memory_stays_where_nothing_is_copied() -> None:
 @pytest.mark.parametrize("embedding", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize(
     ("stage", "dtype", "is_refused"),
-    [(0, "fp32", False), (0, "bf16", False), (1, "fp32", True), (2, "fp32", True), (3, "bf16", True)],
+    [
+        (0, "fp32", False),
+        (0, "bf16", False),
+        (1, "fp32", True),
+        (2, "fp32", True),
+        (3, "bf16", True),
+    ],
 )
 def test_sparse_embeddings(embedding: Any, stage: int, dtype: str, is_refused: bool) -> None:
     model = nn.Sequential(embedding(4, 2, sparse=True))
@@ -108,14 +130,20 @@ def test_sparse_embeddings(embedding: Any, stage: int, dtype: str, is_refused: b
     if not is_refused:
         refuse_sparse_gradients(model, run_of(stage, dtype))
         return
-    with pytest.raises(ConfigError, match=r"its embedding 0 has sparse gradients.*\[sparse-gradient\]"):
+    with pytest.raises(
+        ConfigError, match=r"its embedding 0 has sparse gradients.*\[sparse-gradient\]"
+    ):
         refuse_sparse_gradients(model, run_of(stage, dtype))
 
 
-def test_weights_are_stored_in_rows_with_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_are_stored_in_rows_with_the_same_numbers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 5)).to(memory_format=torch.channels_last)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 5)).to(
+            memory_format=torch.channels_last
+        )
         model[1].weight = nn.Parameter(torch.randn(4, 5).t())
         return model
 

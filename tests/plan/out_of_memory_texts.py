@@ -1,5 +1,5 @@
-"""Messages of memory that was not there, from public issues: shortened to the frames that matter, with shorter paths;
-what an issue cuts off is completed in the form of its release.
+"""Messages of memory that was not there, from public issues: shortened to the frames that matter,
+with shorter paths; what an issue cuts off is completed in the form of its release.
 """
 
 from __future__ import annotations
@@ -7,9 +7,7 @@ from __future__ import annotations
 from typing import Final
 
 _PYTHON: Final = "/opt/conda/lib/python3.10/site-packages"
-_CUDA_NOTES: Final = (
-    "  See documentation for Memory Management  (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
-)
+_CUDA_NOTES: Final = "  See documentation for Memory Management  (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
 
 TEXTS: Final[dict[str, str]] = {
     # hiyouga/LlamaFactory #7532: ZeRO-3 with offload, 48 devices
@@ -151,7 +149,8 @@ torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 MiB. GPU 0 has
 which 244.65 GiB is free. 1.05 GiB allowed; Of the allocated memory 1017.01 MiB is allocated by PyTorch, with 17.00 \
 MiB allocated in private pools (e.g., HIP Graphs), and 54.99 MiB is reserved by PyTorch but unallocated.
 """,
-    # huggingface/transformers #24658: pinned memory of offloaded weights under WSL, as IPython shows a traceback
+    # huggingface/transformers #24658: pinned memory of offloaded weights under WSL, as IPython
+    # shows a traceback
     "pinned": f"""\
 File {_PYTHON}/deepspeed/runtime/zero/parameter_offload.py:297, in DeepSpeedZeRoOffload._convert_to_zero_parameters(s)
     294 if mpu:

@@ -10,11 +10,12 @@ def saved_bytes(work: ModelWork, recompute_every: int = 0) -> int:
 
     Args:
         work: of one micro-batch.
-        recompute_every: layers of a group that keeps only its input and runs again in the backward pass; 0: none.
+        recompute_every: layers of a group that keeps only its input and runs again in the backward
+            pass; 0: none.
 
     Returns:
-        Everything that is saved; with recomputation the inputs of the groups up to the fullest one, and what that one
-        saves when it has run again. The loss belongs to no group.
+        Everything that is saved; with recomputation the inputs of the groups up to the fullest one,
+        and what that one saves when it has run again. The loss belongs to no group.
     """
     *layers, loss = work.layers()
     if not recompute_every:

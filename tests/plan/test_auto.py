@@ -1,4 +1,6 @@
-"""Keys that are `auto`: chosen once, the same on every rank, kept by a resume, refused where nothing is known."""
+"""Keys that are `auto`: chosen once, the same on every rank, kept by a resume, refused where
+nothing is known.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +62,14 @@ def test_a_choice_is_a_config_without_auto() -> None:
 
 @pytest.mark.parametrize("keys", [("zero",), ("batch",), ("parallel",), ("zero", "parallel")])
 def test_what_is_fixed_stays(keys: tuple[str, ...]) -> None:
-    fixed = {"zero": {"stage": 1}, "batch": {"global_size": 512, "micro_size": 2}, "parallel": {"pipe": 1}}
-    asked = config_from_values(AUTO | {name: section for name, section in fixed.items() if name not in keys})
+    fixed = {
+        "zero": {"stage": 1},
+        "batch": {"global_size": 512, "micro_size": 2},
+        "parallel": {"pipe": 1},
+    }
+    asked = config_from_values(
+        AUTO | {name: section for name, section in fixed.items() if name not in keys}
+    )
     config, settings, _ = resolve(asked, CLUSTER, a100())
     assert {key.partition(".")[0] for key in settings} == set(keys)
     for name in fixed.keys() - set(keys):
@@ -69,13 +77,26 @@ def test_what_is_fixed_stays(keys: tuple[str, ...]) -> None:
 
 
 def test_every_rank_chooses_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under a launcher that is not ours each rank makes the choice, from the cluster that its environment tells."""
+    """Under a launcher that is not ours each rank makes the choice, from the cluster that its
+    environment tells.
+    """
     monkeypatch.setenv("DSF_GPU", "a100-80gb")
     found = []
     for rank in (0, 7, 31):
-        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank % 8), "WORLD_SIZE": "32", "LOCAL_WORLD_SIZE": "8"}
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank % 8),
+            "WORLD_SIZE": "32",
+            "LOCAL_WORLD_SIZE": "8",
+        }
         cluster = Cluster.from_environment(environment, device="cuda")
-        found.append(resolve(config_from_values(AUTO), cluster, target_at_hand(cluster, {**os.environ, **environment})))
+        found.append(
+            resolve(
+                config_from_values(AUTO),
+                cluster,
+                target_at_hand(cluster, {**os.environ, **environment}),
+            )
+        )
     assert found[0] == found[1] == found[2]
 
 
@@ -96,10 +117,13 @@ def test_without_a_device_nothing_is_started() -> None:
 def test_what_cannot_be_chosen_is_refused() -> None:
     own = config_from_values({"model": {"target": "my_nets:Net"}, "zero": {"stage": "auto"}})
     with pytest.raises(
-        ConfigError, match=r"zero.stage = auto: the memory of this run is not known.*auto-not-estimated"
+        ConfigError,
+        match=r"zero.stage = auto: the memory of this run is not known.*auto-not-estimated",
     ):
         resolve(own, CLUSTER, a100())
-    with pytest.raises(ConfigError, match=r"the least is .* 0.0 MiB are usable; .*auto-nothing-fits"):
+    with pytest.raises(
+        ConfigError, match=r"the least is .* 0.0 MiB are usable; .*auto-nothing-fits"
+    ):
         resolve(config_from_values(AUTO), CLUSTER, Target("tiny", 2**30))
 
 
@@ -114,7 +138,9 @@ def test_processors_have_the_hosts_memory() -> None:
 
 def test_nvidias_driver_names_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
-    program.write_text('#!/bin/sh\necho "NVIDIA H100 80GB HBM3, 81559"\necho "NVIDIA H100 80GB HBM3, 81559"\n')
+    program.write_text(
+        '#!/bin/sh\necho "NVIDIA H100 80GB HBM3, 81559"\necho "NVIDIA H100 80GB HBM3, 81559"\n'
+    )
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     target = target_at_hand(Cluster(devices_per_host=2, device="cuda"), {})
@@ -122,7 +148,11 @@ def test_nvidias_driver_names_the_device(tmp_path: Path, monkeypatch: pytest.Mon
     assert target.machine is not None
     program.write_text('#!/bin/sh\necho "NVIDIA Future 9000, 1000000"\n')
     target = target_at_hand(Cluster(device="cuda"), {})
-    assert (target.name, target.memory_bytes, target.machine) == ("NVIDIA Future 9000", 10**6 * 2**20, None)
+    assert (target.name, target.memory_bytes, target.machine) == (
+        "NVIDIA Future 9000",
+        10**6 * 2**20,
+        None,
+    )
 
 
 def test_a_resumed_run_keeps_its_choice() -> None:
@@ -146,28 +176,47 @@ def test_a_fresh_run_reads_no_checkpoint(tmp_path: Path) -> None:
     run = {"run": {"output_dir": str(tmp_path)}}
     assert saved_manifest(config_from_values(run)) == {}
     assert saved_manifest(config_from_values(run | {"checkpoint": {"resume": "auto"}})) == {}
-    assert saved_manifest(config_from_values(run | {"checkpoint": {"resume": str(tmp_path / "none")}})) == {}
+    assert (
+        saved_manifest(config_from_values(run | {"checkpoint": {"resume": str(tmp_path / "none")}}))
+        == {}
+    )
 
 
-def test_a_launcher_hands_out_plain_settings(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_hands_out_plain_settings(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     file = tmp_path / "run.yaml"
     file.write_text("zero: {stage: auto}\nbatch: {global_size: 120, micro_size: auto}\n")
     assert main(["launch", str(file), "parallel=auto", "--num_gpus", "2", "--dry_run"]) == 0
     stated = capsys.readouterr()
     words = stated.out.partition("train.py ")[2].split()
-    assert set(words[2:]) == {"parallel=auto", "zero.stage=0", "batch.micro_size=60", "parallel.pipe=1"}
-    assert stated.err.startswith("auto: batch.micro_size: 60, ") or stated.err.startswith("auto: zero.stage: 0, ")
+    assert set(words[2:]) == {
+        "parallel=auto",
+        "zero.stage=0",
+        "batch.micro_size=60",
+        "parallel.pipe=1",
+    }
+    assert stated.err.startswith("auto: batch.micro_size: 60, ") or stated.err.startswith(
+        "auto: zero.stage: 0, "
+    )
     config, _ = load_with_source(file, words[2:])
-    assert (config.auto, config.was_auto) == (frozenset(), {"zero.stage", "batch.micro_size", "parallel.pipe"})
+    assert (config.auto, config.was_auto) == (
+        frozenset(),
+        {"zero.stage", "batch.micro_size", "parallel.pipe"},
+    )
 
 
 def test_who_starts_others_leaves_the_choice_to_them(tmp_path: Path) -> None:
-    """Over ssh the devices are elsewhere: each host chooses by its own, and compares with the others."""
+    """Over ssh the devices are elsewhere: each host chooses by its own, and compares with the
+    others.
+    """
     file = tmp_path / "run.yaml"
     file.write_text("zero: {stage: auto}\n")
     topology = Topology(2, 2, 0, "127.0.0.1", 1, {"slots": "--num_gpus"})
-    assert check_node(LaunchOptions(str(file)), [], topology, LocalDevices("unknown", 0)).config.auto == {"zero.stage"}
+    assert check_node(
+        LaunchOptions(str(file)), [], topology, LocalDevices("unknown", 0)
+    ).config.auto == {"zero.stage"}
     here = check_node(LaunchOptions(str(file)), [], topology, LocalDevices("cpu", 0))
     assert (here.config.zero.stage, here.overrides) == (0, ("zero.stage=0",))
 

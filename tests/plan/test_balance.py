@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from framework.config.load import config_from_values
 from framework.config.training import Parallel
 from framework.errors import Problem
-from framework.plan.balance import LayerFacts, StageTable, balanced, cut, needs_same_groups, with_seconds
+from framework.plan.balance import (
+    LayerFacts,
+    StageTable,
+    balanced,
+    cut,
+    needs_same_groups,
+    with_seconds,
+)
 
 
 def facts(*params: int, kinds: str = "") -> list[LayerFacts]:
@@ -48,13 +55,17 @@ def grouped(*groups: str) -> list[LayerFacts]:
     return [
         replace(layer, groups=frozenset(group))
         for layer, group in zip(
-            facts(*(9 * group.count("m") + 3 * group.count("v") for group in groups)), groups, strict=True
+            facts(*(9 * group.count("m") + 3 * group.count("v") for group in groups)),
+            groups,
+            strict=True,
         )
     ]
 
 
 def test_with_zero_every_stage_gets_weights_of_both_groups() -> None:
-    """As in a GPT: embedding and head have a matrix only, and the norm before the head vectors only."""
+    """As in a GPT: embedding and head have a matrix only, and the norm before the head vectors
+    only.
+    """
     layers = grouped("mmm", "mv", "mv", "v", "mmm")
     table, free = cut(layers, Parallel(pipe=3), same_groups=True), cut(layers, Parallel(pipe=3))
     assert isinstance(table, StageTable)
@@ -162,7 +173,10 @@ def test_an_explicit_stage_may_not_begin_where_it_cannot() -> None:
 
 
 def test_what_was_not_timed_is_estimated_by_its_flops() -> None:
-    layers = [replace(layer, flops=flops) for layer, flops in zip(facts(9, 1, 1), (10, 20, 10), strict=True)]
+    layers = [
+        replace(layer, flops=flops)
+        for layer, flops in zip(facts(9, 1, 1), (10, 20, 10), strict=True)
+    ]
     stated = list(StageTable(tuple(layers), (0, 1, 3)).lines())
     assert [line.split(", ")[3] for line in stated] == [
         "25% of the computation by its FLOPs",

@@ -42,8 +42,14 @@ def test_from_environment(environment: dict[str, str], cluster: Cluster) -> None
             {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "-1"},
             "environment variable LOCAL_WORLD_SIZE=-1: not a positive whole number",
         ),
-        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "3"}, "WORLD_SIZE=4 is not a multiple of 3 ranks per host"),
-        ({"WORLD_SIZE": "1", "LOCAL_SIZE": "2"}, "WORLD_SIZE=1 is not a multiple of 2 ranks per host"),
+        (
+            {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "3"},
+            "WORLD_SIZE=4 is not a multiple of 3 ranks per host",
+        ),
+        (
+            {"WORLD_SIZE": "1", "LOCAL_SIZE": "2"},
+            "WORLD_SIZE=1 is not a multiple of 2 ranks per host",
+        ),
     ],
     ids=str,
 )

@@ -43,20 +43,26 @@ def test_figures_are_of_sane_size() -> None:
         peaks = [value_of(listed[f"tflops_{dtype}"]) for dtype in ("fp32", "tf32", "fp16", "fp8")]
         known = [peak for peak in peaks if peak is not None]
         assert known == sorted(known), name
-        assert find_device(name).memory_bytes == pytest.approx(listed["memory_gib"] * 2**30, rel=0.08)
+        assert find_device(name).memory_bytes == pytest.approx(
+            listed["memory_gib"] * 2**30, rel=0.08
+        )
         assert listed["network"] is None or find_network(listed["network"])
 
 
 def test_the_kinds_of_the_command_are_those_of_the_table() -> None:
     assert list(gpu_kinds()) == list(tables()["devices"])
     assert {name.rpartition("-")[2] for name in gpu_kinds()} >= {"16gb", "80gb", "141gb", "192gb"}
-    v100, h100, ascend = (gpu_kinds()[name] for name in ("v100-32gb", "h100-80gb", "ascend910-32gb"))
+    v100, h100, ascend = (
+        gpu_kinds()[name] for name in ("v100-32gb", "h100-80gb", "ascend910-32gb")
+    )
     assert (v100.bf16, h100.bf16, ascend.device) == (False, True, "npu")
     assert [name for name, kind in gpu_kinds().items() if not kind.fp16] == ["p100-16gb"]
 
 
 def test_what_is_not_known_is_not_guessed() -> None:
-    with pytest.raises(UsageError, match=r"h100-81gb: not known; did you mean h100-80gb\? known are .*h100-80gb"):
+    with pytest.raises(
+        UsageError, match=r"h100-81gb: not known; did you mean h100-80gb\? known are .*h100-80gb"
+    ):
         find_device("h100-81gb")
     with pytest.raises(UsageError, match=r"network tin-can: not known"):
         Machine.listed("h100-80gb", network="tin-can")

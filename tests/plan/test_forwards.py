@@ -1,4 +1,6 @@
-"""Weights of every named model, as its forward pass on a tape has them, against the model itself."""
+"""Weights of every named model, as its forward pass on a tape has them, against the model
+itself.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_names_and_shapes_are_those_of_the_model(model: dict[str, Any]) -> None:
     from framework.setup.objects import Objects
     from framework.setup.parts import gather_parts
 
-    config = config_from_values({"model": model, "data": {"kind": "digits"}, "training": {"max_steps": 1}})
+    config = config_from_values(
+        {"model": model, "data": {"kind": "digits"}, "training": {"max_steps": 1}}
+    )
     with torch.device("meta"):
         module = gather_parts(config, Objects()).build_model()
     shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}

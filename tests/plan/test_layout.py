@@ -21,13 +21,19 @@ from framework.plan.layout import (
 SIZES = st.integers(1, 600)
 FEW = st.integers(1, 16)
 BATCHES = st.builds(
-    Batch, global_size=st.none() | SIZES, micro_size=st.none() | FEW, accumulation_steps=st.none() | FEW
+    Batch,
+    global_size=st.none() | SIZES,
+    micro_size=st.none() | FEW,
+    accumulation_steps=st.none() | FEW,
 )
 
 
 def holds(layout: Layout, batch: Batch, world_size: int) -> None:
     """The equation, and everything that was asked for."""
-    assert layout.global_size == layout.micro_size * layout.accumulation_steps * layout.data_parallel_size
+    assert (
+        layout.global_size
+        == layout.micro_size * layout.accumulation_steps * layout.data_parallel_size
+    )
     assert layout.world_size == layout.data_parallel_size == world_size
     assert min(layout.global_size, layout.micro_size, layout.accumulation_steps) >= 1
     for name in ("global_size", "micro_size", "accumulation_steps"):
@@ -61,7 +67,11 @@ def suggested_sizes(problem: Problem) -> list[int]:
 
 @given(micro=FEW, accumulation=FEW, world_size=FEW)
 def test_any_one_of_three_may_be_left_out(micro: int, accumulation: int, world_size: int) -> None:
-    whole = {"global_size": micro * accumulation * world_size, "micro_size": micro, "accumulation_steps": accumulation}
+    whole = {
+        "global_size": micro * accumulation * world_size,
+        "micro_size": micro,
+        "accumulation_steps": accumulation,
+    }
     expected = make_layout(Batch(**whole), world_size=world_size)
     assert isinstance(expected, Layout)
     for left_out in whole:
@@ -87,14 +97,24 @@ def test_three_numbers_imply_the_number_of_devices(batch: Batch) -> None:
 
 
 def test_nothing_given() -> None:
-    assert make_layout(Batch(), world_size=4) == Layout(4, 4, 4 * DEFAULT_MICRO_SIZE, DEFAULT_MICRO_SIZE, 1)
+    assert make_layout(Batch(), world_size=4) == Layout(
+        4, 4, 4 * DEFAULT_MICRO_SIZE, DEFAULT_MICRO_SIZE, 1
+    )
 
 
 @pytest.mark.parametrize(
     ("batch", "world_size", "line"),
     [
-        (Batch(global_size=7), 2, "7 samples cannot be split evenly over 2 devices; set batch.global_size: 6 or 8"),
-        (Batch(global_size=1), 8, "1 sample cannot be split evenly over 8 devices; set batch.global_size: 8"),
+        (
+            Batch(global_size=7),
+            2,
+            "7 samples cannot be split evenly over 2 devices; set batch.global_size: 6 or 8",
+        ),
+        (
+            Batch(global_size=1),
+            8,
+            "1 sample cannot be split evenly over 8 devices; set batch.global_size: 8",
+        ),
         (
             Batch(global_size=24, accumulation_steps=5),
             2,
@@ -120,4 +140,6 @@ def test_the_sentence(batch: Batch, world_size: int, line: str) -> None:
 
 
 def test_a_layout_in_words() -> None:
-    assert str(Layout(4, 4, 64, 8, 2)) == "64 samples per step = 8 x 2 accumulation x 4 data-parallel"
+    assert (
+        str(Layout(4, 4, 64, 8, 2)) == "64 samples per step = 8 x 2 accumulation x 4 data-parallel"
+    )

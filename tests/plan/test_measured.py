@@ -41,7 +41,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_rates_come_back_for_as_many_ranks_of_the_same_kind(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_come_back_for_as_many_ranks_of_the_same_kind(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = keep(RATES, 2)
     assert path.is_relative_to(cache / "dsf-trainer")
     assert measured_rates(2) == RATES | {"identity": json.loads(path.read_text())["identity"]}
@@ -62,7 +64,11 @@ def test_a_machine_knows_what_was_measured() -> None:
     assert target is not None
     assert (machine := target.machine) is not None
     assert machine.devices_per_host == 2
-    assert machine.origin("flops_per_second.bf16") == machine.origin("memory_bytes_per_second") == "measured"
+    assert (
+        machine.origin("flops_per_second.bf16")
+        == machine.origin("memory_bytes_per_second")
+        == "measured"
+    )
 
 
 def test_the_engines_own_time_grows_with_weights_and_micro_batches_by_stage() -> None:
@@ -83,21 +89,33 @@ def test_what_was_measured_is_used_on_processors_and_says_when_and_under_which_l
     cluster = Cluster(devices_per_host=2, device="cpu")
     assert target_at_hand(cluster, {}).machine is None
     stages = {"step_overhead_by_stage": {str(stage): STAGE_3 for stage in range(4)}}
-    keep(RATES | stages | {"time_seconds": time.time() - 3 * 3600 - 60, "load_average": 1.24, "spread": 0.1}, 2)
+    keep(
+        RATES
+        | stages
+        | {"time_seconds": time.time() - 3 * 3600 - 60, "load_average": 1.24, "spread": 0.1},
+        2,
+    )
     target = target_at_hand(cluster, {})
     assert (target.name, target.text) == ("cpu", "cpu, rates measured 3.0 h ago at a load of 1.2")
     assert peaks_at_hand(cluster, {}) == {}, "utilisation is of a listed peak"
     asked = config_from_values({"zero": {"stage": "auto"}, "training": {"max_steps": 9}})
     _, settings, line = resolve(asked, cluster, target)
     assert settings.keys() == {"zero.stage"}
-    assert line.endswith(" samples per second; estimated for cpu, rates measured 3.0 h ago at a load of 1.2")
-    assert target_at_hand(Cluster(2, 1, "cpu"), {}).machine is None, "of several hosts nothing is known"
+    assert line.endswith(
+        " samples per second; estimated for cpu, rates measured 3.0 h ago at a load of 1.2"
+    )
+    assert target_at_hand(Cluster(2, 1, "cpu"), {}).machine is None, (
+        "of several hosts nothing is known"
+    )
 
 
 def test_rates_of_a_machine_that_did_something_else_say_so() -> None:
     keep(RATES | {"time_seconds": time.time() - 9 * 86_400, "load_average": 6.0, "spread": 0.6}, 1)
     target = measured_target(Cluster(device="cpu"))
     assert target is not None
-    assert target.rates == "rates measured 216.0 h ago at a load of 6.0, unsteady: the same took up to 60% longer"
+    assert (
+        target.rates
+        == "rates measured 216.0 h ago at a load of 6.0, unsteady: the same took up to 60% longer"
+    )
     keep(RATES, 1)
     assert conditions(measured_rates(1) or {}) == "rates measured at an unknown time"

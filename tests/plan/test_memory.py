@@ -1,4 +1,6 @@
-"""Estimated memory against the bytes of all live tensors of real ranks, counted in the process, and by hand."""
+"""Estimated memory against the bytes of all live tensors of real ranks, counted in the process, and
+by hand.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,16 @@ from tests.commands.children import answer_here
 from tests.launched import ROOT, run_ranks
 
 MOMENTS = ("start", "between", "forward", "backward", "step")
-GPT = {"kind": "gpt", "vocab_size": 67, "hidden_size": 256, "num_layers": 3, "num_heads": 4, "max_positions": 64}
-# What one operation of the smallest models takes for itself, such as a convolution's unfolded input.
+GPT = {
+    "kind": "gpt",
+    "vocab_size": 67,
+    "hidden_size": 256,
+    "num_layers": 3,
+    "num_heads": 4,
+    "max_positions": 64,
+}
+# What one operation of the smallest models takes for itself, such as a convolution's unfolded
+# input.
 OPERATION = 256 * 1024
 TOKENS = [["int64", [1, 2]], ["int64", [1, 2]]]
 
@@ -46,9 +56,12 @@ def estimated(
     config = config_from_values(values)
     plan = make_plan(config, Cluster(devices_per_host=ranks, device=device))
     work = None if activation_bytes is None else weights_alone(config.model)
-    if work is not None:  # activations that are there until gradients have filled a bucket, if they ever do
+    # activations that are there until gradients have filled a bucket, if they ever do
+    if work is not None:
         own = config.zero.reduce_bucket_size + 1 if config.zero.stage == 2 else 0
-        work = replace(work, parts=(Part("model", own, saved_bytes=activation_bytes or 0), *work.parts))
+        work = replace(
+            work, parts=(Part("model", own, saved_bytes=activation_bytes or 0), *work.parts)
+        )
     return estimate(plan, work=work)
 
 
@@ -57,17 +70,32 @@ def cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
     for stage, dtype, steps in product((0, 1, 2, 3), ("fp32", "bf16"), (1, 4)):
         zero = {"stage": stage, "reduce_bucket_size": 600_000}
         batch = {"micro_size": 1, "accumulation_steps": steps}
-        yield f"z{stage}-{dtype}-{steps}", config_of(zero=zero, precision={"dtype": dtype}, batch=batch), TOKENS
+        yield (
+            f"z{stage}-{dtype}-{steps}",
+            config_of(zero=zero, precision={"dtype": dtype}, batch=batch),
+            TOKENS,
+        )
     half, small = {"dtype": "bf16"}, {"stage": 2, "reduce_bucket_size": 200_000}
     for stage in (1, 2, 3):
-        zero, batch = {"stage": stage, "reduce_bucket_size": 600_000}, {"micro_size": 1, "accumulation_steps": 9}
+        zero, batch = (
+            {"stage": stage, "reduce_bucket_size": 600_000},
+            {"micro_size": 1, "accumulation_steps": 9},
+        )
         yield f"z{stage}-long-sum", config_of(zero=zero, precision=half, batch=batch), TOKENS
         large = {"stage": stage, "reduce_bucket_size": 5_000_000, "overlap_comm": stage < 3}
         yield f"z{stage}-large-bucket", config_of(zero=large, precision=half), TOKENS
         groups = {"kind": "adamw", "weight_decay_on": "matrices"}
         yield f"z{stage}-groups", config_of(zero=zero, precision=half, optimizer=groups), TOKENS
-    for optimizer in ({"kind": "sgd", "momentum": 0.9}, {"kind": "adam", "weight_decay": 0.1}, {"kind": "adagrad"}):
-        yield f"z2-{optimizer['kind']}", config_of(zero=small, precision=half, optimizer=optimizer), TOKENS
+    for optimizer in (
+        {"kind": "sgd", "momentum": 0.9},
+        {"kind": "adam", "weight_decay": 0.1},
+        {"kind": "adagrad"},
+    ):
+        yield (
+            f"z2-{optimizer['kind']}",
+            config_of(zero=small, precision=half, optimizer=optimizer),
+            TOKENS,
+        )
     for kind, dtype in product(("adafactor", "muon"), ("fp32", "bf16")):
         precision = {"dtype": dtype}
         yield f"z0-{kind}-{dtype}", config_of(precision=precision, optimizer={"kind": kind}), TOKENS
@@ -76,17 +104,30 @@ def cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
     yield "z2-autocast", config_of(zero=small, precision={"dtype": "autocast"}), TOKENS
     for live, ahead in product((0, 1_000_000), (0, 300_000)):
         stage3 = {"stage3_max_live_parameters": live, "stage3_max_reuse_distance": live}
-        zero = {"stage": 3, "reduce_bucket_size": 200_000, "stage3_param_persistence_threshold": 0, **stage3}
+        zero = {
+            "stage": 3,
+            "reduce_bucket_size": 200_000,
+            "stage3_param_persistence_threshold": 0,
+            **stage3,
+        }
         values = config_of(zero=zero | {"stage3_prefetch_bucket_size": ahead}, precision=half)
         yield f"z3-live-{live}-ahead-{ahead}", values, TOKENS
     for stage in (1, 2):
-        zero = {"stage": stage, "reduce_bucket_size": 600_000, "offload_optimizer": {"device": "cpu"}}
+        zero = {
+            "stage": stage,
+            "reduce_bucket_size": 600_000,
+            "offload_optimizer": {"device": "cpu"},
+        }
         yield f"z{stage}-offload", config_of(zero=zero, precision=half), TOKENS
     batch = {"micro_size": 1, "accumulation_steps": 4}
     yield "z2-offload-sums", config_of(zero=zero, precision=half, batch=batch), TOKENS
     own = {"target": "torch.optim:RMSprop", "args": {"lr": 0.001, "centered": True}}
     for stage in (0, 1):
-        yield f"z{stage}-own-optimizer", config_of(zero={"stage": stage}, precision=half, optimizer=own), TOKENS
+        yield (
+            f"z{stage}-own-optimizer",
+            config_of(zero={"stage": stage}, precision=half, optimizer=own),
+            TOKENS,
+        )
     for name in ("fused", "deepspeed"):
         fused = {"kind": "adamw", "implementation": name, "weight_decay_on": "matrices"}
         for stage in (0, 2):
@@ -110,7 +151,11 @@ def cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
     for stage, steps in product((0, 2, 3), (1, 2)):
         zero = {"stage": stage, "reduce_bucket_size": 200_000} if stage else {}
         batch = {"micro_size": 8, "accumulation_steps": steps}
-        yield f"z{stage}-activations-{steps}", config_of(zero=zero, batch=batch), [["int64", [8, 64]]] * 2
+        yield (
+            f"z{stage}-activations-{steps}",
+            config_of(zero=zero, batch=batch),
+            [["int64", [8, 64]]] * 2,
+        )
 
 
 def own_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
@@ -133,32 +178,81 @@ def own_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
     yield "own-z2-llama", of(model=llama, zero=zero(2), precision=half), tokens
     tiled = {"training": {"max_steps": 9, "loss_tile": 100}}
     for stage, dtype in ((0, "fp32"), (1, "autocast"), (2, "bf16"), (3, "fp32")):
-        sections = {"zero": zero(stage), "precision": {"dtype": dtype}, "model": gpt | {"vocab_size": 2003}}
+        sections = {
+            "zero": zero(stage),
+            "precision": {"dtype": dtype},
+            "model": gpt | {"vocab_size": 2003},
+        }
         yield f"own-tiled-z{stage}-{dtype}", of(**sections, **tiled), tokens
     for every in (1, 2, 3):
         training = {"max_steps": 9, "recompute_every": every}
-        yield f"own-z1-recompute-{every}", of(zero=zero(1), precision=half, training=training), tokens
+        yield (
+            f"own-z1-recompute-{every}",
+            of(zero=zero(1), precision=half, training=training),
+            tokens,
+        )
     frozen = {"max_steps": 9, "freeze": ["embed.*", r"blocks\.0\..*", ".*norm.*"]}
     for stage in (0, 2, 3):
         yield f"own-z{stage}-frozen", of(zero=zero(stage), precision=half, training=frozen), tokens
     for stage in (2, 3):
-        yield f"own-z{stage}-autocast", of(zero=zero(stage), precision={"dtype": "autocast"}), tokens
+        yield (
+            f"own-z{stage}-autocast",
+            of(zero=zero(stage), precision={"dtype": "autocast"}),
+            tokens,
+        )
     mixed = gpt | {"moe": {"num_experts": 4, "top_k": 2, "every": 1}}
     for stage, experts, steps in ((1, 2, 1), (2, 2, 2), (3, 1, 1)):
         section = {"parallel": {"expert": experts}, "precision": half}
-        yield f"own-z{stage}-experts-{experts}", of(model=mixed, zero=zero(stage), steps=steps, **section), tokens
-    bert = {"kind": "bert", "hidden_size": 256, "num_layers": 2, "num_heads": 4, "max_positions": 64}
+        yield (
+            f"own-z{stage}-experts-{experts}",
+            of(model=mixed, zero=zero(stage), steps=steps, **section),
+            tokens,
+        )
+    bert = {
+        "kind": "bert",
+        "hidden_size": 256,
+        "num_layers": 2,
+        "num_heads": 4,
+        "max_positions": 64,
+    }
     bert |= {"vocab_size": 8000}
     pairs = {"data": {"kind": "text_pairs", "sequence_length": 64}, "task": {"kind": "masked_lm"}}
-    yield "own-tiled-bert", of(model=bert, zero=zero(1), **pairs, **tiled), [*tokens, *tokens, ["int64", [8]]]
-    yield "own-z2-bert", of(model=bert, zero=zero(2), precision=half, **pairs), [*tokens, *tokens, ["int64", [8]]]
+    yield (
+        "own-tiled-bert",
+        of(model=bert, zero=zero(1), **pairs, **tiled),
+        [*tokens, *tokens, ["int64", [8]]],
+    )
+    yield (
+        "own-z2-bert",
+        of(model=bert, zero=zero(2), precision=half, **pairs),
+        [*tokens, *tokens, ["int64", [8]]],
+    )
     for kind, size, channels in (("small_resnet18", 32, 1), ("resnet50", 64, 3)):
         model = {"kind": kind, "in_channels": channels, "num_classes": 10}
-        data = {"kind": "synthetic_images", "image_size": size, "channels": channels, "num_classes": 10}
+        data = {
+            "kind": "synthetic_images",
+            "image_size": size,
+            "channels": channels,
+            "num_classes": 10,
+        }
         batch = [["float32", [8, channels, size, size]], ["int64", [8]]]
-        yield f"own-z2-{kind}", of(model=model, zero=zero(2), data=data, task={"kind": "classification"}), batch
-    vit = {"image_size": 64, "patch_size": 8, "num_layers": 3, "num_heads": 4, "hidden_dim": 128, "mlp_dim": 512}
-    model = {"target": "torchvision.models:VisionTransformer", "args": vit | {"num_classes": 10, "dropout": 0.1}}
+        yield (
+            f"own-z2-{kind}",
+            of(model=model, zero=zero(2), data=data, task={"kind": "classification"}),
+            batch,
+        )
+    vit = {
+        "image_size": 64,
+        "patch_size": 8,
+        "num_layers": 3,
+        "num_heads": 4,
+        "hidden_dim": 128,
+        "mlp_dim": 512,
+    }
+    model = {
+        "target": "torchvision.models:VisionTransformer",
+        "args": vit | {"num_classes": 10, "dropout": 0.1},
+    }
     data = {"kind": "synthetic_images", "image_size": 64, "channels": 3, "num_classes": 10}
     batch = [["float32", [8, 3, 64, 64]], ["int64", [8]]]
     for stage in (0, 2):
@@ -169,16 +263,28 @@ def own_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
         values = of(zero=zero(stage), steps=steps, parallel={"pipe": 2}, training=training)
         yield f"pipe-z{stage}-{steps}-{every}", values, tokens
     for steps in (4, 9):
-        yield f"pipe-z1-bf16-{steps}", of(zero=zero(1), steps=steps, parallel={"pipe": 2}, precision=half), tokens
+        yield (
+            f"pipe-z1-bf16-{steps}",
+            of(zero=zero(1), steps=steps, parallel={"pipe": 2}, precision=half),
+            tokens,
+        )
 
 
 def shared_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
-    """Those of ranks that share a model, or its sequences, with two sizes of groups where there are four ranks."""
+    """Those of ranks that share a model, or its sequences, with two sizes of groups where there are
+    four ranks.
+    """
     tokens = [["int64", [8, 64]]] * 2
     text = {"data": {"kind": "text", "sequence_length": 64}, "task": {"kind": "causal_lm"}}
     pairs = {"data": {"kind": "text_pairs", "sequence_length": 64}, "task": {"kind": "masked_lm"}}
     llama = GPT | {"size": "llama-2-7b", "mlp_size": 700, "num_kv_heads": 2, "vocab_size": 3001}
-    bert = {"kind": "bert", "hidden_size": 256, "num_layers": 2, "num_heads": 4, "max_positions": 64}
+    bert = {
+        "kind": "bert",
+        "hidden_size": 256,
+        "num_layers": 2,
+        "num_heads": 4,
+        "max_positions": 64,
+    }
     bert |= {"vocab_size": 8000}
     kinds = {
         "gpt": ({"model": GPT | {"vocab_size": 2000, "dropout": 0.1}, **text}, tokens),
@@ -186,7 +292,9 @@ def shared_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
         "bert": ({"model": bert, **pairs}, [*tokens, *tokens, ["int64", [8]]]),
     }
 
-    def of(stage: int, kind: str, dtype: str, *, every: int = 0, **parallel: int) -> tuple[dict[str, Any], list[Any]]:
+    def of(
+        stage: int, kind: str, dtype: str, *, every: int = 0, **parallel: int
+    ) -> tuple[dict[str, Any], list[Any]]:
         sections, batch = kinds[kind]
         values = {
             "parallel": parallel,
@@ -199,36 +307,58 @@ def shared_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
 
     stages = {"tensor": (0, 1, 3), "sequence": (0, 2, 3)}
     for name, kind, dtype in product(stages, kinds, ("fp32", "bf16")):
-        for stage in stages[name] if (name, dtype) != ("tensor", "bf16") else (1, 2, 3):  # 0 is refused
+        # 0 is refused
+        for stage in stages[name] if (name, dtype) != ("tensor", "bf16") else (1, 2, 3):
             yield f"own-{name}-z{stage}-{kind}-{dtype}", *of(stage, kind, dtype, **{name: 2})
         every, stage = (2, stages[name][0]) if dtype == "fp32" else (1, stages[name][1])
-        yield f"own-{name}-{kind}-recompute-{dtype}", *of(stage, kind, dtype, every=every, **{name: 2})
+        yield (
+            f"own-{name}-{kind}-recompute-{dtype}",
+            *of(stage, kind, dtype, every=every, **{name: 2}),
+        )
     for stage, kind, dtype in product((1, 3), kinds, ("fp32", "bf16")):
         yield f"own-tensor-4-z{stage}-{kind}-{dtype}", *of(stage, kind, dtype, tensor=2)
     for stage, dtype in ((1, "fp32"), (3, "bf16")):
-        yield f"own-tensor-4-sequence-z{stage}-{dtype}", *of(stage, "gpt", dtype, tensor=2, sequence=2)
+        yield (
+            f"own-tensor-4-sequence-z{stage}-{dtype}",
+            *of(stage, "gpt", dtype, tensor=2, sequence=2),
+        )
 
 
 CASES = {name: (config, batch) for name, config, batch in (*cases(), *own_cases(), *shared_cases())}
 
 
-# On one rank and on four the states and sums that depend on ranks; the knobs, models and activations on two.
-ON_RANKS: dict[int, list[str]] = {2: [name for name in CASES if not name.startswith("own-tensor-4")]} | {
-    ranks: [name for name in CASES if name.endswith(("-1", "-4")) and (ranks > 1 or not name.startswith("pipe-"))]
+# On one rank and on four the states and sums that depend on ranks; the knobs, models and
+# activations on two.
+ON_RANKS: dict[int, list[str]] = {
+    2: [name for name in CASES if not name.startswith("own-tensor-4")]
+} | {
+    ranks: [
+        name
+        for name in CASES
+        if name.endswith(("-1", "-4")) and (ranks > 1 or not name.startswith("pipe-"))
+    ]
     for ranks in (1, 4)
 }
 ON_RANKS[4] += [name for name in CASES if name.startswith("own-tensor-4")]
 
 
 @pytest.fixture(scope="module", params=ON_RANKS, ids=lambda ranks: f"{ranks}-ranks")
-def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
+def measured(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("live")
     names = ON_RANKS[request.param]
-    if not request.config.getoption("--exhaustive"):  # an eighth of them, a ninth of the last, takes minutes less
+    # an eighth of them, a ninth of the last, takes minutes less
+    if not request.config.getoption("--exhaustive"):
         names = [
             name
             for number, name in enumerate(names)
-            if (number % 9 if name.startswith(("own-tensor", "own-sequence")) else (number + number // 4 + 4) % 8) == 0
+            if (
+                number % 9
+                if name.startswith(("own-tensor", "own-sequence"))
+                else (number + number // 4 + 4) % 8
+            )
+            == 0
         ]
     listed = [{"config": CASES[name][0], "batch": CASES[name][1]} for name in names]
     (folder / "cases.json").write_text(json.dumps(listed), encoding="utf-8")
@@ -259,7 +389,9 @@ def test_estimate_is_what_ranks_hold(
 
 
 def wrong_files(name: str, ranks: int, staged: int, on_disk: int) -> Iterator[str]:
-    """Bytes of a checkpoint that are not those of its files: on disk, and in memory where a process writes them."""
+    """Bytes of a checkpoint that are not those of its files: on disk, and in memory where a process
+    writes them.
+    """
     values = CASES[name][0] | {"checkpoint": {"mode": "async"}}
     plan = make_plan(config_from_values(values), Cluster(devices_per_host=ranks, device="cpu"))
     work = find_own_work(plan) or named_work(plan.config, plan.layout.micro_size, device="cpu")
@@ -267,12 +399,15 @@ def wrong_files(name: str, ranks: int, staged: int, on_disk: int) -> Iterator[st
     every = [memory] if plan.layout.pipe_size == 1 or work is None else stage_memories(plan, work)
     most = max(each.host["checkpoint on its way to disk"] for each in every)
     for what, told, counted in (("staged", most, staged), ("on disk", memory.saved_bytes, on_disk)):
-        if told != pytest.approx(counted, rel=0.03, abs=32 * 1024):  # names, and what lies between tensors
+        # names, and what lies between tensors
+        if told != pytest.approx(counted, rel=0.03, abs=32 * 1024):
             yield f"{name}, {what}: {told} instead of {counted} ({told / counted - 1:+.1%})"
 
 
 def expected(name: str, ranks: int, saved: int) -> list[int]:
-    """What is estimated for the fullest rank at each moment; of a pipeline three times the most within a step."""
+    """What is estimated for the fullest rank at each moment; of a pipeline three times the most
+    within a step.
+    """
     values = CASES[name][0]
     if name.startswith("pipe-"):
         plan = make_plan(config_from_values(values), Cluster(devices_per_host=ranks, device="cpu"))
@@ -280,7 +415,12 @@ def expected(name: str, ranks: int, saved: int) -> list[int]:
         assert work is not None
         stages = stage_memories(plan, work)
         most = max(memory.total(memory.peak) for memory in stages)
-        return [*(max(memory.total(moment) for memory in stages) for moment in MOMENTS[:2]), most, most, most]
+        return [
+            *(max(memory.total(moment) for memory in stages) for moment in MOMENTS[:2]),
+            most,
+            most,
+            most,
+        ]
     if name.startswith("traced-"):
         plan = make_plan(config_from_values(values), Cluster(devices_per_host=ranks, device="cpu"))
         memory = estimate(plan, work=find_own_work(plan))
@@ -292,9 +432,10 @@ def expected(name: str, ranks: int, saved: int) -> list[int]:
 
 def on_host(memory: Memory, moment: str) -> int:
     """Bytes in host memory at one moment: on CPU all tensors are there."""
-    absent = {"start": {"optimizer state", "optimizer copies", "sums of gradients"}, "step": set()}.get(
-        moment, {"optimizer copies"}
-    )
+    absent = {
+        "start": {"optimizer state", "optimizer copies", "sums of gradients"},
+        "step": set(),
+    }.get(moment, {"optimizer copies"})
     return sum(size for name, size in memory.host.items() if name not in absent)
 
 
@@ -304,14 +445,21 @@ WEIGHTS = 6_738_415_616  # Llama 2 7B
 
 @pytest.mark.parametrize(
     ("stage", "start", "between"),
-    [(0, 2 + 4, 2 + 4 + 8), (1, 2 + 4 / 8, 2 + 12 / 8), (2, 2 + 4 / 8, 2 + 12 / 8), (3, (2 + 4 + 2) / 8, 16 / 8)],
+    [
+        (0, 2 + 4, 2 + 4 + 8),
+        (1, 2 + 4 / 8, 2 + 12 / 8),
+        (2, 2 + 4 / 8, 2 + 12 / 8),
+        (3, (2 + 4 + 2) / 8, 16 / 8),
+    ],
 )
 def test_states_are_those_of_the_paper(stage: int, start: float, between: float) -> None:
-    """Rajbhandari et al. 2020, section 3: 2 bytes of a weight, 2 of its gradient, 12 of Adam; gradients wait for the
-    next step at stage 3 alone.
+    """Rajbhandari et al. 2020, section 3: 2 bytes of a weight, 2 of its gradient, 12 of Adam;
+    gradients wait for the next step at stage 3 alone.
     """
     zero = {"stage": stage, "reduce_bucket_size": 1, "stage3_param_persistence_threshold": 0}
-    memory = estimated(config_of(model=LLAMA, zero=zero, precision={"dtype": "bf16"}), ranks=8, device="cuda")
+    memory = estimated(
+        config_of(model=LLAMA, zero=zero, precision={"dtype": "bf16"}), ranks=8, device="cuda"
+    )
     assert memory.num_params == WEIGHTS
     assert memory.total("start") == pytest.approx(start * WEIGHTS, rel=1e-5)
     assert memory.total("between") == pytest.approx(between * WEIGHTS, rel=1e-5)
@@ -322,25 +470,37 @@ def published(name: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("number", "bucket", "overlaps"), [(3, 500_000_000, False), (4, 100_000_000, True), (5, 10_000_000, True)]
+    ("number", "bucket", "overlaps"),
+    [(3, 500_000_000, False), (4, 100_000_000, True), (5, 10_000_000, True)],
 )
 def test_buckets_are_those_of_issue_1302(number: int, bucket: int, overlaps: bool) -> None:
-    """Measured by a user of DeepSpeed, ZeRO 2 in half precision: what the knobs save, within 10 MiB."""
+    """Measured by a user of DeepSpeed, ZeRO 2 in half precision: what the knobs save, within 10
+    MiB.
+    """
     points = published("deepspeed-1302")
-    saved = points["deepspeed-1302-001"]["memory_gib"] - points[f"deepspeed-1302-00{number}"]["memory_gib"]
+    saved = (
+        points["deepspeed-1302-001"]["memory_gib"]
+        - points[f"deepspeed-1302-00{number}"]["memory_gib"]
+    )
 
     def most(bucket: int, overlaps: bool) -> int:
         zero = {"stage": 2, "reduce_bucket_size": bucket, "overlap_comm": overlaps}
-        values = config_of(model={"kind": "gpt", "size": "gpt2-xl"}, zero=zero, precision={"dtype": "bf16"})
+        values = config_of(
+            model={"kind": "gpt", "size": "gpt2-xl"}, zero=zero, precision={"dtype": "bf16"}
+        )
         memory = estimated(values, ranks=8, device="cuda", activation_bytes=8 * 2**30)
         assert memory.peak == "backward"
         return memory.total("backward")
 
-    assert (most(500_000_000, True) - most(bucket, overlaps)) / 2**20 == pytest.approx(saved * 1024, abs=10)
+    assert (most(500_000_000, True) - most(bucket, overlaps)) / 2**20 == pytest.approx(
+        saved * 1024, abs=10
+    )
 
 
 def test_states_are_those_that_deepspeed_publishes() -> None:
-    """6.86 billion weights at ZeRO 3 on four H100 (DeepSpeedExamples, bf16_master_weight), with its fused AdamW."""
+    """6.86 billion weights at ZeRO 3 on four H100 (DeepSpeedExamples, bf16_master_weight), with its
+    fused AdamW.
+    """
     points = published("deepspeed-bf16-master")
     most, live = (points[f"deepspeed-bf16-master-00{number}"] for number in (1, 2))
     optimizer = {"kind": "adamw", "implementation": "deepspeed"}
@@ -358,7 +518,10 @@ def test_states_are_those_that_deepspeed_publishes() -> None:
     ("sections", "reason"),
     [
         ({"model": {"target": "my_pkg.nets:Net"}}, "one of your own"),
-        ({"optimizer": {"target": "my_pkg.nets:Optimizer"}}, "optimizer: its state is not measured"),
+        (
+            {"optimizer": {"target": "my_pkg.nets:Optimizer"}},
+            "optimizer: its state is not measured",
+        ),
         ({"parallel": {"pipe": 2, "partition": "type:Block"}}, "layers of the stages"),
         ({"deepspeed": {"zero_optimization": {"zero_quantized_weights": True}}}, "deepspeed"),
     ],
@@ -369,10 +532,19 @@ def test_what_is_not_modelled_is_not_estimated(sections: dict[str, Any], reason:
 
 
 def test_a_bucket_may_be_passed_through_to_deepspeed() -> None:
-    passed = config_of(zero={"stage": 2}, deepspeed={"zero_optimization": {"ignore_unused_parameters": False}})
-    assert estimated(passed, ranks=2).to_dict() == estimated(config_of(zero={"stage": 2}), ranks=2).to_dict()
+    passed = config_of(
+        zero={"stage": 2}, deepspeed={"zero_optimization": {"ignore_unused_parameters": False}}
+    )
+    assert (
+        estimated(passed, ranks=2).to_dict()
+        == estimated(config_of(zero={"stage": 2}), ranks=2).to_dict()
+    )
 
 
 def test_buffers_of_a_pipeline_stay_for_the_optimizers_step() -> None:
     memory = estimated(CASES["pipe-z1-4-0"][0], ranks=2, activation_bytes=None)
-    assert memory.moments["step"]["pipeline buffers"] == memory.moments["between"]["pipeline buffers"] > 0
+    assert (
+        memory.moments["step"]["pipeline buffers"]
+        == memory.moments["between"]["pipeline buffers"]
+        > 0
+    )

@@ -1,4 +1,6 @@
-"""Messages of memory that was not there: what lacked it, when, for what, and what an estimate adds."""
+"""Messages of memory that was not there: what lacked it, when, for what, and what an estimate
+adds.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,14 @@ import pytest
 
 from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
-from framework.plan.out_of_memory import Shortage, advice, explain, in_one_sentence, read_shortage, shortage_of
+from framework.plan.out_of_memory import (
+    Shortage,
+    advice,
+    explain,
+    in_one_sentence,
+    read_shortage,
+    shortage_of,
+)
 from framework.plan.plan import Plan, make_plan
 from framework.plan.work import work_of
 from tests.plan.out_of_memory_texts import TEXTS
@@ -37,7 +46,9 @@ MIB = 2**20
         ("rich", "device", "step", "optimizer copies"),
     ],
 )
-def test_a_text_shows_what_lacked_memory_when_and_for_what(name: str, kind: str, moment: str, component: str) -> None:
+def test_a_text_shows_what_lacked_memory_when_and_for_what(
+    name: str, kind: str, moment: str, component: str
+) -> None:
     found = read_shortage(TEXTS[name])
     assert found is not None
     assert (found.kind, found.moment, found.component) == (kind, moment, component)
@@ -50,13 +61,19 @@ def test_a_text_shows_what_lacked_memory_when_and_for_what(name: str, kind: str,
             "step-zero3",
             {"asked": 3.39, "capacity": 79.32, "free": 2.40, "allocated": 73.28, "unused": 1.59},
         ),
-        ("loss", {"asked": 9.14, "capacity": 39.41, "free": 5.86, "allocated": 26.21, "unused": 5.78}),
+        (
+            "loss",
+            {"asked": 9.14, "capacity": 39.41, "free": 5.86, "allocated": 26.21, "unused": 5.78},
+        ),
         ("initialize-state", {"asked": 8.52, "capacity": 31.72, "free": 5.39, "allocated": 25.59}),
         (
             "fragmented",
             {"asked": 35.6, "capacity": 79.33, "free": 26.16, "allocated": 11.97, "unused": 40.69},
         ),
-        ("rich", {"asked": 20 / 1024, "capacity": 23.99, "free": 0, "allocated": 22.83, "unused": 0.32}),
+        (
+            "rich",
+            {"asked": 20 / 1024, "capacity": 23.99, "free": 0, "allocated": 22.83, "unused": 0.32},
+        ),
         ("step-adamw", {"asked": 130 / 1024, "capacity": 94.99, "free": 87.19 / 1024}),
         (
             "others",
@@ -82,7 +99,9 @@ def test_the_sizes_are_the_messages(name: str, sizes: dict[str, float]) -> None:
 
 def test_pieces_and_other_processes_are_told() -> None:
     (pieces,) = advice(of("fragmented"))
-    assert pieces.startswith("torch holds 40.69 GiB in unused pieces, more than was asked for: set PYTORCH_CUDA_ALLOC")
+    assert pieces.startswith(
+        "torch holds 40.69 GiB in unused pieces, more than was asked for: set PYTORCH_CUDA_ALLOC"
+    )
     assert not of("step-zero3").is_fragmented  # 1.59 GiB of 79, less than was asked for
     (others,) = advice(of("others"))
     assert others.startswith("other processes hold 1.55 GiB of this device")
@@ -107,7 +126,9 @@ def test_frames_of_other_ranks_do_not_count() -> None:
     assert (found.moment, found.component) == ("step", "optimizer copies")
 
 
-@pytest.mark.parametrize("text", ["", "RuntimeError: shapes", "loss 0.1\nserver: out of memory", "exit code 1"])
+@pytest.mark.parametrize(
+    "text", ["", "RuntimeError: shapes", "loss 0.1\nserver: out of memory", "exit code 1"]
+)
 def test_other_texts_are_none(text: str) -> None:
     assert read_shortage(text) is None
 
@@ -121,9 +142,9 @@ def test_fixes_take_less_at_that_moment_and_the_largest_gain_comes_first() -> No
     assert min(gains) > 0
     named = {str(each): each for each in found.fixes}
     assert "zero.stage: 3" in named
-    assert found.gain(named["zero.stage: 3"]) == found.memory.total("step") - named["zero.stage: 3"].memory.total(
-        "step"
-    )
+    assert found.gain(named["zero.stage: 3"]) == found.memory.total("step") - named[
+        "zero.stage: 3"
+    ].memory.total("step")
 
 
 def test_where_the_host_lacks_memory_its_own_components_count() -> None:
@@ -157,7 +178,9 @@ def test_a_smaller_micro_batch_keeps_the_global_size() -> None:
     long = {"kind": "text", "sequence_length": 1024}
     alone = explain(of("backward-zero3"), plan(data=long))
     assert "batch.micro_size: 2, batch.accumulation_steps: 2" in map(str, alone.fixes)
-    fixed = explain(of("backward-zero3"), plan(data=long, batch={"global_size": 64, "micro_size": 4}))
+    fixed = explain(
+        of("backward-zero3"), plan(data=long, batch={"global_size": 64, "micro_size": 4})
+    )
     assert "batch.micro_size: 2" in map(str, fixed.fixes)
 
 
@@ -170,7 +193,9 @@ def test_an_own_model_is_not_guessed() -> None:
 
 def test_one_sentence_has_moment_components_and_fixes() -> None:
     text = in_one_sentence(of("step-adamw"), plan(zero={"stage": 1}))
-    assert text.startswith(" (130.0 MiB were asked for, 87.2 MiB of 94.99 GiB are free) in the optimizer's step; ")
+    assert text.startswith(
+        " (130.0 MiB were asked for, 87.2 MiB of 94.99 GiB are free) in the optimizer's step; "
+    )
     assert "; by estimate " in text
     assert "; set zero.stage: 3" in text
     assert "\n" not in text
@@ -183,8 +208,14 @@ def of(name: str) -> Shortage:
 
 
 def plan(**sections: object) -> Plan:
-    values = {"model": {"kind": "gpt", "size": "gpt2-xl"}, "data": {"kind": "text"}, "task": {"kind": "causal_lm"}}
-    config = config_from_values({**values, "batch": {"micro_size": 4}, "training": {"max_steps": 10}, **sections})
+    values = {
+        "model": {"kind": "gpt", "size": "gpt2-xl"},
+        "data": {"kind": "text"},
+        "task": {"kind": "causal_lm"},
+    }
+    config = config_from_values(
+        {**values, "batch": {"micro_size": 4}, "training": {"max_steps": 10}, **sections}
+    )
     return make_plan(config, Cluster(devices_per_host=8))
 
 

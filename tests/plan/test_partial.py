@@ -1,4 +1,6 @@
-"""Where a section cannot be read, rules speak of the others: all that these decide, and nothing of what they do not."""
+"""Where a section cannot be read, rules speak of the others: all that these decide, and nothing of
+what they do not.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ Told = set[tuple[str, str]]
 
 def told_of(values: dict[str, Any], cluster: Cluster | None) -> Told:
     config, unknown, source = load_known(Document("run.json", values), ())
-    return {(found.kind, found.key) for found in errors_of_known(config, unknown, cluster, source=source)}
+    return {
+        (found.kind, found.key)
+        for found in errors_of_known(config, unknown, cluster, source=source)
+    }
 
 
 def told_of_all(values: dict[str, Any], cluster: Cluster) -> Told:
@@ -33,7 +38,9 @@ def told_of_all(values: dict[str, Any], cluster: Cluster) -> Told:
 
 
 EVERY_CASE = [
-    (values, Cluster(devices_per_host=2, device=device)) for cases in CASES.values() for values, device, _ in cases
+    (values, Cluster(devices_per_host=2, device=device))
+    for cases in CASES.values()
+    for values, device, _ in cases
 ]
 
 
@@ -54,7 +61,9 @@ def test_a_section_that_cannot_be_read_is_held_against_nobody() -> None:
         with_all = told_of_all(values, cluster)
         for name, section in values.items():
             # Under deepspeed any key may stand, and callbacks are a list.
-            broken = section | UNREADABLE if isinstance(section, dict) and name != "deepspeed" else 1
+            broken = (
+                section | UNREADABLE if isinstance(section, dict) and name != "deepspeed" else 1
+            )
             assert told_of(values | {name: broken}, cluster) <= with_all, (name, values)
 
 
@@ -63,9 +72,14 @@ def test_a_section_that_cannot_be_read_is_held_against_nobody() -> None:
     [
         {"modell": {"kind": "gpt"}, "data": {"kind": "text"}},  # the model is not the default one
         {"run": {"momentum": 0.9}, "optimizer": {"kind": "sgd", "nesterov": True}},
-        {"run": {"world_size": 3}, "batch": {"global": 6, "micro_size": 2}},  # on how many devices, nobody knows
-        {"model": {"kind": "gpt"}, "training": {"max_steps": 5, "data": {"kind": "text"}}},  # indented too deep
-        {"zero": {"offload_param": {"device": "cpu"}}, "training": {"zero_optimization": {"stage": 3}}},
+        # on how many devices, nobody knows
+        {"run": {"world_size": 3}, "batch": {"global": 6, "micro_size": 2}},
+        # indented too deep
+        {"model": {"kind": "gpt"}, "training": {"max_steps": 5, "data": {"kind": "text"}}},
+        {
+            "zero": {"offload_param": {"device": "cpu"}},
+            "training": {"zero_optimization": {"stage": 3}},
+        },
         {"zerro": {"stage": 1}, "parallel": {"pipe": 2}, "precision": {"dtype": "bf16"}},
     ],
     ids=str,
@@ -74,11 +88,18 @@ def test_what_may_have_been_meant_otherwise_is_not_judged(values: dict[str, Any]
     assert told_of(values, None) == set()
 
 
-def test_check_tells_both_with_their_places(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_tells_both_with_their_places(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("monitors: {csv: maybe}\noptimizer: {kind: sgd, nesterov: true}\nzero: {sub_group_size: 5}\n")
+    path.write_text(
+        "monitors: {csv: maybe}\noptimizer: {kind: sgd, nesterov: true}\nzero: {sub_group_size: 5}\n"
+    )
     assert main(["check", str(path), "batch.global_size=7", "--num_gpus", "2"]) == 2
-    assert [line.partition(" = ")[0] + line[line.rindex(" ") :] for line in capsys.readouterr().err.splitlines()] == [
+    assert [
+        line.partition(" = ")[0] + line[line.rindex(" ") :]
+        for line in capsys.readouterr().err.splitlines()
+    ] == [
         f"{path}:1:12: monitors.csv [wrong-type]",
         f"{path}:2:24: optimizer.nesterov [nesterov-needs-momentum]",
         "command line: batch.global_size [batch-not-divisible]",

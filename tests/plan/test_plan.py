@@ -40,7 +40,10 @@ def problems_of(values: dict[str, Any], devices: int = 1, **rest: Any) -> list[s
     ],
 )
 def test_length(values: dict[str, Any], num_samples: int | None, length: Length) -> None:
-    assert plan_of({"batch": {"global_size": 120}, **values}, num_train_samples=num_samples).length == length
+    assert (
+        plan_of({"batch": {"global_size": 120}, **values}, num_train_samples=num_samples).length
+        == length
+    )
 
 
 def test_data_smaller_than_a_batch_is_refused_with_a_size_that_fits() -> None:
@@ -65,7 +68,8 @@ def test_a_stream_that_is_known_by_name_needs_a_length(streaming: bool) -> None:
         assert plan_of(values | further).length.total_steps
     by_epochs = plan_of(values | {"training": {"max_steps": 5}, "checkpoint": {"every_epochs": 1}})
     with pytest.raises(
-        ConfigError, match=r"checkpoint\.every_epochs = 1: the training data is a stream.*set every_steps"
+        ConfigError,
+        match=r"checkpoint\.every_epochs = 1: the training data is a stream.*set every_steps",
     ):
         by_epochs.with_data(None, Source())
     assert by_epochs.with_data(320, Source()).length.steps_per_epoch
@@ -95,23 +99,40 @@ def test_a_warm_up_longer_than_the_run_is_a_warning() -> None:
         ({"decay": 0.9, "start_step": 220}, "ema-never-starts"),
     ],
 )
-def test_an_average_that_tells_of_the_first_weights_is_a_warning(ema: dict[str, Any], kind: str | None) -> None:
+def test_an_average_that_tells_of_the_first_weights_is_a_warning(
+    ema: dict[str, Any], kind: str | None
+) -> None:
     length = {"batch": {"global_size": 120}}
     found = plan_of({**length, "training": {"max_steps": 220, "ema": ema}}).findings
-    assert [(finding.kind, finding.severity) for finding in found] == ([(kind, "warning")] if kind else [])
+    assert [(finding.kind, finding.severity) for finding in found] == (
+        [(kind, "warning")] if kind else []
+    )
     for finding in found:
         if mended := re.search(r"training\.ema\.decay: ([0-9.]+)", finding.fix):
             assert (
-                plan_of({**length, "training": {"max_steps": 220, "ema": ema | {"decay": float(mended[1])}}}).findings
+                plan_of(
+                    {
+                        **length,
+                        "training": {"max_steps": 220, "ema": ema | {"decay": float(mended[1])}},
+                    }
+                ).findings
                 == ()
             )
 
 
 def test_all_problems_come_at_once_and_warnings_stay_behind() -> None:
     lines = problems_of(
-        {"batch": {"global_size": 7}, "optimizer": {"kind": "sgd", "nesterov": True}, "zero": {"sub_group_size": 5}}, 2
+        {
+            "batch": {"global_size": 7},
+            "optimizer": {"kind": "sgd", "nesterov": True},
+            "zero": {"sub_group_size": 5},
+        },
+        2,
     )
-    assert [line.rpartition("[")[2] for line in lines] == ["batch-not-divisible]", "nesterov-needs-momentum]"]
+    assert [line.rpartition("[")[2] for line in lines] == [
+        "batch-not-divisible]",
+        "nesterov-needs-momentum]",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +152,12 @@ def test_the_cluster_that_a_config_implies(values: dict[str, Any], devices: int)
 def test_a_plan_is_plain_json() -> None:
     plan = plan_of({"zero": {"sub_group_size": 5}}, 2)
     written = json.loads(json.dumps(plan.to_dict(), allow_nan=False))
-    assert written["cluster"] == {"num_hosts": 1, "devices_per_host": 2, "device": "unknown", "world_size": 2}
+    assert written["cluster"] == {
+        "num_hosts": 1,
+        "devices_per_host": 2,
+        "device": "unknown",
+        "world_size": 2,
+    }
     assert written["layout"]["global_size"] == 64
     assert written["findings"][0]["kind"] == "inert-at-stage"
     assert written["findings"][0]["text"].endswith("[inert-at-stage]")

@@ -16,9 +16,16 @@ from framework.plan.plan_against_run import PlanAgainstRun, estimates_here
 from framework.plan.search import Candidate, Target, judge
 from framework.train.monitors.base import Point
 
-GPT = {"model": {"kind": "gpt"}, "data": {"kind": "text"}, "task": {"kind": "causal_lm"}, "training": {"max_steps": 9}}
+GPT = {
+    "model": {"kind": "gpt"},
+    "data": {"kind": "text"},
+    "task": {"kind": "causal_lm"},
+    "training": {"max_steps": 9},
+}
 PLAN = make_plan(config_from_values(GPT), Cluster(device="cuda"))
-MACHINE = Machine(Device("some", flops_per_second={"fp32": 1e12, "bf16": 1e12}, memory_bytes_per_second=1e11))
+MACHINE = Machine(
+    Device("some", flops_per_second={"fp32": 1e12, "bf16": 1e12}, memory_bytes_per_second=1e11)
+)
 PEAK = 12345678.0
 
 
@@ -33,7 +40,9 @@ def estimated(_: object) -> Candidate:
     return judge(PLAN, Target("some", machine=MACHINE))
 
 
-def compare(file: Path, *points: dict[str, float], estimated: Any = estimated) -> tuple[list[str], dict[str, Any]]:
+def compare(
+    file: Path, *points: dict[str, float], estimated: Any = estimated
+) -> tuple[list[str], dict[str, Any]]:
     """Write points, ten steps apart, and return the lines and what plan.json holds then."""
     lines: list[str] = []
     monitor = PlanAgainstRun(PLAN, file.parent, print_line=lines.append, estimated=estimated)
@@ -44,7 +53,9 @@ def compare(file: Path, *points: dict[str, float], estimated: Any = estimated) -
 
 
 def test_memory_is_the_first_points_and_time_the_seconds(file: Path) -> None:
-    points = [{"time/step_ms": ms, "memory/device_peak_bytes": PEAK + ms} for ms in (900.0, 50.0, 40.0)]
+    points = [
+        {"time/step_ms": ms, "memory/device_peak_bytes": PEAK + ms} for ms in (900.0, 50.0, 40.0)
+    ]
     lines, kept = compare(file, *points)
     candidate = estimated(None)
     assert candidate.time is not None
@@ -79,7 +90,11 @@ def test_nothing_is_written_where_nothing_was_logged(file: Path) -> None:
 def test_what_is_not_estimated_is_kept_as_measured(file: Path) -> None:
     lines, kept = compare(file, *[{"time/step_ms": 50.0}] * 2, estimated=lambda plan: None)
     assert lines == []
-    assert kept["measured"]["step_seconds"] == {"measured": 0.05, "with_warm_up": False, "estimate": None}
+    assert kept["measured"]["step_seconds"] == {
+        "measured": 0.05,
+        "with_warm_up": False,
+        "estimate": None,
+    }
 
 
 def test_the_estimates_of_an_own_model_are_not_guessed() -> None:
@@ -87,7 +102,9 @@ def test_the_estimates_of_an_own_model_are_not_guessed() -> None:
     assert estimates_here(make_plan(own, Cluster(device="cuda"))) is None
 
 
-def test_a_device_that_is_not_listed_ends_no_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_device_that_is_not_listed_ends_no_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("DSF_GPU", "h900")
     assert estimates_here(PLAN) is None

@@ -1,4 +1,6 @@
-"""Every decided value is in the DeepSpeed JSON, under DeepSpeed's own words; nothing is left to "auto" or null."""
+"""Every decided value is in the DeepSpeed JSON, under DeepSpeed's own words; nothing is left to
+"auto" or null.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,26 @@ BATCH = {"global_size": 120}  # 11 steps per epoch of the digits
 
 def rendered(values: Mapping[str, Any], devices: int = 2) -> dict[str, Any]:
     """The DeepSpeed JSON of a config, after one trip through text."""
-    plan = make_plan(config_from_values({"batch": BATCH, **values}), Cluster(devices_per_host=devices, device="cuda"))
+    plan = make_plan(
+        config_from_values({"batch": BATCH, **values}),
+        Cluster(devices_per_host=devices, device="cuda"),
+    )
     written: dict[str, Any] = json.loads(json.dumps(render(plan), allow_nan=False))
     return written
 
 
 def test_batch_and_clipping() -> None:
-    found = rendered({"batch": {"global_size": 120, "accumulation_steps": 3}, "training": {"clip_grad_norm": 0}}, 4)
+    found = rendered(
+        {"batch": {"global_size": 120, "accumulation_steps": 3}, "training": {"clip_grad_norm": 0}},
+        4,
+    )
     assert {
-        key: found[key] for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        key: found[key]
+        for key in (
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+        )
     } == {
         "train_batch_size": 120,
         "train_micro_batch_size_per_gpu": 10,
@@ -72,11 +85,22 @@ OFF = {"enabled": False}
         ),
         (
             {"dtype": "bf16"},
-            {"fp16": OFF, "bf16": {"enabled": True, "check_grad_overflow": False}, "torch_autocast": OFF},
+            {
+                "fp16": OFF,
+                "bf16": {"enabled": True, "check_grad_overflow": False},
+                "torch_autocast": OFF,
+            },
         ),
-        ({"dtype": "autocast"}, {"fp16": OFF, "bf16": OFF, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
         (
-            {"dtype": "autocast", "compute_dtype": "fp16", "lower_precision_safe_modules": ["torch.nn.Linear"]},
+            {"dtype": "autocast"},
+            {"fp16": OFF, "bf16": OFF, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        ),
+        (
+            {
+                "dtype": "autocast",
+                "compute_dtype": "fp16",
+                "lower_precision_safe_modules": ["torch.nn.Linear"],
+            },
             {
                 "fp16": OFF,
                 "bf16": OFF,
@@ -115,19 +139,31 @@ STAGE3 = {
 STAGES_1_2 = COMMON | {"allgather_bucket_size"}
 
 
-@pytest.mark.parametrize(("stage", "keys"), [(0, set()), (1, STAGES_1_2), (2, STAGES_1_2), (3, COMMON | STAGE3)])
+@pytest.mark.parametrize(
+    ("stage", "keys"), [(0, set()), (1, STAGES_1_2), (2, STAGES_1_2), (3, COMMON | STAGE3)]
+)
 def test_zero_stages(stage: int, keys: set[str]) -> None:
     found = rendered({"zero": {"stage": stage}})["zero_optimization"]
     assert found["stage"] == stage
     assert set(found) == {"stage"} | keys
     if keys:
-        assert found["reduce_bucket_size"] == found.get("allgather_bucket_size", 50_000_000) == 50_000_000
+        assert (
+            found["reduce_bucket_size"]
+            == found.get("allgather_bucket_size", 50_000_000)
+            == 50_000_000
+        )
         assert found["overlap_comm"] is (stage == 3)
 
 
 def test_overlap_is_as_asked() -> None:
-    assert rendered({"zero": {"stage": 2, "overlap_comm": True}})["zero_optimization"]["overlap_comm"] is True
-    assert rendered({"zero": {"stage": 3, "overlap_comm": False}})["zero_optimization"]["overlap_comm"] is False
+    assert (
+        rendered({"zero": {"stage": 2, "overlap_comm": True}})["zero_optimization"]["overlap_comm"]
+        is True
+    )
+    assert (
+        rendered({"zero": {"stage": 3, "overlap_comm": False}})["zero_optimization"]["overlap_comm"]
+        is False
+    )
 
 
 def test_offload() -> None:
@@ -146,7 +182,10 @@ def test_offload() -> None:
         "buffer_size": 100_000_000,
         "max_in_cpu": 1_000_000_000,
     }
-    nvme = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme", "pin_memory": False}}
+    nvme = {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme", "pin_memory": False},
+    }
     assert rendered({"zero": nvme})["zero_optimization"]["offload_optimizer"] == {
         "device": "nvme",
         "nvme_path": "/nvme",
@@ -163,9 +202,19 @@ ADAM = {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8}
 @pytest.mark.parametrize(
     ("optimizer", "name", "params", "untested"),
     [
-        ({"kind": "adamw"}, "AdamW", {**ADAM, "weight_decay": 0.01, "torch_adam": True, "adam_w_mode": True}, False),
+        (
+            {"kind": "adamw"},
+            "AdamW",
+            {**ADAM, "weight_decay": 0.01, "torch_adam": True, "adam_w_mode": True},
+            False,
+        ),
         # DeepSpeed's "Adam" is AdamW unless adam_w_mode says otherwise
-        ({"kind": "adam"}, "Adam", {**ADAM, "weight_decay": 0.0, "torch_adam": True, "adam_w_mode": False}, False),
+        (
+            {"kind": "adam"},
+            "Adam",
+            {**ADAM, "weight_decay": 0.0, "torch_adam": True, "adam_w_mode": False},
+            False,
+        ),
         (
             {"kind": "adamw", "implementation": "deepspeed", "lr": 1},
             "AdamW",
@@ -195,7 +244,9 @@ ADAM = {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8}
     ],
     ids=str,
 )
-def test_optimizers(optimizer: dict[str, Any], name: str, params: dict[str, Any], untested: bool) -> None:
+def test_optimizers(
+    optimizer: dict[str, Any], name: str, params: dict[str, Any], untested: bool
+) -> None:
     found = rendered({"optimizer": optimizer})
     assert found["optimizer"] == {"type": name, "params": params}
     assert found["zero_allow_untested_optimizer"] is untested
@@ -219,7 +270,12 @@ def test_an_optimizer_of_the_user_is_not_in_the_json(offload: bool) -> None:
             {"kind": "warmup", "warmup_steps": 3},
             {
                 "type": "WarmupLR",
-                "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.001, "warmup_num_steps": 3, "warmup_type": "log"},
+                "params": {
+                    "warmup_min_lr": 0.0,
+                    "warmup_max_lr": 0.001,
+                    "warmup_num_steps": 3,
+                    "warmup_type": "log",
+                },
             },
         ),
         (
@@ -281,7 +337,10 @@ def test_an_optimizer_of_the_user_is_not_in_the_json(offload: bool) -> None:
     ids=str,
 )
 def test_schedules(scheduler: dict[str, Any], expected: dict[str, Any] | None) -> None:
-    assert rendered({"scheduler": scheduler, "training": {"max_epochs": 2}}).get("scheduler") == expected
+    assert (
+        rendered({"scheduler": scheduler, "training": {"max_epochs": 2}}).get("scheduler")
+        == expected
+    )
 
 
 def test_the_rate_of_a_warm_up_is_the_optimizers_wherever_it_stands() -> None:
@@ -316,12 +375,18 @@ def test_keys_that_a_section_decides_do_not_pass() -> None:
 
 DEVICE = st.sampled_from(["none", "cpu", "nvme"])
 PRECISION = st.one_of(
-    st.fixed_dictionaries({"dtype": st.just("fp32")}, optional={"matmul": st.sampled_from(["highest", "high"])}),
+    st.fixed_dictionaries(
+        {"dtype": st.just("fp32")}, optional={"matmul": st.sampled_from(["highest", "high"])}
+    ),
     st.fixed_dictionaries({"dtype": st.just("fp16")}, optional={"hysteresis": st.integers(1, 9)}),
-    st.fixed_dictionaries({"dtype": st.just("bf16")}, optional={"check_grad_overflow": st.booleans()}),
+    st.fixed_dictionaries(
+        {"dtype": st.just("bf16")}, optional={"check_grad_overflow": st.booleans()}
+    ),
     st.fixed_dictionaries(
         {"dtype": st.just("autocast")},
-        optional={"lower_precision_safe_modules": st.none() | st.lists(st.sampled_from(["a.B", "c.D"]))},
+        optional={
+            "lower_precision_safe_modules": st.none() | st.lists(st.sampled_from(["a.B", "c.D"]))
+        },
     ),
 )
 OPTIMIZER = st.one_of(
@@ -336,7 +401,10 @@ SCHEDULER = st.one_of(
     st.fixed_dictionaries({"kind": st.sampled_from(["constant", "cosine", "lr_range_test"])}),
     st.fixed_dictionaries(
         {"kind": st.sampled_from(["warmup", "warmup_decay"]), "warmup_steps": st.integers(2, 5)},
-        optional={"max_lr": st.none() | st.floats(0, 1), "curve": st.sampled_from(["log", "linear"])},
+        optional={
+            "max_lr": st.none() | st.floats(0, 1),
+            "curve": st.sampled_from(["log", "linear"]),
+        },
     ),
     st.fixed_dictionaries(
         {"kind": st.just("warmup_cosine"), "warmup_steps": st.integers(2, 5)},
@@ -352,7 +420,9 @@ SCHEDULER = st.one_of(
 @st.composite
 def zeros(draw: st.DrawFn) -> dict[str, Any]:
     stage = draw(st.integers(0, 3))
-    places = {0: ["none"], 1: ["none", "cpu"], 2: ["none", "cpu"], 3: ["none", "cpu", "nvme"]}[stage]
+    places = {0: ["none"], 1: ["none", "cpu"], 2: ["none", "cpu"], 3: ["none", "cpu", "nvme"]}[
+        stage
+    ]
 
     def offload(devices: list[str]) -> dict[str, Any]:
         device = draw(st.sampled_from(devices))
@@ -360,7 +430,12 @@ def zeros(draw: st.DrawFn) -> dict[str, Any]:
 
     params = offload(places) if stage == 3 else {"device": "none"}
     overlap = draw(st.none() | st.booleans())
-    return {"stage": stage, "offload_optimizer": offload(places), "offload_param": params, "overlap_comm": overlap}
+    return {
+        "stage": stage,
+        "offload_optimizer": offload(places),
+        "offload_param": params,
+        "overlap_comm": overlap,
+    }
 
 
 CONFIGS = st.fixed_dictionaries(
@@ -370,7 +445,9 @@ CONFIGS = st.fixed_dictionaries(
         "zero": zeros(),
         "optimizer": OPTIMIZER,
         "scheduler": SCHEDULER,
-        "training": st.fixed_dictionaries({}, optional={"max_steps": st.none() | st.integers(6, 99)}),
+        "training": st.fixed_dictionaries(
+            {}, optional={"max_steps": st.none() | st.integers(6, 99)}
+        ),
         "deepspeed": st.fixed_dictionaries(
             {}, optional={"dump_state": st.booleans(), "comms_logger": st.just({"debug": False})}
         ),
@@ -382,7 +459,11 @@ CONFIGS = st.fixed_dictionaries(
 def test_no_rendering_holds_auto_or_null(values: dict[str, Any]) -> None:
     found = rendered(values)
     assert [path for path, value in leaves(found) if value is None or value == "auto"] == []
-    assert list(found)[:3] == ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"]
+    assert list(found)[:3] == [
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+    ]
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -403,13 +484,26 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         ({"dtype": "bf16"}, 9, 8, ("fp32", None)),
         ({"dtype": "bf16"}, 1, 9, (None, "fp32")),
         ({"dtype": "fp16"}, 9, 9, ("fp32", "fp32")),
-        ({"dtype": "bf16", "grad_accumulation": "bf16", "grad_reduction": "bf16"}, 9, 9, (None, None)),
-        ({"dtype": "bf16", "grad_accumulation": "fp32", "grad_reduction": "fp32"}, 1, 1, ("fp32", "fp32")),
+        (
+            {"dtype": "bf16", "grad_accumulation": "bf16", "grad_reduction": "bf16"},
+            9,
+            9,
+            (None, None),
+        ),
+        (
+            {"dtype": "bf16", "grad_accumulation": "fp32", "grad_reduction": "fp32"},
+            1,
+            1,
+            ("fp32", "fp32"),
+        ),
         ({"dtype": "fp32"}, 9, 9, (None, None)),
     ],
 )
 def test_long_sums_of_half_precision_are_fp32(
-    precision: dict[str, Any], accumulation: int, devices: int, expected: tuple[str | None, str | None]
+    precision: dict[str, Any],
+    accumulation: int,
+    devices: int,
+    expected: tuple[str | None, str | None],
 ) -> None:
     values = {
         "precision": precision,
@@ -417,7 +511,10 @@ def test_long_sums_of_half_precision_are_fp32(
         "batch": {"micro_size": 1, "accumulation_steps": accumulation},
     }
     ds_config = rendered(values, devices)
-    found = ds_config.get("data_types", {}).get("grad_accum_dtype"), ds_config.get("communication_data_type")
+    found = (
+        ds_config.get("data_types", {}).get("grad_accum_dtype"),
+        ds_config.get("communication_data_type"),
+    )
     assert found == expected
 
 
@@ -425,9 +522,15 @@ def test_further_data_types_stand_beside_the_sums() -> None:
     values = {
         "precision": {"dtype": "bf16", "grad_accumulation": "fp32"},
         "zero": {"stage": 2},
-        "deepspeed": {"data_types": {"keep_in_fp32_modules": "auto"}, "communication_data_type": "fp32"},
+        "deepspeed": {
+            "data_types": {"keep_in_fp32_modules": "auto"},
+            "communication_data_type": "fp32",
+        },
     }
-    assert rendered(values)["data_types"] == {"grad_accum_dtype": "fp32", "keep_in_fp32_modules": "auto"}
+    assert rendered(values)["data_types"] == {
+        "grad_accum_dtype": "fp32",
+        "keep_in_fp32_modules": "auto",
+    }
     assert rendered(values)["communication_data_type"] == "fp32"
 
 
@@ -442,11 +545,22 @@ def test_further_data_types_stand_beside_the_sums() -> None:
     ],
 )
 def test_rows_that_gpus_multiply_slowly_are_noted(changed: dict[str, Any], is_noted: bool) -> None:
-    values: dict[str, Any] = {"model": {"kind": "gpt", "size": "tiny"}, "task": {"kind": "causal_lm"}}
-    values |= {"data": {"kind": "text", "sequence_length": 32}, "precision": {"dtype": "bf16"}, "zero": {"stage": 1}}
+    values: dict[str, Any] = {
+        "model": {"kind": "gpt", "size": "tiny"},
+        "task": {"kind": "causal_lm"},
+    }
+    values |= {
+        "data": {"kind": "text", "sequence_length": 32},
+        "precision": {"dtype": "bf16"},
+        "zero": {"stage": 1},
+    }
     for device in ("cpu", "cuda"):
         cluster = Cluster(devices_per_host=2, device=device)  # type: ignore[arg-type]
-        found = [one for one in make_plan(config_from_values(values | changed), cluster).findings if "slow" in one.kind]
+        found = [
+            one
+            for one in make_plan(config_from_values(values | changed), cluster).findings
+            if "slow" in one.kind
+        ]
         assert [(one.kind, one.severity) for one in found] == [("slow-vocabulary", "note")] * (
             is_noted and device == "cuda"
         )
@@ -455,7 +569,11 @@ def test_rows_that_gpus_multiply_slowly_are_noted(changed: dict[str, Any], is_no
 
 def test_a_long_sum_that_deepspeed_rounds_is_noted() -> None:
     values = {"precision": {"dtype": "bf16"}, "batch": {"micro_size": 1, "accumulation_steps": 9}}
-    config, slow, long = config_from_values(values), "half-precision-without-zero", "long-sum-in-half-precision"
+    config, slow, long = (
+        config_from_values(values),
+        "half-precision-without-zero",
+        "long-sum-in-half-precision",
+    )
     for device, kinds in (("cpu", [long]), ("cuda", [slow, long])):
         findings = make_plan(config, Cluster(devices_per_host=1, device=device)).findings  # type: ignore[arg-type]
         assert [found.kind for found in findings] == kinds

@@ -1,4 +1,6 @@
-"""The search for a strategy: what is tried, what wins, why others lose, and what is near to a plan that cannot be."""
+"""The search for a strategy: what is tried, what wins, why others lose, and what is near to a plan
+that cannot be.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def searched(*, hosts: int = 1) -> Found:
 
 
 def strategies(candidates: tuple[Candidate, ...]) -> set[tuple[Any, ...]]:
-    return {tuple(each.choice[key] for key in (STAGE, OFFLOAD, RECOMPUTE, PIPE)) for each in candidates}
+    return {
+        tuple(each.choice[key] for key in (STAGE, OFFLOAD, RECOMPUTE, PIPE)) for each in candidates
+    }
 
 
 @pytest.mark.slow
@@ -125,7 +129,12 @@ def test_a_free_batch_grows_while_that_makes_a_difference() -> None:
     half = {**plain.settings, MICRO: plain.choice[MICRO] // 2}
     assert plain.choice[MICRO] > 1
     slower = search(
-        Request(config(zero={"stage": 3}, batch={"micro_size": half[MICRO]}), cluster, target, free=frozenset())
+        Request(
+            config(zero={"stage": 3}, batch={"micro_size": half[MICRO]}),
+            cluster,
+            target,
+            free=frozenset(),
+        )
     )
     assert (slower.ranked[0].samples_per_second or 0) * 1.02 < (plain.samples_per_second or 0)
     unknown = search(Request(config(), cluster, Target("a device", 80 * GIB), free=FEW)).ranked
@@ -134,28 +143,44 @@ def test_a_free_batch_grows_while_that_makes_a_difference() -> None:
 
 def test_keys_that_are_not_free_stay() -> None:
     cluster, target = a100()
-    given = config(zero={"stage": 1}, batch={"micro_size": 1}, training={"max_steps": 9, "recompute_every": 2})
+    given = config(
+        zero={"stage": 1}, batch={"micro_size": 1}, training={"max_steps": 9, "recompute_every": 2}
+    )
     found = search(Request(given, cluster, target, free={OFFLOAD}))
     assert strategies(found.ranked) == {(1, "none", 2, 1), (1, "cpu", 2, 1)}
     assert {each.choice[MICRO] for each in found.ranked} == {1}
     nvme = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}
-    assert strategies(search(Request(config(zero=nvme), cluster, target, free={OFFLOAD})).ranked) <= {(3, "nvme", 0, 1)}
+    assert strategies(
+        search(Request(config(zero=nvme), cluster, target, free={OFFLOAD})).ranked
+    ) <= {(3, "nvme", 0, 1)}
     with pytest.raises(NotEstimatedError, match="deepspeed"):
-        search(Request(config(deepspeed={"zero_optimization": {"zero_quantized_weights": True}}), cluster, target))
+        search(
+            Request(
+                config(deepspeed={"zero_optimization": {"zero_quantized_weights": True}}),
+                cluster,
+                target,
+            )
+        )
 
 
 def test_without_a_device_the_least_traffic_comes_first() -> None:
     found = search(Request(config(batch={"global_size": 64, "micro_size": 2}), Cluster(4, 8)))
     first = found.ranked[0]
     assert first.samples_per_second is None
-    plain = [each for each in found.ranked if not each.choice[RECOMPUTE] and each.choice[OFFLOAD] == "none"]
+    plain = [
+        each
+        for each in found.ranked
+        if not each.choice[RECOMPUTE] and each.choice[OFFLOAD] == "none"
+    ]
     alone = [each.traffic_bytes for each in plain if all(each.choice[key] == 1 for key in SIZES)]
     assert alone == sorted(alone)
     assert not any(lost.kind == "too-large" for lost in found.losers)
 
 
 def test_traffic_counts_what_deepspeed_sends() -> None:
-    """Capabilities of 0.19.8: 2, 3, 2 x steps + 1 and 3 x steps times the weights for each optimizer step."""
+    """Capabilities of 0.19.8: 2, 3, 2 x steps + 1 and 3 x steps times the weights for each
+    optimizer step.
+    """
     sent = {}
     for stage in range(4):
         batch = {"micro_size": 1, "accumulation_steps": 4}
@@ -172,8 +197,11 @@ def test_nothing_fits_names_the_smallest_and_its_largest_part() -> None:
     assert all(lost.kind in ("too-large", "refused") for lost in found.losers)
     memory = found.smallest.memory
     assert found.smallest.choice[OFFLOAD] == "cpu"
-    assert max(memory.moments[memory.peak], key=memory.moments[memory.peak].__getitem__) in found.block
-    assert set(memory.beside) == {"CUDA context", "fragmentation"}  # of one rank, with figures of no named device
+    assert (
+        max(memory.moments[memory.peak], key=memory.moments[memory.peak].__getitem__) in found.block
+    )
+    # of one rank, with figures of no named device
+    assert set(memory.beside) == {"CUDA context", "fragmentation"}
     assert found.block.endswith("654.9 MiB are usable")
 
 
@@ -181,7 +209,9 @@ def test_a_host_that_is_too_small_blocks_offload() -> None:
     few = Target("device", 80 * GIB, host_bytes=8 * GIB)
     found = search(Request(config(), Cluster(devices_per_host=4), few))
     assert all(each.choice[OFFLOAD] == "none" for each in found.ranked)
-    assert any(lost.settings.get(OFFLOAD) == "cpu" and lost.kind == "too-large" for lost in found.losers)
+    assert any(
+        lost.settings.get(OFFLOAD) == "cpu" and lost.kind == "too-large" for lost in found.losers
+    )
 
 
 @pytest.mark.slow
@@ -190,7 +220,11 @@ def test_fewest_devices_is_the_smallest_cluster_that_holds_it() -> None:
     found = search_fewest_devices(Request(config(), Cluster(8, 8), target))
     used = found.ranked[0].plan.cluster
     assert 1 < used.world_size < 64
-    half = Cluster(used.num_hosts // 2, 8) if used.num_hosts > 1 else Cluster(1, used.devices_per_host // 2)
+    half = (
+        Cluster(used.num_hosts // 2, 8)
+        if used.num_hosts > 1
+        else Cluster(1, used.devices_per_host // 2)
+    )
     assert not search(Request(config(), half, target)).ranked
 
 
@@ -199,7 +233,9 @@ def test_more_devices_until_it_fits() -> None:
     found = search_more_devices(Request(small, Cluster(1, 2), target, free={STAGE}))
     assert found is not None
     assert found.ranked[0].plan.cluster.world_size > 2
-    assert search_more_devices(Request(config(), Cluster(), Target("tiny", GIB // 8)), most=64) is None
+    assert (
+        search_more_devices(Request(config(), Cluster(), Target("tiny", GIB // 8)), most=64) is None
+    )
 
 
 def test_the_longest_sequence_fits_and_an_eighth_more_does_not() -> None:
@@ -220,7 +256,10 @@ def test_the_knob_is_the_setting_that_frees_most() -> None:
     knob = find_knob(plan)
     assert knob is not None
     after = judge(
-        make_plan(config(zero={"stage": 2, "reduce_bucket_size": 5_000_000}, batch={"micro_size": 1}), plan.cluster)
+        make_plan(
+            config(zero={"stage": 2, "reduce_bucket_size": 5_000_000}, batch={"micro_size": 1}),
+            plan.cluster,
+        )
     )
     assert str(knob).startswith("zero.reduce_bucket_size 5e8 -> 5e6 frees ")
     assert knob.freed_bytes == judge(plan).peak_bytes - after.peak_bytes > 0.01 * after.peak_bytes
@@ -235,14 +274,22 @@ def test_a_model_of_ones_own_is_not_searched_for() -> None:
 @pytest.mark.parametrize(
     ("sections", "cluster", "words"),
     [
-        ({"batch": {"global_size": 120}}, Cluster(devices_per_host=7), "batch.global_size: 119"),  # a prime count
-        ({"batch": {"global_size": 4}}, Cluster(devices_per_host=8), "batch.global_size: 8"),  # smaller than the ranks
-        ({"batch": {"global_size": 64, "micro_size": 12}}, Cluster(devices_per_host=8), "batch.micro_size: 8"),
+        # a prime count
+        ({"batch": {"global_size": 120}}, Cluster(devices_per_host=7), "batch.global_size: 119"),
+        # smaller than the ranks
+        ({"batch": {"global_size": 4}}, Cluster(devices_per_host=8), "batch.global_size: 8"),
+        (
+            {"batch": {"global_size": 64, "micro_size": 12}},
+            Cluster(devices_per_host=8),
+            "batch.micro_size: 8",
+        ),
         ({"parallel": {"pipe": 3}}, Cluster(devices_per_host=8), "parallel.pipe: 2"),
         ({"run": {"world_size": 4}}, Cluster(devices_per_host=8), "4 devices"),
     ],
 )
-def test_the_nearest_plan_to_one_that_cannot_be(sections: dict[str, Any], cluster: Cluster, words: str) -> None:
+def test_the_nearest_plan_to_one_that_cannot_be(
+    sections: dict[str, Any], cluster: Cluster, words: str
+) -> None:
     found = nearest_plan(config_from_values(sections), cluster)
     assert found is not None
     changed, plan = found
@@ -266,7 +313,15 @@ sys.exit(main(sys.argv[1:]))
 def test_512_gpus_are_searched_in_three_seconds_without_torch() -> None:
     """0.7 s of processor time were measured, two thirds of it imports: the limit is the promise."""
     model = "model={kind: gpt, size: llama-3-8b}"
-    words = ["ds_configs/gpt_zero3.yaml", model, "batch={global_size: 4096}", "--num_gpus", "8", "--nodes", "64"]
+    words = [
+        "ds_configs/gpt_zero3.yaml",
+        model,
+        "batch={global_size: 4096}",
+        "--num_gpus",
+        "8",
+        "--nodes",
+        "64",
+    ]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-c", BLOCKED, "plan", *words, "--gpu", "h100-80gb", "--search"],
@@ -288,12 +343,16 @@ def test_found_is_empty_of_words_where_something_fits() -> None:
 
 
 def test_each_candidate_is_estimated_as_its_plan_alone() -> None:
-    """Under autocast stage 3 keeps no copies of weights, unlike the stages that are tried before it."""
+    """Under autocast stage 3 keeps no copies of weights, unlike the stages that are tried before
+    it.
+    """
     model, batch = {"kind": "gpt", "size": "gpt2", "max_positions": 2048}, {"micro_size": 8}
     asked = config(model=model, precision={"dtype": "autocast"}, batch=batch)
     found = search(Request(asked, Cluster(1, 8), Target(), free=frozenset({STAGE})))
     assert {each.choice[STAGE] for each in found.ranked} == {0, 1, 2, 3}
-    assert [each.peak_bytes for each in found.ranked] == [judge(each.plan).peak_bytes for each in found.ranked]
+    assert [each.peak_bytes for each in found.ranked] == [
+        judge(each.plan).peak_bytes for each in found.ranked
+    ]
 
 
 @pytest.mark.parametrize("optimizer", [{"kind": "adamw"}, {"kind": "sgd"}])
@@ -302,12 +361,18 @@ def test_no_estimate_is_below_the_bound_by_which_a_search_for_more_devices_drops
     optimizer: dict[str, Any], dtype: str
 ) -> None:
     asked = config(
-        model={"kind": "gpt", "size": "gpt2-xl", "max_positions": 2048}, precision={"dtype": dtype}, optimizer=optimizer
+        model={"kind": "gpt", "size": "gpt2-xl", "max_positions": 2048},
+        precision={"dtype": dtype},
+        optimizer=optimizer,
     )
     found = search(
         Request(asked, Cluster(1, 8), Target()),
     ).ranked
-    assert {(each.choice[STAGE], each.choice[PIPE] > 1) for each in found} >= {(0, False), (1, True), (3, False)}
+    assert {(each.choice[STAGE], each.choice[PIPE] > 1) for each in found} >= {
+        (0, False),
+        (1, True),
+        (3, False),
+    }
     for each in found:
         work = work_of(each.plan)
         assert work is not None
@@ -316,12 +381,20 @@ def test_no_estimate_is_below_the_bound_by_which_a_search_for_more_devices_drops
 
 @pytest.mark.slow
 def test_nothing_fits_is_found_fast_however_many_devices() -> None:
-    """9 to 36 s were measured before strategies that cannot fit were dropped by a bound: the processor's time now is
-    2.5 s, half of it for sizes of tensor and sequence parallelism.
+    """9 to 36 s were measured before strategies that cannot fit were dropped by a bound: the
+    processor's time now is 2.5 s, half of it for sizes of tensor and sequence parallelism.
     """
-    model = {"num_layers": 126, "hidden_size": 16384, "num_heads": 128, "num_kv_heads": 8, "mlp_size": 53248}
+    model = {
+        "num_layers": 126,
+        "hidden_size": 16384,
+        "num_heads": 128,
+        "num_kv_heads": 8,
+        "mlp_size": 53248,
+    }
     asked = config(model=LLAMA["model"] | model, batch={"global_size": 16384})
-    asked = config_from_values(asked.to_dict() | {"data": LLAMA["data"] | {"sequence_length": 8192}})
+    asked = config_from_values(
+        asked.to_dict() | {"data": LLAMA["data"] | {"sequence_length": 8192}}
+    )
     target, before = listed_target("v100-16gb", devices_per_host=2), process_time()
     request = Request(asked, Cluster(1, 2), target)
     found = search(request)

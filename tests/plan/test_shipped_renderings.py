@@ -29,7 +29,12 @@ def test_there_are_configs() -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_rendering_is_current(path: Path) -> None:
     config, source = load_with_source(path)
-    text = json.dumps(render(make_plan(config, Cluster(devices_per_host=DEVICES), source=source)), indent=2) + "\n"
+    text = (
+        json.dumps(
+            render(make_plan(config, Cluster(devices_per_host=DEVICES), source=source)), indent=2
+        )
+        + "\n"
+    )
     assert (RENDERED / f"{path.stem}.json").read_text() == text, (
         f"refresh it: python -m framework render ds_configs/{path.stem}.yaml --num_gpus {DEVICES} "
         f"> ds_configs/rendered/{path.stem}.json"
@@ -38,8 +43,8 @@ def test_the_rendering_is_current(path: Path) -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_shipped_config_is_a_good_example(path: Path) -> None:
-    """Named after its file, one sentence at the top, no finding on any of 1, 2, 4 and 8 devices that hold all its
-    stages.
+    """Named after its file, one sentence at the top, no finding on any of 1, 2, 4 and 8 devices
+    that hold all its stages.
     """
     schema, sentence, *_ = path.read_text().splitlines()
     assert schema == "# yaml-language-server: $schema=../framework/config/run.schema.json"
@@ -54,7 +59,8 @@ def test_a_shipped_config_is_a_good_example(path: Path) -> None:
         assert [finding.kind for finding in findings] == expected
 
 
-# The parser sizes its batch arithmetic by the data-parallel group that it is told of, once it knows its own rank.
+# The parser sizes its batch arithmetic by the data-parallel group that it is told of, once it knows
+# its own rank.
 _ACCEPT = """
 import json, sys
 from pathlib import Path
@@ -83,7 +89,9 @@ for path in sorted(Path(sys.argv[1]).glob("*.json")):
 @pytest.mark.slow
 def test_deepspeed_accepts_every_rendering() -> None:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    data_parallel = {path.stem: DEVICES // load_with_source(path)[0].parallel.pipe for path in CONFIGS}
+    data_parallel = {
+        path.stem: DEVICES // load_with_source(path)[0].parallel.pipe for path in CONFIGS
+    }
     done = subprocess.run(
         [sys.executable, "-c", _ACCEPT, str(RENDERED), json.dumps(data_parallel)],
         env=environment,

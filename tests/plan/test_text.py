@@ -10,7 +10,8 @@ from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan, one_line, rows
 
-FASHION = {"data": {"kind": "fashion_mnist"}, "batch": {"global_size": 128}}  # 468 steps per epoch, 96 images left
+# 468 steps per epoch, 96 images left
+FASHION = {"data": {"kind": "fashion_mnist"}, "batch": {"global_size": 128}}
 
 
 def plan_of(values: dict[str, Any], devices: int = 1) -> Plan:
@@ -38,7 +39,10 @@ def test_a_length_that_is_not_known_yet_is_said_once() -> None:
     plan = plan_of({"data": {"target": "a:b"}})
     assert rows(plan)["length"] == "known when the data is read"
     assert one_line(plan).endswith("data-parallel, length known when the data is read")
-    assert rows(plan_of({"data": {"target": "a:b"}, "training": {"max_steps": 5}}))["length"] == "5 steps"
+    assert (
+        rows(plan_of({"data": {"target": "a:b"}, "training": {"max_steps": 5}}))["length"]
+        == "5 steps"
+    )
 
 
 @pytest.mark.parametrize(

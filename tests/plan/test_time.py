@@ -15,12 +15,28 @@ from framework.plan.cluster import Cluster
 from framework.plan.devices import Device, Machine, Network
 from framework.plan.memory import NotEstimatedError
 from framework.plan.plan import Plan, make_plan
-from framework.plan.time import Parallelism, Rates, StepTime, estimate_time, flops_per_step, step_time
+from framework.plan.time import (
+    Parallelism,
+    Rates,
+    StepTime,
+    estimate_time,
+    flops_per_step,
+    step_time,
+)
 from framework.plan.work import ModelWork, Part, named_work
 from tests.places import ROOT
 
 # Nothing saturates, nothing hides, nothing is lost.
-IDEAL = Rates(plateau=1.0, attention=1.0, width=0.0, memory=1.0, overlap=0.0, network=1.0, best=1.0, launch_seconds=0.0)
+IDEAL = Rates(
+    plateau=1.0,
+    attention=1.0,
+    width=0.0,
+    memory=1.0,
+    overlap=0.0,
+    network=1.0,
+    best=1.0,
+    launch_seconds=0.0,
+)
 DEVICE = Device(
     "round",
     memory_bytes=10**11,
@@ -48,7 +64,8 @@ def test_a_single_device_computes_and_updates() -> None:
     assert found["compute"] == pytest.approx(3 * 2 * 3 * (8 * 2e11 + 1e11) / 1e14)
     assert found["memory-bound operations"] == pytest.approx(3 * 2 * 2 * (8 * 4e8 + 1e8) / 1e12)
     assert found["copies"] == pytest.approx(3 * 3 * 2 * PARAMS / 1e12)
-    # gradients of 2 bytes and their copies of 4 are read, 12 bytes of state read and written, 2 of weights written
+    # gradients of 2 bytes and their copies of 4 are read, 12 bytes of state read and written, 2 of
+    # weights written
     assert found["optimizer"] == pytest.approx(PARAMS * (2 * 12 + 4 + 2 * 2 + 2) / 1e12)
     assert found.keys() == {"compute", "memory-bound operations", "copies", "optimizer"}
 
@@ -76,20 +93,28 @@ def test_rates_of_a_step() -> None:
         (0, 4, 2, 0),  # one all-reduce a step
         (1, 4, 2, 1),  # the same, and weights are gathered
         (2, 4, 4 * 2, 1),  # one for every micro-batch
-        (3, 4, 4 * 1, 4 * 2),  # its part of the sums; weights for the forward and for the backward pass
+        # its part of the sums; weights for the forward and for the backward pass
+        (3, 4, 4 * 1, 4 * 2),
     ],
 )
-def test_stages_send_what_deepspeed_sends(stage: int, accumulation: int, sums: int, gathers: int) -> None:
-    """In multiples of the weights' bytes, times 7/8 on 8 ranks (capabilities of DeepSpeed 0.19.8, not of the paper)."""
+def test_stages_send_what_deepspeed_sends(
+    stage: int, accumulation: int, sums: int, gathers: int
+) -> None:
+    """In multiples of the weights' bytes, times 7/8 on 8 ranks (capabilities of DeepSpeed 0.19.8,
+    not of the paper).
+    """
     options = {"zero_stage": stage, "accumulation": accumulation, "scatters": stage == 3, "live": 0}
     found = seconds(data=8, overlaps=False, prefetches=False, **options)
     once = 7 / 8 * 2 * PARAMS / 1e11
-    assert found["gradient sums"] == pytest.approx(sums * once, rel=0.08)  # starts of the buckets come on top
+    # starts of the buckets come on top
+    assert found["gradient sums"] == pytest.approx(sums * once, rel=0.08)
     assert found.get("weight gathers", 0.0) == pytest.approx(gathers * once, rel=0.08)
 
 
 def test_models_below_the_live_limit_stay_gathered_for_the_backward_pass() -> None:
-    freed, stays = (seconds(data=8, zero_stage=3, live=live)["weight gathers"] for live in (0, 10**9))
+    freed, stays = (
+        seconds(data=8, zero_stage=3, live=live)["weight gathers"] for live in (0, 10**9)
+    )
     assert freed == pytest.approx(2 * stays)
 
 
@@ -103,10 +128,14 @@ def test_frozen_weights_are_gathered_and_never_summed() -> None:
 
 def test_at_stage_3_the_host_handles_each_weight() -> None:
     many = replace(WORK, weights={f"w{number}": (1,) for number in range(100)})
-    rates, by = replace(IDEAL, weight_seconds=1.0), Parallelism(zero_stage=3, accumulation=3, recomputed=1.0)
+    rates, by = (
+        replace(IDEAL, weight_seconds=1.0),
+        Parallelism(zero_stage=3, accumulation=3, recomputed=1.0),
+    )
     found = step_time(many, by, MACHINE, rates).seconds
     device = found["compute"] + found["memory-bound operations"]
-    assert found["host work of stage 3"] == pytest.approx(3 * 300 - device)  # it works beside the device
+    # it works beside the device
+    assert found["host work of stage 3"] == pytest.approx(3 * 300 - device)
     for other in (replace(by, by_weight=False), replace(by, zero_stage=2)):
         assert "host work of stage 3" not in step_time(many, other, MACHINE, rates).seconds
     slow = replace(MACHINE, device=replace(DEVICE, flops_per_second={"bf16": 1e9}))
@@ -115,8 +144,14 @@ def test_at_stage_3_the_host_handles_each_weight() -> None:
 
 def test_in_half_precision_without_zero_the_host_looks_at_each_weight() -> None:
     many = replace(WORK, weights={f"w{number}": (1,) for number in range(100)})
-    rates, by = replace(IDEAL, half_weight_seconds=1.0), Parallelism(halves_alone=True, accumulation=3)
-    found, plain = (step_time(many, each, MACHINE, rates).seconds for each in (by, replace(by, halves_alone=False)))
+    rates, by = (
+        replace(IDEAL, half_weight_seconds=1.0),
+        Parallelism(halves_alone=True, accumulation=3),
+    )
+    found, plain = (
+        step_time(many, each, MACHINE, rates).seconds
+        for each in (by, replace(by, halves_alone=False))
+    )
     assert found["optimizer"] == pytest.approx(100 + plain["optimizer"])
 
 
@@ -130,7 +165,10 @@ def test_between_hosts_the_network_decides_and_all_its_links_help() -> None:
 
 def test_sums_hide_behind_the_backward_pass_but_for_the_last_bucket() -> None:
     rates = replace(IDEAL, overlap=1.0)
-    shown, hidden = (seconds(rates=rates, data=8, micro_size=8, overlaps=each)["gradient sums"] for each in (0, 1))
+    shown, hidden = (
+        seconds(rates=rates, data=8, micro_size=8, overlaps=each)["gradient sums"]
+        for each in (0, 1)
+    )
     assert hidden == pytest.approx(shown / 17)  # 8.5e8 elements in buckets of 5e7
     one = seconds(rates=rates, data=8, micro_size=8, overlaps=True, bucket=10**9)["gradient sums"]
     assert one > 0.9 * shown
@@ -138,7 +176,9 @@ def test_sums_hide_behind_the_backward_pass_but_for_the_last_bucket() -> None:
 
 def test_a_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
     found = step_time(WORK, Parallelism(pipe=4, accumulation=8), MACHINE, IDEAL)
-    passes = sum(found.seconds[name] for name in ("compute", "memory-bound operations", "pipeline sends"))
+    passes = sum(
+        found.seconds[name] for name in ("compute", "memory-bound operations", "pipeline sends")
+    )
     assert found.seconds["pipeline bubble"] == pytest.approx(passes * 3 / 8)
     twice = step_time(WORK, Parallelism(pipe=4, accumulation=8, interleaving=2), MACHINE, IDEAL)
     assert twice.seconds["pipeline bubble"] < 0.52 * found.seconds["pipeline bubble"]
@@ -149,7 +189,9 @@ def test_a_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
 def test_tensor_parallelism_splits_products_and_sums_twice_a_pass() -> None:
     found = seconds(tensor=8, block_sums=(2, 2))
     assert found["compute"] == pytest.approx(seconds()["compute"] / 8)
-    assert found["tensor parallel"] == pytest.approx(8 * 4 * (8.4e-6 + 2 * 7 * 3.4e-6 + 2 * 7 / 8 * 2e6 / 1e11))
+    assert found["tensor parallel"] == pytest.approx(
+        8 * 4 * (8.4e-6 + 2 * 7 * 3.4e-6 + 2 * 7 / 8 * 2e6 / 1e11)
+    )
     # half of what a block saves is split, and its loss; the other half each rank moves whole
     moved = 2 * (8 * 4e8 * (0.5 + 0.5 / 8) + 1e8 / 8) / 1e12
     assert found["memory-bound operations"] == pytest.approx(moved, rel=1e-2)
@@ -158,14 +200,17 @@ def test_tensor_parallelism_splits_products_and_sums_twice_a_pass() -> None:
 def test_sequence_and_expert_parallelism_exchange_values() -> None:
     found = seconds(data=4, sequence=2, expert=4)
     assert found["sequence parallel"] == pytest.approx(8 * 8 * (8.4e-6 + 3.4e-6 + 0.5 * 1e6 / 1e11))
-    assert found["expert parallel"] == pytest.approx(8 * 4 * (8.4e-6 + 3 * 3.4e-6 + 3 / 4 * 1e6 / 1e11))
+    assert found["expert parallel"] == pytest.approx(
+        8 * 4 * (8.4e-6 + 3 * 3.4e-6 + 3 / 4 * 1e6 / 1e11)
+    )
 
 
 def test_an_offloaded_optimizer_runs_at_the_hosts_speed() -> None:
     found = seconds(data=8, zero_stage=1, is_offloaded=True)
     share = PARAMS / 8
     assert found["offload transfers"] == pytest.approx(2 * 2 * share / 2e10)
-    assert found["optimizer"] == pytest.approx(share * 34 * 8 / 2e11)  # eight ranks share the host's memory
+    # eight ranks share the host's memory
+    assert found["optimizer"] == pytest.approx(share * 34 * 8 / 2e11)
     at_home = seconds(data=8, zero_stage=3)
     away = seconds(data=8, zero_stage=3, weights_offloaded=True)
     assert away["offload transfers"] == pytest.approx(2 * share / 2e10)
@@ -188,15 +233,23 @@ def test_what_no_weight_takes_part_in_has_the_rate_of_attention() -> None:
     rates = replace(IDEAL, attention=0.5)
     scores = replace(BLOCK, flops=BLOCK.flops + 10**11)
     for own, more in (((scores, HEAD, LOSS), 8), ((BLOCK, replace(HEAD, num_params=0), LOSS), 0)):
-        found = step_time(replace(WORK, parts=own), Parallelism(), MACHINE, rates).seconds["compute"]
+        found = step_time(replace(WORK, parts=own), Parallelism(), MACHINE, rates).seconds[
+            "compute"
+        ]
         slower = more * 2e11 if more else 1e11
         assert found == pytest.approx(seconds(rates=rates)["compute"] + 3 * slower / 1e14)
     half = replace(scores, masked_flops=10**11 // 2)
     found = step_time(replace(WORK, parts=(half, HEAD, LOSS)), Parallelism(), MACHINE, rates)
-    assert found.seconds["compute"] == pytest.approx(seconds(rates=rates)["compute"] + 3 * 8 * 1e11 / 1e14)
-    assert found.model_flops == 3 * (8 * scores.flops + HEAD.flops), "utilisation counts masked ones"
+    assert found.seconds["compute"] == pytest.approx(
+        seconds(rates=rates)["compute"] + 3 * 8 * 1e11 / 1e14
+    )
+    assert found.model_flops == 3 * (8 * scores.flops + HEAD.flops), (
+        "utilisation counts masked ones"
+    )
     tied = replace(HEAD, num_params=0, shared_params=HEAD.num_params)
-    found = step_time(replace(WORK, parts=(BLOCK, tied, LOSS)), Parallelism(), MACHINE, rates).seconds["compute"]
+    found = step_time(
+        replace(WORK, parts=(BLOCK, tied, LOSS)), Parallelism(), MACHINE, rates
+    ).seconds["compute"]
     assert found == pytest.approx(seconds(rates=rates)["compute"])
 
 
@@ -206,11 +259,21 @@ def test_what_no_weight_takes_part_in_has_the_rate_of_attention() -> None:
         ({"flops_per_second": {}}, {}, "peak in bf16"),
         ({"memory_bytes_per_second": None}, {}, "memory bandwidth"),
         ({"collective_bytes_per_second": None}, {"data": 8}, "bandwidth between devices"),
-        ({"host_bytes_per_second": None}, {"zero_stage": 1, "is_offloaded": True}, "bandwidth to host memory"),
-        ({"host_memory_bytes_per_second": None}, {"zero_stage": 1, "is_offloaded": True}, "memory bandwidth of the h"),
+        (
+            {"host_bytes_per_second": None},
+            {"zero_stage": 1, "is_offloaded": True},
+            "bandwidth to host memory",
+        ),
+        (
+            {"host_memory_bytes_per_second": None},
+            {"zero_stage": 1, "is_offloaded": True},
+            "memory bandwidth of the h",
+        ),
     ],
 )
-def test_what_is_not_known_is_not_guessed(change: dict[str, Any], by: dict[str, Any], lacks: str) -> None:
+def test_what_is_not_known_is_not_guessed(
+    change: dict[str, Any], by: dict[str, Any], lacks: str
+) -> None:
     machine = replace(MACHINE, device=replace(DEVICE, **change))
     with pytest.raises(NotEstimatedError, match=f"the {lacks}.* is not known"):
         step_time(WORK, Parallelism(**by), machine)
@@ -258,13 +321,19 @@ def faster(machine: Machine, figure: str, factor: float) -> Machine:
         bandwidth = factor * machine.network.bytes_per_second
         return replace(machine, network=replace(machine.network, bytes_per_second=bandwidth))
     value = getattr(machine.device, figure)
-    scaled = {name: factor * each for name, each in value.items()} if isinstance(value, dict) else factor * value
+    scaled = (
+        {name: factor * each for name, each in value.items()}
+        if isinstance(value, dict)
+        else factor * value
+    )
     return replace(machine, device=replace(machine.device, **{figure: scaled}))
 
 
 @settings(max_examples=60)
 @given(LAYOUTS, st.sampled_from(FIGURES), st.floats(1.0, 100.0))
-def test_a_faster_part_never_makes_a_step_slower(by: Parallelism, figure: str, factor: float) -> None:
+def test_a_faster_part_never_makes_a_step_slower(
+    by: Parallelism, figure: str, factor: float
+) -> None:
     before = step_time(WORK, by, MACHINE).total
     assert 0 < step_time(WORK, by, faster(MACHINE, figure, factor)).total <= before * (1 + 1e-9)
 
@@ -279,7 +348,9 @@ def test_less_to_do_never_takes_longer(by: Parallelism) -> None:
     assert step_time(WORK, replace(by, micro_size=by.micro_size + 1), MACHINE).total > total
 
 
-def planned(ranks: int = 8, machine: Machine | None = None, **sections: Any) -> tuple[StepTime, Parallelism]:
+def planned(
+    ranks: int = 8, machine: Machine | None = None, **sections: Any
+) -> tuple[StepTime, Parallelism]:
     values = {
         "model": {"kind": "gpt", "size": "gpt2", "dropout": 0.0},
         "data": {"kind": "text", "sequence_length": 1024},
@@ -293,12 +364,21 @@ def planned(ranks: int = 8, machine: Machine | None = None, **sections: Any) -> 
     plan = make_plan(config, Cluster(devices_per_host=ranks))
     work = named_work(config, 1)
     assert work is not None
-    return estimate_time(plan, work, machine or Machine.listed("a100-80gb")), Parallelism.from_plan(plan)
+    return estimate_time(plan, work, machine or Machine.listed("a100-80gb")), Parallelism.from_plan(
+        plan
+    )
 
 
 def test_a_plan_names_its_distribution() -> None:
-    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 10**7, "offload_optimizer": {"device": "cpu"}}
-    found, by = planned(zero=zero, training={"max_steps": 1, "recompute_every": 2}, optimizer={"kind": "lion"})
+    zero = {
+        "stage": 2,
+        "overlap_comm": True,
+        "reduce_bucket_size": 10**7,
+        "offload_optimizer": {"device": "cpu"},
+    }
+    found, by = planned(
+        zero=zero, training={"max_steps": 1, "recompute_every": 2}, optimizer={"kind": "lion"}
+    )
     assert by == Parallelism(
         data=8,
         zero_stage=2,
@@ -318,12 +398,16 @@ def test_a_plan_names_its_distribution() -> None:
 @pytest.mark.parametrize(("size", "case"), [("gpt2", "ZeRO 1"), ("gpt2-xl", "1.6 billion, ZeRO 1")])
 def test_the_step_of_stages_1_and_2_takes_what_was_measured(size: str, case: str) -> None:
     """A constant for two sizes, one twelve times the other; stage 0 joins nothing."""
-    step_ms, share = json.loads((ROOT / "benchmarks/results/one_gpu.json").read_text())["optimizer_share"][case]
+    step_ms, share = json.loads((ROOT / "benchmarks/results/one_gpu.json").read_text())[
+        "optimizer_share"
+    ][case]
     model, machine = {"kind": "gpt", "size": size}, Machine.listed("h200-141gb")
     found = planned(1, machine, model=model, zero={"stage": 1})[0].seconds["optimizer"]
     assert found == pytest.approx(share * step_ms / 1000, rel=0.1)
     assert (
-        planned(1, machine, model=model, zero={"stage": 0}, precision={"dtype": "fp32"})[0].seconds["optimizer"]
+        planned(1, machine, model=model, zero={"stage": 0}, precision={"dtype": "fp32"})[0].seconds[
+            "optimizer"
+        ]
         < found / 4
     )
 
@@ -331,14 +415,24 @@ def test_the_step_of_stages_1_and_2_takes_what_was_measured(size: str, case: str
 def test_precisions_of_a_plan() -> None:
     wide, tf32, cast = (
         planned(precision=precision)[1]
-        for precision in ({"dtype": "fp32"}, {"dtype": "fp32", "matmul": "high"}, {"dtype": "autocast"})
+        for precision in (
+            {"dtype": "fp32"},
+            {"dtype": "fp32", "matmul": "high"},
+            {"dtype": "autocast"},
+        )
     )
-    assert (wide.dtype, wide.weight_bytes, wide.gradient_bytes, wide.state_bytes) == ("fp32", 4, 4, 8)
+    assert (wide.dtype, wide.weight_bytes, wide.gradient_bytes, wide.state_bytes) == (
+        "fp32",
+        4,
+        4,
+        8,
+    )
     assert (tf32.dtype, cast.dtype, cast.weight_bytes) == ("tf32", "bf16", 4)
     assert planned(precision={"dtype": "autocast", "compute_dtype": "fp16"})[1].dtype == "fp16"
     assert not planned(zero={"stage": 1})[1].overlaps
     assert planned(zero={"stage": 0})[1].overlaps
-    assert planned(16, zero={"stage": 1})[1].gradient_bytes == 4  # sums over more than 8 ranks are in fp32
+    # sums over more than 8 ranks are in fp32
+    assert planned(16, zero={"stage": 1})[1].gradient_bytes == 4
 
 
 def test_a_plan_on_a_device_that_lacks_its_precision_is_not_estimated() -> None:
@@ -355,17 +449,26 @@ def plan_of(**sections: Any) -> Plan:
         "task": {"kind": "causal_lm"},
     } | sections
     return make_plan(
-        config_from_values(values | {"training": {"max_steps": 1} | sections.get("training", {})}), Cluster(1, 8)
+        config_from_values(values | {"training": {"max_steps": 1} | sections.get("training", {})}),
+        Cluster(1, 8),
     )
 
 
 def test_operations_of_a_step_by_hand() -> None:
-    """A micro-batch takes 8 x 2e11 + 1e11 = 1.7e12 operations forward; each of 4 replicas of 2 stages has 4 of them."""
-    layout = {"batch": {"global_size": 16, "micro_size": 1}, "parallel": {"pipe": 2}, "precision": {"dtype": "bf16"}}
+    """A micro-batch takes 8 x 2e11 + 1e11 = 1.7e12 operations forward; each of 4 replicas of 2
+    stages has 4 of them.
+    """
+    layout = {
+        "batch": {"global_size": 16, "micro_size": 1},
+        "parallel": {"pipe": 2},
+        "precision": {"dtype": "bf16"},
+    }
     found = flops_per_step(plan_of(**layout), WORK, DEVICE.flops_per_second)
     # 3 x 1.7e12 x 4 micro-batches, on two devices each.
     assert found == pytest.approx({"throughput/tflops": 10.2, "throughput/mfu": 0.102})
-    again = flops_per_step(plan_of(**layout, training={"recompute_every": 1}), WORK, DEVICE.flops_per_second)
+    again = flops_per_step(
+        plan_of(**layout, training={"recompute_every": 1}), WORK, DEVICE.flops_per_second
+    )
     assert again == pytest.approx({**found, "throughput/hfu": 0.136})
 
 

@@ -1,4 +1,6 @@
-"""`check` and `plan` look at the token folder that a config names, where it is here; neither needs torch for that."""
+"""`check` and `plan` look at the token folder that a config names, where it is here; neither needs
+torch for that.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,13 @@ def one_document() -> None:
 WRONG = {
     "truncated": ("gpt", truncated, (), "train.bin: it has 100 bytes instead of", "text-damaged"),
     "unfinished": ("gpt", without_meta, (), "there is no meta.json in it", "text-not-prepared"),
-    "odd": ("gpt", lambda: Path("tokens/meta.json").write_text("{}"), (), "meta.json: ", "text-damaged"),
+    "odd": (
+        "gpt",
+        lambda: Path("tokens/meta.json").write_text("{}"),
+        (),
+        "meta.json: ",
+        "text-damaged",
+    ),
     "vocabulary": (
         "gpt",
         lambda: None,
@@ -87,12 +95,20 @@ WRONG = {
         "text-too-short",
     ),
     "one": ("bert", one_document, (), "text is one document", "text-one-document"),
-    "no mask": ("bert", without_mask, (), "has no [CLS], [SEP], [MASK]", "text-without-special-tokens"),
+    "no mask": (
+        "bert",
+        without_mask,
+        (),
+        "has no [CLS], [SEP], [MASK]",
+        "text-without-special-tokens",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_with_the_text_is_found_before_the_run(capsys: pytest.CaptureFixture[str], case: str) -> None:
+def test_what_is_wrong_with_the_text_is_found_before_the_run(
+    capsys: pytest.CaptureFixture[str], case: str
+) -> None:
     name, spoil, settings, words, kind = WRONG[case]
     for command in ("check", "plan"):
         assert main([command, f"{name}.yaml"]) == 0, capsys.readouterr().err
@@ -113,7 +129,9 @@ def test_how_long_the_run_is_is_known(capsys: pytest.CaptureFixture[str]) -> Non
     for name in ("gpt", "bert"):
         for command in ("check", "plan"):
             assert main([command, f"{name}.yaml"]) == 0
-            assert "32 steps = 2 epochs of 16, 3 samples left out of each" in capsys.readouterr().out
+            assert (
+                "32 steps = 2 epochs of 16, 3 samples left out of each" in capsys.readouterr().out
+            )
 
 
 @pytest.mark.parametrize("path", ["nowhere", "~nobody-of-this-name/x", "a\\0b", "x" * 5000])
@@ -139,10 +157,16 @@ def test_folders_of_images_are_looked_for_as_well(capsys: pytest.CaptureFixture[
         "model: {kind: resnet18}\ndata: {kind: image_folder, root: images}\nbatch: {global_size: 4}\n"
         "training: {max_steps: 2}\n"
     )
-    for made, missing in (("", ["data.root"]), ("images/train", ["data.eval_dir"]), ("images/val", [])):
+    for made, missing in (
+        ("", ["data.root"]),
+        ("images/train", ["data.eval_dir"]),
+        ("images/val", []),
+    ):
         Path(made).mkdir(parents=True, exist_ok=True)
         assert main(["check", "images.yaml"]) == (2 if missing else 0)
-        lines = [line for line in capsys.readouterr().err.splitlines() if "[dataset-not-found]" in line]
+        lines = [
+            line for line in capsys.readouterr().err.splitlines() if "[dataset-not-found]" in line
+        ]
         assert [line.split(" = ")[0].split(": ")[-1] for line in lines] == missing
         assert main(["check", "images.yaml", "--data_elsewhere"]) == 0
         assert capsys.readouterr().err.count("warning: images.yaml:2:") == len(missing)
@@ -158,7 +182,10 @@ def test_launch_reads_what_the_folder_says_before_a_rank_starts(name: str) -> No
             check_node(LaunchOptions("gpt.yaml"), settings, topology, LocalDevices("cpu", 0))
 
     check()
-    for setting, kind in (("model.vocab_size=256", "model-data-vocab-size"), ("data.path=nowhere", "text-not-found")):
+    for setting, kind in (
+        ("model.vocab_size=256", "model-data-vocab-size"),
+        ("data.path=nowhere", "text-not-found"),
+    ):
         with pytest.raises(ConfigError) as caught:
             check(setting)
         assert [problem.kind for problem in caught.value.problems] == [kind]

@@ -1,4 +1,6 @@
-"""Work of models in closed form, against what autograd saves and torch counts of the models themselves."""
+"""Work of models in closed form, against what autograd saves and torch counts of the models
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from tests.plan.saved_bytes import saved_bytes
 TEXT = {"data": {"kind": "text", "sequence_length": 32}, "task": {"kind": "causal_lm"}}
 PAIRS = {"data": {"kind": "text_pairs", "sequence_length": 32}, "task": {"kind": "masked_lm"}}
 SMALL = {"hidden_size": 64, "num_layers": 3, "num_heads": 4, "max_positions": 32}
-EXPERTS = {"num_experts": 4, "capacity_factor": 1.0}  # rows that are all taken, if evenly: of no others are operations
+# rows that are all taken, if evenly: of no others are operations
+EXPERTS = {"num_experts": 4, "capacity_factor": 1.0}
 LLAMA = {"size": "llama-2-7b", "mlp_size": 160, "num_kv_heads": 2, "vocab_size": 261}
 
 
@@ -36,9 +39,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"model": {"kind": "gpt", **SMALL, "dropout": 0.0}, **TEXT},
     "gpt-dropout": {"model": {"kind": "gpt", **SMALL, "dropout": 0.1}, **TEXT},
     "llama": {"model": {"kind": "gpt", **SMALL, **LLAMA}, **TEXT},
-    "gpt-rotary": {"model": {"kind": "gpt", **SMALL, "positions": "rotary", "dropout": 0.1}, **TEXT},
+    "gpt-rotary": {
+        "model": {"kind": "gpt", **SMALL, "positions": "rotary", "dropout": 0.1},
+        **TEXT,
+    },
     "switch": {"model": {"kind": "gpt", **SMALL, "moe": EXPERTS}, **TEXT},
-    "mixtral": {"model": {"kind": "gpt", **SMALL, **LLAMA, "moe": {**EXPERTS, "top_k": 2, "every": 1}}, **TEXT},
+    "mixtral": {
+        "model": {"kind": "gpt", **SMALL, **LLAMA, "moe": {**EXPERTS, "top_k": 2, "every": 1}},
+        **TEXT,
+    },
     "bert": {"model": {"kind": "bert", **SMALL, "dropout": 0.0}, **PAIRS},
     "bert-dropout": {"model": {"kind": "bert", **SMALL, "dropout": 0.1}, **PAIRS},
     "lenet": images({"kind": "lenet"}, 28),
@@ -51,7 +60,10 @@ MICRO = 3
 
 
 def config_of(name: str, dtype: str, **training: Any) -> RunConfig:
-    values = MODELS[name] | {"precision": {"dtype": dtype}, "training": {"max_steps": 1, "loss_tile": 0, **training}}
+    values = MODELS[name] | {
+        "precision": {"dtype": dtype},
+        "training": {"max_steps": 1, "loss_tile": 0, **training},
+    }
     return config_from_values(values | {"batch": {"micro_size": MICRO}})
 
 
@@ -63,12 +75,20 @@ def built(config: RunConfig) -> tuple[torch.nn.Module, Any, Any, Any]:
     inputs, targets = parts.task.split(torch.utils.data.default_collate(samples))
     if config.precision.dtype == "bf16":
         model = model.bfloat16()
-        inputs = inputs.bfloat16() if isinstance(inputs, torch.Tensor) and inputs.is_floating_point() else inputs
+        inputs = (
+            inputs.bfloat16()
+            if isinstance(inputs, torch.Tensor) and inputs.is_floating_point()
+            else inputs
+        )
     return model, parts.task, inputs, targets
 
 
 def arithmetic_of(config: RunConfig) -> Any:
-    return torch.autocast("cpu", torch.bfloat16) if config.precision.dtype == "autocast" else nullcontext()
+    return (
+        torch.autocast("cpu", torch.bfloat16)
+        if config.precision.dtype == "autocast"
+        else nullcontext()
+    )
 
 
 def counted(config: RunConfig) -> int:
@@ -88,7 +108,12 @@ def test_saved_bytes_are_what_autograd_saves(name: str, dtype: str) -> None:
     assert saved_bytes(work) == pytest.approx(counted(config), rel=0.05)
 
 
-FROZEN = (["embed.*"], [r"blocks\.0\..*", "positions.*", "embed.*"], [".*norm.*"], [".*up.*", r"blocks\.[12]\..*"])
+FROZEN = (
+    ["embed.*"],
+    [r"blocks\.0\..*", "positions.*", "embed.*"],
+    [".*norm.*"],
+    [".*up.*", r"blocks\.[12]\..*"],
+)
 
 
 @pytest.mark.parametrize(("patterns", "dtype"), [*product(FROZEN, ("fp32", "autocast"))])
@@ -100,8 +125,8 @@ def test_frozen_layers_save_what_autograd_saves(patterns: list[str], dtype: str)
 
 
 def counted_with_recompute(config: RunConfig) -> int:
-    """Inputs of groups and what the loss saves, of the forward pass; and of each group what it saves when it runs by
-    itself: the most that is there at once in the backward pass.
+    """Inputs of groups and what the loss saves, of the forward pass; and of each group what it
+    saves when it runs by itself: the most that is there at once in the backward pass.
     """
     every = config.training.recompute_every
     model, task, value, targets = built(config)
@@ -131,8 +156,12 @@ def again(value: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("every", "dtype"), [*product((1, 2, 3, 20), ("fp32", "bf16"))])
-@pytest.mark.parametrize("name", ["gpt-dropout", "llama", "bert", "lenet", "small_resnet18", "resnet50"])
-def test_recomputation_keeps_inputs_of_groups_and_one_group(name: str, every: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["gpt-dropout", "llama", "bert", "lenet", "small_resnet18", "resnet50"]
+)
+def test_recomputation_keeps_inputs_of_groups_and_one_group(
+    name: str, every: int, dtype: str
+) -> None:
     config = config_of(name, dtype, recompute_every=every)
     work = named_work(config, MICRO, device="cpu")
     assert work is not None
@@ -151,10 +180,12 @@ def test_flops_are_what_torch_counts(name: str) -> None:
 
 
 def test_a_block_keeps_what_the_literature_says() -> None:
-    """Korthikanti et al. 2022 (arXiv 2205.05198), table 2: s b h (34 + 5 a s / h) bytes, of which fused attention keeps
-    none of the last, and s b h (10 + 24 / t) with tensor parallelism of t.
+    """Korthikanti et al. 2022 (arXiv 2205.05198), table 2: s b h (34 + 5 a s / h) bytes, of which
+    fused attention keeps none of the last, and s b h (10 + 24 / t) with tensor parallelism of t.
     """
-    model = config_from_values({"model": {"kind": "gpt", "size": "gpt2-xl"}, "task": {"kind": "causal_lm"}}).model
+    model = config_from_values(
+        {"model": {"kind": "gpt", "size": "gpt2-xl"}, "task": {"kind": "causal_lm"}}
+    ).model
     work = model_work(model, micro_size=4, sequence_length=1024)
     assert work is not None
     (block,) = (part for part in work.parts if part.count > 1)
@@ -163,8 +194,11 @@ def test_a_block_keeps_what_the_literature_says() -> None:
     assert block.saved_bytes / unit == pytest.approx(34, rel=0.01)
     assert block.split_bytes / unit == pytest.approx(24, rel=0.01)
     assert block.flops == 24 * unit * 1600 + 4 * unit * 1024
-    assert block.masked_flops == 2 * unit * 1023  # above the diagonal, which fused attention leaves out
-    unfused = model_work(model.model_copy(update={"dropout": 0.1}), micro_size=4, sequence_length=1024, device="cpu")
+    # above the diagonal, which fused attention leaves out
+    assert block.masked_flops == 2 * unit * 1023
+    unfused = model_work(
+        model.model_copy(update={"dropout": 0.1}), micro_size=4, sequence_length=1024, device="cpu"
+    )
     assert unfused is not None
     assert sum(part.masked_flops for part in unfused.parts) == 0
 
@@ -173,7 +207,9 @@ def test_operations_of_experts_are_those_of_tokens_and_their_memory_that_of_rows
     """Of 8 experts a token takes 2: operations of two perceptrons, and time of all rows."""
 
     def work(moe: dict[str, Any] | None) -> ModelWork:
-        values = {"kind": "gpt", "size": "llama-2-7b", "num_layers": 2} | ({"moe": moe} if moe else {})
+        values = {"kind": "gpt", "size": "llama-2-7b", "num_layers": 2} | (
+            {"moe": moe} if moe else {}
+        )
         made = named_work(config_from_values({"model": values, **TEXT}), 4)
         assert made is not None
         return made
@@ -187,4 +223,6 @@ def test_operations_of_experts_are_those_of_tokens_and_their_memory_that_of_rows
         assert mixed.flops - dense.flops == 2 * 128 * 2 * (perceptron + router // 2)
         computed = mixed.flops - sum(part.masked_flops * part.count for part in mixed.parts)
         masked = sum(part.masked_flops * part.count for part in dense.parts)
-        assert computed - (dense.flops - masked) == 2 * 128 * 2 * ((rows - 1) * perceptron + router // 2)
+        assert computed - (dense.flops - masked) == 2 * 128 * 2 * (
+            (rows - 1) * perceptron + router // 2
+        )

@@ -1,4 +1,6 @@
-"""Headless Chromium, driven over its debugging pipe (NUL-separated JSON on descriptors 3 and 4) without a package."""
+"""Headless Chromium, driven over its debugging pipe (NUL-separated JSON on descriptors 3 and 4)
+without a package.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PROGRAM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 _TIMEOUT_SECONDS = 60.0
 _OPTIONS = (
     "--headless=new",
@@ -37,7 +41,9 @@ class Tab:
         self._session: str | None = None
         self.events: list[dict[str, Any]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Network", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
@@ -58,7 +64,11 @@ class Tab:
     def open(self, path: Path, *, width: int, dark: bool = False) -> None:
         """Load a file at a width in pixels, and wait until it is there."""
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=width < 600,
         )
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[feature])
@@ -69,7 +79,9 @@ class Tab:
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression, of a promise what it becomes."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        found = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
@@ -80,7 +92,9 @@ class Tab:
     def _next(self) -> dict[str, Any]:
         deadline = time.monotonic() + _TIMEOUT_SECONDS
         while b"\0" not in self._buffer:
-            ready, _, _ = select.select([self._receive], [], [], max(0.0, deadline - time.monotonic()))
+            ready, _, _ = select.select(
+                [self._receive], [], [], max(0.0, deadline - time.monotonic())
+            )
             assert ready, "Chromium does not answer"
             content = os.read(self._receive, 1 << 20)
             assert content, "Chromium has ended"
@@ -98,7 +112,16 @@ def browser(folder: Path) -> Iterator[Tab]:
     from_read, from_write = os.pipe()
     # The numbers are fixed; a shell moves what may stand there already.
     script = f'exec 7<&{to_read} 8>&{from_write} 3<&7 4>&8 7<&- 8>&-; exec "$@"'
-    command = ["bash", "-c", script, "bash", PROGRAM, *_OPTIONS, f"--user-data-dir={folder}", "about:blank"]
+    command = [
+        "bash",
+        "-c",
+        script,
+        "bash",
+        PROGRAM,
+        *_OPTIONS,
+        f"--user-data-dir={folder}",
+        "about:blank",
+    ]
     process = subprocess.Popen(
         command,
         pass_fds=(to_read, from_write),

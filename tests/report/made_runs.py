@@ -22,7 +22,13 @@ PARTS = {
 }
 PLAN = {
     "cluster": {"num_hosts": 1, "devices_per_host": 2, "device": "cuda", "world_size": 2},
-    "layout": {"world_size": 2, "data_parallel_size": 2, "global_size": 64, "micro_size": 32, "accumulation_steps": 1},
+    "layout": {
+        "world_size": 2,
+        "data_parallel_size": 2,
+        "global_size": 64,
+        "micro_size": 32,
+        "accumulation_steps": 1,
+    },
     "length": {"steps_per_epoch": 20, "total_steps": 100},
     "memory": {
         "peak": "backward",
@@ -30,7 +36,11 @@ PLAN = {
         "bytes": {"backward": {"parameters": 1 << 30, "activations": 2 << 30}},
     },
 }
-CONFIG = {"run": {"name": "made"}, "model": {"kind": "gpt"}, "optimizer": {"kind": "adamw", "lr": 1e-3}}
+CONFIG = {
+    "run": {"name": "made"},
+    "model": {"kind": "gpt"},
+    "optimizer": {"kind": "adamw", "lr": 1e-3},
+}
 START = 1_700_000_000.0
 
 
@@ -43,7 +53,9 @@ def point(step: int, *, time: float | None = None, **metrics: float | None) -> d
 
 
 def points(steps: Sequence[int], *, parts: Mapping[str, float] = PARTS) -> list[dict[str, Any]]:
-    """Points of a usual run: a falling loss, evaluations every 25 steps, one skipped step, parts that add up."""
+    """Points of a usual run: a falling loss, evaluations every 25 steps, one skipped step, parts
+    that add up.
+    """
     found = []
     for step in steps:
         each = point(
@@ -61,13 +73,21 @@ def points(steps: Sequence[int], *, parts: Mapping[str, float] = PARTS) -> list[
         )
         found.append(each | {f"time/{name}_ms": value for name, value in parts.items()})
         if step % 25 == 0:
-            found.append(point(step, eval__loss=3 * math.exp(-step / 50) + 0.6, eval__accuracy=step / 120))
+            found.append(
+                point(step, eval__loss=3 * math.exp(-step / 50) + 0.6, eval__accuracy=step / 120)
+            )
     return found
 
 
 EVENTS = (
     {"time_seconds": START, "step": 0, "kind": "start"},
-    {"time_seconds": START + 10, "step": 50, "kind": "save", "seconds": 0.5, "path": "checkpoints/global_step50"},
+    {
+        "time_seconds": START + 10,
+        "step": 50,
+        "kind": "save",
+        "seconds": 0.5,
+        "path": "checkpoints/global_step50",
+    },
     {"time_seconds": START + 12, "step": 60, "kind": "warning", "text": "a disk is slow"},
     {"time_seconds": START + 15.5, "step": 100, "kind": "end"},
 )
@@ -95,7 +115,9 @@ def write_run(
         (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     (folder / "config.yaml").write_text(yaml.safe_dump(dict(config)))
     (folder / "plan.json").write_text(json.dumps(plan))
-    (folder / "environment.json").write_text(json.dumps(environment or {"device": "H100", "versions": {"torch": "2"}}))
+    (folder / "environment.json").write_text(
+        json.dumps(environment or {"device": "H100", "versions": {"torch": "2"}})
+    )
     (folder / "logs/rank0.log").write_text(
         "2026-11-25 08:02:15,159 INFO dsf-trainer: step 5\n"
         "2026-11-25 08:02:15,159 WARNING dsf-trainer: loaders stall [stalls]\n"

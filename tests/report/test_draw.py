@@ -1,4 +1,6 @@
-"""Charts: no peak is lost, every value lies inside the frame, colours serve readers who see fewer of them."""
+"""Charts: no peak is lost, every value lies inside the frame, colours serve readers who see fewer
+of them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.report.draw import DARK, LIGHT, Chart, Line, Mark, area_chart, bar_chart, line_chart, thin, tick, ticks
+from framework.report.draw import (
+    DARK,
+    LIGHT,
+    Chart,
+    Line,
+    Mark,
+    area_chart,
+    bar_chart,
+    line_chart,
+    thin,
+    tick,
+    ticks,
+)
 from framework.report.records import Series
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -39,7 +53,12 @@ def test_thinning_keeps_extremes_ends_and_order() -> None:
     (piece,) = thin(series, 300)
     assert len(piece) <= 602
     assert piece == sorted(piece)
-    assert {(54_321, 50.0), (77_777, -50.0), (0, series.values[0]), (99_999, series.values[-1])} <= set(piece)
+    assert {
+        (54_321, 50.0),
+        (77_777, -50.0),
+        (0, series.values[0]),
+        (99_999, series.values[-1]),
+    } <= set(piece)
 
 
 @given(st.lists(st.floats(-1e6, 1e6) | st.just(NAN), min_size=1, max_size=300), st.integers(1, 20))
@@ -58,7 +77,10 @@ def test_thinning_invents_nothing(values: list[float], columns: int) -> None:
 
 
 def test_a_short_series_breaks_where_it_is_no_number() -> None:
-    assert thin(Series([1, 2, 3, 4], [1.0, NAN, 3.0, 4.0]), 300) == [[(1, 1.0)], [(3, 3.0), (4, 4.0)]]
+    assert thin(Series([1, 2, 3, 4], [1.0, NAN, 3.0, 4.0]), 300) == [
+        [(1, 1.0)],
+        [(3, 3.0), (4, 4.0)],
+    ]
     assert thin(Series(), 10) == []
 
 
@@ -80,7 +102,8 @@ def test_ticks_of_logarithmic_axes_are_powers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (1500, "1500"), (15000, "15k"), (2.5e6, "2.5M"), (0.001, "0.001"), (-3e12, "-3T")]
+    ("value", "text"),
+    [(0, "0"), (1500, "1500"), (15000, "15k"), (2.5e6, "2.5M"), (0.001, "0.001"), (-3e12, "-3T")],
 )
 def test_ticks_are_short(value: float, text: str) -> None:
     assert tick(value) == text
@@ -126,13 +149,27 @@ def test_a_chart_has_title_description_axes_and_table() -> None:
     )
     root = ElementTree.fromstring(found.svg)
     assert root.get("role") == "img"
-    named = {element.get("id"): element.text for element in root if element.tag in (f"{SVG}title", f"{SVG}desc")}
+    named = {
+        element.get("id"): element.text
+        for element in root
+        if element.tag in (f"{SVG}title", f"{SVG}desc")
+    }
     assert list(named) == (root.get("aria-labelledby") or "").split()
     title, described = named.values()
     assert title == "Loss"
-    assert described == ("loss over optimizer steps; from 1 to 3. train/loss: 1 at the end, eval/loss: 2.5 at the end.")
+    assert described == (
+        "loss over optimizer steps; from 1 to 3. train/loss: 1 at the end, eval/loss: 2.5 at the end."
+    )
     texts = [element.text for element in root.iter(f"{SVG}text")]
-    assert {"Loss", "loss", "optimizer step", "train/loss", "eval/loss", "checkpoint", "skipped step"} <= set(texts)
+    assert {
+        "Loss",
+        "loss",
+        "optimizer step",
+        "train/loss",
+        "eval/loss",
+        "checkpoint",
+        "skipped step",
+    } <= set(texts)
     assert found.columns == ["step", "train/loss", "eval/loss"]
     assert found.rows == [["10", "3", ""], ["20", "2", "2.5"], ["30", "1", ""]]
 
@@ -169,7 +206,9 @@ def test_a_file_of_its_own_is_xml_with_its_style() -> None:
 def test_bars_show_each_part_with_its_share() -> None:
     found = bar_chart("x", "Time", "ms", [("a", [("forward", 30.0), ("data", 10.0)])])
     assert found is not None
-    widths = [float(width) for width in re.findall(r'x="[\d.]+" y="[\d.]+" width="([\d.]+)"', found.svg)]
+    widths = [
+        float(width) for width in re.findall(r'x="[\d.]+" y="[\d.]+" width="([\d.]+)"', found.svg)
+    ]
     assert widths[0] == pytest.approx(3 * widths[1], abs=0.2)
     assert sum(widths) == pytest.approx(372, abs=0.2)
     assert found.rows == [["forward", "30 (75.0%)"], ["data", "10 (25.0%)"]]
@@ -178,20 +217,38 @@ def test_bars_show_each_part_with_its_share() -> None:
 
 def test_areas_stack_to_the_whole() -> None:
     steps = list(range(1, 501))
-    found = area_chart("x", "T", "ms", [("a", Series(steps, [1.0] * 500)), ("b", Series(steps, [3.0] * 500))])
+    found = area_chart(
+        "x", "T", "ms", [("a", Series(steps, [1.0] * 500)), ("b", Series(steps, [3.0] * 500))]
+    )
     assert found is not None
     first, second = re.findall(r'<path class="a p\d" d="([^"]+)"', found.svg)
-    heights = [sorted({float(y) for _, y in re.findall(r"([\d.]+) ([\d.]+)", path)}) for path in (first, second)]
+    heights = [
+        sorted({float(y) for _, y in re.findall(r"([\d.]+) ([\d.]+)", path)})
+        for path in (first, second)
+    ]
     (top_a, bottom), (top_b, bottom_b) = heights
     assert bottom_b == top_a
     assert (bottom - top_b) == pytest.approx(4 * (bottom - top_a), rel=0.01)
 
 
-# What readers with each kind of colour blindness see of linear RGB (Machado, Oliveira, Fernandes 2009, severity 1).
+# What readers with each kind of colour blindness see of linear RGB (Machado, Oliveira, Fernandes
+# 2009, severity 1).
 SEEN = {
-    "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
-    "deuteranopia": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
-    "tritanopia": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+    "protanopia": (
+        (0.152286, 1.052583, -0.204868),
+        (0.114503, 0.786281, 0.099216),
+        (-0.003882, -0.048116, 1.051998),
+    ),
+    "deuteranopia": (
+        (0.367322, 0.860646, -0.227968),
+        (0.280085, 0.672501, 0.047413),
+        (-0.011820, 0.042940, 0.968881),
+    ),
+    "tritanopia": (
+        (1.255528, -0.076749, -0.178779),
+        (-0.078411, 0.930809, 0.147602),
+        (0.004733, 0.691367, 0.303900),
+    ),
     "all colours": ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)),
 }
 
@@ -204,7 +261,9 @@ def linear(color: str) -> list[float]:
 def lab(color: str, seen: tuple[tuple[float, ...], ...]) -> tuple[float, ...]:
     """CIELAB of a colour as it is seen."""
     parts = linear(color)
-    red, green, blue = (min(1.0, max(0.0, sum(a * b for a, b in zip(row, parts, strict=True)))) for row in seen)
+    red, green, blue = (
+        min(1.0, max(0.0, sum(a * b for a, b in zip(row, parts, strict=True)))) for row in seen
+    )
     xyz = (
         (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.95047,
         0.2126 * red + 0.7152 * green + 0.0722 * blue,
@@ -217,14 +276,19 @@ def lab(color: str, seen: tuple[tuple[float, ...], ...]) -> tuple[float, ...]:
 def contrast(color: str, paper: str) -> float:
     """Contrast ratio of WCAG 2."""
     light, dark = sorted(
-        (sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), linear(each), strict=True)) for each in (color, paper)),
+        (
+            sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), linear(each), strict=True))
+            for each in (color, paper)
+        ),
         reverse=True,
     )
     return (light + 0.05) / (dark + 0.05)
 
 
 @pytest.mark.parametrize("reader", SEEN)
-@pytest.mark.parametrize(("colors", "paper"), [(LIGHT, "#ffffff"), (DARK, "#14171b")], ids=["light", "dark"])
+@pytest.mark.parametrize(
+    ("colors", "paper"), [(LIGHT, "#ffffff"), (DARK, "#14171b")], ids=["light", "dark"]
+)
 def test_lines_differ_for_every_reader(colors: tuple[str, ...], paper: str, reader: str) -> None:
     places = [lab(color, SEEN[reader]) for color in colors]
     assert min(math.dist(a, b) for a, b in combinations(places, 2)) > 25

@@ -28,7 +28,10 @@ def test_the_split_adds_up_and_names_what_was_not_timed(tmp_path: Path) -> None:
     whole = time_split(means(read_run(write_run(tmp_path / "run"))))
     assert list(whole) == list(PARTS)
     assert sum(whole.values()) == pytest.approx(100.0)
-    assert time_split({"time/step_ms": 50.0, "time/data_ms": 5.0}) == {"data": 5.0, "not timed": 45.0}
+    assert time_split({"time/step_ms": 50.0, "time/data_ms": 5.0}) == {
+        "data": 5.0,
+        "not timed": 45.0,
+    }
     assert time_split({}) == {}
 
 
@@ -48,14 +51,28 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
 
     cases = {
         "finished after 100 steps": {},
-        "stopped on request after 40 of 100 steps": {"lines": short, "events": [{"kind": "stop", "step": 40}]},
+        "stopped on request after 40 of 100 steps": {
+            "lines": short,
+            "events": [{"kind": "stop", "step": 40}],
+        },
         "stopped on request after 45 of 100 steps": {
             "lines": points(range(5, 46, 5)),
-            "events": [EVENTS[0], {"kind": "stop", "step": 45}, {"kind": "end", "step": 45, "is_finished": False}],
+            "events": [
+                EVENTS[0],
+                {"kind": "stop", "step": 45},
+                {"kind": "end", "step": 45, "is_finished": False},
+            ],
         },
         "ended by an error after 40 of 100 steps": {"lines": short, "events": None, "change": fail},
-        "reached 40 of 100 steps; it trains, or was ended from outside": {"lines": short, "events": EVENTS[:1]},
-        "reached 40 steps; it trains, or was ended from outside": {"lines": short, "events": None, "plan": {}},
+        "reached 40 of 100 steps; it trains, or was ended from outside": {
+            "lines": short,
+            "events": EVENTS[:1],
+        },
+        "reached 40 steps; it trains, or was ended from outside": {
+            "lines": short,
+            "events": None,
+            "plan": {},
+        },
     }
     for number, (text, options) in enumerate(cases.items()):
         assert state(read_run(write_run(tmp_path / str(number), **options))) == text

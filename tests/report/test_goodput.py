@@ -1,4 +1,6 @@
-"""Goodput, against figures worked out by hand, and against the ledger of an hour that was simulated."""
+"""Goodput, against figures worked out by hand, and against the ledger of an hour that was
+simulated.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.report.made_runs import START, points, write_run
 
 
 def test_goodput_of_a_run_without_events(tmp_path: Path) -> None:
-    """20 points of 5 steps of 100 ms: 10 s of steps, of which 4 % wait; clock and steps agree, but for nothing else."""
+    """20 points of 5 steps of 100 ms: 10 s of steps, of which 4 % wait; clock and steps agree, but
+    for nothing else.
+    """
     found = goodput(read_run(write_run(tmp_path / "run", events=None)))
     assert found is not None
     assert found.parts == {"training": pytest.approx(9.6), "waiting for data": pytest.approx(0.4)}
@@ -43,7 +47,9 @@ def test_goodput_of_a_run_that_was_killed_and_went_on(tmp_path: Path) -> None:
     assert found is not None
     parts = dict(found.parts)
     assert parts.pop("between restarts") == pytest.approx(100.0)
-    assert parts.pop("steps taken again") == pytest.approx(1.0), "with the evaluation, which was worth nothing either"
+    assert parts.pop("steps taken again") == pytest.approx(1.0), (
+        "with the evaluation, which was worth nothing either"
+    )
     assert parts.pop("start-up") == pytest.approx(5.0)
     assert parts.pop("saving") == pytest.approx(0.5)
     assert parts.pop("training") == pytest.approx(9.6)
@@ -57,20 +63,31 @@ def test_goodput_of_a_run_that_was_killed_and_went_on(tmp_path: Path) -> None:
 
 
 def test_all_that_events_tell_of(tmp_path: Path) -> None:
-    """A process of 2 s begins, evaluates, compiles, saves, calls back and ends; what was slow is no hang."""
+    """A process of 2 s begins, evaluates, compiles, saves, calls back and ends; what was slow is no
+    hang.
+    """
     events: list[dict[str, Any]] = [
         {"time_seconds": START + 2, "step": 0, "kind": "start", "seconds": 2.0},
         {"time_seconds": START + 4, "step": 0, "kind": "evaluate", "seconds": 1.5},
         {"time_seconds": START + 8.2, "step": 1, "kind": "first_step", "seconds": 3.2},
         {"time_seconds": START + 30, "step": 50, "kind": "hang", "seconds": 12.0},
         {"time_seconds": START + 32.2, "step": 100, "kind": "save", "seconds": 1.0},
-        {"time_seconds": START + 32.2, "step": 100, "kind": "hang", "seconds": 0.25, "phase": "a save"},
+        {
+            "time_seconds": START + 32.2,
+            "step": 100,
+            "kind": "hang",
+            "seconds": 0.25,
+            "phase": "a save",
+        },
         {"time_seconds": START + 33, "step": 100, "kind": "callbacks", "seconds": 0.7},
         {"time_seconds": START + 33, "step": 100, "kind": "end", "is_finished": True},
         {"time_seconds": START + 37, "step": 100, "kind": "closed"},
     ]
-    lines = [each | {"time": START + 5 + 0.26 * each["step"]} for each in points(range(50, 101, 50))]
-    for line, milliseconds in zip(lines, (320.0, None, 200.0, None), strict=True):  # two of them are evaluations
+    lines = [
+        each | {"time": START + 5 + 0.26 * each["step"]} for each in points(range(50, 101, 50))
+    ]
+    # two of them are evaluations
+    for line, milliseconds in zip(lines, (320.0, None, 200.0, None), strict=True):
         line |= {"time/step_ms": milliseconds, "time/data_ms": 4.0} if milliseconds else {}
     found = goodput(read_run(write_run(tmp_path / "run", lines=lines, events=events)))
     assert found is not None
@@ -114,20 +131,31 @@ def test_a_run_that_was_stopped_and_resumed_has_not_failed(tmp_path: Path) -> No
 
 
 def test_a_start_that_has_saved_nothing_counts(tmp_path: Path) -> None:
-    """Its folder was moved aside, and the job goes on in a new one; another job's is no part of it."""
+    """Its folder was moved aside, and the job goes on in a new one; another job's is no part of
+    it.
+    """
     first: list[dict[str, Any]] = [
         {"time_seconds": START, "step": 0, "kind": "start", "seconds": 3.0},
         {"time_seconds": START + 1, "step": 1, "kind": "first_step", "seconds": 0.5},
         {"time_seconds": START + 9, "step": 0, "kind": "restart", "seconds": 12.5},
     ]
-    before = write_run(tmp_path / "before", lines=points([5]), events=first)  # the point is of START + 5.5
+    # the point is of START + 5.5
+    before = write_run(tmp_path / "before", lines=points([5]), events=first)
     after = write_run(tmp_path / "after", events=[])
     carry_over(before, after)
     shift = [each | {"time": each["time"] + 20} for each in points(range(5, 101, 5))]
     (after / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in shift))
     with (after / "events.jsonl").open("a") as file:
-        file.write(json.dumps({"time_seconds": START + 25, "step": 0, "kind": "start", "seconds": 10.0}) + "\n")
-        file.write(json.dumps({"time_seconds": START + 25.1, "step": 1, "kind": "first_step", "seconds": 0.1}) + "\n")
+        file.write(
+            json.dumps({"time_seconds": START + 25, "step": 0, "kind": "start", "seconds": 10.0})
+            + "\n"
+        )
+        file.write(
+            json.dumps(
+                {"time_seconds": START + 25.1, "step": 1, "kind": "first_step", "seconds": 0.1}
+            )
+            + "\n"
+        )
     found = goodput(read_run(after))
     assert found is not None
     assert (found.restarts, found.parts["start-up"]) == (1, pytest.approx(3.5 + 10.0))
@@ -156,7 +184,9 @@ STEP_SECONDS = 0.1
 
 
 class Ledger:
-    """A job that is made up second by second: what each was spent on, and the records that a run leaves of it."""
+    """A job that is made up second by second: what each was spent on, and the records that a run
+    leaves of it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -192,7 +222,9 @@ class Ledger:
         self.spent["training"] -= compiles
         self.note("first_step", seconds=waits + compiles + STEP_SECONDS, data_seconds=waits)
 
-    def take(self, count: int = 1, *, waits: float = 0.0, works: float = STEP_SECONDS, logs: bool = True) -> None:
+    def take(
+        self, count: int = 1, *, waits: float = 0.0, works: float = STEP_SECONDS, logs: bool = True
+    ) -> None:
         for _ in range(count):
             self.step += 1
             self.spend("waiting for data", waits)
@@ -216,7 +248,9 @@ class Ledger:
 
     def parts(self) -> dict[str, float]:
         shutil.rmtree(self.folder / "run", ignore_errors=True)
-        found = goodput(read_run(write_run(self.folder / "run", lines=self.lines, events=self.events)))
+        found = goodput(
+            read_run(write_run(self.folder / "run", lines=self.lines, events=self.events))
+        )
         assert found is not None
         assert found.total == pytest.approx(sum(self.spent.values()), rel=0.01)
         return dict(found.parts)
@@ -224,7 +258,9 @@ class Ledger:
 
 @pytest.mark.parametrize("every", [1, 10])
 @pytest.mark.parametrize("evaluates", [0.0, 8.0])
-@pytest.mark.parametrize(("waits", "compiles"), [(20.0, 0.0), (0.0, 30.0), (60.0, 15.0), (0.0, 0.0)])
+@pytest.mark.parametrize(
+    ("waits", "compiles"), [(20.0, 0.0), (0.0, 30.0), (60.0, 15.0), (0.0, 0.0)]
+)
 def test_a_slow_first_batch_is_no_compiling_and_counts_once(
     tmp_path: Path, waits: float, compiles: float, evaluates: float, every: int
 ) -> None:
@@ -245,7 +281,9 @@ def test_a_slow_first_batch_is_no_compiling_and_counts_once(
 
 
 def test_slow_is_no_hang_and_what_did_not_end_by_itself_is(tmp_path: Path) -> None:
-    """A save of a minute and a callback of 45 s went well, each with a warning; then the job stood still to its end."""
+    """A save of a minute and a callback of 45 s went well, each with a warning; then the job stood
+    still to its end.
+    """
     job = Ledger(tmp_path)
     job.start()
     job.take_first(waits=0.0, compiles=1.0)
@@ -284,8 +322,12 @@ def test_slow_is_no_hang_and_what_did_not_end_by_itself_is(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("jump", [365 * 86_400.0, -365 * 86_400.0, 3600.0, -30.0])
 @pytest.mark.parametrize("has_boot", [True, False])
-def test_a_clock_that_was_set_between_two_starts(tmp_path: Path, jump: float, has_boot: bool) -> None:
-    """Within a start stamps go on by themselves; from one to the next the clock of the machine decides."""
+def test_a_clock_that_was_set_between_two_starts(
+    tmp_path: Path, jump: float, has_boot: bool
+) -> None:
+    """Within a start stamps go on by themselves; from one to the next the clock of the machine
+    decides.
+    """
 
     def boot(job: Ledger, moved: float) -> dict[str, Any]:
         if not has_boot:
@@ -337,7 +379,9 @@ def test_points_that_a_full_disk_has_cost_are_training_all_the_same(tmp_path: Pa
     assert parts["training"] == pytest.approx(6.1, rel=0.03)
     assert parts["saving"] == pytest.approx(6.0)
     job.lines = []
-    assert job.parts()["training"] + job.parts().get("compiling", 0.0) == pytest.approx(7.1, rel=0.03)
+    assert job.parts()["training"] + job.parts().get("compiling", 0.0) == pytest.approx(
+        7.1, rel=0.03
+    )
 
 
 def test_a_stop_that_was_asked_for_in_a_hang_leaves_it_one(tmp_path: Path) -> None:
@@ -351,7 +395,9 @@ def test_a_stop_that_was_asked_for_in_a_hang_leaves_it_one(tmp_path: Path) -> No
     job.beside("save", 1.0)
     job.end()
     assert job.parts()["hanging"] == pytest.approx(30.0)
-    job.events = [event | {"kind": "slow"} if event["kind"] == "hang" else event for event in job.events]
+    job.events = [
+        event | {"kind": "slow"} if event["kind"] == "hang" else event for event in job.events
+    ]
     parts = job.parts()
     assert "hanging" not in parts
     assert parts["training"] == pytest.approx(job.spent["training"], rel=0.01)

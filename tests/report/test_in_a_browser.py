@@ -1,4 +1,6 @@
-"""The page in headless Chromium: it asks for nothing, draws everything, fits every screen, and everyone can read it."""
+"""The page in headless Chromium: it asks for nothing, draws everything, fits every screen, and
+everyone can read it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ pytestmark = [
     pytest.mark.skipif(PROGRAM is None, reason="no chromium here: apt-get install chromium"),
 ]
 
-# Charts whose curves, areas or bars are missing, empty or outside their view box; hidden ones have no size.
+# Charts whose curves, areas or bars are missing, empty or outside their view box; hidden ones have
+# no size.
 FAULTY = """[...document.querySelectorAll('svg.chart')].filter(svg => svg.getBoundingClientRect().width).map(svg => {
   const box = svg.viewBox.baseVal, drawn = [...svg.querySelectorAll(':scope > .l, :scope > .a')];
   const faults = drawn.filter(one => {
@@ -41,7 +44,8 @@ SHOWN = "[...document.querySelectorAll('svg.chart')].filter(svg => svg.getBoundi
 TOO_WIDE = """[document.documentElement.scrollWidth - document.documentElement.clientWidth,
   ...[...document.querySelectorAll('body *')].filter(one => !one.closest('.scroll') && !one.closest('svg')
     && one.getBoundingClientRect().right > document.documentElement.clientWidth + 1).map(one => one.tagName)]"""
-# Texts whose contrast to the paper is below the 4.5 of WCAG AA; nothing here lies on another ground.
+# Texts whose contrast to the paper is below the 4.5 of WCAG AA; nothing here lies on another
+# ground.
 UNREADABLE = """(() => {
   const parse = text => text.match(/[\\d.]+/g).slice(0, 3).map(Number).map(v => v / 255)
     .map(v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
@@ -72,8 +76,13 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
-    runs = [write_run(folder / "one"), write_run(folder / LONG, config=CONFIG | {"model": {"kind": "W" * 300}})]
-    lacking = write_run(folder / "lacking", lines=[{"step": 1, "train/loss": None}], events=None, plan={}, config={})
+    runs = [
+        write_run(folder / "one"),
+        write_run(folder / LONG, config=CONFIG | {"model": {"kind": "W" * 300}}),
+    ]
+    lacking = write_run(
+        folder / "lacking", lines=[{"step": 1, "train/loss": None}], events=None, plan={}, config={}
+    )
     found = {"one": [runs[0]], "several": runs, "many": runs * 4, "lacking": [lacking]}
     for name, folders in found.items():
         (folder / f"{name}.html").write_text(page([read_run(each) for each in folders]))
@@ -84,20 +93,32 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def made_bench() -> str:
     """A page of a bench: three variants that ran, and one that did not."""
     parts = {"time/forward_ms": 30.0, "time/backward_ms": 50.0, "memory/host_peak_bytes": 5e8}
-    ran = [variant(name, [rate, 1.2 * rate], [0.9 * rate]) for name, rate in (("A", 100.0), ("B", 130.0), (LONG, 60.0))]
+    ran = [
+        variant(name, [rate, 1.2 * rate], [0.9 * rate])
+        for name, rate in (("A", 100.0), ("B", 130.0), (LONG, 60.0))
+    ]
     for window in (window for each in ran for start in each.rounds for window in start):
         window.update(parts)
     variants = [*ran, variant("F", failure=f"exit code 70: {'no memory ' * 30}[out-of-memory]")]
     sentences = [each["sentence"] for each in compare(variants)]
-    return bench_page("made", variants, sentences, ["Other work took 1 core"], {"versions": {"torch": "2.15.0"}})
+    return bench_page(
+        "made", variants, sentences, ["Other work took 1 core"], {"versions": {"torch": "2.15.0"}}
+    )
 
 
 @pytest.mark.parametrize("name", ["one", "several", "many", "lacking", "bench"])
-@pytest.mark.parametrize(("width", "dark"), [(375, False), (800, True), (1440, False), (1440, True)])
-def test_it_is_drawn_and_readable(name: str, width: int, dark: bool, tab: Tab, pages: dict[str, Path]) -> None:
+@pytest.mark.parametrize(
+    ("width", "dark"), [(375, False), (800, True), (1440, False), (1440, True)]
+)
+def test_it_is_drawn_and_readable(
+    name: str, width: int, dark: bool, tab: Tab, pages: dict[str, Path]
+) -> None:
     tab.open(pages[name], width=width, dark=dark)
     assert tab.evaluate(FAULTY) == []
-    assert tab.evaluate(SHOWN) == {"one": 14, "several": 13, "many": 13, "lacking": 0, "bench": 2}[name]
+    assert (
+        tab.evaluate(SHOWN)
+        == {"one": 14, "several": 13, "many": 13, "lacking": 0, "bench": 2}[name]
+    )
     assert tab.evaluate(TOO_WIDE) == [0]
     tab.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
     assert tab.evaluate(TOO_WIDE) == [0]
@@ -108,12 +129,18 @@ def test_it_is_drawn_and_readable(name: str, width: int, dark: bool, tab: Tab, p
     )
     requested = {event["request"]["url"] for event in tab.happened("Network.requestWillBeSent")}
     assert requested <= {pages[name].absolute().as_uri(), "data:,"}
-    assert tab.happened("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown") == []
+    assert (
+        tab.happened("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown") == []
+    )
 
 
 def test_it_prints_in_light(tab: Tab, pages: dict[str, Path]) -> None:
     tab.open(pages["one"], width=1440, dark=True)
-    tab.call("Emulation.setEmulatedMedia", media="print", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    tab.call(
+        "Emulation.setEmulatedMedia",
+        media="print",
+        features=[{"name": "prefers-color-scheme", "value": "dark"}],
+    )
     assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert len(tab.call("Page.printToPDF")["data"]) > 20_000
     tab.call("Emulation.setEmulatedMedia", media="")

@@ -1,4 +1,6 @@
-"""The page as a document: its structure, what it escapes, its size, and that it asks nobody for anything."""
+"""The page as a document: its structure, what it escapes, its size, and that it asks nobody for
+anything.
+"""
 
 from __future__ import annotations
 
@@ -122,11 +124,17 @@ def test_every_chart_has_its_text_and_ids_stand_once(tmp_path: Path) -> None:
 def test_the_page_asks_nobody_for_anything(tmp_path: Path) -> None:
     text = page([read_run(write_run(tmp_path / "run"))])
     found = Structure(text)
-    assert not {"script", "img", "iframe", "object", "form", "base"} & {tag for tag, _ in found.elements}
-    assert [attributes.get("href") for tag, attributes in found.elements if tag == "link"] == ["data:,"]
+    assert not {"script", "img", "iframe", "object", "form", "base"} & {
+        tag for tag, _ in found.elements
+    }
+    assert [attributes.get("href") for tag, attributes in found.elements if tag == "link"] == [
+        "data:,"
+    ]
     assert "default-src 'none'" in text
     assert not re.search(r"(?<!xmlns=\")https?://|url\(|@import", text)
-    assert not [name for _, attributes in found.elements for name in attributes if name.startswith("on")]
+    assert not [
+        name for _, attributes in found.elements for name in attributes if name.startswith("on")
+    ]
 
 
 def test_several_runs_stand_over_each_other_with_what_differs(tmp_path: Path) -> None:
@@ -139,7 +147,9 @@ def test_several_runs_stand_over_each_other_with_what_differs(tmp_path: Path) ->
     assert "optimizer.eps\n1.0e-08\n" in text or "optimizer.eps\n1e-08\n" in text
     assert "optimizer.kind\n" not in text
     charts = {
-        chart.slug: chart for charts in charts_of([read_run(folder) for folder in folders]).values() for chart in charts
+        chart.slug: chart
+        for charts in charts_of([read_run(folder) for folder in folders]).values()
+        for chart in charts
     }
     assert charts["loss"].columns == [
         "step",
@@ -157,7 +167,8 @@ HOSTILE = "<script>alert(1)</script>\"'&\x1b[31m\u202e\ud800{{}}</style></title>
 
 def test_whatever_a_run_holds_is_shown_and_never_read(tmp_path: Path) -> None:
     lines = [
-        point(step, train__loss=1.0) | {HOSTILE: 1.0, f"eval/{HOSTILE}": 0.5, f"memory/{HOSTILE}": 2.0}
+        point(step, train__loss=1.0)
+        | {HOSTILE: 1.0, f"eval/{HOSTILE}": 0.5, f"memory/{HOSTILE}": 2.0}
         for step in range(1, 5)
     ]
     events = [
@@ -176,7 +187,9 @@ def test_whatever_a_run_holds_is_shown_and_never_read(tmp_path: Path) -> None:
         environment={HOSTILE: HOSTILE, "device": HOSTILE},
     )
     (folder / "config.yaml").write_bytes(f"a: '{HOSTILE}'\n".encode("utf-8", "surrogatepass"))
-    (folder / "logs/rank0.log").write_text(f"x y ERROR dsf-trainer: {HOSTILE}\n", errors="surrogatepass")
+    (folder / "logs/rank0.log").write_text(
+        f"x y ERROR dsf-trainer: {HOSTILE}\n", errors="surrogatepass"
+    )
     text = page([read_run(folder)])
     found = Structure(text)
     assert found.count("script") == found.count("img") == 0
@@ -189,8 +202,12 @@ def test_whatever_a_run_holds_is_shown_and_never_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_runs_that_ended_early_have_a_page(steps: int, tmp_path: Path) -> None:
-    lines: list[dict[str, Any]] = [point(step + 1, train__loss=None, train__lr=float("inf")) for step in range(steps)]
-    folder = write_run(tmp_path / "run", lines=lines, events=None, config={}, plan={}, environment={})
+    lines: list[dict[str, Any]] = [
+        point(step + 1, train__loss=None, train__lr=float("inf")) for step in range(steps)
+    ]
+    folder = write_run(
+        tmp_path / "run", lines=lines, events=None, config={}, plan={}, environment={}
+    )
     found = structure(folder)
     assert "h1 run" in found.headings
     for name in ("config.yaml", "plan.json", "environment.json", "logs/rank0.log"):
@@ -209,13 +226,18 @@ def test_plans_of_any_shape_have_a_page(tmp_path: Path) -> None:
         }
         config = {"model": shape, "precision": {"dtype": shape}, "zero": shape}
         folder = write_run(
-            tmp_path / str(number), plan=plan, config=json.loads(json.dumps(config)), environment={"a": shape}
+            tmp_path / str(number),
+            plan=plan,
+            config=json.loads(json.dumps(config)),
+            environment={"a": shape},
         )
         assert structure(folder).headings[0] == f"h1 {number}"
 
 
 def test_a_plan_stands_beside_what_was_measured(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", plan=PLAN | {"measured": {"step_seconds": {"estimate": 0.08}}})
+    folder = write_run(
+        tmp_path / "run", plan=PLAN | {"measured": {"step_seconds": {"estimate": 0.08}}}
+    )
     text = " ".join(structure(folder).words)
     assert "plan: 80" in text  # milliseconds of a step
     assert "plan: 3 GiB" in text
@@ -223,7 +245,18 @@ def test_a_plan_stands_beside_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_events_of_any_shape_have_a_page(tmp_path: Path) -> None:
-    kinds = ("start", "resume", "evaluate", "save", "warning", "stop", "end", "skip", "profile", "other")
+    kinds = (
+        "start",
+        "resume",
+        "evaluate",
+        "save",
+        "warning",
+        "stop",
+        "end",
+        "skip",
+        "profile",
+        "other",
+    )
     values: list[Any] = [None, "x", [], {}, -5, 1.5, 1e300, True, 10**30]
     events = [
         {"kind": kind, "time_seconds": value, "step": value, "seconds": value, "text": value}
@@ -235,8 +268,17 @@ def test_events_of_any_shape_have_a_page(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_hundred_thousand_points_are_a_page_of_less_than_two_megabytes(tmp_path: Path) -> None:
-    keys = ("train/loss", "train/lr", "train/grad_norm", "time/step_ms", "time/data_ms", "throughput/tokens_per_sec")
-    lines = ({"step": step, "time": step} | dict.fromkeys(keys, random()) for step in range(1, 100_001))
+    keys = (
+        "train/loss",
+        "train/lr",
+        "train/grad_norm",
+        "time/step_ms",
+        "time/data_ms",
+        "throughput/tokens_per_sec",
+    )
+    lines = (
+        {"step": step, "time": step} | dict.fromkeys(keys, random()) for step in range(1, 100_001)
+    )
     folder = write_run(tmp_path / "long", lines=list(lines))
     runs = [read_run(folder)]
     assert 10_000 <= len(runs[0].metrics["train/loss"].steps) <= 20_000
@@ -246,7 +288,9 @@ def test_a_hundred_thousand_points_are_a_page_of_less_than_two_megabytes(tmp_pat
 
 
 def test_the_end_of_a_long_run_does_not_wait(tmp_path: Path) -> None:
-    """Every n-th point is read; a second is what that may cost, and 0.5 s of processor time is what it took."""
+    """Every n-th point is read; a second is what that may cost, and 0.5 s of processor time is what
+    it took.
+    """
     folder = write_run(tmp_path / "long", lines=points(range(1, 20_001)))
     begun = process_time()
     write_page(folder, folder / "report.html")

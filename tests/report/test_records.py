@@ -41,13 +41,29 @@ def test_metrics_may_stand_in_a_mapping_of_their_own(tmp_path: Path) -> None:
 
 def test_what_is_damaged_is_left_out_and_noted(tmp_path: Path) -> None:
     good = json.dumps(point(1, train__loss=1.0)) + "\n"
-    odd = ('{"step": true}', '{"step": -1}', '{"step": 1e400}', '{"step": "1"}', "[1]", "nonsense", "[" * 100_000, "\0")
-    text = good + "".join(line + "\n" for line in odd) + good.replace('"step": 1', '"step": 2') + good[:20]
+    odd = (
+        '{"step": true}',
+        '{"step": -1}',
+        '{"step": 1e400}',
+        '{"step": "1"}',
+        "[1]",
+        "nonsense",
+        "[" * 100_000,
+        "\0",
+    )
+    text = (
+        good
+        + "".join(line + "\n" for line in odd)
+        + good.replace('"step": 1', '"step": 2')
+        + good[:20]
+    )
     run = read(tmp_path / "run", text)
     assert run.metrics["train/loss"].steps == [1, 2]
     assert "metrics.jsonl: its last line was cut off and is left out" in run.notes
     assert "metrics.jsonl: 8 of 10 lines are damaged and left out" in run.notes
-    assert {"config.yaml is missing", "plan.json is missing", "environment.json is missing"} <= set(run.notes)
+    assert {"config.yaml is missing", "plan.json is missing", "environment.json is missing"} <= set(
+        run.notes
+    )
 
 
 def test_a_value_that_is_no_number_is_a_gap(tmp_path: Path) -> None:
@@ -60,11 +76,15 @@ def test_a_value_that_is_no_number_is_a_gap(tmp_path: Path) -> None:
 
 
 def test_steps_that_fall_are_put_in_order(tmp_path: Path) -> None:
-    run = read(tmp_path / "run", "".join(f'{{"step": {step}, "a/b": {step}}}\n' for step in (5, 1, 3)))
+    run = read(
+        tmp_path / "run", "".join(f'{{"step": {step}, "a/b": {step}}}\n' for step in (5, 1, 3))
+    )
     assert (run.metrics["a/b"].steps, run.metrics["a/b"].values) == ([1, 3, 5], [1.0, 3.0, 5.0])
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "config.yaml", "plan.json", "environment.json"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "events.jsonl", "config.yaml", "plan.json", "environment.json"]
+)
 @pytest.mark.parametrize("kind", ["missing", "empty", "binary", "link", "pipe", "folder", "large"])
 def test_every_file_may_be_anything(name: str, kind: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
@@ -77,11 +97,15 @@ def test_every_file_may_be_anything(name: str, kind: str, tmp_path: Path) -> Non
     elif kind == "folder":
         path.mkdir()
     elif kind != "missing":
-        path.write_bytes({"empty": b"", "binary": bytes(range(256)), "large": b"a: [" * 1_500_000}[kind])
+        path.write_bytes(
+            {"empty": b"", "binary": bytes(range(256)), "large": b"a: [" * 1_500_000}[kind]
+        )
     run = read_run(folder)
     assert run.name == "run"
     if name != "events.jsonl" or kind not in ("missing", "empty"):
-        assert (name == "metrics.jsonl" and kind == "empty") or any(note.startswith(name) for note in run.notes)
+        assert (name == "metrics.jsonl" and kind == "empty") or any(
+            note.startswith(name) for note in run.notes
+        )
 
 
 def test_aliases_of_yaml_do_not_grow(tmp_path: Path) -> None:
@@ -115,24 +139,32 @@ def test_what_is_no_run_is_refused(kind: str, tmp_path: Path) -> None:
 
 
 def test_how_far_a_run_came_is_not_read_from_its_metrics_alone(tmp_path: Path) -> None:
-    """The disk was full from step 11 on: the events know better, and where they end as well the checkpoints."""
+    """The disk was full from step 11 on: the events know better, and where they end as well the
+    checkpoints.
+    """
     events: list[dict[str, Any]] = [
         {"time_seconds": START, "step": 0, "kind": "start"},
         {"time_seconds": START + 50, "step": 90, "kind": "save"},
-        {"time_seconds": START + 60, "step": 20, "kind": "resume"},  # what came after it was taken again
+        # what came after it was taken again
+        {"time_seconds": START + 60, "step": 20, "kind": "resume"},
         {"time_seconds": START + 70, "step": 60, "kind": "evaluate", "seconds": 1.0},
     ]
     run = read_run(folder := write_run(tmp_path / "run", lines=points(range(1, 12)), events=events))
     assert (run.last_logged_step, run.last_step) == (11, 60)
     assert state(run) == "reached 60 of 100 steps; it trains, or was ended from outside"
     assert dict(headline(run))["steps"] == "60 of 100"
-    assert "metrics.jsonl ends with step 11; by its events and checkpoints the run came to step 60" in run.notes
+    assert (
+        "metrics.jsonl ends with step 11; by its events and checkpoints the run came to step 60"
+        in run.notes
+    )
     (folder / "checkpoints/global_step70").mkdir(parents=True)
     assert read_run(folder).last_step == 70
     events.append({"time_seconds": START + 80, "step": 100, "kind": "end", "is_finished": True})
     run = read_run(write_run(tmp_path / "ended", lines=points(range(1, 12)), events=events))
     assert state(run) == "finished after 100 steps"
-    assert not [note for note in read_run(write_run(tmp_path / "whole")).notes if "ends with" in note]
+    assert not [
+        note for note in read_run(write_run(tmp_path / "whole")).notes if "ends with" in note
+    ]
 
 
 def test_a_long_run_is_read_in_memory_that_does_not_grow_with_it(
@@ -144,7 +176,9 @@ def test_a_long_run_is_read_in_memory_that_does_not_grow_with_it(
     run = read_run(folder)
     assert not [note for note in whole.notes if "drawn as" in note]
     assert max(len(each.steps) for each in (run.clock, run.epochs, *run.metrics.values())) <= 100
-    assert any(note.startswith("metrics.jsonl has 5,200 points, which are drawn as ") for note in run.notes)
+    assert any(
+        note.startswith("metrics.jsonl has 5,200 points, which are drawn as ") for note in run.notes
+    )
     assert run.last_step == 5_000
     # 100 ms a step, 4 ms of them waiting: nothing of the sums is lost.
     found = goodput(run)
@@ -194,7 +228,9 @@ def test_what_has_grown_is_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "metrics.jsonl is missing" in run.notes
 
 
-def test_a_line_that_is_too_long_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_is_too_long_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(records, "_LONGEST_LINE", 1000)
     folder = write_run(tmp_path / "run", lines=points(range(1, 4)))
     with (folder / "metrics.jsonl").open("a") as file:
@@ -210,7 +246,10 @@ def test_a_line_that_is_too_long_is_damaged(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_more_metrics_than_are_kept(tmp_path: Path) -> None:
-    lines = [{"step": step, **{f"m{step}/{number}": 1.0 for number in range(100)}} for step in range(1, 201)]
+    lines = [
+        {"step": step, **{f"m{step}/{number}": 1.0 for number in range(100)}}
+        for step in range(1, 201)
+    ]
     run = read_run(write_run(tmp_path / "run", lines=lines))
     assert len(run.metrics) == 400
     assert "metrics.jsonl: the first 400 of more than 10400 metrics are shown" in run.notes

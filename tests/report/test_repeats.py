@@ -1,4 +1,6 @@
-"""Statistics of repeated measurements, held against numpy and against cases that can be worked out by hand."""
+"""Statistics of repeated measurements, held against numpy and against cases that can be worked out
+by hand.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,20 @@ from framework.report.records import Run, Series
 from framework.report.repeats import Variant, compare, interval_of_ratio, windows_of
 
 PLAN = make_plan(
-    config_from_values({"batch": {"global_size": 100}, "training": {"max_steps": 9}}), Cluster(device="cpu")
+    config_from_values({"batch": {"global_size": 100}, "training": {"max_steps": 9}}),
+    Cluster(device="cpu"),
 )
 
 
 def variant(name: str, *rounds: list[float], **further: str) -> Variant:
     """A variant whose windows have these samples per second."""
-    return Variant(name, "", PLAN, [[{"time/step_ms": 1e5 / rate} for rate in start] for start in rounds], **further)
+    return Variant(
+        name,
+        "",
+        PLAN,
+        [[{"time/step_ms": 1e5 / rate} for rate in start] for start in rounds],
+        **further,
+    )
 
 
 def test_samples_per_second_and_their_quartiles() -> None:
@@ -44,12 +53,15 @@ def test_the_interval_is_numpys_of_the_same_bootstrap() -> None:
         drawn.append(medians[1] / medians[0])
     found = interval_of_ratio(base.tolist(), other.tolist())
     assert found == pytest.approx(np.quantile(drawn, [0.025, 0.975]), rel=0.02)
-    assert found == interval_of_ratio(base.tolist(), other.tolist())  # the same figures give the same sentence
+    # the same figures give the same sentence
+    assert found == interval_of_ratio(base.tolist(), other.tolist())
 
 
 def test_what_is_slow_for_all_in_a_round_is_no_difference() -> None:
     base = [[10.0, 10.0], [5.0, 5.0], [20.0, 20.0]]
-    assert interval_of_ratio(base, [[1.5 * rate for rate in start] for start in base]) == pytest.approx((1.5, 1.5))
+    assert interval_of_ratio(
+        base, [[1.5 * rate for rate in start] for start in base]
+    ) == pytest.approx((1.5, 1.5))
 
 
 def test_about_95_of_100_intervals_hold_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +69,9 @@ def test_about_95_of_100_intervals_hold_the_truth(monkeypatch: pytest.MonkeyPatc
     chance, held = random.Random(3), 0
     for _ in range(40):
         drift = [chance.gauss(0, 2) for _ in range(5)]
-        one, two = ([[100 + d + chance.gauss(0, 2) for _ in range(2)] for d in drift] for _ in range(2))
+        one, two = (
+            [[100 + d + chance.gauss(0, 2) for _ in range(2)] for d in drift] for _ in range(2)
+        )
         low, high = interval_of_ratio(one, two)
         held += low <= 1 <= high
     assert held >= 34

@@ -16,7 +16,9 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(series_module, "MOST_POINTS", 100)
 
 
-def filled(count: int, thinning: series_module.Thinning, *, every: int = 1) -> tuple[Series, list[float]]:
+def filled(
+    count: int, thinning: series_module.Thinning, *, every: int = 1
+) -> tuple[Series, list[float]]:
     draw = random.Random(count)
     values = [draw.lognormvariate(0.0, 1.0) for _ in range(count)]
     series = Series(thinning=thinning)
@@ -44,7 +46,9 @@ def test_sums_over_steps_stay_what_they_are(count: int) -> None:
 def test_no_peak_is_lost(count: int) -> None:
     series, values = filled(count, "extremes")
     assert (min(series.values), max(series.values)) == (min(values), max(values))
-    assert all(values[step - 1] == value for step, value in zip(series.steps, series.values, strict=True))
+    assert all(
+        values[step - 1] == value for step, value in zip(series.steps, series.values, strict=True)
+    )
     assert series.steps == sorted(set(series.steps))
 
 
@@ -54,7 +58,10 @@ def test_points_are_spread_alike_from_begin_to_end(monkeypatch: pytest.MonkeyPat
     for step in range(1, 50_001):
         series.add(step, 1.0)
     assert 900 <= len(series.steps) <= 2000
-    halves = [sum(step <= 25_000 for step in series.steps), sum(step > 25_000 for step in series.steps)]
+    halves = [
+        sum(step <= 25_000 for step in series.steps),
+        sum(step > 25_000 for step in series.steps),
+    ]
     assert min(halves) > 0.4 * sum(halves)
 
 

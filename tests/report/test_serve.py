@@ -76,5 +76,8 @@ def test_other_paths_and_other_names_get_nothing(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_refused(tmp_path: Path) -> None:
-    with served(write_run(tmp_path / "run")) as port, pytest.raises(UsageError, match=f"--port {port}: it cannot"):
+    with (
+        served(write_run(tmp_path / "run")) as port,
+        pytest.raises(UsageError, match=f"--port {port}: it cannot"),
+    ):
         make_server(str, port=port)

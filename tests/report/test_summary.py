@@ -24,7 +24,9 @@ HERE = {"PATH": str(Path(sys.executable).parent)}  # an activated environment
 
 def plan(num_train_samples: int | None = None, **sections: Any) -> Plan:
     values = {"run": {"name": "night"}, "batch": {"global_size": 120}} | sections
-    return make_plan(config_from_values(values), Cluster(devices_per_host=2), num_train_samples=num_train_samples)
+    return make_plan(
+        config_from_values(values), Cluster(devices_per_host=2), num_train_samples=num_train_samples
+    )
 
 
 def result(**changes: Any) -> RunResult:
@@ -32,7 +34,12 @@ def result(**changes: Any) -> RunResult:
         "folder": Path("runs/night"),
         "step": 110,
         "samples_per_sec": 12345.678,
-        "metrics": {"train/loss": 0.51239, "eval/loss": 0.25, "eval/accuracy": 0.98765, "time/step_ms": 3.0},
+        "metrics": {
+            "train/loss": 0.51239,
+            "eval/loss": 0.25,
+            "eval/accuracy": 0.98765,
+            "time/step_ms": 3.0,
+        },
     }
     return RunResult(**(values | changes))
 
@@ -47,7 +54,9 @@ def test_the_start_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_first_screen_has_the_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     monitors = {"wandb": True, "csv": False, "others": [{"target": "a.b:C"}]}
-    planned = plan(1437, training={"max_steps": 22}, monitors=monitors, checkpoint={"every_steps": 5})
+    planned = plan(
+        1437, training={"max_steps": 22}, monitors=monitors, checkpoint={"every_steps": 5}
+    )
     print_start(planned, Path("runs/night"), start_step=0, num_params=61706)
     _, *rows = capsys.readouterr().out.splitlines()
     assert rows == [
@@ -61,9 +70,16 @@ def test_the_first_screen_has_the_sizes(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_end_says_what_the_time_went_into(capsys: pytest.CaptureFixture[str]) -> None:
-    times = {"time/step_ms": 20.0, "time/data_ms": 12.0, "time/forward_ms": 3.0, "time/backward_ms": 4.8}
+    times = {
+        "time/step_ms": 20.0,
+        "time/data_ms": 12.0,
+        "time/forward_ms": 3.0,
+        "time/backward_ms": 4.8,
+    }
     print_end(
-        result(metrics=times | {"time/copy_ms": 0.1, "memory/device_peak_bytes": 2.5e9}), plan(), environment=HERE
+        result(metrics=times | {"time/copy_ms": 0.1, "memory/device_peak_bytes": 2.5e9}),
+        plan(),
+        environment=HERE,
     )
     lines = capsys.readouterr().out.splitlines()
     assert "  step         20.0 ms: data 60%, backward 24%, forward 15%" in lines
@@ -77,13 +93,18 @@ def test_a_resumed_start_says_from_where(capsys: pytest.CaptureFixture[str]) -> 
     assert "training night from step 1 on 2 devices: 1 step, " in capsys.readouterr().out
 
 
-def test_warnings_and_another_size_of_the_data_come_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_and_another_size_of_the_data_come_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     scheduler = {"kind": "cosine", "warmup_steps": 500}
     print_start(plan(1200, scheduler=scheduler), Path("runs/night"), start_step=0)
     warning, note, start = capsys.readouterr().out.splitlines()
     assert warning.startswith("warning: scheduler.warmup_steps = 500: ")
     assert warning.endswith("[warmup-too-long]")
-    assert note == "note: 1,200 training samples found (1,437 expected); steps and schedule follow what was found"
+    assert (
+        note
+        == "note: 1,200 training samples found (1,437 expected); steps and schedule follow what was found"
+    )
     assert start.startswith("training night on ")
 
 
@@ -149,7 +170,13 @@ SECOND = "precision.dtype=autocast run.name=second"
             f"./launch.sh train 'my run.yaml' optimizer.lr=0.1 {SECOND}",
         ),
         (["a.yaml"], {}, "cuda", DOOR, f"./launch.sh train a.yaml --num_gpus 2 {SECOND}"),
-        (["a.yaml"], {"run": {"world_size": 2}}, "cuda", DOOR, f"./launch.sh train a.yaml {SECOND}"),
+        (
+            ["a.yaml"],
+            {"run": {"world_size": 2}},
+            "cuda",
+            DOOR,
+            f"./launch.sh train a.yaml {SECOND}",
+        ),
         (
             ["a.yaml"],
             {"precision": {"dtype": "bf16"}, "run": {"seed": 7}},
@@ -164,7 +191,13 @@ SECOND = "precision.dtype=autocast run.name=second"
             DOOR,  # autocast has no such key
             "./launch.sh train a.yaml run.seed=1 run.name=second",
         ),
-        (["a.yaml"], {}, "cpu", {"PATH": ""}, f"{sys.executable} -m framework launch a.yaml {SECOND}"),
+        (
+            ["a.yaml"],
+            {},
+            "cpu",
+            {"PATH": ""},
+            f"{sys.executable} -m framework launch a.yaml {SECOND}",
+        ),
         (
             ["a.yaml"],
             {},
@@ -202,7 +235,9 @@ def test_of_several_hosts_only_the_settings_are_known(capsys: pytest.CaptureFixt
 def test_tensorboard_is_named_as_the_shell_finds_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """launch.sh, and the launcher, put the environment's programs in front of a PATH that has none of them."""
+    """launch.sh, and the launcher, put the environment's programs in front of a PATH that has none
+    of them.
+    """
     programs = Path(sys.executable).parent
     monkeypatch.chdir(tmp_path)
     for shell, name in ((str(tmp_path), f"{programs}/tensorboard"), (str(programs), "tensorboard")):
@@ -210,7 +245,10 @@ def test_tensorboard_is_named_as_the_shell_finds_it(
         assert f"  TensorBoard          {name} --logdir runs\n" in capsys.readouterr().out
     monkeypatch.chdir(programs.parent)
     print_end(result(), plan(), environment={"PATH": ""})
-    assert f"  TensorBoard          {programs.name}/tensorboard --logdir runs\n" in capsys.readouterr().out
+    assert (
+        f"  TensorBoard          {programs.name}/tensorboard --logdir runs\n"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_run_that_was_over_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,7 +266,9 @@ def test_a_run_that_was_over_says_so(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_throughput_of_text_is_told_in_tokens_too(capsys: pytest.CaptureFixture[str]) -> None:
     print_end(result(tokens_per_sec=3160493.8), plan(), environment=HERE)
-    assert "  throughput           12,346 samples/s = 3,160,494 tokens/s\n" in capsys.readouterr().out
+    assert (
+        "  throughput           12,346 samples/s = 3,160,494 tokens/s\n" in capsys.readouterr().out
+    )
 
 
 def test_the_command_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,22 +277,34 @@ def test_the_command_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_nobody_listens_any_more() -> None:
-    """As after `| head`: the reader is gone, and neither a line nor the flush at exit may fail the run."""
+    """As after `| head`: the reader is gone, and neither a line nor the flush at exit may fail the
+    run.
+    """
     code = (
         "from framework.system.log import print_line\n"
         "for _ in range(9): print_line('x' * 9999)\n"
         "import sys; sys.stdout.flush()"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert process.stdout is not None
     process.stdout.close()
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, b"")
 
 
-def test_what_to_try_next_sets_each_key_once_and_resumes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    made = make_plan(config_from_values({"run": {"name": "second"}}), Cluster(devices_per_host=1, device="cpu"))
-    print_next(made, ["a.yaml", "run.name=second", "checkpoint.resume=auto", "optimizer.lr=0.1"], environment=DOOR)
+def test_what_to_try_next_sets_each_key_once_and_resumes_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = make_plan(
+        config_from_values({"run": {"name": "second"}}), Cluster(devices_per_host=1, device="cpu")
+    )
+    print_next(
+        made,
+        ["a.yaml", "run.name=second", "checkpoint.resume=auto", "optimizer.lr=0.1"],
+        environment=DOOR,
+    )
     stated = capsys.readouterr().out
     assert stated.count("run.name=") == 1
     assert "run.name=third" in stated
@@ -276,7 +328,9 @@ def test_the_page_of_very_many_points_is_left_to_the_command(
     assert capsys.readouterr().out == f"note: metrics.jsonl is large; for its page: {place}\n"
 
 
-def test_a_page_that_cannot_be_written_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_run(tmp_path / "run")
     assert write_report(folder) == folder / "report.html"
     assert capsys.readouterr().err == ""

@@ -35,12 +35,20 @@ def judged(*, mfu: float | None = None, peak: float | None = None, **parts: Any)
         ({"communication": 24.9}, "compute-bound", "85%"),
         ({"saving_share": 0.12}, "checkpoint-bound", "12% of the time for steps and saves"),
         ({"other": 15, "copy": 10}, "host-bound", "25% of a step"),
-        ({"other": 10, "optimizer": 45, "forward": 20, "backward": 20}, "host-bound", "56% of a step"),
+        (
+            {"other": 10, "optimizer": 45, "forward": 20, "backward": 20},
+            "host-bound",
+            "56% of a step",
+        ),
         ({"mfu": 0.03}, "host-bound", "3.0% of its peak"),
         ({"pipe_size": 4, "accumulation_steps": 4}, "bubble-bound", "idle for 43% of it"),
         ({"pipe_size": 4, "accumulation_steps": 13}, "compute-bound", "85%"),
         ({"peak": 76e9, "device_bytes": 80e9}, "memory-bound", "95% of a device's memory"),
-        ({"peak": 76e9, "device_bytes": 80e9, "mfu": 0.5}, "compute-bound", "50% of the device's peak"),
+        (
+            {"peak": 76e9, "device_bytes": 80e9, "mfu": 0.5},
+            "compute-bound",
+            "50% of the device's peak",
+        ),
         ({"peak": 60e9, "device_bytes": 80e9}, "compute-bound", "85%"),
         ({"forward": 20, "backward": 25}, "mixed", "backward 25% and forward 20%"),
         # Of several causes, the one that exceeds its threshold most.

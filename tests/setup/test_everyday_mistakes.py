@@ -17,8 +17,14 @@ TABLE = TensorDataset(torch.zeros(8, 3), torch.zeros(8, dtype=torch.long))
 @pytest.mark.parametrize(
     ("given", "stated"),
     [
-        ({"train_data": TABLE}, "model: train_data was handed over, and no model; hand over model=..., or name one"),
-        ({"eval_data": TABLE, "model": torch.nn.Linear(3, 2)}, "eval_data: it was handed over without train_data"),
+        (
+            {"train_data": TABLE},
+            "model: train_data was handed over, and no model; hand over model=..., or name one",
+        ),
+        (
+            {"eval_data": TABLE, "model": torch.nn.Linear(3, 2)},
+            "eval_data: it was handed over without train_data",
+        ),
         (
             {"precision": 1},
             "precision: fit() takes no such argument; set the section precision in the config [unknown-argument]",
@@ -28,8 +34,14 @@ TABLE = TensorDataset(torch.zeros(8, 3), torch.zeros(8, dtype=torch.long))
             "scheduler = builtins.int: calling it with an optimizer failed: TypeError: 'int' object is not callable",
         ),
         ({"callback": []}, "callback: fit() takes no such argument; did you mean 'callbacks'?"),
-        ({"callbacks": [dict]}, "callbacks.0 = builtins.dict: it is a class; hand over an object of it"),
-        ({"callbacks": [print]}, "callbacks.0 = builtins.print: it has no method of an event; give it one of on_start"),
+        (
+            {"callbacks": [dict]},
+            "callbacks.0 = builtins.dict: it is a class; hand over an object of it",
+        ),
+        (
+            {"callbacks": [print]},
+            "callbacks.0 = builtins.print: it has no method of an event; give it one of on_start",
+        ),
         ({"collate_fn": len}, "give the dataset a method collate_fn(samples)"),
         ({"epochs": 3}, "set training.max_epochs in the config"),
         ({"seed": 3}, "set run.seed in the config"),
@@ -46,6 +58,7 @@ def test_it_is_refused_in_one_line(given: dict[str, Any], stated: str) -> None:
 
 def test_what_does_not_say_what_it_is_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"^fit = Linear, list: only the config is taken by its place.*\[unknown-argument\]$"
+        ConfigError,
+        match=r"^fit = Linear, list: only the config is taken by its place.*\[unknown-argument\]$",
     ):
         framework.fit({}, torch.nn.Linear(3, 2), [])  # type: ignore[arg-type]

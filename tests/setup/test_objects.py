@@ -1,4 +1,6 @@
-"""The door from Python: what `fit` takes beside a config, what it says of what it cannot take, and under which name."""
+"""The door from Python: what `fit` takes beside a config, what it says of what it cannot take, and
+under which name.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,10 @@ class TestData:
                 "train_data: the training set is a torch.Tensor, not a dataset of samples (inputs, target); hand "
                 "over torch.utils.data.TensorDataset(inputs, targets) [data-target-result]",
             ),
-            ({"train_data": X.numpy()}, "train_data: the training set is a numpy.ndarray, not a dataset of samples"),
+            (
+                {"train_data": X.numpy()},
+                "train_data: the training set is a numpy.ndarray, not a dataset of samples",
+            ),
             ({"eval_data": X}, "eval_data: the evaluation set is a torch.Tensor"),
             (
                 {"train_data": ((X, Y), DATA)},
@@ -101,23 +106,42 @@ class TestData:
                 "eval_data = a/b: this is no name of an evaluation set, as its metrics are",
             ),
             ({"eval_data": {"": FEWER, 3: FEWER}}, "eval_data = 3: this is no name"),
-            ({"eval_data": {"clean": FEWER, "noisy": X}}, "eval_data: the evaluation noisy set is a torch.Tensor"),
-            ({"train_data": {"train": DATA}}, "train_data: the training set is a dict, not a dataset"),
-            ({"eval_data": TensorDataset(X[:0])}, "is empty; hand over None in its place to train without evaluation"),
+            (
+                {"eval_data": {"clean": FEWER, "noisy": X}},
+                "eval_data: the evaluation noisy set is a torch.Tensor",
+            ),
+            (
+                {"train_data": {"train": DATA}},
+                "train_data: the training set is a dict, not a dataset",
+            ),
+            (
+                {"eval_data": TensorDataset(X[:0])},
+                "is empty; hand over None in its place to train without evaluation",
+            ),
         ],
     )
-    def test_what_is_no_dataset_is_refused_under_its_own_name(self, handed: dict[str, Any], line: str) -> None:
+    def test_what_is_no_dataset_is_refused_under_its_own_name(
+        self, handed: dict[str, Any], line: str
+    ) -> None:
         assert line in refused(**handed)
 
     def test_a_pair_of_tensors_is_two_problems(self) -> None:
-        assert [line.split(":")[0] for line in refused(train_data=(X, Y)).splitlines()] == ["train_data", "eval_data"]
+        assert [line.split(":")[0] for line in refused(train_data=(X, Y)).splitlines()] == [
+            "train_data",
+            "eval_data",
+        ]
 
 
 class TestSections:
     """The section of an object holds its other keys."""
 
     def test_the_loader_is_configured(self) -> None:
-        loader = {"num_workers": 2, "prefetch_batches": 4, "shuffle": False, "random_samples": False}
+        loader = {
+            "num_workers": 2,
+            "prefetch_batches": 4,
+            "shuffle": False,
+            "random_samples": False,
+        }
         config = taken({"data": loader, "model": {"kind": "mlp"}}, train_data=DATA)
         assert config.data.model_dump() == {
             "object": "torch.utils.data.dataset.TensorDataset",
@@ -127,19 +151,29 @@ class TestSections:
             "curriculum_steps": 0,
             **loader,
         }
-        assert config_with_objects(config, Objects(train_data=DATA)) == config, "as prepare does once more"
+        assert config_with_objects(config, Objects(train_data=DATA)) == config, (
+            "as prepare does once more"
+        )
 
     def test_a_wrong_loader_is_refused_at_its_key(self) -> None:
         assert (
-            refused({"data": {"num_workers": -1}}) == "data.num_workers = -1: too small; write 0 or more [wrong-value]"
+            refused({"data": {"num_workers": -1}})
+            == "data.num_workers = -1: too small; write 0 or more [wrong-value]"
         )
-        assert "model.num_classes = 3: there is no such key here" in refused({"model": {"num_classes": 3}})
-        assert refused({"data": None}).startswith("data = null: nothing where a section of keys belongs")
+        assert "model.num_classes = 3: there is no such key here" in refused(
+            {"model": {"num_classes": 3}}
+        )
+        assert refused({"data": None}).startswith(
+            "data = null: nothing where a section of keys belongs"
+        )
 
     def test_another_kind_gives_way(self) -> None:
         values = {"data": {"kind": "digits", "num_workers": 3}, "model": {"kind": "mlp"}}
         config = taken(values, train_data=DATA, model=nn.Linear(3, 2))
-        assert (config.data.num_workers, config.model.model_dump()) == (3, {"object": "torch.nn.modules.linear.Linear"})
+        assert (config.data.num_workers, config.model.model_dump()) == (
+            3,
+            {"object": "torch.nn.modules.linear.Linear"},
+        )
         assert isinstance(taken({"data": {"kind": "digits"}}, model=nn.Linear(3, 2)).data, Digits)
 
     def test_the_rate_of_an_optimizer_that_does_not_tell_it(self) -> None:
@@ -160,13 +194,31 @@ class TestSections:
             "its arguments, or the built model [object-args]",
         ),
         ({"model": lambda width: nn.Linear(width, 2)}, "missing a required argument: 'width'"),
-        ({"optimizer": lambda: None}, "(parameters): too many positional arguments; hand over a function"),
-        ({"optimizer": torch.optim.SGD(nn.Linear(3, 2).parameters())}, "torch.optim.sgd.SGD: it is built already"),
-        ({"optimizer": "adam"}, "optimizer = builtins.str: it cannot be called; hand over a function from parameters"),
+        (
+            {"optimizer": lambda: None},
+            "(parameters): too many positional arguments; hand over a function",
+        ),
+        (
+            {"optimizer": torch.optim.SGD(nn.Linear(3, 2).parameters())},
+            "torch.optim.sgd.SGD: it is built already",
+        ),
+        (
+            {"optimizer": "adam"},
+            "optimizer = builtins.str: it cannot be called; hand over a function from parameters",
+        ),
         ({"task": lambda outputs: outputs}, "(outputs, targets): too many positional arguments"),
-        ({"task": lambda outputs, targets, weight: outputs}, "missing a required argument: 'weight'"),
-        ({"task": "mse"}, "task: a str was handed over; hand over a Task or a callable loss(outputs, targets) [task-"),
-        ({"task": nn.MSELoss}, "task: the class torch.nn.modules.loss.MSELoss was handed over; hand over an instance"),
+        (
+            {"task": lambda outputs, targets, weight: outputs},
+            "missing a required argument: 'weight'",
+        ),
+        (
+            {"task": "mse"},
+            "task: a str was handed over; hand over a Task or a callable loss(outputs, targets) [task-",
+        ),
+        (
+            {"task": nn.MSELoss},
+            "task: the class torch.nn.modules.loss.MSELoss was handed over; hand over an instance",
+        ),
         ({"task": nn.Bilinear(2, 2, 1)}, "task: the loss Bilinear has parameters"),
     ],
     ids=without_address,
@@ -176,7 +228,13 @@ def test_what_cannot_be_called_so_is_refused_at_once(handed: dict[str, Any], lin
 
 
 @pytest.mark.parametrize(
-    "task", [nn.MSELoss(), nn.functional.mse_loss, partial(nn.functional.mse_loss, reduction="mean"), torch.dist]
+    "task",
+    [
+        nn.MSELoss(),
+        nn.functional.mse_loss,
+        partial(nn.functional.mse_loss, reduction="mean"),
+        torch.dist,
+    ],
 )
 def test_losses_are_taken(task: Any) -> None:
     objects = Objects(model=nn.Linear(3, 2), train_data=DATA, task=task)
@@ -196,7 +254,11 @@ class TestPlainValues:
             {
                 "run": {"seed": np.int64(3), "output_dir": Path("a") / "b"},
                 "batch": {"global_size": np.uint8(4)},
-                "optimizer": {"kind": "adamw", "lr": np.float32(0.5), "betas": (0.9, np.float64(0.95))},
+                "optimizer": {
+                    "kind": "adamw",
+                    "lr": np.float32(0.5),
+                    "betas": (0.9, np.float64(0.95)),
+                },
                 "training": {"freeze": ("a",), "sync_batch_norm": True},
             }
         )

@@ -40,7 +40,11 @@ def with_option(value: Any) -> torch.optim.Optimizer:
 
 def comes_back(optimizer: torch.optim.Optimizer, path: Path) -> bool:
     torch.save(
-        {"optimizer": optimizer.state_dict(), "base_lrs": [group["lr"] for group in optimizer.param_groups]}, path
+        {
+            "optimizer": optimizer.state_dict(),
+            "base_lrs": [group["lr"] for group in optimizer.param_groups],
+        },
+        path,
     )
     try:
         read_file(path)
@@ -58,7 +62,9 @@ def comes_back(optimizer: torch.optim.Optimizer, path: Path) -> bool:
         lambda: with_option(np.int64(3)),
     ],
 )
-def test_numbers_of_numpy_become_plain_and_come_back_out_of_a_checkpoint(make: Any, tmp_path: Path) -> None:
+def test_numbers_of_numpy_become_plain_and_come_back_out_of_a_checkpoint(
+    make: Any, tmp_path: Path
+) -> None:
     assert not comes_back(make(), tmp_path / "raw.pt")
     given = {name: value for name, value in make().param_groups[0].items() if name != "params"}
     optimizer = savable(make(), key="optimizer", value="x")
@@ -66,9 +72,13 @@ def test_numbers_of_numpy_become_plain_and_come_back_out_of_a_checkpoint(make: A
     assert comes_back(optimizer, tmp_path / "mended.pt")
 
 
-@pytest.mark.parametrize("value", [None, True, 3, 0.5, "text", [1, (2.0, None)], {"a": 1}, torch.tensor(0.1)])
+@pytest.mark.parametrize(
+    "value", [None, True, 3, 0.5, "text", [1, (2.0, None)], {"a": 1}, torch.tensor(0.1)]
+)
 def test_whatever_comes_back_is_left_as_it_is(value: Any) -> None:
-    assert savable(with_option(value), key="optimizer", value="x").param_groups[0]["rule"] is value or value == [
+    assert savable(with_option(value), key="optimizer", value="x").param_groups[0][
+        "rule"
+    ] is value or value == [
         1,
         (2.0, None),
     ]
@@ -86,13 +96,16 @@ def test_whatever_comes_back_is_left_as_it_is(value: Any) -> None:
 )
 def test_an_object_that_would_not_come_back_is_refused(value: Any, named: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"hold rule, \S*{named}, which no checkpoint could.*\[optimizer-group-object\]"
+        ConfigError,
+        match=rf"hold rule, \S*{named}, which no checkpoint could.*\[optimizer-group-object\]",
     ):
         savable(with_option(value), key="optimizer", value="x")
 
 
 def test_the_optimizers_of_a_run_are_looked_at() -> None:
     config = config_from_values({"model": {"kind": "lenet"}})
-    made = gather_parts(config, Objects(optimizer=partial(torch.optim.SGD, lr=np.float64(0.1)))).make_optimizer
+    made = gather_parts(
+        config, Objects(optimizer=partial(torch.optim.SGD, lr=np.float64(0.1)))
+    ).make_optimizer
     assert made is not None
     assert type(made([torch.nn.Parameter(torch.zeros(2))]).param_groups[0]["lr"]) is float

@@ -74,7 +74,19 @@ def judge(make: Any, *, stage: int) -> str:
     return ""
 
 
-NAMES = ("SGD", "RMSprop", "NAdam", "RAdam", "Adagrad", "Adam", "AdamW", "Adamax", "Adadelta", "ASGD", "Rprop")
+NAMES = (
+    "SGD",
+    "RMSprop",
+    "NAdam",
+    "RAdam",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Adadelta",
+    "ASGD",
+    "Rprop",
+)
 
 
 @pytest.mark.parametrize("lr", [1e-8, 0.1])
@@ -92,7 +104,8 @@ def test_also_of_ones_own_and_no_generator_is_moved(step: Step) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [optim.Adafactor, optim.Muon, partial(Own, step=shampoo), partial(Own, step=lars, lr=1e-6)]
+    "make",
+    [optim.Adafactor, optim.Muon, partial(Own, step=shampoo), partial(Own, step=lars, lr=1e-6)],
 )
 def test_what_looks_at_a_whole_weight_is_refused_at_stages_1_to_3(make: Any) -> None:
     assert [judge(make, stage=stage) for stage in range(4)] == ["", *["optimizer-sees-shape"] * 3]
@@ -120,7 +133,9 @@ def test_what_cannot_be_tried_is_not_judged() -> None:
 
 @pytest.mark.parametrize("target", ["torch.optim:Adafactor", "torch.optim:LBFGS"])
 def test_parts_are_refused_before_the_start(target: str) -> None:
-    config = config_from_values(plain_values({"zero": {"stage": 1}, "optimizer": {"target": target}}))
+    config = config_from_values(
+        plain_values({"zero": {"stage": 1}, "optimizer": {"target": target}})
+    )
     with pytest.raises(ConfigError) as caught:
         gather_parts(config, Objects())
     problem = caught.value.problems[0]
@@ -129,7 +144,9 @@ def test_parts_are_refused_before_the_start(target: str) -> None:
 
 
 class AllWeights(optim.Optimizer):
-    """Looks at all weights of its groups: `step` takes lists of weights, gradients and the states of a group."""
+    """Looks at all weights of its groups: `step` takes lists of weights, gradients and the states
+    of a group.
+    """
 
     def __init__(self, parameters: Iterable[torch.Tensor], step: Any, lr: float = 1e-2) -> None:
         self._step = step
@@ -141,7 +158,9 @@ class AllWeights(optim.Optimizer):
             group["k"] += 1
             for parameter in group["params"]:
                 self.state[parameter].setdefault("start", parameter.clone())
-                self.state[parameter].setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+                self.state[parameter].setdefault("mean", torch.zeros_like(parameter)).lerp_(
+                    parameter.grad, 0.1
+                )
             self._step(self, group)
 
 
@@ -152,7 +171,9 @@ def take(optimizer: AllWeights, group: dict[str, Any], rate: float = 1.0) -> Non
 
 def estimates_its_rate(optimizer: AllWeights, group: dict[str, Any]) -> None:
     """As D-Adaptation and Prodigy do: it begins at almost nothing."""
-    moved = sum(float((one.grad * (optimizer.state[one]["start"] - one)).sum()) for one in group["params"])
+    moved = sum(
+        float((one.grad * (optimizer.state[one]["start"] - one)).sum()) for one in group["params"]
+    )
     group["sum"] = group.get("sum", 0.0) + moved
     size = sum(float(one.grad.abs().sum()) for one in group["params"])
     group["d"] = max(group.get("d", 1e-6), group["sum"] / size)
@@ -218,7 +239,9 @@ def test_what_looks_at_many_numbers_is_refused_however_late_it_shows(step: Any) 
 
 
 def masked(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    return gradient * (torch.rand_like(weight) < 0.5) + 0.01 * torch.empty_like(weight).normal_(0, 0.1)
+    return gradient * (torch.rand_like(weight) < 0.5) + 0.01 * torch.empty_like(weight).normal_(
+        0, 0.1
+    )
 
 
 def dropped(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -243,7 +266,12 @@ def in_two_groups(parameters: Any, kind: Any = optim.AdamW, **options: Any) -> o
 
 
 def test_groups_by_shape_are_made_of_the_models_weights_but_at_stage_3() -> None:
-    assert [judge(in_two_groups, stage=stage) for stage in range(4)] == ["", "", "", "optimizer-sees-shape"]
+    assert [judge(in_two_groups, stage=stage) for stage in range(4)] == [
+        "",
+        "",
+        "",
+        "optimizer-sees-shape",
+    ]
 
 
 class Counting(optim.Optimizer):
@@ -265,7 +293,9 @@ def test_at_stage_3_step_is_called_for_each_group() -> None:
         return Counting([{"params": parameters[:2]}, {"params": parameters[2:]}])
 
     assert [judge(Counting, stage=3), judge(of_halves, stage=2)] == ["", ""]
-    with pytest.raises(ConfigError, match=r"once for each of its groups; set zero.stage: 2") as caught:
+    with pytest.raises(
+        ConfigError, match=r"once for each of its groups; set zero.stage: 2"
+    ) as caught:
         check_optimizer(of_halves, stage=3, key="optimizer", value="mine")
     assert caught.value.problems[0].kind == "optimizer-sees-shape"
 
@@ -279,10 +309,16 @@ class WithModes(Own):
 
 
 def test_modes_are_refused_at_every_stage() -> None:
-    assert {judge(partial(WithModes, step=lion), stage=stage) for stage in range(4)} == {"optimizer-needs-modes"}
+    assert {judge(partial(WithModes, step=lion), stage=stage) for stage in range(4)} == {
+        "optimizer-needs-modes"
+    }
 
 
 def test_ranks_of_a_tensor_group_have_a_part_of_the_weights() -> None:
-    with pytest.raises(ConfigError, match=r"parallel.tensor: 2 each rank has a part.*set parallel.tensor: 1"):
-        check_optimizer(partial(AllWeights, step=clips_all), stage=0, key="optimizer", value="mine", tensor=2)
+    with pytest.raises(
+        ConfigError, match=r"parallel.tensor: 2 each rank has a part.*set parallel.tensor: 1"
+    ):
+        check_optimizer(
+            partial(AllWeights, step=clips_all), stage=0, key="optimizer", value="mine", tensor=2
+        )
     check_optimizer(optim.AdamW, stage=0, key="optimizer", value="mine", tensor=2)

@@ -1,5 +1,5 @@
-"""Model, data, task and optimizer: named in a config in every way that makes sense, or handed over, or refused with a
-reason.
+"""Model, data, task and optimizer: named in a config in every way that makes sense, or handed over,
+or refused with a reason.
 """
 
 from __future__ import annotations
@@ -99,7 +99,10 @@ def no_optimizer(parameters: Any) -> str:
 
 
 def config(**sections: Any) -> RunConfig:
-    base: dict[str, Any] = {"data": {"target": f"{HERE}:data_pair"}, "model": {"target": f"{HERE}:Net"}}
+    base: dict[str, Any] = {
+        "data": {"target": f"{HERE}:data_pair"},
+        "model": {"target": f"{HERE}:Net"},
+    }
     return config_from_values(base | sections)
 
 
@@ -141,7 +144,9 @@ class TestTask:
     )
     def test_what_a_target_may_be(self, section: dict[str, Any], factor: float) -> None:
         loss = value_of(gather(task=section).task.loss(OUTPUTS, TARGETS))
-        assert float(loss) == pytest.approx(factor * float(nn.functional.cross_entropy(OUTPUTS, TARGETS)))
+        assert float(loss) == pytest.approx(
+            factor * float(nn.functional.cross_entropy(OUTPUTS, TARGETS))
+        )
 
     @pytest.mark.parametrize(
         ("section", "text"),
@@ -157,7 +162,10 @@ class TestTask:
             (at("OwnTask", scael=1), "got an unexpected keyword argument 'scael'"),
             (at("make_loss"), "missing a required argument: 'scale'"),
             (at("no_model"), "a str was returned"),
-            ({"target": "torch.nn:Linear", "args": {"in_features": 1, "out_features": 1}}, "has parameters"),
+            (
+                {"target": "torch.nn:Linear", "args": {"in_features": 1, "out_features": 1}},
+                "has parameters",
+            ),
         ],
     )
     def test_what_it_may_not_be(self, section: dict[str, Any], text: str) -> None:
@@ -190,7 +198,9 @@ class TestModel:
         net = Net()
         assert gather(Objects(model=net)).build_model() is net
         assert isinstance(gather(Objects(model=Net)).build_model(), Net)
-        assert "neither a torch.nn.Module nor a list of layers" in refused(Objects(model="resnet50"))  # type: ignore[arg-type]
+        assert "neither a torch.nn.Module nor a list of layers" in refused(
+            Objects(model="resnet50")
+        )  # type: ignore[arg-type]
 
 
 class TestData:
@@ -201,7 +211,11 @@ class TestData:
 
     @pytest.mark.parametrize(
         ("name", "text"),
-        [("NoLength", "has no length"), ("endless", "is an iterator"), ("no_model", "is a str, not a dataset")],
+        [
+            ("NoLength", "has no length"),
+            ("endless", "is an iterator"),
+            ("no_model", "is a str, not a dataset"),
+        ],
     )
     def test_what_is_no_dataset(self, name: str, text: str) -> None:
         assert text in refused(data=at(name))
@@ -210,11 +224,13 @@ class TestData:
         model = {"kind": "mlp", "num_classes": 2}
         text = refused(data=at("with_classes", classes=["a", "b", "c"]), model=model)
         assert (
-            text == "model.num_classes = 2: the training data has 3 classes; set model.num_classes: 3 "
+            text
+            == "model.num_classes = 2: the training data has 3 classes; set model.num_classes: 3 "
             "[model-data-num-classes]"
         )
         gather(data=at("with_classes", classes=["a", "b"]), model=model)
-        gather(data=at("with_classes", classes=3), model=model)  # not a list: the attribute means something else
+        # not a list: the attribute means something else
+        gather(data=at("with_classes", classes=3), model=model)
 
     def test_evaluation_data_alone(self) -> None:
         with pytest.raises(ConfigError, match="eval_data: it was handed over without train_data"):
@@ -260,7 +276,10 @@ class TestOptimizer:
                 "optimizer.target = torch.optim:SGD: calling it failed: ValueError: Invalid learning rate: -1.0",
             ),
             (at("no_optimizer"), "it returned builtins.str, not a torch.optim.Optimizer"),
-            ({"target": "torch.optim:SGD", "args": {"rate": 1.0}}, "got an unexpected keyword argument 'rate'"),
+            (
+                {"target": "torch.optim:SGD", "args": {"rate": 1.0}},
+                "got an unexpected keyword argument 'rate'",
+            ),
         ],
     )
     def test_what_fails_is_one_problem(self, section: dict[str, Any], text: str) -> None:
@@ -281,7 +300,9 @@ class TestOptimizer:
             (lambda parameters: torch.optim.SGD(parameters, lr=0.1), None),
         ],
     )
-    def test_an_object_tells_its_rate_where_it_says_one(self, optimizer: Any, lr: float | None) -> None:
+    def test_an_object_tells_its_rate_where_it_says_one(
+        self, optimizer: Any, lr: float | None
+    ) -> None:
         described = describe_objects(config(), Objects(optimizer=optimizer))
         assert described.optimizer.lr == lr  # type: ignore[union-attr]
         assert gather(Objects(optimizer=optimizer)).make_optimizer is not None
@@ -289,8 +310,14 @@ class TestOptimizer:
     @pytest.mark.parametrize(
         ("optimizer", "args"),
         [
-            (partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True), {"momentum": 0.9, "nesterov": True}),
-            (partial(torch.optim.Adam, betas=(0.9, 0.95), foreach=None), {"betas": [0.9, 0.95], "foreach": None}),
+            (
+                partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+                {"momentum": 0.9, "nesterov": True},
+            ),
+            (
+                partial(torch.optim.Adam, betas=(0.9, 0.95), foreach=None),
+                {"betas": [0.9, 0.95], "foreach": None},
+            ),
             (partial(torch.optim.SGD, momentum=torch.tensor(0.9), weight_decay=math.inf), {}),
             (torch.optim.SGD, {}),
         ],  # type: ignore[arg-type]
@@ -303,14 +330,18 @@ class TestOptimizer:
     def test_an_object_gets_the_parameters(self) -> None:
         made = self.make(Objects(optimizer=partial(torch.optim.SGD, lr=0.1)))
         assert made.param_groups[0]["params"] == self.PARAMETERS
-        with pytest.raises(ConfigError, match=r"optimizer = \S+no_optimizer: it returned builtins.str, not a torch"):
+        with pytest.raises(
+            ConfigError, match=r"optimizer = \S+no_optimizer: it returned builtins.str, not a torch"
+        ):
             self.make(Objects(optimizer=no_optimizer))  # type: ignore[arg-type]
 
 
 class TestResolvedConfig:
     """What a run with objects writes into its folder."""
 
-    OBJECTS = Objects(model=Net(), train_data=DATA, task=loss_function, optimizer=partial(torch.optim.SGD, lr=0.1))
+    OBJECTS = Objects(
+        model=Net(), train_data=DATA, task=loss_function, optimizer=partial(torch.optim.SGD, lr=0.1)
+    )
 
     def resolved(self, tmp_path: Path) -> RunConfig:
         values = describe_objects(config(), self.OBJECTS).to_dict()
@@ -336,7 +367,8 @@ class TestResolvedConfig:
         assert parts.build_model() is self.OBJECTS.model
 
     @pytest.mark.parametrize(
-        "task", [torch.relu, nn.functional.mse_loss, nn.MSELoss(), OwnTask, OWN_TASK.loss, lambda o, t: o]
+        "task",
+        [torch.relu, nn.functional.mse_loss, nn.MSELoss(), OwnTask, OWN_TASK.loss, lambda o, t: o],
     )
     def test_anything_callable_has_a_name(self, task: Any) -> None:
         name = describe_objects(config(), Objects(task=task)).task.object  # type: ignore[union-attr]
@@ -366,7 +398,9 @@ def test_a_vocabulary_that_only_the_files_know(size: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("accumulation", "expected"), [(1, 2), (6, 2), (7, 3), (30, 10)])
-def test_workers_have_a_step_ready_that_reads_all_its_batches_first(accumulation: int, expected: int) -> None:
+def test_workers_have_a_step_ready_that_reads_all_its_batches_first(
+    accumulation: int, expected: int
+) -> None:
     batch = {"micro_size": 1, "accumulation_steps": accumulation}
     config = config_from_values({"batch": batch, "data": {"kind": "digits", "num_workers": 3}})
     plan = make_plan(config, Cluster(devices_per_host=1))

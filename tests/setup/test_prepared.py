@@ -1,4 +1,6 @@
-"""What is found wrong before any process group exists: with real configs, and a process group that fails the test."""
+"""What is found wrong before any process group exists: with real configs, and a process group that
+fails the test.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ DATA = TensorDataset(torch.randn(64, 3), torch.arange(64) % 2)
 @pytest.fixture(autouse=True)
 def _no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(deepspeed, "init_distributed", lambda **_: pytest.fail("a process group was started"))
+    monkeypatch.setattr(
+        deepspeed, "init_distributed", lambda **_: pytest.fail("a process group was started")
+    )
 
 
 def refused(config: Any, **objects: Any) -> FrameworkError:
@@ -48,8 +52,14 @@ def test_a_checkpoint_that_is_not_there(resume: str) -> None:
     Path("file").touch()
     error = refused({"checkpoint": {"resume": resume}})
     assert error.exit_code == 78
-    reason = "there is no finished checkpoint" if resume in ("empty", "file") else "there is no such folder"
-    assert str(error).startswith(f"checkpoint.resume = {resume}: {reason}; name a .../global_step<N> folder")
+    reason = (
+        "there is no finished checkpoint"
+        if resume in ("empty", "file")
+        else "there is no such folder"
+    )
+    assert str(error).startswith(
+        f"checkpoint.resume = {resume}: {reason}; name a .../global_step<N> folder"
+    )
 
 
 NET = "import torch\n\nclass Net(torch.nn.Linear):\n    def __init__(self, width=3):\n        super().__init__(width, 2)\n"  # noqa: E501
@@ -68,7 +78,9 @@ WRONG = {
 def test_wrong_input_in_a_file_is_one_line_with_its_place(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As train.py finds it; tests/test_train_script.py has what it finds before it imports torch."""
+    """As train.py finds it; tests/test_train_script.py has what it finds before it imports
+    torch.
+    """
     monkeypatch.setattr(sys, "path", [*sys.path])
     Path("broken_net.py").write_text("import torch\n\nwidth = 1 / 0\n")
     Path("fine_net.py").write_text(NET)
@@ -140,7 +152,9 @@ def test_ranks_compare_a_text_that_was_handed_over() -> None:
         tokens = Tokens(np.array([1, 2, 3, last, 8] * 20, dtype=np.uint16), np.arange(0, 101, 5))
         windows = TextWindows(tokens, sequence_length=4, vocab_size=9, special=SpecialTokens(end=8))
         model = torch.nn.Embedding(9, 9)
-        config = framework.RunConfig.model_validate({"batch": {"global_size": 4}, "task": {"kind": "causal_lm"}})
+        config = framework.RunConfig.model_validate(
+            {"batch": {"global_size": 4}, "task": {"kind": "causal_lm"}}
+        )
         return prepare(config, objects=Objects(model=model, train_data=windows)).fingerprint()
 
     one, same, other = fingerprint(4), fingerprint(4), fingerprint(5)
@@ -148,9 +162,11 @@ def test_ranks_compare_a_text_that_was_handed_over() -> None:
     assert {name for name in one if one[name] != other[name]} == {"checksum of the training text"}
 
 
-def test_ranks_tell_what_they_have_found_of_first_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that sees a checkpoint already, which the others do not see yet, needs none; what all of them do is agreed on
-    later.
+def test_ranks_tell_what_they_have_found_of_first_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that sees a checkpoint already, which the others do not see yet, needs none; what all of
+    them do is agreed on later.
     """
     torch.save(torch.nn.Linear(3, 2).state_dict(), tmp_path / "first.pt")
     config = framework.RunConfig.model_validate({"checkpoint": {"init_weights": "first.pt"}})
@@ -162,7 +178,10 @@ def test_ranks_tell_what_they_have_found_of_first_weights(tmp_path: Path, monkey
     monkeypatch.setattr(prepared, "find_checkpoint", lambda *arguments, **options: "global_step7")
     other = looked()
     assert one.fingerprint() == other.fingerprint()
-    assert (one.describe_weights(), other.describe_weights()) == ("2 tensors are found there", "no weights are read")
+    assert (one.describe_weights(), other.describe_weights()) == (
+        "2 tensors are found there",
+        "no weights are read",
+    )
     assert one.without_weights().describe_weights() == other.without_weights().describe_weights()
 
 
@@ -185,15 +204,27 @@ def test_a_stream_without_a_length_is_refused_and_an_epoch_is_what_is_named() ->
     handed = Objects(model=torch.nn.Linear(3, 2), train_data=Streamed())
     for values, length in (
         ({"training": {"max_steps": 5}}, (None, 5, 5)),
-        ({"data": {"train_samples": 320}, "batch": {"global_size": 32}, "training": {"max_epochs": 2}}, (10, 20, 10)),
+        (
+            {
+                "data": {"train_samples": 320},
+                "batch": {"global_size": 32},
+                "training": {"max_epochs": 2},
+            },
+            (10, 20, 10),
+        ),
     ):
         found = prepare(config_with_objects(values, handed), objects=handed)
-        assert (found.plan.length.steps_per_epoch, found.plan.length.total_steps, found.plan.length.epoch) == length
+        assert (
+            found.plan.length.steps_per_epoch,
+            found.plan.length.total_steps,
+            found.plan.length.epoch,
+        ) == length
         assert found.description()["lanes"] == 1
 
 
 @pytest.mark.parametrize(
-    ("parts", "ranks", "line"), [(1, 2, "2 ranks share 1 part of"), (6, 4, "4 ranks share 6 parts of"), (6, 2, "")]
+    ("parts", "ranks", "line"),
+    [(1, 2, "2 ranks share 1 part of"), (6, 4, "4 ranks share 6 parts of"), (6, 2, "")],
 )
 def test_lanes_that_ranks_share_cost_a_warning(
     parts: int, ranks: int, line: str, monkeypatch: pytest.MonkeyPatch

@@ -1,5 +1,5 @@
-"""What cannot be cut into pipeline stages is refused while nothing waits: one line that names the layer, and no run
-folder.
+"""What cannot be cut into pipeline stages is refused while nothing waits: one line that names the
+layer, and no run folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ SAMPLES = TensorDataset(torch.randn(32, 6), torch.randint(0, 2, (32,)))
 @pytest.fixture(autouse=True)
 def two_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As a launcher describes them, in an empty folder."""
-    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+    for name, value in {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
 
@@ -45,7 +50,9 @@ def values(**sections: Any) -> dict[str, Any]:
     }
 
 
-def prepared(model: Any = None, *, data: Any = SAMPLES, task: Any = None, **sections: Any) -> Prepared:
+def prepared(
+    model: Any = None, *, data: Any = SAMPLES, task: Any = None, **sections: Any
+) -> Prepared:
     config = framework.RunConfig.model_validate(values(**sections))
     return prepare(config, objects=Objects(model=model, train_data=data, task=task))
 
@@ -76,7 +83,9 @@ class Takes(nn.Linear):
 
     def forward(self, value: Any) -> Tensor:
         while not isinstance(value, Tensor):
-            value = next(iter(value.values() if isinstance(value, Mapping) else value or [torch.zeros(4, 6)]))
+            value = next(
+                iter(value.values() if isinstance(value, Mapping) else value or [torch.zeros(4, 6)])
+            )
         return super().forward(value)
 
 
@@ -122,7 +131,11 @@ def as_head(module: nn.Module, value: Tensor) -> Any:
 
 
 def tied(
-    *, head: Any = EMBED, call: Any = as_head, weights: tuple[str, ...] = ("weight",), first: Any = EMBED
+    *,
+    head: Any = EMBED,
+    call: Any = as_head,
+    weights: tuple[str, ...] = ("weight",),
+    first: Any = EMBED,
 ) -> list[Layer]:
     return [
         Layer("embed", first, tied="e", tied_weights=weights),
@@ -216,7 +229,12 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str, str]] = {
         "pipe-exceeds-layers",
     ),
     "not-layered": (nn.Linear(6, 2), {}, "Linear", "model-not-layered"),
-    "own-forward": (lambda: nn.TransformerEncoderLayer(6, 2), {}, "TransformerEncoderLayer", "model-not-layered"),
+    "own-forward": (
+        lambda: nn.TransformerEncoderLayer(6, 2),
+        {},
+        "TransformerEncoderLayer",
+        "model-not-layered",
+    ),
     "stages-short": (
         MLP,
         {"parallel": {"pipe": 2, "stages": [0, 1]}},
@@ -225,7 +243,10 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str, str]] = {
     ),
     "nothing-to-train": (
         MLP,
-        {"parallel": {"pipe": 2, "stages": [0, 0, 1]}, "training": {"max_steps": 2, "freeze": ["2\\..*"]}},
+        {
+            "parallel": {"pipe": 2, "stages": [0, 0, 1]},
+            "training": {"max_steps": 2, "freeze": ["2\\..*"]},
+        },
         "stage 1 (2)",
         "stage-without-parameters",
     ),
@@ -235,8 +256,18 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str, str]] = {
         "stage 0 (0)",
         "stage-without-parameters",
     ),
-    "does-not-fit": (lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(6, 2)), {}, "1 (Linear)", "layer-failed"),
-    "shared-weights": (shared, {"parallel": {"pipe": 2, "stages": [0, 0, 1]}}, "2.weight", "weight-on-two-stages"),
+    "does-not-fit": (
+        lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(6, 2)),
+        {},
+        "1 (Linear)",
+        "layer-failed",
+    ),
+    "shared-weights": (
+        shared,
+        {"parallel": {"pipe": 2, "stages": [0, 0, 1]}},
+        "2.weight",
+        "weight-on-two-stages",
+    ),
     "one-group": (
         lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2, bias=False)),
         {"optimizer": DECAY, "zero": {"stage": 1}},
@@ -287,8 +318,12 @@ class Forgets(nn.Module):
         return self.last(self.between(self.first(value)))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("how", [{}, {"parallel": {"pipe": 1}, "training": {"max_steps": 2, "recompute_every": 1}}])
-def test_layers_that_are_another_model_than_forward_are_refused(tmp_path: Path, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "how", [{}, {"parallel": {"pipe": 1}, "training": {"max_steps": 2, "recompute_every": 1}}]
+)
+def test_layers_that_are_another_model_than_forward_are_refused(
+    tmp_path: Path, how: dict[str, Any]
+) -> None:
     line = refused(tmp_path, Forgets(), **how)
     assert line.startswith(
         "model = Forgets: its layers(), one after the other, do not give what its forward() gives: numbers that"
@@ -300,9 +335,13 @@ def test_layers_that_are_another_model_than_forward_are_refused(tmp_path: Path, 
 
 
 def test_layers_and_modules_in_any_form_are_cut_alike() -> None:
-    """A sequence, a list, a ModuleList, a LayeredModel with its weights, and functions that return them."""
+    """A sequence, a list, a ModuleList, a LayeredModel with its weights, and functions that return
+    them.
+    """
     modules = [nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)]
-    layered = LayeredModel([Layer(str(n), lambda module=module: module) for n, module in enumerate(modules)])  # type: ignore[misc]
+    layered = LayeredModel(
+        [Layer(str(n), lambda module=module: module) for n, module in enumerate(modules)]
+    )  # type: ignore[misc]
     for model in (
         nn.Sequential(*modules),
         modules,
@@ -341,7 +380,9 @@ def test_a_pipeline_that_goes_on_is_cut_as_it_was_measured(monkeypatch: pytest.M
     run = four_layers()
     assert run.cut is not None
     assert run.cut.table.bounds == (0, 2, 4)
-    start = SavedCheckpoint(Path("runs/x/checkpoints"), "global_step4", {"step": 4, **manifest_of(run)})
+    start = SavedCheckpoint(
+        Path("runs/x/checkpoints"), "global_step4", {"step": 4, **manifest_of(run)}
+    )
     monkeypatch.setattr(framework.setup.start_point, "time_layers", measured)
     monkeypatch.setattr(framework.setup.start_point, "rank", lambda: 1)
     cut = framework.setup.start_point.measure_cut(run, start).cut

@@ -1,4 +1,6 @@
-"""What ranks have found for a fresh start, each for itself, has to be the same before they read it together."""
+"""What ranks have found for a fresh start, each for itself, has to be the same before they read it
+together.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,17 @@ def agreed(monkeypatch: pytest.MonkeyPatch, *reported: str, start: Any = None) -
 
 
 def test_all_have_found_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert agreed(monkeypatch, "2 tensors are found there", "2 tensors are found there").reported.startswith(
-        "2 tensors"
-    )
+    assert agreed(
+        monkeypatch, "2 tensors are found there", "2 tensors are found there"
+    ).reported.startswith("2 tensors")
 
 
-def test_one_that_sees_other_files_ends_all_with_a_code_that_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_sees_other_files_ends_all_with_a_code_that_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(
-        StorageError, match=r"on rank 1, no weights are read; on rank 0, 2 tensors.*\[weights-differ\]"
+        StorageError,
+        match=r"on rank 1, no weights are read; on rank 0, 2 tensors.*\[weights-differ\]",
     ) as caught:
         agreed(monkeypatch, "2 tensors are found there", "no weights are read")
     assert caught.value.exit_code == 74
@@ -48,5 +53,8 @@ def test_one_that_sees_other_files_ends_all_with_a_code_that_is_tried_again(monk
 
 def test_a_resumed_run_reads_none_whatever_a_rank_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
-        agreed(monkeypatch, "2 tensors are found there", "no weights are read", start="global_step7").reported == "none"
+        agreed(
+            monkeypatch, "2 tensors are found there", "no weights are read", start="global_step7"
+        ).reported
+        == "none"
     )

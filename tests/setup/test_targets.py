@@ -1,4 +1,6 @@
-"""Whatever is wrong with a user's module is one problem: key, value, reason, fix, and the line of code."""
+"""Whatever is wrong with a user's module is one problem: key, value, reason, fix, and the line of
+code.
+"""
 
 from __future__ import annotations
 
@@ -154,12 +156,19 @@ def test_the_current_folder_is_searched() -> None:
             "importing it failed: ModuleNotFoundError: custom text (HERE/nameless.py:1)",
             "mend the module",
         ),
-        ("silent:x", "target-import-failed", "importing it failed: RuntimeError (HERE/silent.py:1)", "mend the module"),
+        (
+            "silent:x",
+            "target-import-failed",
+            "importing it failed: RuntimeError (HERE/silent.py:1)",
+            "mend the module",
+        ),
         (".good:x", "target-import-failed", None, "mend the module"),
         ("..good:x", "target-import-failed", None, "mend the module"),
     ],
 )
-def test_what_cannot_be_imported(here: Path, path: str, kind: str, reason: str | None, fix: str) -> None:
+def test_what_cannot_be_imported(
+    here: Path, path: str, kind: str, reason: str | None, fix: str
+) -> None:
     problem = problem_of(path)
     assert (problem.kind, problem.fix) == (kind, fix)
     assert reason is None or problem.reason.replace(str(here), "HERE") == reason
@@ -200,7 +209,11 @@ def test_a_factory_is_called_with_its_arguments() -> None:
             "model.args = {widht: 5}: got an unexpected keyword argument 'widht'; it takes (width: int = 3, *, depth: "
             "int = 1) -> None [target-args]",
         ),
-        ("good:NET", {}, "model.target = a Net: it cannot be called; name a class or a function [target-not-callable]"),
+        (
+            "good:NET",
+            {},
+            "model.target = a Net: it cannot be called; name a class or a function [target-not-callable]",
+        ),
         (
             "good:Net",
             {"width": -1},
@@ -230,7 +243,10 @@ def test_missing_arguments_and_positional_ones() -> None:
     def optimizer(parameters: Any, lr: float) -> None: ...
 
     check_arguments(optimizer, {"lr": 0.1}, key="optimizer", positional=1)
-    with pytest.raises(ConfigError, match=r"missing a required argument: 'lr'; it takes \(parameters.*\[target-args\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"missing a required argument: 'lr'; it takes \(parameters.*\[target-args\]",
+    ):
         check_arguments(optimizer, {}, key="optimizer", positional=1)
     with pytest.raises(ConfigError, match="multiple values for argument 'parameters'"):
         check_arguments(optimizer, {"parameters": 1, "lr": 1}, key="optimizer", positional=1)

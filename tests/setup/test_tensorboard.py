@@ -32,12 +32,16 @@ def test_text_with_the_tokens_that_the_model_expects() -> None:
     tokens = torch.tensor([list(b"ab|d"), list(b"wxyz")])
     targets = torch.tensor([[*b"b|d", -100], [*b"xyz", 33]])
     logits = torch.nn.functional.one_hot(tokens, 256).float()
-    (table,) = samples((tokens, torch.ones(2, 4)), targets, {"logits": logits}, count=2, decode=decoded)
+    (table,) = samples(
+        (tokens, torch.ones(2, 4)), targets, {"logits": logits}, count=2, decode=decoded
+    )
     assert isinstance(table, Text)
     assert table.text.splitlines()[2:] == ["| ab\\|d | b\\|d | ab\\|d |", "| wxyz | xyz! | wxyz |"]
 
 
-def test_what_cannot_be_shown_costs_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_shown_costs_one_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown: list[Sequence[Shown]] = []
     watch = SampleWatch(shown.append, tmp_path, 2)
     for _ in range(3):
@@ -62,7 +66,9 @@ def test_a_png_holds_the_pixels(channels: int) -> None:
 
 
 def test_a_histogram_counts_every_finite_value_once() -> None:
-    values = torch.cat([torch.randn(10_001), torch.tensor([0.0, -3e9, 1e9, float("nan"), float("inf")])])
+    values = torch.cat(
+        [torch.randn(10_001), torch.tensor([0.0, -3e9, 1e9, float("nan"), float("inf")])]
+    )
     whole, finite = _count(values), values[values.isfinite()]
     assert whole.num == sum(whole.buckets.values()) == finite.numel()
     assert (whole.least, whole.largest) == (-3e9, 1e9)

@@ -41,7 +41,9 @@ class OfLogits(Task):
 
 
 def of_torchvision(name: str, **options: Any) -> Callable[[], nn.Module]:
-    return lambda: getattr(pytest.importorskip("torchvision.models"), name)(num_classes=10, **options)
+    return lambda: getattr(pytest.importorskip("torchvision.models"), name)(
+        num_classes=10, **options
+    )
 
 
 def of_transformers(name: str, **options: Any) -> Callable[[], nn.Module]:
@@ -55,36 +57,68 @@ def of_transformers(name: str, **options: Any) -> Callable[[], nn.Module]:
 
 IMAGES, TOKENS = torch.zeros(MICRO, 3, 64, 64), torch.zeros(MICRO, 32, dtype=torch.int64)
 LABELS = torch.zeros(MICRO, dtype=torch.int64)
-SHAPE = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 160}
-VIT = {"image_size": 64, "patch_size": 16, "num_layers": 3, "num_heads": 4, "hidden_dim": 64, "mlp_dim": 128}
+SHAPE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 160,
+}
+VIT = {
+    "image_size": 64,
+    "patch_size": 16,
+    "num_layers": 3,
+    "num_heads": 4,
+    "hidden_dim": 64,
+    "mlp_dim": 128,
+}
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Task]] = {
     "vit": (of_torchvision("VisionTransformer", **VIT), IMAGES, Classification()),
     "convnext": (of_torchvision("convnext_tiny"), IMAGES, Classification()),
     "efficientnet": (of_torchvision("efficientnet_b0"), IMAGES, Classification()),
-    "gpt2": (of_transformers("GPT2LMHeadModel", n_embd=64, n_layer=3, n_head=4), TOKENS, OfLogits()),
+    "gpt2": (
+        of_transformers("GPT2LMHeadModel", n_embd=64, n_layer=3, n_head=4),
+        TOKENS,
+        OfLogits(),
+    ),
     "bert": (of_transformers("BertModel", **SHAPE), TOKENS, OfLogits()),
-    "llama": (of_transformers("LlamaForCausalLM", **SHAPE, num_key_value_heads=2), TOKENS, OfLogits()),
+    "llama": (
+        of_transformers("LlamaForCausalLM", **SHAPE, num_key_value_heads=2),
+        TOKENS,
+        OfLogits(),
+    ),
 }
 
 
 def config_of(dtype: str = "fp32") -> Any:
-    values = {"data": {"kind": "digits"}, "batch": {"micro_size": MICRO}, "precision": {"dtype": dtype}}
+    values = {
+        "data": {"kind": "digits"},
+        "batch": {"micro_size": MICRO},
+        "precision": {"dtype": dtype},
+    }
     return config_from_values(values)
 
 
-def traced(build: Callable[[], nn.Module], inputs: Any, task: Task, dtype: str = "fp32", **options: Any) -> Any:
+def traced(
+    build: Callable[[], nn.Module], inputs: Any, task: Task, dtype: str = "fp32", **options: Any
+) -> Any:
     parts: Any = Parts(build, splits=None, task=task)  # type: ignore[arg-type]
     return trace_work(config_of(dtype), parts, (inputs, LABELS), **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype"), [*((name, "fp32") for name in MODELS), ("vit", "bf16"), ("llama", "bf16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "fp32") for name in MODELS), ("vit", "bf16"), ("llama", "bf16")]
+)
 def test_what_is_saved_is_what_autograd_saves(name: str, dtype: str) -> None:
     build, inputs, task = MODELS[name]
     work = traced(build, inputs, task, dtype, device="cpu")
     model = build()
-    assert dict(work.weights) == {weight: tuple(own.shape) for weight, own in model.named_parameters()}
-    assert sum(part.num_params for part in work.parts) == sum(weight.numel() for weight in model.parameters())
+    assert dict(work.weights) == {
+        weight: tuple(own.shape) for weight, own in model.named_parameters()
+    }
+    assert sum(part.num_params for part in work.parts) == sum(
+        weight.numel() for weight in model.parameters()
+    )
     if dtype == "bf16":
         model = model.bfloat16()
         inputs = inputs.bfloat16() if inputs.is_floating_point() else inputs
@@ -98,14 +132,22 @@ def test_what_is_saved_is_what_autograd_saves(name: str, dtype: str) -> None:
 SMALL = {"vocab_size": 97, "hidden_size": 64, "num_layers": 3, "num_heads": 4, "max_positions": 32}
 
 
-@pytest.mark.parametrize("size", [{"size": "tiny", "dropout": 0.1}, {"size": "llama-2-7b", "mlp_size": 160}])
-@pytest.mark.parametrize(("dtype", "arithmetic"), [("fp32", "fp32"), ("bf16", "half"), ("autocast", "autocast")])
+@pytest.mark.parametrize(
+    "size", [{"size": "tiny", "dropout": 0.1}, {"size": "llama-2-7b", "mlp_size": 160}]
+)
+@pytest.mark.parametrize(
+    ("dtype", "arithmetic"), [("fp32", "fp32"), ("bf16", "half"), ("autocast", "autocast")]
+)
 def test_on_gpus_it_is_the_closed_form(size: dict[str, Any], dtype: str, arithmetic: Any) -> None:
     """Fused operations of GPUs are stood for by what they save; each block is a part."""
-    model = config_from_values({"model": {"kind": "gpt", **SMALL, **size}, "task": {"kind": "causal_lm"}}).model
+    model = config_from_values(
+        {"model": {"kind": "gpt", **SMALL, **size}, "task": {"kind": "causal_lm"}}
+    ).model
     closed = model_work(model, micro_size=MICRO, arithmetic=arithmetic, device="cuda")
     assert closed is not None
-    values = {name: value for name, value in model.model_dump().items() if name not in ("kind", "size")}
+    values = {
+        name: value for name, value in model.model_dump().items() if name not in ("kind", "size")
+    }
     work = traced(lambda: GPT.of(**values), TOKENS, _NextToken(), dtype, device="cuda")
     assert work.flops == closed.flops
     assert saved_bytes(work) == pytest.approx(saved_bytes(closed), rel=0.01)
@@ -116,17 +158,28 @@ def test_on_gpus_it_is_the_closed_form(size: dict[str, Any], dtype: str, arithme
         assert most[0] == pytest.approx(most[1], rel=0.1, abs=2**15), name
     found = {part.name: part for part in work.parts}
     for part in closed.layers():
-        other = found.get(part.name, next((each for each in work.parts if each.shares and part.shares), part))
+        other = found.get(
+            part.name, next((each for each in work.parts if each.shares and part.shares), part)
+        )
         assert figures(other) == pytest.approx(figures(part), rel=0.02, abs=4096)
 
 
 class _NextToken(Classification):
     def loss(self, outputs: Tensor, targets: Tensor) -> Any:
-        return super().loss(outputs.flatten(0, 1), torch.zeros(outputs.shape[:2].numel(), dtype=torch.int64))
+        return super().loss(
+            outputs.flatten(0, 1), torch.zeros(outputs.shape[:2].numel(), dtype=torch.int64)
+        )
 
 
 def figures(part: Part) -> list[float]:
-    return [part.num_params, part.flops, part.masked_flops, part.saved_bytes, part.output_bytes, part.input_bytes]
+    return [
+        part.num_params,
+        part.flops,
+        part.masked_flops,
+        part.saved_bytes,
+        part.output_bytes,
+        part.input_bytes,
+    ]
 
 
 class AsksForNumbers(nn.Linear):
@@ -142,8 +195,21 @@ def test_a_model_that_asks_for_numbers_has_no_trace() -> None:
 
 @pytest.mark.slow
 def test_seven_billion_weights_are_not_allocated() -> None:
-    shape = {"vocab_size": 32_000, "max_positions": 4096, "hidden_size": 4096, "num_layers": 32, "num_heads": 32}
-    args = {**shape, "num_kv_heads": 32, "mlp_size": 11_008, "positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu"}
+    shape = {
+        "vocab_size": 32_000,
+        "max_positions": 4096,
+        "hidden_size": 4096,
+        "num_layers": 32,
+        "num_heads": 32,
+    }
+    args = {
+        **shape,
+        "num_kv_heads": 32,
+        "mlp_size": 11_008,
+        "positions": "rotary",
+        "norm": "rmsnorm",
+        "mlp": "swiglu",
+    }
     config = config_from_values(
         {
             "model": {
@@ -165,9 +231,13 @@ def test_seven_billion_weights_are_not_allocated() -> None:
 
 
 def test_fused_attention_of_processors_leaves_masked_scores_out_too() -> None:
-    model = config_from_values({"model": {"kind": "gpt", **SMALL, "dropout": 0.0}, "task": {"kind": "causal_lm"}}).model
+    model = config_from_values(
+        {"model": {"kind": "gpt", **SMALL, "dropout": 0.0}, "task": {"kind": "causal_lm"}}
+    ).model
     closed = model_work(model, micro_size=MICRO, arithmetic="fp32", device="cpu")
-    values = {name: value for name, value in model.model_dump().items() if name not in ("kind", "size")}
+    values = {
+        name: value for name, value in model.model_dump().items() if name not in ("kind", "size")
+    }
     work = traced(lambda: GPT.of(**values), TOKENS, _NextToken(), device="cpu")
     assert closed is not None
     found = [sum(part.masked_flops for part in each.layers()) for each in (work, closed)]

@@ -34,7 +34,9 @@ def ask(_name: str) -> None:
         (lambda: ask(""), "SystemExit: 2"),
     ],
 )
-def test_an_exit_is_an_error_with_the_place_of_the_call(leave: Callable[[], object], stated: str) -> None:
+def test_an_exit_is_an_error_with_the_place_of_the_call(
+    leave: Callable[[], object], stated: str
+) -> None:
     with pytest.raises(TrainingError, match=r"\[exit-called\]$") as caught, refusing_exits():
         leave()
     assert stated in str(caught.value)
@@ -77,14 +79,20 @@ def test_train_py_ends_with_70_where_the_run_exits() -> None:
         "import sys\nfrom framework import script\nscript._train = lambda *_: sys.exit(0)\n"
         "sys.argv = ['train.py', '--config', 'run.yaml']\nscript.main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == EXIT_TRAINING, done.stderr
     assert done.stderr == (
         "<string>:3: it exits in the middle of the run (SystemExit: 0); raise an exception there, or return "
         "[exit-called]\n"
     )
     helped = subprocess.run(
-        [sys.executable, "train.py", "--help"], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "train.py", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert helped.returncode == 0
 
@@ -132,7 +140,11 @@ fit("model", model=Net(4, 2))
 """  # noqa: E501
 
 
-PARTS = {"the data": ["data", "worker"], "a function": ["optimizer", "builder", "task"], "the model": ["model"]}
+PARTS = {
+    "the data": ["data", "worker"],
+    "a function": ["optimizer", "builder", "task"],
+    "the model": ["model"],
+}
 
 
 @pytest.mark.slow
@@ -149,11 +161,19 @@ def test_every_part_of_a_run_that_exits_is_named(tmp_path: Path) -> None:
     )
     assert done.returncode == EXIT_TRAINING, done.stderr
     lines = enumerate(SCRIPT.splitlines(), 1)
-    places = {name: number for number, line in lines for name in PARTS.get(line.rpartition("# in ")[2], ())}
+    places = {
+        name: number
+        for number, line in lines
+        for name in PARTS.get(line.rpartition("# in ")[2], ())
+    }
     reported = [line for line in done.stdout.splitlines() if "[exit-called]" in line]
-    assert [line.split()[0] for line in reported] == ["optimizer", "builder", "task", "data", "worker"], (
-        done.stdout + done.stderr
-    )
+    assert [line.split()[0] for line in reported] == [
+        "optimizer",
+        "builder",
+        "task",
+        "data",
+        "worker",
+    ], done.stdout + done.stderr
     for line in reported:
         name, place = line.split()[:2]
         assert place == f"{tmp_path / 'mine.py'}:{places[name]}:", line

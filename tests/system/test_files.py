@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 
 from framework.system import files
-from framework.system.files import NewFile, digest_of, hash_file, replace_text, sync_folder, write_new
+from framework.system.files import (
+    NewFile,
+    digest_of,
+    hash_file,
+    replace_text,
+    sync_folder,
+    write_new,
+)
 
 
 def failing(error: BaseException) -> Callable[..., Any]:
@@ -109,10 +116,15 @@ def test_short_writes_are_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 class TestWritingWhatIsInMemory:
     @pytest.mark.parametrize("num_bytes", [0, 1, (8 << 20) + 5])
-    def test_writes_all_of_it(self, tmp_path: Path, num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_writes_all_of_it(
+        self, tmp_path: Path, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         content = os.urandom(num_bytes)
         real = os.write
-        monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:1_000_003]))  # cut short
+        # cut short
+        monkeypatch.setattr(
+            os, "write", lambda descriptor, data: real(descriptor, data[:1_000_003])
+        )
         write_new(tmp_path / "file", memoryview(content))
         assert (tmp_path / "file").read_bytes() == content
         assert digest_of(memoryview(content)) == hash_file(tmp_path / "file").sha256

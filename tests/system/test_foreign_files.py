@@ -14,7 +14,13 @@ from framework.launch.job import hand_out
 from framework.system.files import refuse_foreign
 from tests.report.made_runs import write_run
 
-FOREIGN = (b'{"a": 1}', b"<html>mine</html>", b"\x89PNG\r\n\x1a\n", b"no newline", b"#!/bin/bash\n#SBATCH -N 2\n")
+FOREIGN = (
+    b'{"a": 1}',
+    b"<html>mine</html>",
+    b"\x89PNG\r\n\x1a\n",
+    b"no newline",
+    b"#!/bin/bash\n#SBATCH -N 2\n",
+)
 
 
 def test_a_mark_at_the_begin_or_the_end_is_found(tmp_path: Path) -> None:
@@ -76,7 +82,9 @@ def test_a_script_replaces_one_of_its_kind_alone(tmp_path: Path, content: bytes)
     hand_out("mark\n", to="/dev/null", mark=b"mark")
 
 
-def test_a_resolved_config_replaces_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resolved_config_replaces_a_config_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config, out = tmp_path / "ds.json", tmp_path / "out.json"
     config.write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 1}}))
     words = ["check", "--resolve", str(config), "-o", str(out)]

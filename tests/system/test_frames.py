@@ -1,4 +1,6 @@
-"""Frames of threads are taken without collecting garbage, whose finalizers would wait under the interpreter's lock."""
+"""Frames of threads are taken without collecting garbage, whose finalizers would wait under the
+interpreter's lock.
+"""
 
 from __future__ import annotations
 

@@ -18,8 +18,14 @@ HOST = f"MemTotal: {400 * GB // 1024} kB\nMemFree: 5 kB\nMemAvailable: {100 * GB
 MARGIN = 1 << 30
 
 
-def system(folder: Path, *, cgroup: str = "", files: dict[str, str] | None = None, meminfo: str = HOST) -> Path:
-    for name, text in {"proc/meminfo": meminfo, "proc/self/cgroup": cgroup, **(files or {})}.items():
+def system(
+    folder: Path, *, cgroup: str = "", files: dict[str, str] | None = None, meminfo: str = HOST
+) -> Path:
+    for name, text in {
+        "proc/meminfo": meminfo,
+        "proc/self/cgroup": cgroup,
+        **(files or {}),
+    }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     return folder
@@ -46,11 +52,21 @@ def test_nobody_tells(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_namespace", [True, False])
-def test_the_tightest_group_counts_and_what_the_kernel_can_drop_is_room(is_namespace: bool, tmp_path: Path) -> None:
-    """A pod's limit may stand above the group of its container; without a namespace the host's path is not there."""
-    files = version_2("" if is_namespace else "/pods/one", most=str(64 * GB), used=60 * GB, of_files=20 * GB)
+def test_the_tightest_group_counts_and_what_the_kernel_can_drop_is_room(
+    is_namespace: bool, tmp_path: Path
+) -> None:
+    """A pod's limit may stand above the group of its container; without a namespace the host's path
+    is not there.
+    """
+    files = version_2(
+        "" if is_namespace else "/pods/one", most=str(64 * GB), used=60 * GB, of_files=20 * GB
+    )
     files |= version_2("/pods", most="max", used=0, of_files=0)
-    found = room(system=system(tmp_path, cgroup=f"0::/{'' if is_namespace else 'pods/one/container'}\n", files=files))
+    found = room(
+        system=system(
+            tmp_path, cgroup=f"0::/{'' if is_namespace else 'pods/one/container'}\n", files=files
+        )
+    )
     assert found == Room(24 * GB - MARGIN, "the container's limit (64.0 GB)")
 
 
@@ -64,7 +80,9 @@ def test_version_1(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/memory.usage_in_bytes": "1\n",
         "sys/fs/cgroup/memory/memory.stat": "",
     }
-    found = room(system=system(tmp_path, cgroup="5:devices:/\n4:cpu,memory:/docker/a\n0::/x\n", files=files))
+    found = room(
+        system=system(tmp_path, cgroup="5:devices:/\n4:cpu,memory:/docker/a\n0::/x\n", files=files)
+    )
     assert found == Room(GB + GB // 2 - GB // 10, "the container's limit (2.0 GB)")
 
 
@@ -79,7 +97,9 @@ def test_a_save_for_which_there_is_no_room_gives_back_what_it_took(
     staged.clear()
     kept = os.fstat(staged.descriptor).st_size
     monkeypatch.setattr(
-        staged_files, "room", lambda: Room((150 << 20) - os.fstat(staged.descriptor).st_blocks * 512, "its limit")
+        staged_files,
+        "room",
+        lambda: Room((150 << 20) - os.fstat(staged.descriptor).st_blocks * 512, "its limit"),
     )
     staged.open(Path("second")).write(bytes(70 << 20))
     with pytest.raises(OSError, match=r"its limit has 0\.0. GB left") as caught:

@@ -1,4 +1,6 @@
-"""One value for the ranks of a host: made once, whoever comes first, and nobody waits for a rank that is gone."""
+"""One value for the ranks of a host: made once, whoever comes first, and nobody waits for a rank
+that is gone.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,12 @@ class Made:
         time.sleep(0.2)  # the others come meanwhile
         if is_first:
             self._first()
-        return {"name": "numbers", "numbers": np.arange(1000), "none": np.zeros(0), "odd": np.full(3, 7, np.uint8)}
+        return {
+            "name": "numbers",
+            "numbers": np.arange(1000),
+            "none": np.zeros(0),
+            "odd": np.full(3, 7, np.uint8),
+        }
 
     def count(self) -> int:
         return self._folder.stat().st_size if self._folder.exists() else 0
@@ -64,7 +71,9 @@ def summed(make: Callable[[], object]) -> tuple[str, int, int]:
 SUMMED = ("numbers", 499500, 21)
 
 
-def test_the_first_rank_makes_it_and_nothing_is_left_behind(tmp_path: Path, temporary: Path) -> None:
+def test_the_first_rank_makes_it_and_nothing_is_left_behind(
+    tmp_path: Path, temporary: Path
+) -> None:
     make = Made(tmp_path)
     assert on_ranks(lambda: summed(make), num_ranks=4) == [SUMMED] * 4
     assert make.count() == 1
@@ -79,7 +88,9 @@ def test_a_rank_that_dies_while_it_makes_it_is_replaced(tmp_path: Path) -> None:
 
 def test_an_error_of_the_first_is_the_error_of_all(tmp_path: Path, temporary: Path) -> None:
     def fail() -> None:
-        raise ConfigError.of("dataset-no-images", "there are none", "put some there", "data.root", "images")
+        raise ConfigError.of(
+            "dataset-no-images", "there are none", "put some there", "data.root", "images"
+        )
 
     make = Made(tmp_path, first=fail)
     found = on_ranks(lambda: summed(make), num_ranks=3)
@@ -119,7 +130,9 @@ def test_a_second_run_of_a_process_has_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("obstacle", ["none", "link"])
-def test_where_no_file_can_be_shared_every_rank_makes_its_own(tmp_path: Path, temporary: Path, obstacle: str) -> None:
+def test_where_no_file_can_be_shared_every_rank_makes_its_own(
+    tmp_path: Path, temporary: Path, obstacle: str
+) -> None:
     make = Made(tmp_path)
     if obstacle == "none":
         temporary.rmdir()
@@ -141,9 +154,15 @@ def look(shared: HostValue, queue: Queue[tuple[int, int]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_a_worker_maps_the_same_memory_however_it_is_started(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", None)  # a fork server's socket lies there, and its name must be short
-    shared, processes = HostValue.of({"numbers": np.arange(1_000_000)}), multiprocessing.get_context(method)
+def test_a_worker_maps_the_same_memory_however_it_is_started(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    # a fork server's socket lies there, and its name must be short
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    shared, processes = (
+        HostValue.of({"numbers": np.arange(1_000_000)}),
+        multiprocessing.get_context(method),
+    )
     queue: Queue[tuple[int, int]] = processes.Queue()
     worker = processes.Process(target=look, args=(shared, queue))
     worker.start()  # type: ignore[attr-defined]

@@ -65,7 +65,13 @@ PALS = {
 # An allocation's script or shell, and steps of one task: they describe tasks that do not run.
 ALONE = [
     {},
-    {"SLURM_JOB_ID": "5", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NNODES": "2"},
+    {
+        "SLURM_JOB_ID": "5",
+        "SLURM_NTASKS": "8",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NNODES": "2",
+    },
     {"SLURM_JOB_ID": "5", "SLURM_NTASKS": "8"},
     step(0, tasks=1),
     step(0, tasks=1, SLURM_STEP_ID="4294967290", SLURM_NTASKS="8"),
@@ -95,10 +101,16 @@ REFUSED = [
     (step(1, RANK="0"), r"RANK = 0: srun gave this process 1 \(SLURM_PROCID\)"),
     (step(1, RANK="0", WORLD_SIZE="1"), r"WORLD_SIZE = 1: srun gave this process 2"),
     (step(1, WORLD_SIZE="4"), "WORLD_SIZE = 4: srun gave this process 2"),
-    (open_mpi(1, RANK="1", WORLD_SIZE="2", LOCAL_RANK="0"), "LOCAL_RANK = 0: mpirun gave this process 1"),
+    (
+        open_mpi(1, RANK="1", WORLD_SIZE="2", LOCAL_RANK="0"),
+        "LOCAL_RANK = 0: mpirun gave this process 1",
+    ),
     (open_mpi(1, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0"), "RANK = 0: mpirun gave this process 1"),
     (open_mpi(3, size=4), "MASTER_ADDR: .*nothing says on which host.*set MASTER_ADDR"),
-    (step(1, tasks=3, nodes=2, SLURM_STEP_TASKS_PER_NODE="2,1"), "not every node has as many of them"),
+    (
+        step(1, tasks=3, nodes=2, SLURM_STEP_TASKS_PER_NODE="2,1"),
+        "not every node has as many of them",
+    ),
     (step(1, tasks=4, nodes=2, SLURM_LOCALID="0"), "dealt out in turn; .*--distribution=block"),
     (step(1, SLURM_PROCID="one"), "SLURM_PROCID = one: no number that can be RANK"),
     ({"PALS_RANKID": "1"}, "nothing says how many there are"),
@@ -123,7 +135,9 @@ def test_a_task_has_its_place(environment: dict[str, str], expected: str) -> Non
     environment = {**environment}
     take_rank(environment)
     assert " ".join(environment[name] for name in PLACE) == expected
-    assert 20_000 <= int(environment["MASTER_PORT"]) < 32_000 or environment["MASTER_PORT"] == "7777"
+    assert (
+        20_000 <= int(environment["MASTER_PORT"]) < 32_000 or environment["MASTER_PORT"] == "7777"
+    )
     before = {**environment}
     take_rank(environment)  # as a second fit() in one process does
     assert environment == before
@@ -168,7 +182,9 @@ def test_all_ranks_of_a_step_meet_at_one_port_and_those_of_the_next_at_another()
 @pytest.mark.parametrize("environment", [step(1), open_mpi(1)], ids=["srun", "mpirun"])
 def test_launch_starts_no_job_in_each_task(environment: dict[str, str]) -> None:
     options = LaunchOptions(config="x.yaml")
-    with pytest.raises(ConfigError, match=r"one of 2 processes .* each would start all ranks.*\[several-nodes\]"):
+    with pytest.raises(
+        ConfigError, match=r"one of 2 processes .* each would start all ranks.*\[several-nodes\]"
+    ):
         refuse_lone_start(environment, options)
     refuse_lone_start(step(0, tasks=1), options)
 
@@ -177,7 +193,12 @@ def test_launch_starts_no_job_in_each_task(environment: dict[str, str]) -> None:
 
 
 def settings(folder: Path, name: str) -> list[str]:
-    return [f"run.output_dir={folder}", f"run.name={name}", "training.max_epochs=1", "monitors.progress=off"]
+    return [
+        f"run.output_dir={folder}",
+        f"run.name={name}",
+        "training.max_epochs=1",
+        "monitors.progress=off",
+    ]
 
 
 def losses(folder: Path, name: str) -> list[float]:
@@ -206,7 +227,13 @@ def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 def train_py(folder: Path, name: str) -> list[str]:
-    return [sys.executable, str(ROOT / "train.py"), "--config", str(QUICKSTART), *settings(folder, name)]
+    return [
+        sys.executable,
+        str(ROOT / "train.py"),
+        "--config",
+        str(QUICKSTART),
+        *settings(folder, name),
+    ]
 
 
 @pytest.mark.slow
@@ -237,15 +264,26 @@ def test_srun_with_a_task_for_each_device(tmp_path: Path, by_torchrun: list[floa
     with OneMachineSlurm(tmp_path / "slurm") as cluster:
         environment |= {"SLURM_CONF": cluster.environment["SLURM_CONF"]}
         command = ["srun", "-N2", "-n2", *fitted(tmp_path, "run")]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         assert losses(tmp_path, "run") == by_torchrun
 
 
 @pytest.mark.exhaustive  # Open MPI's variables are those of the cases above
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here (Debian: apt install openmpi-bin)")
+@pytest.mark.skipif(
+    shutil.which("mpirun") is None, reason="no mpirun here (Debian: apt install openmpi-bin)"
+)
 def test_mpirun_with_a_process_for_each_device(tmp_path: Path, by_torchrun: list[float]) -> None:
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *train_py(tmp_path, "run")]
+    command = [
+        "mpirun",
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "-np",
+        "2",
+        *train_py(tmp_path, "run"),
+    ]
     done = subprocess.run(
         command,
         env=job_environment(),

@@ -30,11 +30,15 @@ def lines(log: Path) -> list[str]:
     return [line.split(" ", 2)[2] for line in log.read_text().splitlines()]
 
 
-def test_what_is_said_and_warned_of_is_also_in_the_log(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_said_and_warned_of_is_also_in_the_log(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rank_log.print_line("training night")
     rank_log.print_line()
     warn("a disk\nis 90 % full [disk]")
-    LogLines(220).write(Point(11, 1.0, 0.0, {"train/loss": 0.5, "eval/accuracy": 0.25, "time/step_ms": 1.0}))
+    LogLines(220).write(
+        Point(11, 1.0, 0.0, {"train/loss": 0.5, "eval/accuracy": 0.25, "time/step_ms": 1.0})
+    )
     assert capsys.readouterr() == ("training night\n\n", "warning: a disk is 90 % full [disk]\n")
     assert lines(log) == [
         "INFO dsf-trainer: training night",
@@ -45,7 +49,11 @@ def test_what_is_said_and_warned_of_is_also_in_the_log(log: Path, capsys: pytest
 
 @pytest.mark.parametrize(("rank", "stated"), [("0", "warning: all of us [x]\n"), ("3", "")])
 def test_a_warning_of_all_ranks_is_said_by_one_and_noted_by_all(
-    log: Path, rank: str, stated: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    log: Path,
+    rank: str,
+    stated: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("RANK", rank)
     warn("all of us [x]", is_of_all_ranks=True)
@@ -53,7 +61,9 @@ def test_a_warning_of_all_ranks_is_said_by_one_and_noted_by_all(
     assert lines(log) == ["WARNING dsf-trainer: all of us [x]"]
 
 
-def test_why_it_ended_is_in_the_log_and_goes_on_its_way(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_it_ended_is_in_the_log_and_goes_on_its_way(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also on ranks that leave it to another one to tell it."""
     with pytest.raises(ZeroDivisionError), rank_log.noting_errors():
         _ = 1 / 0
@@ -64,7 +74,8 @@ def test_why_it_ended_is_in_the_log_and_goes_on_its_way(log: Path, capsys: pytes
 
 
 @pytest.mark.parametrize(
-    ("error", "level"), [(TrainingError("diverged [x]"), "ERROR"), (RunStopped("SIGTERM [stopped]"), "INFO")]
+    ("error", "level"),
+    [(TrainingError("diverged [x]"), "ERROR"), (RunStopped("SIGTERM [stopped]"), "INFO")],
 )
 def test_an_end_that_has_a_text_is_one_line(log: Path, error: Exception, level: str) -> None:
     with pytest.raises(type(error)), rank_log.noting_errors():

@@ -35,6 +35,8 @@ def test_a_soft_limit_is_raised(hard: int) -> None:
 def test_what_the_system_does_not_allow_is_refused(hard: int) -> None:
     if hard == resource.RLIM_INFINITY:
         pytest.skip("this machine has no limit")
-    stated = rf"ulimit -n = \d+: many hosts take {hard + 1} open files; .* or take fewer \[nofile-low\]"
+    stated = (
+        rf"ulimit -n = \d+: many hosts take {hard + 1} open files; .* or take fewer \[nofile-low\]"
+    )
     with pytest.raises(ConfigError, match=stated):
         require(hard + 1, "many hosts", fix="take fewer")

@@ -30,7 +30,9 @@ time.sleep(60)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
 def test_a_child_is_killed_with_its_parent() -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True, cwd=ROOT) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "up\n"
         began = time.monotonic()
@@ -41,6 +43,10 @@ def test_a_child_is_killed_with_its_parent() -> None:
 
 def test_a_parent_that_has_gone_is_not_waited_for() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", CHILD, "1"], stdout=subprocess.PIPE, cwd=ROOT, check=False, timeout=50
+        [sys.executable, "-c", CHILD, "1"],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        check=False,
+        timeout=50,
     )
     assert (ended.returncode, ended.stdout) == (1, b"")

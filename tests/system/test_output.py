@@ -46,7 +46,9 @@ def test_a_rank_ends_as_if_it_were_read(words: list[str], code: int) -> None:
     assert done.returncode == code
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which refuses every byte")
+@pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="needs /dev/full, which refuses every byte"
+)
 def test_a_full_disk_neither() -> None:
     with Path("/dev/full").open("w") as stream:
         write(stream, "a line\n")

@@ -1,4 +1,6 @@
-"""A process that a launcher started ends with it, and with the agent above it; others are not watched."""
+"""A process that a launcher started ends with it, and with the agent above it; others are not
+watched.
+"""
 
 from __future__ import annotations
 
@@ -58,12 +60,15 @@ def test_a_rank_whose_launcher_is_killed_says_so_and_ends() -> None:
     assert launcher.stderr is not None
     stated = launcher.stderr.read()
     assert (
-        stated == f"rank 1: the launcher (process {launcher.pid}) is gone, and this rank ends with it [launcher-lost]\n"
+        stated
+        == f"rank 1: the launcher (process {launcher.pid}) is gone, and this rank ends with it [launcher-lost]\n"
     )
     launcher.communicate()
 
 
-def test_a_rank_that_is_stopping_gets_some_seconds_and_one_that_has_saved_does_not_need_them() -> None:
+def test_a_rank_that_is_stopping_gets_some_seconds_and_one_that_has_saved_does_not_need_them() -> (
+    None
+):
     launcher, rank = start_rank("stopping", LOCAL_RANK="0")
     saved, other = start_rank("stopping", "over", LOCAL_RANK="0")
     launcher.kill()

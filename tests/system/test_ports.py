@@ -18,7 +18,9 @@ def given_from(folder: Path, text: str) -> Path:
     return path
 
 
-def test_it_is_none_that_the_kernel_gives_to_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_is_none_that_the_kernel_gives_to_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(ports, "_GIVEN", given_from(tmp_path, "32768\t60999\n"))
     found = {free_port() for _ in range(20)}
     assert len(found) > 1, "two that start at the same moment do not take the same"
@@ -40,7 +42,9 @@ def test_one_that_is_taken_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_where_the_kernel_gives_almost_all_or_does_not_say_it_is_asked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None
 ) -> None:
-    monkeypatch.setattr(ports, "_GIVEN", given_from(tmp_path, text) if text is not None else tmp_path / "nowhere")
+    monkeypatch.setattr(
+        ports, "_GIVEN", given_from(tmp_path, text) if text is not None else tmp_path / "nowhere"
+    )
     port = free_port()
     assert 0 < port < 65_536
     with socket.create_server(("", port)):

@@ -53,15 +53,24 @@ def test_before_training_there_is_nothing_to_save() -> None:
     assert verdicts((0, TERM), training=False) == ["nothing to save"]
 
 
-@pytest.mark.parametrize(("seconds", "means"), [(0.0, "known"), (1.9, "known"), (2.1, "now"), (600.0, "now")])
+@pytest.mark.parametrize(
+    ("seconds", "means"), [(0.0, "known"), (1.9, "known"), (2.1, "now"), (600.0, "now")]
+)
 @pytest.mark.parametrize("second", [TERM, INT])
-def test_one_request_sent_twice_is_one_and_a_later_one_means_now(second: int, seconds: float, means: str) -> None:
+def test_one_request_sent_twice_is_one_and_a_later_one_means_now(
+    second: int, seconds: float, means: str
+) -> None:
     assert verdicts((0, INT), (seconds, second)) == ["noted", means]
 
 
 def test_notices_never_mean_now_and_do_not_count_as_the_first_time() -> None:
     assert verdicts((0, USR1), (300, USR1), (400, HUP)) == ["noted", "known", "known"]
-    assert verdicts((0, USR1), (300, TERM), (301, TERM), (303, TERM)) == ["noted", "known", "known", "now"]
+    assert verdicts((0, USR1), (300, TERM), (301, TERM), (303, TERM)) == [
+        "noted",
+        "known",
+        "known",
+        "now",
+    ]
 
 
 def test_what_is_to_be_done_at_the_first_signal_is_done_once_and_also_when_it_came_before() -> None:
@@ -212,8 +221,9 @@ assert not request.signal""",
     assert process.returncode == -9
 
 
-# The main thread keeps the interpreter's lock until it waits in C: a signal that came while it still ran Python would
-# be handled, and the case would be another one. `Thread.start` waits, and so gives the lock away; `_thread` does not.
+# The main thread keeps the interpreter's lock until it waits in C: a signal that came while it
+# still ran Python would be handled, and the case would be another one. `Thread.start` waits, and so
+# gives the lock away; `_thread` does not.
 STUCK_IN_C = """
 import _thread, ctypes, os, signal, sys, time
 from framework.system.stopping import StopRequest
@@ -241,6 +251,11 @@ with request.handling():
 def test_a_request_is_known_while_the_main_thread_is_in_c() -> None:
     """Python runs no handler then; `fit` in a script has no thread that reads signals."""
     done = subprocess.run(
-        [sys.executable, "-c", STUCK_IN_C], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", STUCK_IN_C],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.stdout == "SIGTERM ''\n", done.stderr

@@ -43,6 +43,10 @@ def test_a_handler_of_other_than_python_is_given_back_as_the_default() -> None:
         ([(0.0, False), (300.0, True)], False),
     ],
 )
-def test_who_asks_again_later_insists_unless_it_is_a_notice(requests: list[tuple[float, bool]], insists: bool) -> None:
+def test_who_asks_again_later_insists_unless_it_is_a_notice(
+    requests: list[tuple[float, bool]], insists: bool
+) -> None:
     insistence = Insistence()
-    assert [insistence.again(now, is_notice=is_notice) for now, is_notice in requests][-1] == insists
+    assert [insistence.again(now, is_notice=is_notice) for now, is_notice in requests][
+        -1
+    ] == insists

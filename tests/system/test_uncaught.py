@@ -14,10 +14,14 @@ from tests.launched import job_environment
 REFUSED = "nowhere.yaml: there is no such file; check the path [config-not-found]\n"
 ATEXIT = "import atexit, framework\natexit.register(print, 'exit handlers ran')\n"
 LOAD = "framework.load_config('nowhere.yaml')\n"
-OWN_HOOK = "import sys\nsys.excepthook = lambda kind, error, trace: print('my own hook:', kind.__name__)\n"
+OWN_HOOK = (
+    "import sys\nsys.excepthook = lambda kind, error, trace: print('my own hook:', kind.__name__)\n"
+)
 
 
-def script(folder: Path, text: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def script(
+    folder: Path, text: str, *options: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
     (folder / "mine.py").write_text(text, encoding="utf-8")
     return subprocess.run(
         [sys.executable, *options, "mine.py"],
@@ -42,7 +46,12 @@ def test_a_refusal_is_one_line_and_its_exit_code(tmp_path: Path) -> None:
         (ATEXIT + LOAD, (), {"DSF_TRACEBACK": "1"}, "Traceback"),
         (ATEXIT + LOAD, ("-i",), {}, "Traceback"),
         (ATEXIT + OWN_HOOK + LOAD, (), {}, "my own hook: ConfigError"),
-        (ATEXIT + "try:\n    " + LOAD + "except framework.ConfigError:\n    1 / 0\n", (), {}, "ZeroDivisionError"),
+        (
+            ATEXIT + "try:\n    " + LOAD + "except framework.ConfigError:\n    1 / 0\n",
+            (),
+            {},
+            "ZeroDivisionError",
+        ),
     ],
     ids=["switch", "interactive", "own-hook", "another-error"],
 )
@@ -76,7 +85,11 @@ def test_exit_handlers_run_where_all_ranks_have_stopped_well(tmp_path: Path) -> 
         "raise RunStopped('stopped after step 3')\n"
     )
     done = script(tmp_path, ATEXIT + stop)
-    assert (done.returncode, done.stdout, done.stderr) == (75, "exit handlers ran\n", "stopped after step 3\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        75,
+        "exit handlers ran\n",
+        "stopped after step 3\n",
+    )
 
 
 def test_it_is_never_installed_under_pytest() -> None:
@@ -89,7 +102,9 @@ def test_it_is_never_installed_under_pytest() -> None:
 
 @pytest.mark.slow
 def test_the_other_ranks_of_a_host_end_with_the_same_code_and_are_silent(tmp_path: Path) -> None:
-    """A launcher ends all ranks when the first one ends: they leave the first word to the one that speaks."""
+    """A launcher ends all ranks when the first one ends: they leave the first word to the one that
+    speaks.
+    """
     started = time.monotonic()
     done = script(tmp_path, ATEXIT + LOAD, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
     assert (done.returncode, done.stdout, done.stderr) == (78, "exit handlers ran\n", "")
@@ -105,8 +120,8 @@ def test_fit_refuses_in_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_with_a_process_group_exit_handlers_are_left_out(tmp_path: Path) -> None:
-    """They would wait for ranks that are gone. The group is a real one, of this process alone; torch puts a hook around
-    ours.
+    """They would wait for ranks that are gone. The group is a real one, of this process alone;
+    torch puts a hook around ours.
     """
     group = (
         "import torch.distributed\n"

@@ -1,4 +1,6 @@
-"""What a start waits for is said, on one rank of a host, by the innermost wait, and nothing of what is short."""
+"""What a start waits for is said, on one rank of a host, by the innermost wait, and nothing of what
+is short.
+"""
 
 from __future__ import annotations
 
@@ -31,19 +33,26 @@ def test_what_since_when_and_until_when(capfd: pytest.CaptureFixture[str]) -> No
     time.sleep(0.15)
     lines = capfd.readouterr().err.splitlines()
     moment = r"\d\d:\d\d:\d\d"
-    assert re.fullmatch(rf"waiting for the others since {moment}, 0 s \(usually a second\), until {moment}", lines[0])
+    assert re.fullmatch(
+        rf"waiting for the others since {moment}, 0 s \(usually a second\), until {moment}",
+        lines[0],
+    )
     assert len(lines) == 3
     assert lines[2].startswith("waiting for the compiler since ")
 
 
-def test_the_first_rank_of_a_host_speaks(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_rank_of_a_host_speaks(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     with waiting("the others"):
         time.sleep(0.15)
     assert capfd.readouterr().err == ""
 
 
-def test_an_op_that_is_compiled_is_named(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_op_that_is_compiled_is_named(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Slow(OpBuilder):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__("cpu_adam")
@@ -63,6 +72,7 @@ def test_an_op_that_is_compiled_is_named(capfd: pytest.CaptureFixture[str], monk
     with announcing_compilers(), pytest.raises(RuntimeError, match="cpu_adam"):
         Slow().jit_load()
     assert OpBuilder.jit_load is before
-    assert "waiting for DeepSpeed's op cpu_adam, which is compiled once per machine into /cache/ops since " in (
-        capfd.readouterr().err
+    assert (
+        "waiting for DeepSpeed's op cpu_adam, which is compiled once per machine into /cache/ops since "
+        in (capfd.readouterr().err)
     )

@@ -12,7 +12,9 @@ from framework.tasks.task import Positions
 TASK = CausalLM()
 
 
-def batch(*, ignored: int = 0, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(
+    *, ignored: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(3, 5, 7, generator=generator).to(dtype)
     targets = torch.randint(7, (3, 5), generator=generator)
@@ -30,7 +32,9 @@ def naive_nats(logits: torch.Tensor, targets: torch.Tensor) -> list[float]:
 
 @pytest.mark.parametrize("ignored", [0, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_loss_is_the_mean_over_positions_with_a_target(ignored: int, dtype: torch.dtype) -> None:
+def test_the_loss_is_the_mean_over_positions_with_a_target(
+    ignored: int, dtype: torch.dtype
+) -> None:
     logits, targets = batch(ignored=ignored, dtype=dtype)
     nats = naive_nats(logits, targets)
     loss = TASK.loss(logits, targets).value
@@ -49,7 +53,9 @@ def test_measures_are_sums_over_tokens() -> None:
     )
     assert set(measured) == {"loss", "accuracy"}
     assert {int(ratio.count) for ratio in measured.values()} == {11}
-    assert float(measured["loss"].total) == pytest.approx(sum(naive_nats(logits, targets)), rel=1e-6)
+    assert float(measured["loss"].total) == pytest.approx(
+        sum(naive_nats(logits, targets)), rel=1e-6
+    )
     assert measured["loss"].total.dtype == torch.float64
     assert float(measured["accuracy"].total) == right > 0
 
@@ -57,13 +63,17 @@ def test_measures_are_sums_over_tokens() -> None:
 def test_uneven_batches_add_up_to_the_whole() -> None:
     """Parts with unequally many targets: sums are exact where a mean of means is not."""
     logits, targets = batch(ignored=4)
-    parts = [TASK.measure(logits[part], targets[part])["loss"] for part in (slice(0, 1), slice(1, 3))]
+    parts = [
+        TASK.measure(logits[part], targets[part])["loss"] for part in (slice(0, 1), slice(1, 3))
+    ]
     total = sum(float(part.total) for part in parts) / sum(float(part.count) for part in parts)
     assert total == pytest.approx(float(TASK.loss(logits, targets).value), rel=1e-6)
 
 
 def test_perplexity_follows_from_the_loss() -> None:
-    assert TASK.derive({"loss": math.log(50.0), "accuracy": 0.1})["perplexity"] == pytest.approx(50.0)
+    assert TASK.derive({"loss": math.log(50.0), "accuracy": 0.1})["perplexity"] == pytest.approx(
+        50.0
+    )
     assert TASK.derive({"loss": 1e4}) == {"perplexity": math.inf}
     assert math.isnan(TASK.derive({"loss": math.nan})["perplexity"])
     assert TASK.derive({}) == {}
@@ -83,5 +93,7 @@ def test_shared_positions_are_all_of_them_once() -> None:
     joined = torch.cat([part for _, part in parts], dim=1)
     torch.testing.assert_close(joined[:, :7], targets)
     assert joined[:, 7].tolist() == [-100, -100]
-    with pytest.raises(ConfigError, match=r"of 7 positions cannot be shared evenly.*\[sequence-not-divisible\]"):
+    with pytest.raises(
+        ConfigError, match=r"of 7 positions cannot be shared evenly.*\[sequence-not-divisible\]"
+    ):
         Positions(0, 2).of(ids)

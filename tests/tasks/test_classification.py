@@ -10,7 +10,13 @@ from framework.tasks.classification import Classification
 
 def test_loss_is_the_mean_negative_log_probability() -> None:
     logits, targets = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
-    by_hand = -sum(math.log(torch.softmax(row, 0)[target]) for row, target in zip(logits, targets, strict=True)) / 6
+    by_hand = (
+        -sum(
+            math.log(torch.softmax(row, 0)[target])
+            for row, target in zip(logits, targets, strict=True)
+        )
+        / 6
+    )
     assert Classification().loss(logits, targets).value.item() == pytest.approx(by_hand, rel=1e-5)
 
 
@@ -36,13 +42,21 @@ def test_smoothing_changes_the_loss_and_not_the_measure() -> None:
 def test_measures_over_uneven_batches_equal_the_metrics_of_all() -> None:
     logits, targets = torch.randn(101, 7), torch.randint(7, (101,))
     task = Classification()
-    parts = [task.measure(logits[part], targets[part]) for part in (slice(0, 64), slice(64, 100), slice(100, 101))]
+    parts = [
+        task.measure(logits[part], targets[part])
+        for part in (slice(0, 64), slice(64, 100), slice(100, 101))
+    ]
     exact = {
-        name: sum(float(part[name].total) for part in parts) / sum(int(part[name].count) for part in parts)
+        name: sum(float(part[name].total) for part in parts)
+        / sum(int(part[name].count) for part in parts)
         for name in ("loss", "accuracy")
     }
-    assert exact["accuracy"] == pytest.approx((logits.argmax(1) == targets).double().mean().item(), rel=1e-12)
-    assert exact["loss"] == pytest.approx(task.loss(logits.double(), targets).value.item(), rel=1e-6)
+    assert exact["accuracy"] == pytest.approx(
+        (logits.argmax(1) == targets).double().mean().item(), rel=1e-12
+    )
+    assert exact["loss"] == pytest.approx(
+        task.loss(logits.double(), targets).value.item(), rel=1e-6
+    )
 
 
 def test_every_pixel_counts_in_segmentation() -> None:
@@ -54,7 +68,10 @@ def test_every_pixel_counts_in_segmentation() -> None:
 
 def test_neither_loss_nor_measure_waits_for_the_device() -> None:
     """Meta tensors have no values, so any read of one raises."""
-    logits, targets = torch.zeros(4, 3, device="meta"), torch.zeros(4, dtype=torch.int64, device="meta")
+    logits, targets = (
+        torch.zeros(4, 3, device="meta"),
+        torch.zeros(4, dtype=torch.int64, device="meta"),
+    )
     task = Classification(label_smoothing=0.1)
     assert task.loss(logits, targets).value.shape == ()
     assert set(task.measure(logits, targets)) == {"loss", "accuracy"}
@@ -65,8 +82,14 @@ def test_targets_that_are_ignored_count_in_neither_loss_nor_metrics() -> None:
     targets[:, 1:] = 255
     task = Classification(ignore_index=255)
     right = (logits.argmax(1) == targets)[targets != 255].double().mean()
-    metrics = {name: float(ratio.total / ratio.count) for name, ratio in task.measure(logits, targets).items()}
+    metrics = {
+        name: float(ratio.total / ratio.count)
+        for name, ratio in task.measure(logits, targets).items()
+    }
     expected = float(torch.nn.functional.cross_entropy(logits, targets, ignore_index=255))
     assert float(task.loss(logits, targets).value) == pytest.approx(expected, rel=1e-6)
-    assert metrics == {"loss": pytest.approx(expected, rel=1e-6), "accuracy": pytest.approx(float(right))}
+    assert metrics == {
+        "loss": pytest.approx(expected, rel=1e-6),
+        "accuracy": pytest.approx(float(right)),
+    }
     assert int(task.count(targets)) == 8

@@ -98,7 +98,11 @@ def test_a_mean_is_computed_once_and_no_generator_is_moved() -> None:
 
     def noisy(outputs: Tensor, targets: Tensor) -> Tensor:
         calls.append(len(targets))
-        return (outputs + torch.rand(())).square().sum() if len(calls) > 1 else entropy(outputs, targets)
+        return (
+            (outputs + torch.rand(())).square().sum()
+            if len(calls) > 1
+            else entropy(outputs, targets)
+        )
 
     outputs, targets = batch()
     loss = noisy(outputs, targets)
@@ -121,14 +125,26 @@ def test_the_loss_of_a_model_may_not_be_torchs_sum() -> None:
 @pytest.mark.parametrize(
     ("loss_of", "named"),
     [
-        (lambda outputs, targets: (outputs.argmax(1) != targets).float().mean(), "between the model's outputs and"),
-        (lambda outputs, targets: torch.tensor(entropy(outputs, targets).item()), "between the model's outputs and"),
-        (lambda outputs, targets: entropy(outputs, targets).detach(), "between the model's outputs and the loss"),
+        (
+            lambda outputs, targets: (outputs.argmax(1) != targets).float().mean(),
+            "between the model's outputs and",
+        ),
+        (
+            lambda outputs, targets: torch.tensor(entropy(outputs, targets).item()),
+            "between the model's outputs and",
+        ),
+        (
+            lambda outputs, targets: entropy(outputs, targets).detach(),
+            "between the model's outputs and the loss",
+        ),
     ],
 )
 def test_a_loss_without_a_graph_is_named(loss_of: Loss, named: str) -> None:
     outputs, targets = batch()
     with pytest.raises(ConfigError, match=rf"^task: .*{named}.*\[loss-without-graph\]$"):
         refuse_without_graph(loss_of(outputs, targets), outputs)
-    with pytest.raises(ConfigError, match=r"^model: the model's outputs depend on no weight.*\[loss-without-graph\]$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^model: the model's outputs depend on no weight.*\[loss-without-graph\]$",
+    ):
         refuse_without_graph(loss_of(outputs.detach(), targets), outputs.detach())

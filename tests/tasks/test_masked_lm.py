@@ -37,7 +37,9 @@ def test_inputs_and_targets() -> None:
 
 @pytest.mark.parametrize("batch", [(1, 2), torch.zeros(5), {"ids": 1}])
 def test_another_batch_is_refused(batch: Any) -> None:
-    with pytest.raises(ConfigError, match=r"set data: \{kind: text_pairs\}, or yield these five \[task-batch\]"):
+    with pytest.raises(
+        ConfigError, match=r"set data: \{kind: text_pairs\}, or yield these five \[task-batch\]"
+    ):
         TASK.split(batch)
 
 
@@ -58,7 +60,13 @@ def test_metrics_of_one_batch_are_those_of_the_loss() -> None:
     measured = TASK.measure(outputs, targets)
     metrics = {name: float(ratio.total) / float(ratio.count) for name, ratio in measured.items()}
     metrics |= TASK.derive(metrics)
-    assert set(metrics) - {"perplexity"} == {"loss", "mlm_loss", "accuracy", "nsp_loss", "nsp_accuracy"}
+    assert set(metrics) - {"perplexity"} == {
+        "loss",
+        "mlm_loss",
+        "accuracy",
+        "nsp_loss",
+        "nsp_accuracy",
+    }
     assert metrics["loss"] == pytest.approx(float(value_of(TASK.loss(outputs, targets))), rel=1e-6)
     assert metrics["loss"] == pytest.approx(metrics["mlm_loss"] + metrics["nsp_loss"], rel=1e-9)
     assert (int(measured["accuracy"].count), int(measured["nsp_accuracy"].count)) == (4, 2)
@@ -67,11 +75,15 @@ def test_metrics_of_one_batch_are_those_of_the_loss() -> None:
 
 
 def test_the_loss_over_uneven_batches_is_exact() -> None:
-    """One prediction in the first batch, five in the second: the mean over batches is not the mean over tokens."""
+    """One prediction in the first batch, five in the second: the mean over batches is not the mean
+    over tokens.
+    """
     (logits, nsp_logits), (labels, label) = outputs_and_targets((1, 5))
     sums: dict[str, list[float]] = {}
     for row in (slice(0, 1), slice(1, 2)):
-        for name, ratio in TASK.measure((logits[row], nsp_logits[row]), (labels[row], label[row])).items():
+        for name, ratio in TASK.measure(
+            (logits[row], nsp_logits[row]), (labels[row], label[row])
+        ).items():
             pair = sums.setdefault(name, [0.0, 0.0])
             pair[0] += float(ratio.total)
             pair[1] += float(ratio.count)

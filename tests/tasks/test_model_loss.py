@@ -15,14 +15,20 @@ from framework.tasks.model_loss import ModelLoss
 LABELS = torch.tensor([[1, 2, -100], [-100, 3, 4]])
 
 
-@pytest.mark.parametrize(("mean_over", "count"), [("samples", 2), ("labels", 4), ("next_labels", 3)])
+@pytest.mark.parametrize(
+    ("mean_over", "count"), [("samples", 2), ("labels", 4), ("next_labels", 3)]
+)
 @pytest.mark.parametrize("outputs", [{"loss": torch.tensor(2.0)}, (torch.tensor(2.0), None)])
 def test_a_mean_becomes_a_sum(mean_over: Any, count: int, outputs: Any) -> None:
     task = ModelLoss(mean_over=mean_over)
     inputs, targets = task.split({"x": torch.zeros(2), "labels": LABELS})
     assert set(inputs) == {"x", "labels"}
     loss = task.loss(outputs, targets)
-    assert (float(loss.total), int(loss.count), int(task.count(targets))) == (2.0 * count, count, count)
+    assert (float(loss.total), int(loss.count), int(task.count(targets))) == (
+        2.0 * count,
+        count,
+        count,
+    )
 
 
 def test_a_batch_without_labels_adds_nothing() -> None:
@@ -38,7 +44,9 @@ def test_what_has_no_labels_is_refused(batch: Any) -> None:
 
 
 def test_a_model_without_a_loss_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the model returned no loss, but dict.*\[task-loss-result\]"):
+    with pytest.raises(
+        ConfigError, match=r"the model returned no loss, but dict.*\[task-loss-result\]"
+    ):
         ModelLoss(mean_over="samples").loss({"logits": torch.zeros(2)}, LABELS)
 
 
@@ -47,13 +55,17 @@ def test_named_tasks_take_mappings_with_labels() -> None:
     inputs, targets = Classification().split(batch)
     assert (list(inputs), targets.tolist()) == (["input_ids"], [0, 1])
     inputs, targets = CausalLM().split({"input_ids": LABELS.abs(), "labels": LABELS})
-    assert targets.tolist() == [[2, -100, -100], [3, 4, -100]], "moved by one, as transformers' models do"
+    assert targets.tolist() == [[2, -100, -100], [3, 4, -100]], (
+        "moved by one, as transformers' models do"
+    )
 
 
 PADDED = torch.tensor([[5, 6, 0, 0], [7, 8, 9, 3], [4, 0, 0, 0]])
 
 
-@pytest.mark.parametrize(("mean_over", "count"), [("samples", 3), ("labels", 7), ("next_labels", 4)])
+@pytest.mark.parametrize(
+    ("mean_over", "count"), [("samples", 3), ("labels", 7), ("next_labels", 4)]
+)
 def test_another_label_may_be_ignored(mean_over: Any, count: int) -> None:
     task = ModelLoss(mean_over=mean_over, ignore_index=0)
     loss = task.loss({"loss": torch.tensor(2.0)}, PADDED)

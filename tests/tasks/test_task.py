@@ -66,8 +66,12 @@ def test_forward_spreads_tuples_and_mappings(inputs: Any, expected: Any) -> None
 def test_measures_summed_over_uneven_batches_are_the_loss_of_all() -> None:
     task = Squares()
     outputs, targets = torch.randn(11, 3), torch.randn(11, 3)
-    ratios = [task.measure(outputs[part], targets[part])["loss"] for part in (slice(0, 8), slice(8, 11))]
-    exact = torch.stack([ratio.total for ratio in ratios]).sum() / sum(ratio.count for ratio in ratios)
+    ratios = [
+        task.measure(outputs[part], targets[part])["loss"] for part in (slice(0, 8), slice(8, 11))
+    ]
+    exact = torch.stack([ratio.total for ratio in ratios]).sum() / sum(
+        ratio.count for ratio in ratios
+    )
     torch.testing.assert_close(exact.float(), value_of(task.loss(outputs, targets)))
 
 

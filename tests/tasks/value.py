@@ -20,5 +20,6 @@ def value_of_step(losses: list[Any]) -> Tensor:
         return sum(losses[1:], losses[0]) / len(losses)
     parts = zip(*(loss if isinstance(loss, tuple) else (loss,) for loss in losses), strict=True)
     return sum(
-        sum(ratio.total for ratio in part) / (sum(float(ratio.count) for ratio in part) or 1.0) for part in parts
+        sum(ratio.total for ratio in part) / (sum(float(ratio.count) for ratio in part) or 1.0)
+        for part in parts
     )

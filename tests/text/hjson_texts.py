@@ -1,4 +1,6 @@
-"""Hjson texts as nobody would lay them out: values written with every freedom that the format gives."""
+"""Hjson texts as nobody would lay them out: values written with every freedom that the format
+gives.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,25 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-NAMES = st.sampled_from(["a", "b", "fp16", "zero_optimization", "stage", "two words", "c,d", "", "ключ", "a:b", "it's"])
+NAMES = st.sampled_from(
+    ["a", "b", "fp16", "zero_optimization", "stage", "two words", "c,d", "", "ключ", "a:b", "it's"]
+)
 TEXTS = st.sampled_from(
-    ["auto", "cpu", "", "a, b", "5", "1e3", "true", "x # y", "http://x", " x ", "two\nlines", "é\t", "'"]
+    [
+        "auto",
+        "cpu",
+        "",
+        "a, b",
+        "5",
+        "1e3",
+        "true",
+        "x # y",
+        "http://x",
+        " x ",
+        "two\nlines",
+        "é\t",
+        "'",
+    ]
 )
 SCALARS = (
     st.none()
@@ -23,7 +41,9 @@ SCALARS = (
     | st.text(max_size=4)
 )
 VALUES = st.recursive(
-    SCALARS, lambda values: st.lists(values, max_size=3) | st.dictionaries(NAMES, values, max_size=4), max_leaves=12
+    SCALARS,
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(NAMES, values, max_size=4),
+    max_leaves=12,
 )
 SECTIONS = st.dictionaries(NAMES, VALUES, max_size=5)
 _WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -32,7 +52,9 @@ _NUMBER_LIKE = re.compile(r"-?\d|(null|true|false)\b")
 
 @st.composite
 def hjson_texts(draw: st.DrawFn) -> str:
-    """The text of a generated object. Nearly all are valid, and every comment in one has another text."""
+    """The text of a generated object. Nearly all are valid, and every comment in one has another
+    text.
+    """
     value = draw(SECTIONS)
     writer = _Writer(draw(st.randoms(use_true_random=False)))
     if draw(st.booleans()) and value:
@@ -79,12 +101,19 @@ class _Writer:
         return self.quoted(key) + self.blank()
 
     def quoted(self, text: str) -> str:
-        if "'" not in text and "\\" not in text and text.isprintable() and self.choices.random() < 0.3:
+        if (
+            "'" not in text
+            and "\\" not in text
+            and text.isprintable()
+            and self.choices.random() < 0.3
+        ):
             return f"'{text}'" if text else '""'
         return json.dumps(text, ensure_ascii=self.choices.random() < 0.5)
 
     def value(self, value: Any) -> tuple[str, str]:
-        """How a value is written, and what it needs behind it: a new line, something that ends a number, or nothing."""
+        """How a value is written, and what it needs behind it: a new line, something that ends a
+        number, or nothing.
+        """
         if isinstance(value, dict):
             return "{" + self.blank() + self.members(list(value.items())) + "}", ""
         if isinstance(value, list):
@@ -94,7 +123,9 @@ class _Writer:
         style = self.choices.random()
         if style < 0.1 and "'" not in value:
             return f"'''{value}'''", ""
-        is_plain = value.isprintable() and value == value.strip() and value[:1] not in tuple("{}[],:\"'#/")
+        is_plain = (
+            value.isprintable() and value == value.strip() and value[:1] not in tuple("{}[],:\"'#/")
+        )
         if style < 0.5 and value and is_plain and not _NUMBER_LIKE.match(value):
             return value, "line"
         return self.quoted(value), ""

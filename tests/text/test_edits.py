@@ -58,7 +58,9 @@ def edited(text: str, *edits: Edit) -> str:
 def lines_of(text: str, *edits: Edit) -> tuple[list[str], list[str]]:
     """Lines that went and lines that came."""
     diff = unified_diff(text, edited(text, *edits), "x").split("\n")[2:]
-    return [line[1:] for line in diff if line[0] == "-"], [line[1:] for line in diff if line[0] == "+"]
+    return [line[1:] for line in diff if line[0] == "-"], [
+        line[1:] for line in diff if line[0] == "+"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -69,18 +71,35 @@ def lines_of(text: str, *edits: Edit) -> tuple[list[str], list[str]]:
             ['    /* clipping */ "gradient_cliping": 1.0,'],
             ['    /* clipping */ "gradient_clipping": 1.0,'],
         ),
-        (ReplaceValue(("zero_optimization", "stage"), 3), ['        "stage": 2,'], ['        "stage": 3,']),
+        (
+            ReplaceValue(("zero_optimization", "stage"), 3),
+            ['        "stage": 2,'],
+            ['        "stage": 3,'],
+        ),
         (RemoveMember(("zero_optimization", "stage")), ['        "stage": 2,'], []),
         (
             RemoveMember(("fp16", "loss_scale")),
             ['        "enabled": true,   // half', '        "loss_scale": 0'],
             ['        "enabled": true   // half'],
         ),
-        (RemoveMember(("steps_per_print",)), ["    },", '    "steps_per_print": 10 // last'], ["    }", "    // last"]),
-        (RemoveMember(("gradient_cliping",)), ['    /* clipping */ "gradient_cliping": 1.0,'], ["    /* clipping */"]),
+        (
+            RemoveMember(("steps_per_print",)),
+            ["    },", '    "steps_per_print": 10 // last'],
+            ["    }", "    // last"],
+        ),
+        (
+            RemoveMember(("gradient_cliping",)),
+            ['    /* clipping */ "gradient_cliping": 1.0,'],
+            ["    /* clipping */"],
+        ),
         (
             RemoveMember(("fp16",)),
-            ['    "fp16": {', '        "enabled": true,   // half', '        "loss_scale": 0', "    },"],
+            [
+                '    "fp16": {',
+                '        "enabled": true,   // half',
+                '        "loss_scale": 0',
+                "    },",
+            ],
             [],
         ),
         (
@@ -97,11 +116,20 @@ def lines_of(text: str, *edits: Edit) -> tuple[list[str], list[str]]:
         (
             InsertMember(("bf16", "enabled"), False),
             ['    "steps_per_print": 10 // last'],
-            ['    "steps_per_print": 10, // last', '    "bf16": {', '        "enabled": false', "    }"],
+            [
+                '    "steps_per_print": 10, // last',
+                '    "bf16": {',
+                '        "enabled": false',
+                "    }",
+            ],
         ),
         (
             MoveMember(("fp16", "loss_scale"), ("bf16", "loss_scale")),
-            ['        "enabled": true,   // half', '        "loss_scale": 0', '    "steps_per_print": 10 // last'],
+            [
+                '        "enabled": true,   // half',
+                '        "loss_scale": 0',
+                '    "steps_per_print": 10 // last',
+            ],
             [
                 '        "enabled": true   // half',
                 '    "steps_per_print": 10, // last',
@@ -112,7 +140,12 @@ def lines_of(text: str, *edits: Edit) -> tuple[list[str], list[str]]:
         ),
         (
             MoveMember(("fp16",), ("zero_optimization", "fp16")),
-            ['    "fp16": {', '        "enabled": true,   // half', '        "loss_scale": 0', "    },"],
+            [
+                '    "fp16": {',
+                '        "enabled": true,   // half',
+                '        "loss_scale": 0',
+                "    },",
+            ],
             [
                 '        "fp16": {',
                 '            "enabled": true,   // half',
@@ -139,7 +172,11 @@ def test_a_typical_file(edit: Edit, gone: list[str], come: list[str]) -> None:
         ("{ /* c */ }", [InsertMember(("a",), 1)], '{"a": 1 /* c */ }'),
         ("{\n}\n", [InsertMember(("a",), 1)], '{\n    "a": 1\n}\n'),
         ("{ # c\n}", [InsertMember(("a",), 1)], '{ # c\n    "a": 1\n}'),
-        ('{\r\n  "a": {}\r\n}', [InsertMember(("a", "b"), 1)], '{\r\n  "a": {\r\n    "b": 1\r\n  }\r\n}'),
+        (
+            '{\r\n  "a": {}\r\n}',
+            [InsertMember(("a", "b"), 1)],
+            '{\r\n  "a": {\r\n    "b": 1\r\n  }\r\n}',
+        ),
         (
             '{"a": {}}',
             [InsertMember(("b", "c", "d"), 1), InsertMember(("b", "e"), 2)],
@@ -155,9 +192,14 @@ def test_a_typical_file(edit: Edit, gone: list[str], come: list[str]) -> None:
         ("['x' 'y']", [ReplaceValue((0,), 5)], "[5, 'y']"),
         ('{"a": 1\n , "b": 2\n , "c": 3}', [RemoveMember(("c",))], '{"a": 1\n , "b": 2\n }'),
         ("{'a': {b: 1}}", [MoveMember(("a", "b"), ("c",))], "{'a': {}, 'c': 1}"),
-        ("{a: {'x' /*c*/: 1}, b: 2}", [MoveMember(("a", "x"), ("c",))], '{a: {}, b: 2, "c" /*c*/: 1}'),
+        (
+            "{a: {'x' /*c*/: 1}, b: 2}",
+            [MoveMember(("a", "x"), ("c",))],
+            '{a: {}, b: 2, "c" /*c*/: 1}',
+        ),
         ("{a: auto\n b: {}}", [MoveMember(("a",), ("b", "a"))], '{\n b: {\n     "a": "auto"\n }}'),
-        ("\n a: '''x\n     y'''\n b: 1", [RenameKey(("a",), "abc")], '\n abc: "x\\n y"\n b: 1'),  # its column counts
+        # its column counts
+        ("\n a: '''x\n     y'''\n b: 1", [RenameKey(("a",), "abc")], '\n abc: "x\\n y"\n b: 1'),
         ("\n a: '''x\n     y'''\n b: 1", [RenameKey(("b",), "c")], "\n a: '''x\n     y'''\n c: 1"),
     ],
 )
@@ -227,7 +269,10 @@ def edits_of(draw: st.DrawFn, document: Document) -> list[Edit]:
     sections = [path for path in document.spans if isinstance(value_at(document.value, path), dict)]
     edits: list[Edit] = []
     for _ in range(draw(st.integers(1, 5))):
-        new: KeyPath = (*draw(st.sampled_from(sections)), *draw(st.lists(NAMES, min_size=1, max_size=2)))
+        new: KeyPath = (
+            *draw(st.sampled_from(sections)),
+            *draw(st.lists(NAMES, min_size=1, max_size=2)),
+        )
         kind = draw(st.integers(0, 4)) if keys else 4
         path = draw(st.sampled_from(keys)) if keys else ()
         made: list[Edit] = [
@@ -239,9 +284,15 @@ def edits_of(draw: st.DrawFn, document: Document) -> list[Edit]:
         ]
         edit = made[kind]
         target = (*path[:-1], new[-1]) if kind == 0 else new
-        outer = [target[:length] for length in range(len(target)) if target[:length] in document.spans]
+        outer = [
+            target[:length] for length in range(len(target)) if target[:length] in document.spans
+        ]
         fits = kind in (1, 2) or (target not in document.spans and outer[-1] in sections)
-        if fits and target[: len(path)] != path * (kind == 3) and not any(clash(edit, other) for other in edits):
+        if (
+            fits
+            and target[: len(path)] != path * (kind == 3)
+            and not any(clash(edit, other) for other in edits)
+        ):
             edits.append(edit)
     return edits
 
@@ -273,7 +324,9 @@ def test_any_edits_of_any_text(text: str, data: st.DataObject) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(SECTIONS, st.sampled_from([None, 0, 2, "\t"]), st.data())
-def test_strict_json_stays_strict_json(value: dict[str, Any], indent: int | str | None, data: st.DataObject) -> None:
+def test_strict_json_stays_strict_json(
+    value: dict[str, Any], indent: int | str | None, data: st.DataObject
+) -> None:
     document = parse_hjson(json.dumps(value, indent=indent), name="x")
     edits = data.draw(edits_of(document))
     assert json.loads(apply_edits(document, edits)) == edited_value(document.value, edits)
@@ -287,7 +340,11 @@ def by_hjson_as_numbers(value: Any) -> Any:
 def comments(text: str, gone: Any) -> list[str]:
     """The numbered comments of a generated text, without those inside of some members."""
     found = re.finditer(r"(?://|#|/\*\n?)<\d+>", text)
-    return [match[0] for match in found if not any(span.start < match.start() < span.value[1] for span in gone)]
+    return [
+        match[0]
+        for match in found
+        if not any(span.start < match.start() < span.value[1] for span in gone)
+    ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -306,12 +363,16 @@ def test_a_replaced_value_changes_nothing_else(text: str, data: st.DataObject) -
 
 def test_a_diff_cannot_write_to_the_terminal() -> None:
     diff = unified_diff('{"a": 1} # \x1b[2J\r\n', '{"b": 1} # \x1b[2J\r\n', "ds.json")
-    assert diff == '--- ds.json\n+++ ds.json\n@@ -1 +1 @@\n-{"a": 1} # \\x1b[2J\n+{"b": 1} # \\x1b[2J'
+    assert (
+        diff == '--- ds.json\n+++ ds.json\n@@ -1 +1 @@\n-{"a": 1} # \\x1b[2J\n+{"b": 1} # \\x1b[2J'
+    )
 
 
 @pytest.mark.slow
 def test_many_edits_take_bounded_time() -> None:
-    document = parse_hjson("{" + ", ".join(f'"k{number}": {number}' for number in range(20_000)) + "}", name="x")
+    document = parse_hjson(
+        "{" + ", ".join(f'"k{number}": {number}' for number in range(20_000)) + "}", name="x"
+    )
     begin = time.process_time()
     apply_edits(document, [RenameKey((f"k{number}",), f"n{number}") for number in range(3_000)])
     assert time.process_time() - begin < 4

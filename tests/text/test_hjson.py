@@ -1,4 +1,6 @@
-"""DeepSpeed JSON as people have it: read as the hjson package reads it, with the place and extent of everything."""
+"""DeepSpeed JSON as people have it: read as the hjson package reads it, with the place and extent
+of everything.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,14 @@ from framework.text.hjson import parse_hjson, read_hjson
 from tests.text.hjson_texts import hjson_texts
 
 REFUSED = object()
-# What hjson reads and we refuse, each with an example: it has no meaning in a config, or hides a mistake.
+# What hjson reads and we refuse, each with an example: it has no meaning in a config, or hides a
+# mistake.
 REFUSED_ON_PURPOSE = {
     "half of a UTF-16 pair": r'{"a": "\ud800"}',
     "it holds zero bytes": "a: x\0y",
     "without four hexadecimal digits": r'{"a": "\u+123"}',
-    "carriage returns alone": "x: 1\ra: 2\n b: '''t'''",  # where its lines begin depends on how the file was opened
+    # where its lines begin depends on how the file was opened
+    "carriage returns alone": "x: 1\ra: 2\n b: '''t'''",
     "nested more than 50 levels": "[" * 60 + "]" * 60,
     "more than 50,000 values": "[" + "1," * 60_000 + "]",
     "more than 1,000,000 bytes": "#" * 1_000_001,
@@ -57,8 +61,8 @@ def problems_of(text: str) -> list[Problem]:
 
 
 def check_agreement(text: str) -> None:
-    """Both refuse, or both read the same; or it is on the list, or one text is all that hjson sees in broken
-    members.
+    """Both refuse, or both read the same; or it is on the list, or one text is all that hjson sees
+    in broken members.
     """
     theirs = by_hjson(text)
     try:
@@ -74,7 +78,10 @@ def check_refusal(text: str, problems: Sequence[Problem], theirs: Any) -> None:
     assert all(problem.fix and str(problem).isprintable() for problem in problems)
     if isinstance(theirs, (dict, list)):
         reasons = [problem.reason for problem in problems]
-        assert any(known in reason for known in REFUSED_ON_PURPOSE for reason in reasons), (text, reasons)
+        assert any(known in reason for known in REFUSED_ON_PURPOSE for reason in reasons), (
+            text,
+            reasons,
+        )
 
 
 @pytest.mark.slow
@@ -92,7 +99,9 @@ def test_broken_texts_are_refused_as_hjson_refuses_them(text: str, data: st.Data
         start = data.draw(st.integers(0, len(text)))
         end = data.draw(st.integers(start, min(start + 2, len(text))))
         piece = data.draw(
-            st.sampled_from(["", *"{}[]:,\"'#/\n\r\t \\1a", "/*", "*/", "//", "'''", "\u00a0", "\\u12", "null"])
+            st.sampled_from(
+                ["", *"{}[]:,\"'#/\n\r\t \\1a", "/*", "*/", "//", "'''", "\u00a0", "\\u12", "null"]
+            )
         )
         text = text[:start] + piece + text[end:]
     check_agreement(text)
@@ -164,7 +173,8 @@ def test_every_span_holds_its_key_and_its_value(text: str) -> None:
         shown = text[span.start :]
         assert shown.startswith(lines[line - 1][column - 1 :][:3])
         written = text[slice(*span.value)]
-        if path and not (written.startswith("'''") and "\n" in written):  # its value depends on its column
+        # its value depends on its column
+        if path and not (written.startswith("'''") and "\n" in written):
             assert repr(by_hjson(f"[{written}\n]")) == repr([value])
         if span.key is not None:
             assert by_hjson(f"{{{text[slice(*span.key)]}: 1}}") == {path[-1]: 1}
@@ -179,7 +189,13 @@ def paths_of(document: Document) -> set[tuple[str | int, ...]]:
     while waiting:
         path, value = waiting.pop()
         found.add(path)
-        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        items = (
+            value.items()
+            if isinstance(value, dict)
+            else enumerate(value)
+            if isinstance(value, list)
+            else ()
+        )
         waiting += [((*path, key), item) for key, item in items]
     return found
 
@@ -192,7 +208,10 @@ def test_all_duplicate_keys_are_found() -> None:
         ("duplicate-key", "b.c", 5, 2),
         ("duplicate-key", "a", 6, 2),
     ]
-    assert str(problems[0]) == "ds.json:2: a: the key is already set in line 2; keep one of the two [duplicate-key]"
+    assert (
+        str(problems[0])
+        == "ds.json:2: a: the key is already set in line 2; keep one of the two [duplicate-key]"
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,7 +219,12 @@ def test_all_duplicate_keys_are_found() -> None:
     [
         ('{"a": 1', 1, 1, "the { that opens here is never closed; add the }"),
         ('{"a": 1 "b": 2}', 1, 1, "put the text of line 1 in quotes"),
-        ('{\n"a": auto}', 1, 1, "put the text of line 2 in quotes: without them it runs to the end of its line"),
+        (
+            '{\n"a": auto}',
+            1,
+            1,
+            "put the text of line 2 in quotes: without them it runs to the end of its line",
+        ),
         ('{"a": 1}}', 1, 9, "text after the end"),
         ('{"a": 1,, "b": 2}', 1, 9, "a comma where a key belongs; remove it"),
         ('{\r\n "a" 1}', 2, 6, "no colon after the key"),
@@ -293,7 +317,11 @@ def test_files_that_are_no_text(tmp_path: Path, data: bytes | None, kind: str) -
 
 
 def test_what_python_writes_is_read() -> None:
-    values = {"train_batch_size": 8, "zero_optimization": {"stage": 3, "x": [1, 2.5, None, "é\u2028"]}, "": {}}
+    values = {
+        "train_batch_size": 8,
+        "zero_optimization": {"stage": 3, "x": [1, 2.5, None, "é\u2028"]},
+        "": {},
+    }
     for indent in (None, 2, "\t"):
         assert parse_hjson(json.dumps(values, indent=indent), name="x").value == values
 

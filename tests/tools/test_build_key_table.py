@@ -1,4 +1,6 @@
-"""The program behind the key tables: a dict that remembers, source that is read, files that fit together."""
+"""The program behind the key tables: a dict that remembers, source that is read, files that fit
+together.
+"""
 
 from __future__ import annotations
 
@@ -69,12 +71,26 @@ def test_a_model_is_described() -> None:
     ]
     assert found["outer.inner"]["unknown"] == "error"
     size = found["outer.inner.section_size"]
-    assert (size["type"], size["default"], size["minimum"], size["aliases"]) == ("integer", 5, 1, ["size"])
-    assert (found["outer.mode"]["enum"], found["outer.mode"]["default"]) == (["fast", "slow"], "fast")
+    assert (size["type"], size["default"], size["minimum"], size["aliases"]) == (
+        "integer",
+        5,
+        1,
+        ["size"],
+    )
+    assert (found["outer.mode"]["enum"], found["outer.mode"]["default"]) == (
+        ["fast", "slow"],
+        "fast",
+    )
     assert found["outer.rate"]["nullable"]
-    assert (found["outer.rate"]["exclusive_minimum"], found["outer.rate"]["exclusive_maximum"]) == (0, 1)
+    assert (found["outer.rate"]["exclusive_minimum"], found["outer.rate"]["exclusive_maximum"]) == (
+        0,
+        1,
+    )
     assert found["outer.names"]["items"] == "string"
-    assert (found["outer.needed"]["required"], found["outer.needed"]["type"]) == (True, ["string", "integer"])
+    assert (found["outer.needed"]["required"], found["outer.needed"]["type"]) == (
+        True,
+        ["string", "integer"],
+    )
     assert found["outer.kind"]["from_python"]
 
 
@@ -93,7 +109,11 @@ config[name]
 
 def test_source_is_read() -> None:
     names = {"KEY": "key", "DEFAULT": 3}
-    reads = [read for node in ast.walk(ast.parse(SOURCE)) for read in _path_read(node, {"config": ""}, names)]
+    reads = [
+        read
+        for node in ast.walk(ast.parse(SOURCE))
+        for read in _path_read(node, {"config": ""}, names)
+    ]
     assert {path: default for path, default in reads if default} == {"plain": [3], "popped": [None]}
     assert {path for path, _ in reads} == {
         "key",
@@ -118,7 +138,9 @@ def test_files_are_as_the_program_writes_them(release: str) -> None:
     table = build_key_table._entries_of(release)
     newer_table = build_key_table._entries_of(newer) if newer else {}
     document = build_key_table._document(release, table, newer, newer_table)
-    assert (TABLES / f"{release}.json").read_text(encoding="utf-8") == build_key_table._as_text(document)
+    assert (TABLES / f"{release}.json").read_text(encoding="utf-8") == build_key_table._as_text(
+        document
+    )
 
 
 def test_counts_name_every_release() -> None:

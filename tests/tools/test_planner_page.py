@@ -11,10 +11,18 @@ from tools.planner_page import CHART, PAGES, pages
 pytestmark = pytest.mark.slow  # eight seconds
 
 
-def test_pages_show_what_the_planner_answers(exhaustive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_show_what_the_planner_answers(
+    exhaustive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not exhaustive:  # of the table of many GPUs one row is searched for
-        page = (ROOT / "docs/planner.md").read_text(encoding="utf-8").partition("<!-- table: scale -->\n")[2]
-        shown = [line.strip("| ").split(" | ") for line in page.partition("<!-- end -->")[0].splitlines()]
+        page = (
+            (ROOT / "docs/planner.md")
+            .read_text(encoding="utf-8")
+            .partition("<!-- table: scale -->\n")[2]
+        )
+        shown = [
+            line.strip("| ").split(" | ") for line in page.partition("<!-- end -->")[0].splitlines()
+        ]
         with monkeypatch.context() as patch:
             patch.setattr(planner_page, "_LLAMA", {"70B": planner_page._LLAMA["70B"]})
             for row in planner_page._scale([512]):
@@ -23,6 +31,8 @@ def test_pages_show_what_the_planner_answers(exhaustive: bool, monkeypatch: pyte
     found = pages()
     assert set(found) == {*PAGES, CHART}
     for name, text in found.items():
-        assert (ROOT / name).read_text(encoding="utf-8") == text, f"{name}: run python -m tools.planner_page"
+        assert (ROOT / name).read_text(encoding="utf-8") == text, (
+            f"{name}: run python -m tools.planner_page"
+        )
     assert "best      the fastest first" in found["docs/index.md"]
     assert found["docs/planner.md"].count("| DeepSpeed, ZeRO 3, ") == 2

@@ -58,8 +58,16 @@ def test_a_bad_step_says_what_was_wrong(step: BadStep, text: str) -> None:
 
 
 def test_an_event_is_json() -> None:
-    details = json.loads(json.dumps(bad(loss=math.nan, ranks=("rank 3",)).details(), allow_nan=False))
-    assert details == {"loss": "nan", "grad_norm": 1.0, "loss_limit": 3.5, "norm_limit": "inf", "ranks": ["rank 3"]}
+    details = json.loads(
+        json.dumps(bad(loss=math.nan, ranks=("rank 3",)).details(), allow_nan=False)
+    )
+    assert details == {
+        "loss": "nan",
+        "grad_norm": 1.0,
+        "loss_limit": 3.5,
+        "norm_limit": "inf",
+        "ranks": ["rank 3"],
+    }
 
 
 def test_skipped_steps_are_noted_and_stop_nothing() -> None:
@@ -88,7 +96,9 @@ def test_what_is_left_out_comes_from_checkpoints_and_events(tmp_path: Path) -> N
     first.add([(5, 7)])
     path = tmp_path / "events.jsonl"
     line = {"step": 30, "kind": "roll_back", "to": 20, "first": 21, "last": 30}
-    path.write_text(f'{json.dumps(line)}\n{{"kind": "save", "step": 4}}\n{{"kind": "roll_b', encoding="utf-8")
+    path.write_text(
+        f'{json.dumps(line)}\n{{"kind": "save", "step": 4}}\n{{"kind": "roll_b', encoding="utf-8"
+    )
     second.restore(json.loads(json.dumps(first.state())))
     second.add(noted_windows(path))
     assert second.windows == [(5, 7), (21, 30)]

@@ -53,7 +53,9 @@ def test_it_goes_on_from_what_was_saved() -> None:
     assert follow(again, 2.0, start=4).found == Best("eval/loss", 2.0, 4)
 
 
-@pytest.mark.parametrize(("metric", "best_is"), [("eval/accuracy", "min"), ("eval/loss", "max"), (None, "min")])
+@pytest.mark.parametrize(
+    ("metric", "best_is"), [("eval/accuracy", "min"), ("eval/loss", "max"), (None, "min")]
+)
 def test_the_best_of_another_metric_is_none_of_this_one(metric: str | None, best_is: Any) -> None:
     best = BestSoFar(metric, best_is=best_is)
     best.restore(follow(BestSoFar("eval/loss", best_is="min"), 1.0).state())

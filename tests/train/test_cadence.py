@@ -9,7 +9,9 @@ from framework.train.trainer import Every, Minutes
 
 
 def due(cadence: Every, *, total_steps: int) -> list[int]:
-    return [step for step in range(1, total_steps + 1) if cadence.is_due(step, total_steps=total_steps)]
+    return [
+        step for step in range(1, total_steps + 1) if cadence.is_due(step, total_steps=total_steps)
+    ]
 
 
 def test_every_so_many_steps_counted_from_one() -> None:
@@ -73,7 +75,11 @@ class TestMinutes:
 
 
 @given(every=st.integers(0, 50), at_end=st.booleans(), total=st.integers(1, 200))
-def test_what_is_due_does_not_depend_on_where_a_run_was_resumed(every: int, at_end: bool, total: int) -> None:
+def test_what_is_due_does_not_depend_on_where_a_run_was_resumed(
+    every: int, at_end: bool, total: int
+) -> None:
     steps = due(Every(every, at_end), total_steps=total)
-    assert len(steps) == (total // every if every else 0) + (at_end and (not every or total % every > 0))
+    assert len(steps) == (total // every if every else 0) + (
+        at_end and (not every or total % every > 0)
+    )
     assert steps == sorted(set(steps))

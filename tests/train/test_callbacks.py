@@ -32,7 +32,9 @@ class Recorder:
         raise AttributeError(name)
 
 
-def train(*callbacks: Any, steps: int = 6, losses: Mapping[int, float] | None = None, **more: Any) -> tuple[Any, ...]:
+def train(
+    *callbacks: Any, steps: int = 6, losses: Mapping[int, float] | None = None, **more: Any
+) -> tuple[Any, ...]:
     engine, saved, points = RecordingEngine(), [], []
     if losses is not None:
         engine.evaluate = lambda batches, *, is_stopping: {"eval/loss": losses[engine.step]}  # type: ignore[method-assign]
@@ -40,7 +42,9 @@ def train(*callbacks: Any, steps: int = 6, losses: Mapping[int, float] | None = 
     gather = more.pop("gather", lambda value: [value])
     called = Callbacks(callbacks, gather=gather, is_main=True, scale_lr=rates.append)
     monitor = SimpleNamespace(name="points", write=points.append, close=lambda: None)
-    agenda = Schedule(steps, 3, 4, Every(2, at_end=True), Every(3, at_end=True), Every(4, at_end=True))
+    agenda = Schedule(
+        steps, 3, 4, Every(2, at_end=True), Every(3, at_end=True), Every(4, at_end=True)
+    )
     trainer = Trainer(
         engine,
         agenda=agenda,
@@ -78,7 +82,10 @@ def test_a_state_shows_the_metrics_and_changes_nothing_by_itself() -> None:
                 state.metrics["train/loss"] = 0.0  # type: ignore[index]
 
     train(Looks())
-    assert [(state.step, state.total_steps, round(state.epoch, 2)) for state in seen[:2]] == [(2, 6, 0.67), (3, 6, 1.0)]
+    assert [(state.step, state.total_steps, round(state.epoch, 2)) for state in seen[:2]] == [
+        (2, 6, 0.67),
+        (3, 6, 1.0),
+    ]
     assert all(state.metrics["train/loss"] == 1.0 and state.is_main for state in seen)
 
 
@@ -105,7 +112,11 @@ def test_a_run_that_is_stopped_ends_as_with_its_last_step() -> None:
 def test_what_is_asked_for_is_done_once_at_the_next_logged_step() -> None:
     asks = {"step_1": State.evaluate, "step_3": State.save}
     _, events, saved, *_ = train(Recorder(**asks))
-    assert [event for event in events if "evaluate" in event] == ["evaluate 2", "evaluate 3", "evaluate 6"]
+    assert [event for event in events if "evaluate" in event] == [
+        "evaluate 2",
+        "evaluate 3",
+        "evaluate 6",
+    ]
     assert saved == [3, 4, 6]
 
 
@@ -121,7 +132,8 @@ def test_a_callback_that_fails_ends_the_run_by_name() -> None:
             raise ValueError("no such thing")
 
     with pytest.raises(
-        TrainingError, match=r"step 2: callback Breaks 1: on_log raised ValueError: no such thing .*test_call"
+        TrainingError,
+        match=r"step 2: callback Breaks 1: on_log raised ValueError: no such thing .*test_call",
     ) as failed:
         train(Recorder(), Breaks())
     assert failed.value.is_of_one_rank
@@ -160,7 +172,9 @@ def test_the_rate_falls_where_the_loss_does_not() -> None:
 
 
 def test_a_metric_that_is_not_measured_is_named() -> None:
-    with pytest.raises(TrainingError, match="no metric eval/accuracy is measured; there are eval/loss"):
+    with pytest.raises(
+        TrainingError, match="no metric eval/accuracy is measured; there are eval/loss"
+    ):
         train(EarlyStopping(metric="eval/accuracy"), losses=LOSSES)
 
 

@@ -1,4 +1,6 @@
-"""Several evaluation sets: metrics by name, the best by any of them, on two ranks at ZeRO stages 0 and 3."""
+"""Several evaluation sets: metrics by name, the best by any of them, on two ranks at ZeRO stages 0
+and 3.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ SETS = TensorDataset(torch.zeros(4, 2), torch.zeros(4))
 
 
 def refused(metric: str, evaluation: Any, **sections: Any) -> str:
-    values = {"data": {"target": "tests.jobs.parts:sets_of_digits"}, "checkpoint": {"keep_best": metric}, **sections}
+    values = {
+        "data": {"target": "tests.jobs.parts:sets_of_digits"},
+        "checkpoint": {"keep_best": metric},
+        **sections,
+    }
     try:
         refuse_unmeasured(config_from_values(values), Splits(SETS, evaluation))
     except ConfigError as error:
@@ -43,7 +49,9 @@ class TestAMetricThatNoSetGives:
             assert refused(metric, sets) == line
         assert "eval/loss, eval/accuracy [" in refused("eval/clean/loss", SETS)
         watch = {"kind": "early_stopping", "metric": "eval/loss"}
-        assert "callbacks.0.metric = eval/loss: no" in refused("eval/clean/loss", sets, callbacks=[watch])
+        assert "callbacks.0.metric = eval/loss: no" in refused(
+            "eval/clean/loss", sets, callbacks=[watch]
+        )
 
     def test_is_any_other(self) -> None:
         assert refused("eval/clean/loss", {"clean": SETS}) == refused("eval/loss", SETS) == ""
@@ -66,7 +74,12 @@ def test_sets_of_unlike_length_on_two_ranks(tmp_path: Path) -> None:
             "optimizer": {"kind": "adamw", "lr": 3e-3},
             "training": {"max_steps": 6, "log_every": 2},
             "evaluation": {"every_steps": 2, "batch_size": 8},
-            "checkpoint": {"every_steps": 2, "keep_last": 1, "keep_best": "eval/noisy.50/loss", "best_is": "min"},
+            "checkpoint": {
+                "every_steps": 2,
+                "keep_last": 1,
+                "keep_best": "eval/noisy.50/loss",
+                "best_is": "min",
+            },
             "monitors": {"progress": "off", "report": False, "tensorboard": {"samples": 2}},
         }
 
@@ -77,11 +90,15 @@ def test_sets_of_unlike_length_on_two_ranks(tmp_path: Path) -> None:
         rows = [row for row in read_metrics(tmp_path / name) if "eval/clean/loss" in row]
         assert [row["step"] for row in rows] == [2, 4, 6]
         last = {key: value for key, value in rows[-1].items() if key.startswith("eval/")}
-        assert set(last) == {f"eval/{each}/{metric}" for each in sets for metric in ("loss", "accuracy")}
+        assert set(last) == {
+            f"eval/{each}/{metric}" for each in sets for metric in ("loss", "accuracy")
+        }
         assert json.loads((tmp_path / f"{name}.json").read_text())["metrics"] == last
         module = framework.load(tmp_path / name, trust=True)
         for each, data in sets.items():
-            images, labels = (torch.stack([torch.as_tensor(pair[part]) for pair in data]) for part in (0, 1))
+            images, labels = (
+                torch.stack([torch.as_tensor(pair[part]) for pair in data]) for part in (0, 1)
+            )
             with torch.no_grad():
                 loss = torch.nn.functional.cross_entropy(module(images), labels).item()
             assert last[f"eval/{each}/loss"] == pytest.approx(loss, rel=1e-5)
@@ -89,7 +106,9 @@ def test_sets_of_unlike_length_on_two_ranks(tmp_path: Path) -> None:
         assert (tmp_path / name / f"checkpoints/global_step{best:.0f}").is_dir()
         assert "eval/noisy.50/loss" in (tmp_path / name / "metrics.csv").read_text().splitlines()[0]
         run = read_run(tmp_path / name)
-        (losses,) = (chart for group in charts_of([run]).values() for chart in group if chart.title == "Loss")
+        (losses,) = (
+            chart for group in charts_of([run]).values() for chart in group if chart.title == "Loss"
+        )
         assert all(f"eval/{each}/loss" in str(losses) for each in sets)
         write_page(tmp_path / name, tmp_path / "page.html")
         assert "Evaluation: one/accuracy" in (tmp_path / "page.html").read_text()

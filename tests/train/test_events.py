@@ -22,7 +22,9 @@ def make(path: Path, *, from_step: int = 0) -> Events:
     return Events(path, from_step=from_step, clock=lambda: 1000.0)
 
 
-def test_each_event_is_a_line_with_time_step_and_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_event_is_a_line_with_time_step_and_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     events = make(path := tmp_path / "events.jsonl")
     events("save", 4, seconds=0.25, folder="checkpoints/global_step4")
     events.write(Point(6, 1.0, 0.0, {"train/skipped_steps": 2.0}))
@@ -58,13 +60,19 @@ def test_a_resumed_run_appends_and_counts_its_starts(tmp_path: Path) -> None:
     assert again.restarts == 2
     again.close()
     lines = path.read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["kind"] for line in (lines[0], *lines[2:])] == ["start", "resume", "resume"]
+    assert [json.loads(line)["kind"] for line in (lines[0], *lines[2:])] == [
+        "start",
+        "resume",
+        "resume",
+    ]
     assert lines[1].endswith('"sa')
 
 
 def test_how_far_the_start_before_had_come_is_noted_before_its_metrics_go(tmp_path: Path) -> None:
     metrics, path = tmp_path / "metrics.jsonl", tmp_path / "events.jsonl"
-    metrics.write_text('{"step": 4, "time": 990.0}\n{"step": 6, "time": 991.5, "train/loss": 1.0}\n{"step": 8, "ti')
+    metrics.write_text(
+        '{"step": 4, "time": 990.0}\n{"step": 6, "time": 991.5, "train/loss": 1.0}\n{"step": 8, "ti'
+    )
     Events(path, from_step=4, seconds=2.5, clock=lambda: 1000.0).close()
     note_closed(path, step=9)
     reached, resume, closed = read(path)
@@ -100,8 +108,12 @@ def test_going_back_is_no_restart(tmp_path: Path) -> None:
     assert [event["kind"] for event in read(path)] == ["start", "roll_back", "resume", "resume"]
 
 
-def test_a_clock_that_is_set_moves_no_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A year forward or back in the middle; the start names the machine's own clock, which the next start has, too."""
+def test_a_clock_that_is_set_moves_no_stamp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A year forward or back in the middle; the start names the machine's own clock, which the next
+    start has, too.
+    """
     events = Events(path := tmp_path / "events.jsonl", from_step=0)
     events("save", 1)
     for jump in (365 * 86_400.0, -365 * 86_400.0):

@@ -1,4 +1,6 @@
-"""State on NVMe lies in files that only DeepSpeed's swapper reads: it is resumed where it was, and never moved."""
+"""State on NVMe lies in files that only DeepSpeed's swapper reads: it is resumed where it was, and
+never moved.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,14 @@ def checkpoint(stated: dict[str, Any]) -> SavedCheckpoint:
 @pytest.mark.parametrize("offload", [{"offload_optimizer": NVME}, {"offload_param": NVME}])
 @pytest.mark.parametrize("other", [{"ranks": 4}, {"offload_optimizer": CPU, "offload_param": CPU}])
 def test_nvme_is_not_moved(offload: dict[str, Any], other: dict[str, Any]) -> None:
-    there, here = description(**offload), description(**({**offload, **other} if "ranks" in other else other))
+    there, here = (
+        description(**offload),
+        description(**({**offload, **other} if "ranks" in other else other)),
+    )
     for source, target in ((there, here), (here, there)):
         with pytest.raises(
-            ConfigError, match=r"state on NVMe \(zero.offload_(optimizer|param)\).*\[resume-nvme-moved\]"
+            ConfigError,
+            match=r"state on NVMe \(zero.offload_(optimizer|param)\).*\[resume-nvme-moved\]",
         ):
             check_movable(checkpoint(source), description=target)
 
@@ -51,7 +57,9 @@ def test_nvme_is_resumed_on_another_drive_and_with_other_buffers() -> None:
     assert not needs_resharding(checkpoint(there), description=here)
     check_movable(checkpoint(there), description=here)
     with pytest.raises(ConfigError, match=r"zero.sub_group_size: 1000000000 -> 5"):
-        check_movable(checkpoint(there), description=description(offload_optimizer=NVME, sub_group_size=5))
+        check_movable(
+            checkpoint(there), description=description(offload_optimizer=NVME, sub_group_size=5)
+        )
 
 
 def test_host_memory_is_moved() -> None:

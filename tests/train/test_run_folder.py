@@ -44,7 +44,10 @@ sys.stdin.read()
 def another_run(path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that holds the folder."""
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         try:
             assert process.stdout is not None
@@ -81,7 +84,8 @@ def test_a_second_process_is_refused_and_changes_nothing(tmp_path: Path) -> None
     with another_run(path):
         for fresh in (True, False):
             with pytest.raises(
-                StorageError, match=r"run\.name = run: another run is writing to .*\[run-folder-busy\]"
+                StorageError,
+                match=r"run\.name = run: another run is writing to .*\[run-folder-busy\]",
             ) as no:
                 RunFolder(path).open(fresh=fresh)
             assert no.value.exit_code == 74  # 78 would tell a scheduler never to try again
@@ -132,12 +136,15 @@ def test_another_host_waits_until_it_sees_the_new_folder(
         assert 0.5 < time.monotonic() - begin < 20
         seen.wait_until_visible("another word", wait_seconds=0.1)
         assert capsys.readouterr().err.count("[run-folder-not-shared]") == 1
-        monkeypatch.setattr("framework.train.run_folder._LOOK_SECONDS", 3600.0)  # on one host nobody waits
+        # on one host nobody waits
+        monkeypatch.setattr("framework.train.run_folder._LOOK_SECONDS", 3600.0)
         RunFolder(folder.path).wait_until_visible(folder.word)
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_where_nothing_was_renamed_there_is_nothing_to_wait_for(tmp_path: Path, is_there: bool) -> None:
+def test_where_nothing_was_renamed_there_is_nothing_to_wait_for(
+    tmp_path: Path, is_there: bool
+) -> None:
     if is_there:
         finished_run(tmp_path / "night")
     folder = RunFolder(tmp_path / "night")
@@ -202,7 +209,9 @@ def test_it_is_held_before_it_is_looked_into(tmp_path: Path) -> None:
         folder.close()
 
 
-def test_a_folder_that_cannot_be_held_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_held_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     finished_run(tmp_path / "run")
 
     def stale(*_: object) -> None:
@@ -218,7 +227,8 @@ def test_somebodys_own_folder_is_neither_renamed_nor_written_to(tmp_path: Path) 
     path.mkdir()
     (path / "thesis.tex").touch()
     with pytest.raises(
-        ConfigError, match=r"run\.name = src: .*/src holds files that are no run's; .*\[run-folder-foreign\]"
+        ConfigError,
+        match=r"run\.name = src: .*/src holds files that are no run's; .*\[run-folder-foreign\]",
     ):
         RunFolder(path).open(fresh=True)
     assert (names(tmp_path), names(path)) == (["src"], ["thesis.tex"])
@@ -302,7 +312,11 @@ class TestUnusable:
 
     @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
     def test_a_file_system_without_locks_is_warned_of(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        number: int,
     ) -> None:
         def no_locks(*_: object) -> None:
             raise OSError(number, os.strerror(number))
@@ -316,7 +330,9 @@ class TestUnusable:
 
 def describe(path: Path, config: dict[str, Any]) -> None:
     path.mkdir(exist_ok=True)
-    RunFolder(path).describe(config=config, ds_config={"a": 1}, plan={"b": Path("x")}, environment={"c": None})
+    RunFolder(path).describe(
+        config=config, ds_config={"a": 1}, plan={"b": Path("x")}, environment={"c": None}
+    )
 
 
 def test_the_described_run_can_be_read_back(tmp_path: Path) -> None:
@@ -327,13 +343,22 @@ def test_the_described_run_can_be_read_back(tmp_path: Path) -> None:
             "zero": {"stage": 3, "reduce_bucket_size": 5e8},
             "model": {
                 "target": "a:b",
-                "args": {"text": "1e-3", "no": "no", "date": "2020-01-01", "sizes": [1, 2.5, None, True]},
+                "args": {
+                    "text": "1e-3",
+                    "no": "no",
+                    "date": "2020-01-01",
+                    "sizes": [1, 2.5, None, True],
+                },
             },
         }
     )
     describe(tmp_path, config.to_dict())
     assert load_config(tmp_path / "config.yaml") == config
-    for name, content in (("ds_config", {"a": 1}), ("plan", {"b": "x"}), ("environment", {"c": None})):
+    for name, content in (
+        ("ds_config", {"a": 1}),
+        ("plan", {"b": "x"}),
+        ("environment", {"c": None}),
+    ):
         assert json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8")) == content
 
 
@@ -385,7 +410,11 @@ def test_any_text_and_any_number_is_read_back_as_it_was(
     tmp_path_factory: pytest.TempPathFactory, args: dict[str, Any]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "described"
-    args = {key: value for key, value in args.items() if not (isinstance(value, float) and math.isinf(value))}
+    args = {
+        key: value
+        for key, value in args.items()
+        if not (isinstance(value, float) and math.isinf(value))
+    }
     describe(path, {"args": args})
     found = read_document(path / "config.yaml", name="config.yaml").value
     assert found == {"args": args}
@@ -394,7 +423,9 @@ def test_any_text_and_any_number_is_read_back_as_it_was(
     }
 
 
-@pytest.mark.parametrize("loss", ["removed", "renamed", "lock removed", "lock replaced", "another run's"])
+@pytest.mark.parametrize(
+    "loss", ["removed", "renamed", "lock removed", "lock replaced", "another run's"]
+)
 def test_a_folder_that_is_lost_in_mid_run_ends_the_run(loss: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with closing(RunFolder(run)) as folder:
@@ -411,7 +442,9 @@ def test_a_folder_that_is_lost_in_mid_run_ends_the_run(loss: str, tmp_path: Path
             (run / ".lock").touch()
         if loss == "another run's":
             finished_run(run)
-        with pytest.raises(StorageError, match=r"run: the run folder was lost .*\[run-folder-lost\]") as caught:
+        with pytest.raises(
+            StorageError, match=r"run: the run folder was lost .*\[run-folder-lost\]"
+        ) as caught:
             folder.check_held()
         assert caught.value.exit_code == 74
         if loss == "removed":
@@ -419,7 +452,9 @@ def test_a_folder_that_is_lost_in_mid_run_ends_the_run(loss: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_run_whose_folder_is_removed_ends_with_74_and_makes_none(warm: WarmRanks, tmp_path: Path) -> None:
+def test_a_run_whose_folder_is_removed_ends_with_74_and_makes_none(
+    warm: WarmRanks, tmp_path: Path
+) -> None:
     """Two ranks; nothing is saved before the end, and nothing of a folder is there afterwards."""
     config = tmp_path / "run.yaml"
     config.write_text(

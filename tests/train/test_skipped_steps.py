@@ -32,7 +32,9 @@ def test_steps_that_are_skipped_now_and_then_are_no_reason_to_end(taken: str) ->
     run(taken, last=True)
 
 
-def test_one_warning_where_many_steps_in_a_row_were_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_warning_where_many_steps_in_a_row_were_skipped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     run("xxxxx----------xxxxx-----xxxxx", log_every=5)
     assert capsys.readouterr().err.splitlines() == [
         "warning: step 10: each of the last 5 steps was skipped, because its gradients were not finite; look for a "
@@ -47,7 +49,8 @@ def test_one_warning_where_many_steps_in_a_row_were_skipped(capsys: pytest.Captu
 def test_a_run_that_takes_no_step_ends(log_every: int, ends_at: int) -> None:
     run("-" * (ends_at - log_every), log_every=log_every)
     with pytest.raises(
-        TrainingError, match=rf"step {ends_at}: each of the last {ends_at} steps.*\[every-step-skipped\]"
+        TrainingError,
+        match=rf"step {ends_at}: each of the last {ends_at} steps.*\[every-step-skipped\]",
     ):
         run("-" * 200, log_every=log_every)
 

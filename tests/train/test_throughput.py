@@ -145,7 +145,9 @@ def test_stalls_are_waits_longer_than_a_tenth_of_a_step(clock: Clock) -> None:
 
 
 def test_amounts_become_rates(clock: Clock) -> None:
-    watch = Stopwatch(clock, samples_per_step=1, per_step={"throughput/tflops": 3.0, "throughput/mfu": 0.1})
+    watch = Stopwatch(
+        clock, samples_per_step=1, per_step={"throughput/tflops": 3.0, "throughput/mfu": 0.1}
+    )
     train(watch, clock, steps=4, seconds_per_step=0.5)
     read = watch.read()
     assert (read["throughput/tflops"], read["throughput/mfu"]) == (6.0, 0.2)

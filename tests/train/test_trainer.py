@@ -28,7 +28,9 @@ class Result:
 
     def read(self) -> Mapping[str, float]:
         self.engine.events.append(f"read {self.step}")
-        return {"train/loss": self.engine.losses.get(self.step, 1.0)} | self.engine.norms.get(self.step, {})
+        return {"train/loss": self.engine.losses.get(self.step, 1.0)} | self.engine.norms.get(
+            self.step, {}
+        )
 
     @property
     def may_be_skipped(self) -> bool:
@@ -56,7 +58,10 @@ class RecordingEngine:
         return Result(self.step, self)
 
     def evaluate(
-        self, batches: Iterable[tuple[Any, bool]], *, is_stopping: Callable[[], bool] = lambda: False
+        self,
+        batches: Iterable[tuple[Any, bool]],
+        *,
+        is_stopping: Callable[[], bool] = lambda: False,
     ) -> Mapping[str, float]:
         assert batches is BATCHES
         if is_stopping():
@@ -98,7 +103,9 @@ class Memory:
 
     name = "memory"
 
-    def __init__(self, *, fails: Exception | None = None, fails_to_close: Exception | None = None) -> None:
+    def __init__(
+        self, *, fails: Exception | None = None, fails_to_close: Exception | None = None
+    ) -> None:
         self.points: list[Point] = []
         self.closed = 0
         self._fails, self._fails_to_close = fails, fails_to_close
@@ -201,13 +208,17 @@ def test_each_point_is_told_once_to_everyone_with_step_and_epoch() -> None:
     first, second = Memory(), Memory()
     make_run(monitors=[first, second]).fit()
     assert first.points == second.points
-    seen = [(point.step, point.epoch, sorted(name.split("/")[0] for name in point.metrics)) for point in first.points]
+    seen = [
+        (point.step, point.epoch, sorted(name.split("/")[0] for name in point.metrics))
+        for point in first.points
+    ]
     timed = ["data", "throughput", "time", "time", "train"]
     assert seen == [
         (2, 0.5, timed),
         (3, 0.75, timed),
         (3, 0.75, ["eval"]),
-        (4, 1.0, ["data", "throughput", "time", "time", "time", "train"]),  # with the time of the save before it
+        # with the time of the save before it
+        (4, 1.0, ["data", "throughput", "time", "time", "time", "train"]),
         (6, 1.5, timed),
         (6, 1.5, ["eval"]),
     ]
@@ -243,7 +254,9 @@ def test_without_evaluation_data_or_saving_nothing_is_read_for_them() -> None:
 def test_a_loss_that_is_not_finite_ends_the_run_after_it_was_told(loss: float) -> None:
     monitor = Memory()
     run = make_run(engine=RecordingEngine(losses={3: loss}), monitors=[monitor])
-    with pytest.raises(TrainingError, match=r"step 3: train/loss = -?(nan|inf): .*\[loss-not-finite\]"):
+    with pytest.raises(
+        TrainingError, match=r"step 3: train/loss = -?(nan|inf): .*\[loss-not-finite\]"
+    ):
         run.fit()
     assert "evaluate 3" not in run.engine.events, "weights that hold NaN are neither measured"
     assert "save 3" not in run.engine.events, "nor saved"
@@ -251,8 +264,12 @@ def test_a_loss_that_is_not_finite_ends_the_run_after_it_was_told(loss: float) -
     assert (monitor.closed, run.data.closed) == (1, 1)
 
 
-def test_fp16_goes_on_after_a_loss_that_is_not_finite_and_does_not_save_it(capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(agenda(not_finite_allowed=2), engine=RecordingEngine(losses={2: math.inf, 3: math.nan}))
+def test_fp16_goes_on_after_a_loss_that_is_not_finite_and_does_not_save_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = make_run(
+        agenda(not_finite_allowed=2), engine=RecordingEngine(losses={2: math.inf, 3: math.nan})
+    )
     assert run.fit().step == 6
     assert [event for event in run.engine.events if event.startswith("save")] == ["save 6"]
     assert capsys.readouterr().err == (
@@ -265,10 +282,12 @@ def test_fp16_ends_when_the_loss_stays_infinite() -> None:
     """Logged are steps 2, 3, 4, 6...: the third in a row is one too many, wherever it began."""
     for first, last in ((1, 4), (3, 6)):
         run = make_run(
-            agenda(12, not_finite_allowed=2), engine=RecordingEngine(losses=dict.fromkeys(range(first, 13), math.inf))
+            agenda(12, not_finite_allowed=2),
+            engine=RecordingEngine(losses=dict.fromkeys(range(first, 13), math.inf)),
         )
         with pytest.raises(
-            TrainingError, match=rf"^step {last}: train/loss = inf, as 3 logged losses in a row: .*\[loss-not-fin"
+            TrainingError,
+            match=rf"^step {last}: train/loss = inf, as 3 logged losses in a row: .*\[loss-not-fin",
         ):
             run.fit()
     few = RecordingEngine(losses=dict.fromkeys((2, 3, 8, 9), math.nan))
@@ -282,11 +301,17 @@ def test_fp16_ends_when_the_loss_stays_infinite() -> None:
     [
         (99, TrainingError, r"^step 6: train/loss = nan.*\[loss-not-finite\]$"),
         # it may become a number again: the next start goes on from the checkpoint before
-        (5, StorageError, r"stopped after step 5, which could not be saved; .*\[checkpoint-not-written\]$"),
+        (
+            5,
+            StorageError,
+            r"stopped after step 5, which could not be saved; .*\[checkpoint-not-written\]$",
+        ),
     ],
     ids=["length", "request"],
 )
-def test_in_fp16_no_run_ends_well_on_a_loss_that_is_not_finite(last: int, error: type[Exception], words: str) -> None:
+def test_in_fp16_no_run_ends_well_on_a_loss_that_is_not_finite(
+    last: int, error: type[Exception], words: str
+) -> None:
     engine = RecordingEngine(losses={5: math.nan, 6: math.nan})
     run = make_run(agenda(not_finite_allowed=9), engine=engine, stop=stop_after(last))
     with pytest.raises(error, match=words):
@@ -299,7 +324,9 @@ def test_data_that_ends_early_is_an_error_with_the_step(num_micro_batches: int) 
     monitor = Memory()
     run = make_run(data=Numbers(ends_after=num_micro_batches), monitors=[monitor])
     step = num_micro_batches // 2 + 1
-    with pytest.raises(TrainingError, match=rf"^step {step}: the training data ended .*\[training-data-ended\]$"):
+    with pytest.raises(
+        TrainingError, match=rf"^step {step}: the training data ended .*\[training-data-ended\]$"
+    ):
         run.fit()
     assert (monitor.closed, run.data.closed) == (1, 1)
 
@@ -327,19 +354,25 @@ def test_a_failed_save_ends_the_run() -> None:
         raise StorageError("no space")
 
     monitor, data = Memory(), Numbers()
-    trainer = Trainer(RecordingEngine(), agenda=agenda(), train_data=data, monitors=[monitor], save=full)
+    trainer = Trainer(
+        RecordingEngine(), agenda=agenda(), train_data=data, monitors=[monitor], save=full
+    )
     with pytest.raises(StorageError):
         trainer.fit()
     assert (monitor.closed, data.closed) == (1, 1)
 
 
-def test_a_monitor_that_fails_is_warned_of_once_and_costs_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_monitor_that_fails_is_warned_of_once_and_costs_nothing_else(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     broken, good = Memory(fails=OSError(errno.ENOSPC, "No space left on device")), Memory()
     outcome = make_run(monitors=[broken, good]).fit()
     assert outcome.step == 6
     assert (len(broken.points), broken.closed) == (1, 1)
     assert (len(good.points), good.closed) == (6, 1)
-    warning = "warning: memory: No space left on device; training goes on without it [monitor-failed]\n"
+    warning = (
+        "warning: memory: No space left on device; training goes on without it [monitor-failed]\n"
+    )
     assert capsys.readouterr().err == warning
 
 
@@ -358,7 +391,9 @@ def test_evaluating_and_saving_are_not_training_time() -> None:
             now[0] += 1.0
             return super().train_step(micro_batches)
 
-        def evaluate(self, batches: Iterable[tuple[Any, bool]], **options: Any) -> Mapping[str, float]:
+        def evaluate(
+            self, batches: Iterable[tuple[Any, bool]], **options: Any
+        ) -> Mapping[str, float]:
             now[0] += 30.0
             return super().evaluate(batches)
 
@@ -376,7 +411,9 @@ def test_evaluating_and_saving_are_not_training_time() -> None:
         clock=lambda: now[0],
     )
     outcome = trainer.fit()
-    times = [point.metrics["time/step_ms"] for point in monitor.points if "time/step_ms" in point.metrics]
+    times = [
+        point.metrics["time/step_ms"] for point in monitor.points if "time/step_ms" in point.metrics
+    ]
     assert times == [1000.0] * 4
     assert outcome.samples_per_sec == 8.0
 
@@ -447,13 +484,18 @@ def test_weights_that_hold_nan_are_not_saved_at_a_stop() -> None:
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 @pytest.mark.parametrize("stopped", [False, True])
-def test_weights_of_a_step_whose_gradients_hold_nan_are_not_saved(norm: float, stopped: bool) -> None:
-    """The loss of the step before is finite yet: `auto` would start from these weights again and again."""
+def test_weights_of_a_step_whose_gradients_hold_nan_are_not_saved(
+    norm: float, stopped: bool
+) -> None:
+    """The loss of the step before is finite yet: `auto` would start from these weights again and
+    again.
+    """
     step = 5 if stopped else 3
     engine = RecordingEngine(norms={step: {"train/grad_norm": norm}})
     run = make_run(engine=engine, stop=stop_after(5) if stopped else stop_after(100))
     with pytest.raises(
-        TrainingError, match=rf"step {step}: train/grad_norm = {norm}: .*not saved.*\[loss-not-finite\]"
+        TrainingError,
+        match=rf"step {step}: train/grad_norm = {norm}: .*not saved.*\[loss-not-finite\]",
     ):
         run.fit()
     assert f"save {step}" not in engine.events
@@ -467,13 +509,17 @@ def test_a_step_that_was_skipped_leaves_weights_to_be_saved() -> None:
 
 
 def test_between_two_saves_a_norm_that_is_not_finite_is_told_and_no_error() -> None:
-    assert make_run(engine=RecordingEngine(norms={2: {"train/grad_norm": math.inf}})).fit().step == 6
+    assert (
+        make_run(engine=RecordingEngine(norms={2: {"train/grad_norm": math.inf}})).fit().step == 6
+    )
 
 
 def test_a_step_that_is_saved_already_is_not_saved_again_at_a_stop() -> None:
     run = make_run(stop=stop_after(3))
     assert run.fit().stopped == "SIGTERM"
-    assert run.engine.events[-2:] == ["read 3", "save 3"], "the evaluation ends with the request, and nothing is lost"
+    assert run.engine.events[-2:] == ["read 3", "save 3"], (
+        "the evaluation ends with the request, and nothing is lost"
+    )
     assert run.engine.events.count("save 3") == 1
 
 
@@ -497,7 +543,11 @@ def test_a_request_in_an_evaluation_ends_it_and_saves(last: int) -> None:
     monitor = Memory()
     run = make_run(stop=stop_after(last), monitors=[monitor])
     outcome = run.fit()
-    assert (outcome.step, outcome.stopped, run.engine.events[-1]) == (last, "SIGTERM", f"save {last}")
+    assert (outcome.step, outcome.stopped, run.engine.events[-1]) == (
+        last,
+        "SIGTERM",
+        f"save {last}",
+    )
     assert "eval/loss" not in monitor.points[-1].metrics
 
 
@@ -509,7 +559,11 @@ def test_an_evaluation_that_a_stop_has_ended_is_made_up_for(last: int) -> None:
     make_run(start_step=last, monitors=[rest], evaluates_first=True).fit()
 
     def measured(points: Sequence[Point]) -> list[tuple[int, float]]:
-        return [(point.step, point.metrics["eval/loss"]) for point in points if "eval/loss" in point.metrics]
+        return [
+            (point.step, point.metrics["eval/loss"])
+            for point in points
+            if "eval/loss" in point.metrics
+        ]
 
     assert measured([*stopped.points, *rest.points]) != measured(stopped.points)
     assert [step for step, _ in measured([*stopped.points, *rest.points])] == [3, 6]
@@ -538,7 +592,9 @@ def test_a_stop_that_cannot_be_saved_is_an_error_of_storage() -> None:
         stop=stop_after(1),
         save=lambda step, metrics: False,
     )
-    with pytest.raises(StorageError, match=r"SIGTERM: stopped after step 1, .* \[checkpoint-not-written\]"):
+    with pytest.raises(
+        StorageError, match=r"SIGTERM: stopped after step 1, .* \[checkpoint-not-written\]"
+    ):
         trainer.fit()
     assert monitor.closed == 1
 
@@ -548,7 +604,9 @@ def test_events_are_recorded_in_order_with_how_long_they_took() -> None:
     seen: list[Any] = []
 
     class Slow(RecordingEngine):
-        def evaluate(self, batches: Iterable[tuple[Any, bool]], **options: Any) -> Mapping[str, float]:
+        def evaluate(
+            self, batches: Iterable[tuple[Any, bool]], **options: Any
+        ) -> Mapping[str, float]:
             now[0] += 30.0
             return super().evaluate(batches)
 

@@ -1,1 +1,3 @@
-"""The documentation site: what of it is made from the code when it is built. `mkdocs.yml` names `hook.py`."""
+"""The documentation site: what of it is made from the code when it is built. `mkdocs.yml` names
+`hook.py`.
+"""

@@ -1,8 +1,8 @@
 """Builds the documentation site: `./launch.sh docs`, or `python -m tools.docs_site [--out DIR]`.
 
-The pages of `docs/` and those made from the code are put together in one folder, which zensical turns into HTML by the
-settings of `mkdocs.yml`. Links that leave `docs/` become paths, because a built site has no other files of the
-repository. Warnings are errors.
+The pages of `docs/` and those made from the code are put together in one folder, which zensical
+turns into HTML by the settings of `mkdocs.yml`. Links that leave `docs/` become paths, because a
+built site has no other files of the repository. Warnings are errors.
 """
 
 from __future__ import annotations
@@ -28,16 +28,31 @@ _LIST: Final = re.compile(r"[-*] |\d+\. ")
 
 def main() -> None:
     """Build the site, and print where it is."""
-    parser = argparse.ArgumentParser(prog="python -m tools.docs_site", description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "site", metavar="DIR", help="left out: site/")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.docs_site", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "site", metavar="DIR", help="left out: site/"
+    )
     out: Path = parser.parse_args().out.absolute()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         assemble(work)
-        command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean", "-f", str(work / "mkdocs.yml")]
+        command = [
+            sys.executable,
+            "-m",
+            "zensical",
+            "build",
+            "--strict",
+            "--clean",
+            "-f",
+            str(work / "mkdocs.yml"),
+        ]
         done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
         if done.returncode:
-            text = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr.partition("Traceback")[0])
+            text = re.sub(
+                r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr.partition("Traceback")[0]
+            )
             sys.exit(f"{text}docs: the site was not built")
         shutil.rmtree(out, ignore_errors=True)
         shutil.move(work / "site", out)
@@ -48,7 +63,11 @@ def assemble(work: Path) -> None:
     """Write settings and pages into `work`, as the builder reads them."""
     shutil.copy(ROOT / "mkdocs.yml", work)
     shutil.copytree(DOCS, work / "docs")
-    made = {**reference_pages(), "coming-from.md": coming_from_page(), "decisions/index.md": decisions_page()}
+    made = {
+        **reference_pages(),
+        "coming-from.md": coming_from_page(),
+        "decisions/index.md": decisions_page(),
+    }
     for name, text in made.items():
         path = work / "docs" / name
         path.parent.mkdir(exist_ok=True)
@@ -72,7 +91,9 @@ def decisions_page() -> str:
 
 
 def without_outer_links(text: str, name: str) -> str:
-    """The text of `docs/name` with links to files outside `docs/` as their paths in the repository."""
+    """The text of `docs/name` with links to files outside `docs/` as their paths in the
+    repository.
+    """
 
     def path_of(link: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join("docs", posixpath.dirname(name), link[2]))
@@ -84,8 +105,14 @@ def without_outer_links(text: str, name: str) -> str:
 
 
 def with_bars(text: str) -> str:
-    """The text with bars in the code of tables as they are: the builder, unlike others, shows what escapes them."""
-    return re.sub(r"(?m)^\|.*$", lambda row: re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0]), text)
+    """The text with bars in the code of tables as they are: the builder, unlike others, shows what
+    escapes them.
+    """
+    return re.sub(
+        r"(?m)^\|.*$",
+        lambda row: re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0]),
+        text,
+    )
 
 
 def with_lists(text: str) -> str:
@@ -95,7 +122,9 @@ def with_lists(text: str) -> str:
     for line in text.split("\n"):
         is_code ^= line.lstrip().startswith("```")
         before = lines[-1] if lines else ""
-        is_first = _LIST.match(line) and before.strip() and not before.startswith((" ", "-", "*", "#"))
+        is_first = (
+            _LIST.match(line) and before.strip() and not before.startswith((" ", "-", "*", "#"))
+        )
         if is_first and not is_code and not re.match(r"\d+\. ", before):
             lines.append("")
         lines.append(line)

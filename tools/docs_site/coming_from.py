@@ -1,5 +1,5 @@
-"""The page "where is what I know": arguments of other tools and our keys, from `coming_from.yaml`; keys of DeepSpeed's
-JSON from the tables of the framework.
+"""The page "where is what I know": arguments of other tools and our keys, from `coming_from.yaml`;
+keys of DeepSpeed's JSON from the tables of the framework.
 """
 
 from __future__ import annotations
@@ -23,17 +23,25 @@ _TITLES: Final = {
     "accelerate Accelerator": "Every argument of `accelerate.Accelerator`.",
     "deepspeed.initialize": "Every argument of `deepspeed.initialize`; its JSON is below.",
 }
-_JSON: Final = "Every top-level key of its JSON; what is inside of them: [config keys](reference/config.md)."
+_JSON: Final = (
+    "Every top-level key of its JSON; what is inside of them: [config keys](reference/config.md)."
+)
 
 
 def keys_of(answer: str) -> list[str]:
     """Our keys in an answer; none where it is a reason."""
-    return [] if _REASON.match(answer) else [key.strip() for key in answer.partition("|")[0].split(",")]
+    return (
+        []
+        if _REASON.match(answer)
+        else [key.strip() for key in answer.partition("|")[0].split(",")]
+    )
 
 
 def json_keys() -> Iterator[tuple[str, str]]:
     """Each top-level key of DeepSpeed's JSON with its answer."""
-    schema = json.loads((ROOT / "framework/dslint/deepspeed.schema.json").read_text(encoding="utf-8"))
+    schema = json.loads(
+        (ROOT / "framework/dslint/deepspeed.schema.json").read_text(encoding="utf-8")
+    )
     for name in sorted(set(schema["properties"]) - {"$schema"}):
         if name in OWNED:
             yield name, OWNED[name]

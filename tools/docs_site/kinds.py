@@ -1,7 +1,7 @@
 """Every kind of problem that the framework reports, with a sentence of it, read from the source.
 
-A kind is found where a problem is made: the argument ``kind`` of a call, the name of a rule, the brackets that end a
-message, a pair (kind, reason). Values that only a run knows stand in braces.
+A kind is found where a problem is made: the argument ``kind`` of a call, the name of a rule, the
+brackets that end a message, a pair (kind, reason). Values that only a run knows stand in braces.
 """
 
 from __future__ import annotations
@@ -20,10 +20,31 @@ import yaml
 ROOT: Final = Path(__file__).parents[2]
 _KIND: Final = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)+")
 _IN_BRACKETS: Final = re.compile(r"\[([a-z][a-z0-9]*(?:-[a-z0-9]+)+)\]")
-# Calls whose first argument looks like a kind and is none: encodings, programs, charts, verdicts of a report.
+# Calls whose first argument looks like a kind and is none: encodings, programs, charts, verdicts of
+# a report.
 _NO_PROBLEMS: Final = frozenset(
-    {"decode", "encode", "which", "Verdict", "cause", "bar_chart", "area_chart", "line_chart", "Check", "requires"}
-    | {"send_header", "getLogger", "memfd_create", "_ask_nvidia_smi", "replace", "Loser", "option", "Header"}
+    {
+        "decode",
+        "encode",
+        "which",
+        "Verdict",
+        "cause",
+        "bar_chart",
+        "area_chart",
+        "line_chart",
+        "Check",
+        "requires",
+    }
+    | {
+        "send_header",
+        "getLogger",
+        "memfd_create",
+        "_ask_nvidia_smi",
+        "replace",
+        "Loser",
+        "option",
+        "Header",
+    }
 )
 # Kinds whose name, or whose sentence, is put together from parts when the problem is made.
 _COMPUTED: Final[dict[str, tuple[str, str]]] = {
@@ -36,8 +57,14 @@ _COMPUTED: Final[dict[str, tuple[str, str]]] = {
         "it follows from the number of devices; give --num_gpus N, --hostfile FILE or world_size=N",
     ),
     "callback-failed": ("train", "a method of a callback raised an error; its place is named"),
-    "data-model-mismatch": ("plan", "it reads tokens, and lenet, the model, reads images; set data.kind or model.kind"),
-    "devices-differ": ("doctor", "nodes differ in it; give every host the same number and kind of devices"),
+    "data-model-mismatch": (
+        "plan",
+        "it reads tokens, and lenet, the model, reads images; set data.kind or model.kind",
+    ),
+    "devices-differ": (
+        "doctor",
+        "nodes differ in it; give every host the same number and kind of devices",
+    ),
     "export-exists": ("commands", "it is there already; choose another OUT, or give --force"),
     "host-choice": ("launch", "the hostfile has no such host; name one that it has"),
     "freeze-needs-groups": (
@@ -49,9 +76,18 @@ _COMPUTED: Final[dict[str, tuple[str, str]]] = {
         "the disk refuses lines of a rank's log; they are kept and written when there is room",
     ),
     "model-data-image-size": ("plan", "the digits data has 28 pixels; set model.image_size: 28"),
-    "model-data-in-channels": ("plan", "the digits data has 1 channel(s); set model.in_channels: 1"),
-    "model-data-mismatch": ("plan", "it reads images, and text, the data, has tokens; set model.kind or data.kind"),
-    "not-expressible": ("dslint", "a run config has no such key; remove it, or train with the JSON itself"),
+    "model-data-in-channels": (
+        "plan",
+        "the digits data has 1 channel(s); set model.in_channels: 1",
+    ),
+    "model-data-mismatch": (
+        "plan",
+        "it reads images, and text, the data, has tokens; set model.kind or data.kind",
+    ),
+    "not-expressible": (
+        "dslint",
+        "a run config has no such key; remove it, or train with the JSON itself",
+    ),
     "not-in-a-run": (
         "plan",
         "a run does not do what the key of DeepSpeed asks for, and the reason is named; remove it",
@@ -64,18 +100,42 @@ _COMPUTED: Final[dict[str, tuple[str, str]]] = {
         "deploy",
         "everybody who may read the job would read it; put it into a Secret, or export it where sbatch is called",
     ),
-    "slots-differ": ("doctor", "nodes differ in it; give every host the same number and kind of devices"),
+    "slots-differ": (
+        "doctor",
+        "nodes differ in it; give every host the same number and kind of devices",
+    ),
     "stages-unknown": (
         "commands",
         "the stages are not known before the model is built; the run says it when it starts",
     ),
-    "task-data-mismatch": ("plan", "it reads tokens, and digits, the data, has images; set task.kind or data.kind"),
-    "task-model-mismatch": ("plan", "it reads tokens, and lenet, the model, reads images; set task.kind or model.kind"),
-    "topology-unknown": ("launch", "nobody says how many nodes there are; give --nnodes, or set NNODES"),
-    "warmup-decay-peak": ("dslint", "left out, WarmupDecayLR trains at 0.001; set scheduler.params.warmup_max_lr"),
-    "warmup-peak": ("dslint", "left out, WarmupLR trains at 0.001; set scheduler.params.warmup_max_lr"),
-    "weight-replaced": ("engine", "the model has another weight than at the start; change its numbers in place"),
-    "weight-type": ("engine", "a weight has a type that DeepSpeed cannot train; convert it, or set precision.dtype"),
+    "task-data-mismatch": (
+        "plan",
+        "it reads tokens, and digits, the data, has images; set task.kind or data.kind",
+    ),
+    "task-model-mismatch": (
+        "plan",
+        "it reads tokens, and lenet, the model, reads images; set task.kind or model.kind",
+    ),
+    "topology-unknown": (
+        "launch",
+        "nobody says how many nodes there are; give --nnodes, or set NNODES",
+    ),
+    "warmup-decay-peak": (
+        "dslint",
+        "left out, WarmupDecayLR trains at 0.001; set scheduler.params.warmup_max_lr",
+    ),
+    "warmup-peak": (
+        "dslint",
+        "left out, WarmupLR trains at 0.001; set scheduler.params.warmup_max_lr",
+    ),
+    "weight-replaced": (
+        "engine",
+        "the model has another weight than at the start; change its numbers in place",
+    ),
+    "weight-type": (
+        "engine",
+        "a weight has a type that DeepSpeed cannot train; convert it, or set precision.dtype",
+    ),
 }
 
 
@@ -101,12 +161,21 @@ def find_kinds() -> dict[str, Kind]:
     """Return every kind, by name; of several places the first that has a sentence."""
     found: dict[str, Kind] = {}
     for room, file in (("dslint", "tables"), ("plan", "rules")):
-        rows = json.loads((ROOT / f"framework/{room}/{file}/rules.json").read_text(encoding="utf-8"))
+        rows = json.loads(
+            (ROOT / f"framework/{room}/{file}/rules.json").read_text(encoding="utf-8")
+        )
         for name, row in rows.items():
             first = {**row, **row.get("cases", [{}])[0]}
-            found[name] = Kind(name, _joined(first["reason"], first["fix"]), room, first.get("severity", "error"))
-    manifests = yaml.safe_load((ROOT / "framework/deploy/k8s/rules.yaml").read_text(encoding="utf-8"))
-    found |= {f"k8s-{name}": Kind(f"k8s-{name}", row["guards"], "deploy", "error") for name, row in manifests.items()}
+            found[name] = Kind(
+                name, _joined(first["reason"], first["fix"]), room, first.get("severity", "error")
+            )
+    manifests = yaml.safe_load(
+        (ROOT / "framework/deploy/k8s/rules.yaml").read_text(encoding="utf-8")
+    )
+    found |= {
+        f"k8s-{name}": Kind(f"k8s-{name}", row["guards"], "deploy", "error")
+        for name, row in manifests.items()
+    }
     for path in sorted((ROOT / "framework").rglob("*.py")):
         file = path.relative_to(ROOT).as_posix()
         for kind in _Module(ast.parse(path.read_text(encoding="utf-8")), file).kinds():
@@ -128,10 +197,16 @@ class _Module:
         parts = file.split("/")
         self._room = parts[1] if len(parts) > 2 else "commands"
         self._nodes: list[ast.AST] = []
-        self._owner: dict[ast.AST, ast.AST] = {}  # the function in which a node stands, or the module
-        self._given: dict[tuple[ast.AST, str], list[ast.expr]] = {}  # the values that a name gets there
+        # the function in which a node stands, or the module
+        self._owner: dict[ast.AST, ast.AST] = {}
+        # the values that a name gets there
+        self._given: dict[tuple[ast.AST, str], list[ast.expr]] = {}
         self._visit(tree, tree)
-        self._functions = [node for node in self._nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        self._functions = [
+            node
+            for node in self._nodes
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        ]
         self._patterns: dict[str, tuple[int, str, str]] = {}
         self._patterns = dict(self._find_patterns())
 
@@ -145,12 +220,17 @@ class _Module:
             self._visit(child, inner)
 
     def _assigned(self, node: ast.AST, name: str) -> ast.expr | None:
-        """The last value before a node that a name gets in its function, or in one around it, or in the module."""
+        """The last value before a node that a name gets in its function, or in one around it, or in
+        the module.
+        """
         owner = self._owner.get(node, self._tree)
         while (owner, name) not in self._given and owner is not self._tree:
             owner = self._owner[owner]
         values, line = self._given.get((owner, name), []), getattr(node, "lineno", 0)
-        return next((each for each in reversed(values) if each.lineno <= line), values[0] if values else None)
+        return next(
+            (each for each in reversed(values) if each.lineno <= line),
+            values[0] if values else None,
+        )
 
     def kinds(self) -> Iterator[Kind]:
         for function in self._functions:
@@ -159,7 +239,11 @@ class _Module:
             named = [*zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
             named += zip(arguments.args[::-1], arguments.defaults[::-1], strict=False)
             for argument, value in named:
-                if argument.arg == "kind" and isinstance(value, ast.Constant) and _is_kind(value.value):
+                if (
+                    argument.arg == "kind"
+                    and isinstance(value, ast.Constant)
+                    and _is_kind(value.value)
+                ):
                     yield Kind(value.value, self._first_call(function.name), self._room)
         for node in self._nodes:
             if isinstance(node, ast.Call):
@@ -173,14 +257,19 @@ class _Module:
         return Kind(name, _joined(reason, fix), self._room, severity)
 
     def _find_patterns(self) -> Iterator[tuple[str, tuple[int, str, str]]]:
-        """Functions that put something before or behind the kind they are given: its place, and both."""
+        """Functions that put something before or behind the kind they are given: its place, and
+        both.
+        """
         for function in self._functions:
             names = [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
             for call in ast.walk(function):
                 value = self._kind_argument(call) if isinstance(call, ast.Call) else None
                 if isinstance(value, ast.JoinedStr) and self._owner[call] is function:
                     text = self._text(value)
-                    if text.count("{") == 1 and (name := text.partition("{")[2].partition("}")[0]) in names:
+                    if (
+                        text.count("{") == 1
+                        and (name := text.partition("{")[2].partition("}")[0]) in names
+                    ):
                         head, _, tail = text.partition(f"{{{name}}}")
                         yield function.name, (names.index(name), head, tail)
 
@@ -191,20 +280,30 @@ class _Module:
             return by_name[0] if by_name else None
         first = call.args[place]
         known = (arg for arg in call.args if isinstance(arg, ast.Constant) and _is_kind(arg.value))
-        return first if isinstance(first, (ast.Constant, ast.JoinedStr)) or place else next(known, first)
+        return (
+            first
+            if isinstance(first, (ast.Constant, ast.JoinedStr)) or place
+            else next(known, first)
+        )
 
     def _rules(self, function: Any) -> Iterator[Kind]:
         for decorator in function.decorator_list:
             if not (isinstance(decorator, ast.Call) and _name(decorator) == "rule"):
                 continue
             texts = [arg.value for arg in decorator.args if isinstance(arg, ast.Constant)]
-            severity = next((text for text in texts if text in ("error", "warning", "note")), "error")
-            severity = next((k.value.value for k in decorator.keywords if k.arg == "severity"), severity)
+            severity = next(
+                (text for text in texts if text in ("error", "warning", "note")), "error"
+            )
+            severity = next(
+                (k.value.value for k in decorator.keywords if k.arg == "severity"), severity
+            )
             kind = next((text for text in texts if _is_kind(text)), "")
             if not kind and self._room == "dslint":
                 kind = function.name.replace("_", "-")
             yields = (node.value for node in ast.walk(function) if isinstance(node, ast.Yield))
-            tuples = [node.elts for node in yields if isinstance(node, ast.Tuple) and len(node.elts) > 2]
+            tuples = [
+                node.elts for node in yields if isinstance(node, ast.Tuple) and len(node.elts) > 2
+            ]
             if kind:
                 reason, fix = [self._text(part) for part in tuples[0][1:3]] if tuples else ("", "")
                 yield self._kind(kind, reason, fix, severity)
@@ -213,7 +312,14 @@ class _Module:
         name, value = _name(call), self._kind_argument(call)
         if name in _NO_PROBLEMS or value is None:
             return
-        severity = next((k.value.value for k in call.keywords if k.arg == "severity" and hasattr(k.value, "value")), "")
+        severity = next(
+            (
+                k.value.value
+                for k in call.keywords
+                if k.arg == "severity" and hasattr(k.value, "value")
+            ),
+            "",
+        )
         by_name = {keyword.arg: keyword.value for keyword in call.keywords}
         rest = [arg for arg in call.args if arg is not value]
         reason = by_name.get("reason", rest[0] if rest else None)
@@ -230,11 +336,17 @@ class _Module:
     def _pair(self, node: ast.Tuple) -> Iterator[Kind]:
         """(kind, reason) or (kind, reason, fix), and what is written as two assignments in one."""
         first, *rest = node.elts
-        if self._room not in ("dslint", "plan") or not isinstance(first, ast.Constant) or not _is_kind(first.value):
+        if (
+            self._room not in ("dslint", "plan")
+            or not isinstance(first, ast.Constant)
+            or not _is_kind(first.value)
+        ):
             return
         texts = [self._text(each) for each in rest[:2]]
         if " " in texts[0]:
-            yield self._kind(str(first.value), texts[0], texts[1] if len(texts) > 1 and " " in texts[1] else "")
+            yield self._kind(
+                str(first.value), texts[0], texts[1] if len(texts) > 1 and " " in texts[1] else ""
+            )
 
     def _message(self, node: ast.Constant | ast.JoinedStr) -> Iterator[Kind]:
         text = self._text(node)
@@ -243,13 +355,19 @@ class _Module:
                 yield Kind(name, text.replace(f" [{name}]", "").strip(), self._room)
 
     def _values(self, value: ast.expr, call: ast.AST, depth: int) -> Iterator[str]:
-        """Texts that an argument may be: a constant, the two of a choice, or what a name was given."""
+        """Texts that an argument may be: a constant, the two of a choice, or what a name was
+        given.
+        """
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
             yield value.value
         elif isinstance(value, ast.IfExp):
             yield from self._values(value.body, call, depth)
             yield from self._values(value.orelse, call, depth)
-        elif isinstance(value, ast.Name) and depth < 3 and (given := self._assigned(call, value.id)) is not None:
+        elif (
+            isinstance(value, ast.Name)
+            and depth < 3
+            and (given := self._assigned(call, value.id)) is not None
+        ):
             yield from self._values(given, call, depth + 1)
 
     def _first_call(self, function: str) -> str:
@@ -263,7 +381,10 @@ class _Module:
         if isinstance(node, ast.Constant):
             return node.value if isinstance(node.value, str) else ""
         if isinstance(node, ast.JoinedStr):
-            parts = (p.value if isinstance(p, ast.Constant) else _braces(getattr(p, "value", p)) for p in node.values)
+            parts = (
+                p.value if isinstance(p, ast.Constant) else _braces(getattr(p, "value", p))
+                for p in node.values
+            )
             return "".join(map(str, parts))
         if depth > 4:
             return ""
@@ -294,7 +415,11 @@ def _braces(node: ast.expr) -> str:
 
 def _assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     """Names that a statement gives a value."""
-    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+    if (
+        isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and node.value is not None
+    ):
         yield node.target.id, node.value
     for target in node.targets if isinstance(node, ast.Assign) else ():
         if isinstance(target, ast.Name):

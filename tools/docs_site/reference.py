@@ -1,4 +1,6 @@
-"""Pages of the reference, written from the code: config keys, commands, exit codes, problems, the Python API."""
+"""Pages of the reference, written from the code: config keys, commands, exit codes, problems, the
+Python API.
+"""
 
 from __future__ import annotations
 
@@ -94,16 +96,24 @@ def config_page() -> str:
         "DeepSpeed's JSON that a key decides; `python -m framework render FILE` prints their values.\n",
     ]
     theirs = _rendered()
-    for title, path, schema in {title: (title, path, schema) for title, path, schema in _sections()}.values():
+    for title, path, schema in {
+        title: (title, path, schema) for title, path, schema in _sections()
+    }.values():
         lines += [f"{'#' * (2 + (title.count(' ') > 0))} {title}\n", f"{_sentences(schema)}\n"]
-        properties = {name: field for name, field in schema.get("properties", {}).items() if "const" not in field}
+        properties = {
+            name: field
+            for name, field in schema.get("properties", {}).items()
+            if "const" not in field
+        }
         if path in ("model", "data", "task") and "target" in properties:
             lines.append(f"Where `{path}` names code of your own.\n")
         if properties:
             lines += ["| key | type, default | meaning |", "|---|---|---|"]
         for name, field in properties.items():
             key = f"{path}.{name}".strip(".")
-            default = "*required*" if name in schema.get("required", ()) else _value(field.get("default"))
+            default = (
+                "*required*" if name in schema.get("required", ()) else _value(field.get("default"))
+            )
             becomes = f" → {', '.join(f'`{each}`' for each in theirs[key])}" if theirs[key] else ""
             cells = f"`{key}`", f"{_type(field)}<br>{default}", _sentences(field) + becomes
             lines.append(f"| {' | '.join(map(_cell, cells))} |")
@@ -141,11 +151,16 @@ def _sections() -> Iterator[tuple[str, str, dict[str, Any]]]:
     def members(field: Mapping[str, Any]) -> list[dict[str, Any]]:
         each = field.get("items", field)  # of a list its items
         references = [each, *each.get("oneOf", ()), *each.get("anyOf", ())]
-        return [definitions[each["$ref"].rpartition("/")[2]] for each in references if "$ref" in each]
+        return [
+            definitions[each["$ref"].rpartition("/")[2]] for each in references if "$ref" in each
+        ]
 
     def union(field: Mapping[str, Any], found: list[dict[str, Any]]) -> dict[str, Any]:
         tags = [next(_tags(member), ("", "")) for member in found]
-        kinds = {"enum": [value for _, value in tags if value], "description": "Which of the kinds below."}
+        kinds = {
+            "enum": [value for _, value in tags if value],
+            "description": "Which of the kinds below.",
+        }
         return {"description": field["description"], "properties": {tags[0][0]: kinds}}
 
     def nested(path: str, section: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -167,7 +182,11 @@ def _sections() -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def _tags(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    return ((key, value["const"]) for key, value in schema.get("properties", {}).items() if "const" in value)
+    return (
+        (key, value["const"])
+        for key, value in schema.get("properties", {}).items()
+        if "const" in value
+    )
 
 
 def _tag(schema: Mapping[str, Any]) -> str:
@@ -188,10 +207,25 @@ def _type(field: Mapping[str, Any]) -> str:
         return ", ".join(f"`{each}`" for each in field["enum"])
     if "const" in field:
         return f"`{field['const']}`"
-    words = {"integer": "whole number", "number": "number", "boolean": "`true`, `false`", "string": "text"}
-    name = words.get(field.get("type", ""), {"array": "list", "object": "section"}.get(field.get("type", ""), "any"))
-    limits = (("minimum", "≥ "), ("exclusiveMinimum", "> "), ("maximum", "≤ "), ("exclusiveMaximum", "< "))
-    return " ".join([name, *(f"{sign}{_number(field[key])}" for key, sign in limits if key in field)])
+    words = {
+        "integer": "whole number",
+        "number": "number",
+        "boolean": "`true`, `false`",
+        "string": "text",
+    }
+    name = words.get(
+        field.get("type", ""),
+        {"array": "list", "object": "section"}.get(field.get("type", ""), "any"),
+    )
+    limits = (
+        ("minimum", "≥ "),
+        ("exclusiveMinimum", "> "),
+        ("maximum", "≤ "),
+        ("exclusiveMaximum", "< "),
+    )
+    return " ".join(
+        [name, *(f"{sign}{_number(field[key])}" for key, sign in limits if key in field)]
+    )
 
 
 def _value(value: Any) -> str:
@@ -216,7 +250,9 @@ def _sentences(schema: Mapping[str, Any]) -> str:
 def _cell(text: str) -> str:
     """Text in a table: bars would end the cell, and tags are no HTML; code is left as it is."""
     parts = re.split(r"(`[^`]*`|<br>|\*required\*)", text)
-    return "".join(part.replace("|", "\\|") if i % 2 else _plain(part) for i, part in enumerate(parts))
+    return "".join(
+        part.replace("|", "\\|") if i % 2 else _plain(part) for i, part in enumerate(parts)
+    )
 
 
 def _plain(text: str) -> str:
@@ -243,7 +279,9 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
     from framework import cli, script
 
     found: dict[str, argparse.ArgumentParser] = {}
-    (commands,) = (each for each in cli._parser()._actions if isinstance(each, argparse._SubParsersAction))
+    (commands,) = (
+        each for each in cli._parser()._actions if isinstance(each, argparse._SubParsersAction)
+    )
     with (
         mock.patch.object(CommandParser, "parse_known_args", take),
         mock.patch.object(CommandParser, "parse_args", take),
@@ -278,12 +316,16 @@ def commands_page() -> str:
             if action.help == argparse.SUPPRESS or "--help" in action.option_strings:
                 continue
             spelled = [
-                each for each in action.option_strings if each[2:].replace("_", "-") != each[2:] or "-" not in each[2:]
+                each
+                for each in action.option_strings
+                if each[2:].replace("_", "-") != each[2:] or "-" not in each[2:]
             ]
             shown = spelled or action.option_strings
             value = "" if action.nargs == 0 else _metavar(action)
             words = " ".join(filter(None, (", ".join(shown), value))) if shown else _metavar(action)
-            rows.append(f"| `{words.replace('|', chr(92) + '|')}` | {_cell(_tidy(_help_of(parser, action)))} |")
+            rows.append(
+                f"| `{words.replace('|', chr(92) + '|')}` | {_cell(_tidy(_help_of(parser, action)))} |"
+            )
         lines += ["| option | |", "|---|---|", *rows, ""] if rows else []
     return "\n".join(lines)
 
@@ -291,7 +333,9 @@ def commands_page() -> str:
 def _helps() -> dict[str, str]:
     from framework import cli
 
-    (commands,) = (each for each in cli._parser()._actions if isinstance(each, argparse._SubParsersAction))
+    (commands,) = (
+        each for each in cli._parser()._actions if isinstance(each, argparse._SubParsersAction)
+    )
     return {each.dest: each.help or "" for each in commands._choices_actions}
 
 
@@ -314,16 +358,24 @@ def _help_of(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 
 def _tidy(text: str) -> str:
     words = " ".join(text.split())
-    return words[:1].upper() + words[1:] + ("" if words.endswith((".", "?", ":")) else "." if words else "")
+    return (
+        words[:1].upper()
+        + words[1:]
+        + ("" if words.endswith((".", "?", ":")) else "." if words else "")
+    )
 
 
 def exit_codes_page() -> str:
-    """Every exit code: its name in `framework/errors.py`, and the error that ends a process with it."""
+    """Every exit code: its name in `framework/errors.py`, and the error that ends a process with
+    it.
+    """
     tree = ast.parse((ROOT / "framework/errors.py").read_text(encoding="utf-8"))
     from framework import errors
 
     classes = [
-        each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.FrameworkError)
+        each
+        for each in vars(errors).values()
+        if isinstance(each, type) and issubclass(each, errors.FrameworkError)
     ]
     by_code: defaultdict[int, list[type]] = defaultdict(list)
     for each in classes[1:]:
@@ -344,7 +396,11 @@ def exit_codes_page() -> str:
             about = " ".join(_first(each.__doc__) for each in by_code[code]) or _CODES[code]
             errors_ = ", ".join(f"`{each.__name__}`" for each in by_code[code])
             lines.append(f"| {code} | `{name}` | {_cell(about)} | {errors_} |")
-    lines += ["| 130 | | Ctrl-C, where nothing was to be saved. | |", "| 128 + n | | Killed by signal n. | |", ""]
+    lines += [
+        "| 130 | | Ctrl-C, where nothing was to be saved. | |",
+        "| 128 + n | | Killed by signal n. | |",
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -377,7 +433,8 @@ def problems_page() -> str:
             continue
         lines += [f"## {title}\n", "| kind | | example |", "|---|---|---|"]
         lines += [
-            f'| <a id="{each.name}"></a>`{each.name}` | {each.severity} | {_cell(each.sentence)} |' for each in found
+            f'| <a id="{each.name}"></a>`{each.name}` | {each.severity} | {_cell(each.sentence)} |'
+            for each in found
         ]
         lines.append("")
     left = sorted({kind.room for kind in kinds.values()} - set(_ROOMS))
@@ -410,7 +467,11 @@ def python_page() -> str:
                 if isinstance(member, (classmethod, staticmethod)):
                     member = member.__func__
                 if inspect.isfunction(member):
-                    lines += [f"### {name}.{part}\n", f"```python\n{_signature(part, member)}\n```\n", *_doc(member)]
+                    lines += [
+                        f"### {name}.{part}\n",
+                        f"```python\n{_signature(part, member)}\n```\n",
+                        *_doc(member),
+                    ]
                 elif isinstance(member, property):
                     lines += [f"### {name}.{part}\n", *_doc(member)]
     return "\n".join(lines)

@@ -1,1 +1,3 @@
-"""Reads every configuration key out of one DeepSpeed release: recorder, pydantic models, source text."""
+"""Reads every configuration key out of one DeepSpeed release: recorder, pydantic models, source
+text.
+"""

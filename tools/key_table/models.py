@@ -43,7 +43,11 @@ def entries_of(model: type[BaseModel], path: str) -> Iterator[tuple[str, Entry]]
             entry["aliases"] = [name]
         inner = _describe_type(field.annotation, entry)
         for limit in field.metadata:
-            entry |= {ours: json_value(getattr(limit, theirs)) for theirs, ours in _LIMITS if hasattr(limit, theirs)}
+            entry |= {
+                ours: json_value(getattr(limit, theirs))
+                for theirs, ours in _LIMITS
+                if hasattr(limit, theirs)
+            }
         if field.is_required():
             entry["required"] = True
         else:
@@ -55,7 +59,9 @@ def entries_of(model: type[BaseModel], path: str) -> Iterator[tuple[str, Entry]]
 
 
 def _source(model: type[BaseModel], name: str) -> str:
-    """``runtime/zero/config.py:DeepSpeedZeroConfig.stage``, of the class that declares the field."""
+    """``runtime/zero/config.py:DeepSpeedZeroConfig.stage``, of the class that declares the
+    field.
+    """
     owner = next(cls for cls in model.__mro__ if name in inspect.get_annotations(cls))
     return f"{owner.__module__.partition('deepspeed.')[2].replace('.', '/')}.py:{owner.__name__}.{name}"
 
@@ -129,7 +135,9 @@ def _note_deprecation(field: FieldInfo, path: str, entry: Entry) -> None:
 
 
 def json_value(value: Any) -> Any:
-    """A default as JSON: enum members as their value, whole floats of a size or count as they are, the rest as text."""
+    """A default as JSON: enum members as their value, whole floats of a size or count as they are,
+    the rest as text.
+    """
     if isinstance(value, Enum):  # before str and int: members may be both
         return json_value(value.value)
     if value is None or isinstance(value, (bool, str)):

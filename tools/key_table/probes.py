@@ -1,6 +1,8 @@
-"""Configs that open every hand-read section of DeepSpeed, so that its parser asks for the keys in it.
+"""Configs that open every hand-read section of DeepSpeed, so that its parser asks for the keys in
+it.
 
-A name chosen by the user stands as ``*``. A section that a release has removed is left out of its probes.
+A name chosen by the user stands as ``*``. A section that a release has removed is left out of its
+probes.
 """
 
 from __future__ import annotations
@@ -13,29 +15,42 @@ _GROUPS: Final = ("sparse_pruning", "row_pruning", "head_pruning", "channel_prun
 
 
 def _compression() -> Config:
-    """Two quantization blocks and four pruning blocks, each with shared parameters and one group."""
+    """Two quantization blocks and four pruning blocks, each with shared parameters and one
+    group.
+    """
     group = {"modules": ["*"], "related_modules": None}
     quantized = {"start_bits": 8, "target_bits": 8, "quantization_period": 1}
     shared = {"enabled": True, "fp16_mixed_quantize": {"enabled": True}}
     config: Config = {
         "layer_reduction": {"enabled": True},
-        "weight_quantization": {"shared_parameters": shared, "different_groups": {"*": {"params": quantized, **group}}},
+        "weight_quantization": {
+            "shared_parameters": shared,
+            "different_groups": {"*": {"params": quantized, **group}},
+        },
         "activation_quantization": {
             "shared_parameters": {"enabled": True},
             "different_groups": {"*": {"params": {"bits": 8}, **group}},
         },
     }
     for name in _GROUPS:
-        parameters = {"enabled": True, "num_heads": 4, "schedule_offset": 0, "schedule_offset_end": 1}
+        parameters = {
+            "enabled": True,
+            "num_heads": 4,
+            "schedule_offset": 0,
+            "schedule_offset_end": 1,
+        }
         config[name] = {
-            "shared_parameters": parameters | ({"method": "snip_momentum"} if name == "sparse_pruning" else {}),
+            "shared_parameters": parameters
+            | ({"method": "snip_momentum"} if name == "sparse_pruning" else {}),
             "different_groups": {"*": {"params": {"dense_ratio": 0.5}, **group}},
         }
     return config
 
 
 def probes(removed: frozenset[str]) -> list[Config]:
-    """Configs that one release parses without an error; together they reach every branch of its getters."""
+    """Configs that one release parses without an error; together they reach every branch of its
+    getters.
+    """
     full: Config = {
         "train_batch_size": 8,
         "optimizer": {"type": "Adam", "params": {}},
@@ -77,7 +92,10 @@ def probes(removed: frozenset[str]) -> list[Config]:
         {"train_batch_size": 8, "bf16": {"enabled": True}},
         {"train_batch_size": 8, "sequence_parallel_size": 1},
     ]
-    return [{name: value for name, value in probe.items() if name not in removed} for probe in (full, *more)]
+    return [
+        {name: value for name, value in probe.items() if name not in removed}
+        for probe in (full, *more)
+    ]
 
 
 CURRICULA: Final[tuple[Config, ...]] = tuple(

@@ -1,7 +1,9 @@
-"""A dict that remembers what was asked of it: handed to DeepSpeed's own parser, it tells which keys that parser reads.
+"""A dict that remembers what was asked of it: handed to DeepSpeed's own parser, it tells which keys
+that parser reads.
 
-A key that is asked for with `.get` shows its default; one asked for with `[]` and missing is required. What a parser
-does only for an enabled section is seen only when the probe enables that section.
+A key that is asked for with `.get` shows its default; one asked for with `[]` and missing is
+required. What a parser does only for an enabled section is seen only when the probe enables that
+section.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from types import FrameType
 from typing import Any, Final
 
 NO_DEFAULT: Final = object()
-# Getters that stand between the parser and the dict: the function that calls them is the one that reads the key.
+# Getters that stand between the parser and the dict: the function that calls them is the one that
+# reads the key.
 _GETTERS: Final = ("get_scalar_param", "get_list_param", "get_dict_param")
 
 
@@ -28,24 +31,35 @@ class Read:
 
 @dataclass
 class Log:
-    """Everything that was asked of one recorder and of the sections in it, in the order of the first question."""
+    """Everything that was asked of one recorder and of the sections in it, in the order of the
+    first question.
+    """
 
     reads: dict[str, Read] = field(default_factory=dict)
 
     def add(self, path: str, default: Any = NO_DEFAULT) -> None:
-        """Note a question; the first source is kept, and the first default that any question shows."""
+        """Note a question; the first source is kept, and the first default that any question
+        shows.
+        """
         read = self.reads.setdefault(path, Read(path, source=_asker()))
         if read.default is NO_DEFAULT:
             read.default = default
 
 
 def _asker() -> str:
-    """``runtime/config.py:get_gradient_clipping``: the innermost function of DeepSpeed on the stack."""
+    """``runtime/config.py:get_gradient_clipping``: the innermost function of DeepSpeed on the
+    stack.
+    """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         _, inside, file = frame.f_code.co_filename.rpartition("/deepspeed/")
-        if inside and frame.f_code.co_name not in _GETTERS and not frame.f_code.co_name.startswith("<"):
-            return f"{file}:{getattr(frame.f_code, 'co_qualname', frame.f_code.co_name)}"  # Python 3.11
+        if (
+            inside
+            and frame.f_code.co_name not in _GETTERS
+            and not frame.f_code.co_name.startswith("<")
+        ):
+            # Python 3.11
+            return f"{file}:{getattr(frame.f_code, 'co_qualname', frame.f_code.co_name)}"
         frame = frame.f_back
     return ""
 
@@ -70,7 +84,11 @@ class Recorder(dict[str, Any]):
     """A config whose reads are logged under dotted paths; sections inside it are recorders too."""
 
     def __init__(
-        self, values: Mapping[str, Any] | Iterable[Any] = (), *, path: str = "", log: Log | None = None
+        self,
+        values: Mapping[str, Any] | Iterable[Any] = (),
+        *,
+        path: str = "",
+        log: Log | None = None,
     ) -> None:
         self.path, self.log = path, Log() if log is None else log
         dict.__init__(self, values)

@@ -1,4 +1,6 @@
-"""Which keys the installed DeepSpeed reads: its models introspected, its parser watched, its source read."""
+"""Which keys the installed DeepSpeed reads: its models introspected, its parser watched, its source
+read.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from tools.key_table.types import optimizers, schedulers
 
 Table = dict[str, Entry]
 
-# pydantic model -> its section. A model that is in neither list stops the build: somebody must say what it is.
+# pydantic model -> its section. A model that is in neither list stops the build: somebody must say
+# what it is.
 MODELS: Final[Mapping[str, str]] = {
     "DeepSpeedZeroConfig": "zero_optimization",
     "DeepSpeedMonitorConfig": "",
@@ -37,7 +40,10 @@ LATE_READS: Final[tuple[tuple[str, str, Mapping[str, str]], ...]] = (
     (
         "runtime.data_pipeline.data_sampling.data_sampler",
         "",
-        {"self.data_efficiency_config": "data_efficiency", "data_efficiency_config": "data_efficiency"},
+        {
+            "self.data_efficiency_config": "data_efficiency",
+            "data_efficiency_config": "data_efficiency",
+        },
     ),
     (
         "runtime.data_pipeline.data_sampling.variable_batch_size_and_lr",
@@ -65,12 +71,19 @@ LATE_READS: Final[tuple[tuple[str, str, Mapping[str, str]], ...]] = (
     ("__init__", "initialize", {"config": "", "config_class._param_dict": ""}),
     ("compile.init_sp", "", {"param_dict": "", "config": ""}),
 )
-# Keys that DeepSpeed writes into the same dict itself, and one that a getter looks for a level too high.
-_NO_KEYS: Final = (f"{_LTD}.global_batch_size", f"{_LTD}.micro_batch_size", "compression_training.shared_parameters")
+# Keys that DeepSpeed writes into the same dict itself, and one that a getter looks for a level too
+# high.
+_NO_KEYS: Final = (
+    f"{_LTD}.global_batch_size",
+    f"{_LTD}.micro_batch_size",
+    "compression_training.shared_parameters",
+)
 
 
 def read_release() -> tuple[str, Table]:
-    """Version of the DeepSpeed on the import path, and every key that it reads, without sentences."""
+    """Version of the DeepSpeed on the import path, and every key that it reads, without
+    sentences.
+    """
     import deepspeed
 
     table: Table = {}
@@ -96,41 +109,74 @@ def _everything() -> Iterator[tuple[str, Entry]]:
 def _merge(table: Table, path: str, entry: Entry) -> None:
     """The first reader describes a key; a later one may add the default that it missed."""
     known = table.setdefault(path, entry)
-    # A section that is looked up with the default None may be null; the check for removed keys looks at all of them so.
-    if known.get("type") == "object" and entry.get("default", 0) is None and "_reject_removed" not in entry["source"]:
+    # A section that is looked up with the default None may be null; the check for removed keys
+    # looks at all of them so.
+    if (
+        known.get("type") == "object"
+        and entry.get("default", 0) is None
+        and "_reject_removed" not in entry["source"]
+    ):
         known["nullable"] = True
-    if "default" not in known and "default" in entry and known.get("type") != "object" and "status" not in known:
+    if (
+        "default" not in known
+        and "default" in entry
+        and known.get("type") != "object"
+        and "status" not in known
+    ):
         known["default"] = entry["default"]
 
 
 def _removed() -> Iterator[tuple[str, Entry]]:
     """Keys whose presence alone is an error."""
     config = importlib.import_module("deepspeed.runtime.config")
-    for table, section in (("_REMOVED_TOP_LEVEL_CONFIG_KEYS", ""), ("_REMOVED_ZERO_CONFIG_KEYS", "zero_optimization.")):
+    for table, section in (
+        ("_REMOVED_TOP_LEVEL_CONFIG_KEYS", ""),
+        ("_REMOVED_ZERO_CONFIG_KEYS", "zero_optimization."),
+    ):
         for key in getattr(config, table, {}):
             source = f"runtime/config.py:{table}"
-            yield f"{section}{key}", {"type": "any", "status": "refused", "reader": "recorded", "source": source}
+            yield (
+                f"{section}{key}",
+                {"type": "any", "status": "refused", "reader": "recorded", "source": source},
+            )
 
 
 def _from_models() -> Iterator[tuple[str, Entry]]:
     # Imported for their models; a release without one of them has no such section.
-    for module in ("runtime.config", "runtime.zero.config", "monitor.config", "compile.config", "utils.config"):
+    for module in (
+        "runtime.config",
+        "runtime.zero.config",
+        "monitor.config",
+        "compile.config",
+        "utils.config",
+    ):
         importlib.import_module(f"deepspeed.{module}")
     base = importlib.import_module("deepspeed.runtime.config_utils").DeepSpeedConfigModel
-    roots = {model.__name__: model for model in _subclasses(base) if not model.__module__.startswith(_NOT_TRAINING)}
+    roots = {
+        model.__name__: model
+        for model in _subclasses(base)
+        if not model.__module__.startswith(_NOT_TRAINING)
+    }
     weights = importlib.import_module("deepspeed.inference.config").WeightQuantConfig
     roots["WeightQuantConfig"] = weights
     nested = {field_model.__name__ for model in roots.values() for field_model in _models_in(model)}
     unexpected_files = set(roots) - set(MODELS) - nested
     if unexpected_files:
-        raise SystemExit(f"no section is known for the models {sorted(unexpected_files)}: add them to MODELS")
+        raise SystemExit(
+            f"no section is known for the models {sorted(unexpected_files)}: add them to MODELS"
+        )
     for name, section in MODELS.items():
         if name in roots:
             yield from entries_of(roots[name], section)
             if section:
                 yield (
                     section,
-                    {"type": "object", "unknown": "error", "reader": "pydantic", "source": _home(roots[name])},
+                    {
+                        "type": "object",
+                        "unknown": "error",
+                        "reader": "pydantic",
+                        "source": _home(roots[name]),
+                    },
                 )
 
 
@@ -161,14 +207,22 @@ def _from_parser(removed: frozenset[str]) -> Iterator[tuple[str, Entry]]:
     for key, default in config.get_pipeline_config({}).items():
         yield (
             f"pipeline.{key}",
-            {"default": default, "reader": "recorded", "source": "runtime/config.py:get_pipeline_config"},
+            {
+                "default": default,
+                "reader": "recorded",
+                "source": "runtime/config.py:get_pipeline_config",
+            },
         )
-    curriculum = importlib.import_module("deepspeed.runtime.data_pipeline.curriculum_scheduler").CurriculumScheduler
+    curriculum = importlib.import_module(
+        "deepspeed.runtime.data_pipeline.curriculum_scheduler"
+    ).CurriculumScheduler
     for probe in CURRICULA:
         curriculum(Recorder(probe, path=_METRIC, log=log))
         if "curriculum_learning" not in removed:
             curriculum(Recorder(probe, path="curriculum_learning", log=log))
-    scheduler = importlib.import_module("deepspeed.runtime.data_pipeline.data_routing.scheduler").RandomLTDScheduler
+    scheduler = importlib.import_module(
+        "deepspeed.runtime.data_pipeline.data_routing.scheduler"
+    ).RandomLTDScheduler
     scheduler(Recorder(RANDOM_LTD, path=_LTD, log=log)).update_seq(1)
     if "elasticity" not in removed:
         elasticity = importlib.import_module("deepspeed.elasticity.config").ElasticityConfig
@@ -206,5 +260,12 @@ def _upward(path: str) -> Iterator[str]:
 
 
 def _type_of(default: Any) -> str:
-    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    names = {
+        bool: "boolean",
+        int: "integer",
+        float: "number",
+        str: "string",
+        list: "array",
+        dict: "object",
+    }
     return names.get(type(default), "any")

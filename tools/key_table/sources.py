@@ -1,4 +1,6 @@
-"""Keys that only the source tells: read after parsing, deep in the engine, where no recorder comes along."""
+"""Keys that only the source tells: read after parsing, deep in the engine, where no recorder comes
+along.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,17 @@ from tools.key_table.models import Entry, json_value
 def module_tree(module: str) -> tuple[ast.Module, dict[str, Any]] | None:
     """Syntax tree and names of a module, None where this release has none."""
     try:
-        loaded = importlib.import_module("deepspeed" if module == "__init__" else f"deepspeed.{module}")
+        loaded = importlib.import_module(
+            "deepspeed" if module == "__init__" else f"deepspeed.{module}"
+        )
     except ModuleNotFoundError:
         return None
     return ast.parse(Path(inspect.getfile(loaded)).read_text(encoding="utf-8")), vars(loaded)
 
 
-def reads_of(module: str, roots: Mapping[str, str], *, inside: str = "") -> Iterator[tuple[str, Entry]]:
+def reads_of(
+    module: str, roots: Mapping[str, str], *, inside: str = ""
+) -> Iterator[tuple[str, Entry]]:
     """Keys that a module reads from expressions such as ``self._config.pipeline``.
 
     Args:
@@ -44,7 +50,9 @@ def reads_of(module: str, roots: Mapping[str, str], *, inside: str = "") -> Iter
 
 
 def _functions(tree: ast.AST, inside: str, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """Every function by its qualified name; those of a class or function named `inside` only, where one is named."""
+    """Every function by its qualified name; those of a class or function named `inside` only, where
+    one is named.
+    """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             name = f"{prefix}{node.name}"
@@ -55,21 +63,32 @@ def _functions(tree: ast.AST, inside: str, prefix: str = "") -> Iterator[tuple[s
                 yield from _functions(node, inside, f"{name}.")
 
 
-def _path_read(node: ast.AST, roots: Mapping[str, str], names: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
+def _path_read(
+    node: ast.AST, roots: Mapping[str, str], names: Mapping[str, Any]
+) -> Iterator[tuple[str, list[Any]]]:
     """The path that an expression reads, with the default in a list where it shows one."""
     match node:
         case ast.Subscript(value=owner, slice=key):
             yield from ((path, []) for path in _joined(owner, key, roots, names))
         case ast.Call(func=ast.Attribute(value=owner, attr="get" | "pop"), args=[key, *rest]):
             default = [_constant(rest[0], names)] if rest else []
-            yield from ((path, [json_value(v) for v in default]) for path in _joined(owner, key, roots, names))
+            yield from (
+                (path, [json_value(v) for v in default])
+                for path in _joined(owner, key, roots, names)
+            )
         case ast.Compare(left=key, ops=[ast.In() | ast.NotIn()], comparators=[owner]):
-            if isinstance(owner, ast.Call) and isinstance(owner.func, ast.Attribute) and owner.func.attr == "keys":
+            if (
+                isinstance(owner, ast.Call)
+                and isinstance(owner.func, ast.Attribute)
+                and owner.func.attr == "keys"
+            ):
                 owner = owner.func.value
             yield from ((path, []) for path in _joined(owner, key, roots, names))
 
 
-def _joined(owner: ast.expr, key: ast.expr, roots: Mapping[str, str], names: Mapping[str, Any]) -> Iterator[str]:
+def _joined(
+    owner: ast.expr, key: ast.expr, roots: Mapping[str, str], names: Mapping[str, Any]
+) -> Iterator[str]:
     place = _place(owner, roots, names)
     if place is None:
         return
@@ -81,7 +100,9 @@ def _joined(owner: ast.expr, key: ast.expr, roots: Mapping[str, str], names: Map
 
 
 def _place(owner: ast.expr, roots: Mapping[str, str], names: Mapping[str, Any]) -> str | None:
-    """The dotted path of an expression, None where it starts at none of the roots; a loop variable becomes ``*``."""
+    """The dotted path of an expression, None where it starts at none of the roots; a loop variable
+    becomes ``*``.
+    """
     root = roots.get(ast.unparse(owner))
     if root is not None:
         return root
@@ -100,25 +121,44 @@ def _constant(node: ast.expr, names: Mapping[str, Any]) -> Any:
         return node
 
 
-def listed_strings(module: str, functions: tuple[str, ...], constants: tuple[str, ...]) -> list[str]:
-    """Texts that stand in list or tuple literals: ``for key in ["lr", "momentum"]`` and ``KEYS = ("lr", "eps")``."""
+def listed_strings(
+    module: str, functions: tuple[str, ...], constants: tuple[str, ...]
+) -> list[str]:
+    """Texts that stand in list or tuple literals: ``for key in ["lr", "momentum"]`` and ``KEYS =
+    ("lr", "eps")``.
+    """
     found = module_tree(module)
     texts: list[str] = []
     for node in ast.walk(found[0]) if found else ():
         if isinstance(node, ast.FunctionDef) and node.name in functions:
-            texts += [text for loop in ast.walk(node) if isinstance(loop, ast.For) for text in _texts(loop.iter)]
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in constants:
+            texts += [
+                text
+                for loop in ast.walk(node)
+                if isinstance(loop, ast.For)
+                for text in _texts(loop.iter)
+            ]
+        elif (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and node.targets[0].id in constants
+        ):
             texts += _texts(node.value)
     return list(dict.fromkeys(texts))
 
 
 def _texts(node: ast.expr) -> list[str]:
     parts = node.elts if isinstance(node, (ast.List, ast.Tuple)) else []
-    return [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+    return [
+        part.value
+        for part in parts
+        if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    ]
 
 
 def signature_of(path: str, *, skip: tuple[str, ...]) -> Iterator[tuple[str, Entry]]:
-    """Keyword arguments of a class as keys: ``ops.adam.fused_adam:FusedAdam``; nothing where this release has none."""
+    """Keyword arguments of a class as keys: ``ops.adam.fused_adam:FusedAdam``; nothing where this
+    release has none.
+    """
     module, _, name = path.partition(":")
     try:
         cls = getattr(importlib.import_module(f"deepspeed.{module}"), name)
@@ -130,7 +170,10 @@ def signature_of(path: str, *, skip: tuple[str, ...]) -> Iterator[tuple[str, Ent
             parameter.KEYWORD_ONLY,
         ):
             continue
-        entry: Entry = {"reader": "signature", "source": f"{module.replace('.', '/')}.py:{name}.__init__"}
+        entry: Entry = {
+            "reader": "signature",
+            "source": f"{module.replace('.', '/')}.py:{name}.__init__",
+        }
         if parameter.default is parameter.empty:
             entry["required"] = True
         else:

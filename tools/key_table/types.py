@@ -25,7 +25,8 @@ OPTIMIZERS: Final[Mapping[str, tuple[str, ...]]] = {
     "OneBitLamb": ("runtime.fp16.onebit.lamb:OnebitLamb",),
 }
 REMOVED_OPTIMIZERS: Final = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
-# What torch's own classes take (torch 2.x), reached by `torch_adam`, without offload, or through the mup package.
+# What torch's own classes take (torch 2.x), reached by `torch_adam`, without offload, or through
+# the mup package.
 _TORCH_ADAM: Final[Mapping[str, Any]] = {
     "lr": 1e-3,
     "betas": [0.9, 0.999],
@@ -60,7 +61,8 @@ _TORCH_SGD: Final[Mapping[str, Any]] = {
     "differentiable": False,
     "fused": None,
 }
-# mup takes the rate from its keywords before torch's default could help (mup/optim.py `process_param_groups`).
+# mup takes the rate from its keywords before torch's default could help (mup/optim.py
+# `process_param_groups`).
 _NEEDED: Final = object()
 TORCH_CLASSES: Final[Mapping[str, tuple[tuple[str, Mapping[str, Any]], ...]]] = {
     "Adam": (("torch.optim.Adam", _TORCH_ADAM),),
@@ -79,7 +81,9 @@ def optimizers() -> Iterator[tuple[str, Entry]]:
     known = set(config.DEEPSPEED_OPTIMIZERS)
     unexpected_files = known - {name.lower() for name in OPTIMIZERS}
     if unexpected_files:
-        raise SystemExit(f"unknown optimizer types {sorted(unexpected_files)}: add them to OPTIMIZERS")
+        raise SystemExit(
+            f"unknown optimizer types {sorted(unexpected_files)}: add them to OPTIMIZERS"
+        )
     names = [name for name in OPTIMIZERS if name.lower() in known]
     source = "runtime/engine.py:DeepSpeedEngine._configure_basic_optimizer"
     yield (
@@ -96,7 +100,10 @@ def optimizers() -> Iterator[tuple[str, Entry]]:
         section = f"optimizer.params[{name}]"
         unknown = "ignored" if name == "Muon" else "error"
         yield section, {"type": "object", "unknown": unknown, "reader": "source", "source": source}
-        yield f"{section}.max_grad_norm", {"type": "number", "status": "refused", "reader": "source", "source": source}
+        yield (
+            f"{section}.max_grad_norm",
+            {"type": "number", "status": "refused", "reader": "source", "source": source},
+        )
         for key, entry in _optimizer_parameters(name, source):
             yield f"{section}.{key}", entry
     for name in REMOVED_OPTIMIZERS:
@@ -108,7 +115,9 @@ def optimizers() -> Iterator[tuple[str, Entry]]:
 
 
 def _optimizer_parameters(name: str, source: str) -> Iterator[tuple[str, Entry]]:
-    """Parameters of all classes behind one type; those that not every class takes say which ones do."""
+    """Parameters of all classes behind one type; those that not every class takes say which ones
+    do.
+    """
     classes: dict[str, dict[str, Entry]] = {}
     for path in OPTIMIZERS[name]:
         parameters = dict(signature_of(path, skip=_POSITIONAL))
@@ -140,16 +149,31 @@ def _taken_by_engine(name: str, source: str) -> Iterator[tuple[str, Entry]]:
     """Parameters that the engine takes out before it calls the class."""
     if name in ("Adam", "AdamW", "Muon"):
         for function in ("_configure_basic_optimizer", "get_optimizer_configuration"):
-            for key, entry in reads_of("runtime.engine", {"optimizer_parameters": ""}, inside=function):
-                if key not in ("max_grad_norm", "*", "foreach") and not (name == "Muon" and key.endswith("_lr")):
-                    yield key, {**entry, "source": source if function.startswith("_") else entry["source"]}
+            for key, entry in reads_of(
+                "runtime.engine", {"optimizer_parameters": ""}, inside=function
+            ):
+                if key not in ("max_grad_norm", "*", "foreach") and not (
+                    name == "Muon" and key.endswith("_lr")
+                ):
+                    yield (
+                        key,
+                        {
+                            **entry,
+                            "source": source if function.startswith("_") else entry["source"],
+                        },
+                    )
     if name == "Muon":
-        functions, constants = ("_configure_basic_optimizer",), ("_MUON_HALF_KEYS", "_ADAM_HALF_KEYS")
+        functions, constants = (
+            ("_configure_basic_optimizer",),
+            ("_MUON_HALF_KEYS", "_ADAM_HALF_KEYS"),
+        )
         keys = listed_strings("runtime.engine", functions, constants)
         keys += [key for key in ("muon_lr", "adam_lr") if _engine_names(key)]
         for key in dict.fromkeys(keys):
             yield key, {"reader": "source", "source": source}
-        for key, entry in reads_of("__init__", {"getattr(config_class, 'optimizer_params', None) or {}": ""}):
+        for key, entry in reads_of(
+            "__init__", {"getattr(config_class, 'optimizer_params', None) or {}": ""}
+        ):
             yield key, entry
 
 
@@ -165,13 +189,23 @@ def schedulers() -> Iterator[tuple[str, Entry]]:
     names = list(module.VALID_LR_SCHEDULES)
     yield (
         "scheduler.type",
-        {"type": "string", "examples": names, "reader": "recorded", "source": "runtime/config.py:get_scheduler_name"},
+        {
+            "type": "string",
+            "examples": names,
+            "reader": "recorded",
+            "source": "runtime/config.py:get_scheduler_name",
+        },
     )
     for name in names:
         section = f"scheduler.params[{name}]"
         yield (
             section,
-            {"type": "object", "unknown": "error", "reader": "signature", "source": f"runtime/lr_schedules.py:{name}"},
+            {
+                "type": "object",
+                "unknown": "error",
+                "reader": "signature",
+                "source": f"runtime/lr_schedules.py:{name}",
+            },
         )
         for key, entry in signature_of(f"runtime.lr_schedules:{name}", skip=_POSITIONAL):
             yield f"{section}.{key}", entry

@@ -1,10 +1,11 @@
-"""`AtomicCheckpointEngine`: DeepSpeed's `CheckpointEngine` interface, by which its engines write and read the files of
-a checkpoint.
+"""`AtomicCheckpointEngine`: DeepSpeed's `CheckpointEngine` interface, by which its engines write
+and read the files of a checkpoint.
 
-Writing: every file is new, hashed as it is written and flushed to disk. A failure is kept and told at the end, on the
-rank that has it: raised at once it would leave the others waiting in DeepSpeed's barrier. With another `open_file` the
-same bytes go elsewhere: into memory, for a process that writes them later. Reading: weights only, with the few classes
-of DeepSpeed's own that its files hold; any other object in them is refused, and no code of theirs is run.
+Writing: every file is new, hashed as it is written and flushed to disk. A failure is kept and told
+at the end, on the rank that has it: raised at once it would leave the others waiting in DeepSpeed's
+barrier. With another `open_file` the same bytes go elsewhere: into memory, for a process that
+writes them later. Reading: weights only, with the few classes of DeepSpeed's own that its files
+hold; any other object in them is refused, and no code of theirs is run.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ from framework.errors import StorageError, in_one_line
 from framework.system.files import FileRecord, NewFile, hash_file, sync_file
 from framework.system.limits import room
 
-# Python 3.11.0 to 3.11.3 write the member of an enumeration as a call of `getattr`, which no careful reader allows.
+# Python 3.11.0 to 3.11.3 write the member of an enumeration as a call of `getattr`, which no
+# careful reader allows.
 ZeroStageEnum.__reduce_ex__ = lambda self, protocol: (ZeroStageEnum, (self.value,))
 # What DeepSpeed 0.19.8 puts into its files beside tensors and plain values.
 _KNOWN: Final = [ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler]
-# torch locks host memory for a whole storage, rounds it up to a power of two and keeps it for ever: all ranks of a host
-# lock no more than a quarter of what is free. What is larger goes to memory that is touched for the first time, on an
-# H200's host at 1.4 GB/s instead of 50.
+# torch locks host memory for a whole storage, rounds it up to a power of two and keeps it for ever:
+# all ranks of a host lock no more than a quarter of what is free. What is larger goes to memory
+# that is touched for the first time, on an H200's host at 1.4 GB/s instead of 50.
 _ALWAYS_PINNED: Final = 1 << 28
 _PINNED_SHARE: Final = 1 / 8
 _NO_MEMORY: Final = re.compile(
@@ -66,8 +68,8 @@ class AtomicCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._look: Look = _ignore
 
     def begin(self, root: Path, *, open_file: OpenFile = NewFile, look: Look | None = None) -> None:
-        """Forget the last save; the files of the next one lie in `root`, and are opened with `open_file`; `look` is
-        called with the content of each that this rank writes.
+        """Forget the last save; the files of the next one lie in `root`, and are opened with
+        `open_file`; `look` is called with the content of each that this rank writes.
         """
         self._root = root
         self._records = {}
@@ -76,7 +78,8 @@ class AtomicCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._look = look or _ignore
 
     def end(self) -> dict[str, FileRecord]:
-        """Records of the files that this rank wrote, by name within the root, where `open_file` gives any.
+        """Records of the files that this rank wrote, by name within the root, where `open_file`
+        gives any.
 
         Raises:
             OSError: the first that was met.
@@ -123,7 +126,9 @@ class AtomicCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._records[path.relative_to(self._root).as_posix()] = hash_file(path)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Map one file, of which the ranks of a host share the pages; raises what `read_or_explain` raises."""
+        """Map one file, of which the ranks of a host share the pages; raises what `read_or_explain`
+        raises.
+        """
         return read_or_explain(Path(path), map_location=map_location, mmap=True)
 
 
@@ -135,10 +140,13 @@ def _write(state: Any, path: Path, open_file: OpenFile) -> FileRecord | None:
             torch.save(state, stream)  # type: ignore[arg-type]  # it needs no more than write and flush
     except BaseException as error:
         stream.abandon()
-        # torch's writer, whose stream has failed, fails once more while it closes: the first failure tells the reason.
+        # torch's writer, whose stream has failed, fails once more while it closes: the first
+        # failure tells the reason.
         if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
             raise error.__context__ from error
-        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _is_out_of_memory(error)):
+        if isinstance(error, MemoryError) or (
+            isinstance(error, RuntimeError) and _is_out_of_memory(error)
+        ):
             stated = f"no memory for a copy of what goes into {path.name}: {in_one_line(error)}"
             raise OSError(errno.ENOMEM, stated) from error
         raise
@@ -146,7 +154,9 @@ def _write(state: Any, path: Path, open_file: OpenFile) -> FileRecord | None:
 
 
 def _may_pin(num_bytes: int) -> bool:
-    """Check whether a storage may pass through locked memory; what is free is asked for large ones alone."""
+    """Check whether a storage may pass through locked memory; what is free is asked for large ones
+    alone.
+    """
     if num_bytes <= _ALWAYS_PINNED:
         return True
     found = room()
@@ -160,7 +170,13 @@ def _largest_on_device(value: Any) -> int:
         if value.device.type == "cpu":
             return 0
         return value.untyped_storage().nbytes()
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    values = (
+        value.values()
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     return max(map(_largest_on_device, values), default=0)
 
 
@@ -170,8 +186,8 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 @contextlib.contextmanager
 def _saving_as_we_do(*, through_pinned_memory: bool) -> Iterator[None]:
-    """Without CRC-32, which `torch.load` does not look at; where training waits for a copy only, from a GPU through
-    pinned memory.
+    """Without CRC-32, which `torch.load` does not look at; where training waits for a copy only,
+    from a GPU through pinned memory.
     """
     save = save_options.save
     before = save.compute_crc32, save.use_pinned_memory_for_d2h
@@ -184,10 +200,12 @@ def _saving_as_we_do(*, through_pinned_memory: bool) -> Iterator[None]:
 
 
 def read_file(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
-    """The content of a file that `torch.save` wrote for DeepSpeed; mapped, its tensors are read when they are touched.
+    """The content of a file that `torch.save` wrote for DeepSpeed; mapped, its tensors are read
+    when they are touched.
 
     Raises:
-        OSError, RuntimeError, pickle.UnpicklingError: it cannot be read, or holds objects that are not known.
+        OSError, RuntimeError, pickle.UnpicklingError: it cannot be read, or holds objects that are
+            not known.
     """
     try:
         with torch.serialization.safe_globals(_KNOWN):
@@ -208,21 +226,26 @@ def read_or_explain(path: Path, **options: Any) -> Any:
         return read_file(path, **options)
     except pickle.UnpicklingError as error:
         raise StorageError(str(error)) from error
-    except Exception as error:  # a cut-off file alone has five types of exceptions, by where it was cut
+    except (
+        Exception
+    ) as error:  # a cut-off file alone has five types of exceptions, by where it was cut
         raise StorageError(f"{path.name} cannot be read: {in_one_line(error)}") from error
 
 
 @contextlib.contextmanager
 def keeping_copies(files: AtomicCheckpointEngine) -> Iterator[None]:
-    """DeepSpeed copies the files of its NVMe swapper with `shutil.copytree`, past its checkpoint engine. Every rank
-    flushes and hashes its own: rank 0 alone would take longer than the others wait.
+    """DeepSpeed copies the files of its NVMe swapper with `shutil.copytree`, past its checkpoint
+    engine. Every rank flushes and hashes its own: rank 0 alone would take longer than the others
+    wait.
     """
     copytree = shutil.copytree
 
     def copy(source: Any, target: Any, **options: Any) -> None:
         try:
             files.add_written(Path(copytree(source, target, **options)))
-        except shutil.Error as error:  # one for all files, as a list; the first reason is enough for a sentence
+        except (
+            shutil.Error
+        ) as error:  # one for all files, as a list; the first reason is enough for a sentence
             raise OSError(errno.EIO, str(error.args[0][0][2])) from error
 
     def keep(*arguments: Any, **options: Any) -> Any:
@@ -236,7 +259,9 @@ def keeping_copies(files: AtomicCheckpointEngine) -> Iterator[None]:
 
 
 def use_atomic_files(engine: deepspeed.DeepSpeedEngine) -> AtomicCheckpointEngine:
-    """Give an engine such files; a failure to copy DeepSpeed's recovery script is kept like theirs."""
+    """Give an engine such files; a failure to copy DeepSpeed's recovery script is kept like
+    theirs.
+    """
     files = AtomicCheckpointEngine()
     copy = engine._copy_recovery_script
     engine.checkpoint_engine = files

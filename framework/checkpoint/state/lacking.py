@@ -1,7 +1,9 @@
-"""Names of weights that checkpoints lack, for commands without torch: ``python -m framework.checkpoint.state.lacking``.
+"""Names of weights that checkpoints lack, for commands without torch: ``python -m
+framework.checkpoint.state.lacking``.
 
-It reads paths of checkpoints from stdin, a list in JSON, and writes a list of names for each, or text: why its files
-cannot be read. Files are read as weights only (`checkpoint_engine.read_file`), and no numbers of them.
+It reads paths of checkpoints from stdin, a list in JSON, and writes a list of names for each, or
+text: why its files cannot be read. Files are read as weights only (`checkpoint_engine.read_file`),
+and no numbers of them.
 """
 
 from __future__ import annotations

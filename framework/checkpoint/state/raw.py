@@ -1,5 +1,5 @@
-"""Descriptions of checkpoints that DeepSpeed wrote by itself, as their manifest would be, read from DeepSpeed's files
-and their names.
+"""Descriptions of checkpoints that DeepSpeed wrote by itself, as their manifest would be, read from
+DeepSpeed's files and their names.
 
 Its files are read as weights only, and no checksum tells whether they are as they were written.
 """
@@ -27,8 +27,8 @@ def describe_raw(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
     """The checkpoint with a manifest; one that has its own is returned as it is.
 
     Raises:
-        StorageError: kind ``checkpoint-unverified``: a file is missing, cannot be read, or is of a kind that is not
-        known here.
+        StorageError: kind ``checkpoint-unverified``: a file is missing, cannot be read, or is of a
+        kind that is not known here.
     """
     if checkpoint.verified or "step" in checkpoint.manifest:
         return checkpoint
@@ -47,19 +47,21 @@ def describe_raw(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
 
 
 def warn_of(checkpoint: SavedCheckpoint, *, resumed: bool = False) -> None:
-    """Say what is not known of a checkpoint without a manifest, on the first rank; nothing for any other."""
+    """Say what is not known of a checkpoint without a manifest, on the first rank; nothing for any
+    other.
+    """
     if checkpoint.verified or os.environ.get("RANK", "0") != "0":
         return
     text = (
-        f"{checkpoint.path}: DeepSpeed {checkpoint.manifest['versions']['deepspeed']} wrote it without a manifest: "
-        "nothing tells whether its files are whole"
+        f"{checkpoint.path}: DeepSpeed {checkpoint.manifest['versions']['deepspeed']} wrote it "
+        "without a manifest: nothing tells whether its files are whole"
     )
     if resumed:
         text += (
-            f"; weights, optimizer state, loss scale and step {checkpoint.step} are taken from it; the data go on "
-            "after that "
-            "many steps of this run's own order; random states are not in it and start from run.seed; learning rate, "
-            "schedule and all other settings are those of this run"
+            f"; weights, optimizer state, loss scale and step {checkpoint.step} are taken from "
+            "it; the data go on after that many steps of this run's own order; random states are "
+            "not in it and start from run.seed; learning rate, schedule and all other settings "
+            "are those of this run"
         )
     warn(f"{text} [{UNVERIFIED}]")
 
@@ -70,13 +72,15 @@ def _refuse_other_kinds(folder: Path, names: RawNames) -> None:
     if names.model_parallel > 1:
         raise _refused(
             folder,
-            f"it has {names.model_parallel} model-parallel parts, which cannot be put together without knowing "
-            "how the model was cut",
+            f"it has {names.model_parallel} model-parallel parts, which cannot be put together "
+            "without knowing how the model was cut",
         )
     if any(folder.glob("*_expert_*")):
         raise _refused(folder, "it holds experts, which no model of this framework has")
     if (folder / SWAPPED).exists():
-        raise _refused(folder, "its optimizer state was offloaded to NVMe, in the files of DeepSpeed's swapper")
+        raise _refused(
+            folder, "its optimizer state was offloaded to NVMe, in the files of DeepSpeed's swapper"
+        )
 
 
 def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
@@ -104,7 +108,8 @@ def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
                 if missing is None
                 else f"{ranks} ranks wrote it, and there is no {kind} file of rank {missing}",
             )
-    per_step = samples // step if step and samples % step == 0 else None  # None: the steps were not all alike
+    # None: the steps were not all alike
+    per_step = samples // step if step and samples % step == 0 else None
     if isinstance(first["ds_config"], Mapping):
         written_with = first["ds_config"]
     else:
@@ -113,7 +118,9 @@ def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
     if names.stages != (0,):
         stage = int(_read(folder / files["optimizer"][0])["optimizer_state_dict"]["zero_stage"])
         if stage not in names.stages:
-            raise _refused(folder, f"its files are named as at stage {names.stages[0]} and say stage {stage}")
+            raise _refused(
+                folder, f"its files are named as at stage {names.stages[0]} and say stage {stage}"
+            )
     return {
         "step": step,
         "samples": samples,
@@ -142,12 +149,16 @@ def _count(value: Any, name: str) -> int:
 
 def _dtype(written_with: Mapping[str, Any]) -> str:
     for dtype, keys in (("fp16", ("fp16",)), ("bf16", ("bf16", "bfloat16"))):
-        if any(isinstance(section := written_with.get(key), Mapping) and section.get("enabled") for key in keys):
+        if any(
+            isinstance(section := written_with.get(key), Mapping) and section.get("enabled")
+            for key in keys
+        ):
             return dtype
     return "fp32"
 
 
 def _refused(folder: Path, reason: str) -> StorageError:
     return StorageError(
-        f"{folder}: it cannot be read without a manifest: {reason}; name another checkpoint [{UNVERIFIED}]"
+        f"{folder}: it cannot be read without a manifest: {reason}; name another checkpoint "
+        f"[{UNVERIFIED}]"
     )

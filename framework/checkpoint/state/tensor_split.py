@@ -1,5 +1,5 @@
-"""Division of a weight over the ranks of a tensor group, and the way back: of tensors, and of their numbers, seen as
-flat, for a reader that wants some of them.
+"""Division of a weight over the ranks of a tensor group, and the way back: of tensors, and of their
+numbers, seen as flat, for a reader that wants some of them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ class Split:
 
     Attributes:
         dim: the dimension that is divided, counted from the first.
-        sections: sizes along it of what the weight holds side by side, each divided by itself: one, or three where
-            query, key and value are one matrix.
+        sections: sizes along it of what the weight holds side by side, each divided by itself: one,
+            or three where query, key and value are one matrix.
     """
 
     dim: int
     sections: tuple[int, ...]
 
     def bounds(self, rank: int, size: int) -> Iterator[tuple[int, int]]:
-        """Yield begin and end, in the whole, of a rank's share of every section; shares differ by one at most."""
+        """Yield begin and end, in the whole, of a rank's share of every section; shares differ by
+        one at most.
+        """
         start = 0
         for section in self.sections:
             yield start + section * rank // size, start + section * (rank + 1) // size
@@ -40,10 +42,14 @@ class Split:
     def whole(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the weight whose parts these are, in the order of ranks."""
         cut = [
-            torch.split(part, [end - begin for begin, end in self.bounds(rank, len(parts))], dim=self.dim)
+            torch.split(
+                part, [end - begin for begin, end in self.bounds(rank, len(parts))], dim=self.dim
+            )
             for rank, part in enumerate(parts)
         ]
-        return torch.cat([piece for pieces in zip(*cut, strict=True) for piece in pieces], dim=self.dim)
+        return torch.cat(
+            [piece for pieces in zip(*cut, strict=True) for piece in pieces], dim=self.dim
+        )
 
     def part_shape(self, whole: Sequence[int], rank: int, size: int) -> torch.Size:
         """Return the shape of a rank's part of a weight of this shape."""
@@ -56,14 +62,22 @@ class Split:
     def _with_width(self, shape: Sequence[int], width: int) -> torch.Size:
         return torch.Size((*shape[: self.dim], width, *shape[self.dim + 1 :]))
 
-    def to_parts(self, shape: torch.Size, size: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield where numbers `start` to `stop` of the whole weight lie: rank, first number in its part, how many."""
+    def to_parts(
+        self, shape: torch.Size, size: int, start: int, stop: int
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield where numbers `start` to `stop` of the whole weight lie: rank, first number in its
+        part, how many.
+        """
         spans, rows = _spans(self, shape, size)
         for row, span, within, num in _follow([span.whole for span in spans], spans, start, stop):
             yield span.rank, row * rows[span.rank] + span.part + within, num
 
-    def to_whole(self, shape: torch.Size, rank: int, size: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield where numbers `start` to `stop` of a rank's part lie in the whole weight: first number, how many."""
+    def to_whole(
+        self, shape: torch.Size, rank: int, size: int, start: int, stop: int
+    ) -> Iterator[tuple[int, int]]:
+        """Yield where numbers `start` to `stop` of a rank's part lie in the whole weight: first
+        number, how many.
+        """
         spans, rows = _spans(self, shape, size)
         own = [span for span in spans if span.rank == rank]
         width = sum(rows)
@@ -86,10 +100,11 @@ class _Span:
     num: int
 
 
-@lru_cache(maxsize=64)  # asked for every row of a weight that is divided along another dimension than the first
+# asked for every row of a weight that is divided along another dimension than the first
+@lru_cache(maxsize=64)
 def _spans(split: Split, shape: torch.Size, size: int) -> tuple[list[_Span], list[int]]:
-    """Return what lies side by side in a row of a weight (its numbers from the divided dimension on), and how many
-    numbers each rank has of a row.
+    """Return what lies side by side in a row of a weight (its numbers from the divided dimension
+    on), and how many numbers each rank has of a row.
     """
     inner = shape[split.dim + 1 :].numel()
     rows = [0] * size
@@ -104,7 +119,9 @@ def _spans(split: Split, shape: torch.Size, size: int) -> tuple[list[_Span], lis
 def _follow(
     begins: Sequence[int], spans: Sequence[_Span], start: int, stop: int
 ) -> Iterator[tuple[int, _Span, int, int]]:
-    """Yield the stretches of numbers `start` to `stop`: row, span, first number within the span, how many."""
+    """Yield the stretches of numbers `start` to `stop`: row, span, first number within the span,
+    how many.
+    """
     width = sum(span.num for span in spans)
     while start < stop:
         row, within = divmod(start, width)
@@ -117,7 +134,9 @@ def _follow(
 
 @dataclass(frozen=True)
 class Division:
-    """Place of a rank in its tensor group, and the splits of its weights, by their names in the plain module."""
+    """Place of a rank in its tensor group, and the splits of its weights, by their names in the
+    plain module.
+    """
 
     splits: Mapping[str, Split] = field(default_factory=dict)
     rank: int = 0
@@ -125,8 +144,8 @@ class Division:
 
 
 def split_of(weight: torch.Tensor) -> Split | None:
-    """Return how a tensor group shares a weight: its attribute `split`, where it has one; otherwise that is a method of
-    torch's.
+    """Return how a tensor group shares a weight: its attribute `split`, where it has one; otherwise
+    that is a method of torch's.
     """
     return vars(weight).get("split")
 
@@ -138,7 +157,9 @@ def splits_of(names: Mapping[torch.Tensor, str]) -> dict[str, Split]:
 
 
 def whole_shape(weight: torch.Tensor) -> torch.Size:
-    """Return the shape of a weight before a tensor group (its attribute `split`) and ZeRO-3 took their parts."""
+    """Return the shape of a weight before a tensor group (its attribute `split`) and ZeRO-3 took
+    their parts.
+    """
     shape = torch.Size(getattr(weight, "ds_shape", weight.shape))
     split = split_of(weight)
     if split is None:

@@ -1,9 +1,9 @@
-"""Weights in files of other programs: safetensors, one or several with Hugging Face's index, written and read back;
-under the names of transformers' models.
+"""Weights in files of other programs: safetensors, one or several with Hugging Face's index,
+written and read back; under the names of transformers' models.
 
-Read: ours or anybody's, mapped by the library, so that the ranks of a host share one copy (`LazyWeights`). Written: a
-length, a JSON header and the numbers, tensor by tensor: the library's own function wants all tensors of a file in
-memory at once, and one file may be the whole model.
+Read: ours or anybody's, mapped by the library, so that the ranks of a host share one copy
+(`LazyWeights`). Written: a length, a JSON header and the numbers, tensor by tensor: the library's
+own function wants all tensors of a file in memory at once, and one file may be the whole model.
 """
 
 from __future__ import annotations
@@ -54,7 +54,12 @@ class LazyWeights(Mapping[str, torch.Tensor]):
     `shapes` tells what there is without reading it; of what it `lacks` a model keeps its own.
     """
 
-    def __init__(self, shapes: Mapping[str, torch.Size], read: Mapping[str, Read], lacks: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, torch.Size],
+        read: Mapping[str, Read],
+        lacks: Collection[str] = (),
+    ) -> None:
         assert shapes.keys() == read.keys()
         self.shapes = dict(shapes)
         self._read = dict(read)
@@ -84,7 +89,9 @@ def shapes_of(weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Size]:
 
 def is_exported(path: Path) -> bool:
     """Check whether there is a safetensors file, or a folder of an export."""
-    return (path.suffix == SUFFIX and path.is_file()) or any((path / name).is_file() for name in (WHOLE, INDEX))
+    return (path.suffix == SUFFIX and path.is_file()) or any(
+        (path / name).is_file() for name in (WHOLE, INDEX)
+    )
 
 
 def read_exported(path: Path) -> LazyWeights:
@@ -110,7 +117,8 @@ def read_exported(path: Path) -> LazyWeights:
     missing = sorted(placed.keys() - shapes.keys())
     if missing:
         raise _not_read(index, f"{missing[0]} is in none of its shards")
-    own = {name: first for name, first in ties.items() if first in shapes}  # other ties are another file's to give
+    # other ties are another file's to give
+    own = {name: first for name, first in ties.items() if first in shapes}
     return LazyWeights(
         shapes | {name: shapes[first] for name, first in own.items()},
         read | {name: read[first] for name, first in own.items()},
@@ -125,9 +133,12 @@ def _open(file: Path) -> tuple[dict[str, torch.Size], dict[str, Read], dict[str,
         key = "checkpoint.init_weights"
         reason = "safetensors is not installed"
         fix = "pip install safetensors"
-        raise ConfigError.of(kind="package-missing", key=key, value=str(file), reason=reason, fix=fix) from error
+        raise ConfigError.of(
+            kind="package-missing", key=key, value=str(file), reason=reason, fix=fix
+        ) from error
     try:
-        opened: Any = safe_open(file, framework="pt")  # checks the header against the size of the file
+        # checks the header against the size of the file
+        opened: Any = safe_open(file, framework="pt")
         shapes = {name: torch.Size(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  # it is no dict
         ties = _ties_in(opened.metadata() or {})
     except Exception as error:  # the library has an error of its own, and of the system's for files that are cut off
@@ -155,15 +166,18 @@ def _read_index(index: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def as_ours(found: LazyWeights, form: Form) -> LazyWeights:
-    """Weights under their names, under ours; names that are neither's stay, to be refused, further ones of a weight go.
-    Tokens that theirs lacks get the mean of all rows, as in transformers; of more positions the first are taken.
+    """Weights under their names, under ours; names that are neither's stay, to be refused, further
+    ones of a weight go. Tokens that theirs lacks get the mean of all rows, as in transformers; of
+    more positions the first are taken.
     """
     held = form.names_in(found)
     shapes = dict[str, torch.Size]()
     read = {}
     for plain, name in held.items():
         first = held.get(form.table["ties"].get(name, ""))
-        if plain not in form.weights and (first is None or not torch.equal(found[name], found[first])):
+        if plain not in form.weights and (
+            first is None or not torch.equal(found[name], found[first])
+        ):
             shapes[name], read[name] = found.shapes[name], partial(found.__getitem__, name)
     lacks = set[str]()
     for theirs, one in form.weights.items():
@@ -175,7 +189,9 @@ def as_ours(found: LazyWeights, form: Form) -> LazyWeights:
         num_rows //= len(one.ours)
         # A token that ours has not, and a position that theirs has not, are left to be refused.
         if one.rows:
-            num_rows = (max if one.rows == "vocab_size" else min)(num_rows, getattr(form.model, one.rows))
+            num_rows = (max if one.rows == "vocab_size" else min)(
+                num_rows, getattr(form.model, one.rows)
+            )
         for number, ours in enumerate(one.ours):
             shapes[ours] = torch.Size((num_rows, *others))
             read[ours] = partial(_part_of, found, held[theirs], one, number, num_rows)
@@ -186,10 +202,14 @@ def as_theirs(
     held: Mapping[str, torch.Tensor], stored: Mapping[str, Stored | torch.Tensor], form: Form
 ) -> tuple[LazyWeights, dict[str, torch.Tensor]]:
     """Ours under their names; and the same without numbers."""
-    empty = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in stored.items()}
+    empty = {
+        name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in stored.items()
+    }
     described = {theirs: _whole(empty, one) for theirs, one in form.weights.items()}
     shapes = {theirs: tensor.shape for theirs, tensor in described.items()}
-    return LazyWeights(shapes, {theirs: partial(_whole, held, one) for theirs, one in form.weights.items()}), described
+    return LazyWeights(
+        shapes, {theirs: partial(_whole, held, one) for theirs, one in form.weights.items()}
+    ), described
 
 
 def _part_of(found: LazyWeights, name: str, one: Joined, number: int, rows: int) -> torch.Tensor:
@@ -208,7 +228,8 @@ def _whole(held: Mapping[str, torch.Tensor], one: Joined) -> torch.Tensor:
 
 def _not_read(file: Path, reason: str) -> StorageError:
     return StorageError(
-        f"{file}: not a file of weights: {reason}; write it again, or name another one [weights-not-read]"
+        f"{file}: not a file of weights: {reason}; write it again, or name another one "
+        "[weights-not-read]"
     )
 
 
@@ -227,8 +248,11 @@ class Entry:
         return self.shape.numel() * self.dtype.itemsize
 
 
-def entries(held: Mapping[str, Stored | torch.Tensor], *, dtype: torch.dtype, names: Mapping[str, str]) -> list[Entry]:
-    """List the tensors to write: numbers with a point in `dtype`, others (counters) as they are; `names` win.
+def entries(
+    held: Mapping[str, Stored | torch.Tensor], *, dtype: torch.dtype, names: Mapping[str, str]
+) -> list[Entry]:
+    """List the tensors to write: numbers with a point in `dtype`, others (counters) as they are;
+    `names` win.
 
     Raises:
         ConfigError: a tensor is of a type that safetensors has not.
@@ -258,7 +282,11 @@ def split(found: list[Entry], *, shard_bytes: int) -> list[list[Entry]]:
 
 
 def write_safetensors(
-    folder: Path, weights: Mapping[str, torch.Tensor], shards: list[list[Entry]], *, metadata: Mapping[str, str]
+    folder: Path,
+    weights: Mapping[str, torch.Tensor],
+    shards: list[list[Entry]],
+    *,
+    metadata: Mapping[str, str],
 ) -> dict[str, int]:
     """Write ``model.safetensors``, or shards and their index; returns file -> bytes.
 
@@ -272,25 +300,40 @@ def write_safetensors(
     else:
         names = [WHOLE]
     placed = dict(zip(names, shards, strict=True))
-    written = {name: write_one(folder / name, weights, shard, metadata=metadata) for name, shard in placed.items()}
+    written = {
+        name: write_one(folder / name, weights, shard, metadata=metadata)
+        for name, shard in placed.items()
+    }
     if count > 1:
         total = sum(entry.num_bytes for shard in shards for entry in shard)
         files = {entry.written: name for name, shard in placed.items() for entry in shard}
-        text = json.dumps({"metadata": {"total_size": total} | dict(metadata), "weight_map": files}, indent=2) + "\n"
+        text = (
+            json.dumps(
+                {"metadata": {"total_size": total} | dict(metadata), "weight_map": files}, indent=2
+            )
+            + "\n"
+        )
         replace_text(folder / INDEX, text)
         written[INDEX] = len(text.encode())
     return written
 
 
 def write_one(
-    path: Path, weights: Mapping[str, torch.Tensor], shard: list[Entry], *, metadata: Mapping[str, str]
+    path: Path,
+    weights: Mapping[str, torch.Tensor],
+    shard: list[Entry],
+    *,
+    metadata: Mapping[str, str],
 ) -> int:
     """Write one file of safetensors; returns its bytes. Errors as of `write_safetensors`."""
     return _write(path, partial(_fill, weights=weights, shard=shard, metadata=metadata))
 
 
-def write_pt(path: Path, weights: Mapping[str, torch.Tensor], shard: list[Entry], *, ties: Mapping[str, str]) -> int:
-    """Write a state dict with `torch.save`, `ties` (name -> the first one's) included; the whole model is in memory.
+def write_pt(
+    path: Path, weights: Mapping[str, torch.Tensor], shard: list[Entry], *, ties: Mapping[str, str]
+) -> int:
+    """Write a state dict with `torch.save`, `ties` (name -> the first one's) included; the whole
+    model is in memory.
 
     Raises:
         ConfigError: a number is too large for the type.
@@ -327,9 +370,14 @@ def _write(path: Path, fill: Callable[[NewFile], None]) -> int:
 
 
 def _fill(
-    stream: NewFile, *, weights: Mapping[str, torch.Tensor], shard: list[Entry], metadata: Mapping[str, str]
+    stream: NewFile,
+    *,
+    weights: Mapping[str, torch.Tensor],
+    shard: list[Entry],
+    metadata: Mapping[str, str],
 ) -> None:
-    # The library orders by size of the type as well: every tensor then begins at a multiple of its own.
+    # The library orders by size of the type as well: every tensor then begins at a multiple of its
+    # own.
     ordered = sorted(shard, key=lambda entry: -entry.dtype.itemsize)
     stream.write(_header(ordered, metadata))
     for entry in ordered:

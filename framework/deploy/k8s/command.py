@@ -51,7 +51,8 @@ def _render(request: K8sRequest, words: Sequence[str]) -> str:
     else:
         restarts = request.restarts
     request = replace(request, restarts=restarts, max_restarts=max_restarts, token=token_hex(32))
-    if request.ckpt_pvc and request.restarts:  # without a claim nothing but that path outlives a pod
+    # without a claim nothing but that path outlives a pod
+    if request.ckpt_pvc and request.restarts:
         refuse_one_start(config, place="launch k8s --ckpt_pvc", once="with --restarts 0")
     is_set = last_setting(request.overrides, "run.output_dir") is not None
     if is_set:
@@ -83,11 +84,15 @@ def _refuse_lone_folders(request: K8sRequest) -> None:
     if request.nodes > 1 and not request.ckpt_pvc:
         reason = f"{request.nodes} pods write one checkpoint together and share no folder"
         fix = "give a ReadWriteMany claim: --ckpt_pvc CLAIM"
-        raise ConfigError.of("shared-storage-missing", reason, fix, "--ckpt_pvc", file="command line")
+        raise ConfigError.of(
+            "shared-storage-missing", reason, fix, "--ckpt_pvc", file="command line"
+        )
     if not PurePosixPath(folder).is_relative_to(request.ckpt_path):
         reason = f"the pods' volume is at {request.ckpt_path}"
         fix = "leave it out, or change --ckpt_path"
-        raise ConfigError.of("outside-the-volume", reason, fix, "run.output_dir", folder, file="command line")
+        raise ConfigError.of(
+            "outside-the-volume", reason, fix, "run.output_dir", folder, file="command line"
+        )
 
 
 def _heading(request: K8sRequest, words: Sequence[str]) -> str:
@@ -113,27 +118,28 @@ def _notes(request: K8sRequest) -> list[str]:
         ),
         (
             not request.config_map,
-            f"{request.config} is a path in the image; --config_map sends it along [k8s-config-in-image]",
+            f"{request.config} is a path in the image; --config_map sends it along "
+            "[k8s-config-in-image]",
         ),
         (
             request.makes_token,
-            "it holds the token of the job, with which any reader of it can pass for a pod; --token_secret S names a "
-            "Secret that is there [k8s-token-inside]",
+            "it holds the token of the job, with which any reader of it can pass for a pod; "
+            "--token_secret S names a Secret that is there [k8s-token-inside]",
         ),
         (
             request.nodes > 1 and not request.queue and not request.scheduler,
-            "without a queue some pods may wait for ever while others hold their GPUs; --queue Q (Kueue) or a gang "
-            "scheduler, --scheduler volcano, starts all or none [k8s-no-gang]",
+            "without a queue some pods may wait for ever while others hold their GPUs; --queue Q "
+            "(Kueue) or a gang scheduler, --scheduler volcano, starts all or none [k8s-no-gang]",
         ),
         (
             request.runtime,
-            f"retries are those of the runtime {request.runtime}, which knows no exit codes; leave --runtime out for "
-            "one that does [k8s-runtime-retries]",
+            f"retries are those of the runtime {request.runtime}, which knows no exit codes; "
+            "leave --runtime out for one that does [k8s-runtime-retries]",
         ),
         (
             request.rdma and request.run_as_user,
-            "RDMA pins memory: the container runtime of the nodes must set LimitMEMLOCK=infinity, for IPC_LOCK does "
-            "nothing for a user other than root [k8s-memlock]",
+            "RDMA pins memory: the container runtime of the nodes must set LimitMEMLOCK=infinity, "
+            "for IPC_LOCK does nothing for a user other than root [k8s-memlock]",
         ),
     )
     return [note for is_due, note in notes if is_due]
@@ -144,7 +150,11 @@ def _lint(files: Sequence[str], *, as_json: bool) -> int:
         raise UsageError("launch k8s --lint: name the manifests, all files of a job together")
     try:
         problems = lint(
-            [found for file in files for found in parse_manifests(read_text(Path(file), name=file), name=file)]
+            [
+                found
+                for file in files
+                for found in parse_manifests(read_text(Path(file), name=file), name=file)
+            ]
         )
     except ConfigError as error:
         problems = list(error.problems)

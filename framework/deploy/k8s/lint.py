@@ -88,7 +88,9 @@ def _of_check(check: Mapping[str, Any], work: Workload) -> Findings:
         if "of" in check:
             is_right = str(value) == str(wanted)
         elif "has" in check or "lacks" in check:
-            is_right = check.get("has", "") in str(value) and check.get("lacks", "\n") not in str(value)
+            is_right = check.get("has", "") in str(value) and check.get("lacks", "\n") not in str(
+                value
+            )
         elif "least" in check:
             is_right = (_number(value) or 0) >= check["least"]
         else:
@@ -113,7 +115,11 @@ def lint(manifests: Sequence[Manifest]) -> list[Problem]:
     if not works:
         file = manifests[0].file if manifests else ""
         reason = "there is no Job, JobSet or TrainJob in it"
-        return [Problem(kind="k8s-no-job", file=file, reason=reason, fix="name all files of a job together")]
+        return [
+            Problem(
+                kind="k8s-no-job", file=file, reason=reason, fix="name all files of a job together"
+            )
+        ]
     found = [
         place.problem(kind, reason, fix)
         for work in works
@@ -122,7 +128,8 @@ def lint(manifests: Sequence[Manifest]) -> list[Problem]:
     ]
     order = {manifest.file: index for index, manifest in enumerate(reversed(manifests))}
     return sorted(
-        {str(problem): problem for problem in found}.values(), key=lambda problem: (-order[problem.file], problem.line)
+        {str(problem): problem for problem in found}.values(),
+        key=lambda problem: (-order[problem.file], problem.line),
     )
 
 
@@ -143,7 +150,9 @@ def _failure_rules(work: Workload) -> list[Part]:
 
 @rule
 def _policy_container(work: Workload) -> Findings:
-    names = [part.get("name") for key in ("containers", "initContainers") for part in work.pod.items(key)]
+    names = [
+        part.get("name") for key in ("containers", "initContainers") for part in work.pod.items(key)
+    ]
     for rule in _failure_rules(work):
         place = rule.at("onExitCodes", "containerName")
         if place.get() is not None and place.get() not in names:
@@ -157,16 +166,32 @@ def _exit_codes(work: Workload) -> Findings:
         return
     place = work.job.at("podFailurePolicy", "rules")
     pairs = (
-        ("FailJob", NEVER_RETRY, NOT_COUNTED, "what was refused or given up once would be so again"),
+        (
+            "FailJob",
+            NEVER_RETRY,
+            NOT_COUNTED,
+            "what was refused or given up once would be so again",
+        ),
         ("Ignore", NOT_COUNTED, NEVER_RETRY, "a run that was stopped is no failure"),
     )
     for action, codes, others, why in pairs:
-        rules = [rule.at("onExitCodes") for rule in _failure_rules(work) if rule.get("action") == action]
-        texts = {text for exits in rules if exits.get("operator") == "In" for text in exits.words("values")}
+        rules = [
+            rule.at("onExitCodes") for rule in _failure_rules(work) if rule.get("action") == action
+        ]
+        texts = {
+            text
+            for exits in rules
+            if exits.get("operator") == "In"
+            for text in exits.words("values")
+        }
         found = {int(text) for text in texts if text.isdecimal()}
         if not set(codes) <= found or found & set(others):
             listed = ", ".join(map(str, codes))
-            yield place, f"{action} is for [{listed}]: {why}", f"action: {action}, onExitCodes values: [{listed}]"
+            yield (
+                place,
+                f"{action} is for [{listed}]: {why}",
+                f"action: {action}, onExitCodes values: [{listed}]",
+            )
 
 
 @rule
@@ -183,10 +208,21 @@ def _disruption(work: Workload) -> Findings:
 
 @rule
 def _retries(work: Workload) -> Findings:
-    is_counted = work.job and work.job.get("backoffLimitPerIndex") is None and work.job.get("backoffLimit") != 0
+    is_counted = (
+        work.job
+        and work.job.get("backoffLimitPerIndex") is None
+        and work.job.get("backoffLimit") != 0
+    )
     if work.job and is_counted and not work.jobset and work.num_nodes > 1:
-        reason = f"one crash ends all {work.num_nodes} pods, and each doubles the wait of all, up to ten minutes"
-        yield work.job.at("backoffLimit"), reason, "backoffLimitPerIndex: RESTARTS, maxFailedIndexes: 0"
+        reason = (
+            f"one crash ends all {work.num_nodes} pods, and each doubles the wait of all, up "
+            "to ten minutes"
+        )
+        yield (
+            work.job.at("backoffLimit"),
+            reason,
+            "backoffLimitPerIndex: RESTARTS, maxFailedIndexes: 0",
+        )
 
 
 @rule
@@ -195,10 +231,18 @@ def _jobset_policy(work: Workload) -> Findings:
         rules = work.jobset.items("failurePolicy", "rules")
     else:
         rules = []
-    found = {word for rule in rules if rule.get("action") == "FailJobSet" for word in rule.words("onJobFailureReasons")}
+    found = {
+        word
+        for rule in rules
+        if rule.get("action") == "FailJobSet"
+        for word in rule.words("onJobFailureReasons")
+    }
     if work.jobset and (missing := [reason for reason in FINAL_REASONS[:2] if reason not in found]):
         reason = f"a job that ended with {missing[0]} would start again until maxRestarts"
-        fix = f"rules: [{{name: refused, action: FailJobSet, onJobFailureReasons: [{', '.join(FINAL_REASONS)}]}}]"
+        fix = (
+            "rules: [{name: refused, action: FailJobSet, onJobFailureReasons: "
+            f"[{', '.join(FINAL_REASONS)}]}}]"
+        )
         yield work.jobset.at("failurePolicy"), reason, fix
 
 
@@ -229,7 +273,10 @@ def _selector(work: Workload) -> Findings:
 def _master_addr(work: Workload) -> Findings:
     given = work.option("master_addr")
     pod, _, domain = work.master.partition(".")
-    hosts = [f"{pod}.{each}" for each in (domain, *(found.manifest.name for found in work.objects("Service")))]
+    hosts = [
+        f"{pod}.{each}"
+        for each in (domain, *(found.manifest.name for found in work.objects("Service")))
+    ]
     if work.num_nodes and not any(given == host or given.startswith(f"{host}.") for host in hosts):
         reason = f"--master_addr {given or 'is missing'}: node rank 0 is {work.master}"
         yield work.program.at("command"), reason, f"--master_addr {work.master}"
@@ -247,9 +294,13 @@ def _ports(work: Workload) -> Findings:
         listed = [(found.at("spec", "ports"), "port")]
     else:
         listed = []
-    listed += [(work.container.at("ports"), "containerPort")] if work.container.items("ports") else []
+    listed += (
+        [(work.container.at("ports"), "containerPort")] if work.container.items("ports") else []
+    )
     for place, key in listed:
-        if not {ranks, agents} <= {number for port in place.items() if isinstance(number := port.get(key), int)}:
+        if not {ranks, agents} <= {
+            number for port in place.items() if isinstance(number := port.get(key), int)
+        }:
             reason = f"the command uses {ranks} for ranks and {agents} for agents"
             yield place, reason, f"{key}: {ranks} and {agents}"
 
@@ -270,7 +321,14 @@ def _name(work: Workload) -> Findings:
 @rule
 def _namespace(work: Workload) -> Findings:
     own = work.head.get("metadata", "namespace")
-    kinds = ("Service", "PersistentVolumeClaim", "ConfigMap", "Secret", "NetworkPolicy", "TrainingRuntime")
+    kinds = (
+        "Service",
+        "PersistentVolumeClaim",
+        "ConfigMap",
+        "Secret",
+        "NetworkPolicy",
+        "TrainingRuntime",
+    )
     for found in work.objects(*kinds):
         place = found.at("metadata", "namespace")
         if place.get() != own:
@@ -285,9 +343,15 @@ def _namespace(work: Workload) -> Findings:
 def _socket_interface(work: Workload) -> Findings:
     for part in work.variables():
         value = str(part.get("value") or "")
-        if part.get("name") == "GLOO_SOCKET_IFNAME" and (not value or any(sign in value for sign in "^,=")):
+        if part.get("name") == "GLOO_SOCKET_IFNAME" and (
+            not value or any(sign in value for sign in "^,=")
+        ):
             reason = "gloo takes the name of one interface, no pattern and no list"
-            yield part.at("value"), reason, "eth0, or remove it: the agent finds the interface to the master"
+            yield (
+                part.at("value"),
+                reason,
+                "eth0, or remove it: the agent finds the interface to the master",
+            )
 
 
 # The container: devices, command, image, rights, variables.
@@ -300,7 +364,10 @@ def _gpu_count(work: Workload) -> Findings:
         return
     limits = work.resources.at("limits")
     gpus = limits.get(GPU_RESOURCE)
-    on_cpu = any(part.get("name") == "DS_ACCELERATOR" and part.get("value") == "cpu" for part in work.variables())
+    on_cpu = any(
+        part.get("name") == "DS_ACCELERATOR" and part.get("value") == "cpu"
+        for part in work.variables()
+    )
     if gpus is None and not on_cpu:
         reason = f"the command wants {ranks} GPUs and the pod gets none"
         yield limits, reason, f"{GPU_RESOURCE}: {ranks}, or DS_ACCELERATOR=cpu"
@@ -322,7 +389,10 @@ def _grace(work: Workload) -> Findings:
     if not isinstance(seconds, int) or seconds < needed:
         yield place, f"a step and a save take {needed} s, then comes SIGKILL", f"{needed + 60}"
     elif given.isdecimal() and int(given) >= seconds:
-        reason = f"--grace_seconds {given}: the kubelet kills the agent after {seconds} s, before it has said why"
+        reason = (
+            f"--grace_seconds {given}: the kubelet kills the agent after {seconds} s, before "
+            "it has said why"
+        )
         yield work.program.at("command"), reason, "less than terminationGracePeriodSeconds"
 
 
@@ -387,7 +457,11 @@ def _literal_secret(work: Workload) -> Findings:
     for word in work.command:
         key, _, value = word.partition("=")
         if masked(key, value) != value:
-            yield work.program.at("command"), f"{key}: {reason}", "a variable that is valueFrom a Secret"
+            yield (
+                work.program.at("command"),
+                f"{key}: {reason}",
+                "a variable that is valueFrom a Secret",
+            )
 
 
 @rule
@@ -402,12 +476,18 @@ def _token(work: Workload) -> Findings:
         volume = None
     if volume is None or not volume.mapping().keys() & {"secret", "csi", "projected"}:
         reason = f"--token_file {path or 'is left out'}: agents would take anybody for a node"
-        yield place, reason, "--token_file PATH of a key in a Secret that is mounted, as `launch k8s` prints it"
+        yield (
+            place,
+            reason,
+            "--token_file PATH of a key in a Secret that is mounted, as `launch k8s` prints it",
+        )
         return
     for found in work.objects("Secret"):
         if found.manifest.name == volume.get("secret", "secretName"):
             texts = found.mapping("data"), found.mapping("stringData")
-            text = next((each[key] for each in texts if (key := PurePosixPath(path).name) in each), "")
+            text = next(
+                (each[key] for each in texts if (key := PurePosixPath(path).name) in each), ""
+            )
             if len(str(text)) < _LEAST_TOKEN_BYTES:
                 reason = f"agents take no key of less than {_LEAST_TOKEN_BYTES} bytes from {path}"
                 yield found.at("metadata", "name"), reason, "32 random bytes: openssl rand -hex 32"
@@ -426,16 +506,24 @@ def _own_pods(work: Workload) -> Findings:
     selectors = []
     for kind in ("podAntiAffinity", "podAffinity"):
         terms = work.pod.items("affinity", kind, "requiredDuringSchedulingIgnoredDuringExecution")
-        preferred = work.pod.items("affinity", kind, "preferredDuringSchedulingIgnoredDuringExecution")
+        preferred = work.pod.items(
+            "affinity", kind, "preferredDuringSchedulingIgnoredDuringExecution"
+        )
         terms += [each.at("podAffinityTerm") for each in preferred]
         selectors += [term.at("labelSelector") for term in terms]
     for policy in work.objects("NetworkPolicy"):
-        callers = [caller for rule in policy.items("spec", "ingress") for caller in rule.items("from")]
+        callers = [
+            caller for rule in policy.items("spec", "ingress") for caller in rule.items("from")
+        ]
         selectors += [each.at("podSelector") for each in (policy.at("spec"), *callers)]
     for labels in (selector.at("matchLabels") for selector in selectors):
         for label, value in labels.mapping().items():
             if label in (JOB_NAME_LABEL, JOBSET_NAME_LABEL) and value != work.name:
-                yield labels.at(label), f"pods of this job have {work.name}", f"{label}: {work.name}"
+                yield (
+                    labels.at(label),
+                    f"pods of this job have {work.name}",
+                    f"{label}: {work.name}",
+                )
 
 
 # Memory, volumes and files of a pod.
@@ -446,7 +534,11 @@ def _shm(work: Workload) -> Findings:
     volume = work.volume("/dev/shm")
     if volume is None or volume.get("emptyDir", "medium") != "Memory":
         reason = "/dev/shm has 64 MiB: NCCL and data loaders die in it"
-        yield work.container.at("volumeMounts"), reason, "mount an emptyDir with medium: Memory at /dev/shm"
+        yield (
+            work.container.at("volumeMounts"),
+            reason,
+            "mount an emptyDir with medium: Memory at /dev/shm",
+        )
         return
     place = volume.at("emptyDir", "sizeLimit")
     size = parse_quantity(place.get())
@@ -478,7 +570,11 @@ def _shared_storage(work: Workload) -> Findings:
         volume = None
     if volume is None or "emptyDir" in volume.mapping():
         reason = f"run.output_dir {folder or 'is left out'}: each pod would keep its own part"
-        yield work.program.at("command"), reason, "run.output_dir=PATH in a volume that all pods share"
+        yield (
+            work.program.at("command"),
+            reason,
+            "run.output_dir=PATH in a volume that all pods share",
+        )
         return
     claim = volume.get("persistentVolumeClaim", "claimName")
     for found in work.objects("PersistentVolumeClaim"):
@@ -498,7 +594,10 @@ def _caches(work: Workload) -> Findings:
         else:
             volume = None
         if volume is None or "emptyDir" not in volume.mapping():
-            of_user = "must be a folder that the user may write, on the node: locks on network volumes stay behind"
+            of_user = (
+                "must be a folder that the user may write, on the node: locks on network "
+                "volumes stay behind"
+            )
             yield place, f"{name} {of_user}", f"{name}: a path in an emptyDir"
 
 
@@ -526,11 +625,17 @@ def _config_file(work: Workload) -> Findings:
         name = volume.get("configMap", "name")
     else:
         name = None
-    for data in (found.at("data") for found in work.objects("ConfigMap") if found.manifest.name == name):
+    for data in (
+        found.at("data") for found in work.objects("ConfigMap") if found.manifest.name == name
+    ):
         keys = data.mapping()
         wrong = [key for key in keys if not (isinstance(key, str) and CONFIG_KEY.fullmatch(key))]
         if wrong:
-            yield data, f"no key can be {wrong[0]!r}", "letters, digits, - _ and ., at most 253 of them"
+            yield (
+                data,
+                f"no key can be {wrong[0]!r}",
+                "letters, digits, - _ and ., at most 253 of them",
+            )
         if PurePosixPath(config).name not in keys:
             reason = f"{config}: ConfigMap {name} holds {', '.join(map(str, keys)) or 'nothing'}"
             yield work.program.at("command"), reason, "name a file that it holds"

@@ -41,7 +41,9 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Part:
-    """A place in a manifest. Reading is tolerant: what is not there, or of another type, is nothing."""
+    """A place in a manifest. Reading is tolerant: what is not there, or of another type, is
+    nothing.
+    """
 
     manifest: Manifest
     path: KeyPath = ()
@@ -76,7 +78,9 @@ class Part:
             values = value
         else:
             values = []
-        return [self.at(*keys, index) for index, item in enumerate(values) if isinstance(item, Mapping)]
+        return [
+            self.at(*keys, index) for index, item in enumerate(values) if isinstance(item, Mapping)
+        ]
 
     def words(self, *keys: str | int) -> list[str]:
         """The text of the list below."""
@@ -88,15 +92,21 @@ class Part:
     def problem(self, kind: str, reason: str, fix: str) -> Problem:
         """Something wrong with the value, at its line or at the one of what should hold it."""
         holders = (self.path[:end] for end in range(len(self.path), -1, -1))
-        dotted = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.path).removeprefix(".")
+        dotted = "".join(
+            f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.path
+        ).removeprefix(".")
         value = self.get()
         if isinstance(value, list):  # a command: of its settings some may be secrets
             pairs = ((word, *str(word).partition("=")[::2]) for word in value)
-            value = [word if masked(key, text) == text else f"{key}=***" for word, key, text in pairs]
+            value = [
+                word if masked(key, text) == text else f"{key}=***" for word, key, text in pairs
+            ]
         return Problem(
             kind=f"k8s-{kind}",
             file=self.manifest.file,
-            line=next((self.manifest.lines[path] for path in holders if path in self.manifest.lines), 0),
+            line=next(
+                (self.manifest.lines[path] for path in holders if path in self.manifest.lines), 0
+            ),
             key=f"{self.manifest.kind}/{self.manifest.name} {dotted}".strip(),
             value=MISSING if value is None else value,
             reason=reason,
@@ -105,7 +115,9 @@ class Part:
 
 
 def parse_manifests(text: str, *, name: str) -> list[Manifest]:
-    """All objects of a file's text, those of a List one by one; a ConfigError where it holds something else."""
+    """All objects of a file's text, those of a List one by one; a ConfigError where it holds
+    something else.
+    """
     found: list[Manifest] = []
     line = 0
     for part in _SEPARATOR.split(text):
@@ -132,7 +144,9 @@ def _unlisted(manifest: Manifest) -> Iterator[Manifest]:
         return
     for item in Part(manifest).items("items"):
         depth = len(item.path)
-        lines = {path[depth:]: line for path, line in manifest.lines.items() if path[:depth] == item.path}
+        lines = {
+            path[depth:]: line for path, line in manifest.lines.items() if path[:depth] == item.path
+        }
         yield Manifest(item.mapping(), manifest.file, lines)
 
 
@@ -144,7 +158,8 @@ class Workload:
         job, jobset: their specs; None for a TrainJob on a runtime that is not in the files.
         template: the pod template.
         container: the one that trains.
-        program: what holds its image, command and variables: the container, or a TrainJob's trainer.
+        program: what holds its image, command and variables: the container, or a TrainJob's
+            trainer.
         manifests: everything in the files.
     """
 
@@ -222,7 +237,11 @@ class Workload:
     @property
     def headless(self) -> Part | None:
         """The Service that gives the pods of a plain Job their names; a JobSet makes its own."""
-        named = [found for found in self.objects("Service") if found.manifest.name == self.service and self.service]
+        named = [
+            found
+            for found in self.objects("Service")
+            if found.manifest.name == self.service and self.service
+        ]
         return named[0] if named and self.kind == "Job" else None
 
     @property
@@ -234,7 +253,9 @@ class Workload:
 
     @property
     def replicated(self) -> str:
-        """Part of a pod's name between the job's and its number: a JobSet's job, and the number of that."""
+        """Part of a pod's name between the job's and its number: a JobSet's job, and the number of
+        that.
+        """
         if self.kind == "Job":
             return "-"
         job = self.jobset and self.jobset.get("replicatedJobs", 0, "name")
@@ -256,13 +277,19 @@ class Workload:
             yield from self.program.items("env")
 
     def volume(self, mount_path: str) -> Part | None:
-        """The volume in which a path of the container lies; None: it is in the container's own file system."""
+        """The volume in which a path of the container lies; None: it is in the container's own file
+        system.
+        """
         names = {str(volume.get("name")): volume for volume in self.pod.items("volumes")}
         mounts = [
             (str(mount.get("mountPath")).rstrip("/"), str(mount.get("name")))
             for mount in self.container.items("volumeMounts")
         ]
-        around = [(path, name) for path, name in mounts if mount_path == path or mount_path.startswith(f"{path}/")]
+        around = [
+            (path, name)
+            for path, name in mounts
+            if mount_path == path or mount_path.startswith(f"{path}/")
+        ]
         if around:
             return names.get(max(around)[1])
         return None
@@ -270,7 +297,11 @@ class Workload:
 
 def find_workloads(manifests: Sequence[Manifest]) -> list[Workload]:
     """Every job in the files."""
-    return [Workload(found, manifests) for found in manifests if found.kind in ("Job", "JobSet", "TrainJob")]
+    return [
+        Workload(found, manifests)
+        for found in manifests
+        if found.kind in ("Job", "JobSet", "TrainJob")
+    ]
 
 
 def _number(text: str) -> int:

@@ -16,8 +16,9 @@ from framework.deploy.options import as_config_key, parse_quantity
 from framework.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, EXIT_STOPPED, EXIT_USAGE
 from framework.text.document import parse_document
 
-# Text that needs no quotes for any reader. The one of Kubernetes (Go) takes 1e3 for a number and y for a truth value,
-# which PyYAML writes without quotes; so everything that does not look like a word or a quantity gets them.
+# Text that needs no quotes for any reader. The one of Kubernetes (Go) takes 1e3 for a number and y
+# for a truth value, which PyYAML writes without quotes; so everything that does not look like a
+# word or a quantity gets them.
 _PLAIN: Final = re.compile(r"[A-Za-z/][A-Za-z0-9_./@:=+-]*|--?[a-z_]+|[0-9]+(m|[KMGT]i)")
 _TRUTH: Final = frozenset(("y", "n", "yes", "no", "on", "off", "true", "false", "null"))
 _LONG: Final = 10_000
@@ -43,7 +44,9 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 def _list(dumper: yaml.SafeDumper, values: Sequence[Any]) -> yaml.SequenceNode:
-    flow = all(isinstance(value, int) or (isinstance(value, str) and len(values) == 1) for value in values)
+    flow = all(
+        isinstance(value, int) or (isinstance(value, str) and len(values) == 1) for value in values
+    )
     return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=flow)
 
 
@@ -51,27 +54,37 @@ _Dumper.add_representer(str, _text)
 _Dumper.add_representer(list, _list)
 
 
-def write_yaml(documents: Iterable[Mapping[str, Any]], *, heading: str = "", reasons: Mapping[str, str]) -> str:
-    """The text of a file with these documents, keys in the order they have, below the comment `heading`; `reasons` are
-    comments above keys, of which the first of a document has it.
+def write_yaml(
+    documents: Iterable[Mapping[str, Any]], *, heading: str = "", reasons: Mapping[str, str]
+) -> str:
+    """The text of a file with these documents, keys in the order they have, below the comment
+    `heading`; `reasons` are comments above keys, of which the first of a document has it.
     """
     top = "".join(f"# {line}".rstrip() + "\n" for line in heading.splitlines())
     return top + "---\n".join(_with_reasons(document, reasons) for document in documents)
 
 
 def _with_reasons(document: Mapping[str, Any], reasons: Mapping[str, str]) -> str:
-    text = yaml.dump(dict(document), Dumper=_Dumper, sort_keys=False, width=_LONG, allow_unicode=True)
+    text = yaml.dump(
+        dict(document), Dumper=_Dumper, sort_keys=False, width=_LONG, allow_unicode=True
+    )
     places = lines_of(parse_document(text, name="")).items()
-    found = sorted(((line, str(path[-1])) for path, line in places if path and path[-1] in reasons), reverse=True)
+    found = sorted(
+        ((line, str(path[-1])) for path, line in places if path and path[-1] in reasons),
+        reverse=True,
+    )
     lines = text.splitlines(keepends=True)
     for key, line in {key: line for line, key in found}.items():  # the first of a document has it
         written = lines[line - 1]
         indent = " " * (len(written) - len(written.lstrip(" ")))
-        lines[line - 1] = "".join(f"{indent}# {reason}\n" for reason in reasons[key].splitlines()) + written
+        lines[line - 1] = (
+            "".join(f"{indent}# {reason}\n" for reason in reasons[key].splitlines()) + written
+        )
     return "".join(lines)
 
 
-# What never becomes right by itself, and what is no failure: the two lists of the pod failure policy.
+# What never becomes right by itself, and what is no failure: the two lists of the pod failure
+# policy.
 NEVER_RETRY: Final = (EXIT_USAGE, EXIT_NO_PROGRESS, EXIT_CONFIG)
 NOT_COUNTED: Final = (EXIT_STOPPED,)
 # Why a Job of a JobSet failed, where all of it would fail again.
@@ -80,24 +93,42 @@ GPU_RESOURCE: Final = "nvidia.com/gpu"
 BUDGET_ANNOTATION: Final = "dsf-trainer/save-budget-seconds"
 JOB_NAME_LABEL: Final = "batch.kubernetes.io/job-name"
 JOBSET_NAME_LABEL: Final = "jobset.sigs.k8s.io/jobset-name"
-CACHE_VARIABLES: Final = ("HOME", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+CACHE_VARIABLES: Final = (
+    "HOME",
+    "TORCH_EXTENSIONS_DIR",
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+)
 _VOLCANO_GANG: Final = "scheduling.volcano.sh/group-min-member"
 _LAST_WORD_SECONDS: Final = 30
 _EMPTY: Final[tuple[Any, ...]] = (None, "", {}, [])
 _TEXT: Final = Path(__file__).with_name("objects.yaml").read_text(encoding="utf-8")
 _OBJECTS: Final = yaml.safe_load(_TEXT)
-# What is above a key of a manifest: comments, each with the name of what must be so for it, or none.
+# What is above a key of a manifest: comments, each with the name of what must be so for it, or
+# none.
 _REASON: Final = re.compile(r"(?m)^((?: +# .+\n)+) +(\w+)")
 
 
 def manifest(request: K8sRequest, *, heading: str) -> str:
-    """The objects as YAML text, in the order to create them in; `heading` is a comment at the top."""
+    """The objects as YAML text, in the order to create them in; `heading` is a comment at the
+    top.
+    """
     values = _Values(request)
-    for name in ("resources", "variables", "container", "pod_template", "job_spec", "jobset_spec", "patch"):
+    for name in (
+        "resources",
+        "variables",
+        "container",
+        "pod_template",
+        "job_spec",
+        "jobset_spec",
+        "patch",
+    ):
         values[name] = values.filled(_OBJECTS[name])
         if name == "variables":
             variables = values[name] | {key: _as_it_is(value) for key, value in request.env}
-            values["environment"] = [{"name": key, "value": value} for key, value in variables.items()]
+            values["environment"] = [
+                {"name": key, "value": value} for key, value in variables.items()
+            ]
     is_printed = {
         "config_map": request.config_map,
         "secret": request.makes_token,
@@ -108,20 +139,25 @@ def manifest(request: K8sRequest, *, heading: str) -> str:
         request.kind: True,
     }
     found = [values.filled(_OBJECTS[name]) for name, is_in in is_printed.items() if is_in]
-    return write_yaml(found, heading=heading, reasons=dict(map(values.reason, _REASON.finditer(_TEXT))))
+    return write_yaml(
+        found, heading=heading, reasons=dict(map(values.reason, _REASON.finditer(_TEXT)))
+    )
 
 
 class _Values(dict[str, Any]):
     """Values of the objects by name: what follows from several options, and the request's own."""
 
     def __init__(self, request: K8sRequest) -> None:
-        labels = {"app.kubernetes.io/name": "dsf-trainer", "app.kubernetes.io/instance": request.name}
+        labels = {
+            "app.kubernetes.io/name": "dsf-trainer",
+            "app.kubernetes.io/instance": request.name,
+        }
         kind = request.kind
         queue = request.queue
         topology = request.topology
         user = request.run_as_user
-        # This label gives the job to Kueue, which starts all pods or none. Where it chooses the nodes by topology, it
-        # does not look at affinity, and pods would hang.
+        # This label gives the job to Kueue, which starts all pods or none. Where it chooses the
+        # nodes by topology, it does not look at affinity, and pods would hang.
         by_queue = {"kueue.x-k8s.io/queue-name": queue} if queue else {}
         if queue and topology:
             within = {"kueue.x-k8s.io/podset-required-topology": topology}
@@ -134,7 +170,9 @@ class _Values(dict[str, Any]):
             exclusive = {}
         # Volcano reads there how many are to start together: one, unless it is told.
         is_gang = request.scheduler == "volcano" and request.nodes > 1
-        annotations = ({_VOLCANO_GANG: str(request.nodes)} if is_gang else {}) | dict(request.annotation)
+        annotations = ({_VOLCANO_GANG: str(request.nodes)} if is_gang else {}) | dict(
+            request.annotation
+        )
         claims = [(f"mount-{number}", *mount) for number, mount in enumerate(request.mount)]
         read_only = {True: {"readOnly": True}, False: {}}
         self.request = request
@@ -151,7 +189,8 @@ class _Values(dict[str, Any]):
             is_job=kind == "job",
             is_jobset=kind == "jobset",
             is_trainjob=kind == "trainjob",
-            # A JobSet starts everything again; where agents wait for one pod that was lost, that one alone.
+            # A JobSet starts everything again; where agents wait for one pod that was lost, that
+            # one alone.
             by_pod=kind == "job" or request.max_restarts > 0,
             is_apart=request.nodes > 1 and not request.share_nodes and not within,
             is_near=topology and not queue and kind != "jobset",
@@ -179,7 +218,10 @@ class _Values(dict[str, Any]):
                 {"name": name, "persistentVolumeClaim": {"claimName": claim} | read_only[is_read]}
                 for name, claim, _, is_read in claims
             ],
-            mounts=[{"name": name, "mountPath": path} | read_only[is_read] for name, _, path, is_read in claims],
+            mounts=[
+                {"name": name, "mountPath": path} | read_only[is_read]
+                for name, _, path, is_read in claims
+            ],
         )
 
     def __missing__(self, name: str) -> Any:
@@ -221,7 +263,8 @@ def _sizes(request: K8sRequest) -> dict[str, str]:
         "cpu_request": cpus,
         "threads": str(max(1, int((parse_quantity(cpus) or 0) / request.ranks))),
         "memory_limit": memory,
-        "shm_size": request.shm or (f"{mebibytes}Mi" if mebibytes % 1024 else f"{mebibytes >> 10}Gi"),
+        "shm_size": request.shm
+        or (f"{mebibytes}Mi" if mebibytes % 1024 else f"{mebibytes >> 10}Gi"),
     }
 
 
@@ -244,16 +287,21 @@ def _command(request: K8sRequest) -> list[str]:
     options = {
         "--nnodes": request.nodes,
         "--num_gpus": request.ranks,
-        # The pod with node rank 0, as DNS knows it; the domain is the Service, which is called as the job.
+        # The pod with node rank 0, as DNS knows it; the domain is the Service, which is called as
+        # the job.
         "--master_addr": f"{request.name}-{'' if request.kind == 'job' else 'node-0-'}0.{request.name}",
         "--master_port": request.port,
         # Less than the kubelet gives the agent, so that the last word is ours.
-        "--grace_seconds": request.grace_seconds - min(_LAST_WORD_SECONDS, request.grace_seconds // 5),
+        "--grace_seconds": request.grace_seconds
+        - min(_LAST_WORD_SECONDS, request.grace_seconds // 5),
     }
     if request.has_token:
         options["--token_file"] = f"{TOKEN_PATH}/token"
     words = ["python", "-m", "framework", "launch", "node", config, *request.overrides]
-    return [_as_it_is(str(word)) for word in (*words, *(part for pair in options.items() for part in pair))]
+    return [
+        _as_it_is(str(word))
+        for word in (*words, *(part for pair in options.items() for part in pair))
+    ]
 
 
 def _as_it_is(text: str) -> str:
@@ -262,5 +310,7 @@ def _as_it_is(text: str) -> str:
 
 
 def _named(request: K8sRequest, what: str, content: str) -> str:
-    """A name that changes with the content: a running job keeps what it started with, for pods that come again."""
+    """A name that changes with the content: a running job keeps what it started with, for pods that
+    come again.
+    """
     return f"{request.name}-{what}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"

@@ -1,4 +1,6 @@
-"""Request of ``launch k8s``: the fields are its options, and what follows from them is a property."""
+"""Request of ``launch k8s``: the fields are its options, and what follows from them is a
+property.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,12 @@ from framework.deploy.options import JobRequest
 from framework.launch.hosts.topology import DEFAULT_PORT
 from framework.system.arguments import option
 
-# What the kubelet gives a pod beyond one step and one save: start of the signal, last words, unmounting.
+# What the kubelet gives a pod beyond one step and one save: start of the signal, last words,
+# unmounting.
 _GRACE_MARGIN_SECONDS: Final = 60
 _HOST_PORTS: Final = range(20_000, 29_000, 2)
-# Compilers and downloads write here. On the node itself: on a network volume a lock that is left behind stops every
-# rank.
+# Compilers and downloads write here. On the node itself: on a network volume a lock that is left
+# behind stops every rank.
 CACHE_PATH: Final = "/cache"
 CONFIG_PATH: Final = "/etc/dsf-trainer"
 TOKEN_PATH: Final = "/etc/dsf-token"
@@ -32,7 +35,9 @@ class K8sRequest(JobRequest):
     json: bool = option("with --lint: findings as JSON")
 
     device: str = option("cpu is the same as --gpus 0", choices=("cuda", "cpu"))
-    memory: str = option("of a pod, request and limit (16Gi a GPU, 4Gi a rank on CPU)", "M", options.quantity)
+    memory: str = option(
+        "of a pod, request and limit (16Gi a GPU, 4Gi a rank on CPU)", "M", options.quantity
+    )
     shm: str = option("/dev/shm, part of the memory (a quarter of it)", "SIZE", options.quantity)
     cpus: str = option("cores requested (4 a GPU, 1 a rank on CPU)", "C", options.quantity)
     rdma: tuple[str, int] | None = option(
@@ -42,41 +47,69 @@ class K8sRequest(JobRequest):
         default=None,
     )
 
-    ckpt_pvc: str = option("PersistentVolumeClaim for run folders, ReadWriteMany", "CLAIM", options.object_name)
+    ckpt_pvc: str = option(
+        "PersistentVolumeClaim for run folders, ReadWriteMany", "CLAIM", options.object_name
+    )
     ckpt_path: str = option(
-        "where it is in the pod; run.output_dir (/checkpoints)", "PATH", options.mount_path, default="/checkpoints"
+        "where it is in the pod; run.output_dir (/checkpoints)",
+        "PATH",
+        options.mount_path,
+        default="/checkpoints",
     )
     ckpt_size: str = option("describe the claim as well, of this size", "SIZE", options.quantity)
     storage_class: str = option("of that claim", "NAME", options.object_name)
     mount: Sequence[tuple[str, str, bool]] = option(
-        "further claim, for example of data; ro: it is only read", "CLAIM:/PATH[:ro]", options.mount, many=True
+        "further claim, for example of data; ro: it is only read",
+        "CLAIM:/PATH[:ro]",
+        options.mount,
+        many=True,
     )
 
-    save_seconds: int = option("longest step and one save together (240)", "S", options.count, default=240)
-    grace: int = option("between stop request and SIGKILL (save_seconds and 60)", "S", options.count, default=0)
+    save_seconds: int = option(
+        "longest step and one save together (240)", "S", options.count, default=240
+    )
+    grace: int = option(
+        "between stop request and SIGKILL (save_seconds and 60)", "S", options.count, default=0
+    )
     restarts: int = option(
-        "failures of a pod after which it starts again (supervision.max_restarts, or 3)", "R", options.whole, default=-1
+        "failures of a pod after which it starts again (supervision.max_restarts, or 3)",
+        "R",
+        options.whole,
+        default=-1,
     )
     deadline: int = option(
-        "the job ends then, whatever it does (2592000, thirty days)", "S", options.count, default=30 * 86_400
+        "the job ends then, whatever it does (2592000, thirty days)",
+        "S",
+        options.count,
+        default=30 * 86_400,
     )
 
     kind: str = option(
-        "Indexed Job (default), JobSet, or Kubeflow TrainJob", choices=("job", "jobset", "trainjob"), default="job"
+        "Indexed Job (default), JobSet, or Kubeflow TrainJob",
+        choices=("job", "jobset", "trainjob"),
+        default="job",
     )
     runtime: str = option(
-        "of a TrainJob: a ClusterTrainingRuntime such as torch-distributed, not an own one", "NAME", options.object_name
+        "of a TrainJob: a ClusterTrainingRuntime such as torch-distributed, not an own one",
+        "NAME",
+        options.object_name,
     )
     namespace: str = option("written into every object", "NAME", options.service_name)
     queue: str = option("Kueue's LocalQueue: all pods start, or none", "Q", options.object_name)
     topology: str = option(
-        "node label that pods should share, for example topology.kubernetes.io/zone", "LABEL", options.qualified
+        "node label that pods should share, for example topology.kubernetes.io/zone",
+        "LABEL",
+        options.qualified,
     )
     node_selector: Sequence[tuple[str, str]] = option(
         "label that nodes must have", "LABEL=VALUE", options.label, many=True
     )
-    toleration: Sequence[str] = option("taint that pods accept", "KEY[=VALUE][:EFFECT]", options.toleration, many=True)
-    share_nodes: bool = option("pods of the job may be on one node; otherwise each has a node of its own")
+    toleration: Sequence[str] = option(
+        "taint that pods accept", "KEY[=VALUE][:EFFECT]", options.toleration, many=True
+    )
+    share_nodes: bool = option(
+        "pods of the job may be on one node; otherwise each has a node of its own"
+    )
     scheduler: str = option("of the pods, for example volcano", "NAME", options.object_name)
     priority_class: str = option("of the pods", "NAME", options.object_name)
     host_network: bool = option("the network of the nodes, with ports of the job's own")
@@ -86,17 +119,28 @@ class K8sRequest(JobRequest):
 
     image: str = option("with a tag that stays, or better a digest", "I", options.image)
     name: str = option("of the job (run.name)", "X", options.service_name)
-    config_map: bool = option("send CONFIG along as a ConfigMap; otherwise it is a path in the image")
-    env_secret: Sequence[str] = option("all keys of a Secret as variables", "SECRET", options.object_name, many=True)
+    config_map: bool = option(
+        "send CONFIG along as a ConfigMap; otherwise it is a path in the image"
+    )
+    env_secret: Sequence[str] = option(
+        "all keys of a Secret as variables", "SECRET", options.object_name, many=True
+    )
     token_secret: str = option(
         "Secret whose key `token`, 16 bytes or more, nodes prove themselves with (one is made)",
         "S",
         options.object_name,
     )
-    no_network_policy: bool = option("let pods of others connect; a NetworkPolicy keeps them out otherwise")
-    label: Sequence[tuple[str, str]] = option("on the job and its pods", "KEY=VALUE", options.own_label, many=True)
+    no_network_policy: bool = option(
+        "let pods of others connect; a NetworkPolicy keeps them out otherwise"
+    )
+    label: Sequence[tuple[str, str]] = option(
+        "on the job and its pods", "KEY=VALUE", options.own_label, many=True
+    )
     annotation: Sequence[tuple[str, str]] = option(
-        "on the job and its pods, for example for Multus or Volcano", "KEY=VALUE", options.annotation, many=True
+        "on the job and its pods, for example for Multus or Volcano",
+        "KEY=VALUE",
+        options.annotation,
+        many=True,
     )
     pull_secret: str = option("to pull the image with", "S", options.object_name)
     service_account: str = option(
@@ -128,7 +172,9 @@ class K8sRequest(JobRequest):
 
     @property
     def port(self) -> int:
-        """Port where ranks meet; the next one is the agents'. On a node's network, jobs must not meet each other."""
+        """Port where ranks meet; the next one is the agents'. On a node's network, jobs must not
+        meet each other.
+        """
         if self.master_port is not None:
             return self.master_port
         if self.host_network:
@@ -148,20 +194,44 @@ class K8sRequest(JobRequest):
         paths = Counter([*own_paths, *(path for _, path, _ in self.mount)])
         taken = ", ".join(path for path, count in paths.items() if count > 1)
         pairs = (
-            (not self.image, "name the image with --image, for example --image registry.example/team/train:1"),
-            (self.on_cpu and (self.gpus or self.device == "cuda"), "--gpus and --device contradict each other"),
-            (self.ckpt_size and not self.ckpt_pvc, "--ckpt_size needs the claim's name, --ckpt_pvc"),
-            (self.storage_class and not self.ckpt_size, "--storage_class is of a claim that --ckpt_size describes"),
+            (
+                not self.image,
+                "name the image with --image, for example --image registry.example/team/train:1",
+            ),
+            (
+                self.on_cpu and (self.gpus or self.device == "cuda"),
+                "--gpus and --device contradict each other",
+            ),
+            (
+                self.ckpt_size and not self.ckpt_pvc,
+                "--ckpt_size needs the claim's name, --ckpt_pvc",
+            ),
+            (
+                self.storage_class and not self.ckpt_size,
+                "--storage_class is of a claim that --ckpt_size describes",
+            ),
             (self.runtime and self.kind != "trainjob", "--runtime goes with --kind trainjob"),
             (
                 self.kind == "trainjob" and (self.host_network or self.port != DEFAULT_PORT),
-                f"Kubeflow sets port {DEFAULT_PORT} itself; leave --host_network and --master_port out, or take --kind "
-                "jobset",
+                f"Kubeflow sets port {DEFAULT_PORT} itself; leave --host_network and "
+                "--master_port out, or take --kind jobset",
             ),
-            (self.runtime and idle, f"a TrainJob cannot write {idle} into another's runtime; leave --runtime out"),
-            (self.grace and self.grace < self.save_seconds, "--grace is shorter than --save_seconds"),
-            (self.config_map and not Path(config).is_file(), f"--config_map: there is no file {config}"),
+            (
+                self.runtime and idle,
+                f"a TrainJob cannot write {idle} into another's runtime; leave --runtime out",
+            ),
+            (
+                self.grace and self.grace < self.save_seconds,
+                "--grace is shorter than --save_seconds",
+            ),
+            (
+                self.config_map and not Path(config).is_file(),
+                f"--config_map: there is no file {config}",
+            ),
             (taken, f"--mount: two volumes at {taken}; mount each somewhere else"),
-            (self.queue and self.scheduler, "--queue is Kueue's, which starts all pods or none; leave --scheduler out"),
+            (
+                self.queue and self.scheduler,
+                "--queue is Kueue's, which starts all pods or none; leave --scheduler out",
+            ),
         )
         self.refuse_mistakes("launch k8s", pairs)

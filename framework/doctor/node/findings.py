@@ -1,4 +1,6 @@
-"""Findings of the preflight: a `Check` for each thing that was examined on one node, with its `Problem`s."""
+"""Findings of the preflight: a `Check` for each thing that was examined on one node, with its
+`Problem`s.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ warning = partial(Problem, severity="warning")
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at: `stated` for a person, `facts` in plain values to compare with other nodes'."""
+    """One thing that was looked at: `stated` for a person, `facts` in plain values to compare with
+    other nodes'.
+    """
 
     name: str
     stated: str
@@ -69,17 +73,28 @@ class Node:
     @property
     def problems(self) -> list[Problem]:
         """Of all checks, each naming this node as its place."""
-        return [replace(each, file=f"node {self.name}") for check in self.checks for each in check.problems]
+        return [
+            replace(each, file=f"node {self.name}")
+            for check in self.checks
+            for each in check.problems
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         checks = list(map(Check.summary, self.checks))
-        return {"node": self.name, "seconds": round(self.seconds, 3), "checks": checks, "facts": self.facts}
+        return {
+            "node": self.name,
+            "seconds": round(self.seconds, 3),
+            "checks": checks,
+            "facts": self.facts,
+        }
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that one preflight found: config and hostfile; the machines; what they are together; their speed."""
+    """Everything that one preflight found: config and hostfile; the machines; what they are
+    together; their speed.
+    """
 
     before: Sequence[Check] = ()
     nodes: Sequence[Node] = ()
@@ -98,8 +113,8 @@ class Report:
         return not any(each.severity == "error" for each in self.problems)
 
     def as_text(self) -> str:
-        """Tables for a person: what was looked at (of several nodes: what is not fine), problems with fixes, the
-        verdict.
+        """Tables for a person: what was looked at (of several nodes: what is not fine), problems
+        with fixes, the verdict.
         """
         lines = [check.as_row(indent="") for check in self.before]
         for node in self.nodes:
@@ -111,14 +126,19 @@ class Report:
                 fine = f", {len(node.checks) - len(shown)} of {len(node.checks)} fine"
             else:
                 fine = ""
-            lines += [f"node {node.name}, looked at in {node.seconds:.1f} s{fine}", *map(Check.as_row, shown)]
+            lines += [
+                f"node {node.name}, looked at in {node.seconds:.1f} s{fine}",
+                *map(Check.as_row, shown),
+            ]
         for title, checks in (("across nodes", self.across), ("measured", self.measured)):
             lines += [title, *map(Check.as_row, checks)] if checks else []
         problems = sorted(self.problems, key=lambda each: _WORST_FIRST.index(each.severity))
         if problems:
             lines += ["", *(f"{each.severity}: {each}" for each in problems)]
         severities = [each.severity for each in problems]
-        counts = [counted(severities.count(name), name) for name in _WORST_FIRST if name in severities]
+        counts = [
+            counted(severities.count(name), name) for name in _WORST_FIRST if name in severities
+        ]
         verdict = "fit to train" if self.is_fine else "not fit to train"
         return "\n".join([*lines, "", f"{verdict}{': ' if counts else ''}{', '.join(counts)}"])
 

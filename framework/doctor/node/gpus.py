@@ -26,7 +26,8 @@ _PER_GPU: Final = (
     "retired_pages.pending",
 )
 _PER_PROCESS: Final = ("gpu_uuid", "pid", "process_name", "used_memory")
-# CUDA major release -> the oldest major release of the driver that runs it (CUDA Toolkit Release Notes, table 2).
+# CUDA major release -> the oldest major release of the driver that runs it (CUDA Toolkit Release
+# Notes, table 2).
 _OLDEST_DRIVER: Final[Mapping[str, int]] = {"11": 450, "12": 525, "13": 580}
 
 Row = Mapping[str, str]
@@ -48,14 +49,17 @@ def check_devices(need: Need, environment: Mapping[str, str]) -> Check:
             on = "processors"
         else:
             on = f"{found.kind} devices, which nobody counts"
-        stated = f"{'no accelerator, ' if found.kind == 'cpu' else ''}{counted(ranks, 'rank')} on {on}"
+        stated = (
+            f"{'no accelerator, ' if found.kind == 'cpu' else ''}{counted(ranks, 'rank')} on {on}"
+        )
         return Check("devices", stated, (unused,) if unused else (), facts)
     if found.kind == "cuda":
         seen = _ask_nvidia_smi("gpu", _PER_GPU, environment)
     else:
         seen = []
     by_index = {row["index"]: row for row in seen}
-    taken = by_index if found.chosen is None else map(str, found.chosen)  # by the ranks, in their order
+    # by the ranks, in their order
+    taken = by_index if found.chosen is None else map(str, found.chosen)
     used = [by_index[index] for index in taken if index in by_index][:ranks]
     if found.count < ranks:
         problems = [_too_few(found.count, ranks, found.kind)]
@@ -65,11 +69,20 @@ def check_devices(need: Need, environment: Mapping[str, str]) -> Check:
         problems += _about(used, _ask_nvidia_smi("compute-apps", _PER_PROCESS, environment))
     names = sorted({row["name"] for row in used})
     stated = f"{ranks} of {found.count} {found.kind}{f': {chr(32).join(names)}' if names else ''}"
-    return Check("devices", stated, problems, facts | {"gpus": [row["uuid"] for row in used], "gpu_names": names})
+    return Check(
+        "devices",
+        stated,
+        problems,
+        facts | {"gpus": [row["uuid"] for row in used], "gpu_names": names},
+    )
 
 
-def _ask_nvidia_smi(about: str, columns: Sequence[str], environment: Mapping[str, str]) -> list[Row]:
-    """Rows of ``nvidia-smi --query-...``; none where it is missing, fails or takes longer than ten seconds."""
+def _ask_nvidia_smi(
+    about: str, columns: Sequence[str], environment: Mapping[str, str]
+) -> list[Row]:
+    """Rows of ``nvidia-smi --query-...``; none where it is missing, fails or takes longer than ten
+    seconds.
+    """
     program = shutil.which("nvidia-smi", path=environment.get("PATH"))
     if program is None:
         return []
@@ -86,16 +99,30 @@ def _about(gpus: Sequence[Row], processes: Sequence[Row]) -> Iterator[Problem]:
     own = {os.getpid(), os.getppid()}
     for gpu in gpus:
         label = f"GPU {gpu['index']}"
-        others = [each for each in processes if each["gpu_uuid"] == gpu["uuid"] and _number(each["pid"]) not in own]
+        others = [
+            each
+            for each in processes
+            if each["gpu_uuid"] == gpu["uuid"] and _number(each["pid"]) not in own
+        ]
         used = _number(gpu["memory.used"]) * MIB
         stated = f"{size_text(used)} used"
         if others:
             listed = ", ".join(f"{each['process_name']} (pid {each['pid']})" for each in others[:3])
             fix = "end it, or choose others with CUDA_VISIBLE_DEVICES"
-            yield warning("gpu-busy", f"somebody else computes there: {listed}", fix, key=label, value=stated)
+            yield warning(
+                "gpu-busy", f"somebody else computes there: {listed}", fix, key=label, value=stated
+            )
         elif used > GIB:
-            reason = "no process is seen there, it may run in another container or have left it behind"
-            yield warning("gpu-memory-used", reason, "look with nvidia-smi on the host", key=label, value=stated)
+            reason = (
+                "no process is seen there, it may run in another container or have left it behind"
+            )
+            yield warning(
+                "gpu-memory-used",
+                reason,
+                "look with nvidia-smi on the host",
+                key=label,
+                value=stated,
+            )
         errors = _number(gpu["ecc.errors.uncorrected.volatile.total"])
         if errors or gpu["retired_pages.pending"].lower() == "yes":
             if errors:
@@ -119,7 +146,13 @@ def _too_few(count: int, ranks: int, kind: str) -> Problem:
         fix = f"at most {count} ranks on this host"
     else:
         fix = "DS_ACCELERATOR=cpu to try it on processors"
-    return Problem("too-few-devices", f"{ranks} ranks want a {kind} device each", fix, key="devices", value=count)
+    return Problem(
+        "too-few-devices",
+        f"{ranks} ranks want a {kind} device each",
+        fix,
+        key="devices",
+        value=count,
+    )
 
 
 def _number(text: str) -> int:

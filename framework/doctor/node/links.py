@@ -1,4 +1,6 @@
-"""Connections for the comparison with other nodes: answers at a port, calls, marks in a shared folder."""
+"""Connections for the comparison with other nodes: answers at a port, calls, marks in a shared
+folder.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ AT_ONCE: Final = _ALL_PAIRS + 1  # one silent host must not keep the calls to ot
 
 @dataclass(frozen=True)
 class Reached:
-    """Result of a call: the address that the name stands for here, if any, and why it was not reached, if so."""
+    """Result of a call: the address that the name stands for here, if any, and why it was not
+    reached, if so.
+    """
 
     address: str
     reason: str = ""
@@ -44,7 +48,9 @@ class Reached:
 
 
 class Echo:
-    """Returns to every caller the first 64 bytes that it sends, in one thread; of many silent ones the oldest ends."""
+    """Returns to every caller the first 64 bytes that it sends, in one thread; of many silent ones
+    the oldest ends.
+    """
 
     def __init__(self, port: int, *, address: str = "") -> None:
         """Listen at a port (0: any that is free), on one `address` of this machine or on all."""
@@ -59,13 +65,16 @@ class Echo:
         self._thread.start()
 
     def _serve(self) -> None:
-        peers: dict[socket.socket, float] = {}  # in the order in which they came, with the time when they are over
+        # in the order in which they came, with the time when they are over
+        peers: dict[socket.socket, float] = {}
         with self._server, selectors.DefaultSelector() as selector:
             selector.register(self._server, selectors.EVENT_READ)
             while not self._is_closed.is_set():
                 ready = [key.fileobj for key, _ in selector.select(_LOOK_SECONDS)]
                 over = [peer for peer, until in peers.items() if until < time.monotonic()]
-                for peer in [one for one in ready if isinstance(one, socket.socket) and one in peers]:
+                for peer in [
+                    one for one in ready if isinstance(one, socket.socket) and one in peers
+                ]:
                     over += [] if _answered(peer) else [peer]
                 if self._server in ready:
                     try:
@@ -92,7 +101,9 @@ class Echo:
 
 
 def _answered(peer: socket.socket) -> bool:
-    """Answer what has come; false where the caller has closed: who closes first keeps the port for a minute."""
+    """Answer what has come; false where the caller has closed: who closes first keeps the port for
+    a minute.
+    """
     try:
         content = peer.recv(_LONGEST_TOKEN)
         return bool(content) and peer.send(content) == len(content)
@@ -101,7 +112,9 @@ def _answered(peer: socket.socket) -> bool:
 
 
 def connect(host: str, port: int, *, seconds: float) -> socket.socket:
-    """As `socket.create_connection`, except to itself: a call to a port where nobody listens may be given that port."""
+    """As `socket.create_connection`, except to itself: a call to a port where nobody listens may be
+    given that port.
+    """
     connection = socket.create_connection((host, port), timeout=seconds)
     if connection.getsockname() == connection.getpeername():
         connection.close()
@@ -138,14 +151,18 @@ def _asked(address: str, port: int, *, token: str, seconds: float) -> str:
     return "" if stated == token else "something else answers there"
 
 
-def call_all(targets: Sequence[tuple[str, int]], *, token: str, seconds: float = _CALL_SECONDS) -> list[Reached]:
+def call_all(
+    targets: Sequence[tuple[str, int]], *, token: str, seconds: float = _CALL_SECONDS
+) -> list[Reached]:
     """Call (host, port) pairs at the same time."""
     with ThreadPoolExecutor(max_workers=max(1, min(AT_ONCE, len(targets)))) as pool:
         return list(pool.map(lambda target: call(*target, token=token, seconds=seconds), targets))
 
 
 def neighbours(node: int, count: int) -> list[int]:
-    """The nodes that one of so many calls: all others, or of very many the next ones, as NCCL's rings mix nodes."""
+    """The nodes that one of so many calls: all others, or of very many the next ones, as NCCL's
+    rings mix nodes.
+    """
     near = count if count <= _ALL_PAIRS else _NEIGHBOURS + 1
     return [(node + step) % count for step in range(1, near)]
 
@@ -172,7 +189,9 @@ def mark(folder: Path, token: str, node: int) -> Iterator[None]:
             path.unlink()
 
 
-def unseen(folder: Path, token: str, nodes: Iterable[int], *, seconds: float = _SEE_SECONDS) -> list[int]:
+def unseen(
+    folder: Path, token: str, nodes: Iterable[int], *, seconds: float = _SEE_SECONDS
+) -> list[int]:
     """Nodes whose marks are not seen here, after waiting for them."""
     marks = {str(mark_path(folder, token, node)): node for node in nodes}
     seen = set[str]()
@@ -183,9 +202,15 @@ def unseen(folder: Path, token: str, nodes: Iterable[int], *, seconds: float = _
 
 
 def absent(marks: set[str], seen: set[str]) -> set[str]:
-    """Return the marks that are absent; a folder, which a thousand nodes may share, is listed once at most."""
+    """Return the marks that are absent; a folder, which a thousand nodes may share, is listed once
+    at most.
+    """
     # Paths come from other nodes: nothing but marks is looked at.
-    places = {path for path in marks - seen if Path(path).is_absolute() and _MARK.fullmatch(Path(path).name)}
+    places = {
+        path
+        for path in marks - seen
+        if Path(path).is_absolute() and _MARK.fullmatch(Path(path).name)
+    }
     for folder in {Path(path).parent for path in places if not _is_file(path)}:
         with suppress(OSError, ValueError):
             list(folder.iterdir())  # makes NFS look again

@@ -1,4 +1,6 @@
-"""`examine`: everything that can be known of one node without the others, in a second or two; and its limits."""
+"""`examine`: everything that can be known of one node without the others, in a second or two; and
+its limits.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from framework.doctor.node.findings import MIB, Check, Node, size_text, warning
 from framework.doctor.node.gpus import check_devices
 from framework.doctor.node.need import Need, check_inputs
 from framework.doctor.node.software import check_code, check_ops, check_versions, environment_facts
-from framework.doctor.node.storage import check_home, check_offload, check_run_folder, check_temporary
+from framework.doctor.node.storage import (
+    check_home,
+    check_offload,
+    check_run_folder,
+    check_temporary,
+)
 from framework.errors import Problem, counted
 from framework.launch.deepspeed_command import added_environment
 from framework.launch.hosts.devices import usable_cores
@@ -36,17 +43,23 @@ _LOCKED_BYTES: Final = 64 * MIB
 _FIRST_TIME: Final = 1_700_000_000
 
 
-def examine(need: Need, environment: Mapping[str, str], *, name: str = "", counts_replaced: bool = False) -> Node:
+def examine(
+    need: Need, environment: Mapping[str, str], *, name: str = "", counts_replaced: bool = False
+) -> Node:
     """Look at this machine.
 
     Args:
         environment: that of the launcher; what it adds for its ranks is added here as well.
         name: what others call this node, if not what it calls itself.
-        counts_replaced: look at every file that a resume has set aside: for a person, not for a start.
+        counts_replaced: look at every file that a resume has set aside: for a person, not for a
+            start.
     """
     started = time.perf_counter()
     ranks = need.cluster.devices_per_host
-    of_ranks = {**environment, **added_environment(environment, device=need.cluster.device, num_ranks=ranks)}
+    of_ranks = {
+        **environment,
+        **added_environment(environment, device=need.cluster.device, num_ranks=ranks),
+    }
     looks: dict[str, tuple[Any, ...]] = {
         "versions": (check_versions, need),
         "code": (check_code, need),
@@ -70,7 +83,13 @@ def examine(need: Need, environment: Mapping[str, str], *, name: str = "", count
         try:
             checks.append(look(*facts))
         except OSError as error:  # not allowed here; it stops none of the others
-            problem = Problem("not-looked-at", str(error), "run doctor where it is allowed", label, severity="note")
+            problem = Problem(
+                "not-looked-at",
+                str(error),
+                "run doctor where it is allowed",
+                label,
+                severity="note",
+            )
             checks.append(Check(label, "could not be looked at", [problem]))
     return Node(name or socket.gethostname(), checks, time.perf_counter() - started)
 
@@ -106,7 +125,9 @@ def check_shared_memory(need: Need, folder: Path = SHARED_MEMORY) -> Check:
 
 
 def check_locked_memory(folder: Path = RDMA_DEVICES) -> Check:
-    """Lock 64 MiB for real where there are RDMA devices: a capability in the manifest may not be effective."""
+    """Lock 64 MiB for real where there are RDMA devices: a capability in the manifest may not be
+    effective.
+    """
     if not any(folder.glob("uverbs*")):
         return Check("locked memory", "no RDMA device here, not needed")
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -116,8 +137,13 @@ def check_locked_memory(folder: Path = RDMA_DEVICES) -> Check:
         shown = size_text(limit)
     if _can_lock(_LOCKED_BYTES):
         return Check("locked memory", f"{size_text(_LOCKED_BYTES)} locked, limit {shown}")
-    reason = f"{size_text(_LOCKED_BYTES)} cannot be locked, so RDMA fails and NCCL takes TCP in silence"
-    fix = "ulimit -l unlimited; in a container --ulimit memlock=-1, as root or with an effective IPC_LOCK"
+    reason = (
+        f"{size_text(_LOCKED_BYTES)} cannot be locked, so RDMA fails and NCCL takes TCP in silence"
+    )
+    fix = (
+        "ulimit -l unlimited; in a container --ulimit memlock=-1, as root or with an effective "
+        "IPC_LOCK"
+    )
     problem = warning("memlock", reason, fix, key="ulimit -l", value=shown)
     return Check("locked memory", f"cannot be locked, limit {shown}", [problem])
 
@@ -134,11 +160,15 @@ def _can_lock(num_bytes: int) -> bool:
 
 
 def check_open_files(need: Need) -> Check:
-    """Check ``ulimit -n`` by a rule of thumb: libraries and logs, sockets to every rank, a few for a worker's batch."""
+    """Check ``ulimit -n`` by a rule of thumb: libraries and logs, sockets to every rank, a few for
+    a worker's batch.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 512 + 32 * need.cluster.world_size + 32 * need.num_workers * need.prefetch_batches
     if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return Check("open files", f"up to {'unlimited' if soft == resource.RLIM_INFINITY else soft}")
+        return Check(
+            "open files", f"up to {'unlimited' if soft == resource.RLIM_INFINITY else soft}"
+        )
     may_raise = hard == resource.RLIM_INFINITY or hard >= wanted
     if may_raise:
         fix = f"ulimit -n {wanted}"
@@ -146,7 +176,11 @@ def check_open_files(need: Need) -> Check:
         fix = "raise LimitNOFILE, or limits.conf"
     reason = f"{need.cluster.world_size} ranks may need about {wanted}"
     kind = warning if soft >= 256 else Problem
-    return Check("open files", f"up to {soft}", [kind("nofile-low", reason, fix, key="ulimit -n", value=soft)])
+    return Check(
+        "open files",
+        f"up to {soft}",
+        [kind("nofile-low", reason, fix, key="ulimit -n", value=soft)],
+    )
 
 
 def check_cores(need: Need, environment: Mapping[str, str]) -> Check:
@@ -158,17 +192,26 @@ def check_cores(need: Need, environment: Mapping[str, str]) -> Check:
         threads = int(text)
     else:
         threads = 0
-    stated = f"{cores} for {counted(ranks, 'rank')}{f' x OMP_NUM_THREADS={threads}' if threads else ''}"
+    stated = (
+        f"{cores} for {counted(ranks, 'rank')}{f' x OMP_NUM_THREADS={threads}' if threads else ''}"
+    )
     problems = []
     if need.cluster.device == "cpu" and ranks * threads > cores and threads > 1:
-        reason = f"{ranks} ranks would run {ranks * threads} threads on {cores} cores, and wait for each other"
+        reason = (
+            f"{ranks} ranks would run {ranks * threads} threads on {cores} cores, and wait "
+            "for each other"
+        )
         fix = f"OMP_NUM_THREADS={max(1, cores // ranks)}, or leave it out"
-        problems.append(warning("too-many-threads", reason, fix, key="OMP_NUM_THREADS", value=threads))
+        problems.append(
+            warning("too-many-threads", reason, fix, key="OMP_NUM_THREADS", value=threads)
+        )
     return Check("cores", stated, problems)
 
 
 def _quota() -> int:
-    """Whole cores that the container may use, as cgroups version 2 limit it; many where there is no limit."""
+    """Whole cores that the container may use, as cgroups version 2 limit it; many where there is no
+    limit.
+    """
     try:
         used, period = _CPU_QUOTA.read_text(encoding="ascii").split()
         return max(1, int(used) // int(period))
@@ -177,34 +220,48 @@ def _quota() -> int:
 
 
 def check_name(need: Need, environment: Mapping[str, str]) -> Check:
-    """Check whether this host's own name leads other hosts to it: gloo tells them the address that it stands for."""
+    """Check whether this host's own name leads other hosts to it: gloo tells them the address that
+    it stands for.
+    """
     name = socket.gethostname()
     try:
-        addresses = sorted({str(each[4][0]) for each in socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)})
+        addresses = sorted(
+            {str(each[4][0]) for each in socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)}
+        )
     except OSError:
         addresses = []
     problems: list[Problem] = []
     chosen = environment.get("GLOO_SOCKET_IFNAME", "")
-    leads_away = addresses and not any(ip_address(each.partition("%")[0]).is_loopback for each in addresses)
+    leads_away = addresses and not any(
+        ip_address(each.partition("%")[0]).is_loopback for each in addresses
+    )
     known = [each for _, each in socket.if_nameindex()]
     if need.cluster.num_hosts > 1 and chosen and chosen not in known:
         reason = "gloo wants the name of one interface of this host, without ^ or commas"
         fix = f"one of {', '.join(known)}"
-        problems.append(Problem("interface-unknown", reason, fix, key="GLOO_SOCKET_IFNAME", value=chosen))
+        problems.append(
+            Problem("interface-unknown", reason, fix, key="GLOO_SOCKET_IFNAME", value=chosen)
+        )
     elif need.cluster.num_hosts > 1 and not chosen and not leads_away:
         if addresses:
             leads = f"leads to {', '.join(addresses)}"
         else:
             leads = "leads nowhere"
-        by_hand = "started with `deepspeed` or `torchrun` by hand, gloo sends other hosts there and hangs"
+        by_hand = (
+            "started with `deepspeed` or `torchrun` by hand, gloo sends other hosts there and hangs"
+        )
         fix = "give it the host's own address in /etc/hosts, or set GLOO_SOCKET_IFNAME"
-        problems.append(warning("hostname-loopback", f"it {leads}; {by_hand}", fix, key="hostname", value=name))
+        problems.append(
+            warning("hostname-loopback", f"it {leads}; {by_hand}", fix, key="hostname", value=name)
+        )
     stated = f"{name} is {', '.join(addresses) or 'not known'}"
     return Check("host name", stated, problems, {"hostname": name, "addresses": addresses})
 
 
 def check_user(environment: Mapping[str, str]) -> Check:
-    """Check the user who trains: one without a name, as random ids in containers are, breaks torch's compiler."""
+    """Check the user who trains: one without a name, as random ids in containers are, breaks
+    torch's compiler.
+    """
     uid = os.getuid()
     try:
         return Check("user", pwd.getpwuid(uid).pw_name)
@@ -226,6 +283,8 @@ def _check_clock(environment: Mapping[str, str]) -> Check:
     if now < _FIRST_TIME:
         reason = "it was never set: certificates and file times go wrong"
         day = time.strftime("%Y-%m-%d", time.gmtime(now))
-        problems.append(warning("clock-unset", reason, "start chrony or ntpd", key="clock", value=day))
+        problems.append(
+            warning("clock-unset", reason, "start chrony or ntpd", key="clock", value=day)
+        )
     stated = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
     return Check("clock", stated, problems, facts | {"variables": environment_facts(environment)})

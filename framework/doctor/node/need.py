@@ -1,4 +1,6 @@
-"""Requirements of a run on each of its hosts, read off its plan: the preflight compares machines with them."""
+"""Requirements of a run on each of its hosts, read off its plan: the preflight compares machines
+with them.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,11 @@ class Need:
     """Requirements on a host.
 
     Attributes:
-        num_workers, prefetch_batches: processes for each rank that fetch batches, and micro-batches that each keeps
-            ready.
+        num_workers, prefetch_batches: processes for each rank that fetch batches, and micro-batches
+            that each keeps ready.
         run_folder: where the run writes; None without a run config.
-        num_kept, kept_by: checkpoints that are there at the same time, at most, and the keys that keep them.
+        num_kept, kept_by: checkpoints that are there at the same time, at most, and the keys that
+            keep them.
         inputs: what is read, as key of the run config and path.
         targets: modules of the user's own that the config names.
         compiles: whether torch.compile's inductor makes kernels.
@@ -80,7 +83,9 @@ def need_of(plan: Plan) -> Need:
         saves=checkpoint.at_end or checkpoint.is_often,
         nvme_folders=tuple(Path(each.nvme_path) for each in offloads if each.device == "nvme"),
         inputs=tuple(_inputs(config)),
-        targets=tuple(sorted({each.target.partition(":")[0] for each in sections if isinstance(each, Target)})),
+        targets=tuple(
+            sorted({each.target.partition(":")[0] for each in sections if isinstance(each, Target)})
+        ),
         compiles=getattr(config.training.compile, "backend", "") == "inductor",
         config_hash=config_hash(config),
     )
@@ -98,7 +103,9 @@ def config_hash(config: RunConfig) -> str:
 
 
 def _kept(plan: Plan) -> dict[str, int]:
-    """Count the checkpoints that each rule keeps at the end of the run, at most: several may keep the same one."""
+    """Count the checkpoints that each rule keeps at the end of the run, at most: several may keep
+    the same one.
+    """
     checkpoint = plan.config.checkpoint
     total_steps = plan.length.total_steps
     kept = {f"checkpoint.keep_last: {checkpoint.keep_last}": checkpoint.keep_last}

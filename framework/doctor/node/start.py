@@ -1,6 +1,7 @@
-"""Comparison of nodes, which `doctor` and the node agents share, and the preflight before a start on several: each node
-looks at itself (`look_before_start`), says in its HELLO what it found, and node 0 compares (`differences`). What
-another node said is not trusted to have any shape: `is_look` says whether it can be compared.
+"""Comparison of nodes, which `doctor` and the node agents share, and the preflight before a start
+on several: each node looks at itself (`look_before_start`), says in its HELLO what it found, and
+node 0 compares (`differences`). What another node said is not trusted to have any shape: `is_look`
+says whether it can be compared.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from framework.plan.plan import make_plan
 from framework.system.log import print_problem
 
 Facts = Mapping[str, Any]
-# Beyond the first, logs of nodes cannot be read together; beyond the second, tokens and file times break.
+# Beyond the first, logs of nodes cannot be read together; beyond the second, tokens and file times
+# break.
 _CLOCK_WARN_SECONDS: Final = 2.0
 _CLOCK_REFUSE_SECONDS: Final = 60.0
 NOT_SHARED: Final = "run-folder-not-shared"
@@ -52,7 +54,8 @@ _IN_HELLO: Final = (
 )
 # The launcher tells gloo its interface, once it knows which way leads to node 0.
 _SETTLED_LATER: Final = "hostname-loopback"
-# A store may be there again a minute later: training ends with 74 then, which platforms try again, and not with 78.
+# A store may be there again a minute later: training ends with 74 then, which platforms try again,
+# and not with 78.
 _LEFT_TO_TRAINING: Final = frozenset({"run-folder-unwritable", "disk-full"})
 _MOST_ENTRIES: Final = 200
 _MOST_ERRORS: Final = 20
@@ -68,8 +71,9 @@ def look_before_start(
     rank: int,
     warn: Callable[[Problem], None] = print_problem,
 ) -> Iterator[dict[str, Any]]:
-    """Run the preflight of this node and yield its facts for the handshake; its mark in the run folder is there so
-    long. What is wrong is told as well: node 0 then refuses, and every node knows why.
+    """Run the preflight of this node and yield its facts for the handshake; its mark in the run
+    folder is there so long. What is wrong is told as well: node 0 then refuses, and every node
+    knows why.
 
     Args:
         environment: that of the ranks.
@@ -104,7 +108,9 @@ def look_before_start(
 
 def is_look(reported: object) -> bool:
     """Check whether this is what `look_before_start` yields, and no larger than one of those is."""
-    if not isinstance(reported, dict) or any(type(reported.get(name)) is not kind for name, kind in _REPORTED.items()):
+    if not isinstance(reported, dict) or any(
+        type(reported.get(name)) is not kind for name, kind in _REPORTED.items()
+    ):
         return False
     texts: list[object] = [reported["config"], reported["device"], reported["mark"]]
     for name in ("versions", "code", "variables"):
@@ -114,7 +120,9 @@ def is_look(reported: object) -> bool:
         if type(each) is not list or len(each) != 3:
             return False
         texts += each
-    return len(texts) <= _MOST_ENTRIES and all(isinstance(text, str) and len(text) <= _LONGEST_TEXT for text in texts)
+    return len(texts) <= _MOST_ENTRIES and all(
+        isinstance(text, str) and len(text) <= _LONGEST_TEXT for text in texts
+    )
 
 
 def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> list[Problem]:
@@ -125,9 +133,14 @@ def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> li
         seen: marks that are not looked for again; those found now are added.
     """
     found = [problem for check in compare(nodes) for problem in check.problems]
-    problems = [each for each in found if each.severity != "error" or (each.kind, each.key) not in _IN_HELLO]
+    problems = [
+        each for each in found if each.severity != "error" or (each.kind, each.key) not in _IN_HELLO
+    ]
     for name, reported in nodes.items():
-        problems += [Problem(kind, stated, fix, file=f"node {name}") for kind, stated, fix in reported["refused"]]
+        problems += [
+            Problem(kind, stated, fix, file=f"node {name}")
+            for kind, stated, fix in reported["refused"]
+        ]
     here, *others = nodes.items()
     own_folder = Path(here[1]["mark"]).parent
     marks = {reported["mark"] for _, reported in others if reported["mark"] and here[1]["mark"]}
@@ -139,13 +152,15 @@ def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> li
             value = str(Path(reported["mark"]).parent)
             fix = f"set run.output_dir to a folder that all nodes share: {WHY_SHARED}"
             about = f"node {name}"
-            problems.append(Problem(NOT_SHARED, reason, fix, key="run.output_dir", value=value, file=about))
+            problems.append(
+                Problem(NOT_SHARED, reason, fix, key="run.output_dir", value=value, file=about)
+            )
     return problems
 
 
 def _is_near(folder: Path, own: Path) -> bool:
-    """Check whether a node may be shown this folder: its own run folder, or one above or below, which may be missing
-    elsewhere. What another node names is listed nowhere else.
+    """Check whether a node may be shown this folder: its own run folder, or one above or below,
+    which may be missing elsewhere. What another node names is listed nowhere else.
     """
     return folder == own or folder in own.parents or own in folder.parents
 
@@ -163,7 +178,10 @@ def compare(nodes: Mapping[str, Facts]) -> list[Check]:
         equal = {"devices": f"{len(owner)} different GPUs"}
     else:
         equal = {}
-    return [Check(name, "differ" if each else equal.get(name, "equal"), each) for name, each in found.items()]
+    return [
+        Check(name, "differ" if each else equal.get(name, "equal"), each)
+        for name, each in found.items()
+    ]
 
 
 def python_release(version: str) -> str:
@@ -172,7 +190,9 @@ def python_release(version: str) -> str:
 
 
 def compare_clocks(offsets: Mapping[str, float]) -> Check:
-    """Clocks, as seconds by which each is ahead of whoever measured. The middle one is right; between two, node 0."""
+    """Clocks, as seconds by which each is ahead of whoever measured. The middle one is right;
+    between two, node 0.
+    """
     if len(offsets) > 2:
         middle = sorted(offsets.values())[len(offsets) // 2]
     else:
@@ -183,7 +203,10 @@ def compare_clocks(offsets: Mapping[str, float]) -> Check:
     for name, seconds in apart.items():
         if abs(seconds) >= _CLOCK_WARN_SECONDS:
             problem = Problem if abs(seconds) >= _CLOCK_REFUSE_SECONDS else warning
-            reason = f"it is {abs(seconds):.0f} s {'ahead of' if seconds > 0 else 'behind'} the other nodes"
+            reason = (
+                f"it is {abs(seconds):.0f} s {'ahead of' if seconds > 0 else 'behind'} the "
+                "other nodes"
+            )
             problems.append(problem("clock-differs", reason, fix, file=f"node {name}", key="clock"))
     return Check("clocks", f"{max(apart.values()) - min(apart.values()):.1f} s apart", problems)
 
@@ -191,15 +214,25 @@ def compare_clocks(offsets: Mapping[str, float]) -> Check:
 def _versions(nodes: Mapping[str, Facts]) -> Iterator[Problem]:
     fix = "install the same everywhere, best from one image or constraints.txt"
     for package, values in _tables(nodes, "versions", absent="none"):
-        releases = {python_release(str(value)) for _, value in values} if package == "python" else ()
+        releases = (
+            {python_release(str(value)) for _, value in values} if package == "python" else ()
+        )
         must_be_equal = package in _MUST_BE_EQUAL or len(releases) > 1
-        yield from outliers(values, "versions-differ", package, fix, severity="error" if must_be_equal else "warning")
+        yield from outliers(
+            values,
+            "versions-differ",
+            package,
+            fix,
+            severity="error" if must_be_equal else "warning",
+        )
 
 
 def _code(nodes: Mapping[str, Facts]) -> Iterator[Problem]:
     """The run config, the framework and the user's own modules."""
     configs = [(name, facts.get("config", "")) for name, facts in nodes.items()]
-    yield from outliers(configs, "config-differs", "run config", "give every node the same file and settings")
+    yield from outliers(
+        configs, "config-differs", "run config", "give every node the same file and settings"
+    )
     for module, values in _tables(nodes, "code", absent="not there"):
         yield from outliers(values, "code-differs", module, "bring the same code to every node")
 
@@ -208,7 +241,9 @@ def _devices(nodes: Mapping[str, Facts], owner: dict[str, str]) -> Iterator[Prob
     """`owner`: GPU -> the first node that has it, filled here."""
     for key, kind in (("device", "devices-differ"), ("slots", "slots-differ")):
         values = [(name, facts.get(key)) for name, facts in nodes.items()]
-        yield from outliers(values, kind, key, "give every host the same number and kind of devices")
+        yield from outliers(
+            values, kind, key, "give every host the same number and kind of devices"
+        )
     models = [(name, ", ".join(facts.get("gpu_names", ()))) for name, facts in nodes.items()]
     fix = "the slowest sets the pace; use equal GPUs"
     yield from outliers(models, "gpus-differ", "GPU", fix, severity="warning")
@@ -222,10 +257,14 @@ def _devices(nodes: Mapping[str, Facts], owner: dict[str, str]) -> Iterator[Prob
 
 def _variables(nodes: Mapping[str, Facts]) -> Iterator[Problem]:
     for variable, values in _tables(nodes, "variables", absent="not set"):
-        yield from outliers(values, "variables-differ", variable, "set it alike everywhere", severity="warning")
+        yield from outliers(
+            values, "variables-differ", variable, "set it alike everywhere", severity="warning"
+        )
 
 
-def _tables(nodes: Mapping[str, Facts], fact: str, *, absent: str) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+def _tables(
+    nodes: Mapping[str, Facts], fact: str, *, absent: str
+) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     """Each entry of a fact that is a table, with the value that each node has for it."""
     tables = {name: facts.get(fact, {}) for name, facts in nodes.items()}
     for entry in sorted({entry for table in tables.values() for entry in table}):
@@ -241,8 +280,8 @@ def outliers(
     severity: Severity = "error",
     shown: Callable[[Any, Any], tuple[Any, ...]] = lambda *pair: pair,
 ) -> Iterator[Problem]:
-    """A problem for each node that is not like most of them, or node 0; `shown` makes words for a value and the usual
-    one.
+    """A problem for each node that is not like most of them, or node 0; `shown` makes words for a
+    value and the usual one.
     """
     usual = most_common(value for _, value in values)
     alike = [name for name, value in values if value == usual]
@@ -250,4 +289,6 @@ def outliers(
         if value != usual:
             its, theirs = shown(value, usual)
             reason = f"{node_names(alike)} {'has' if len(alike) == 1 else 'have'} {theirs}"
-            yield Problem(kind, reason, fix, key=key, value=its, file=f"node {name}", severity=severity)
+            yield Problem(
+                kind, reason, fix, key=key, value=its, file=f"node {name}", severity=severity
+            )

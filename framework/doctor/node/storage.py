@@ -1,4 +1,6 @@
-"""Storage that a node writes to: run folder, temporary files, caches. Each is written to, and left as it was."""
+"""Storage that a node writes to: run folder, temporary files, caches. Each is written to, and left
+as it was.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,20 @@ from framework.doctor.node.need import Need
 from framework.errors import Problem, Severity
 
 _PROBE_BYTES: Final = 1 * MIB
-_REMOTE: Final = re.compile(r"nfs\d?|cifs|smb3|9p|ceph|lustre|gpfs|beegfs|afs|fuse\.(?!fuse-overlayfs).*")
+_REMOTE: Final = re.compile(
+    r"nfs\d?|cifs|smb3|9p|ceph|lustre|gpfs|beegfs|afs|fuse\.(?!fuse-overlayfs).*"
+)
 
 
 def check_run_folder(need: Need, counts_replaced: bool = False) -> Check:
-    """Check whether checkpoints can be written, and fit, by the size of the largest so far; `counts_replaced`: and look
-    at every file that a resume has set aside.
+    """Check whether checkpoints can be written, and fit, by the size of the largest so far;
+    `counts_replaced`: and look at every file that a resume has set aside.
     """
     if need.checkpoints is None:
         return Check("run folder", "no run config given")
-    place, problems = _probed(need.checkpoints, "run-folder", "set run.output_dir to another folder")
+    place, problems = _probed(
+        need.checkpoints, "run-folder", "set run.output_dir to another folder"
+    )
     facts = {"run_folder": str(need.run_folder), "run_folder_type": file_system(place)}
     if problems:
         return Check("run folder", str(need.run_folder), problems, facts)
@@ -52,7 +58,10 @@ def _about_room(need: Need, free: int, sizes: Sequence[int]) -> Iterator[Problem
         takes = f"a checkpoint of this run takes {size_text(largest)}"
         reason = f"{takes} and {wanted // largest} more must fit ({need.kept_by})"
     elif not largest and free < GIB:
-        reason = "that is little for checkpoints: weights and optimizer state take 12 to 16 bytes for each parameter"
+        reason = (
+            "that is little for checkpoints: weights and optimizer state take 12 to 16 bytes "
+            "for each parameter"
+        )
     else:
         return
     key = str(need.run_folder)
@@ -69,7 +78,9 @@ def check_temporary(environment: Mapping[str, str]) -> Check:
     if not problems and free < 100 * MIB:
         reason = "compilers and data workers put files there"
         value = f"{size_text(free)} free"
-        problems = [warning("tmp-full", reason, "make room, or set TMPDIR", key=str(folder), value=value)]
+        problems = [
+            warning("tmp-full", reason, "make room, or set TMPDIR", key=str(folder), value=value)
+        ]
     return Check("temporary files", f"{folder}: {size_text(free)} free", problems)
 
 
@@ -110,17 +121,29 @@ def check_offload(need: Need) -> Check:
         if not found and is_remote(place):
             reason = "every step would wait for the network"
             fix = "set nvme_path to a local drive"
-            problems.append(warning("nvme-path-remote", reason, fix, key=str(folder), value=file_system(place)))
+            problems.append(
+                warning("nvme-path-remote", reason, fix, key=str(folder), value=file_system(place))
+            )
     return Check("offload", "; ".join(stated), problems)
 
 
 def file_system(folder: Path) -> str:
-    """Its type as the system mounts it, such as ``ext4`` or ``nfs4``; ``unknown`` where nobody says."""
+    """Its type as the system mounts it, such as ``ext4`` or ``nfs4``; ``unknown`` where nobody
+    says.
+    """
     try:
-        mounts = [line.split() for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()]
+        mounts = [
+            line.split()
+            for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
+        ]
         real = folder.resolve()
-        named = ((re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), words[1]), words[2]) for words in mounts)
-        above = [(len(Path(point).parts), kind) for point, kind in named if real.is_relative_to(point)]
+        named = (
+            (re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), words[1]), words[2])
+            for words in mounts
+        )
+        above = [
+            (len(Path(point).parts), kind) for point, kind in named if real.is_relative_to(point)
+        ]
         return max(above, key=lambda pair: pair[0])[1]
     except (OSError, ValueError, IndexError):
         return "unknown"
@@ -132,7 +155,12 @@ def is_remote(folder: Path) -> bool:
 
 
 def _probed(
-    folder: Path, kind: str, fix: str, *, severity: Severity = "error", num_bytes: int = _PROBE_BYTES
+    folder: Path,
+    kind: str,
+    fix: str,
+    *,
+    severity: Severity = "error",
+    num_bytes: int = _PROBE_BYTES,
 ) -> tuple[Path, list[Problem]]:
     """The folder, or the nearest one above it, and what stands in the way of writing to it."""
     place = next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
@@ -143,7 +171,9 @@ def _probed(
             os.fsync(file.fileno())
     except OSError as error:
         reason = f"{size_text(num_bytes)} cannot be written to {place}: {error.strerror or error}"
-        return place, [Problem(f"{kind}-unwritable", reason, fix, key=str(folder), severity=severity)]
+        return place, [
+            Problem(f"{kind}-unwritable", reason, fix, key=str(folder), severity=severity)
+        ]
     return place, []
 
 

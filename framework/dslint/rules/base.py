@@ -1,9 +1,10 @@
 """Parts of every rule: its kind, severity and releases, and how what it finds becomes a problem.
 
-A rule that asks for settings only, and computes nothing, is a row of `tables/rules.json`, as `plan/rows.py` has
-it. A key of DeepSpeed is ``given``, ``left out``, ``written`` (null, perhaps), ``true`` (any true value will do),
-``on``, ``off`` (the file says so), ``not on``, ``not off`` (or left out), ``above`` or ``below`` a number; a fact of
-`Facts`, or a key that holds text, has one of the values of a list. In a sentence ``{stage}`` is that fact's value, and
+A rule that asks for settings only, and computes nothing, is a row of `tables/rules.json`, as
+`plan/rows.py` has it. A key of DeepSpeed is ``given``, ``left out``, ``written`` (null, perhaps),
+``true`` (any true value will do), ``on``, ``off`` (the file says so), ``not on``, ``not off`` (or
+left out), ``above`` or ``below`` a number; a fact of `Facts`, or a key that holds text, has one of
+the values of a list. In a sentence ``{stage}`` is that fact's value, and
 ``{zero_optimization.offload_param}`` that key as the file spells it.
 """
 
@@ -29,11 +30,12 @@ ALL: Final[list[Rule]] = []
 def rule(
     severity: Severity = "error", *, on: str = "", since: str = "", before: str = ""
 ) -> Callable[[Callable[[Facts], Found]], Rule]:
-    """List a function as a rule: its name, with dashes, is the kind of the problems that its findings become.
+    """List a function as a rule: its name, with dashes, is the kind of the problems that its
+    findings become.
 
     Args:
-        severity: an error is what DeepSpeed refuses or breaks on; a warning what it takes and does otherwise; a note
-            depends on code outside the JSON.
+        severity: an error is what DeepSpeed refuses or breaks on; a warning what it takes and does
+            otherwise; a note depends on code outside the JSON.
         on: a flag that must be on.
         since: the first release that it is about.
         before: the first release that it is no longer about.
@@ -47,7 +49,9 @@ def rule(
             if facts.is_release(since, before) and (not on or facts.flag(on)):
                 for key, reason, fix, *own in find(facts):
                     level: Severity = own[0] if own else severity
-                    yield Problem(kind, reason, fix, facts.written(key), facts.raw(key), severity=level)
+                    yield Problem(
+                        kind, reason, fix, facts.written(key), facts.raw(key), severity=level
+                    )
 
         ALL.append(judge)
         return judge
@@ -111,7 +115,9 @@ def divisor_below(number: int, limit: int) -> int:
 
 
 def in_the_way(keys: Mapping[str, tuple[str, object]], reason: str, otherwise: str = "") -> Found:
-    """Yield a finding for each key that is in the way: key -> the value that is not, and whether the file's is."""
+    """Yield a finding for each key that is in the way: key -> the value that is not, and whether
+    the file's is.
+    """
     for key, (right, is_wrong) in keys.items():
         if is_wrong:
             yield key, reason, f"set {key}: {right}{otherwise}"

@@ -1,4 +1,6 @@
-"""The sections optimizer, with what ZeRO, offload and precision allow of it, and scheduler, which drives it."""
+"""The sections optimizer, with what ZeRO, offload and precision allow of it, and scheduler, which
+drives it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from framework.text.typos import nearest
 
 # Classes of torch.optim; Muon came with torch 2.9. DeepSpeed takes them by exact name.
 TORCH_OPTIMIZERS: Final = OPTIMIZERS.keys() | {"Adagrad", "Adam", "AdamW", "Muon"}
-# What ZeRO was tested with. mup's MuAdam and MuAdamW build torch's Adam, which is on the list; MuSGD builds SGD.
+# What ZeRO was tested with. mup's MuAdam and MuAdamW build torch's Adam, which is on the list;
+# MuSGD builds SGD.
 TESTED: Final = frozenset({"adam", "adamw", "adagrad", "lion", "muon", "muadam", "muadamw"})
 _CLASS: Final = re.compile(r"^(?:DeepSpeed)?(?:CPU|Fused)?_?", re.IGNORECASE)
 _TYPE: Final = "optimizer.type"
@@ -20,7 +23,9 @@ _TYPE: Final = "optimizer.type"
 
 @rule()
 def optimizer_unknown(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_is_supported_optimizer`: DeepSpeed's own names, or a class of torch.optim."""
+    """deepspeed/runtime/engine.py `_is_supported_optimizer`: DeepSpeed's own names, or a class of
+    torch.optim.
+    """
     name = facts.optimizer
     removed = () if facts.since("0.19.7") else REMOVED_OPTIMIZERS
     if not name or name in TORCH_OPTIMIZERS | DEEPSPEED_OPTIMIZERS or name in removed:
@@ -42,7 +47,9 @@ def optimizer_unknown(facts: Facts) -> Found:
 
 @rule()
 def optimizer_untested(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/utils.py `is_zero_supported_optimizer`, for engine.py `_do_optimizer_sanity_check`."""
+    """deepspeed/runtime/zero/utils.py `is_zero_supported_optimizer`, for engine.py
+    `_do_optimizer_sanity_check`.
+    """
     name = facts.optimizer
     known = name in TORCH_OPTIMIZERS or name in ("lamb", "musgd")
     allowed = facts.get("zero_allow_untested_optimizer")  # any true value will do
@@ -53,10 +60,15 @@ def optimizer_untested(facts: Facts) -> Found:
 
 @rule("warning")
 def adam_is_adamw(facts: Facts) -> Found:
-    """deepspeed/runtime/config.py `ADAM_W_MODE_DEFAULT`: "Adam" decays weights as AdamW does unless told otherwise."""
+    """deepspeed/runtime/config.py `ADAM_W_MODE_DEFAULT`: "Adam" decays weights as AdamW does unless
+    told otherwise.
+    """
     decay = facts.number("optimizer.params.weight_decay")
     if facts.optimizer == "adam" and decay and facts.get("optimizer.params.adam_w_mode") is None:
-        reason = f"with weight_decay {decay:g} DeepSpeed's Adam is AdamW: the decay is not part of the gradient"
+        reason = (
+            f"with weight_decay {decay:g} DeepSpeed's Adam is AdamW: the decay is not part "
+            "of the gradient"
+        )
         yield _TYPE, reason, f'set {_TYPE}: "AdamW" or optimizer.params.adam_w_mode: false'
 
 
@@ -70,12 +82,16 @@ _WARMUP_STEPS: Final = 1000  # warmup_num_steps when left out
 _SCHEDULE: Final = "scheduler.type"
 _STEPS: Final = "scheduler.params.warmup_num_steps"
 _PEAK: Final = "scheduler.params.warmup_max_lr"
-_ANOTHER: Final = f"pass lr_scheduler= to deepspeed.initialize, or use one of {', '.join(DEEPSPEED_SCHEDULES)}"
+_ANOTHER: Final = (
+    f"pass lr_scheduler= to deepspeed.initialize, or use one of {', '.join(DEEPSPEED_SCHEDULES)}"
+)
 
 
 @rule()
 def scheduler_unknown(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_scheduler_from_config`: "DeepSpeed does not recognize LR scheduler"; by case."""
+    """deepspeed/runtime/engine.py `_scheduler_from_config`: "DeepSpeed does not recognize LR
+    scheduler"; by case.
+    """
     name = facts.text(_SCHEDULE)
     if name and name not in DEEPSPEED_SCHEDULES and name not in TORCH_SCHEDULES:
         fix = f'set {_SCHEDULE}: "{nearest(name, DEEPSPEED_SCHEDULES) or "WarmupLR"}"'
@@ -84,25 +100,35 @@ def scheduler_unknown(facts: Facts) -> Found:
 
 @rule()
 def torch_scheduler_with_wrapper(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_scheduler_from_config` hands torch's the wrapped optimizer: a TypeError."""
+    """deepspeed/runtime/engine.py `_scheduler_from_config` hands torch's the wrapped optimizer: a
+    TypeError.
+    """
     wrapped = facts.stage or facts.model_dtype in ("fp16", "bf16")
     if facts.text(_SCHEDULE) in TORCH_SCHEDULES and wrapped:
         if facts.stage:
             where = f"ZeRO stage {facts.stage}"
         else:
             where = str(facts.model_dtype)
-        yield _SCHEDULE, f"torch's schedules refuse the optimizer that DeepSpeed wraps for {where}", _ANOTHER
+        yield (
+            _SCHEDULE,
+            f"torch's schedules refuse the optimizer that DeepSpeed wraps for {where}",
+            _ANOTHER,
+        )
 
 
 @rule("warning")
 def warmup_decay_peak(facts: Facts) -> Found:
-    """deepspeed/runtime/lr_schedules.py `WarmupDecayLR`: warmup_max_lr is 0.001 whatever the optimizer says."""
+    """deepspeed/runtime/lr_schedules.py `WarmupDecayLR`: warmup_max_lr is 0.001 whatever the
+    optimizer says.
+    """
     return _default_peak(facts, "WarmupDecayLR")
 
 
 @rule("warning", before="0.17.2")
 def warmup_peak(facts: Facts) -> Found:
-    """deepspeed/runtime/lr_schedules.py `WarmupLR`: until 0.17.2 its warmup_max_lr was 0.001 as well."""
+    """deepspeed/runtime/lr_schedules.py `WarmupLR`: until 0.17.2 its warmup_max_lr was 0.001 as
+    well.
+    """
     return _default_peak(facts, "WarmupLR")
 
 
@@ -112,13 +138,17 @@ def _default_peak(facts: Facts, schedule: str) -> Found:
         return
     if facts.given("scheduler.params") and facts.get(_PEAK, 0) is not None:
         known = facts.given("optimizer.params.lr") and lr is not None
-        reason = f"left out, {schedule} trains at 0.001" + (f", not at the optimizer's {lr}" if known else "")
+        reason = f"left out, {schedule} trains at 0.001" + (
+            f", not at the optimizer's {lr}" if known else ""
+        )
         yield _PEAK, reason, f"set {_PEAK}: {lr if known else 0.001}"
 
 
 @rule("warning")
 def warmup_too_long(facts: Facts) -> Found:
-    """deepspeed/runtime/lr_schedules.py `WarmupDecayLR`, `WarmupCosineLR`: only a log line if it is as long."""
+    """deepspeed/runtime/lr_schedules.py `WarmupDecayLR`, `WarmupCosineLR`: only a log line if it is
+    as long.
+    """
     key = "scheduler.params.total_num_steps"
     total = facts.whole(key) or 0
     warmup = facts.whole(_STEPS, _WARMUP_STEPS) or 0
@@ -133,7 +163,9 @@ def warmup_too_long(facts: Facts) -> Found:
 
 @rule("warning")
 def warmup_falls(facts: Facts) -> Found:
-    """deepspeed/runtime/lr_schedules.py `delta_lrs`: a peak below the first rate makes the warm-up fall."""
+    """deepspeed/runtime/lr_schedules.py `delta_lrs`: a peak below the first rate makes the warm-up
+    fall.
+    """
     kind = facts.text(_SCHEDULE)
     key = "scheduler.params.warmup_min_lr"
     least = facts.number(key)
@@ -142,13 +174,20 @@ def warmup_falls(facts: Facts) -> Found:
     else:
         lr = 0.001
     peak = facts.number(_PEAK, lr)
-    if kind in ("WarmupLR", "WarmupDecayLR") and least is not None and peak is not None and least > peak >= 0:
+    if (
+        kind in ("WarmupLR", "WarmupDecayLR")
+        and least is not None
+        and peak is not None
+        and least > peak >= 0
+    ):
         yield key, f"the warm-up falls from there to {peak}", f"set {key}: 0.0"
 
 
 @rule()
 def warmup_without_steps(facts: Facts) -> Found:
-    """deepspeed/runtime/lr_schedules.py `WarmupLR`: "warmup_num_steps must be a positive integer"; 2 until 0.19.3."""
+    """deepspeed/runtime/lr_schedules.py `WarmupLR`: "warmup_num_steps must be a positive integer";
+    2 until 0.19.3.
+    """
     steps = facts.whole(_STEPS)
     if facts.text(_SCHEDULE) in _WARMUPS and steps is not None and steps < 1:
         fix = f"set {_STEPS}: 2"

@@ -1,7 +1,8 @@
-"""Tensor, pipeline and expert parallelism (AutoTP, AutoEP), as far as the JSON holds them, and `compile`.
+"""Tensor, pipeline and expert parallelism (AutoTP, AutoEP), as far as the JSON holds them, and
+`compile`.
 
-A `pipeline` section only hints that the model is a PipelineModule. If it is not, the section does nothing, so what
-follows from the hint is a warning.
+A `pipeline` section only hints that the model is a PipelineModule. If it is not, the section does
+nothing, so what follows from the hint is a warning.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _PATTERNS: Final = NAMES["expert_patterns"]
 
 @rule()
 def tensor_parallel_does_not_fit(facts: Facts) -> Found:
-    """deepspeed/utils/groups.py `_init_tp_mesh_device`: the world divides into groups of this size, or it is silent."""
+    """deepspeed/utils/groups.py `_init_tp_mesh_device`: the world divides into groups of this size,
+    or it is silent.
+    """
     size = facts.tensor_parallel_size
     world = facts.world_size
     if size > 0 and world and world % size:
@@ -42,7 +45,9 @@ def tensor_parallel_does_not_fit(facts: Facts) -> Found:
 
 @rule(since="0.18.6")
 def tensor_parallel_sizes(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_apply_autotp_partitioning`: "does not match tensor_parallel.autotp_size"."""
+    """deepspeed/runtime/engine.py `_apply_autotp_partitioning`: "does not match
+    tensor_parallel.autotp_size".
+    """
     key = "tensor_parallel.tp.tp_size"
     size = facts.tensor_parallel_size
     other = facts.whole(key, 1)
@@ -52,7 +57,9 @@ def tensor_parallel_sizes(facts: Facts) -> Found:
 
 @rule("warning")
 def tensor_parallel_preset(facts: Facts) -> Found:
-    """deepspeed/module_inject/autotp_config.py `get_preset`: an unknown name is None, and nobody hears of it."""
+    """deepspeed/module_inject/autotp_config.py `get_preset`: an unknown name is None, and nobody
+    hears of it.
+    """
     key = "tensor_parallel.preset_model"
     name = facts.text(key)
     if name and name.lower() not in TP_PRESETS:
@@ -62,7 +69,9 @@ def tensor_parallel_preset(facts: Facts) -> Found:
 
 @rule(since="0.19.2", on=_EXPERTS)
 def expert_parallel_does_not_fit(facts: Facts) -> Found:
-    """deepspeed/module_inject/auto_ep_folding.py `build_folding_spec`: both widths divide the world."""
+    """deepspeed/module_inject/auto_ep_folding.py `build_folding_spec`: both widths divide the
+    world.
+    """
     key = f"{_EP}.autoep_size"
     world = facts.world_size
     size = facts.whole(key, 1) or 0
@@ -78,7 +87,9 @@ def _expert_tensor_parallel_size(facts: Facts) -> int:
 
 @rule(since="0.19.3", on=_EXPERTS)
 def expert_with_tensor_parallel(facts: Facts) -> Found:
-    """deepspeed/module_inject/auto_ep_folding.py `validate_folding_global`: what AutoEP and AutoTP do not do."""
+    """deepspeed/module_inject/auto_ep_folding.py `validate_folding_global`: what AutoEP and AutoTP
+    do not do.
+    """
     if facts.tensor_parallel_size < 2:
         return
     is_one = facts.whole(f"{_EP}.autoep_size", 1) == 1
@@ -86,16 +97,26 @@ def expert_with_tensor_parallel(facts: Facts) -> Found:
         _DEEP: ("false", facts.flag(_DEEP)),
         "sequence_parallel_size": ("1", _has_sequence_mesh(facts)),
         f"{_EP}.autoep_size": (str(facts.tensor_parallel_size), is_one),
-        "use_data_before_expert_parallelism": ("false", facts.flag("use_data_before_expert_parallelism")),
+        "use_data_before_expert_parallelism": (
+            "false",
+            facts.flag("use_data_before_expert_parallelism"),
+        ),
         f"{_EP}.async_split_plan": ("false", facts.flag(f"{_EP}.async_split_plan") and not is_one),
-        f"{_EP}.combine_impl": ('"auto"', facts.text(f"{_EP}.combine_impl") == "fused_weighted_sum"),
+        f"{_EP}.combine_impl": (
+            '"auto"',
+            facts.text(f"{_EP}.combine_impl") == "fused_weighted_sum",
+        ),
     }
     together = f"AutoEP with AutoTP (autotp_size {facts.tensor_parallel_size})"
     off = f" or {_SIZE}: 1"
     yield from in_the_way(refused, f"{together} does not do it", off)
     for key in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
         if facts.given(key):
-            yield key, f"{together} refuses offload, the mere section", f"remove {key} or set {_SIZE}: 1"
+            yield (
+                key,
+                f"{together} refuses offload, the mere section",
+                f"remove {key} or set {_SIZE}: 1",
+            )
 
 
 def _has_sequence_mesh(facts: Facts) -> bool:
@@ -104,7 +125,9 @@ def _has_sequence_mesh(facts: Facts) -> bool:
 
 @rule(since="0.19.3", on=_EXPERTS)
 def presets_differ(facts: Facts) -> Found:
-    """deepspeed/module_inject/auto_ep_folding.py `validate_folding_global`: "must match when both are set"."""
+    """deepspeed/module_inject/auto_ep_folding.py `validate_folding_global`: "must match when both
+    are set".
+    """
     tensor = facts.text("tensor_parallel.preset_model")
     expert = facts.text(f"{_EP}.preset_model")
     if tensor and expert and tensor != expert:
@@ -114,7 +137,9 @@ def presets_differ(facts: Facts) -> Found:
 
 @rule(since="0.19.8", on=_EXPERTS)
 def expert_options(facts: Facts) -> Found:
-    """deepspeed/module_inject/auto_ep_config.py `validate_autoep_config`: options that need or exclude each other."""
+    """deepspeed/module_inject/auto_ep_config.py `validate_autoep_config`: options that need or
+    exclude each other.
+    """
     backend = facts.text(f"{_EP}.comm_backend", "comm")
     size = facts.whole(f"{_EP}.autoep_size", 1)
     is_deepep = backend == "deepep"
@@ -141,9 +166,11 @@ def expert_options(facts: Facts) -> Found:
 
 @rule(since="0.19.2", on=_EXPERTS)
 def expert_choice(facts: Facts) -> Found:
-    """deepspeed/module_inject/auto_ep_config.py `validate_autoep_config`: "Unknown preset_model" and its like.
+    """deepspeed/module_inject/auto_ep_config.py `validate_autoep_config`: "Unknown preset_model"
+    and its like.
 
-    A text for `top_k` other than "auto" is passed over in silence there, and the model's own number holds.
+    A text for `top_k` other than "auto" is passed over in silence there, and the model's own number
+    holds.
     """
     for name, choices in _CHOICES.items():
         key = f"{_EP}.{name}"
@@ -159,7 +186,9 @@ def expert_choice(facts: Facts) -> Found:
 
 @rule(since="0.19.2", on=_EXPERTS)
 def expert_part_name(facts: Facts) -> Found:
-    """deepspeed/module_inject/auto_ep_config.py `_validate_attr_name`: "must be a direct attribute name"."""
+    """deepspeed/module_inject/auto_ep_config.py `_validate_attr_name`: "must be a direct attribute
+    name".
+    """
     for name in (*_WEIGHTS, *_PATTERNS):
         key = f"{_EP}.{name}"
         text = facts.text(key)
@@ -180,7 +209,9 @@ def _passes(facts: Facts) -> list[str]:
 
 @rule(since="0.19.6", on=_DEEP)
 def compile_offloads(facts: Facts) -> Found:
-    """deepspeed/compile/init_z3.py `init_z3`: one of DeepCompile's three offloads at a time, and not beside ZeRO's."""
+    """deepspeed/compile/init_z3.py `init_z3`: one of DeepCompile's three offloads at a time, and
+    not beside ZeRO's.
+    """
     states = facts.flag("compile.offload_opt_states")
     activation = facts.flag("compile.offload_activation")
     # offload_parameters is turned on by itself when ZeRO offloads both to the host
@@ -208,7 +239,9 @@ def compile_pass_unknown(facts: Facts) -> Found:
 
 @rule(since="0.19.5", on=_DEEP)
 def compile_passes(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `get_deepspeed_compile_backend`: "The AutoTP compile pass cannot yet be combined"."""
+    """deepspeed/runtime/engine.py `get_deepspeed_compile_backend`: "The AutoTP compile pass cannot
+    yet be combined".
+    """
     passes = _passes(facts)
     if "autotp" in passes and {"autosp", "z1", "z3"} & set(passes):
         yield "compile.passes", "the autotp pass runs alone", 'set compile.passes: ["autotp"]'
@@ -216,7 +249,9 @@ def compile_passes(facts: Facts) -> Found:
 
 @rule("warning", since="0.18.9", on=_DEEP)
 def autosp_at_stage(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `get_autosp_backend`: "Currently AutoSP does not compose with ZeRO stage 2 and 3"."""
+    """deepspeed/runtime/engine.py `get_autosp_backend`: "Currently AutoSP does not compose with
+    ZeRO stage 2 and 3".
+    """
     if "autosp" in _passes(facts) and facts.stage in (2, 3):
         reason = f"at stage {facts.stage} DeepSpeed leaves AutoSP out"
         yield "compile.passes", reason, "set zero_optimization.stage: 1 or remove compile.passes"

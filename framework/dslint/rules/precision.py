@@ -24,9 +24,11 @@ def _scales_by_itself(facts: Facts) -> bool:
 
 @rule()
 def dynamic_loss_scale(facts: Facts) -> Found:
-    """deepspeed/runtime/precision_config.py `_validate_dynamic_loss_scale_params`: "must be > 0 when dynamic loss".
+    """deepspeed/runtime/precision_config.py `_validate_dynamic_loss_scale_params`: "must be > 0
+    when dynamic loss".
 
-    Until 0.19.3 nobody asked: a window of 0 divided by zero, and a negative one doubled the scale at every step.
+    Until 0.19.3 nobody asked: a window of 0 divided by zero, and a negative one doubled the scale
+    at every step.
     """
     for key in ("fp16.loss_scale_window", "fp16.min_loss_scale"):
         number = facts.whole(key, _SCALES[key])
@@ -36,11 +38,12 @@ def dynamic_loss_scale(facts: Facts) -> Found:
 
 @rule()
 def loss_scale_stuck(facts: Facts) -> Found:
-    """deepspeed/runtime/fp16/loss_scaler.py `update_scale` lowers it where `cur_hysteresis` counts down to exactly 1.
+    """deepspeed/runtime/fp16/loss_scaler.py `update_scale` lowers it where `cur_hysteresis` counts
+    down to exactly 1.
 
-    Below 1 it never does, and every step is skipped from the first overflow on. A scale beyond fp32 overflows in every
-    step. ZeRO computes the first scale as a whole number with fp16 off too (precision_config.py
-    `dynamic_loss_scale_args`).
+    Below 1 it never does, and every step is skipped from the first overflow on. A scale beyond fp32
+    overflows in every step. ZeRO computes the first scale as a whole number with fp16 off too
+    (precision_config.py `dynamic_loss_scale_args`).
     """
     hysteresis = facts.whole("fp16.hysteresis", 2)
     key = "fp16.initial_scale_power"
@@ -58,7 +61,9 @@ def loss_scale_stuck(facts: Facts) -> Found:
 
 @rule(since="0.19.3")
 def loss_scale_boolean(facts: Facts) -> Found:
-    """deepspeed/runtime/precision_config.py `_reject_non_integer_scale_params`: "must be an integer, not bool"."""
+    """deepspeed/runtime/precision_config.py `_reject_non_integer_scale_params`: "must be an
+    integer, not bool".
+    """
     for key, default in _SCALES.items():
         if isinstance(facts.get(key), bool):
             yield key, "DeepSpeed takes no truth value for a number here", f"set {key}: {default}"
@@ -66,7 +71,9 @@ def loss_scale_boolean(facts: Facts) -> Found:
 
 @rule(on="fp16.enabled")
 def fp16_unsupported(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_do_sanity_check`: "Type fp16 is not supported on your device"."""
+    """deepspeed/runtime/engine.py `_do_sanity_check`: "Type fp16 is not supported on your
+    device".
+    """
     gpu = facts.topology.gpu
     if gpu and not gpu.fp16:
         where = gpu.name
@@ -80,16 +87,24 @@ def fp16_unsupported(facts: Facts) -> Found:
 
 @rule("warning", on="bf16.enabled")
 def bf16_emulated(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_do_sanity_check`: torch says yes for devices that only emulate bf16."""
+    """deepspeed/runtime/engine.py `_do_sanity_check`: torch says yes for devices that only emulate
+    bf16.
+    """
     gpu = facts.topology.gpu
     if gpu and not gpu.bf16:
         reason = f"{gpu.name} has no bf16 units: it is accepted and computed slowly by emulation"
-        yield "bf16.enabled", reason, f"set bf16.enabled: false{' and fp16.enabled: true' if gpu.fp16 else ''}"
+        yield (
+            "bf16.enabled",
+            reason,
+            f"set bf16.enabled: false{' and fp16.enabled: true' if gpu.fp16 else ''}",
+        )
 
 
 @rule()
 def grad_accum_dtype(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_do_optimizer_sanity_check`: "unsupported mix of" two dtypes without ZeRO."""
+    """deepspeed/runtime/engine.py `_do_optimizer_sanity_check`: "unsupported mix of" two dtypes
+    without ZeRO.
+    """
     key = "data_types.grad_accum_dtype"
     model = facts.model_dtype
     sums = facts.accumulation_dtype
@@ -100,7 +115,9 @@ def grad_accum_dtype(facts: Facts) -> Found:
 
 @rule(since="0.19.2")
 def param_dtype(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_assert_valid_mixed_precision_config`: must be the dtype that fp16 or bf16 imply."""
+    """deepspeed/runtime/engine.py `_assert_valid_mixed_precision_config`: must be the dtype that
+    fp16 or bf16 imply.
+    """
     key = "data_types.param_dtype"
     model = facts.model_dtype
     wanted = facts.dtype(key)
@@ -110,7 +127,9 @@ def param_dtype(facts: Facts) -> Found:
 
 @rule(since="0.19.8")
 def keep_in_fp32_text(facts: Facts) -> Found:
-    """deepspeed/runtime/config.py `_initialize_params`: `KEEP_IN_FP32_MODULES` is "auto" or a list, and no other."""
+    """deepspeed/runtime/config.py `_initialize_params`: `KEEP_IN_FP32_MODULES` is "auto" or a list,
+    and no other.
+    """
     key = "data_types.keep_in_fp32_modules"
     text = facts.text(key, "auto")
     if text is not None and text != "auto":
@@ -119,13 +138,18 @@ def keep_in_fp32_text(facts: Facts) -> Found:
 
 @rule()
 def master_weights_need_cpu_adam(facts: Facts) -> Found:
-    """deepspeed/runtime/base_optimizer.py `_configure_master_weights`: `fp16_offload_validator` wants CPU Adam.
+    """deepspeed/runtime/base_optimizer.py `_configure_master_weights`: `fp16_offload_validator`
+    wants CPU Adam.
 
     bf16 states on the device are the exception (`bf16_optimizer_states` without offload).
     """
     fp16 = facts.flag(FP16_MASTER)
     bf16 = facts.flag(BF16_MASTER)
-    is_asked = facts.stage and (facts.stage == 2 or facts.since("0.18.3")) and not facts.uses_bf16_optimizer
+    is_asked = (
+        facts.stage
+        and (facts.stage == 2 or facts.since("0.18.3"))
+        and not facts.uses_bf16_optimizer
+    )
     if not is_asked or bool(fp16) == bool(bf16):
         return
     on_device = facts.flag(_BF16_STATES) and not facts.offloads_optimizer
@@ -142,7 +166,9 @@ def master_weights_need_cpu_adam(facts: Facts) -> Found:
 
 @rule(since="0.17.2", on=_AUTOCAST)
 def autocast_module_path(facts: Facts) -> Found:
-    """deepspeed/runtime/torch_autocast.py `init_autocast_params` imports each: "Failed to import lower precision"."""
+    """deepspeed/runtime/torch_autocast.py `init_autocast_params` imports each: "Failed to import
+    lower precision".
+    """
     key = "torch_autocast.lower_precision_safe_modules"
     names = facts.get(key)
     if isinstance(names, list):

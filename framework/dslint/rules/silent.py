@@ -1,4 +1,6 @@
-"""Settings that DeepSpeed accepts silently and treats otherwise, and those that only have an effect from code."""
+"""Settings that DeepSpeed accepts silently and treats otherwise, and those that only have an effect
+from code.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from framework.dslint.rules.base import Found, in_the_way, rule
 _MONITORS: Final = ("tensorboard", "csv_monitor", "wandb", "comet")
 # Sections that do nothing unless `enabled` is true, and have it false by default.
 _SWITCHED: Final = NAMES["switched"]
-# Switches inside them that work without `enabled` (deepspeed/runtime/config.py `_do_error_check` asks them anyway).
+# Switches inside them that work without `enabled` (deepspeed/runtime/config.py `_do_error_check`
+# asks them anyway).
 UNSWITCHED: Final = (
     "fp16.fp16_master_weights_and_grads",
     "bf16.bf16_master_weights_and_grads",
@@ -29,7 +32,9 @@ _RANDOM_LTD_KEYS: Final = NAMES["random_ltd"]
 
 @rule("warning")
 def section_not_enabled(facts: Facts) -> Found:
-    """deepspeed/runtime/precision_config.py `enabled` and its like: false unless given, whatever else is said."""
+    """deepspeed/runtime/precision_config.py `enabled` and its like: false unless given, whatever
+    else is said.
+    """
     for name in _SWITCHED:
         keys = [key for key in facts.section(name) if f"{name}.{key}" not in UNSWITCHED]
         if keys and "enabled" not in keys:
@@ -39,22 +44,32 @@ def section_not_enabled(facts: Facts) -> Found:
 
 @rule("warning")
 def two_bf16_sections(facts: Facts) -> Found:
-    """deepspeed/runtime/precision_config.py `get_bfloat16_config`: the old name is read where the new one is not."""
+    """deepspeed/runtime/precision_config.py `get_bfloat16_config`: the old name is read where the
+    new one is not.
+    """
     if facts.values.get("bf16") is not None and facts.values.get("bfloat16") is not None:
         yield "bfloat16", "bf16 is given as well, and only that is read", "remove bfloat16"
 
 
 @rule("note", since="0.18.3")
 def monitor_without_loss(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `step` writes rate and loss scale; `Train/Samples/train_loss` went with 0.18.3."""
+    """deepspeed/runtime/engine.py `step` writes rate and loss scale; `Train/Samples/train_loss`
+    went with 0.18.3.
+    """
     on = [name for name in _MONITORS if facts.flag(f"{name}.enabled")]
     if on and not facts.given("pipeline"):
-        yield f"{on[0]}.enabled", "the engine writes the learning rate and no loss", "write the loss in code"
+        yield (
+            f"{on[0]}.enabled",
+            "the engine writes the learning rate and no loss",
+            "write the loss in code",
+        )
 
 
 @rule("note")
 def activation_checkpointing_waits_for_code(facts: Facts) -> Found:
-    """deepspeed/runtime/activation_checkpointing/checkpointing.py `configure`: only the code calls it."""
+    """deepspeed/runtime/activation_checkpointing/checkpointing.py `configure`: only the code calls
+    it.
+    """
     if any(facts.section(_RECOMPUTE).values()):
         yield (
             _RECOMPUTE,
@@ -65,11 +80,17 @@ def activation_checkpointing_waits_for_code(facts: Facts) -> Found:
 
 @rule("warning")
 def data_efficiency_half_enabled(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `curriculum_learning_enabled` asks the inner switch alone, not those around it."""
+    """deepspeed/runtime/engine.py `curriculum_learning_enabled` asks the inner switch alone, not
+    those around it.
+    """
     for section in (_CURRICULUM, _RANDOM_LTD):
         key = f"{section}.enabled"
         parent = section.rpartition(".")[0]
-        off = [f"{name}.enabled" for name in ("data_efficiency", parent) if not facts.get(f"{name}.enabled")]
+        off = [
+            f"{name}.enabled"
+            for name in ("data_efficiency", parent)
+            if not facts.get(f"{name}.enabled")
+        ]
         if facts.get(key) and off:
             settings = " and ".join(f"{name}: true" for name in off)
             yield key, f"it works although {off[0]} is not true", f"set {settings} or {key}: false"
@@ -77,22 +98,33 @@ def data_efficiency_half_enabled(facts: Facts) -> Found:
 
 @rule()
 def random_ltd_needs(facts: Facts) -> Found:
-    """deepspeed/runtime/data_pipeline/data_routing/scheduler.py `RandomLTDScheduler`: a KeyError for what is missing.
+    """deepspeed/runtime/data_pipeline/data_routing/scheduler.py `RandomLTDScheduler`: a KeyError
+    for what is missing.
 
-    So do engine.py `random_ltd_initialize` and basic_layer.py `init_config`, and the schedule's `get_value` at the
-    first step.
+    So do engine.py `random_ltd_initialize` and basic_layer.py `init_config`, and the schedule's
+    `get_value` at the first step.
     """
     for inner, names in _RANDOM_LTD_KEYS.items():
         section = f"{_RANDOM_LTD}{inner}"
         for name in names:
-            if facts.get(f"{_RANDOM_LTD}.enabled") and facts.given(section) and name not in facts.section(section):
+            if (
+                facts.get(f"{_RANDOM_LTD}.enabled")
+                and facts.given(section)
+                and name not in facts.section(section)
+            ):
                 fix = f"add it, or set {_RANDOM_LTD}.enabled: false"
-                yield f"{section}.{name}", "random layer token dropping is enabled and needs it", fix
+                yield (
+                    f"{section}.{name}",
+                    "random layer token dropping is enabled and needs it",
+                    fix,
+                )
 
 
 @rule("note")
 def vocabulary_alignment(facts: Facts) -> Found:
-    """deepspeed/runtime/config.py `_do_warning_check`: tensor cores like multiples of 8; nothing else reads the key."""
+    """deepspeed/runtime/config.py `_do_warning_check`: tensor cores like multiples of 8; nothing
+    else reads the key.
+    """
     key = "vocabulary_size"
     size = facts.whole(key) or 0
     if size > 0 and size % 8:
@@ -102,35 +134,56 @@ def vocabulary_alignment(facts: Facts) -> Found:
 
 @rule()
 def needs_cuda(facts: Facts) -> Found:
-    """deepspeed/ops/op_builder/cpu/no_impl.py `NotImplementedBuilder`: "This op had not been implemented on CPU"."""
+    """deepspeed/ops/op_builder/cpu/no_impl.py `NotImplementedBuilder`: "This op had not been
+    implemented on CPU".
+    """
     if facts.device != "cpu":
         return
     zero = "zero_optimization"
     on_device = not facts.offloads_optimizer
     pins_memory = str(facts.get(f"{_WRITER}.type", "FAST")).upper() == "FAST"
-    stage_3 = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "offload_optimizer.super_offload")
+    stage_3 = (
+        "zero_quantized_weights",
+        "zero_quantized_nontrainable_weights",
+        "offload_optimizer.super_offload",
+    )
     found = {
-        "optimizer.type": ('"AdamW"', facts.optimizer == "lamb" or (facts.optimizer == "lion" and on_device)),
+        "optimizer.type": (
+            '"AdamW"',
+            facts.optimizer == "lamb" or (facts.optimizer == "lion" and on_device),
+        ),
         "optimizer.params.capturable": ("false", facts.flag("optimizer.params.capturable")),
         f"{_WRITER}.type": ('"PYTHON"', facts.given(_WRITER) and pins_memory),
-        **{f"{zero}.{name}": ("false", facts.stage == 3 and facts.flag(f"{zero}.{name}")) for name in stage_3},
-        f"{zero}.stage": ("2", facts.stage == 3 and facts.given(f"{zero}.zenflow") and not on_device),
+        **{
+            f"{zero}.{name}": ("false", facts.stage == 3 and facts.flag(f"{zero}.{name}"))
+            for name in stage_3
+        },
+        f"{zero}.stage": (
+            "2",
+            facts.stage == 3 and facts.given(f"{zero}.zenflow") and not on_device,
+        ),
         "aio.use_gds": ("false", facts.flag("aio.use_gds")),
     }
     yield from in_the_way(found, "DeepSpeed has no CPU form of it")
 
 
-# Read by hand as a truth value: any text is true. `activation_checkpointing` is not read at all without code.
+# Read by hand as a truth value: any text is true. `activation_checkpointing` is not read at all
+# without code.
 _AUTO_IS_TRUE: Final = tuple(NAMES["auto_is_true"])
 _DEEPEST: Final = 12
 
 
 @rule("warning")
 def auto_value(facts: Facts) -> Found:
-    """deepspeed/runtime/config_utils.py `DeepSpeedConfigModel`: drops "auto"; keys read by hand keep the text."""
+    """deepspeed/runtime/config_utils.py `DeepSpeedConfigModel`: drops "auto"; keys read by hand
+    keep the text.
+    """
     for path in _autos(facts.values, "", 0):
         who = "Hugging Face's Trainer and Accelerate fill it in"
-        fix = f"write the value; {who if path in FILLED else 'Hugging Face does not fill it in either'}"
+        fix = (
+            "write the value; "
+            f"{who if path in FILLED else 'Hugging Face does not fill it in either'}"
+        )
         key = load_table().exact(path)
         if key is not None and key.knows_auto:
             continue

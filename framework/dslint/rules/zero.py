@@ -1,5 +1,5 @@
-"""ZeRO: what its stages allow, refuse, and silently leave alone; offload to host memory or NVMe, and ZenFlow, which
-builds on it.
+"""ZeRO: what its stages allow, refuse, and silently leave alone; offload to host memory or NVMe,
+and ZenFlow, which builds on it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _STAGE: Final = f"{_ZERO}.stage"
 _NORM: Final = f"{_ZERO}.compute_grad_norm"
 _SCATTER: Final = f"{_ZERO}.reduce_scatter"
 _HPZ: Final = f"{_ZERO}.zero_hpz_partition_size"
-# Read at stage 3 only (deepspeed/runtime/engine.py `_configure_zero_optimizer`), as all whose name says so.
+# Read at stage 3 only (deepspeed/runtime/engine.py `_configure_zero_optimizer`), as all whose name
+# says so.
 _STAGE_3_KEYS: Final = NAMES["stage_3"]
 # Read at stages 1 and 2 only.
 _STAGE_12_KEYS: Final = NAMES["stages_1_and_2"]
@@ -30,26 +31,44 @@ _HEIRS: Final = {
 
 @rule("warning")
 def zero_stage_left_out(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/config.py `DeepSpeedZeroConfig`: the stage is 0 unless given, and 0 means no ZeRO."""
-    names = [name for name, value in facts.section(_ZERO).items() if name != "stage" and value is not None]
+    """deepspeed/runtime/zero/config.py `DeepSpeedZeroConfig`: the stage is 0 unless given, and 0
+    means no ZeRO.
+    """
+    names = [
+        name
+        for name, value in facts.section(_ZERO).items()
+        if name != "stage" and value is not None
+    ]
     if names and not facts.given(_STAGE):
-        yield _STAGE, f"left out it is 0: ZeRO is off, and {names[0]} does nothing", f"set {_STAGE}: 2"
+        yield (
+            _STAGE,
+            f"left out it is 0: ZeRO is off, and {names[0]} does nothing",
+            f"set {_STAGE}: 2",
+        )
 
 
 @rule("warning")
 def zero_as_switch(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/config.py `read_zero_config_deprecated`: true is the old way to write stage 1."""
+    """deepspeed/runtime/zero/config.py `read_zero_config_deprecated`: true is the old way to write
+    stage 1.
+    """
     if facts.values.get(_ZERO) is True:
         yield _ZERO, "true means stage 1", f'set {_ZERO}: {{"stage": 1}}'
 
 
 @rule("warning")
 def inert_at_stage(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_configure_zero_optimizer`: each stage's optimizer is handed its own keys only."""
+    """deepspeed/runtime/engine.py `_configure_zero_optimizer`: each stage's optimizer is handed its
+    own keys only.
+    """
     if not facts.stage:
         return  # somebody turned ZeRO off, or `zero_stage_left_out` speaks
     names, needed = (_STAGE_12_KEYS, "2") if facts.stage == 3 else (_STAGE_3_KEYS, "3")
-    named = [key for key in load_table().children(_ZERO) if needed == "3" and key.startswith(f"{_ZERO}.stage3_")]
+    named = [
+        key
+        for key in load_table().children(_ZERO)
+        if needed == "3" and key.startswith(f"{_ZERO}.stage3_")
+    ]
     for key in (*named, *(f"{_ZERO}.{name}" for name in names)):
         name = key.rpartition(".")[2]
         value = facts.get(key)
@@ -60,7 +79,9 @@ def inert_at_stage(facts: Facts) -> Found:
 
 @rule()
 def odd_allgather_bucket(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/stage_1_and_2.py `nccl_start_alignment_factor`: "allgather_bucket_size must be a"."""
+    """deepspeed/runtime/zero/stage_1_and_2.py `nccl_start_alignment_factor`: "allgather_bucket_size
+    must be a".
+    """
     key = f"{_ZERO}.allgather_bucket_size"
     size = facts.whole(key) or 0
     if facts.stage in (1, 2) and not facts.uses_bf16_optimizer and size > 0 and size % 2:
@@ -69,7 +90,9 @@ def odd_allgather_bucket(facts: Facts) -> Found:
 
 @rule(since="0.19.7")
 def grad_norm_off_with_clipping(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/stage_1_and_2.py `compute_grad_norm`: "requires gradient_clipping=0"; left out it is 1."""
+    """deepspeed/runtime/zero/stage_1_and_2.py `compute_grad_norm`: "requires gradient_clipping=0";
+    left out it is 1.
+    """
     key = "gradient_clipping"
     clipping = facts.number(key, 1.0) or 0
     is_off = facts.flag(_NORM, True) is False
@@ -78,20 +101,29 @@ def grad_norm_off_with_clipping(facts: Facts) -> Found:
             left_out = ""
         else:
             left_out = ", the value when left out,"
-        reason = f"clipping at {clipping:g}{left_out} needs the norm that compute_grad_norm: false leaves out"
+        reason = (
+            f"clipping at {clipping:g}{left_out} needs the norm that compute_grad_norm: "
+            "false leaves out"
+        )
         yield key, reason, f"set {key}: 0.0 or {_NORM}: true"
 
 
 @rule()
 def prescale_with_reduce_scatter(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/stage_1_and_2.py `gradient_predivide_factor` and stage3.py `postscale_gradients`.
+    """deepspeed/runtime/zero/stage_1_and_2.py `gradient_predivide_factor` and stage3.py
+    `postscale_gradients`.
 
     At stage 2 a sum instead of a mean is not asked (since 0.19.6).
     """
-    is_asked = facts.stage == 3 or (facts.stage == 2 and not (facts.since("0.19.6") and facts.sums_gradients))
+    is_asked = facts.stage == 3 or (
+        facts.stage == 2 and not (facts.since("0.19.6") and facts.sums_gradients)
+    )
     wrong = {
         "prescale_gradients": ("false", facts.flag("prescale_gradients")),
-        "gradient_predivide_factor": ("1.0", facts.number("gradient_predivide_factor", 1.0) not in (None, 1.0)),
+        "gradient_predivide_factor": (
+            "1.0",
+            facts.number("gradient_predivide_factor", 1.0) not in (None, 1.0),
+        ),
     }
     for key, (right, found) in wrong.items():
         if found and is_asked and facts.flag(_SCATTER, True):
@@ -101,7 +133,9 @@ def prescale_with_reduce_scatter(facts: Facts) -> Found:
 
 @rule()
 def hpz_does_not_divide(facts: Facts) -> Found:
-    """deepspeed/utils/groups.py `_create_zero_param_parallel_group`: the world divides into groups of this size."""
+    """deepspeed/utils/groups.py `_create_zero_param_parallel_group`: the world divides into groups
+    of this size.
+    """
     size = facts.whole(_HPZ, 1) or 0
     world = facts.world_size
     if facts.stage == 3 and world and 1 < size <= world and world % size:
@@ -111,7 +145,9 @@ def hpz_does_not_divide(facts: Facts) -> Found:
 
 @rule("warning")
 def hpz_larger_than_world(facts: Facts) -> Found:
-    """deepspeed/utils/groups.py `_create_zero_param_parallel_group`: `min(group_size, world_size)`."""
+    """deepspeed/utils/groups.py `_create_zero_param_parallel_group`: `min(group_size,
+    world_size)`.
+    """
     size = facts.whole(_HPZ, 1) or 0
     world = facts.world_size
     if facts.stage == 3 and world and size > world:
@@ -121,7 +157,9 @@ def hpz_larger_than_world(facts: Facts) -> Found:
 
 @rule()
 def deprecated_with_its_heir(facts: Facts) -> Found:
-    """deepspeed/runtime/config_utils.py `_process_deprecated_field`: "Cannot provide deprecated parameter"."""
+    """deepspeed/runtime/config_utils.py `_process_deprecated_field`: "Cannot provide deprecated
+    parameter".
+    """
     section = facts.section(_ZERO)
     for old, new in _HEIRS.items():
         if old in section and (new in section or f"stage3_{new}" in section):
@@ -140,14 +178,23 @@ def _is_partial(facts: Facts) -> bool:
 
 @rule()
 def partial_offload_needs_cpu_adam(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/stage3.py `backup_optimizer`: "Hybrid Optimizer Only Supports DeepSpeedCPUAdam"."""
-    if facts.stage == 3 and _is_partial(facts) and facts.offloads_optimizer and facts.uses_cpu_adam is False:
+    """deepspeed/runtime/zero/stage3.py `backup_optimizer`: "Hybrid Optimizer Only Supports
+    DeepSpeedCPUAdam".
+    """
+    if (
+        facts.stage == 3
+        and _is_partial(facts)
+        and facts.offloads_optimizer
+        and facts.uses_cpu_adam is False
+    ):
         reason = "a ratio below 1 works with DeepSpeed's own CPU Adam only"
         yield f"{_OPTIMIZER}.ratio", reason, cpu_adam_or(facts, f"{_OPTIMIZER}.ratio: 1.0")
 
 
 def cpu_adam_or(facts: Facts, otherwise: str) -> str:
-    """Return the fix that makes the file's optimizer DeepSpeed's CPU Adam, where settings can, or another one."""
+    """Return the fix that makes the file's optimizer DeepSpeed's CPU Adam, where settings can, or
+    another one.
+    """
     if facts.offloads_optimizer:
         needed = []
     else:
@@ -180,19 +227,30 @@ def zenflow_intervals(facts: Facts) -> Found:
     for name, value in (("select_interval", select), ("update_interval", update)):
         if isinstance(value, str) and value != "auto":
             right = '"auto"' if name == "update_interval" or strategy == "auto" else number
-            yield f"{_ZENFLOW}.{name}", "a number or auto belongs here", f"set {_ZENFLOW}.{name}: {right}"
+            yield (
+                f"{_ZENFLOW}.{name}",
+                "a number or auto belongs here",
+                f"set {_ZENFLOW}.{name}: {right}",
+            )
     if strategy == "auto" and isinstance(select, int):
         fix = f'remove {key} or set {_ZENFLOW}.select_strategy: "step"'
         yield key, "the automatic strategy chooses it", fix
     elif strategy in ("step", "epoch") and select == "auto":
         yield key, f"the strategy {strategy} needs a number", f"set {key}: {number}"
-    elif strategy == "step" and isinstance(select, int) and isinstance(update, int) and 0 < select < update:
+    elif (
+        strategy == "step"
+        and isinstance(select, int)
+        and isinstance(update, int)
+        and 0 < select < update
+    ):
         yield key, f"it must not be smaller than update_interval {update}", f"set {key}: {update}"
 
 
 @rule(since="0.17.5")
 def zenflow_params(facts: Facts) -> Found:
-    """deepspeed/runtime/zenflow/zenflow_stage_1_and_2.py `selective_optimizer`: torch's AdamW with all parameters."""
+    """deepspeed/runtime/zenflow/zenflow_stage_1_and_2.py `selective_optimizer`: torch's AdamW with
+    all parameters.
+    """
     if not facts.given(_ZENFLOW) or facts.stage not in (1, 2) or not facts.offloads_optimizer:
         return
     if facts.given("optimizer.type") and not facts.given("optimizer.params"):
@@ -201,15 +259,25 @@ def zenflow_params(facts: Facts) -> Found:
     for name in facts.section("optimizer.params"):
         if name not in _TORCH_ADAMW:
             reason = "ZenFlow hands all parameters to an AdamW that does not know it"
-            yield f"optimizer.params.{name}", reason, f"remove optimizer.params.{name} or remove {_ZENFLOW}"
+            yield (
+                f"optimizer.params.{name}",
+                reason,
+                f"remove optimizer.params.{name} or remove {_ZENFLOW}",
+            )
 
 
 @rule("warning", since="0.17.5")
 def zenflow_replaces_accumulation(facts: Facts) -> Found:
-    """deepspeed/runtime/zenflow/engine.py `configure_zenflow` writes update_interval over the accumulation steps."""
+    """deepspeed/runtime/zenflow/engine.py `configure_zenflow` writes update_interval over the
+    accumulation steps.
+    """
     steps = facts.whole("gradient_accumulation_steps")
     update = facts.get(f"{_ZENFLOW}.update_interval", "auto")
-    if facts.given(_ZENFLOW) and steps not in (None, update) and (isinstance(update, int) or update == "auto"):
+    if (
+        facts.given(_ZENFLOW)
+        and steps not in (None, update)
+        and (isinstance(update, int) or update == "auto")
+    ):
         yield (
             "gradient_accumulation_steps",
             f"ZenFlow overwrites it with its update_interval, {update}",

@@ -1,4 +1,6 @@
-"""What works around DeepSpeed. Of its import: MLflow, which its autotuner alone uses, is a third of the time."""
+"""What works around DeepSpeed. Of its import: MLflow, which its autotuner alone uses, is a third of
+the time.
+"""
 
 import sys
 from typing import Any, cast

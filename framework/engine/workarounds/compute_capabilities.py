@@ -1,7 +1,9 @@
-"""Architectures with a letter, such as 9.0a, in TORCH_CUDA_ARCH_LIST, as torch's own builder and many images have them.
+"""Architectures with a letter, such as 9.0a, in TORCH_CUDA_ARCH_LIST, as torch's own builder and
+many images have them.
 
-DeepSpeed up to 0.19.8 (ops/op_builder/builder.py, `compute_capability_args`) reads numbers alone, and ends with
-"invalid literal for int() with base 10: '0a'". Its kernels use nothing of what the letter stands for.
+DeepSpeed up to 0.19.8 (ops/op_builder/builder.py, `compute_capability_args`) reads numbers alone,
+and ends with "invalid literal for int() with base 10: '0a'". Its kernels use nothing of what the
+letter stands for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """fp32 sums of half-precision gradients at ZeRO stage 1.
 
-For bf16 weights with `data_types.grad_accum_dtype` fp32 DeepSpeed 0.19.8 takes its BF16_Optimizer there
-(runtime/engine.py `_do_optimizer_sanity_check`), whose checkpoints cannot go on with other ranks. That of stages
-1 and 2 sums in fp32 as well.
+For bf16 weights with `data_types.grad_accum_dtype` fp32 DeepSpeed 0.19.8 takes its BF16_Optimizer
+there (runtime/engine.py `_do_optimizer_sanity_check`), whose checkpoints cannot go on with other
+ranks. That of stages 1 and 2 sums in fp32 as well.
 """
 
 from __future__ import annotations

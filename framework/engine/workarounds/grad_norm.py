@@ -1,10 +1,13 @@
-"""The global gradient norm of fp32 training at ZeRO stage 0, which DeepSpeed up to 0.19.8 computes and drops.
+"""The global gradient norm of fp32 training at ZeRO stage 0, which DeepSpeed up to 0.19.8 computes
+and drops.
 
-DeepSpeed 0.19.8's function (runtime/utils.py `clip_grad_norm_`) also takes two kernels for every weight, averages over
-ranks a norm that is the same on all, refuses sparse gradients and waits for the device twice in every step.
+DeepSpeed 0.19.8's function (runtime/utils.py `clip_grad_norm_`) also takes two kernels for every
+weight, averages over ranks a norm that is the same on all, refuses sparse gradients and waits for
+the device twice in every step.
 
-With a pipeline it counts the gradients of the first stage only and clips all stages by them; here every stage is
-counted, and weights that several stages share are counted once. So are those that a tensor group does not divide.
+With a pipeline it counts the gradients of the first stage only and clips all stages by them; here
+every stage is counted, and weights that several stages share are counted once. So are those that a
+tensor group does not divide.
 """
 
 from __future__ import annotations
@@ -17,9 +20,13 @@ import torch.distributed
 
 
 class KeptNorm:
-    """Stands in for `DeepSpeedEngine.clip_fp32_gradients`, and remembers the norm before clipping."""
+    """Stands in for `DeepSpeedEngine.clip_fp32_gradients`, and remembers the norm before
+    clipping.
+    """
 
-    def __init__(self, engine: deepspeed.DeepSpeedEngine, *, others: Any = None, counts_whole: bool = True) -> None:
+    def __init__(
+        self, engine: deepspeed.DeepSpeedEngine, *, others: Any = None, counts_whole: bool = True
+    ) -> None:
         self._counts_whole = counts_whole
         self._engine = engine
         self._others = others
@@ -27,9 +34,12 @@ class KeptNorm:
         self.norm: torch.Tensor | None = None
 
     def __call__(self) -> None:
-        """Clip the gradients in place to the engine's limit. Collective where others have other weights."""
+        """Clip the gradients in place to the engine's limit. Collective where others have other
+        weights.
+        """
         gradients, norm = self._measured()
-        # A number divided by a tensor would be rounded twice: torch takes the reciprocal. `full` fills on the device.
+        # A number divided by a tensor would be rounded twice: torch takes the reciprocal. `full`
+        # fills on the device.
         limit = torch.full((), self._engine.gradient_clipping(), device=norm.device)
         if gradients:
             torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
@@ -53,13 +63,17 @@ class KeptNorm:
         return gradients, norm
 
     def _counts(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether this rank counts a weight: not what another stage, or the first of a tensor group, counts."""
+        """Return whether this rank counts a weight: not what another stage, or the first of a
+        tensor group, counts.
+        """
         if getattr(parameter, "ds_pipe_replicated", False):
             return False
         return self._counts_whole or "split" in vars(parameter)
 
     def forget_gradients(self) -> None:
-        """Stand in for `DeepSpeedEngine.zero_grad`, which walks through all modules in every step."""
+        """Stand in for `DeepSpeedEngine.zero_grad`, which walks through all modules in every
+        step.
+        """
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -75,12 +89,15 @@ def _dense(parameter: torch.nn.Parameter) -> torch.Tensor:
 def _norm(gradients: list[torch.Tensor], *, device: torch.device) -> torch.Tensor:
     if not gradients:
         return torch.zeros((), device=device)
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)))
+    norm: torch.Tensor = torch.linalg.vector_norm(
+        torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
+    )
     return norm
 
 
 def keep_norm(engine: deepspeed.DeepSpeedEngine, *, stages: Any = None) -> KeptNorm | None:
-    """Put a `KeptNorm` in place where DeepSpeed would drop the norm; None where its optimizer keeps it.
+    """Put a `KeptNorm` in place where DeepSpeed would drop the norm; None where its optimizer keeps
+    it.
 
     `stages` is the process group of a pipeline's stages.
     """

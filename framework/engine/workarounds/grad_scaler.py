@@ -1,9 +1,9 @@
-"""Loss scales that DeepSpeed 0.19.8 forgets: to save (fp16 under torch.autocast), or to use (fp16 weights at ZeRO stage
-0).
+"""Loss scales that DeepSpeed 0.19.8 forgets: to save (fp16 under torch.autocast), or to use (fp16
+weights at ZeRO stage 0).
 
-Under autocast it makes a `torch.amp.GradScaler`, which the engine holds at stage 0 and the optimizer at stages 1 to 3,
-and which it neither saves nor restores. The scale of fp16 weights it saves by itself, but at stage 0 only divides the
-gradients by it.
+Under autocast it makes a `torch.amp.GradScaler`, which the engine holds at stage 0 and the
+optimizer at stages 1 to 3, and which it neither saves nor restores. The scale of fp16 weights it
+saves by itself, but at stage 0 only divides the gradients by it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from framework.errors import TrainingError, explaining
 
 
 class _ScaledLoss:
-    """Stands in for the engine's GradScaler: scales the loss by what the optimizer divides the gradients by."""
+    """Stands in for the engine's GradScaler: scales the loss by what the optimizer divides the
+    gradients by.
+    """
 
     def __init__(self, optimizer: FP16_Optimizer | FP16_UnfusedOptimizer) -> None:
         self._optimizer = optimizer
@@ -43,16 +45,20 @@ class _ScaledLoss:
 def scale_fp16_loss(engine: deepspeed.DeepSpeedEngine) -> None:
     """Make an engine with fp16 weights scale its loss at stage 0, as it does at stages 1 to 3.
 
-    DeepSpeed's `backward` (runtime/engine.py) does so for the optimizers of ZeRO only; the others divide by the scale
-    all the same, and a small gradient is lost twice.
+    DeepSpeed's `backward` (runtime/engine.py) does so for the optimizers of ZeRO only; the others
+    divide by the scale all the same, and a small gradient is lost twice.
     """
-    if engine.fp16_enabled() and isinstance(engine.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+    if engine.fp16_enabled() and isinstance(
+        engine.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)
+    ):
         engine.torch_autocast_z0_gradscaler = _ScaledLoss(engine.optimizer)
 
 
 def forget_autocast() -> None:
-    """Before an engine is built: DeepSpeed notes in its module that one computes in autocast, and for ever, so that the
-    next engine of the process would scale its gradients as well (at ZeRO 1 to 3, in whatever precision)."""
+    """Before an engine is built: DeepSpeed notes in its module that one computes in autocast, and
+    for ever, so that the next engine of the process would scale its gradients as well (at ZeRO 1 to
+    3, in whatever precision).
+    """
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     torch_autocast.TORCH_AUTOCAST_DTYPE = None
 
@@ -62,7 +68,9 @@ def grad_scaler(engine: deepspeed.DeepSpeedEngine) -> torch.amp.GradScaler | Non
     held = getattr(engine, "torch_autocast_z0_gradscaler", None)
     if isinstance(held, _ScaledLoss):
         return None
-    return held if held is not None else getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    return (
+        held if held is not None else getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    )
 
 
 def scaler_state(engine: deepspeed.DeepSpeedEngine) -> dict[str, float] | None:
@@ -73,11 +81,14 @@ def scaler_state(engine: deepspeed.DeepSpeedEngine) -> dict[str, float] | None:
     return dict(scaler.state_dict())
 
 
-def restore_scaler(engine: deepspeed.DeepSpeedEngine, states: Sequence[Mapping[str, float] | None]) -> None:
+def restore_scaler(
+    engine: deepspeed.DeepSpeedEngine, states: Sequence[Mapping[str, float] | None]
+) -> None:
     """Put back what `scaler_state` returned on every rank of the run that saved.
 
-    On as many ranks each goes on with its own: at stages 1 to 3 a rank looks for overflows in its own part only. On
-    others all take the smallest. A run without a scaler, or that goes on from one without, has nothing to put back.
+    On as many ranks each goes on with its own: at stages 1 to 3 a rank looks for overflows in its
+    own part only. On others all take the smallest. A run without a scaler, or that goes on from one
+    without, has nothing to put back.
     """
     scaler = grad_scaler(engine)
     known = [state for state in states if state is not None]
@@ -91,7 +102,9 @@ def restore_scaler(engine: deepspeed.DeepSpeedEngine, states: Sequence[Mapping[s
 
 
 def explaining_overflow(engine: deepspeed.DeepSpeedEngine) -> AbstractContextManager[None]:
-    """DeepSpeed ends a run that overflows at the smallest loss scale with a plain exception, on all ranks alike."""
+    """DeepSpeed ends a run that overflows at the smallest loss scale with a plain exception, on all
+    ranks alike.
+    """
     return explaining(partial(_diverged, engine))
 
 
@@ -99,12 +112,14 @@ def _diverged(engine: deepspeed.DeepSpeedEngine, error: Exception) -> TrainingEr
     if "loss scale already at minimum" not in str(error):
         return None
     return TrainingError(
-        f"step {engine.global_steps + 1}: gradients are not finite even at the smallest loss scale "
-        f"({engine.optimizer.loss_scale:g}): training has diverged; lower optimizer.lr, set training.clip_grad_norm, "
-        "or start again from an earlier checkpoint [loss-not-finite]"
+        f"step {engine.global_steps + 1}: gradients are not finite even at the smallest loss "
+        f"scale ({engine.optimizer.loss_scale:g}): training has diverged; lower optimizer.lr, set "
+        "training.clip_grad_norm, or start again from an earlier checkpoint [loss-not-finite]"
     )
 
 
 def may_have_been_skipped(engine: deepspeed.DeepSpeedEngine) -> bool:
-    """Check whether the last step may have left the weights as they were; asking a scaler would wait for the device."""
+    """Check whether the last step may have left the weights as they were; asking a scaler would
+    wait for the device.
+    """
     return grad_scaler(engine) is not None or not engine.was_step_applied()

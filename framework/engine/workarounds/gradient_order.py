@@ -1,9 +1,11 @@
-"""Keeps ZeRO right for models whose graph differs between ranks or steps: experts chosen by the data, dropped layers.
+"""Keeps ZeRO right for models whose graph differs between ranks or steps: experts chosen by the
+data, dropped layers.
 
-DeepSpeed 0.19.8 fills its buckets in the order in which gradients arrive, leaves out weights without one, and reduces
-the buckets by position: where ranks used different weights, the gradient of one is added to that of another
-(runtime/zero/stage_1_and_2.py `reduce_independent_p_g_buckets_and_remove_grads`, stage3.py likewise). At stage 3 the
-weights of a module are gathered when it is called, by position as well.
+DeepSpeed 0.19.8 fills its buckets in the order in which gradients arrive, leaves out weights
+without one, and reduces the buckets by position: where ranks used different weights, the gradient
+of one is added to that of another (runtime/zero/stage_1_and_2.py
+`reduce_independent_p_g_buckets_and_remove_grads`, stage3.py likewise). At stage 3 the weights of a
+module are gathered when it is called, by position as well.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from framework.errors import TrainingError
 def keep_gradient_order(
     engine: deepspeed.DeepSpeedEngine, *, refuse_changes: Callable[[], None] = lambda: None
 ) -> None:
-    """Make all ranks reduce all gradients in one order, at stages 1 to 3; at stage 3 all have to call the same
-    modules. Before other modules are refused, `refuse_changes` is asked for a reason.
+    """Make all ranks reduce all gradients in one order, at stages 1 to 3; at stage 3 all have to
+    call the same modules. Before other modules are refused, `refuse_changes` is asked for a reason.
     """
     optimizer = engine.optimizer
     group = getattr(optimizer, "dp_process_group", None)
@@ -36,49 +38,67 @@ def keep_gradient_order(
     _GradientOrder(optimizer, engine.module, group, at_end=at_end)
 
 
-# Gradients that may wait before it is asked which weights have none: asking takes a microsecond for each.
+# Gradients that may wait before it is asked which weights have none: asking takes a microsecond for
+# each.
 _MOST_WAITING: Final = 8
 
 
 class _GradientOrder:
     """Passes gradients on to DeepSpeed in one order; zeros for weights without one.
 
-    A gradient waits until all before it have come or are known not to come, or the backward pass is over. So that few
-    wait, the order is that of rank 0's modules in its first forward pass, from back to front; of a compiled model, that
-    of its parameters. It is known before the first backward pass, so that a resumed run adds the same numbers in the
-    same places of the same buckets.
+    A gradient waits until all before it have come or are known not to come, or the backward pass is
+    over. So that few wait, the order is that of rank 0's modules in its first forward pass, from
+    back to front; of a compiled model, that of its parameters. It is known before the first
+    backward pass, so that a resumed run adds the same numbers in the same places of the same
+    buckets.
     """
 
     def __init__(
-        self, optimizer: Any, model: torch.nn.Module, group: Any, *, at_end: Callable[[], None] | None
+        self,
+        optimizer: Any,
+        model: torch.nn.Module,
+        group: Any,
+        *,
+        at_end: Callable[[], None] | None,
     ) -> None:
         self._optimizer = optimizer
         self._group = group
         self._at_end = at_end
         self._pass_on = optimizer.reduce_ready_partitions_and_remove_grads
         self._finish = optimizer.independent_gradient_partition_epilogue
-        groups = getattr(optimizer, "bit16_groups", None)  # stage 3 has others, and is not passed the group
+        # stage 3 has others, and is not passed the group
+        groups = getattr(optimizer, "bit16_groups", None)
         numbered = enumerate(optimizer.fp16_groups if groups is None else groups)
-        calls = {id(one): (one,) if groups is None else (one, number) for number, some in numbered for one in some}
+        calls = {
+            id(one): (one,) if groups is None else (one, number)
+            for number, some in numbered
+            for one in some
+        }
         parameters = reversed(list(model.parameters()))
-        self._order = [calls[id(one)] for one in parameters if one.requires_grad and id(one) in calls]
+        self._order = [
+            calls[id(one)] for one in parameters if one.requires_grad and id(one) in calls
+        ]
         self._sort()
         self._knows_graph = True
         optimizer.reduce_ready_partitions_and_remove_grads = self._arrived
         optimizer.independent_gradient_partition_epilogue = self._end
-        self._called: dict[int, None] = {}  # positions, in the order in which the modules were called
-        if any(module._compiled_call_impl for module in model.modules()):  # hooks would be a part of its graphs
+        # positions, in the order in which the modules were called
+        self._called: dict[int, None] = {}
+        # hooks would be a part of its graphs
+        if any(module._compiled_call_impl for module in model.modules()):
             self._knows_graph = False
             return
-        self._hooks = [module.register_forward_pre_hook(self._note_call) for module in model.modules()]
+        self._hooks = [
+            module.register_forward_pre_hook(self._note_call) for module in model.modules()
+        ]
         self._hooks.append(model.register_forward_hook(self._adopt_calls))
 
     def _note_call(self, module: torch.nn.Module, inputs: Any) -> None:
         for parameter in module.parameters(recurse=False):
             if id(parameter) in self._positions:
                 self._called.setdefault(self._positions[id(parameter)])
-                # Layers that are called without gradients and again in the backward pass (reentrant checkpoints) have
-                # graphs of their own, of which the first one does not know.
+                # Layers that are called without gradients and again in the backward pass (reentrant
+                # checkpoints) have graphs of their own, of which the first one does not know.
                 self._knows_graph = self._knows_graph and torch.is_grad_enabled()
 
     def _adopt_calls(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
@@ -107,13 +127,22 @@ class _GradientOrder:
         self._next = 0
 
     def _is_reduced_now(self) -> bool:
-        """Return whether DeepSpeed would reduce; at stage 1 it does at the last micro-batch of a step only."""
+        """Return whether DeepSpeed would reduce; at stage 1 it does at the last micro-batch of a
+        step only.
+        """
         optimizer = self._optimizer
-        return getattr(optimizer, "partition_gradients", True) or optimizer.is_gradient_accumulation_boundary()
+        return (
+            getattr(optimizer, "partition_gradients", True)
+            or optimizer.is_gradient_accumulation_boundary()
+        )
 
     def _arrived(self, parameter: torch.nn.Parameter, *group: int) -> None:
         position = self._positions.get(id(parameter))
-        if position is None or not self._is_reduced_now() or not getattr(parameter, "ds_grad_is_ready", True):
+        if (
+            position is None
+            or not self._is_reduced_now()
+            or not getattr(parameter, "ds_grad_is_ready", True)
+        ):
             self._pass_on(parameter, *group)
             return
         self._waiting.add(position)
@@ -129,7 +158,9 @@ class _GradientOrder:
             self._next += 1
 
     def _without_gradient(self) -> Iterator[int]:
-        """Yield the positions of weights that this backward pass does not reach, so that nothing waits for them."""
+        """Yield the positions of weights that this backward pass does not reach, so that nothing
+        waits for them.
+        """
         if not self._knows_graph or torch._C._current_graph_task_id() == -1:
             return
         with torch.enable_grad():
@@ -152,7 +183,8 @@ class _GradientOrder:
     def _reduce(self, parameter: torch.nn.Parameter, *group: int) -> None:
         of = getattr(self._optimizer, "get_gradient_for_reduction", None)
         if (of(parameter) if of is not None else parameter.grad) is None:
-            shape = getattr(parameter, "ds_shape", parameter.shape)  # stage 3 may have taken the weight itself away
+            # stage 3 may have taken the weight itself away
+            shape = getattr(parameter, "ds_shape", parameter.shape)
             data = parameter.data
             zeros = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
             parameter.data = zeros
@@ -167,22 +199,28 @@ _END: Final = -1
 
 
 class _FetchOrder:
-    """Compares the order in which training needs the weights of modules with all ranks' in the first pass, then with
-    that.
+    """Compares the order in which training needs the weights of modules with all ranks' in the
+    first pass, then with that.
 
-    A pass is all forward passes with gradients up to the end of a backward pass. Evaluations are not compared: they may
-    differ from batch to batch, and a model that chooses by the data is refused in its first step of training.
+    A pass is all forward passes with gradients up to the end of a backward pass. Evaluations are
+    not compared: they may differ from batch to batch, and a model that chooses by the data is
+    refused in its first step of training.
 
     Raises from within `forward` or `backward`:
         TrainingError: kind ``graph-differs-between-ranks``.
     """
 
     def __init__(
-        self, coordinator: Any, group: Any, model: torch.nn.Module, refuse_changes: Callable[[], None]
+        self,
+        coordinator: Any,
+        group: Any,
+        model: torch.nn.Module,
+        refuse_changes: Callable[[], None],
     ) -> None:
         self._group = group
         self._refuse_changes = refuse_changes
-        names: dict[int, str] = {}  # of modules whose weights are gathered when they are called, with a first weight
+        # of modules whose weights are gathered when they are called, with a first weight
+        names: dict[int, str] = {}
         for name, module in model.named_modules():
             for weight, value in module.named_parameters(recurse=False):
                 if hasattr(value, "ds_id"):
@@ -203,7 +241,8 @@ class _FetchOrder:
         self._reset()
 
     def _fetched(self, module: torch.nn.Module, forward: bool) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1  # also where layers are computed again
+        # also where layers are computed again
+        in_backward = torch._C._current_graph_task_id() != -1
         if id(module) in self._numbers and (self._trains or in_backward):
             self._see(2 * self._numbers[id(module)] + (not forward))
         self._fetch(module, forward)
@@ -222,7 +261,9 @@ class _FetchOrder:
             torch.distributed.all_gather_object(everyone, entry, group=self._group)
             for rank, other in enumerate(everyone):
                 if other != everyone[0]:
-                    self._refuse(f"rank 0 {self._text(everyone[0])} where rank {rank} {self._text(other)}")
+                    self._refuse(
+                        f"rank 0 {self._text(everyone[0])} where rank {rank} {self._text(other)}"
+                    )
         elif entry != (expected := self._known[len(self._seen)]):
             own = self._text(entry)
             known = self._text(expected).replace("calls", "called")
@@ -236,10 +277,12 @@ class _FetchOrder:
         return f"calls {self._names[entry // 2]}{' in the backward pass' if entry % 2 else ''}"
 
     def _refuse(self, what: str, *, is_of_one_rank: bool = False) -> NoReturn:
-        self._refuse_changes()  # a weight that was frozen or thawed has other modules called in the backward pass
+        # a weight that was frozen or thawed has other modules called in the backward pass
+        self._refuse_changes()
         raise TrainingError(
-            f"zero.stage = 3: {what}: which modules run may not differ between ranks or steps, for ranks gather "
-            "weights by position; set zero.stage: 2, or name the module that chooses in "
-            "deepspeed.zero_optimization.leaf_module.names [graph-differs-between-ranks]",
+            f"zero.stage = 3: {what}: which modules run may not differ between ranks or steps, "
+            "for ranks gather weights by position; set zero.stage: 2, or name the module that "
+            "chooses in deepspeed.zero_optimization.leaf_module.names "
+            "[graph-differs-between-ranks]",
             is_of_one_rank=is_of_one_rank,
         )

@@ -1,7 +1,9 @@
-"""The time limit of collectives in the groups that DeepSpeed makes: ZeRO's, and those of pipelines, experts and parts.
+"""The time limit of collectives in the groups that DeepSpeed makes: ZeRO's, and those of pipelines,
+experts and parts.
 
-DeepSpeed up to 0.19.8 gives DEEPSPEED_TIMEOUT to the first group alone (comm/torch.py `new_group` names none), and the
-others have torch's own limits: with gloo a rank that hangs was found after half an hour.
+DeepSpeed up to 0.19.8 gives DEEPSPEED_TIMEOUT to the first group alone (comm/torch.py `new_group`
+names none), and the others have torch's own limits: with gloo a rank that hangs was found after
+half an hour.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ from deepspeed.comm.torch import TorchBackend
 
 
 def limit_of_ranks() -> timedelta | None:
-    """The limit of the group of all ranks; None where its backend names none, and torch's own is as good."""
+    """The limit of the group of all ranks; None where its backend names none, and torch's own is as
+    good.
+    """
     group = torch.distributed.group.WORLD
     assert group is not None, "DeepSpeed makes groups of ranks that have met"
     for kind in group._device_types:
-        with suppress(RuntimeError, AttributeError):  # a kind of device that this machine does not have
+        # a kind of device that this machine does not have
+        with suppress(RuntimeError, AttributeError):
             limit: timedelta = group._get_backend(kind).options._timeout
             return limit
     return None

@@ -1,7 +1,9 @@
-"""Half precision at ZeRO stage 0, as DeepSpeed 0.19.8 has it (runtime/fp16/unfused_optimizer.py, fused_optimizer.py).
+"""Half precision at ZeRO stage 0, as DeepSpeed 0.19.8 has it (runtime/fp16/unfused_optimizer.py,
+fused_optimizer.py).
 
-It makes an optimizer's state by an empty step: AdamW takes the first gradient for the second, and weights decay once
-more. Its norm counts weights of several stages as often, and stays multiplied by the loss scale.
+It makes an optimizer's state by an empty step: AdamW takes the first gradient for the second, and
+weights decay once more. Its norm counts weights of several stages as often, and stays multiplied by
+the loss scale.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Work in every step for measurements that nobody has asked for, and on a CPU nobody can take.
 
-DeepSpeed 0.19.8 goes through its lists of timers five times in a micro-batch, empty as they are, and marks ranges for a
-profiler of GPUs. And it has torch look for NVIDIA's library on the disk (`PYTORCH_NVML_BASED_CUDA_CHECK`) whenever it
-is asked for a GPU, as torch's Adam does in every step: without one that takes 27 microseconds instead of one.
+DeepSpeed 0.19.8 goes through its lists of timers five times in a micro-batch, empty as they are,
+and marks ranges for a profiler of GPUs. And it has torch look for NVIDIA's library on the disk
+(`PYTORCH_NVML_BASED_CUDA_CHECK`) whenever it is asked for a GPU, as torch's Adam does in every
+step: without one that takes 27 microseconds instead of one.
 """
 
 from __future__ import annotations

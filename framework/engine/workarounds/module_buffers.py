@@ -1,8 +1,10 @@
-"""Buffers of a model (the running statistics of batch norm), made the same on all data-parallel ranks.
+"""Buffers of a model (the running statistics of batch norm), made the same on all data-parallel
+ranks.
 
-DeepSpeed up to 0.19.8 broadcasts parameters only (runtime/engine.py `_broadcast_model`). Each rank's own micro-batches
-move buffers apart, and a checkpoint holds those of the first rank. Made equal before they are measured or saved, as
-torch's DistributedDataParallel does before every step, what was measured is what stands in the checkpoint.
+DeepSpeed up to 0.19.8 broadcasts parameters only (runtime/engine.py `_broadcast_model`). Each
+rank's own micro-batches move buffers apart, and a checkpoint holds those of the first rank. Made
+equal before they are measured or saved, as torch's DistributedDataParallel does before every step,
+what was measured is what stands in the checkpoint.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ _BUCKET_BYTES: Final = 1 << 26
 
 
 def share_buffers(engine: deepspeed.DeepSpeedEngine, *, unsaved: bool = False) -> None:
-    """Give every rank the buffers that the first of its data-parallel group has, in place. Collective.
+    """Give every rank the buffers that the first of its data-parallel group has, in place.
+    Collective.
 
     Args:
         engine: its module holds a whole model, or a stage of a pipeline.
-        unsaved: those as well that no checkpoint holds; they are made when the model is, and can be large (masks).
+        unsaved: those as well that no checkpoint holds; they are made when the model is, and can be
+            large (masks).
     """
     group = engine.data_parallel_group
     if torch.distributed.get_world_size(group) == 1:
@@ -31,7 +35,10 @@ def share_buffers(engine: deepspeed.DeepSpeedEngine, *, unsaved: bool = False) -
     with torch.no_grad():
         for buffers in _buckets(_buffers(engine.module, unsaved=unsaved)):
             together = torch.cat(
-                [buffer.contiguous().view(-1).view(torch.uint8).to(engine.device) for buffer in buffers]
+                [
+                    buffer.contiguous().view(-1).view(torch.uint8).to(engine.device)
+                    for buffer in buffers
+                ]
             )
             torch.distributed.broadcast(together, first, group=group)
             pieces = torch.split(together, [buffer.nbytes for buffer in buffers])
@@ -40,7 +47,9 @@ def share_buffers(engine: deepspeed.DeepSpeedEngine, *, unsaved: bool = False) -
 
 
 def _buffers(module: torch.nn.Module, *, unsaved: bool) -> list[torch.Tensor]:
-    """Each once; the widest numbers first, so that end to end all of them lie at multiples of their size."""
+    """Each once; the widest numbers first, so that end to end all of them lie at multiples of their
+    size.
+    """
     found = {
         buffer: None
         for part in module.modules()
@@ -54,8 +63,12 @@ def _buffers(module: torch.nn.Module, *, unsaved: bool) -> list[torch.Tensor]:
 
 
 def _is_expanded(buffer: torch.Tensor) -> bool:
-    """One number seen in many places cannot be written to as many; it is the constant that the model was made with."""
-    return any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+    """One number seen in many places cannot be written to as many; it is the constant that the
+    model was made with.
+    """
+    return any(
+        stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
+    )
 
 
 def _buckets(buffers: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

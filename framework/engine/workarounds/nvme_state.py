@@ -1,8 +1,10 @@
-"""Optimizer state on NVMe, put back: DeepSpeed 0.19.8's `load_checkpoint` copies the swapper's files, and nothing else.
+"""Optimizer state on NVMe, put back: DeepSpeed 0.19.8's `load_checkpoint` copies the swapper's
+files, and nothing else.
 
-Left out are the optimizer's moments (a fresh engine does not know that there are files of them, and begins with zeros),
-its step, its parameter groups with the learning rate, the loss scale, and every group that is too small to be swapped,
-weights included. All of it is in the checkpoint, and is taken from there.
+Left out are the optimizer's moments (a fresh engine does not know that there are files of them, and
+begins with zeros), its step, its parameter groups with the learning rate, the loss scale, and every
+group that is too small to be swapped, weights included. All of it is in the checkpoint, and is
+taken from there.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from framework.errors import StorageError
 
 
 def complete_nvme_state(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str) -> None:
-    """After DeepSpeed's load: what it has left out; nothing for an engine whose optimizer is not on NVMe. Collective.
+    """After DeepSpeed's load: what it has left out; nothing for an engine whose optimizer is not on
+    NVMe. Collective.
 
     Raises:
         StorageError: the swapper's files of a moment are not there.
@@ -33,20 +36,32 @@ def complete_nvme_state(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: st
     optimizer.dynamic_loss_scale = saved["dynamic_loss_scale"]
     inner = saved["optimizer_state_dict"]
     optimizer._set_fp32_optimizer_param_groups()
-    numbered = [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
+    numbered = [
+        parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]
+    ]
     optimizer._clear_fp32_optimizer_param_groups()
     for group, known in zip(optimizer.optimizer.param_groups, inner["param_groups"], strict=True):
         group.update({key: value for key, value in known.items() if key != "params"})
-    optimizer.checkpoint_event_prologue()  # small weights are whole on every rank, and are put together anew at the end
+    # small weights are whole on every rank, and are put together anew at the end
+    optimizer.checkpoint_event_prologue()
     for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
-        state = inner["state"].get(next(place for place, one in enumerate(numbered) if one is flat), {})
+        state = inner["state"].get(
+            next(place for place, one in enumerate(numbered) if one is flat), {}
+        )
         if optimizer._swappable_optimizer_subgroup(number):
-            _make_known(optimizer, flat, state, num=int(optimizer.fp16_partitioned_groups_flat_numel[number]))
+            _make_known(
+                optimizer,
+                flat,
+                state,
+                num=int(optimizer.fp16_partitioned_groups_flat_numel[number]),
+            )
         else:
             flat.data.copy_(saved["fp32_flat_groups"][number].data)
             # The optimizer's step stays where it is kept, on the host.
             optimizer.optimizer.state[flat] = {
-                key: value.clone().to(flat.device if value.ndim else value.device) if torch.is_tensor(value) else value
+                key: value.clone().to(flat.device if value.ndim else value.device)
+                if torch.is_tensor(value)
+                else value
                 for key, value in state.items()
             }
             optimizer._reassign_or_swap_out_partitioned_parameters(number)
@@ -54,8 +69,12 @@ def complete_nvme_state(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: st
 
 
 def _make_known(optimizer: Any, flat: torch.Tensor, state: Mapping[str, Any], *, num: int) -> None:
-    """The swapper learns of a parameter's moments from tensors of their size, and lets go of them again."""
-    swapped = {key: isinstance(value, torch.Tensor) and value.ndim > 0 for key, value in state.items()}
+    """The swapper learns of a parameter's moments from tensors of their size, and lets go of them
+    again.
+    """
+    swapped = {
+        key: isinstance(value, torch.Tensor) and value.ndim > 0 for key, value in state.items()
+    }
     optimizer.optimizer.state[flat] = {
         key: torch.empty(num, dtype=flat.dtype, device=flat.device) if swapped[key] else value
         for key, value in state.items()
@@ -64,6 +83,7 @@ def _make_known(optimizer: Any, flat: torch.Tensor, state: Mapping[str, Any], *,
     missing = [path for path in known.get_swap_paths() if not Path(path).is_file()]
     if missing or known.num_tensors() != 1 + sum(swapped.values()):
         raise StorageError(
-            f"the swapper's files are not as DeepSpeed 0.19.8 writes them ({Path([*missing, '?'][0]).name})"
+            "the swapper's files are not as DeepSpeed 0.19.8 writes them "
+            f"({Path([*missing, '?'][0]).name})"
         )
     known.release_memory()

@@ -1,9 +1,9 @@
-"""Files of 66 MiB per rank that DeepSpeed's shared-memory op makes in /dev/shm and leaves there: nobody in DeepSpeed up
-to 0.19.8 calls what unlinks them (csrc/cpu/comm/shm.cpp `shared_close`). Where they do not fit, it maps what it has not
-written, and the rank ends by SIGSEGV or SIGBUS.
+"""Files of 66 MiB per rank that DeepSpeed's shared-memory op makes in /dev/shm and leaves there:
+nobody in DeepSpeed up to 0.19.8 calls what unlinks them (csrc/cpu/comm/shm.cpp `shared_close`).
+Where they do not fit, it maps what it has not written, and the rank ends by SIGSEGV or SIGBUS.
 
-A run removes its own at its end. What a killed run left is removed at the start of the next one on that host. A start
-looks first whether they fit.
+A run removes its own at its end. What a killed run left is removed at the start of the next one on
+that host. A start looks first whether they fit.
 """
 
 from __future__ import annotations
@@ -20,41 +20,48 @@ from framework.errors import ConfigError, counted
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 _NAME: Final = "deepspeed_allreduce_buffer"
-# Between the making of a file and the moment at which its ranks have mapped it; then it shows in /proc.
+# Between the making of a file and the moment at which its ranks have mapped it; then it shows in
+# /proc.
 _YOUNG_SECONDS: Final = 60.0
-# Of a rank: two small buffers and two large ones (csrc/cpu/comm/shm.cpp `struct allreduce_workspace`).
+# Of a rank: two small buffers and two large ones (csrc/cpu/comm/shm.cpp `struct
+# allreduce_workspace`).
 _BUFFER_BYTES: Final = 66 << 20
 _TO_BE_REMOVED_SECONDS: Final = 2.0
 
 
 def refuse_small_memory(environment: Mapping[str, str], *, folder: Path = SHARED_MEMORY) -> None:
-    """Refuse to start where the buffers of this host's ranks do not fit; before the ranks meet, so that none of them
-    has made its own yet.
+    """Refuse to start where the buffers of this host's ranks do not fit; before the ranks meet, so
+    that none of them has made its own yet.
 
     Raises:
         ConfigError: kind ``shm-small``.
     """
     world_size = environment.get("WORLD_SIZE", "1")
-    local_size = environment.get("LOCAL_SIZE", "0")  # csrc/cpu/comm/shm_interface.cpp asks for no other name
+    # csrc/cpu/comm/shm_interface.cpp asks for no other name
+    local_size = environment.get("LOCAL_SIZE", "0")
     if world_size != local_size or not local_size.isdecimal():
         return  # ranks on several hosts, or not counted: the op makes none
     needed = int(local_size) * _BUFFER_BYTES
     deadline = time.monotonic() + _TO_BE_REMOVED_SECONDS
-    while (free := _free_bytes(folder, own=_own_pattern(environment))) is not None and free < needed:
+    while (
+        free := _free_bytes(folder, own=_own_pattern(environment))
+    ) is not None and free < needed:
         if environment.get("LOCAL_RANK", "0") == "0" or time.monotonic() > deadline:
             raise ConfigError.of(
                 "shm-small",
-                f"{free / 2**20:.0f} MiB are free there, and DeepSpeed takes {needed / 2**20:.0f} for "
-                f"{counted(int(local_size), 'rank')} on processors",
-                "make it larger (docker run --shm-size=1g; in a pod an emptyDir of medium Memory mounted there; "
-                "mount -o remount,size=1g /dev/shm), or start fewer ranks",
+                f"{free / 2**20:.0f} MiB are free there, and DeepSpeed takes {needed / 2**20:.0f} "
+                f"for {counted(int(local_size), 'rank')} on processors",
+                "make it larger (docker run --shm-size=1g; in a pod an emptyDir of medium Memory "
+                "mounted there; mount -o remount,size=1g /dev/shm), or start fewer ranks",
                 key=str(folder),
             )
         time.sleep(0.1)  # the first rank removes what a killed run left
 
 
 def _free_bytes(folder: Path, *, own: str) -> int | None:
-    """Space in a folder, that of files which this job will write anew included: those of its start before."""
+    """Space in a folder, that of files which this job will write anew included: those of its start
+    before.
+    """
     try:
         found = os.statvfs(folder)
         taken = sum(path.stat().st_blocks * 512 for path in folder.glob(own))
@@ -75,11 +82,14 @@ def remove_dead_buffers(
 ) -> list[Path]:
     """Remove this user's buffers that no process has mapped; returns them.
 
-    One that is younger than a minute stays: its ranks may be about to map it. And where one is removed that a process
-    out of sight has mapped, in another container, that process keeps what it mapped.
+    One that is younger than a minute stays: its ranks may be about to map it. And where one is
+    removed that a process out of sight has mapped, in another container, that process keeps what it
+    mapped.
     """
     latest = (time.time() if now is None else now) - _YOUNG_SECONDS
-    old = [path for path in folder.glob(f"{_NAME}_{os.getuid()}_*") if _is_ours_and_older(path, latest)]
+    old = [
+        path for path in folder.glob(f"{_NAME}_{os.getuid()}_*") if _is_ours_and_older(path, latest)
+    ]
     if old:
         mapped = _mapped(processes)
     else:
@@ -102,7 +112,9 @@ def _own_pattern(environment: Mapping[str, str]) -> str:
 def _is_ours_and_older(path: Path, latest: float) -> bool:
     with suppress(OSError):
         facts = path.lstat()
-        return stat.S_ISREG(facts.st_mode) and facts.st_uid == os.getuid() and facts.st_mtime < latest
+        return (
+            stat.S_ISREG(facts.st_mode) and facts.st_uid == os.getuid() and facts.st_mtime < latest
+        )
     return False
 
 

@@ -1,4 +1,6 @@
-"""Devices of this machine and installed packages, found without importing torch, which would take seconds."""
+"""Devices of this machine and installed packages, found without importing torch, which would take
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from framework.plan.cluster import Device
 
 
 def torch_text(name: str) -> str | None:
-    """A line of torch's version.py, such as ``cuda``; None where it says None or there is no torch."""
+    """A line of torch's version.py, such as ``cuda``; None where it says None or there is no
+    torch.
+    """
     folder = package_folder("torch")
     found = None
     with suppress(OSError):
@@ -41,7 +45,8 @@ def package_folder(name: str) -> Path | None:
     return None
 
 
-# What hides other devices from a process, for each kind that DeepSpeed drives (its accelerators' visible_devices_envs).
+# What hides other devices from a process, for each kind that DeepSpeed drives (its accelerators'
+# visible_devices_envs).
 _VISIBLE: Final[Mapping[str, str]] = {
     "cuda": "CUDA_VISIBLE_DEVICES",
     "npu": "ASCEND_RT_VISIBLE_DEVICES",
@@ -52,9 +57,11 @@ _VISIBLE: Final[Mapping[str, str]] = {
 _VISIBLE_ON_AMD: Final = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _DEV: Final = Path("/dev")
 _KFD_NODES: Final = Path("/sys/class/kfd/kfd/topology/nodes")
-# Of GPUs that torch may reach and that are in no list: under WSL, on Jetson, or AMD's in a container without /sys.
+# Of GPUs that torch may reach and that are in no list: under WSL, on Jetson, or AMD's in a
+# container without /sys.
 _SIGNS: Final = ("kfd", "dxg", "nvmap", "nvhost-gpu")
-# A driver that hangs must not hang us; on hosts with eight GPUs and no persistence daemon a second or two is normal.
+# A driver that hangs must not hang us; on hosts with eight GPUs and no persistence daemon a second
+# or two is normal.
 _PROBE_TIMEOUT_SECONDS: Final = 20
 
 
@@ -65,7 +72,8 @@ class LocalDevices:
     Attributes:
         kind: ``cuda``, ``npu``, or ``cpu`` where there is nothing else.
         count: how many; 0 on a machine with processors only, and where nobody counts (``xpu``).
-        chosen: the device numbers that the user's ``*_VISIBLE_DEVICES`` names, in that order; None: all of them.
+        chosen: the device numbers that the user's ``*_VISIBLE_DEVICES`` names, in that order; None:
+            all of them.
     """
 
     kind: Device
@@ -73,22 +81,27 @@ class LocalDevices:
     chosen: tuple[int, ...] | None = None
 
     def only(self, numbers: tuple[int, ...] | None) -> LocalDevices:
-        """The devices that a hostfile or an option names, whatever the environment leaves visible; None: as before."""
+        """The devices that a hostfile or an option names, whatever the environment leaves visible;
+        None: as before.
+        """
         if numbers is None:
             return self
         return replace(self, chosen=numbers, count=len(numbers) if self.count else 0)
 
 
 def find_devices(environment: Mapping[str, str]) -> LocalDevices:
-    """Devices of the kind that DeepSpeed will choose: DS_ACCELERATOR if set, else Ascend, CUDA (ROCm's, too), XPU, HPU,
-    else CPU.
+    """Devices of the kind that DeepSpeed will choose: DS_ACCELERATOR if set, else Ascend, CUDA
+    (ROCm's, too), XPU, HPU, else CPU.
 
     Raises:
-        ConfigError: the environment asks for devices that are not here, or in a way that DeepSpeed cannot follow.
+        ConfigError: the environment asks for devices that are not here, or in a way that DeepSpeed
+            cannot follow.
     """
     asked = environment.get("DS_ACCELERATOR", "")
     if not asked:
-        found = _visible("npu", count_npus(), environment) or _visible("cuda", count_gpus(), environment)
+        found = _visible("npu", count_npus(), environment) or _visible(
+            "cuda", count_gpus(), environment
+        )
         return found or _other_gpus(environment) or LocalDevices("cpu", 0)
     if asked not in ("cuda", "npu"):
         return LocalDevices(asked if asked in get_args(Device) else "unknown", 0)  # type: ignore[arg-type]
@@ -102,7 +115,9 @@ def find_devices(environment: Mapping[str, str]) -> LocalDevices:
     if found is None:
         reason = f"this process sees no {asked} device"
         fix = "unset it, or DS_ACCELERATOR=cpu to train on processors"
-        raise ConfigError.of("no-device", reason, fix, key="DS_ACCELERATOR", value=asked, file="environment")
+        raise ConfigError.of(
+            "no-device", reason, fix, key="DS_ACCELERATOR", value=asked, file="environment"
+        )
     return found
 
 
@@ -114,19 +129,27 @@ def count_gpus() -> int:
         if program:
             command = [program, "-L"]
             limit = _PROBE_TIMEOUT_SECONDS
-            listed = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+            listed = subprocess.run(
+                command, capture_output=True, text=True, timeout=limit, check=False
+            )
             return len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))
     return _count_nodes("nvidia")
 
 
 def count_amd_gpus(environment: Mapping[str, str]) -> int:
-    """AMD's, which ROCm's torch calls cuda: of the driver's list those whose files this process has (`rocm-smi`)."""
+    """AMD's, which ROCm's torch calls cuda: of the driver's list those whose files this process has
+    (`rocm-smi`).
+    """
     found = 0
     for file in _KFD_NODES.glob("*/properties") if (_DEV / "kfd").exists() else ():
         with suppress(OSError):  # of a device that the container was not given
-            values = dict(re.findall(r"^(simd_count|drm_render_minor) (\d+)$", file.read_text(), re.MULTILINE))
+            values = dict(
+                re.findall(r"^(simd_count|drm_render_minor) (\d+)$", file.read_text(), re.MULTILINE)
+            )
             is_gpu = values.get("simd_count", "0") != "0"
-            found += is_gpu and os.access(_DEV / f"dri/renderD{values.get('drm_render_minor', 0)}", os.R_OK | os.W_OK)
+            found += is_gpu and os.access(
+                _DEV / f"dri/renderD{values.get('drm_render_minor', 0)}", os.R_OK | os.W_OK
+            )
     for name in _VISIBLE_ON_AMD:  # these leave what CUDA_VISIBLE_DEVICES then counts from 0
         words = environment.get(name, "").split(",")
         if words == [""]:
@@ -155,7 +178,9 @@ def unused_gpus(devices: LocalDevices, environment: Mapping[str, str]) -> Proble
 
 
 def _other_gpus(environment: Mapping[str, str]) -> LocalDevices | None:
-    """Find the devices that DeepSpeed takes where there is neither Ascend nor NVIDIA, by the build of this torch."""
+    """Find the devices that DeepSpeed takes where there is neither Ascend nor NVIDIA, by the build
+    of this torch.
+    """
     if (_DEV / "kfd").exists() and torch_text("hip"):
         return _visible("cuda", count_amd_gpus(environment), environment)
     if any(_DEV.glob("dri/renderD*")) and torch_text("xpu"):
@@ -171,7 +196,9 @@ def count_npus() -> int:
 
 
 def visible_variable(kind: str) -> str:
-    """The variable that names the devices of this kind that a process may use; DeepSpeed's other kinds go by CUDA's."""
+    """The variable that names the devices of this kind that a process may use; DeepSpeed's other
+    kinds go by CUDA's.
+    """
     return _VISIBLE.get(kind, _VISIBLE["cuda"])
 
 
@@ -187,7 +214,9 @@ def _count_nodes(prefix: str) -> int:
 
 
 def _visible(kind: Device, count: int, environment: Mapping[str, str]) -> LocalDevices | None:
-    """Return the devices that the environment leaves visible; None: there are none, or all are hidden."""
+    """Return the devices that the environment leaves visible; None: there are none, or all are
+    hidden.
+    """
     name = visible_variable(kind)
     text = environment.get(name)
     if not count or text is None:
@@ -199,7 +228,11 @@ def _visible(kind: Device, count: int, environment: Mapping[str, str]) -> LocalD
         return None
     numbers = [int(word) for word in words if re.fullmatch("[0-9]{1,4}", word)]
     if len(numbers) < len(words) or len(set(numbers)) < len(numbers) or max(numbers) >= count:
-        reason = f"the deepspeed launcher takes device numbers here, from 0 to {count - 1}, each once"
+        reason = (
+            f"the deepspeed launcher takes device numbers here, from 0 to {count - 1}, each once"
+        )
         fix = "write numbers separated by commas, or start with torchrun, which takes any form"
-        raise ConfigError.of("visible-devices", reason, fix, key=name, value=text, file="environment")
+        raise ConfigError.of(
+            "visible-devices", reason, fix, key=name, value=text, file="environment"
+        )
     return LocalDevices(kind, len(numbers), tuple(numbers))

@@ -1,8 +1,10 @@
-"""Identity of this node, number of nodes, and the address where they meet: every value with the place it came from.
+"""Identity of this node, number of nodes, and the address where they meet: every value with the
+place it came from.
 
-A flag wins over the environment. Within the environment the first of `_READERS` that knows a value gives it; two that
-know different values are an error that names both, because either could be the stale one. What a platform only lets us
-infer (the first name of a host list, a number of devices) is taken when nobody says it, and contradicts nobody.
+A flag wins over the environment. Within the environment the first of `_READERS` that knows a value
+gives it; two that know different values are an error that names both, because either could be the
+stale one. What a platform only lets us infer (the first name of a host list, a number of devices)
+is taken when nobody says it, and contradicts nobody.
 """
 
 from __future__ import annotations
@@ -34,10 +36,12 @@ _MEANING: Final = {
 
 @dataclass(frozen=True)
 class Topology:
-    """A place for every rank: `nnodes` members with `slots` ranks each; ranks node_rank * slots onwards run here.
+    """A place for every rank: `nnodes` members with `slots` ranks each; ranks node_rank * slots
+    onwards run here.
 
     Attributes:
-        master_addr, master_port: where the ranks meet, on node 0; port 0: a single host elsewhere finds one.
+        master_addr, master_port: where the ranks meet, on node 0; port 0: a single host elsewhere
+            finds one.
         sources: where each value came from.
     """
 
@@ -77,7 +81,8 @@ def resolve_topology(
     Args:
         flags: what the command line gives, by the names of `Topology`; None where it gives nothing.
         default_slots: number of ranks where nobody gives one.
-        spelled: flags that the command line has under another name than ours, by the names of `Topology`.
+        spelled: flags that the command line has under another name than ours, by the names of
+            `Topology`.
 
     Raises:
         UsageError: the process is one of many that a launcher such as torchrun has already started.
@@ -85,14 +90,21 @@ def resolve_topology(
     """
     if "LOCAL_RANK" in environment:
         raise UsageError(
-            "launch node: LOCAL_RANK is set, so a launcher has already started one process per device (torchrun, "
-            "srun); let it start train.py: python train.py --config CONFIG [per-process-environment]"
+            "launch node: LOCAL_RANK is set, so a launcher has already started one process per "
+            "device (torchrun, srun); let it start train.py: python train.py --config CONFIG "
+            "[per-process-environment]"
         )
     words = _FLAGS | dict(spelled or {})
-    stated = [Setting(name, bare(str(value)), words[name]) for name, value in flags.items() if value is not None]
+    stated = [
+        Setting(name, bare(str(value)), words[name])
+        for name, value in flags.items()
+        if value is not None
+    ]
     given = {item.name for item in stated}
     offered = [*_from_hosts(hosts), *described(environment)]
-    problems = list(_contradictions([item for item in offered if item.name not in given and not item.is_guess]))
+    problems = list(
+        _contradictions([item for item in offered if item.name not in given and not item.is_guess])
+    )
     if not {"nnodes", "node_rank"} <= given:
         problems += _slurm_problems(environment)
     stated += sorted(offered, key=lambda item: item.is_guess)
@@ -107,10 +119,14 @@ def resolve_topology(
 
 
 def slots_here(devices: LocalDevices) -> Setting | None:
-    """Ranks that this machine is good for, one to a device; None where devices are of a kind that nobody counts."""
+    """Ranks that this machine is good for, one to a device; None where devices are of a kind that
+    nobody counts.
+    """
     if devices.count:
         among = "" if devices.chosen is None else ", of those that are visible"
-        return Setting("slots", str(devices.count), f"{devices.kind} devices here{among}", is_guess=True)
+        return Setting(
+            "slots", str(devices.count), f"{devices.kind} devices here{among}", is_guess=True
+        )
     if devices.kind == "cpu":
         return Setting("slots", str(RANKS_ON_CPU), "default on CPU", is_guess=True)
     return None
@@ -119,34 +135,49 @@ def slots_here(devices: LocalDevices) -> Setting | None:
 def described(environment: Mapping[str, str]) -> list[Setting]:
     """Read what the environment defines about nodes, the most explicit first."""
     stated = (item for read in _READERS for item in read(environment) if item.value)
-    return [replace(item, value=bare(item.value)) if item.name == "master_addr" else item for item in stated]
+    return [
+        replace(item, value=bare(item.value)) if item.name == "master_addr" else item
+        for item in stated
+    ]
 
 
 def _complete(chosen: dict[str, Setting]) -> Topology:
-    """Fill in what may be left out: all of it for a single node, nothing but the port for several."""
+    """Fill in what may be left out: all of it for a single node, nothing but the port for
+    several.
+    """
     nnodes = chosen.get("nnodes")
     single = nnodes is not None and int(nnodes.value) == 1
-    defaults = {"master_port": str(DEFAULT_PORT)} | ({"node_rank": "0", "master_addr": "127.0.0.1"} if single else {})
+    defaults = {"master_port": str(DEFAULT_PORT)} | (
+        {"node_rank": "0", "master_addr": "127.0.0.1"} if single else {}
+    )
     for name, value in defaults.items():
         chosen.setdefault(name, Setting(name, value, "default"))
     missing = [name for name in _FLAGS if name not in chosen]
     if missing:
         reasons = {name: f"nothing says {_MEANING[name]}" for name in missing}
         fixes = {name: f"give {_FLAGS[name]}, or set {_VARIABLES[name]}" for name in missing}
-        raise ConfigError(Problem("topology-unknown", reasons[name], fixes[name], _FLAGS[name]) for name in missing)
+        raise ConfigError(
+            Problem("topology-unknown", reasons[name], fixes[name], _FLAGS[name])
+            for name in missing
+        )
     numbers = {name: int(chosen[name].value) for name in _LARGEST}
     if numbers["node_rank"] >= numbers["nnodes"]:
         rank = chosen["node_rank"]
         nodes = chosen["nnodes"]
         reason = f"{nodes.value} nodes ({nodes.source}) have ranks 0 to {numbers['nnodes'] - 1}"
-        raise ConfigError(_problem("node-rank", rank, reason, "number the nodes from 0", value=int(rank.value)))
+        raise ConfigError(
+            _problem("node-rank", rank, reason, "number the nodes from 0", value=int(rank.value))
+        )
     sources = {name: item.source for name, item in chosen.items()}
     return Topology(**numbers, master_addr=chosen["master_addr"].value, sources=sources)
 
 
 def _wrong(item: Setting) -> Problem | None:
     if item.name == "master_addr":
-        fix = "write a name, or an address such as 10.0.0.2 or fd00::2; the port has a flag of its own"
+        fix = (
+            "write a name, or an address such as 10.0.0.2 or fd00::2; the port has a flag of "
+            "its own"
+        )
         if is_host(item.value):
             return None
         return _problem(_VALUE, item, "no host has this name or address", fix)
@@ -155,7 +186,12 @@ def _wrong(item: Setting) -> Problem | None:
         return _problem(_VALUE, item, reason, "write one number")
     least = 1 if item.name in ("nnodes", "slots", "master_port") else 0
     most = _LARGEST[item.name]
-    if not (item.value.isascii() and item.value.isdigit() and len(item.value) < 9 and least <= int(item.value) <= most):
+    if not (
+        item.value.isascii()
+        and item.value.isdigit()
+        and len(item.value) < 9
+        and least <= int(item.value) <= most
+    ):
         fix = f"write a whole number from {least} to {most}"
         return _problem(_VALUE, item, "it is not a number that can be meant here", fix)
     return None
@@ -180,7 +216,9 @@ def _problem(kind: str, item: Setting, reason: str, fix: str, *, value: object =
         file = ""
     else:
         file = "environment"
-    return Problem(kind, reason, fix, key=source, value=item.value if value is None else value, file=file)
+    return Problem(
+        kind, reason, fix, key=source, value=item.value if value is None else value, file=file
+    )
 
 
 # Who says what, in this order.
@@ -201,7 +239,8 @@ def _plain(
     def read(environment: Mapping[str, str]) -> Iterator[Setting]:
         for name, variable in names.items():
             value = environment.get(prefix + variable, "").strip()
-            if not (name == "slots" and value in ("auto", "gpu", "cpu")):  # as torchrun: count the devices
+            # as torchrun: count the devices
+            if not (name == "slots" and value in ("auto", "gpu", "cpu")):
                 yield Setting(name, value, prefix + variable)
         for name, variable in (guesses or {}).items():
             words = environment.get(prefix + variable, "").split()
@@ -211,16 +250,26 @@ def _plain(
 
 
 def _slurm(environment: Mapping[str, str]) -> Iterator[Setting]:
-    """Only inside a step of `srun`: in an interactive allocation the same variables describe nodes that run nothing."""
+    """Only inside a step of `srun`: in an interactive allocation the same variables describe nodes
+    that run nothing.
+    """
     if not {"SLURM_STEP_ID", "SLURM_NODEID"} <= environment.keys():
         return
-    for variable in [name for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES") if name in environment][:1]:
+    for variable in [
+        name for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES") if name in environment
+    ][:1]:
         yield Setting("nnodes", environment[variable], variable)
     yield Setting("node_rank", environment["SLURM_NODEID"], "SLURM_NODEID")
-    for variable in [name for name in ("SLURM_STEP_NODELIST", "SLURM_NODELIST") if name in environment][:1]:
-        yield Setting("master_addr", first_of_nodelist(environment[variable]), variable, is_guess=True)
+    for variable in [
+        name for name in ("SLURM_STEP_NODELIST", "SLURM_NODELIST") if name in environment
+    ][:1]:
+        yield Setting(
+            "master_addr", first_of_nodelist(environment[variable]), variable, is_guess=True
+        )
     for variable in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
-        yield Setting("slots", environment.get(variable, "").rpartition(":")[2], variable, is_guess=True)
+        yield Setting(
+            "slots", environment.get(variable, "").rpartition(":")[2], variable, is_guess=True
+        )
 
 
 def _slurm_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
@@ -239,13 +288,18 @@ def _volcano(environment: Mapping[str, str]) -> Iterator[Setting]:
         hosts = [host for host in re.split(r"[,\s]+", environment[lists[0]]) if host]
         counted = lists[0].replace("_HOSTS", "_NUM")
         number = environment.get(counted)
-        yield Setting("nnodes", number, counted) if number else Setting("nnodes", str(len(hosts)), lists[0])
+        yield (
+            Setting("nnodes", number, counted)
+            if number
+            else Setting("nnodes", str(len(hosts)), lists[0])
+        )
         yield Setting("node_rank", environment.get("VC_TASK_INDEX", ""), "VC_TASK_INDEX")
         yield Setting("master_addr", hosts[0] if hosts else "", lists[0], is_guess=True)
 
 
 def _pytorchjob(environment: Mapping[str, str]) -> Iterator[Setting]:
-    """Kubeflow's operator before 1.7 counts pods, later ones ranks, and then PET_NNODES counts the pods.
+    """Kubeflow's operator before 1.7 counts pods, later ones ranks, and then PET_NNODES counts the
+    pods.
 
     A launcher's processes have LOCAL_RANK, and never come here.
     """
@@ -260,10 +314,21 @@ _READERS: Final[Sequence[Callable[[Mapping[str, str]], Iterator[Setting]]]] = (
     _plain("PET_", _VARIABLES),  # Kubeflow Trainer
     _plain("", {"node_rank": "JOB_COMPLETION_INDEX"}),  # Kubernetes Indexed Job
     _slurm,
-    _plain("SKYPILOT_", {"nnodes": "NUM_NODES"} | _RANK, {"master_addr": "NODE_IPS", "slots": "NUM_GPUS_PER_NODE"}),
-    _plain("DSTACK_", {"nnodes": "NODES_NUM"} | _RANK, {"master_addr": "MASTER_NODE_IP", "slots": "GPUS_PER_NODE"}),
+    _plain(
+        "SKYPILOT_",
+        {"nnodes": "NUM_NODES"} | _RANK,
+        {"master_addr": "NODE_IPS", "slots": "NUM_GPUS_PER_NODE"},
+    ),
+    _plain(
+        "DSTACK_",
+        {"nnodes": "NODES_NUM"} | _RANK,
+        {"master_addr": "MASTER_NODE_IP", "slots": "GPUS_PER_NODE"},
+    ),
     # LeaderWorkerSet
-    _plain("LWS_", {"nnodes": "GROUP_SIZE", "node_rank": "WORKER_INDEX", "master_addr": "LEADER_ADDRESS"}),
+    _plain(
+        "LWS_",
+        {"nnodes": "GROUP_SIZE", "node_rank": "WORKER_INDEX", "master_addr": "LEADER_ADDRESS"},
+    ),
     _volcano,
     _pytorchjob,
 )

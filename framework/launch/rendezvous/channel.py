@@ -1,9 +1,10 @@
 """Channels between agents: one TCP connection, both ways, for the life of a job.
 
-A message is a JSON object on a line. The other end may be anything that found the port, so lines and queues have
-limits, nothing but JSON is read, and nothing that is read is run. With a shared token both sides prove in the handshake
-that they know it, and every further line is signed with a key of this connection, direction and place in the order: a
-line that was changed, repeated, left out or slipped in ends the connection. The token itself never travels.
+A message is a JSON object on a line. The other end may be anything that found the port, so lines
+and queues have limits, nothing but JSON is read, and nothing that is read is run. With a shared
+token both sides prove in the handshake that they know it, and every further line is signed with a
+key of this connection, direction and place in the order: a line that was changed, repeated, left
+out or slipped in ends the connection. The token itself never travels.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Channel(asyncio.Protocol):
         """Call `opened` as soon as it is connected, where a listener makes it."""
         self._opened = opened
         self._received = b""
-        self._lines: deque[bytes] = deque()  # read when they are received: a key may be agreed on meanwhile
+        # read when they are received: a key may be agreed on meanwhile
+        self._lines: deque[bytes] = deque()
         self._ended: ConnectionLost | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._keys: tuple[bytes, bytes] | None = None
@@ -71,9 +73,11 @@ class Channel(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         connection: socket.socket = transport.get_extra_info("socket")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A socket for both kinds of addresses gives an IPv4 one in the form of IPv6, which is no interface's.
+        # A socket for both kinds of addresses gives an IPv4 one in the form of IPv6, which is no
+        # interface's.
         self.local_address = str(connection.getsockname()[0]).removeprefix("::ffff:")
-        self.name = str((transport.get_extra_info("peername") or ("",))[0])  # it may be gone already
+        # it may be gone already
+        self.name = str((transport.get_extra_info("peername") or ("",))[0])
         if self._opened is not None:
             self._opened(self)
 
@@ -94,7 +98,9 @@ class Channel(asyncio.Protocol):
                 connection.setblocking(False)
                 while self._ended is None and (data := connection.recv(LARGEST_LINE_BYTES)):
                     self.data_received(data)
-        reason = getattr(exc, "strerror", None) or (str(exc) if exc else "the connection was closed")
+        reason = getattr(exc, "strerror", None) or (
+            str(exc) if exc else "the connection was closed"
+        )
         self._end(ConnectionLost(reason))
 
     # What agents call.
@@ -108,7 +114,9 @@ class Channel(asyncio.Protocol):
             self._keys = (lead, node) if is_lead else (node, lead)
 
     def send(self, kind: str, /, **content: Any) -> None:
-        """Queue a message; ConnectionLost where the other end reads nothing. Of one that is gone `receive` knows."""
+        """Queue a message; ConnectionLost where the other end reads nothing. Of one that is gone
+        `receive` knows.
+        """
         self.send_body(body_of(kind, **content))
 
     def send_body(self, body: bytes) -> None:
@@ -123,7 +131,9 @@ class Channel(asyncio.Protocol):
             raise ConnectionLost("it reads nothing")
 
     async def receive(self) -> Message:
-        """Wait for the next message; ConnectionLost where the other end is gone, or is none of us."""
+        """Wait for the next message; ConnectionLost where the other end is gone, or is none of
+        us.
+        """
         while not self._lines:
             if self._ended is not None:
                 raise self._ended
@@ -134,7 +144,9 @@ class Channel(asyncio.Protocol):
             if self._keys is not None:
                 given = line[:_SIGNATURE_CHARACTERS]
                 line = line[_SIGNATURE_CHARACTERS:]
-                if not hmac.compare_digest(given, _signature(self._keys[1], self._num_received, line)):
+                if not hmac.compare_digest(
+                    given, _signature(self._keys[1], self._num_received, line)
+                ):
                     raise NoAgent("a message is not signed with the token of this job")
                 self._num_received += 1
             return _parse(line)
@@ -180,7 +192,8 @@ def _mac(key: bytes, *texts: str) -> bytes:
 
 
 def _signature(key: bytes, number: int, body: bytes) -> bytes:
-    # The digest of the body apart: a message to a thousand nodes is long once, and signed a thousand times.
+    # The digest of the body apart: a message to a thousand nodes is long once, and signed a
+    # thousand times.
     signed = hmac.digest(key, number.to_bytes(8, "big") + hashlib.sha256(body).digest(), "sha256")
     return signed.hex()[:_SIGNATURE_CHARACTERS].encode()
 
@@ -191,7 +204,9 @@ def new_nonce() -> str:
 
 
 def proof(token: str, *, role: str, nonces: tuple[str, str], content: Message) -> str:
-    """Compute the proof that the sender knows the token, if there is one, for this connection, role and content."""
+    """Compute the proof that the sender knows the token, if there is one, for this connection, role
+    and content.
+    """
     if not token:
         return ""
     return _mac(token.encode(), role, *nonces, json.dumps(content, sort_keys=True)).hex()
@@ -199,7 +214,9 @@ def proof(token: str, *, role: str, nonces: tuple[str, str], content: Message) -
 
 def is_proof(given: object, expected: str) -> bool:
     """Compare in constant time. JSON can also write half a surrogate, which UTF-8 cannot."""
-    return isinstance(given, str) and hmac.compare_digest(given.encode("utf-8", "backslashreplace"), expected.encode())
+    return isinstance(given, str) and hmac.compare_digest(
+        given.encode("utf-8", "backslashreplace"), expected.encode()
+    )
 
 
 def reason_of(text: object) -> str:

@@ -1,6 +1,6 @@
-"""The connections to node 0, before and after their handshake. The other end may be anything that found the port: their
-number is bounded, whoever holds most of them is the first to lose one, and what is none of this job is counted and
-turned away.
+"""The connections to node 0, before and after their handshake. The other end may be anything that
+found the port: their number is bounded, whoever holds most of them is the first to lose one, and
+what is none of this job is counted and turned away.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ class TurnedAway(ConnectionLost):
 
 
 class Rejections:
-    """Rejected connections: each address is logged once with each reason, and then the tenth time, the hundredth..."""
+    """Rejected connections: each address is logged once with each reason, and then the tenth time,
+    the hundredth...
+    """
 
     def __init__(self) -> None:
         self._refused: dict[str, str] = {}  # address -> kind, of what may be a node of this job
@@ -34,7 +36,9 @@ class Rejections:
 
     def add(self, address: str, how: ConnectionLost) -> None:
         """Count one more; whoever scans ports must not fill the log."""
-        if isinstance(how, TurnedAway) and (address in self._refused or len(self._refused) < _MOST_REMEMBERED):
+        if isinstance(how, TurnedAway) and (
+            address in self._refused or len(self._refused) < _MOST_REMEMBERED
+        ):
             self._refused[address] = how.kind
         key = (address, str(how))
         if key not in self._counts and len(self._counts) >= _MOST_REMEMBERED:
@@ -43,14 +47,19 @@ class Rejections:
         if count == 1:
             print_line(f"a connection from {address} was turned away: {how}")
         elif str(count).strip("0") == "1":
-            print_line(f"{count} connections from {key[0]} were turned away" + (f": {key[1]}" if key[1] else ""))
+            print_line(
+                f"{count} connections from {key[0]} were turned away"
+                + (f": {key[1]}" if key[1] else "")
+            )
 
     def clear(self, address: str) -> None:
         """Somebody from there was let in."""
         self._refused.pop(address, None)
 
     def reported(self) -> str:
-        """``; turned away: 10.0.0.3 (token-refused)``, or nothing: only of those that may be nodes of this job."""
+        """``; turned away: 10.0.0.3 (token-refused)``, or nothing: only of those that may be nodes
+        of this job.
+        """
         refused = [f"{address} ({kind})" for address, kind in self._refused.items()]
         if refused:
             return f"; turned away: {first_few(refused)}"
@@ -88,7 +97,9 @@ class Clients:
         self.rejections = Rejections()
 
     def add(self, client: Client) -> None:
-        """Take a connection in. Of too many without a handshake, the oldest of the address that has most goes."""
+        """Take a connection in. Of too many without a handshake, the oldest of the address that has
+        most goes.
+        """
         self._unknown.append(client)
         if len(self._unknown) > self._most_unknown:
             address = Counter(each.channel.name for each in self._unknown).most_common(1)[0][0]

@@ -1,8 +1,9 @@
-"""Node 0, for the life of the job: gathers the nodes, compares them, has them call each other, says GO or what differs;
-hears them while ranks run; and says whether there is another start.
+"""Node 0, for the life of the job: gathers the nodes, compares them, has them call each other, says
+GO or what differs; hears them while ranks run; and says whether there is another start.
 
-Nodes that come while ranks run wait for the next start, as spares do. A start needs all nodes of the job, or, where
-some do not come back, as many as `--min_nodes` allows; it takes those of the lowest numbers, and ranks follow them.
+Nodes that come while ranks run wait for the next start, as spares do. A start needs all nodes of
+the job, or, where some do not come back, as many as `--min_nodes` allows; it takes those of the
+lowest numbers, and ranks follow them.
 """
 
 from __future__ import annotations
@@ -50,8 +51,10 @@ from framework.launch.supervision import JobEnd
 from framework.system.limits import require
 from framework.system.log import print_problem
 
-SPARE_CONNECTIONS: Final = 64  # connections beyond one per node that may wait for their handshake at once
-_SETTLE_SECONDS: Final = 5.0  # so that all disagreements are told at once, and a node that is being replaced can go
+# connections beyond one per node that may wait for their handshake at once
+SPARE_CONNECTIONS: Final = 64
+# so that all disagreements are told at once, and a node that is being replaced can go
+_SETTLE_SECONDS: Final = 5.0
 _COMPARE_SECONDS: Final = 2.0  # also when nobody came: a mark in the shared folder may be seen late
 _REST: Final = 5  # times as long as a comparison took
 _REPORTED_CHARACTERS: Final = 300  # of each part of a problem; a caller shows no more
@@ -80,7 +83,10 @@ class Coordinator:
         self._clients = Clients(most_unknown=session.num_nodes + SPARE_CONNECTIONS)
         self._problems: list[Problem] = []
         try:
-            require(_FILES_OF_A_NODE * session.num_nodes + SPARE_CONNECTIONS + _OWN_FILES, f"{session.num_nodes} nodes")
+            require(
+                _FILES_OF_A_NODE * session.num_nodes + SPARE_CONNECTIONS + _OWN_FILES,
+                f"{session.num_nodes} nodes",
+            )
         except ConfigError as error:  # for the others to hear of
             self._problems += error.problems
         self._tasks: set[asyncio.Task[None]] = set()
@@ -106,7 +112,9 @@ class Coordinator:
         """Let nodes in."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(_report_no_files)
-        self._server = await loop.create_server(lambda: Channel(self._opened), sock=self._listener, backlog=4096)
+        self._server = await loop.create_server(
+            lambda: Channel(self._opened), sock=self._listener, backlog=4096
+        )
         self._keep(self._sweep())
 
     async def close(self) -> None:
@@ -126,11 +134,15 @@ class Coordinator:
     # Starts and ends.
 
     async def begin(self) -> Start:
-        """Wait until all are there and agree. After a ConfigError, PeerLostError or RunStopped the others know."""
+        """Wait until all are there and agree. After a ConfigError, PeerLostError or RunStopped the
+        others know.
+        """
         session = self._session
         session.begin_wait()
         if self._peers is not None:
-            self._ending = {client for node, client in self._running.items() if node not in self._peers.ended}
+            self._ending = {
+                client for node, client in self._running.items() if node not in self._peers.ended
+            }
         self._peers = None
         self._running = {}
         self._stopped = None
@@ -191,14 +203,25 @@ class Coordinator:
         topology = replace(session.topology, nnodes=len(chosen) + 1)
         if is_later:
             topology = replace(topology, master_port=free_again(topology.master_port))
-        hosts = {0: str(session.hello["host"])} | {client.node: client.hello["host"] for client in chosen}
+        hosts = {0: str(session.hello["host"])} | {
+            client.node: client.hello["host"] for client in chosen
+        }
         self._running = {client.node: client for client in chosen}
         self._peers = LeadPeers(
-            hosts, {node: client.channel for node, client in self._running.items()}, epoch=self._epoch
+            hosts,
+            {node: client.channel for node, client in self._running.items()},
+            epoch=self._epoch,
         )
         start = Start(self._peers, topology, session.resumes)
-        go: dict[str, Any] = {"epoch": self._epoch, "port": topology.master_port, "resumes": start.resumes}
-        go |= {"nodes": [*hosts], "state": {} if session.restarts is None else session.restarts.state}
+        go: dict[str, Any] = {
+            "epoch": self._epoch,
+            "port": topology.master_port,
+            "resumes": start.resumes,
+        }
+        go |= {
+            "nodes": [*hosts],
+            "state": {} if session.restarts is None else session.restarts.state,
+        }
         body = body_of("go", **go, **_names(hosts))
         for client in chosen:
             self._send(client, body)
@@ -225,12 +248,18 @@ class Coordinator:
             self._round = None
         now = time.monotonic()
         # Nobody is refused for a node that has gone since.
-        if now > self._compare_at or (self._compared != self._clients.version and (is_full or self._found)):
+        if now > self._compare_at or (
+            self._compared != self._clients.version and (is_full or self._found)
+        ):
             self._compare(hellos)
         # A rank of this job that lost its agent holds the port for a moment.
         is_patient = bool(self._ports) and now - self._session.started_at < _PORT_SECONDS
         ports = () if is_patient else self._ports
-        errors = [*self._problems, *ports, *(problem for problem in self._found if problem.severity == "error")]
+        errors = [
+            *self._problems,
+            *ports,
+            *(problem for problem in self._found if problem.severity == "error"),
+        ]
         if not errors:
             self._differ_since = 0.0
             if is_patient:
@@ -264,7 +293,9 @@ class Coordinator:
         return None
 
     def _compare(self, hellos: Sequence[Mapping[str, Any]]) -> None:
-        """It takes a while with a thousand nodes, and reads a shared folder: now and then is enough."""
+        """It takes a while with a thousand nodes, and reads a shared folder: now and then is
+        enough.
+        """
         began = time.monotonic()
         self._compared, self._found = self._clients.version, disagreements(hellos, seen=self._seen)
         self._ports = self._session.problems()
@@ -272,9 +303,13 @@ class Coordinator:
         self._compare_at = now + max(_COMPARE_SECONDS, _REST * (now - began))
 
     def _connected(self, chosen: Sequence[Client]) -> Sequence[Client] | None:
-        """All are there and agree; where they have looked at themselves, they call each other first."""
+        """All are there and agree; where they have looked at themselves, they call each other
+        first.
+        """
         hellos = [self._session.hello, *(client.hello for client in chosen)]
-        if not all("look" in hello for hello in hellos) or not all("echo" in hello for hello in hellos[1:]):
+        if not all("look" in hello for hello in hellos) or not all(
+            "echo" in hello for hello in hellos[1:]
+        ):
             return chosen
         if self._round is None:
             self._round_version = self._clients.version
@@ -295,9 +330,13 @@ class Coordinator:
         except OSError as error:
             reason = f"nobody can meet there: {(error.strerror or str(error)).lower()}"
             fix = "give all nodes another --master_port"
-            raise ConfigError.of("port-not-usable", reason, fix, "--master_port", master, f"node {here}") from None
+            raise ConfigError.of(
+                "port-not-usable", reason, fix, "--master_port", master, f"node {here}"
+            ) from None
         places = {0: Place(here, chosen[0].channel.local_address, port)}
-        places |= {client.node: Place(name_of(client.hello), *client.hello["echo"]) for client in chosen}
+        places |= {
+            client.node: Place(name_of(client.hello), *client.hello["echo"]) for client in chosen
+        }
         found = Round(places, master=(self._session.topology.master_addr, master))
         for client in chosen:
             self._send(client, body_of("reach", **found.order(client.node)))
@@ -335,28 +374,36 @@ class Coordinator:
         message = await channel.receive()
         if message["type"] == "refused":
             kind = str(message.get("why"))
-            raise TurnedAway("it refuses this node", kind if _KIND.fullmatch(kind) else "node-refused")
+            raise TurnedAway(
+                "it refuses this node", kind if _KIND.fullmatch(kind) else "node-refused"
+            )
         hello: Any = message.get("hello")
         nonce = message.get("nonce")
         if message["type"] != "hello" or not isinstance(nonce, str):
             raise foreign()
         nonces = (client.nonce, nonce)
         problem = None
-        if token and not is_proof(message.get("proof"), proof(token, role="node", nonces=nonces, content=hello)):
+        if token and not is_proof(
+            message.get("proof"), proof(token, role="node", nonces=nonces, content=hello)
+        ):
             reason = "it does not know the token of this job"
             fix = "give every node the same token"
             problem = Problem("token-refused", reason, fix)
         elif not is_hello(hello):
             raise foreign()
         elif hello["job"] != session.hello["job"]:
-            problem = Problem("other-job", "another job listens here", "give every job a --master_port of its own")
+            problem = Problem(
+                "other-job", "another job listens here", "give every job a --master_port of its own"
+            )
         elif self._epoch and any(each.node == hello["node_rank"] for each in self._clients.present):
-            # Of a host that lost its power, say: silence ends the old connection, and then there is a place.
+            # Of a host that lost its power, say: silence ends the old connection, and then there is
+            # a place.
             channel.send("later", why=_OCCUPIED)
             raise ConnectionLost(_OCCUPIED)
         elif self._epoch:
             found = disagreements([session.hello, hello], seen=set())
-            problem = next((each for each in found if each.severity == "error"), None)  # it alone is refused
+            # it alone is refused
+            problem = next((each for each in found if each.severity == "error"), None)
         if problem is not None:
             problems = [problem.to_dict()]
             signed = proof(
@@ -389,7 +436,9 @@ class Coordinator:
         elif kind == "reached" and self._round is not None:
             self._round.hear(client.node, message)
         elif kind == "stop":
-            self._stopped = RunStopped(f"{client.name} was asked to stop before any rank was started [stopped-early]")
+            self._stopped = RunStopped(
+                f"{client.name} was asked to stop before any rank was started [stopped-early]"
+            )
         self._woken.set()
 
     def _part(self, client: Client, how: ConnectionLost) -> None:
@@ -419,14 +468,18 @@ class Coordinator:
             self._send(client, body)
 
     async def _send_last(self, kind: str, **content: Any) -> None:
-        """Say the last word to all, and let them hang up first: else what is on its way would be taken back."""
+        """Say the last word to all, and let them hang up first: else what is on its way would be
+        taken back.
+        """
         self._is_over = True
         self._send_to_all(kind, **content)
         await self._until_alone(list(self._clients.present), _SEE_OFF_SECONDS)
 
     async def _until_alone(self, clients: Sequence[Client], seconds: float) -> None:
         until = time.monotonic() + seconds
-        while any(client in self._clients.present for client in clients) and time.monotonic() < until:
+        while (
+            any(client in self._clients.present for client in clients) and time.monotonic() < until
+        ):
             await self._wait(LOOK_SECONDS)
 
     async def _wait(self, seconds: float) -> None:
@@ -435,10 +488,16 @@ class Coordinator:
         self._woken.clear()
 
     def _report_missing(self) -> None:
-        """The others would otherwise say only that they wait, and the log of a node may be all that somebody reads."""
+        """The others would otherwise say only that they wait, and the log of a node may be all that
+        somebody reads.
+        """
         now = time.monotonic()
         state = (self._clients.version, self._clients.rejections.reported())
-        if state != self._reported and now - self._reported_at > _REPORT_SECONDS and self._round is None:
+        if (
+            state != self._reported
+            and now - self._reported_at > _REPORT_SECONDS
+            and self._round is None
+        ):
             self._reported = state
             self._reported_at = now
             self._send_to_all("waiting", text=self._waiting_for()[:_LONGEST_REPORT])
@@ -458,7 +517,10 @@ class Coordinator:
         else:
             more = ""
         rejected = self._clients.rejections.reported()
-        return f"waiting for {len(absent)}/{topology.nnodes} nodes: {', '.join(reported)}{more}{rejected}"
+        return (
+            f"waiting for {len(absent)}/{topology.nnodes} nodes: "
+            f"{', '.join(reported)}{more}{rejected}"
+        )
 
 
 def _names(hosts: Mapping[int, str]) -> dict[str, Any]:
@@ -466,7 +528,12 @@ def _names(hosts: Mapping[int, str]) -> dict[str, Any]:
     if len(hosts) > _MOST_NAMED:
         return {}
     longest = (LARGEST_LINE_BYTES - 8192) // _MOST_NAMED - len('"99999": "", 99999, ')
-    return {"hosts": {str(node): host.encode("ascii", "replace").decode()[:longest] for node, host in hosts.items()}}
+    return {
+        "hosts": {
+            str(node): host.encode("ascii", "replace").decode()[:longest]
+            for node, host in hosts.items()
+        }
+    }
 
 
 def _reported(problems: Sequence[Problem]) -> list[dict[str, Any]]:
@@ -475,11 +542,16 @@ def _reported(problems: Sequence[Problem]) -> list[dict[str, Any]]:
     room = LARGEST_LINE_BYTES // 2
     for problem in problems:
         values = problem.to_dict().items()
-        stated = {name: value[:_REPORTED_CHARACTERS] if isinstance(value, str) else value for name, value in values}
+        stated = {
+            name: value[:_REPORTED_CHARACTERS] if isinstance(value, str) else value
+            for name, value in values
+        }
         room -= len(json.dumps(stated))
         if reported and room < 0:
             reason = f"{len(problems) - len(reported)} more problems"
-            reported.append(Problem("nodes-differ", reason, "read its output", file="node 0").to_dict())
+            reported.append(
+                Problem("nodes-differ", reason, "read its output", file="node 0").to_dict()
+            )
             break
         reported.append(stated)
     return reported
@@ -494,7 +566,9 @@ def free_again(port: int) -> int:
 
 
 def _report_no_files(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """New connections stay pending until another one has closed; asyncio tries again a second later."""
+    """New connections stay pending until another one has closed; asyncio tries again a second
+    later.
+    """
     error = context.get("exception")
     if isinstance(error, OSError):
         reason = (error.strerror or str(error)).lower()
@@ -504,7 +578,9 @@ def _report_no_files(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -
 
 
 def ahead(clock: float, *, sent: float, received: float) -> float:
-    """Seconds by which a clock, read between two moments of ours, is ahead; what the way may take is not counted."""
+    """Seconds by which a clock, read between two moments of ours, is ahead; what the way may take
+    is not counted.
+    """
     apart = clock - (sent + received) / 2
     unknown = abs(received - sent) / 2
     if apart > 0:

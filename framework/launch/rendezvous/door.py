@@ -1,6 +1,6 @@
-"""The door to this room: before any rank starts, node 0 listens, the others call, and all are compared. A wrong
-topology would otherwise be a silent hang of twice the timeout. Everything that differs is told at once, to every node,
-and each ends with 78.
+"""The door to this room: before any rank starts, node 0 listens, the others call, and all are
+compared. A wrong topology would otherwise be a silent hang of twice the timeout. Everything that
+differs is told at once, to every node, and each ends with 78.
 """
 
 from __future__ import annotations

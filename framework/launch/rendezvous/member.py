@@ -1,5 +1,6 @@
-"""Another node than node 0: calls it until it is answered, says what it is, waits for GO, and stays connected for the
-life of the job. One that loses node 0 between two starts calls again: what it knows of the restarts goes with it.
+"""Another node than node 0: calls it until it is answered, says what it is, waits for GO, and stays
+connected for the life of the job. One that loses node 0 between two starts calls again: what it
+knows of the restarts goes with it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, NoReturn, TypeVar
 
-from framework.errors import EXIT_OK, EXIT_PEER_LOST, MISSING, ConfigError, PeerLostError, Problem, RunStopped
+from framework.errors import (
+    EXIT_OK,
+    EXIT_PEER_LOST,
+    MISSING,
+    ConfigError,
+    PeerLostError,
+    Problem,
+    RunStopped,
+)
 from framework.launch.hosts.hostfile import is_host
 from framework.launch.job import print_line
 from framework.launch.rendezvous.channel import (
@@ -58,8 +67,8 @@ from framework.launch.supervision import JobEnd, is_final, is_state
 _DIAL_AGAIN_SECONDS: Final = 1.0
 _NO_AGENT_SECONDS: Final = 20.0
 _PORT_IN_USE_SECONDS: Final = 5.0
-# A name may still mean the last pod of this rank: name servers keep an answer for half a minute, some of them behind
-# each other.
+# A name may still mean the last pod of this rank: name servers keep an answer for half a minute,
+# some of them behind each other.
 _DOUBT_SECONDS: Final = 120.0
 _DOUBT_ELSEWHERE_SECONDS: Final = 20.0
 _OF_A_POD: Final = "KUBERNETES_SERVICE_HOST"  # the kubelet gives it to every container
@@ -86,7 +95,9 @@ class Member:
     """
 
     def __init__(self, session: Session, *, visited: str = "") -> None:
-        """Call node 0; or a host that is `visited` because node 0 may be there, with another idea of who that is."""
+        """Call node 0; or a host that is `visited` because node 0 may be there, with another idea
+        of who that is.
+        """
         self._session = session
         self._visited = visited
         self._where = visited or session.topology.master_addr
@@ -139,8 +150,8 @@ class Member:
         return None
 
     async def verdict(self, end: JobEnd) -> Verdict:
-        """Wait for what node 0 decides about another start; one that is gone may come back, and is called again. Who
-        was asked to stop here ends as its ranks have ended.
+        """Wait for what node 0 decides about another start; one that is gone may come back, and is
+        called again. Who was asked to stop here ends as its ranks have ended.
         """
         session = self._session
         peers = self._peers
@@ -154,7 +165,10 @@ class Member:
                 message = await self._watched(self._take(), takes_requests=False)
                 if not isinstance(message, Start) and message["type"] in _DECISIONS:
                     self._waits = reason_of(message.get("why"))
-                    return Verdict(message["type"] == "again", _code(message) if message["type"] == "done" else EXIT_OK)
+                    return Verdict(
+                        message["type"] == "again",
+                        _code(message) if message["type"] == "done" else EXIT_OK,
+                    )
         except ConnectionLost as lost:
             self.hang_up()
             if is_final(end.code) or peers.any_stop or session.requests.asked:
@@ -235,11 +249,16 @@ class Member:
                 hello["echo"] = [channel.local_address, session.answer_at(channel.local_address)]
         nonces = (challenge["nonce"], own_nonce)
         channel.send(
-            "hello", hello=hello, nonce=own_nonce, proof=proof(token, role="node", nonces=nonces, content=hello)
+            "hello",
+            hello=hello,
+            nonce=own_nonce,
+            proof=proof(token, role="node", nonces=nonces, content=hello),
         )
         answer = await channel.receive()
         if answer["type"] == "nogo":
-            refusal = proof(token, role="nogo", nonces=nonces, content={"problems": answer.get("problems")})
+            refusal = proof(
+                token, role="nogo", nonces=nonces, content={"problems": answer.get("problems")}
+            )
             self._refused(answer, is_proven=is_proof(answer.get("proof"), refusal))
             raise ConnectionLost("whoever answers there refuses, and does not know the token")
         if answer["type"] == "later":
@@ -264,7 +283,9 @@ class Member:
             receiving.cancel()
 
     async def _hear(self, channel: Channel) -> None:
-        """Hear node 0 until it is lost; what it says of a start reaches that start, and everything else is kept."""
+        """Hear node 0 until it is lost; what it says of a start reaches that start, and everything
+        else is kept.
+        """
         try:
             while True:
                 beat_seconds = BEAT_SECONDS if self._peers is None else RUNNING_BEAT_SECONDS
@@ -273,7 +294,9 @@ class Member:
                     if self._peers is not None:
                         self._peers.hear(message)
                 elif message["type"] != "beat":
-                    self._heard.put_nowait(self._go(channel, message) if message["type"] == "go" else message)
+                    self._heard.put_nowait(
+                        self._go(channel, message) if message["type"] == "go" else message
+                    )
         except ConnectionLost as lost:
             if self._peers is not None:
                 self._peers.lose(lost)
@@ -315,19 +338,23 @@ class Member:
                 calls.cancel()
 
     def _round_of(self, message: Message) -> tuple[list[Target], str]:
-        """Return the places to call and what is sent to them; NoAgent where no node of this job would be there, or
-        nothing was to be called: whoever answers may want us to speak to others.
+        """Return the places to call and what is sent to them; NoAgent where no node of this job
+        would be there, or nothing was to be called: whoever answers may want us to speak to others.
         """
         topology = self._session.topology
         token = message.get("token")
-        if "look" not in self._session.hello or not isinstance(token, str) or not _ROUND.fullmatch(token):
+        if (
+            "look" not in self._session.hello
+            or not isinstance(token, str)
+            or not _ROUND.fullmatch(token)
+        ):
             raise foreign()
         nodes = targets_of(message, most=self._session.num_nodes)
         return [*nodes, (topology.master_addr, topology.master_port)], token
 
     def _go(self, channel: Channel, message: Message) -> Start:
-        """Return the start that node 0 describes: who takes part, at which port, and whether it goes on. Nothing in it
-        is a setting, a path or an address.
+        """Return the start that node 0 describes: who takes part, at which port, and whether it
+        goes on. Nothing in it is a setting, a path or an address.
         """
         session = self._session
         own = self._session.topology.node_rank
@@ -346,7 +373,11 @@ class Member:
                     raise foreign()
             case _:
                 raise foreign()
-        if not (self._is_place(port, resumes=resumes) and self._are_nodes(nodes) and 0 < epoch < _MOST_STARTS):
+        if not (
+            self._is_place(port, resumes=resumes)
+            and self._are_nodes(nodes)
+            and 0 < epoch < _MOST_STARTS
+        ):
             raise foreign()
         hosts = message.get("hosts", {})
         if not isinstance(hosts, dict):
@@ -358,27 +389,43 @@ class Member:
             session.restarts.restore(state)
             self._noting = asyncio.ensure_future(asyncio.to_thread(session.restarts.begin))
         session.meet_is_over()
-        topology = replace(session.topology, nnodes=len(nodes), node_rank=nodes.index(own), master_port=port)
+        topology = replace(
+            session.topology, nnodes=len(nodes), node_rank=nodes.index(own), master_port=port
+        )
         self._peers = MemberPeers(own, named, channel, epoch=epoch)
         return Start(self._peers, topology, resumes)
 
     def _is_place(self, port: int, *, resumes: bool) -> bool:
-        """Check whether ranks may meet at this port of node 0: another one than was given is for later starts."""
+        """Check whether ranks may meet at this port of node 0: another one than was given is for
+        later starts.
+        """
         if self._session.restarts is None:
             return port == self._session.topology.master_port and not resumes
         return 0 < port < 1 << 16
 
     def _are_nodes(self, nodes: Sequence[int]) -> bool:
-        """Check whether these can be the nodes of a start: node 0 first, fewer than all only in jobs that restart."""
+        """Check whether these can be the nodes of a start: node 0 first, fewer than all only in
+        jobs that restart.
+        """
         wanted = self._session.topology.nnodes
-        is_ordered = list(nodes) == sorted(set(nodes)) and nodes[0] == 0 and nodes[-1] < self._session.num_nodes
-        is_enough = len(nodes) == wanted or (self._session.restarts is not None and len(nodes) < wanted)
+        is_ordered = (
+            list(nodes) == sorted(set(nodes))
+            and nodes[0] == 0
+            and nodes[-1] < self._session.num_nodes
+        )
+        is_enough = len(nodes) == wanted or (
+            self._session.restarts is not None and len(nodes) < wanted
+        )
         return is_ordered and is_enough
 
     def _refused(self, message: Message, *, is_proven: bool) -> None:
-        """Without a proof it may be by anybody: believed only because it ends this node alone, and says why."""
+        """Without a proof it may be by anybody: believed only because it ends this node alone, and
+        says why.
+        """
         problems = _problems(message)
-        is_believed = any(problem.kind in ("token-refused", "node-rank-swapped") for problem in problems)
+        is_believed = any(
+            problem.kind in ("token-refused", "node-rank-swapped") for problem in problems
+        )
         if is_proven or (is_believed and not self._is_known):
             raise ConfigError(problems)
 
@@ -398,7 +445,9 @@ class Member:
     # Wrong addresses.
 
     def _note_no_agent(self, lost: ConnectionLost) -> None:
-        """A while of something that is none of us is a port in use. Silence may be a node 0 that is busy."""
+        """A while of something that is none of us is a port in use. Silence may be a node 0 that is
+        busy.
+        """
         now = time.monotonic()
         if not isinstance(lost, NoAgent) or self.is_heard:
             self._no_agent_since = math.inf
@@ -406,10 +455,14 @@ class Member:
         self._no_agent_since = min(self._no_agent_since, now)
         if now - self._no_agent_since > _NO_AGENT_SECONDS:
             reason = f"what answers at {self._where}:{self._session.port} is no agent: {self._why}"
-            raise _port_error(self._session.port, reason, fix="give all nodes another --master_port")
+            raise _port_error(
+                self._session.port, reason, fix="give all nodes another --master_port"
+            )
 
     async def _refuse_place(self) -> None:
-        """Say so to whoever calls, and end, where this node, which is not node 0, has its address."""
+        """Say so to whoever calls, and end, where this node, which is not node 0, has its
+        address.
+        """
         session = self._session
         # In a pod the name may still mean the last pod of this rank.
         if _OF_A_POD in os.environ:
@@ -428,15 +481,18 @@ class Member:
 
 
 async def refuse_callers(session: Session, listener: socket.socket, problem: Problem) -> NoReturn:
-    """Refuse whoever calls at node 0's address for a while, and then end with the same problem. The other hosts of a
-    hostfile are asked meanwhile: node 0 may wait at one of them, because its hostfile is in another order, and hears
-    then what differs.
+    """Refuse whoever calls at node 0's address for a while, and then end with the same problem. The
+    other hosts of a hostfile are asked meanwhile: node 0 may wait at one of them, because its
+    hostfile is in another order, and hears then what differs.
     """
 
     async def refuse(channel: Channel) -> None:
-        # No welcome: this node proves nothing, and what it says is taken where no token is asked for.
+        # No welcome: this node proves nothing, and what it says is taken where no token is asked
+        # for.
         with suppress(ConnectionLost):
-            channel.send("challenge", protocol=PROTOCOL, nonce=new_nonce(), token=bool(session.token))
+            channel.send(
+                "challenge", protocol=PROTOCOL, nonce=new_nonce(), token=bool(session.token)
+            )
             await channel.receive()
             channel.send("nogo", problems=[problem.to_dict()])
             await channel.receive()
@@ -448,7 +504,9 @@ async def refuse_callers(session: Session, listener: socket.socket, problem: Pro
     )
     print_line(f"{problem}; all that call here hear it for {_ELSEWHERE_SECONDS:.0f} s")
     others = [name.rpartition("@")[2] for name in session.names]
-    visits = [_visit(session, name) for name in others if name != session.topology.master_addr][:_MOST_VISITS]
+    visits = [_visit(session, name) for name in others if name != session.topology.master_addr][
+        :_MOST_VISITS
+    ]
     try:
         found, _ = await asyncio.gather(asyncio.gather(*visits), asyncio.sleep(_ELSEWHERE_SECONDS))
     finally:
@@ -492,7 +550,9 @@ async def _call_others(channel: Channel, targets: Sequence[Target], token: str) 
 
 
 def _port_error(port: int, reason: str, fix: str, *, file: str = "") -> ConfigError:
-    return ConfigError.of("port-not-usable", reason, fix, key="--control_port", value=port, file=file)
+    return ConfigError.of(
+        "port-not-usable", reason, fix, key="--control_port", value=port, file=file
+    )
 
 
 def _problems(message: Message) -> list[Problem]:
@@ -502,8 +562,12 @@ def _problems(message: Message) -> list[Problem]:
         if isinstance(item, dict):
             stated: dict[str, Any] = {name: str(item.get(name, ""))[:300] for name in _STATED}
             value = item.get("value")
-            refused.append(Problem(**stated, value=value if isinstance(value, (str, int)) else MISSING))
-    return refused or [Problem("node-refused", "it refused, and said no reason", "read its output", file="node 0")]
+            refused.append(
+                Problem(**stated, value=value if isinstance(value, (str, int)) else MISSING)
+            )
+    return refused or [
+        Problem("node-refused", "it refused, and said no reason", "read its output", file="node 0")
+    ]
 
 
 def elsewhere_problem(session: Session) -> Problem:
@@ -520,7 +584,8 @@ def elsewhere_problem(session: Session) -> Problem:
 
 
 async def find_listener(session: Session) -> socket.socket:
-    """Listen, on node 0, as soon as master_addr is an address of this machine; until then ask who listens there.
+    """Listen, on node 0, as soon as master_addr is an address of this machine; until then ask who
+    listens there.
 
     Raises:
         ConfigError: somebody else has the port or the address, and says so, or does not answer.
@@ -533,8 +598,8 @@ async def find_listener(session: Session) -> socket.socket:
         while True:
             waited = time.monotonic() - session.started_at
             try:
-                # Who speaks with another node 0 hears it out: its last word lies there, perhaps, and its port is free
-                # already.
+                # Who speaks with another node 0 hears it out: its last word lies there, perhaps,
+                # and its port is free already.
                 if caller.is_heard:
                     listener = None
                 else:
@@ -542,7 +607,8 @@ async def find_listener(session: Session) -> socket.socket:
                 if listener is not None:
                     return listener
             except PortInUse as in_use:
-                # Perhaps by another node 0, which will say so; not by an agent, if nobody has asked who we are by now.
+                # Perhaps by another node 0, which will say so; not by an agent, if nobody has asked
+                # who we are by now.
                 if not caller.is_heard and waited > _PORT_IN_USE_SECONDS:
                     reason = f"agents cannot meet at {in_use}: another program listens there"
                     fix = "give all nodes another --master_port or --control_port"

@@ -1,8 +1,10 @@
-"""State of one start of the job, as every node knows it: who failed, who asked for a stop, who has ended.
+"""State of one start of the job, as every node knows it: who failed, who asked for a stop, who has
+ended.
 
-Node 0 hears each node, and passes on what is news, gathered for a moment: what a thousand nodes say at once is a
-thousand messages in and a thousand out, and no million. All see one order, and decide alike. Every message carries the
-number of its start (`epoch`): a late word of the last one ends nothing.
+Node 0 hears each node, and passes on what is news, gathered for a moment: what a thousand nodes say
+at once is a thousand messages in and a thousand out, and no million. All see one order, and decide
+alike. Every message carries the number of its start (`epoch`): a late word of the last one ends
+nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class Failure:
     """Why the job ends before its end.
 
     Attributes:
-        what: who and how, a line: ``node 1 (demo-1) rank 3: killed by SIGKILL (137, out of memory?)``.
+        what: who and how, a line: ``node 1 (demo-1) rank 3: killed by SIGKILL (137, out of
+            memory?)``.
         code: exit code of that node.
         at: time of day there.
     """
@@ -48,7 +51,8 @@ class Peers:
         failures: in the order in which node 0 heard of them, as many as are passed on.
         own_failure: the first of this node.
         stop: who asked for a stop, and how; empty before.
-        asked: the same of a stop that only a rank was asked for, and which the ranks agree on by themselves.
+        asked: the same of a stop that only a rank was asked for, and which the ranks agree on by
+            themselves.
         killed: no time for a checkpoint any more.
         ended: exit code of every node whose ranks have ended.
         is_cut_off: nobody is left to hear from.
@@ -99,8 +103,8 @@ class Peers:
         self.send("failure", what=what, code=code, at=failure.at)
 
     def send(self, kind: str, **content: Any) -> None:
-        """Report to all nodes: ``stop`` with `why`; ``asked``: a rank was, alone; ``kill``: there is no time for a
-        checkpoint; ``ended`` with `code`: no rank runs here any more.
+        """Report to all nodes: ``stop`` with `why`; ``asked``: a rank was, alone; ``kill``: there
+        is no time for a checkpoint; ``ended`` with `code`: no rank runs here any more.
         """
         self._apply(self._node, kind, content)
 
@@ -130,8 +134,8 @@ class Peers:
         elif kind == "kill" and not self.killed:
             self.killed = is_news = True
         elif kind == "failure":
-            # Of those that only lost somebody there may be a thousand; who was lost, and what failed by itself, comes
-            # late, perhaps.
+            # Of those that only lost somebody there may be a thousand; who was lost, and what
+            # failed by itself, comes late, perhaps.
             is_cause = code != EXIT_PEER_LOST or ": lost: " in why
             is_news = len(self.failures) < (MOST_FAILURES if is_cause else MOST_FAILURES // 2)
             while len(json.dumps(why)) > _LONGEST_JSON:
@@ -146,7 +150,9 @@ class Peers:
 
     def _apply_lost(self, node: int, how: ConnectionLost) -> None:
         what = f"{self.name(node)}: lost: {how}"
-        self._apply(node, "failure", {"what": what, "code": EXIT_PEER_LOST, "at": time.strftime("%H:%M:%S")})
+        self._apply(
+            node, "failure", {"what": what, "code": EXIT_PEER_LOST, "at": time.strftime("%H:%M:%S")}
+        )
         self._apply(node, "ended", {"code": EXIT_PEER_LOST})
         self._changed.set()
 
@@ -154,7 +160,9 @@ class Peers:
 class LeadPeers(Peers):
     """On node 0: hears all, and passes on."""
 
-    def __init__(self, hosts: Mapping[int, str], channels: Mapping[int, Channel], *, epoch: int) -> None:
+    def __init__(
+        self, hosts: Mapping[int, str], channels: Mapping[int, Channel], *, epoch: int
+    ) -> None:
         super().__init__(0, hosts, epoch=epoch)
         self._channels = dict(channels)
         self._num_passed_on = 0  # failures
@@ -214,12 +222,16 @@ class LeadPeers(Peers):
 class MemberPeers(Peers):
     """On another node: reports to node 0, and hears from it."""
 
-    def __init__(self, node: int, hosts: Mapping[int, str], channel: Channel, *, epoch: int) -> None:
+    def __init__(
+        self, node: int, hosts: Mapping[int, str], channel: Channel, *, epoch: int
+    ) -> None:
         super().__init__(node, hosts, epoch=epoch)
         self._channel = channel
 
     def send(self, kind: str, **content: Any) -> None:
-        """Report to node 0, which passes it on to everybody, this node included: all see one order."""
+        """Report to node 0, which passes it on to everybody, this node included: all see one
+        order.
+        """
         if self.is_cut_off:
             self._apply(self._node, kind, content)
             return
@@ -257,6 +269,7 @@ class MemberPeers(Peers):
     def _failure(self, reported: object) -> Failure:
         match reported:
             case {"node": int(node), "what": str(what), "code": int(code), "at": str(at), **more}:
-                if {type(node), type(code)} == {int} and node in self._hosts and not more:  # True is an int as well
+                # True is an int as well
+                if {type(node), type(code)} == {int} and node in self._hosts and not more:
                     return Failure(node, what[:_LONGEST_TEXT], code, at)
         raise foreign()

@@ -1,4 +1,6 @@
-"""State that both sides of a rendezvous share: the node's identity, its HELLO, and the checks of every wait."""
+"""State that both sides of a rendezvous share: the node's identity, its HELLO, and the checks of
+every wait.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Start:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Decision after a start: another one, or an end; `code`: of every node, where it is not that of its own end."""
+    """Decision after a start: another one, or an end; `code`: of every node, where it is not that
+    of its own end.
+    """
 
     is_again: bool
     code: int = EXIT_OK
@@ -98,15 +102,22 @@ class Session:
         return self.topology.nnodes + self.spares
 
     def begin_wait(self, *, is_idle: bool = False) -> None:
-        """Count the time of a wait from here; `is_idle`: for as long as it takes, and with one line."""
+        """Count the time of a wait from here; `is_idle`: for as long as it takes, and with one
+        line.
+        """
         self.is_idle = is_idle
         self.started_at = time.monotonic()
         self._reported_at = 0.0
 
     def look(
-        self, waiting_for: Callable[[], str], *, deadline: float | None = None, takes_requests: bool = True
+        self,
+        waiting_for: Callable[[], str],
+        *,
+        deadline: float | None = None,
+        takes_requests: bool = True,
     ) -> None:
-        """Run the checks of every wait: take requests, keep the deadline, log missing nodes every 15 s.
+        """Run the checks of every wait: take requests, keep the deadline, log missing nodes every
+        15 s.
 
         Args:
             deadline: `time.monotonic()` at which the wait is over, if not after `deadline_seconds`.
@@ -117,11 +128,14 @@ class Session:
         if takes_requests:
             self.requests.refuse_start()
         if self.requests.lost:
-            raise PeerLostError(f"another host has ended before all nodes were there; {waiting_for()} [peer-lost]")
+            raise PeerLostError(
+                f"another host has ended before all nodes were there; {waiting_for()} [peer-lost]"
+            )
         now = time.monotonic()
         if now > (self.started_at + self.deadline_seconds if deadline is None else deadline):
             raise PeerLostError(
-                f"not all nodes came within {self.deadline_seconds:.0f} s; {waiting_for()} [rendezvous-timeout]"
+                f"not all nodes came within {self.deadline_seconds:.0f} s; {waiting_for()} "
+                "[rendezvous-timeout]"
             )
         if now - self._reported_at > _REPORT_SECONDS:
             if self._reported_at:
@@ -155,7 +169,9 @@ class Session:
         while True:
             self.requests.refuse_start()
             if peers.stop:
-                raise RunStopped(f"stopped on request ({peers.stop}) between two starts [stopped-early]")
+                raise RunStopped(
+                    f"stopped on request ({peers.stop}) between two starts [stopped-early]"
+                )
             left = until - time.monotonic()
             if left <= 0:
                 return
@@ -163,13 +179,16 @@ class Session:
 
     @property
     def resumes(self) -> bool:
-        """Check whether the next start goes on from what the job has saved, where this node decides about it."""
+        """Check whether the next start goes on from what the job has saved, where this node decides
+        about it.
+        """
         return self.restarts is not None and self.restarts.resumes
 
     async def begin_start(self) -> None:
         """Note that a start begins, where this node decides about them."""
         if self.restarts is not None:
-            await asyncio.to_thread(self.restarts.begin)  # storage may be slow, and the others are heard meanwhile
+            # storage may be slow, and the others are heard meanwhile
+            await asyncio.to_thread(self.restarts.begin)
 
     async def decide(self, end: JobEnd, peers: Peers) -> Again | None:
         """Decide about another start."""
@@ -183,13 +202,17 @@ class Session:
         return Verdict(again is not None, EXIT_OK if self.restarts is None else self.restarts.code)
 
     def answer_at(self, address: str, port: int = 0) -> int:
-        """Answer at a port, or at any that is free, until `close`, so that others can try this node; returns it."""
+        """Answer at a port, or at any that is free, until `close`, so that others can try this
+        node; returns it.
+        """
         if (address, port) not in self._echoes:
             self._echoes[address, port] = Echo(port, address=address)
         return self._echoes[address, port].port
 
     def meet_is_over(self) -> None:
-        """Answer nobody any more; a look at this node is of no use to those that come later: its mark is gone."""
+        """Answer nobody any more; a look at this node is of no use to those that come later: its
+        mark is gone.
+        """
         self.close()
         self.hello = {name: value for name, value in self.hello.items() if name != "look"}
 

@@ -1,8 +1,8 @@
 """Rules between keys: each yields the problems it sees, under a stable kind.
 
-A rule knows the config, the cluster and nothing else: it reads no clock, environment or device. A new one is a row of
-`rules.json`, where settings do not go together and nothing has to be computed, or a function under `@rule` in the
-module of its theme.
+A rule knows the config, the cluster and nothing else: it reads no clock, environment or device. A
+new one is a row of `rules.json`, where settings do not go together and nothing has to be computed,
+or a function under `@rule` in the module of its theme.
 """
 
 from __future__ import annotations

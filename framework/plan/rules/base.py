@@ -1,8 +1,9 @@
 """Parts of every rule: its kind and severity, and how what it finds becomes a problem.
 
-A rule that asks for settings only, and computes nothing, is a row of ``rules.json`` (`plan/rows.py`): a key is
-``given`` (somebody has written it), ``on`` or ``off``, ``above`` or ``below`` a number, or has one of the values of a
-list; what a section lacks is null. In a sentence ``{zero.stage}`` is that key's value.
+A rule that asks for settings only, and computes nothing, is a row of ``rules.json``
+(`plan/rows.py`): a key is ``given`` (somebody has written it), ``on`` or ``off``, ``above`` or
+``below`` a number, or has one of the values of a list; what a section lacks is null. In a sentence
+``{zero.stage}`` is that key's value.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ Found = Iterator[Finding | Problem]
 LISTED: Final[list[Rule]] = []
 
 
-def rule(kind: str = "", severity: Severity = "error") -> Callable[[Callable[[RunConfig, Cluster], Found]], Rule]:
-    """List a function as a rule: its findings become problems of this kind, with the value that their key has."""
+def rule(
+    kind: str = "", severity: Severity = "error"
+) -> Callable[[Callable[[RunConfig, Cluster], Found]], Rule]:
+    """List a function as a rule: its findings become problems of this kind, with the value that
+    their key has.
+    """
 
     def listed(find: Callable[[RunConfig, Cluster], Found]) -> Rule:
         @wraps(find)
@@ -36,7 +41,9 @@ def rule(kind: str = "", severity: Severity = "error") -> Callable[[Callable[[Ru
                 if not isinstance(found, Problem):
                     key, reason, fix, *own = found
                     level: Severity = own[0] if own else severity
-                    found = Problem(kind, reason, fix, key, _plain(attrgetter(key)(config)), severity=level)
+                    found = Problem(
+                        kind, reason, fix, key, _plain(attrgetter(key)(config)), severity=level
+                    )
                 yield found
 
         LISTED.append(check)
@@ -46,7 +53,9 @@ def rule(kind: str = "", severity: Severity = "error") -> Callable[[Callable[[Ru
 
 
 def _value(config: RunConfig, cluster: Cluster, name: str) -> Any:
-    """Return the value of a key, None where its section lacks it; an unread section is an AttributeError."""
+    """Return the value of a key, None where its section lacks it; an unread section is an
+    AttributeError.
+    """
     if name == "cluster.device":
         return cluster.device
     section, *rest = name.split(".")
@@ -77,10 +86,14 @@ def _holds(config: RunConfig, cluster: Cluster, name: str, wanted: Any) -> bool:
 
 def list_rows() -> None:
     """List the rows of ``rules.json`` as rules."""
-    for kind, row in json.loads(Path(__file__).with_name("rules.json").read_text(encoding="utf-8")).items():
+    for kind, row in json.loads(
+        Path(__file__).with_name("rules.json").read_text(encoding="utf-8")
+    ).items():
 
         def find(config: RunConfig, cluster: Cluster, cases: list[Row] = cases_of(row)) -> Found:  # noqa: B008 - one each
-            yield from findings(cases, partial(_holds, config, cluster), partial(_value, config, cluster))
+            yield from findings(
+                cases, partial(_holds, config, cluster), partial(_value, config, cluster)
+            )
 
         find.__name__ = kind.replace("-", "_")
         find.__doc__ = row["source"]

@@ -1,4 +1,6 @@
-"""Rules about the moving average of the weights, the metric that decides which checkpoint is kept, and monitors."""
+"""Rules about the moving average of the weights, the metric that decides which checkpoint is kept,
+and monitors.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,20 @@ from framework.text.typos import nearest
 
 _BEST: Final = "checkpoint.keep_best"
 # What every run may log; a test holds it against what one did.
-LOGGED: Final[Sequence[str]] = json.loads(Path(__file__).with_name("logged.json").read_text(encoding="utf-8"))
+LOGGED: Final[Sequence[str]] = json.loads(
+    Path(__file__).with_name("logged.json").read_text(encoding="utf-8")
+)
 _AREAS: Final = frozenset(name.partition("/")[0] for name in LOGGED)
-# More of the first weights than this, and the average tells how the run began rather than how it went.
+# More of the first weights than this, and the average tells how the run began rather than how it
+# went.
 _LARGEST_REST: Final = 0.5
 
 
 @rule()
 def callbacks_have_evaluations(config: RunConfig, cluster: Cluster) -> Found:
-    """Those in the box look at evaluations, and the one that moves the rate shares it with no schedule."""
+    """Those in the box look at evaluations, and the one that moves the rate shares it with no
+    schedule.
+    """
     often = config.evaluation.is_often
     for number, callback in enumerate(config.callbacks):
         if not isinstance(callback, EarlyStopping):
@@ -37,10 +44,21 @@ def callbacks_have_evaluations(config: RunConfig, cluster: Cluster) -> Found:
         if not often:
             reason = "nothing is evaluated before the end"
             fix = "set evaluation.every_epochs or every_steps"
-            yield Problem("callback-without-evaluations", reason, fix, key, callback.kind, severity="warning")
+            yield Problem(
+                "callback-without-evaluations", reason, fix, key, callback.kind, severity="warning"
+            )
         if moves and config.scheduler != Constant():
-            reason = f"the {getattr(config.scheduler, 'kind', 'own')} schedule sets the rate of every step anew"
-            yield Problem("plateau-with-schedule", reason, "set scheduler: {kind: constant}", key, callback.kind)
+            reason = (
+                f"the {getattr(config.scheduler, 'kind', 'own')} schedule sets the rate of "
+                "every step anew"
+            )
+            yield Problem(
+                "plateau-with-schedule",
+                reason,
+                "set scheduler: {kind: constant}",
+                key,
+                callback.kind,
+            )
 
 
 def length_for_ema(config: RunConfig, total_steps: int | None) -> Iterator[Problem]:
@@ -58,7 +76,8 @@ def length_for_ema(config: RunConfig, total_steps: int | None) -> Iterator[Probl
     rest = ema.decay**updates
     key = "training.ema.decay"
     if rest > _LARGEST_REST:
-        decay = 1 - 10 / updates if updates > 20 else 0.5  # reaches back over about a tenth of the run
+        # reaches back over about a tenth of the run
+        decay = 1 - 10 / updates if updates > 20 else 0.5
         after = f"after {updates:,} update{'' if updates == 1 else 's'}"
         reason = f"{after} {rest:.0%} of the average is still what it began with"
         fix = f"set {key}: {decay:.3g}, or begin later with training.ema.start_step"
@@ -67,13 +86,16 @@ def length_for_ema(config: RunConfig, total_steps: int | None) -> Iterator[Probl
 
 @rule()
 def best_is_measured(config: RunConfig, cluster: Cluster) -> Found:
-    """A metric that is never measured keeps no checkpoint, and nobody would see it before the best one is gone."""
+    """A metric that is never measured keeps no checkpoint, and nobody would see it before the best
+    one is gone.
+    """
     metric = config.checkpoint.keep_best
     checkpoint = config.checkpoint
     if metric is None:
         return
     if not metric.startswith("eval/"):
-        # An area that is ours may get a metric that this list does not know; another one is a slip for certain.
+        # An area that is ours may get a metric that this list does not know; another one is a slip
+        # for certain.
         if metric.partition("/")[0] in _AREAS:
             severity: Severity = "warning"
         else:
@@ -84,7 +106,9 @@ def best_is_measured(config: RunConfig, cluster: Cluster) -> Found:
     evaluation = config.evaluation
     names = _evaluated(config)
     # Sets of one's own may have names, which `setup/parts.py` knows.
-    is_of_a_set = isinstance(config.data, Target | Object) and f"eval/{metric.rpartition('/')[2]}" in names
+    is_of_a_set = (
+        isinstance(config.data, Target | Object) and f"eval/{metric.rpartition('/')[2]}" in names
+    )
     if names and metric not in names and not is_of_a_set:
         kind = getattr(config.task, "kind", "")
         yield _unknown(metric, names, f"the {kind} task measures {', '.join(names)}", "error")
@@ -115,9 +139,12 @@ def _evaluated(config: RunConfig) -> list[str]:
 
 def _unknown(metric: str, known: Sequence[str], reason: str, severity: Severity) -> Problem:
     area, _, name = metric.rpartition("/")
-    alike = sorted(known, key=lambda each: not each.startswith(f"{area}/"), reverse=True)  # its own area wins
+    # its own area wins
+    alike = sorted(known, key=lambda each: not each.startswith(f"{area}/"), reverse=True)
     by_name = {each.rpartition("/")[2]: each for each in alike}
-    meant = next((each for each in by_name if name and each.startswith(name)), None) or nearest(name, by_name)
+    meant = next((each for each in by_name if name and each.startswith(name)), None) or nearest(
+        name, by_name
+    )
     if meant is None:
         fix = f"write one of {', '.join(known)}"
     else:
@@ -134,10 +161,15 @@ _CREDENTIAL: Final = re.compile(
 
 @rule("credential-in-config")
 def credentials_of_monitors(config: RunConfig, cluster: Cluster) -> Found:
-    """What is in a config is copied to config.yaml and to the services themselves. No value is shown."""
+    """What is in a config is copied to config.yaml and to the services themselves. No value is
+    shown.
+    """
     reason = "and would be copied into the run folder"
     mlflow = config.monitors.mlflow
-    if mlflow is not None and "@" in (mlflow.tracking_uri or "").partition("://")[2].partition("/")[0]:
+    if (
+        mlflow is not None
+        and "@" in (mlflow.tracking_uri or "").partition("://")[2].partition("/")[0]
+    ):
         fix = "set it in the environment"
         key = "monitors.mlflow.tracking_uri"
         yield Problem("credential-in-config", f"it holds a password, {reason}", fix, key)
@@ -146,4 +178,6 @@ def credentials_of_monitors(config: RunConfig, cluster: Cluster) -> Found:
             if _CREDENTIAL.search(name):
                 fix = "read it from the environment in your code"
                 key = f"monitors.others.{number}.args.{name}"
-                yield Problem("credential-in-config", f"it looks like a credential, {reason}", fix, key)
+                yield Problem(
+                    "credential-in-config", f"it looks like a credential, {reason}", fix, key
+                )

@@ -1,4 +1,6 @@
-"""Rules about the model: by itself, beside data and task, under what `training` asks of it, and cut into stages."""
+"""Rules about the model: by itself, beside data and task, under what `training` asks of it, and cut
+into stages.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ _PARTS: Final[Mapping[str, Mapping[str, str]]] = {
     "text_pairs": {"model": "bert", "data": "text_pairs", "task": "masked_lm"},
     "conversations": {"model": "gpt", "data": "conversations", "task": "causal_lm"},
     "images": {"model": "lenet", "data": "digits", "task": "classification"},
-    "labelled_text": {"model": "bert, with num_classes", "data": "labelled_text", "task": "classification"},
+    "labelled_text": {
+        "model": "bert, with num_classes",
+        "data": "labelled_text",
+        "task": "classification",
+    },
 }
 _WORDS: Final = {
     "images": "images",
@@ -44,7 +50,9 @@ _ALSO: Final = {"conversations": "text"}
 
 @rule()
 def image_shapes_agree(config: RunConfig, cluster: Cluster) -> Found:
-    """Model and data are both known by name and their shapes differ: the first forward pass would fail."""
+    """Model and data are both known by name and their shapes differ: the first forward pass would
+    fail.
+    """
     model = config.model
     data = config.data
     shape = data.image_shape()
@@ -66,20 +74,31 @@ def image_shapes_agree(config: RunConfig, cluster: Cluster) -> Found:
                 fix = f"set {' or '.join(fixes)}"
             else:
                 fix = "choose another model or other data"
-            kind, reason = f"model-data-{key.replace('_', '-')}", f"the {data.kind} data has {given} {words}"
+            kind, reason = (
+                f"model-data-{key.replace('_', '-')}",
+                f"the {data.kind} data has {given} {words}",
+            )
             yield Problem(kind, reason, fix, f"model.{key}", expected)
 
 
 @rule()
 def parts_speak_of_the_same(config: RunConfig, cluster: Cluster) -> Found:
-    """Image data with a language model, or a loss that the data has no targets for: the first step would fail."""
+    """Image data with a language model, or a loss that the data has no targets for: the first step
+    would fail.
+    """
     known = {part: form for part in ("data", "model", "task") if (form := _form(config, part))}
     first = next(iter(known), "")
     for part, form in known.items():
         if form != known[first]:
             kind, its_kind = getattr(config, part).kind, getattr(config, first).kind
-            given = f"{its_kind}, the {first}, {'has' if first == 'data' else 'reads'} {_WORDS[known[first]]}"
-            fix = f"set {part}.kind: {_PARTS[known[first]][part]} or {first}.kind: {_PARTS[form][first]}"
+            given = (
+                f"{its_kind}, the {first}, {'has' if first == 'data' else 'reads'} "
+                f"{_WORDS[known[first]]}"
+            )
+            fix = (
+                f"set {part}.kind: {_PARTS[known[first]][part]} or {first}.kind: "
+                f"{_PARTS[form][first]}"
+            )
             reason = f"it reads {_WORDS[form]}, and {given}"
             yield Problem(f"{part}-{first}-mismatch", reason, fix, f"{part}.kind", kind)
 
@@ -96,7 +115,9 @@ def sequence_fits(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule()
 def vocabulary_fits(config: RunConfig, cluster: Cluster) -> Found:
-    """A token that the model does not know would fail inside a GPU kernel; token files are looked at later."""
+    """A token that the model does not know would fail inside a GPU kernel; token files are looked
+    at later.
+    """
     size_of = getattr(config.data, "vocab_size", None)
     yield from vocabulary_problem(size_of() if callable(size_of) else None, config.model)
 
@@ -135,7 +156,9 @@ def _form(config: RunConfig, part: str) -> str | None:
 
 @rule("heads-not-divisible")
 def heads_divide(config: RunConfig, cluster: Cluster) -> Found:
-    """Attention splits the hidden units evenly over its heads, and shares key heads evenly; a rotation turns pairs."""
+    """Attention splits the hidden units evenly over its heads, and shares key heads evenly; a
+    rotation turns pairs.
+    """
     model = config.model
     key = "model.num_heads"
     if not isinstance(model, (GPT, BERT)):
@@ -156,7 +179,9 @@ def heads_divide(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule("sequence-not-shared")
 def sequences_are_shared(config: RunConfig, cluster: Cluster) -> Found:
-    """Ranks that share sequences have a part of the heads in attention, and equal parts of the positions elsewhere."""
+    """Ranks that share sequences have a part of the heads in attention, and equal parts of the
+    positions elsewhere.
+    """
     model = config.model
     key = "parallel.sequence"
     size = config.parallel.sequence
@@ -175,7 +200,11 @@ def sequences_are_shared(config: RunConfig, cluster: Cluster) -> Found:
         yield key, reason, f"set {key}: {shared} or model.num_heads to a multiple of {multiple}"
     elif isinstance(length, int) and length % size:
         near = max(1, length // size) * size
-        yield key, f"sequences of {length} positions cannot be shared evenly", f"set data.sequence_length: {near}"
+        yield (
+            key,
+            f"sequences of {length} positions cannot be shared evenly",
+            f"set data.sequence_length: {near}",
+        )
 
 
 @rule("no-block-of-experts")
@@ -183,7 +212,11 @@ def blocks_have_experts(config: RunConfig, cluster: Cluster) -> Found:
     """Of so many blocks the last has experts, and there are not so many."""
     moe = getattr(config.model, "moe", None)
     if moe and moe.every > (count := config.model.num_layers):  # type: ignore[union-attr]
-        yield "model.moe.every", f"of {count} blocks none would have experts", f"write every: {count} or less"
+        yield (
+            "model.moe.every",
+            f"of {count} blocks none would have experts",
+            f"write every: {count} or less",
+        )
 
 
 @rule("experts-not-divisible")
@@ -193,7 +226,9 @@ def experts_divide(config: RunConfig, cluster: Cluster) -> Found:
     moe = getattr(config.model, "moe", None)
     key = "parallel.expert"
     ranks = cluster.world_size // prod(config.parallel.sizes().values())
-    for count, what in ((moe.num_experts, "experts"), (ranks, "data-parallel ranks")) if moe else ():
+    for count, what in (
+        ((moe.num_experts, "experts"), (ranks, "data-parallel ranks")) if moe else ()
+    ):
         if count % size:
             reason = f"{count} {what} cannot be split evenly over them"
             yield key, reason, f"set {key}: {_divisor(count, near=size)}"
@@ -203,22 +238,31 @@ def experts_divide(config: RunConfig, cluster: Cluster) -> Found:
 def _divisor(number: int, *, near: int) -> int:
     """The divisor that is nearest."""
     near = min(near, number)
-    return next(d for step in range(number) for d in (near - step, near + step) if d > 0 and number % d == 0)
+    return next(
+        d for step in range(number) for d in (near - step, near + step) if d > 0 and number % d == 0
+    )
 
 
 @rule("recompute-whole-model", "warning")
 def recompute_in_parts(config: RunConfig, cluster: Cluster) -> Found:
-    """One group of everything runs everything again and holds, while it does, as much as without."""
+    """One group of everything runs everything again and holds, while it does, as much as
+    without.
+    """
     key = "training.recompute_every"
     count = num_layers(config.model)
     if count is not None and config.training.recompute_every >= count:
-        reason = f"all {count} layers are one group, which computes them twice and saves next to no memory"
+        reason = (
+            f"all {count} layers are one group, which computes them twice and saves next to "
+            "no memory"
+        )
         yield key, reason, f"set {key}: 1 or a few"
 
 
 @rule()
 def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
-    """Text that is no regular expression, such as ``*.bias``; all experts, of which DeepSpeed then finds none."""
+    """Text that is no regular expression, such as ``*.bias``; all experts, of which DeepSpeed then
+    finds none.
+    """
     from framework.plan.work import model_work  # here: it imports the plan, which imports the rules
 
     entries = config.training.freeze
@@ -244,7 +288,9 @@ def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
             yield from error.problems
     patterns = always_frozen(entries)
     experts = [name for name in work.weights if ".experts." in name]
-    if config.parallel.expert > 1 and all(any(re.fullmatch(one, name) for one in patterns) for name in experts):
+    if config.parallel.expert > 1 and all(
+        any(re.fullmatch(one, name) for one in patterns) for name in experts
+    ):
         reason = "it freezes all experts, and divided ones must be trained"
         fix = "set parallel.expert: 1"
         yield Problem("expert-with-other", reason, fix, "training.freeze", patterns)
@@ -252,7 +298,9 @@ def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule("freeze-steps")
 def freeze_by_steps(config: RunConfig, cluster: Cluster) -> Found:
-    """Weights that are frozen in some steps: one limit each, and only where they were held against plain PyTorch."""
+    """Weights that are frozen in some steps: one limit each, and only where they were held against
+    plain PyTorch.
+    """
     entries = scheduled(config.training.freeze)
     if not entries:
         return
@@ -266,11 +314,14 @@ def freeze_by_steps(config: RunConfig, cluster: Cluster) -> Found:
             yield Problem("freeze-steps", reason, fix, key, value)
         elif entry.until_step is not None and entry.from_step is not None:
             fix = "keep one of until_step and from_step"
-            yield Problem("freeze-steps", "an entry freezes up to a step or from one on", fix, key, value)
+            yield Problem(
+                "freeze-steps", "an entry freezes up to a step or from one on", fix, key, value
+            )
     parallel = config.parallel
     zero = config.zero
     refused = {
-        # As with groups of the optimizer's own: DeepSpeed reduces a norm for each group over all stages.
+        # As with groups of the optimizer's own: DeepSpeed reduces a norm for each group over all
+        # stages.
         "stages of a pipeline would each have others": (
             "parallel.pipe: 1",
             parallel.pipe > 1 and (zero.stage > 0 or config.precision.dtype == "fp16"),
@@ -291,13 +342,15 @@ def freeze_by_steps(config: RunConfig, cluster: Cluster) -> Found:
             yield Problem("freeze-steps", reason, f"set {fix}", "training.freeze", shown)
     if config.training.ema is not None and any(entry.from_step for entry in entries.values()):
         reason = "the moving average of weights that are frozen later would stand still with them"
-        yield Problem("freeze-steps", reason, "remove training.ema or from_step", "training.freeze", shown)
+        yield Problem(
+            "freeze-steps", reason, "remove training.ema or from_step", "training.freeze", shown
+        )
 
 
 @rule()
 def adapted_modules(config: RunConfig, cluster: Cluster) -> Found:
-    """Adapters for modules that a named model has not, that hold no matrix, or whose weight is used twice; other models
-    are looked at when they are built.
+    """Adapters for modules that a named model has not, that hold no matrix, or whose weight is used
+    twice; other models are looked at when they are built.
     """
     from framework.plan.work import model_work
 
@@ -307,7 +360,11 @@ def adapted_modules(config: RunConfig, cluster: Cluster) -> Found:
         return
     pattern = lora.target_modules
     if isinstance(pattern, str) and pattern != ALL_LINEAR:
-        wrong = [*pattern_problem(pattern, key=key, value=pattern, fix="write for example .*query, or a list of names")]
+        wrong = [
+            *pattern_problem(
+                pattern, key=key, value=pattern, fix="write for example .*query, or a list of names"
+            )
+        ]
         yield from wrong
         if wrong:
             return
@@ -317,7 +374,9 @@ def adapted_modules(config: RunConfig, cluster: Cluster) -> Found:
         return
     names = [*work.weights, *work.frozen]
     modules = dict.fromkeys(name.rpartition(".")[0] for name in names if LORA not in name)
-    parents = dict.fromkeys(parent for name in modules for parent in accumulate(name.split("."), "{}.{}".format))
+    parents = dict.fromkeys(
+        parent for name in modules for parent in accumulate(name.split("."), "{}.{}".format)
+    )
     problems = unmatched_modules(lora, [*parents])
     yield from problems
     if problems or pattern == ALL_LINEAR:
@@ -335,8 +394,9 @@ def adapted_modules(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule()
 def optimizer_groups(config: RunConfig, cluster: Cluster) -> Found:
-    """Patterns that are none, groups that change nothing or a rate that has no share of anything, and pipelines with
-    ZeRO or in fp16: there the norm is reduced once per group over all stages, and each would have to have all groups.
+    """Patterns that are none, groups that change nothing or a rate that has no share of anything,
+    and pipelines with ZeRO or in fp16: there the norm is reduced once per group over all stages,
+    and each would have to have all groups.
     """
     optimizer = config.optimizer
     fix = "write for example .*bias for all that ends so"
@@ -346,7 +406,13 @@ def optimizer_groups(config: RunConfig, cluster: Cluster) -> Found:
         yield from pattern_problem(group.match, key=f"{key}.match", value=group.match, fix=fix)
         if group.lr is None and group.weight_decay is None:
             reason = "it has neither lr nor weight_decay of its own"
-            yield Problem("group-changes-nothing", reason, "set one of them, or remove the group", key, group.match)
+            yield Problem(
+                "group-changes-nothing",
+                reason,
+                "set one of them, or remove the group",
+                key,
+                group.match,
+            )
         if group.lr and not optimizer_lr(config.optimizer):
             reason = "a schedule moves it as a share of optimizer.lr, which is 0"
             yield Problem("group-lr-of-nothing", reason, "set optimizer.lr", f"{key}.lr", group.lr)
@@ -357,7 +423,11 @@ def optimizer_groups(config: RunConfig, cluster: Cluster) -> Found:
         how = "in fp16"
     else:
         how = ""
-    if config.parallel.pipe > 1 and how and (groups or getattr(optimizer, "layer_decay", 1.0) != 1.0):
+    if (
+        config.parallel.pipe > 1
+        and how
+        and (groups or getattr(optimizer, "layer_decay", 1.0) != 1.0)
+    ):
         key = "optimizer.groups" if groups else "optimizer.layer_decay"
         reason = f"{how} every stage of a pipeline must have weights of every group"
         if config.zero.stage and is_fp16:
@@ -373,7 +443,9 @@ def optimizer_groups(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule()
 def stages_fit(config: RunConfig, cluster: Cluster) -> Found:
-    """The cut into stages as it is written; models that are not known by name are looked at when they are built."""
+    """The cut into stages as it is written; models that are not known by name are looked at when
+    they are built.
+    """
     if config.parallel.pipe > 1:
         yield from stage_problems(config.parallel, num_layers(config.model))
 
@@ -385,13 +457,18 @@ def partition_beside_stages(config: RunConfig, cluster: Cluster) -> Found:
     # A resolved config writes the default down too.
     is_asked = parallel.partition != type(parallel).model_fields["partition"].default
     if parallel.pipe > 1 and parallel.stages is not None and is_asked:
-        yield "parallel.partition", "parallel.stages names the stage of every layer", "remove one of them"
+        yield (
+            "parallel.partition",
+            "parallel.stages names the stage of every layer",
+            "remove one of them",
+        )
 
 
 @rule()
 def idle_stages(config: RunConfig, cluster: Cluster) -> Found:
-    """Share of a step in which a stage waits: (p - 1) / (m + p - 1) (Narayanan et al. 2021, "Efficient Large-Scale
-    Language Model Training", section 2.2)."""
+    """Share of a step in which a stage waits: (p - 1) / (m + p - 1) (Narayanan et al. 2021,
+    "Efficient Large-Scale Language Model Training", section 2.2).
+    """
     stages = config.parallel.pipe
     batch = config.batch
     count = batch.accumulation_steps
@@ -404,5 +481,10 @@ def idle_stages(config: RunConfig, cluster: Cluster) -> Found:
         reason = f"with {batches} per step {stages} stages stand idle {idle:.0%} of the time"
         key = "batch.accumulation_steps"
         yield Problem(
-            "pipeline-idle", reason, f"set {key}: {4 * stages} for {then_idle:.0%}", key, count, severity="note"
+            "pipeline-idle",
+            reason,
+            f"set {key}: {4 * stages} for {then_idle:.0%}",
+            key,
+            count,
+            severity="note",
         )

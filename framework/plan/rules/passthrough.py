@@ -1,7 +1,9 @@
-"""Keys under `deepspeed:`: which pass through to the JSON, which a typed section decides, and which a run cannot have.
+"""Keys under `deepspeed:`: which pass through to the JSON, which a typed section decides, and which
+a run cannot have.
 
-A key that a typed section decides is a contradiction, whether the section was written or not: rendering writes its
-default out. What would change the layout of ranks, the number of samples or the state in a checkpoint is refused.
+A key that a typed section decides is a contradiction, whether the section was written or not:
+rendering writes its default out. What would change the layout of ranks, the number of samples or
+the state in a checkpoint is refused.
 """
 
 from __future__ import annotations
@@ -22,14 +24,22 @@ from framework.plan.cluster import Cluster
 from framework.plan.rules.base import Found, rule
 from framework.text.typos import nearest
 
-_TABLE: Final[Mapping[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-# DeepSpeed's dotted key -> why a run cannot have it, what to do, and values that are as good as left out.
+_TABLE: Final[Mapping[str, Any]] = json.loads(
+    Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+)
+# DeepSpeed's dotted key -> why a run cannot have it, what to do, and values that are as good as
+# left out.
 _NOT_IN_A_RUN: Final[Mapping[str, Mapping[str, Any]]] = _TABLE["not_in_a_run"]
-# Top-level keys whose mere presence DeepSpeed 0.19.8 refuses (runtime/config.py `_REMOVED_TOP_LEVEL_CONFIG_KEYS`), with
-# the release that began to; a test holds them against the key tables, which the plan cannot see.
+# Top-level keys whose mere presence DeepSpeed 0.19.8 refuses (runtime/config.py
+# `_REMOVED_TOP_LEVEL_CONFIG_KEYS`), with the release that began to; a test holds them against the
+# key tables, which the plan cannot see.
 REMOVED: Final[Mapping[str, Sequence[str]]] = _TABLE["removed"]
-# The two places where the word "auto" means something to DeepSpeed; elsewhere it silently stands for the default.
-_AUTO_HAS_MEANING: Final = ("deepspeed.expert_parallel.", "deepspeed.data_types.keep_in_fp32_modules")
+# The two places where the word "auto" means something to DeepSpeed; elsewhere it silently stands
+# for the default.
+_AUTO_HAS_MEANING: Final = (
+    "deepspeed.expert_parallel.",
+    "deepspeed.data_types.keep_in_fp32_modules",
+)
 
 
 def not_in_a_run(path: str, value: Any) -> tuple[str, str] | None:
@@ -37,13 +47,18 @@ def not_in_a_run(path: str, value: Any) -> tuple[str, str] | None:
     entry = _NOT_IN_A_RUN.get(path)
     if entry is None or value in entry.get("harmless", (False, None)):
         return None
-    reason, fix = (text.format_map(_TABLE["phrases"]) for text in (entry["reason"], entry.get("fix", "remove it")))
+    reason, fix = (
+        text.format_map(_TABLE["phrases"])
+        for text in (entry["reason"], entry.get("fix", "remove it"))
+    )
     return reason, fix
 
 
 @rule()
 def deepspeed_section(config: RunConfig, cluster: Cluster) -> Found:
-    """DeepSpeed drops unknown top-level keys silently, and a second place for one setting is a contradiction."""
+    """DeepSpeed drops unknown top-level keys silently, and a second place for one setting is a
+    contradiction.
+    """
     for section, values in config.deepspeed.items():
         has_further_keys = isinstance(values, dict) and section in SHARED | PASSED_THROUGH
         for path, value in _paths(values, section) if has_further_keys else [(section, values)]:
@@ -81,7 +96,11 @@ def _wrong(config: RunConfig, section: str, path: str, value: Any) -> tuple[str,
         return "unknown-deepspeed-key", reason, meant if guess else "remove it"
     is_offload = section == "zero_optimization" and name in OFFLOADS and field and "." not in field
     if is_offload and getattr(config.zero, name).device == "none":
-        return "section-clash", f"zero.{name} moves nothing", f"set zero.{name}: {{device: cpu}}, or remove it here"
+        return (
+            "section-clash",
+            f"zero.{name} moves nothing",
+            f"set zero.{name}: {{device: cpu}}, or remove it here",
+        )
     return None
 
 
@@ -89,40 +108,62 @@ def _wrong(config: RunConfig, section: str, path: str, value: Any) -> tuple[str,
 def passed_without_effect(config: RunConfig, cluster: Cluster) -> Found:
     """Keys that DeepSpeed reads, and that change nothing as the run is."""
     comms = config.deepspeed.get("comms_logger")
-    is_profiled = config.profile is not None and config.profile.communication  # a clash: `profile_steps`
+    # a clash: `profile_steps`
+    is_profiled = config.profile is not None and config.profile.communication
     may_be_printed = bool(config.callbacks) or is_profiled
     if _is_on(comms, "enabled") and not comms.get("verbose") and not may_be_printed:
         reason = "it counts, and nothing prints the counts"
         instead = "write profile: {steps: 10-11, communication: true} in its place"
         fix = f"{instead}, or call deepspeed.comm.log_summary() in a callback"
-        yield Problem("inert-in-a-run", reason, fix, "deepspeed.comms_logger.enabled", True, severity="note")
+        yield Problem(
+            "inert-in-a-run", reason, fix, "deepspeed.comms_logger.enabled", True, severity="note"
+        )
     quantized = "zero_quantized_gradients"
     zero = config.deepspeed.get("zero_optimization")
     if _is_on(zero, quantized) and cluster.num_hosts == 1 and cluster.device != "cpu":
         reason = "gradients are quantized on the way between hosts, and the run has one"
         key = f"deepspeed.zero_optimization.{quantized}"
-        yield Problem("inert-in-a-run", reason, "start it on several hosts, or remove it", key, True, severity="note")
+        yield Problem(
+            "inert-in-a-run",
+            reason,
+            "start it on several hosts, or remove it",
+            key,
+            True,
+            severity="note",
+        )
 
 
 @rule("needs-cuda")
 def quantized_on_cpu(config: RunConfig, cluster: Cluster) -> Found:
-    """deepspeed/ops/op_builder/cpu/no_impl.py: the quantizer has no form for processors; stage 3 alone uses it."""
+    """deepspeed/ops/op_builder/cpu/no_impl.py: the quantizer has no form for processors; stage 3
+    alone uses it.
+    """
     zero = config.deepspeed.get("zero_optimization")
     if cluster.device != "cpu":
         return
-    for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+    for name in (
+        "zero_quantized_weights",
+        "zero_quantized_nontrainable_weights",
+        "zero_quantized_gradients",
+    ):
         if _is_on(zero, name) and config.zero.stage == 3:
             reason = "DeepSpeed's quantizer has no kernel for cpu devices"
-            yield Problem("needs-cuda", reason, "remove it here", f"deepspeed.zero_optimization.{name}", True)
+            yield Problem(
+                "needs-cuda", reason, "remove it here", f"deepspeed.zero_optimization.{name}", True
+            )
 
 
 def _is_on(section: Any, name: str) -> TypeGuard[dict[str, Any]]:
-    """Check whether a section turns something on; "auto" does not, and `deepspeed_values` refuses it."""
+    """Check whether a section turns something on; "auto" does not, and `deepspeed_values` refuses
+    it.
+    """
     return isinstance(section, dict) and bool(section.get(name)) and section[name] != "auto"
 
 
 def _why_absent(config: RunConfig, section: str) -> str | None:
-    """Return our setting that makes a section which the JSON does not have at all; None where it has it."""
+    """Return our setting that makes a section which the JSON does not have at all; None where it
+    has it.
+    """
     if section == "optimizer" and isinstance(config.optimizer, (Target, Object, Muon)):
         if isinstance(config.optimizer, Muon):
             return "optimizer.kind"
@@ -135,7 +176,9 @@ def _why_absent(config: RunConfig, section: str) -> str | None:
 
 
 def _is_typed(config: RunConfig, key: str) -> bool:
-    """Check whether the typed section has the key; sgd has no betas, for example, and then nothing contradicts."""
+    """Check whether the typed section has the key; sgd has no betas, for example, and then nothing
+    contradicts.
+    """
     section, _, name = key.partition(".")
     fields = type(getattr(config, section)).model_fields
     return section not in ("optimizer", "scheduler") or name in fields
@@ -153,15 +196,25 @@ def _paths(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 @rule()
 def deepspeed_values(config: RunConfig, cluster: Cluster) -> Found:
-    """DeepSpeed drops "auto" silently and fails on most nulls; JSON knows neither NaN nor Python's objects."""
+    """DeepSpeed drops "auto" silently and fails on most nulls; JSON knows neither NaN nor Python's
+    objects.
+    """
     for key, value in _leaves(config.deepspeed, "deepspeed"):
         if value == "auto" and not key.startswith(_AUTO_HAS_MEANING):
             reason = "DeepSpeed drops it and takes its default"
             fix = "write the value, or remove the key"
             yield Problem("auto-in-deepspeed", reason, fix, key, value)
         elif value is None:
-            yield Problem("null-in-deepspeed", "DeepSpeed wants a value or no key", "remove the key", key, value)
-        elif not isinstance(value, (str, int, float)) or (isinstance(value, float) and not isfinite(value)):
+            yield Problem(
+                "null-in-deepspeed",
+                "DeepSpeed wants a value or no key",
+                "remove the key",
+                key,
+                value,
+            )
+        elif not isinstance(value, (str, int, float)) or (
+            isinstance(value, float) and not isfinite(value)
+        ):
             fix = "write text, a finite number, true, false, a list or a section"
             yield Problem("not-json", "JSON has no such value", fix, key, value)
 

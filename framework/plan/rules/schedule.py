@@ -1,4 +1,6 @@
-"""Rules about the learning rate over steps, and about keys in steps and in epochs that contradict each other."""
+"""Rules about the learning rate over steps, and about keys in steps and in epochs that contradict
+each other.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,19 @@ from framework.plan.rules.base import Found, rule
 
 @rule()
 def schedule_needs_lr(config: RunConfig, cluster: Cluster) -> Found:
-    """DeepSpeed's WarmupDecayLR ends its warm-up at 0.001 whatever the optimizer says, so we must know the rate."""
+    """DeepSpeed's WarmupDecayLR ends its warm-up at 0.001 whatever the optimizer says, so we must
+    know the rate.
+    """
     scheduler = config.scheduler
-    if isinstance(scheduler, WarmupLR) and scheduler.max_lr is None and optimizer_lr(config.optimizer) is None:
-        reason = f"the {scheduler.kind} schedule needs the optimizer's learning rate, which is not in the config"
+    if (
+        isinstance(scheduler, WarmupLR)
+        and scheduler.max_lr is None
+        and optimizer_lr(config.optimizer) is None
+    ):
+        reason = (
+            f"the {scheduler.kind} schedule needs the optimizer's learning rate, which is "
+            "not in the config"
+        )
         yield Problem("lr-unknown", reason, "set it here, or optimizer.args.lr", "scheduler.max_lr")
 
 
@@ -33,7 +44,9 @@ def warmup_fits(config: RunConfig, cluster: Cluster) -> Found:
 
 
 def _ways(config: RunConfig) -> tuple[str, int]:
-    """Return the key of the schedule's last fixed part, and the steps of all of them; a schedule may be no shorter."""
+    """Return the key of the schedule's last fixed part, and the steps of all of them; a schedule
+    may be no shorter.
+    """
     scheduler, warmup = config.scheduler, getattr(config.scheduler, "warmup_steps", 0)
     if isinstance(scheduler, WSD):
         return "decay_steps", warmup + scheduler.decay_steps - 1
@@ -42,7 +55,9 @@ def _ways(config: RunConfig) -> tuple[str, int]:
 
 @rule("cycle-upside-down")
 def cycle_order(config: RunConfig, cluster: Cluster) -> Found:
-    """DeepSpeed takes the ends as they come: the cycle would go down first, from what was meant as its top."""
+    """DeepSpeed takes the ends as they come: the cycle would go down first, from what was meant as
+    its top.
+    """
     cycle = config.scheduler
     if not isinstance(cycle, OneCycle):
         return
@@ -50,7 +65,11 @@ def cycle_order(config: RunConfig, cluster: Cluster) -> Found:
         lowest = getattr(cycle, f"min_{name}")
         highest = getattr(cycle, f"max_{name}")
         if lowest > highest:
-            yield f"scheduler.min_{name}", f"it is above scheduler.max_{name} = {highest}", "exchange the two"
+            yield (
+                f"scheduler.min_{name}",
+                f"it is above scheduler.max_{name} = {highest}",
+                "exchange the two",
+            )
 
 
 @rule("profile-range")
@@ -64,12 +83,21 @@ def profile_steps(config: RunConfig, cluster: Cluster) -> Found:
     if first > last:
         yield "profile.steps", "it ends before it begins", f"write {last}-{first}"
     elif profile.waits and first == last:
-        reason = "what waits for every operation has the last step for itself, and none is left to be traced"
+        reason = (
+            "what waits for every operation has the last step for itself, and none is left "
+            "to be traced"
+        )
         yield "profile.steps", reason, f"write {first}-{first + 1}"
     for ours, theirs in _INSTRUMENTS.items():
         if getattr(profile, ours) and (value := config.deepspeed.get(theirs)):
             reason = f"profile.{ours} has DeepSpeed measure it in one step, and this in all"
-            yield Problem("section-clash", reason, f"remove it here, or profile.{ours}", f"deepspeed.{theirs}", value)
+            yield Problem(
+                "section-clash",
+                reason,
+                f"remove it here, or profile.{ours}",
+                f"deepspeed.{theirs}",
+                value,
+            )
 
 
 # Of `profile`: the key of DeepSpeed's that has it measured in every step.
@@ -77,16 +105,23 @@ _INSTRUMENTS: Final = {"deepspeed_timers": "wall_clock_breakdown", "communicatio
 
 
 def length_for_schedule(config: RunConfig, total_steps: int | None) -> Iterator[Problem]:
-    """A run that ends on the way up, before the rate is down again, or before what is to be profiled."""
+    """A run that ends on the way up, before the rate is down again, or before what is to be
+    profiled.
+    """
     scheduler, (key, needed) = config.scheduler, _ways(config)
     if not total_steps:
         return
     run = f"the run has {total_steps} steps"
     profile = config.profile
     if profile is not None and profile.last > total_steps:
-        reason = f"{run} and never reaches {'them' if profile.first > total_steps else 'the last of them'}"
+        reason = (
+            f"{run} and never reaches "
+            f"{'them' if profile.first > total_steps else 'the last of them'}"
+        )
         fix = f"profile steps up to {total_steps}"
-        yield Problem("profile-beyond-run", reason, fix, "profile.steps", profile.steps, severity="warning")
+        yield Problem(
+            "profile-beyond-run", reason, fix, "profile.steps", profile.steps, severity="warning"
+        )
     if isinstance(scheduler, OneCycle):
         first = scheduler.first_steps
         whole = first + (scheduler.second_steps or first)
@@ -95,18 +130,28 @@ def length_for_schedule(config: RunConfig, total_steps: int | None) -> Iterator[
             early = f"up and down take {whole} steps and {run}: it ends before the rate is down"
             reason, other = (never, "") if first >= total_steps else (early, ", or second_steps")
             fix = f"set scheduler.first_steps: {max(1, total_steps // 2)}{other}"
-            yield Problem("cycle-too-long", reason, fix, "scheduler.first_steps", first, severity="warning")
+            yield Problem(
+                "cycle-too-long", reason, fix, "scheduler.first_steps", first, severity="warning"
+            )
     elif getattr(scheduler, "total_steps", None) is None and needed >= total_steps:
         reason = f"{run} and never reaches the full learning rate"
         given = getattr(scheduler, key)
-        yield Problem("warmup-too-long", reason, "make it shorter", f"scheduler.{key}", given, severity="warning")
+        yield Problem(
+            "warmup-too-long",
+            reason,
+            "make it shorter",
+            f"scheduler.{key}",
+            given,
+            severity="warning",
+        )
 
 
 def overruled(config: RunConfig, source: Source) -> Iterator[Problem]:
-    """Of two keys that say the same in steps and in epochs one wins: an error where the command line asks for the
-    other, a warning where a file has both.
+    """Of two keys that say the same in steps and in epochs one wins: an error where the command
+    line asks for the other, a warning where a file has both.
 
-    `training.max_steps=10` over a file's `max_epochs` is how a short trial is made: nothing is said of that.
+    `training.max_steps=10` over a file's `max_epochs` is how a short trial is made: nothing is said
+    of that.
     """
     for name, verb in (("training", "max"), ("evaluation", "every"), ("checkpoint", "every")):
         wins = f"{verb}_steps"
@@ -122,4 +167,6 @@ def overruled(config: RunConfig, source: Source) -> Iterator[Problem]:
             yield Problem("overruled-key", f"{reason} would be ignored", fix, key, loser)
         elif not source.is_override((name, wins)):
             reason = f"{reason} is ignored"
-            yield Problem("overruled-key", reason, "keep one of the two", key, loser, severity="warning")
+            yield Problem(
+                "overruled-key", reason, "keep one of the two", key, loser, severity="warning"
+            )

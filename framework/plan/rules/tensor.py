@@ -12,7 +12,12 @@ from framework.plan.cluster import Cluster
 from framework.plan.rules.base import Found, rule
 
 # Counted over all ranks, or made for a layer that holds all of its weight.
-_OF_ZERO: Final = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "mics_shard_size")
+_OF_ZERO: Final = (
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
+    "mics_shard_size",
+)
 
 
 @rule("tensor-not-divisible")
@@ -32,7 +37,9 @@ def parts_are_equal(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule()
 def other_parts(config: RunConfig, cluster: Cluster) -> Found:
-    """Models of known kinds without a plan, groups that reach over hosts, and DeepSpeed's further groups of ranks."""
+    """Models of known kinds without a plan, groups that reach over hosts, and DeepSpeed's further
+    groups of ranks.
+    """
     size = config.parallel.tensor
     model = config.model
     if size == 1:
@@ -42,7 +49,10 @@ def other_parts(config: RunConfig, cluster: Cluster) -> Found:
         reason = f"{model.kind} has no plan of its own for tensor groups"
         yield Problem("tensor-plan", reason, fix, "parallel.tensor_plan", None)
     if cluster.devices_per_host % size:
-        reason = f"its groups reach over hosts of {cluster.devices_per_host}, and every layer waits for their network"
+        reason = (
+            f"its groups reach over hosts of {cluster.devices_per_host}, and every layer "
+            "waits for their network"
+        )
         fix = f"set parallel.tensor to a divisor of {cluster.devices_per_host}"
         yield Problem("tensor-over-hosts", reason, fix, "parallel.tensor", size, severity="warning")
     zero = config.deepspeed.get("zero_optimization", {})
@@ -50,4 +60,6 @@ def other_parts(config: RunConfig, cluster: Cluster) -> Found:
         if isinstance(zero, dict) and zero.get(key, False) not in (False, None, 1, -1):
             where = f"deepspeed.zero_optimization.{key}"
             reason = f"with parallel.tensor: {size} it is not shown to be right"
-            yield Problem("not-with-tensor", reason, "remove it, or set parallel.tensor: 1", where, zero[key])
+            yield Problem(
+                "not-with-tensor", reason, "remove it, or set parallel.tensor: 1", where, zero[key]
+            )

@@ -1,4 +1,6 @@
-"""`Monitor`: somewhere metrics go. Only rank 0 has any, but for what becomes part of the saved state."""
+"""`Monitor`: somewhere metrics go. Only rank 0 has any, but for what becomes part of the saved
+state.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,11 @@ class Point:
 
 
 class Monitor(Protocol):
-    """Gets every logged point, in order of steps. One that raises is closed and gets nothing more; the run goes on,
-    but for a StorageError: there is no folder to go on in. The files of a run do not raise where storage fails: they
-    keep what they are to hold (`framework.system.kept_file`)."""
+    """Gets every logged point, in order of steps. One that raises is closed and gets nothing more;
+    the run goes on, but for a StorageError: there is no folder to go on in. The files of a run do
+    not raise where storage fails: they keep what they are to hold
+    (`framework.system.kept_file`).
+    """
 
     name: str
     """What a warning calls it."""
@@ -56,7 +60,9 @@ class Monitor(Protocol):
 
 
 class Sinks:
-    """Monitors of a run. One that fails costs a warning and itself, a StorageError of the run folder the run."""
+    """Monitors of a run. One that fails costs a warning and itself, a StorageError of the run
+    folder the run.
+    """
 
     def __init__(self, monitors: Sequence[Monitor]) -> None:
         self._monitors = list(monitors)
@@ -69,8 +75,8 @@ class Sinks:
             except StorageError:  # not of a monitor: of the whole run folder
                 raise
             except Exception as error:
-                # Hours of training are worth more than a curve: a full disk or a closed terminal costs only the
-                # monitor.
+                # Hours of training are worth more than a curve: a full disk or a closed terminal
+                # costs only the monitor.
                 self._monitors.remove(monitor)
                 warn_failed(monitor.name, error)
                 with suppress(Exception):
@@ -89,7 +95,9 @@ class Sinks:
 
 
 def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of everything in nested sections; lists, and sections without keys, as JSON text."""
+    """Dotted key and value of everything in nested sections; lists, and sections without keys, as
+    JSON text.
+    """
     if isinstance(values, Mapping) and values:
         for name, value in values.items():
             yield from flat(value, f"{prefix}.{name}" if prefix else str(name))
@@ -111,8 +119,8 @@ def reason_of(error: BaseException) -> str:
 
 
 def made(name: str, make: Callable[[], Monitor]) -> list[Monitor]:
-    """The monitor, or none and a warning: one that cannot be made is no reason to end a run. A link where a file of
-    the run belongs is: it leads out of the folder.
+    """The monitor, or none and a warning: one that cannot be made is no reason to end a run. A link
+    where a file of the run belongs is: it leads out of the folder.
     """
     try:
         return [make()]
@@ -123,8 +131,8 @@ def made(name: str, make: Callable[[], Monitor]) -> list[Monitor]:
         return []
 
 
-# Check that the run folder is still there and still this run's, made whenever something is logged, and so before every
-# save.
+# Check that the run folder is still there and still this run's, made whenever something is logged,
+# and so before every save.
 
 
 class HeldFolder:
@@ -144,7 +152,9 @@ class HeldFolder:
 
 
 class Behind:
-    """A monitor that the thread of writes tells, so that storage that stalls does not stall the training."""
+    """A monitor that the thread of writes tells, so that storage that stalls does not stall the
+    training.
+    """
 
     def __init__(self, monitor: Monitor, *, after: Behind | None = None) -> None:
         """Wrap it; it is told nothing more once it, or `after`, has failed."""
@@ -154,7 +164,9 @@ class Behind:
         self._error: Exception | None = None
 
     def write(self, point: Point) -> None:
-        """Hand a point over; raises what the monitor raised at this point, or late at an earlier one."""
+        """Hand a point over; raises what the monitor raised at this point, or late at an earlier
+        one.
+        """
         hand_over(partial(self._do, partial(self._monitor.write, point)))
         self._raise_error()
 
@@ -188,8 +200,9 @@ class Behind:
 
 
 class Aside:
-    """A sink in a thread of its own, from its making on: one that talks to a server, which may not answer. No step
-    waits for it, nor does any file of metrics, and the end of the run no longer than was agreed.
+    """A sink in a thread of its own, from its making on: one that talks to a server, which may not
+    answer. No step waits for it, nor does any file of metrics, and the end of the run no longer
+    than was agreed.
     """
 
     def __init__(self, name: str, make: Callable[[], Monitor], *, wait_seconds: float) -> None:
@@ -210,21 +223,28 @@ class Aside:
         self._thread.start()
 
     def write(self, point: Point) -> None:
-        """Hand a point over; raises what the sink has raised, and TimeoutError where it is far behind."""
+        """Hand a point over; raises what the sink has raised, and TimeoutError where it is far
+        behind.
+        """
         try:
             self._raise_error()
             self._points.put_nowait(point)
         except Full:
             self._is_over = True
-            raise TimeoutError(f"it does not answer, and {_LONGEST_QUEUE} points wait for it") from None
+            raise TimeoutError(
+                f"it does not answer, and {_LONGEST_QUEUE} points wait for it"
+            ) from None
 
     def hurry(self) -> None:
-        """Wait less in `close`: a run that was asked to stop, or has failed, may have no more time."""
+        """Wait less in `close`: a run that was asked to stop, or has failed, may have no more
+        time.
+        """
         self._wait_seconds = min(self._wait_seconds, HURRIED_SECONDS)
 
     def close(self) -> None:
-        """Wait until all points are written; raises TimeoutError where that takes too long. After a failure it does
-        not wait."""
+        """Wait until all points are written; raises TimeoutError where that takes too long. After a
+        failure it does not wait.
+        """
         if self._is_over:
             return
         with suppress(Full):
@@ -233,7 +253,8 @@ class Aside:
         self._raise_error()
         if self._thread.is_alive():
             raise TimeoutError(
-                f"it was not done {self._wait_seconds:g} s after the last step, and its last points may be lost"
+                f"it was not done {self._wait_seconds:g} s after the last step, and its last "
+                "points may be lost"
             )
 
     def _work(self) -> None:

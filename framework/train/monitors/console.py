@@ -37,7 +37,9 @@ _BESIDE_THE_BAR = 86
 _SHORTEST_BAR = 8
 
 
-def make_console(mode: Literal["auto", "bar", "lines", "off"], *, total_steps: int, from_step: int) -> Monitor | None:
+def make_console(
+    mode: Literal["auto", "bar", "lines", "off"], *, total_steps: int, from_step: int
+) -> Monitor | None:
     """The console that the mode and the terminal call for."""
     if mode == "auto":
         if sys.stdout.isatty():
@@ -51,16 +53,25 @@ def make_console(mode: Literal["auto", "bar", "lines", "off"], *, total_steps: i
     return Lines(total_steps)
 
 
-def describe(point: Point, *, longest: int | None = None, widths: dict[str, int] | None = None) -> str:
-    """The metrics worth a glance, as one line; of text, tokens say more than samples. In a short line the less telling
-    go. With `widths`, a metric is as wide as it has ever been, so that those of one point stand below the last's.
+def describe(
+    point: Point, *, longest: int | None = None, widths: dict[str, int] | None = None
+) -> str:
+    """The metrics worth a glance, as one line; of text, tokens say more than samples. In a short
+    line the less telling go. With `widths`, a metric is as wide as it has ever been, so that those
+    of one point stand below the last's.
     """
     values = {name: point.metrics[name] for name in _SHOWN if name in point.metrics}
-    values |= {name: value / _BYTES_PER_GB for name, value in values.items() if name.endswith("_bytes")}
+    values |= {
+        name: value / _BYTES_PER_GB for name, value in values.items() if name.endswith("_bytes")
+    }
     shown = {name: _SHOWN[name].format(value) for name, value in values.items()}
     if "throughput/tokens_per_sec" in shown:
         shown.pop("throughput/samples_per_sec", None)
-    shown |= {name: f"{name} {value:.4f}" for name, value in point.metrics.items() if name.startswith("eval/")}
+    shown |= {
+        name: f"{name} {value:.4f}"
+        for name, value in point.metrics.items()
+        if name.startswith("eval/")
+    }
     if widths is not None:
         widths |= {name: max(len(text), widths.get(name, 0)) for name, text in shown.items()}
         shown = {name: text.ljust(widths[name]) for name, text in shown.items()}
@@ -101,11 +112,17 @@ class Bar:
 
     def __init__(self, total_steps: int, from_step: int) -> None:
         from rich import get_console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
         from rich.table import Column
 
-        # Where the terminal is narrow, the bar shrinks and then metrics are left out: the steps and the time left stay
-        # whole.
+        # Where the terminal is narrow, the bar shrinks and then metrics are left out: the steps and
+        # the time left stay whole.
         whole = Column(no_wrap=True)
         rest = Column(no_wrap=True, overflow="ellipsis", ratio=1)
         columns = get_console().width
@@ -117,7 +134,8 @@ class Bar:
             MofNCompleteColumn(table_column=whole),
             BarColumn(bar, table_column=whole),
             TimeRemainingColumn(table_column=whole),
-            TextColumn("{task.description}", markup=False, table_column=rest),  # a metric's name may hold brackets
+            # a metric's name may hold brackets
+            TextColumn("{task.description}", markup=False, table_column=rest),
             expand=True,
         )
         self._task = self._progress.add_task("", total=total_steps, completed=from_step)
@@ -126,10 +144,14 @@ class Bar:
     def write(self, point: Point) -> None:
         with _whoever_reads():
             if any(name.startswith("eval/") for name in point.metrics):
-                self._progress.console.print(f"step {point.step}  {describe(point)}", highlight=False, markup=False)
+                self._progress.console.print(
+                    f"step {point.step}  {describe(point)}", highlight=False, markup=False
+                )
             else:
                 self._progress.update(
-                    self._task, completed=point.step, description=describe(point, longest=self._longest)
+                    self._task,
+                    completed=point.step,
+                    description=describe(point, longest=self._longest),
                 )
 
     def close(self) -> None:
@@ -146,7 +168,8 @@ def _whoever_reads() -> Iterator[None]:
         leave(sys.stdout)
 
 
-# The rank's own log: a line per logged point, on every rank, so that the log of one that died says how far it came.
+# The rank's own log: a line per logged point, on every rank, so that the log of one that died says
+# how far it came.
 
 
 class LogLines:

@@ -28,14 +28,16 @@ _Row = dict[str, str]
 class CsvFile:
     """Keeps one row per step: what else is logged at the same step completes the row.
 
-    A metric seen for the first time adds a column, for which the file is written anew. Only the last row is kept in
-    memory, and those that storage did not take. The file stays open: closing it would wait for a network's disk at
-    every point.
+    A metric seen for the first time adds a column, for which the file is written anew. Only the
+    last row is kept in memory, and those that storage did not take. The file stays open: closing it
+    would wait for a network's disk at every point.
     """
 
     name = "metrics.csv"
 
-    def __init__(self, path: Path, *, from_step: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, path: Path, *, from_step: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._path = path
         self._file: IO[bytes] = io.BytesIO()
         self._last: _Row = {}
@@ -136,8 +138,8 @@ def _lines(columns: Sequence[str], rows: Iterable[_Row]) -> bytes:
 
 
 def _read(path: Path) -> tuple[list[str], list[_Row]]:
-    """Columns, and the rows that were written to the end: a kill may leave half a row behind, even one that reads
-    well.
+    """Columns, and the rows that were written to the end: a kill may leave half a row behind, even
+    one that reads well.
     """
     if not os.path.lexists(path):
         return list(_FIRST_COLUMNS), []
@@ -151,7 +153,8 @@ def _read(path: Path) -> tuple[list[str], list[_Row]]:
     return columns, [row for row in rows if row["step"].isascii() and row["step"].isdigit()]
 
 
-# ``metrics.jsonl``: one JSON object per logged point; the record that reports and resumed runs read.
+# ``metrics.jsonl``: one JSON object per logged point; the record that reports and resumed runs
+# read.
 
 
 class JsonlFile:
@@ -164,12 +167,20 @@ class JsonlFile:
 
     def __init__(self, path: Path, *, from_step: int) -> None:
         if os.path.lexists(path):
-            replace_text(path, "".join(line for line, step in _whole_lines(path) if step <= from_step))
+            replace_text(
+                path, "".join(line for line, step in _whole_lines(path) if step <= from_step)
+            )
         self._file = KeptFile(path, name=self.name)
 
     def write(self, point: Point) -> None:
-        record = {"step": point.step, "epoch": round(point.epoch, 6), "time": round(point.time_seconds, 3)}
-        metrics = {name: value if math.isfinite(value) else None for name, value in point.metrics.items()}
+        record = {
+            "step": point.step,
+            "epoch": round(point.epoch, 6),
+            "time": round(point.time_seconds, 3),
+        }
+        metrics = {
+            name: value if math.isfinite(value) else None for name, value in point.metrics.items()
+        }
         line = json.dumps(record | metrics, allow_nan=False) + "\n"
         self._file.append(line.encode(), step=point.step)
 
@@ -178,7 +189,9 @@ class JsonlFile:
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[str, int]]:
-    """Lines that were written to the end, and their steps; a kill or a power cut may leave half a line behind."""
+    """Lines that were written to the end, and their steps; a kill or a power cut may leave half a
+    line behind.
+    """
     with open_own(path, "r") as stream:
         text = stream.read()
     for line in text.split("\n")[:-1]:

@@ -1,11 +1,12 @@
-"""Sinks that talk to a server, or may: Weights & Biases, MLflow, Comet, trackio. Each with the package's own words.
+"""Sinks that talk to a server, or may: Weights & Biases, MLflow, Comet, trackio. Each with the
+package's own words.
 
-A run that goes on adds to the run there: `monitors.json` in the run folder keeps its number. Points that were taken
-again after a resume come a second time, with the later time. No key or token passes through here: the packages find
-theirs in the environment.
+A run that goes on adds to the run there: `monitors.json` in the run folder keeps its number. Points
+that were taken again after a resume come a second time, with the later time. No key or token passes
+through here: the packages find theirs in the environment.
 
-Each is in a process of its own: its package runs Python in threads, and in this process they would take time from the
-training, whichever thread they are.
+Each is in a process of its own: its package runs Python in threads, and in this process they would
+take time from the training, whichever thread they are.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from framework.train.monitors.base import HURRIED_SECONDS, Aside, Monitor, Point
 _NUMBERS: Final = "monitors.json"
 _NICENESS: Final = 19
 _ANSWER_SECONDS: Final = 5.0
-_WANDB_SECONDS: Final = 30  # for its server to answer at the start; a script of one's own ends no earlier
+# for its server to answer at the start; a script of one's own ends no earlier
+_WANDB_SECONDS: Final = 30
 _MLFLOW_BATCH: Final = 100  # parameters that its server takes at once
 _MLFLOW_LONGEST: Final = 6000  # characters of a parameter
 
@@ -55,7 +57,9 @@ class Described:
     from_step: int = 0
 
     def number_of(self, sink: str, make: Callable[[], str]) -> str:
-        """The number of the run at a sink: the one that an earlier process of this run has kept, or a new one."""
+        """The number of the run at a sink: the one that an earlier process of this run has kept, or
+        a new one.
+        """
         path = self.folder / _NUMBERS
         known = dict[str, str]()
         with _locked(self.folder):
@@ -70,7 +74,9 @@ class Described:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Have sinks change a file of the folder one after the other, where the file system locks folders."""
+    """Have sinks change a file of the folder one after the other, where the file system locks
+    folders.
+    """
     held = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -81,15 +87,17 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 class WandBRun:
-    """A run of Weights & Biases; the x-axis is the metric ``step``, because W&B's own can never go back."""
+    """A run of Weights & Biases; the x-axis is the metric ``step``, because W&B's own can never go
+    back.
+    """
 
     name = "wandb"
 
     def __init__(self, run: Described, *, offline: bool, **where: Any) -> None:
         wandb: Any = import_module("wandb")
 
-        # silent: without a key it would ask for one on a terminal, where nobody may sit. The processor time and memory
-        # that it shows are those of the process that trains.
+        # silent: without a key it would ask for one on a terminal, where nobody may sit. The
+        # processor time and memory that it shows are those of the process that trains.
         quiet = {"console": "off", "silent": True, "quiet": True, "init_timeout": _WANDB_SECONDS}
         settings = wandb.Settings(**quiet, x_stats_pid=os.getppid())
         asked = {name: value for name, value in where.items() if value}
@@ -97,7 +105,13 @@ class WandBRun:
         mode = "offline" if offline else None
         about = {"name": run.name, "config": dict(run.config)}
         self._run = wandb.init(
-            id=number, resume="allow", dir=str(run.folder), mode=mode, settings=settings, **about, **asked
+            id=number,
+            resume="allow",
+            dir=str(run.folder),
+            mode=mode,
+            settings=settings,
+            **about,
+            **asked,
         )
         self._run.define_metric("*", step_metric="step")
 
@@ -114,8 +128,11 @@ class MLflowRun:
     name = "mlflow"
 
     def __init__(self, run: Described, *, experiment: str | None, tracking_uri: str | None) -> None:
-        if tracking_uri is not None and (tracking_uri.startswith("file:") or "://" not in tracking_uri):
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # asked for by name; else 3.x refuses a folder
+        if tracking_uri is not None and (
+            tracking_uri.startswith("file:") or "://" not in tracking_uri
+        ):
+            # asked for by name; else 3.x refuses a folder
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         mlflow: Any = import_module("mlflow")
         entities: Any = import_module("mlflow.entities")
 
@@ -137,12 +154,16 @@ class MLflowRun:
             return
         texts = [(key, str(value)[:_MLFLOW_LONGEST]) for key, value in flat(run.config)]
         for first in range(0, len(texts), _MLFLOW_BATCH):
-            params = [entities.Param(key, text) for key, text in texts[first : first + _MLFLOW_BATCH]]
+            params = [
+                entities.Param(key, text) for key, text in texts[first : first + _MLFLOW_BATCH]
+            ]
             self._client.log_batch(self._number, params=params)
 
     def write(self, point: Point) -> None:
         now = int(1000 * point.time_seconds)
-        metrics = [self._metric(name, value, now, point.step) for name, value in point.metrics.items()]
+        metrics = [
+            self._metric(name, value, now, point.step) for name, value in point.metrics.items()
+        ]
         self._client.log_batch(self._number, metrics=metrics)
 
     def close(self) -> None:
@@ -154,13 +175,20 @@ class CometExperiment:
 
     name = "comet"
 
-    def __init__(self, run: Described, *, project: str | None, workspace: str | None, offline: bool) -> None:
+    def __init__(
+        self, run: Described, *, project: str | None, workspace: str | None, offline: bool
+    ) -> None:
         comet_ml: Any = import_module("comet_ml")
-        logging.getLogger("comet_ml").setLevel(logging.ERROR)  # it would print advice between the steps
+        # it would print advice between the steps
+        logging.getLogger("comet_ml").setLevel(logging.ERROR)
 
         # Nothing but what it is given: no patched libraries, no console, no environment.
-        quiet = dict.fromkeys(("log_code", "log_graph", "parse_args", "log_git_metadata", "log_git_patch"), False)
-        quiet |= dict.fromkeys(("auto_param_logging", "auto_metric_logging", "log_env_details"), False)
+        quiet = dict.fromkeys(
+            ("log_code", "log_graph", "parse_args", "log_git_metadata", "log_git_patch"), False
+        )
+        quiet |= dict.fromkeys(
+            ("auto_param_logging", "auto_metric_logging", "log_env_details"), False
+        )
         about = comet_ml.ExperimentConfig(
             name=run.name,
             auto_output_logging=False,
@@ -168,7 +196,8 @@ class CometExperiment:
             offline_directory=str(run.folder / "comet"),
             **quiet,
         )
-        # Offline nothing is there to be gone on with: each process makes a part, which the upload joins by the key.
+        # Offline nothing is there to be gone on with: each process makes a part, which the upload
+        # joins by the key.
         number = run.number_of(self.name, lambda: uuid.uuid4().hex)
         if offline and not run.from_step:
             mode = None
@@ -177,7 +206,9 @@ class CometExperiment:
         else:
             mode = "create"
         where = {"project_name": project, "workspace": workspace, "experiment_key": number}
-        self._experiment = comet_ml.start(mode=mode, online=not offline, experiment_config=about, **where)
+        self._experiment = comet_ml.start(
+            mode=mode, online=not offline, experiment_config=about, **where
+        )
         self._experiment.log_parameters(dict(flat(run.config)))
 
     def write(self, point: Point) -> None:
@@ -197,7 +228,11 @@ class TrackioRun:
 
         number = run.number_of(self.name, lambda: f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
         self._run = trackio.init(
-            project=project, name=number, space_id=space_id, config=dict(flat(run.config)), resume="allow"
+            project=project,
+            name=number,
+            space_id=space_id,
+            config=dict(flat(run.config)),
+            resume="allow",
         )
 
     def write(self, point: Point) -> None:
@@ -218,8 +253,11 @@ SERVICES: Final[Mapping[str, Callable[..., Monitor]]] = {
 class ServiceProcess(Child):
     """A service as the run sees it: told of each point, and heard at its end."""
 
-    def __init__(self, name: str, run: Described, where: Mapping[str, Any], *, wait_seconds: float) -> None:
-        """Start its process; raises OSError if that fails. What goes wrong there is raised by a later call.
+    def __init__(
+        self, name: str, run: Described, where: Mapping[str, Any], *, wait_seconds: float
+    ) -> None:
+        """Start its process; raises OSError if that fails. What goes wrong there is raised by a
+        later call.
 
         Args:
             name: of the service.
@@ -228,7 +266,8 @@ class ServiceProcess(Child):
             wait_seconds: longest wait of `close`.
         """
         super().__init__(f"{__name__}:serve", path=sys.path)
-        self._end.settimeout(_ANSWER_SECONDS)  # no step waits longer for a process that somebody has stopped
+        # no step waits longer for a process that somebody has stopped
+        self._end.settimeout(_ANSWER_SECONDS)
         self.name = name
         self._is_over = False
         self._is_hurried = False
@@ -237,19 +276,24 @@ class ServiceProcess(Child):
         self.send(name=name, run=run_there, where=where, wait_seconds=wait_seconds, argv=sys.argv)
 
     def write(self, point: Point) -> None:
-        """Hand a point over; raises TrainingError where the service has failed, or is far behind."""
+        """Hand a point over; raises TrainingError where the service has failed, or is far
+        behind.
+        """
         try:
             self.send(**{**vars(point), "metrics": dict(point.metrics)})
         except OSError:
             self._hear()
 
     def hurry(self) -> None:
-        """Wait less in `close`: a run that was asked to stop, or has failed, may have no more time."""
+        """Wait less in `close`: a run that was asked to stop, or has failed, may have no more
+        time.
+        """
         self._is_hurried, self._wait_seconds = True, min(self._wait_seconds, HURRIED_SECONDS)
 
     def close(self) -> None:
-        """Wait until all is written; raises TrainingError where that fails or takes too long. After a failure it does
-        not wait."""
+        """Wait until all is written; raises TrainingError where that fails or takes too long. After
+        a failure it does not wait.
+        """
         if not self._is_over:
             with suppress(OSError):
                 self.send(is_hurried=self._is_hurried)
@@ -271,7 +315,9 @@ class ServiceProcess(Child):
 
 
 def serve(channel: Channel) -> None:
-    """Make the service that is asked for, tell it every point, close it, and answer why it failed, if it did."""
+    """Make the service that is asked for, tell it every point, close it, and answer why it failed,
+    if it did.
+    """
     os.nice(_NICENESS)  # so that a processor that a rank waits for is the rank's
     asked = channel.receive()
     failure = ""

@@ -1,5 +1,5 @@
-"""TensorBoard event files: records by the tensorboard package alone (torch's SummaryWriter is a wrapper around it),
-in a file of our own.
+"""TensorBoard event files: records by the tensorboard package alone (torch's SummaryWriter is a
+wrapper around it), in a file of our own.
 """
 
 from __future__ import annotations
@@ -67,16 +67,20 @@ Shown = Histogram | Image | Text
 
 
 class TensorBoardEvents:
-    """Writes every metric as a scalar with the step as x-axis; the config as text and as hyper-parameters."""
+    """Writes every metric as a scalar with the step as x-axis; the config as text and as
+    hyper-parameters.
+    """
 
     name = "tensorboard"
 
-    def __init__(self, folder: Path, *, from_step: int, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, from_step: int, config: Mapping[str, Any] | None = None
+    ) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         make_own_folder(folder)
-        # As the package's EventFileWriter names and begins a file. Its own thread ends at the first failure of the
-        # disk, and keeps what is written for up to two minutes.
+        # As the package's EventFileWriter names and begins a file. Its own thread ends at the first
+        # failure of the disk, and keeps what is written for up to two minutes.
         host = socket.gethostname()
         name = f"events.out.tfevents.{time.time():010.0f}.{host}.{os.getpid()}.{next(_numbers)}"
         self._file = KeptFile(folder / name, name=self.name)
@@ -89,7 +93,9 @@ class TensorBoardEvents:
             self._describe(config)
 
     def _describe(self, config: Mapping[str, Any]) -> None:
-        """What the HParams and the Text plugin read; without an experiment of its own the former gathers all runs'."""
+        """What the HParams and the Text plugin read; without an experiment of its own the former
+        gathers all runs'.
+        """
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.hparams import metadata, plugin_data_pb2
@@ -103,12 +109,16 @@ class TensorBoardEvents:
                 started.hparams[key].number_value = value
             else:
                 started.hparams[key].string_value = str(value)
-        session = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(session_start_info=started))
+        session = metadata.create_summary_metadata(
+            plugin_data_pb2.HParamsPluginData(session_start_info=started)
+        )
         text = create_summary_metadata("config", "the resolved config")
         shown = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         fenced = "".join(f"    {line}\n" for line in shown.splitlines())  # Markdown
         values = [
-            Summary.Value(tag=metadata.SESSION_START_INFO_TAG, metadata=session, tensor=metadata.NULL_TENSOR),
+            Summary.Value(
+                tag=metadata.SESSION_START_INFO_TAG, metadata=session, tensor=metadata.NULL_TENSOR
+            ),
             Summary.Value(tag="config/text_summary", metadata=text, tensor=_text_tensor(fenced)),
         ]
         self._add(Event(wall_time=time.time(), step=0, summary=Summary(value=values)))
@@ -117,8 +127,12 @@ class TensorBoardEvents:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in point.metrics.items()]
-        self._add(Event(wall_time=point.time_seconds, step=point.step, summary=Summary(value=values)))
+        values = [
+            Summary.Value(tag=name, simple_value=value) for name, value in point.metrics.items()
+        ]
+        self._add(
+            Event(wall_time=point.time_seconds, step=point.step, summary=Summary(value=values))
+        )
 
     def show(self, step: int, shown: Sequence[Shown]) -> None:
         """Write what is no number, each under its tag."""
@@ -132,7 +146,9 @@ class TensorBoardEvents:
                 about = create_summary_metadata(one.tag, "")
                 value = Summary.Value(tag=one.tag, metadata=about, tensor=_text_tensor(one.text))
             elif isinstance(one, Image):
-                image = Summary.Image(height=one.height, width=one.width, encoded_image_string=one.png)
+                image = Summary.Image(
+                    height=one.height, width=one.width, encoded_image_string=one.png
+                )
                 value = Summary.Value(tag=one.tag, image=image)
             else:
                 counts = HistogramProto(

@@ -39,14 +39,23 @@ def saving(monkeypatch: pytest.MonkeyPatch, what: Any) -> None:
     ],
 )
 def test_a_share_of_the_free_memory_at_most_is_locked_for_good(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int, free: int | None, is_pinned: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_bytes: int,
+    free: int | None,
+    is_pinned: bool,
 ) -> None:
     seen: list[bool] = []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(checkpoint_engine, "room", lambda: None if free is None else Room(free, "the test's"))
+    monkeypatch.setattr(
+        checkpoint_engine, "room", lambda: None if free is None else Room(free, "the test's")
+    )
     saving(monkeypatch, lambda: seen.append(save_options.save.use_pinned_memory_for_d2h))
     state = {
-        "groups": [{"flat": torch.empty(num_bytes // 4, device="meta")[:3]}, {"step": torch.zeros(1 << 10)}],
+        "groups": [
+            {"flat": torch.empty(num_bytes // 4, device="meta")[:3]},
+            {"step": torch.zeros(1 << 10)},
+        ],
         "lr": 0.1,
     }
     for open_file in (NewFile, Stream):
@@ -62,7 +71,9 @@ def test_a_share_of_the_free_memory_at_most_is_locked_for_good(
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
         RuntimeError("CUDA error: out of memory"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to"
+        ),
         MemoryError(),
     ],
     ids=["device", "pinned", "host", "python"],
@@ -70,7 +81,9 @@ def test_a_share_of_the_free_memory_at_most_is_locked_for_good(
 def test_a_save_without_memory_fails_as_one_without_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """At its end, like every failure of storage: the other ranks wait in DeepSpeed's barrier meanwhile."""
+    """At its end, like every failure of storage: the other ranks wait in DeepSpeed's barrier
+    meanwhile.
+    """
 
     def fail() -> None:
         raise error
@@ -79,7 +92,9 @@ def test_a_save_without_memory_fails_as_one_without_disk(
     files = AtomicCheckpointEngine()
     files.begin(tmp_path)
     files.save({}, str(tmp_path / "model.pt"))
-    with pytest.raises(OSError, match=r"no memory for a copy of what goes into model\.pt") as failed:
+    with pytest.raises(
+        OSError, match=r"no memory for a copy of what goes into model\.pt"
+    ) as failed:
         files.end()
     assert failed.value.errno == errno.ENOMEM
 

@@ -1,4 +1,6 @@
-"""A rank that takes its part of a checkpoint of many ranks opens the files that hold it, and no others."""
+"""A rank that takes its part of a checkpoint of many ranks opens the files that hold it, and no
+others.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def whole(checkpoint: SavedCheckpoint) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("next_ranks", [30, 64])
-def test_a_part_is_read_from_the_files_that_hold_it(tmp_path: Path, stage: int, next_ranks: int) -> None:
+def test_a_part_is_read_from_the_files_that_hold_it(
+    tmp_path: Path, stage: int, next_ranks: int
+) -> None:
     checkpoint = simulate(tmp_path, stage=stage, num_ranks=RANKS, shapes=SHAPES)
     total = sum(shape.numel() for shape in SHAPES.values())
     part = -(-total // next_ranks)
@@ -36,13 +40,17 @@ def test_a_part_is_read_from_the_files_that_hold_it(tmp_path: Path, stage: int, 
                 size = -(-shape.numel() // next_ranks)
                 start, stop = min(rank * size, shape.numel()), min((rank + 1) * size, shape.numel())
             else:
-                start, stop = max(rank * part - offset, 0), min((rank + 1) * part - offset, shape.numel())
+                start, stop = (
+                    max(rank * part - offset, 0),
+                    min((rank + 1) * part - offset, shape.numel()),
+                )
             offset += shape.numel()
             if start < stop:
                 expected = values_of(number, start, stop - start)
                 assert torch.equal(stored.read(name, "fp32", start, stop - start), expected)
                 assert torch.equal(stored.read(name, "exp_avg", start, stop - start), -expected)
-        # The first rank's two, and at 40 files of 30 ranks two or three (in stage 3 each parameter ends elsewhere).
+        # The first rank's two, and at 40 files of 30 ranks two or three (in stage 3 each parameter
+        # ends elsewhere).
         assert len(stored._files._open) <= 6
 
 

@@ -1,7 +1,8 @@
-"""Checkpoints that plain DeepSpeed wrote, in a job that knows nothing of this framework: read on request, and refused
-otherwise.
+"""Checkpoints that plain DeepSpeed wrote, in a job that knows nothing of this framework: read on
+request, and refused otherwise.
 
-The weights and moments are held against what DeepSpeed's own functions gathered from the engines that wrote them.
+The weights and moments are held against what DeepSpeed's own functions gathered from the engines
+that wrote them.
 """
 
 from __future__ import annotations
@@ -27,11 +28,17 @@ from tests.warm_ranks import WarmRanks
 
 pytestmark = pytest.mark.slow
 
-MLPS = [name for name, (_, _, optimizer, model) in CASES.items() if optimizer == "AdamW" and model == "mlp"]
+MLPS = [
+    name
+    for name, (_, _, optimizer, model) in CASES.items()
+    if optimizer == "AdamW" and model == "mlp"
+]
 TARGETS = {"z0": (0, "fp32"), "z3": (3, "fp32"), "z2-bf16": (2, "bf16"), "z0-fp16": (0, "fp16")}
 
 
-def config(name: str, folder: Path, *, stage: int = 0, dtype: str = "fp32", **sections: Any) -> dict[str, Any]:
+def config(
+    name: str, folder: Path, *, stage: int = 0, dtype: str = "fp32", **sections: Any
+) -> dict[str, Any]:
     return {
         "run": {"name": name, "output_dir": str(folder)},
         "model": {"kind": "mlp", "image_size": 8, "hidden_sizes": [24]},
@@ -78,7 +85,10 @@ def gone_on(raw: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gone-on")
 
     def checkpoint(name: str, **more: Any) -> dict[str, Any]:
-        return {"checkpoint": {"resume": str(raw / name), "allow_unverified": True, "at_end": False} | more}
+        return {
+            "checkpoint": {"resume": str(raw / name), "allow_unverified": True, "at_end": False}
+            | more
+        }
 
     train_cases(
         [
@@ -90,12 +100,18 @@ def gone_on(raw: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 data={"kind": "digits", "image_size": 28},
                 **checkpoint("z0-tied"),
             ),
-            config("weights", folder, **checkpoint("x", resume="never", init_weights=str(raw / "z1-sgd"))),
+            config(
+                "weights",
+                folder,
+                **checkpoint("x", resume="never", init_weights=str(raw / "z1-sgd")),
+            ),
             config("unasked", folder, **checkpoint("z3", allow_unverified=False)),
             config(
                 "weights-unasked",
                 folder,
-                **checkpoint("x", resume="never", init_weights=str(raw / "z3"), allow_unverified=False),
+                **checkpoint(
+                    "x", resume="never", init_weights=str(raw / "z3"), allow_unverified=False
+                ),
             ),
             config("other-optimizer", folder, stage=1, **checkpoint("z1-sgd")),
             config("other-batch", folder, batch={"global_size": 2 * SAMPLES}, **checkpoint("z3")),
@@ -120,13 +136,18 @@ def test_weights_are_those_that_the_engines_held(
     found = read_weights(str(tmp_path / "out"))
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
-        assert torch.equal(found[key], tensor.float() if tensor.is_floating_point() else tensor), key
+        assert torch.equal(found[key], tensor.float() if tensor.is_floating_point() else tensor), (
+            key
+        )
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", MLPS)
 def test_the_whole_state_arrives(name: str, target: str, raw: Path, moved: Path) -> None:
-    truth, found = (torch.load(path, weights_only=True) for path in (raw / f"{name}.pt", moved / f"{name}-{target}.pt"))
+    truth, found = (
+        torch.load(path, weights_only=True)
+        for path in (raw / f"{name}.pt", moved / f"{name}-{target}.pt")
+    )
     assert found["step"] == STEPS
     states = [key for key in found["state"] if not key.endswith(" model")]
     assert sorted(states) == sorted(key if " " in key else f"{key} fp32" for key in truth)
@@ -146,7 +167,10 @@ def test_a_run_goes_on_where_it_stopped(gone_on: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "stated"),
     [
-        ("unasked", "checkpoint.allow_unverified: true reads it nevertheless, as weights only [checkpoint-unverified]"),
+        (
+            "unasked",
+            "checkpoint.allow_unverified: true reads it nevertheless, as weights only [checkpoint-unverified]",
+        ),
         (
             "weights-unasked",
             "checkpoint.allow_unverified: true reads it nevertheless, as weights only [checkpoint-unverified]",
@@ -167,14 +191,18 @@ def test_what_cannot_be_right_is_refused(name: str, stated: str, gone_on: Path) 
 def test_what_all_ranks_meet_is_said_once(warm: WarmRanks, raw: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     resumed = {"resume": str(raw / "z1-sgd"), "allow_unverified": True}
-    file.write_text(json.dumps(config("said", tmp_path, stage=2, checkpoint=resumed)), encoding="utf-8")
+    file.write_text(
+        json.dumps(config("said", tmp_path, stage=2, checkpoint=resumed)), encoding="utf-8"
+    )
     job = warm.start(["--config", str(file)], num_ranks=2, folder=tmp_path)
     assert 0 not in job.wait(120)
     assert job.stated().count("[checkpoint-not-loaded]") == 1, job.stated()[-4000:]
     assert "other settings are those of this run [checkpoint-unverified]" in job.stated()
 
 
-def test_commands_ask_for_the_flag(raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_ask_for_the_flag(
+    raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for words in (
         ["export", str(raw / "z2"), str(tmp_path / "out")],
         ["inspect", str(raw / "z2")],
@@ -182,7 +210,10 @@ def test_commands_ask_for_the_flag(raw: Path, tmp_path: Path, capsys: pytest.Cap
     ):
         assert cli(words) == 78
         stated = capsys.readouterr().err
-        assert "--allow-unverified reads it nevertheless, as weights only [checkpoint-unverified]" in stated
+        assert (
+            "--allow-unverified reads it nevertheless, as weights only [checkpoint-unverified]"
+            in stated
+        )
         assert stated.count("\n") == 1
     assert not (tmp_path / "out").exists()
     assert cli(["generate", str(raw / "z2"), "--allow-unverified"]) == 78

@@ -1,4 +1,6 @@
-"""The counters in a file of DeepSpeed's own, which nothing vouches for: any number costs neither memory nor time."""
+"""The counters in a file of DeepSpeed's own, which nothing vouches for: any number costs neither
+memory nor time.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def raw(folder: Path, *, ranks: int = 0, **counters: int) -> Path:
     torch.save(content | counters, folder / "mp_rank_00_model_states.pt")
     for rank in range(ranks):
         torch.save(
-            {"optimizer_state_dict": {"zero_stage": 1}}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            {"optimizer_state_dict": {"zero_stage": 1}},
+            folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
         )
     return folder
 
@@ -53,7 +56,9 @@ def described(folder: Path) -> SavedCheckpoint:
         (2, ""),
     ],
 )
-def test_ranks_are_not_counted_up_to_what_a_file_says(written: int, stated: str, tmp_path: Path) -> None:
+def test_ranks_are_not_counted_up_to_what_a_file_says(
+    written: int, stated: str, tmp_path: Path
+) -> None:
     folder = raw(tmp_path / "tag", ranks=2, dp_world_size=written)
     if not stated:
         assert described(folder).manifest["layout"]["world_size"] == written
@@ -62,7 +67,9 @@ def test_ranks_are_not_counted_up_to_what_a_file_says(written: int, stated: str,
         described(folder)
 
 
-def test_a_schedule_is_not_taken_beyond_the_runs_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_is_not_taken_beyond_the_runs_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is brought to the checkpoint's step one by one."""
     folder = raw(tmp_path / "tag", global_steps=HUGE, global_samples=8 * HUGE)
     config = config_from_values(
@@ -78,7 +85,8 @@ def test_a_schedule_is_not_taken_beyond_the_runs_end(tmp_path: Path, monkeypatch
     prepared = Prepared(make_plan(config, Cluster()), {}, parts=SimpleNamespace(splits=splits))  # type: ignore[arg-type]
     start = start_point.choose_start(place, config)
     with pytest.raises(
-        ConfigError, match=r"training.max_steps = 30: .* stands at step 1,000,000,.*\[resume-beyond-end\]"
+        ConfigError,
+        match=r"training.max_steps = 30: .* stands at step 1,000,000,.*\[resume-beyond-end\]",
     ):
         start_point._open_folder(place, prepared, start)
     assert not place.path.exists()

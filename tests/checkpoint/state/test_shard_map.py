@@ -1,5 +1,5 @@
-"""Every number of a checkpoint is found where it lies: held against what the living engines said they held, bit for
-bit.
+"""Every number of a checkpoint is found where it lies: held against what the living engines said
+they held, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def run(request: pytest.FixtureRequest) -> Path:
 
 
 def whole(found: ShardMap, name: str, *, state: str = "") -> torch.Tensor:
-    return torch.cat([found.files.numbers(piece, state=state) for piece in found.stored[name].pieces()])
+    return torch.cat(
+        [found.files.numbers(piece, state=state) for piece in found.stored[name].pieces()]
+    )
 
 
 def test_all_weights_are_found(run: Path) -> None:
@@ -32,7 +34,9 @@ def test_all_weights_are_found(run: Path) -> None:
     assert found.stored.keys() | found.ties.keys() == expected.keys()
     for name, tensor in expected.items():
         own = found.ties.get(name, name)
-        assert (found.stored[own].shape, found.stored[own].dtype) == (tensor.shape, tensor.dtype), name
+        assert (found.stored[own].shape, found.stored[own].dtype) == (tensor.shape, tensor.dtype), (
+            name
+        )
         assert torch.equal(whole(found, own).view(tensor.shape), tensor), name
 
 

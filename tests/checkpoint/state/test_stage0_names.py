@@ -1,4 +1,6 @@
-"""What an optimizer at stage 0 steps is told by shapes and order, or not told at all: with torch's own optimizers."""
+"""What an optimizer at stage 0 steps is told by shapes and order, or not told at all: with torch's
+own optimizers.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,13 @@ def test_one_group_is_the_module_in_its_order() -> None:
 
 def test_matrices_and_vectors_are_two_groups() -> None:
     module = model()
-    groups = [[p for p in module.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False)]
-    expected = [[n for n, p in module.named_parameters() if (p.ndim > 1) == wanted] for wanted in (True, False)]
+    groups = [
+        [p for p in module.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False)
+    ]
+    expected = [
+        [n for n, p in module.named_parameters() if (p.ndim > 1) == wanted]
+        for wanted in (True, False)
+    ]
     assert names_by_shape(stepped(module, groups)) == expected
 
 
@@ -58,12 +65,17 @@ def test_another_order_is_not_taken_for_the_modules() -> None:
 
 def test_weights_that_are_not_stepped_leave_no_doubt_or_nothing_is_said() -> None:
     module = model()
-    assert names_by_shape(stepped(module, [list(module[2].parameters())])) == [["2.weight", "2.bias"]]
-    assert names_by_shape(stepped(module, [list(module[0].parameters())])) == []  # there are more vectors of four
+    assert names_by_shape(stepped(module, [list(module[2].parameters())])) == [
+        ["2.weight", "2.bias"]
+    ]
+    # there are more vectors of four
+    assert names_by_shape(stepped(module, [list(module[0].parameters())])) == []
 
 
 def test_a_tied_weight_is_stepped_once() -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
+    module = torch.nn.Sequential(
+        torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)
+    )
     module[1].weight = module[0].weight
     assert names_by_shape(stepped(module, [list(module.parameters())])) == [["0.weight"]]
 
@@ -72,17 +84,44 @@ def test_copies_in_half_precision() -> None:
     module = model()
     copies = [parameter.detach().clone() for parameter in module.parameters()]
     names = [[name for name, _ in module.named_parameters()]]
-    assert names_by_shape(content(module, {"fp32_groups": [copies], "optimizer_state_dict": {}})) == names
+    assert (
+        names_by_shape(content(module, {"fp32_groups": [copies], "optimizer_state_dict": {}}))
+        == names
+    )
     flat = torch.cat([copy.flatten() for copy in copies])
-    assert names_by_shape(content(module, {"fp32_groups_flat": [flat], "optimizer_state_dict": {}})) == names
-    assert names_by_shape(content(module, {"fp32_groups_flat": [flat.flip(0)], "optimizer_state_dict": {}})) == []
+    assert (
+        names_by_shape(content(module, {"fp32_groups_flat": [flat], "optimizer_state_dict": {}}))
+        == names
+    )
+    assert (
+        names_by_shape(
+            content(module, {"fp32_groups_flat": [flat.flip(0)], "optimizer_state_dict": {}})
+        )
+        == []
+    )
     swapped = [copies[0], copies[3], copies[2], copies[1], *copies[4:]]  # two vectors of four
-    assert names_by_shape(content(module, {"fp32_groups": [swapped], "optimizer_state_dict": {}})) == []
-    assert names_by_shape(content(module, {"fp32_groups_flat": [flat[1:]], "optimizer_state_dict": {}})) == []
-    assert names_by_shape(content(module, {"fp32_groups_flat": [flat, flat], "optimizer_state_dict": {}})) == []
+    assert (
+        names_by_shape(content(module, {"fp32_groups": [swapped], "optimizer_state_dict": {}}))
+        == []
+    )
+    assert (
+        names_by_shape(
+            content(module, {"fp32_groups_flat": [flat[1:]], "optimizer_state_dict": {}})
+        )
+        == []
+    )
+    assert (
+        names_by_shape(
+            content(module, {"fp32_groups_flat": [flat, flat], "optimizer_state_dict": {}})
+        )
+        == []
+    )
 
 
 def test_no_state_tells_nothing() -> None:
     module = model()
     assert names_by_shape(content(module, None)) == []
-    assert names_by_shape(content(module, torch.optim.SGD(module.parameters(), lr=0.1).state_dict())) == []
+    assert (
+        names_by_shape(content(module, torch.optim.SGD(module.parameters(), lr=0.1).state_dict()))
+        == []
+    )

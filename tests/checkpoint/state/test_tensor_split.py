@@ -1,4 +1,6 @@
-"""The parts of a weight are together the weight, and every number of either is found in the other."""
+"""The parts of a weight are together the weight, and every number of either is found in the
+other.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tests.checkpoint.state.simulated import simulate, values_of
 
 @st.composite
 def divided(draw: st.DrawFn) -> tuple[Split, torch.Tensor, int]:
-    """A split, a weight of it whose numbers are all different, and a number of ranks: also more than there are rows."""
+    """A split, a weight of it whose numbers are all different, and a number of ranks: also more
+    than there are rows.
+    """
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     dim = draw(st.integers(0, len(shape) - 1))
     sections = draw(st.lists(st.integers(0, 7), min_size=1, max_size=4))
@@ -35,7 +39,10 @@ def test_parts_make_the_whole_again(case: tuple[Split, torch.Tensor, int]) -> No
         assert part.shape == split.part_shape(whole.shape, rank, size)
         assert split.whole_shape(part.shape) == whole.shape
     for section in range(len(split.sections)):
-        shares = [end - begin for begin, end in (list(split.bounds(rank, size))[section] for rank in range(size))]
+        shares = [
+            end - begin
+            for begin, end in (list(split.bounds(rank, size))[section] for rank in range(size))
+        ]
         assert max(shares) - min(shares) <= 1
 
 
@@ -53,7 +60,10 @@ def test_every_number_of_a_part_lies_where_it_is_looked_for(
         assert torch.equal(torch.cat([flat[:0], *found]), part[start:stop])
     start = data.draw(st.integers(0, flat.numel()))
     stop = data.draw(st.integers(start, flat.numel()))
-    found = [parts[rank][first : first + num] for rank, first, num in split.to_parts(whole.shape, size, start, stop)]
+    found = [
+        parts[rank][first : first + num]
+        for rank, first, num in split.to_parts(whole.shape, size, start, stop)
+    ]
     assert torch.equal(torch.cat([flat[:0], *found]), flat[start:stop])
 
 
@@ -82,13 +92,19 @@ OTHER = {"columns": Split(1, (6,)), "fused": Split(0, (13,)), "rows": Split(1, (
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(
-    ("splits", "size"), [({}, 1), (SPLITS, 2), (SPLITS, 3), (OTHER, 3)], ids=["one", "fewer", "same", "otherwise"]
+    ("splits", "size"),
+    [({}, 1), (SPLITS, 2), (SPLITS, 3), (OTHER, 3)],
+    ids=["one", "fewer", "same", "otherwise"],
 )
 def test_a_part_is_read_from_the_parts_of_another_run(
     stage: int, splits: dict[str, Split], size: int, tmp_path: Path
 ) -> None:
-    """Three tensor ranks times two data-parallel ones wrote it; whatever the run that goes on splits, it is found."""
-    checkpoint = simulate(tmp_path, stage=stage, num_ranks=2, shapes=SHAPES, splits=SPLITS, tensor_size=3)
+    """Three tensor ranks times two data-parallel ones wrote it; whatever the run that goes on
+    splits, it is found.
+    """
+    checkpoint = simulate(
+        tmp_path, stage=stage, num_ranks=2, shapes=SHAPES, splits=SPLITS, tensor_size=3
+    )
     for rank in range(size):
         stored = StoredState(checkpoint, division=Division(splits, rank, size))
         assert stored.keys == ["exp_avg"]
@@ -100,21 +116,40 @@ def test_a_part_is_read_from_the_parts_of_another_run(
             assert torch.equal(stored.weight(name, expected.shape), expected)
             count = expected.numel()
             for start, stop in ((0, count), (count // 3, count // 2), (count - 1, count)):
-                assert torch.equal(stored.read(name, "fp32", start, stop - start), expected.flatten()[start:stop])
-                assert torch.equal(stored.read(name, "exp_avg", start, stop - start), -expected.flatten()[start:stop])
+                assert torch.equal(
+                    stored.read(name, "fp32", start, stop - start), expected.flatten()[start:stop]
+                )
+                assert torch.equal(
+                    stored.read(name, "exp_avg", start, stop - start),
+                    -expected.flatten()[start:stop],
+                )
 
 
 @pytest.mark.parametrize("average", [False, True])
 def test_weights_alone_are_whole(average: bool, tmp_path: Path) -> None:
-    checkpoint = simulate(tmp_path, stage=3, num_ranks=2, shapes=SHAPES, splits=SPLITS, tensor_size=2, averages=average)
+    checkpoint = simulate(
+        tmp_path,
+        stage=3,
+        num_ranks=2,
+        shapes=SHAPES,
+        splits=SPLITS,
+        tensor_size=2,
+        averages=average,
+    )
     found = MergedWeights(checkpoint, average=average, damage=[])
     assert {name: stored.shape for name, stored in found.stored.items()} == SHAPES
     for number, (name, shape) in enumerate(SHAPES.items()):
-        assert torch.equal(found[name], (1 + average) * values_of(number, 0, shape.numel()).view(shape))
+        assert torch.equal(
+            found[name], (1 + average) * values_of(number, 0, shape.numel()).view(shape)
+        )
 
 
 def test_files_that_are_split_otherwise_than_the_manifest_says_are_refused(tmp_path: Path) -> None:
-    checkpoint = simulate(tmp_path, stage=2, num_ranks=1, shapes=SHAPES, splits=SPLITS, tensor_size=2)
+    checkpoint = simulate(
+        tmp_path, stage=2, num_ranks=1, shapes=SHAPES, splits=SPLITS, tensor_size=2
+    )
     checkpoint.manifest["tensor"]["fused"] = [0, [7, 3, 3]]  # type: ignore[index]
-    with pytest.raises(StorageError, match="tensor rank 0 has another part of fused than the manifest says"):
+    with pytest.raises(
+        StorageError, match="tensor rank 0 has another part of fused than the manifest says"
+    ):
         StoredState(checkpoint)

@@ -1,4 +1,6 @@
-"""`check --fix` and `check --resolve` as commands: what is written, what is printed where, and the exit codes."""
+"""`check --fix` and `check --resolve` as commands: what is written, what is printed where, and the
+exit codes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def test_a_run_config_is_mended_and_the_change_is_shown(tmp_path: Path, capsys: 
     assert path.stat().st_mode & 0o777 == 0o640
     before = path.stat()
     assert main(["check", str(path), "--fix"]) == 0
-    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns), "nothing to write"
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns), (
+        "nothing to write"
+    )
     assert "---" not in capsys.readouterr().out
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.yaml"]
 
@@ -62,7 +66,9 @@ def test_what_cannot_be_written_stays_as_it_was(
     assert (path.read_text(), [entry.name for entry in tmp_path.iterdir()]) == (WRONG, ["run.yaml"])
 
 
-def test_one_file_that_cannot_be_read_does_not_keep_the_others(tmp_path: Path, capsys: Capture) -> None:
+def test_one_file_that_cannot_be_read_does_not_keep_the_others(
+    tmp_path: Path, capsys: Capture
+) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(WRONG)
     assert main(["check", str(tmp_path / "nowhere.yaml"), str(path), "--fix", "--json"]) == 2
@@ -77,7 +83,9 @@ def test_resolve_prints_the_json_and_nothing_else(tmp_path: Path, capsys: Captur
     path.write_text(AUTO)
     assert main(["check", str(path), "--resolve", "--num_gpus", "4", "learning_rate=3e-4"]) == 0
     out, err = capsys.readouterr()
-    assert out == AUTO.replace('"train_batch_size": "auto"', '"train_batch_size": 8').replace('"auto"', "0.0003")
+    assert out == AUTO.replace('"train_batch_size": "auto"', '"train_batch_size": 8').replace(
+        '"auto"', "0.0003"
+    )
     assert err.splitlines() == [
         f"note: {path}:2:3: train_batch_size = auto: filled in with 8, from Hugging Face's default "
         "gradient_accumulation_steps=1; give gradient_accumulation_steps=VALUE if yours differs [auto-resolved]"
@@ -152,7 +160,8 @@ def test_odd_words(
 
 def test_import_reads_as_a_release_does(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "ds.json"
-    path.write_text('{"train_batch_size": 8, "sparse_gradients": false}')  # clipping left out: off then, 1.0 now
+    # clipping left out: off then, 1.0 now
+    path.write_text('{"train_batch_size": 8, "sparse_gradients": false}')
     assert main(["import", str(path)]) == 0
     out = capsys.readouterr().out
     assert "DeepSpeed 0.19.8 refuses it" in out
@@ -173,7 +182,8 @@ def test_an_empty_file_is_fine_and_says_so(text: str, tmp_path: Path, capsys: Ca
     out, err = capsys.readouterr()
     assert "fine on 1 device" in out
     assert (
-        err == f"note: {path}: the file is empty: every default holds; write at least {{}} if that is meant "
+        err
+        == f"note: {path}: the file is empty: every default holds; write at least {{}} if that is meant "
         "[config-empty]\n"
     )
     path.write_text("{}\n")
@@ -186,7 +196,11 @@ def test_an_object_cannot_come_from_a_file(tmp_path: Path, capsys: Capture) -> N
     path.write_text("run: {sed: 1}\nmodel: {object: my.Net}\ntask: {object: my.loss}\n")
     assert main(["check", str(path)]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert [line.rpartition("[")[2] for line in lines] == ["unknown-key]", "object-not-given]", "object-not-given]"]
+    assert [line.rpartition("[")[2] for line in lines] == [
+        "unknown-key]",
+        "object-not-given]",
+        "object-not-given]",
+    ]
     assert lines[1].startswith(
         f"{path}:2:9: model.object = my.Net: it was handed over from Python and exists only there; "
     )
@@ -196,7 +210,10 @@ def test_null_where_zero_turns_off(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("training: {clip_grad_norm: null}\n")
     assert main(["check", str(path)]) == 2
-    assert "write 0 to turn clipping off, or leave the key out for 1.0 [wrong-type]" in capsys.readouterr().err
+    assert (
+        "write 0 to turn clipping off, or leave the key out for 1.0 [wrong-type]"
+        in capsys.readouterr().err
+    )
 
 
 def test_further_deepspeed_keys_are_mended_as_deepspeed_json_is(tmp_path: Path) -> None:
@@ -213,4 +230,6 @@ def test_further_deepspeed_keys_are_mended_as_deepspeed_json_is(tmp_path: Path) 
         .replace("'true'", "true")
         .replace("'3'", "3")
     )
-    assert path.read_text() == after.replace("_sise", "_size"), "what a typed section decides is the user's to move"
+    assert path.read_text() == after.replace("_sise", "_size"), (
+        "what a typed section decides is the user's to move"
+    )

@@ -1,4 +1,6 @@
-"""Whatever stands at a path, `check` says so in one line, soon, in little memory, and without a traceback."""
+"""Whatever stands at a path, `check` says so in one line, soon, in little memory, and without a
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -43,15 +45,27 @@ FILES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a pipe": ("x.yaml", os.mkfifo, "config-unreadable"),
     "a pipe as JSON": ("x.json", os.mkfifo, "config-unreadable"),
     "a folder": ("x.json", Path.mkdir, "config-unreadable"),
-    "a device without end": ("x.json", lambda path: path.symlink_to("/dev/zero"), "config-unreadable"),
+    "a device without end": (
+        "x.json",
+        lambda path: path.symlink_to("/dev/zero"),
+        "config-unreadable",
+    ),
     "the null device": ("x.yaml", lambda path: path.symlink_to("/dev/null"), "config-unreadable"),
     "a dangling link": ("x.yaml", lambda path: path.symlink_to("nowhere"), "config-not-found"),
     "a loop of links": ("x.yaml", lambda path: path.symlink_to("x.yaml"), "config-unreadable"),
     "100 MB": ("x.json", lambda path: path.write_bytes(b" " * 100 * MIB), "config-too-large"),
-    "100 MB with a hole": ("x.yaml", lambda path: (path.touch(), os.truncate(path, 100 * MIB)), "config-too-large"),
+    "100 MB with a hole": (
+        "x.yaml",
+        lambda path: (path.touch(), os.truncate(path, 100 * MIB)),
+        "config-too-large",
+    ),
     "brackets": ("x.json", lambda path: path.write_text("[" * 900_000), "config-too-deep"),
     "braces": ("x.json", lambda path: path.write_text('{"a":' * 100_000), "config-too-deep"),
-    "YAML brackets": ("x.yaml", lambda path: path.write_text("a: " + "[" * 900_000), "config-too-deep"),
+    "YAML brackets": (
+        "x.yaml",
+        lambda path: path.write_text("a: " + "[" * 900_000),
+        "config-too-deep",
+    ),
     "a bomb of aliases": ("x.yaml", lambda path: path.write_text(bomb(9)), "config-too-large"),
     "a tag that runs code": (
         "x.yaml",
@@ -59,7 +73,11 @@ FILES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "config-syntax",
     ),
     "latin-1": ("x.yaml", lambda path: path.write_bytes(b"run: {name: \xe9}"), "config-not-text"),
-    "UTF-16": ("x.json", lambda path: path.write_bytes('{"a": 1}'.encode("utf-16")), "config-not-text"),
+    "UTF-16": (
+        "x.json",
+        lambda path: path.write_bytes('{"a": 1}'.encode("utf-16")),
+        "config-not-text",
+    ),
     "zero bytes": ("x.json", lambda path: path.write_bytes(b"\0" * 100), "config-not-text"),
     "many keys": (
         "x.yaml",
@@ -90,13 +108,17 @@ def test_every_file_is_one_line_in_bounded_time_and_memory(tmp_path: Path) -> No
         )
         lines = done.stderr.splitlines()
         assert [line.rpartition("[")[2].rstrip("]") for line in lines] == kinds
-        assert [line.partition("/x.")[0].rpartition("/")[2] for line in lines] == [str(n) for n in range(len(FILES))]
+        assert [line.partition("/x.")[0].rpartition("/")[2] for line in lines] == [
+            str(n) for n in range(len(FILES))
+        ]
         assert done.returncode == 2
         assert int(done.stdout.split()[-1]) < 200, "MiB"
 
 
 def test_a_path_with_a_zero_byte_is_no_file() -> None:
-    with pytest.raises(ConfigError, match=r"a path holds no zero byte; check the path \[config-not-found\]"):
+    with pytest.raises(
+        ConfigError, match=r"a path holds no zero byte; check the path \[config-not-found\]"
+    ):
         load_config("a\0b.yaml")
 
 
@@ -110,22 +132,29 @@ def test_a_socket_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_output_of_a_command_can_be_checked() -> None:
     """bash's <(...) is a pipe."""
-    script = (
-        f'"{sys.executable}" -m framework check <(sleep 0.3; echo \'{{"train_batch_size": 8, "gradient_cliping": 1}}\')'
+    content = '{"train_batch_size": 8, "gradient_cliping": 1}'
+    script = f"\"{sys.executable}\" -m framework check <(sleep 0.3; echo '{content}')"
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False
     )
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
     assert done.returncode == 2
     assert "did you mean gradient_clipping?" in done.stderr
 
 
 def test_a_run_config_from_a_pipe_is_read_once() -> None:
-    script = f'"{sys.executable}" -m framework check <(echo \'{{"run": {{"name": "x", "sed": 1}}}}\')'
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    script = (
+        f'"{sys.executable}" -m framework check <(echo \'{{"run": {{"name": "x", "sed": 1}}}}\')'
+    )
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False
+    )
     assert done.returncode == 2
     assert "did you mean 'seed'?" in done.stderr
 
 
-def test_nobody_waits_for_a_pipe_that_stays_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_a_pipe_that_stays_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "x.yaml"
     os.mkfifo(path)
     monkeypatch.setattr(read_text, "PIPE_SECONDS", 0.2)

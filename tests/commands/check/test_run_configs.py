@@ -1,5 +1,5 @@
-"""`check` on run configs: the JSON that they render to is judged as well, against the release and the GPU that were
-named.
+"""`check` on run configs: the JSON that they render to is judged as well, against the release and
+the GPU that were named.
 """
 
 from __future__ import annotations
@@ -21,10 +21,15 @@ def reported(path: Path, text: str, capsys: Capture, *words: str) -> tuple[int, 
     return code, [line.replace(f"{path}:", "") for line in capsys.readouterr().err.splitlines()]
 
 
-def test_an_unknown_release_is_refused_whatever_is_in_the_file(tmp_path: Path, capsys: Capture) -> None:
+def test_an_unknown_release_is_refused_whatever_is_in_the_file(
+    tmp_path: Path, capsys: Capture
+) -> None:
     for text in ("{}\n", "zero: {stge: 1}\n", "deepspeed: {dump_state: true}\n"):
         code, (line,) = reported(tmp_path, text, capsys, "--deepspeed", "banana")
-        assert (code, line.startswith("no table of DeepSpeed banana: known are 0.16.9, ")) == (64, True)
+        assert (code, line.startswith("no table of DeepSpeed banana: known are 0.16.9, ")) == (
+            64,
+            True,
+        )
 
 
 def test_a_patch_without_a_table_is_judged_by_the_next_one(tmp_path: Path, capsys: Capture) -> None:
@@ -34,35 +39,54 @@ def test_a_patch_without_a_table_is_judged_by_the_next_one(tmp_path: Path, capsy
 
 
 def test_typed_sections_are_judged_against_the_release(tmp_path: Path, capsys: Capture) -> None:
-    """DeepSpeed 0.16.9 reads no torch_autocast; a run without autocast renders it too, switched off, which is the same
-    there.
+    """DeepSpeed 0.16.9 reads no torch_autocast; a run without autocast renders it too, switched
+    off, which is the same there.
     """
-    assert reported(tmp_path, "precision: {dtype: fp32}\n", capsys, "--deepspeed", "0.16.9") == (0, [])
-    code, (line,) = reported(tmp_path, "precision:\n  dtype: autocast\n", capsys, "--deepspeed", "0.16.9")
+    assert reported(tmp_path, "precision: {dtype: fp32}\n", capsys, "--deepspeed", "0.16.9") == (
+        0,
+        [],
+    )
+    code, (line,) = reported(
+        tmp_path, "precision:\n  dtype: autocast\n", capsys, "--deepspeed", "0.16.9"
+    )
     assert code == 2
     assert line.startswith("2:")
     assert "precision.dtype = autocast: DeepSpeed 0.16.9 reads no such key" in line
-    assert reported(tmp_path, "precision: {dtype: autocast}\n", capsys, "--deepspeed", "0.17.6")[0] == 0
+    assert (
+        reported(tmp_path, "precision: {dtype: autocast}\n", capsys, "--deepspeed", "0.17.6")[0]
+        == 0
+    )
 
 
 def test_typed_sections_are_judged_against_the_gpu(tmp_path: Path, capsys: Capture) -> None:
     code, (line,) = reported(tmp_path, "precision: {dtype: fp16}\n", capsys, "--gpu", "p100-16gb")
-    assert (code, "precision.dtype = fp16: DeepSpeed does not train fp16 on p100-16gb" in line) == (2, True)
+    assert (code, "precision.dtype = fp16: DeepSpeed does not train fp16 on p100-16gb" in line) == (
+        2,
+        True,
+    )
     assert "set precision.dtype: fp32 [fp16-unsupported]" in line
-    code, (line,) = reported(tmp_path, "precision: {dtype: bf16}\nzero: {stage: 1}\n", capsys, "--gpu", "t4-16gb")
+    code, (line,) = reported(
+        tmp_path, "precision: {dtype: bf16}\nzero: {stage: 1}\n", capsys, "--gpu", "t4-16gb"
+    )
     assert (code, line.startswith("warning: ")) == (0, True)
     assert line.endswith("; set precision.dtype: fp16 [bf16-emulated]")
-    assert reported(tmp_path, "precision: {dtype: bf16}\nzero: {stage: 1}\n", capsys, "--gpu", "h100-80gb") == (0, [])
+    assert reported(
+        tmp_path, "precision: {dtype: bf16}\nzero: {stage: 1}\n", capsys, "--gpu", "h100-80gb"
+    ) == (0, [])
 
 
-def test_a_length_that_only_the_data_tells_stops_no_judgement(tmp_path: Path, capsys: Capture) -> None:
+def test_a_length_that_only_the_data_tells_stops_no_judgement(
+    tmp_path: Path, capsys: Capture
+) -> None:
     text = "data: {target: torch.utils.data:TensorDataset}\nscheduler: {kind: warmup_decay, warmup_steps: 10}\n"
     code, lines = reported(tmp_path, text, capsys)
     assert (code, [line for line in lines if "run-length" in line]) == (0, [])
 
 
 def test_all_problems_come_at_once(tmp_path: Path, capsys: Capture) -> None:
-    """Neither a typed section nor a misspelt key above hides what is wrong in single keys under `deepspeed:`."""
+    """Neither a typed section nor a misspelt key above hides what is wrong in single keys under
+    `deepspeed:`.
+    """
     text = (
         "zero: {stge: 2}\ndeepspeed:\n  wall_clock_breakdown: maybe\n  flops_profiler: {enabled: true, modul_depth: "
         "3}\n"
@@ -71,8 +95,13 @@ def test_all_problems_come_at_once(tmp_path: Path, capsys: Capture) -> None:
     for wrong, expected in ((text, 5), (text.replace("stge", "stage"), 4)):
         code, lines = reported(tmp_path, wrong, capsys)
         assert (code, len(lines)) == (2, expected), lines
-        assert any("3:" in line and "deepspeed.wall_clock_breakdown = maybe" in line for line in lines)
-        assert any("4:" in line and "did you mean deepspeed.flops_profiler.module_depth?" in line for line in lines)
+        assert any(
+            "3:" in line and "deepspeed.wall_clock_breakdown = maybe" in line for line in lines
+        )
+        assert any(
+            "4:" in line and "did you mean deepspeed.flops_profiler.module_depth?" in line
+            for line in lines
+        )
         assert any("deepspeed.wandbb" in line for line in lines)
         assert any("deepspeed.timers.throughput" in line for line in lines)
 
@@ -127,12 +156,19 @@ def test_accelerates_config_is_one_problem(tmp_path: Path, capsys: Capture) -> N
     assert (code, "[accelerate-config]" in line) == (2, True)
 
 
-def test_the_batch_of_a_tensor_group_is_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_batch_of_a_tensor_group_is_counted_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "run.yaml"
     plan = "{fc1: column, fc2: row, fc3: column_gathered}"
-    path.write_text(f"parallel: {{tensor: 2, tensor_plan: {plan}}}\nbatch: {{global_size: 64, micro_size: 16}}\n")
+    path.write_text(
+        f"parallel: {{tensor: 2, tensor_plan: {plan}}}\nbatch: {{global_size: 64, micro_size: 16}}\n"
+    )
     assert main(["check", str(path), "--num_gpus", "4"]) == 0
-    assert "64 samples per step = 16 x 2 accumulation x 2 data-parallel, 2 tensor-parallel" in capsys.readouterr().out
+    assert (
+        "64 samples per step = 16 x 2 accumulation x 2 data-parallel, 2 tensor-parallel"
+        in capsys.readouterr().out
+    )
     assert main(["check", str(path), "--num_gpus", "4", "parallel.tensor=4"]) == 0
     assert main(["check", str(path), "--num_gpus", "3"]) == 2
     assert "[parallel-not-divisible]" in capsys.readouterr().err

@@ -72,4 +72,8 @@ def test_what_is_nowhere_is_named(module: str, first: str) -> None:
 def test_every_section_that_may_name_code(section: str) -> None:
     config = config_from_values({section: {"target": "nowhere.at_all:x"}})
     (problem,) = missing_targets(config)
-    assert (problem.key, problem.kind, problem.severity) == (f"{section}.target", "target-not-found", "warning")
+    assert (problem.key, problem.kind, problem.severity) == (
+        f"{section}.target",
+        "target-not-found",
+        "warning",
+    )

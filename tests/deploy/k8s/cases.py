@@ -1,6 +1,7 @@
 """The manifests that tests compare, and the commands that print them.
 
-After a change that is meant: ``python -m tests.deploy.k8s.cases``, from the repository root; then read the difference.
+After a change that is meant: ``python -m tests.deploy.k8s.cases``, from the repository root; then
+read the difference.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ CASES: dict[Path, str] = {
     GOLDEN / "job.yaml": f"{_RUN} --nodes 2 --gpus 4 --ckpt_size 100Gi --config_map zero.stage=2",
     GOLDEN
     / "job-cpu.yaml": f"{_RUN} --nodes 2 --gpus 0 --ranks_per_node 2 --memory 3Gi --config_map --save_seconds 30",
-    GOLDEN / "job-one-pod.yaml": "ds_configs/quickstart.yaml --image registry.example/train:1 --gpus 1 --restarts 0",
+    GOLDEN
+    / "job-one-pod.yaml": "ds_configs/quickstart.yaml --image registry.example/train:1 --gpus 1 --restarts 0",
     GOLDEN / "job-rdma.yaml": (
         f"{_RUN} --nodes 3 --gpus 8 --rdma rdma/hca_shared_devices_a=2 --queue team --topology "
         "topology.kubernetes.io/zone "
@@ -35,12 +37,15 @@ CASES: dict[Path, str] = {
         "--priority_class high --label team=ml --annotation k8s.v1.cni.cncf.io/networks=ib0,ib1 "
         "--topology topology.kubernetes.io/zone"
     ),
-    GOLDEN / "jobset.yaml": f"{_RUN} --kind jobset --nodes 2 --gpus 4 --topology cloud.example/rack --shm 20Gi",
+    GOLDEN
+    / "jobset.yaml": f"{_RUN} --kind jobset --nodes 2 --gpus 4 --topology cloud.example/rack --shm 20Gi",
     GOLDEN / "jobset-supervised.yaml": (
         f"{_RUN} --kind jobset --nodes 2 --gpus 4 supervision.max_restarts=20 --no_network_policy"
     ),
-    GOLDEN / "trainjob.yaml": f"{_RUN} --kind trainjob --nodes 2 --gpus 4 --queue team --token_secret dsf-token",
-    GOLDEN / "trainjob-on-runtime.yaml": f"{_RUN} --kind trainjob --runtime torch-distributed --nodes 2 --gpus 4 "
+    GOLDEN
+    / "trainjob.yaml": f"{_RUN} --kind trainjob --nodes 2 --gpus 4 --queue team --token_secret dsf-token",
+    GOLDEN
+    / "trainjob-on-runtime.yaml": f"{_RUN} --kind trainjob --runtime torch-distributed --nodes 2 --gpus 4 "
     "--mount data:/data:ro --label team=ml --annotation a/b=c",
 }
 

@@ -1,5 +1,5 @@
-"""What `launch k8s` prints: compared with files, validated against the schemas of several releases, and right where it
-counts.
+"""What `launch k8s` prints: compared with files, validated against the schemas of several releases,
+and right where it counts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from tests.deploy.k8s.cases import BASE, CASES, GOLDEN, ROOT, text_of
 
 RELEASES = ("1.29", "1.32", "1.34", "1.37")
 _BY_MODELS = ("JobSet", "TrainJob", "TrainingRuntime")
-_OF_KUBEFLOW = ["jobset.yaml", "jobset-supervised.yaml", "trainjob.yaml", "trainjob-on-runtime.yaml"]
+_OF_KUBEFLOW = [
+    "jobset.yaml",
+    "jobset-supervised.yaml",
+    "trainjob.yaml",
+    "trainjob-on-runtime.yaml",
+]
 QUICKSTART = "ds_configs/quickstart.yaml"
 POD = ["--gpus", "1", "--image", "registry.example/train:1"]
 
@@ -45,13 +50,15 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.name)
 def test_it_prints_what_is_in_the_file(path: Path) -> None:
-    assert text_of(CASES[path]) == path.read_text(), "if that is meant: python -m tests.deploy.k8s.cases"
+    assert text_of(CASES[path]) == path.read_text(), (
+        "if that is meant: python -m tests.deploy.k8s.cases"
+    )
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.name)
 def test_the_schemas_of_kubernetes_take_it(path: Path) -> None:
-    """Strictly: no key that the release does not know. Kinds that are no part of Kubernetes have a test of their
-    own.
+    """Strictly: no key that the release does not know. Kinds that are no part of Kubernetes have a
+    test of their own.
     """
     validator = pytest.importorskip("kubernetes_validate", reason="needs the dev extra")
     found = [each for each in objects(path) if each["kind"] not in _BY_MODELS]
@@ -66,7 +73,16 @@ def test_the_command_that_watches_follows_every_pod(
     nodes: int, reported: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """kubectl follows five pods, and refuses more unless it is asked to."""
-    words = [QUICKSTART, "batch.global_size=120", "--nodes", str(nodes), *POD, "--ckpt_pvc", "runs", "--config_map"]
+    words = [
+        QUICKSTART,
+        "batch.global_size=120",
+        "--nodes",
+        str(nodes),
+        *POD,
+        "--ckpt_pvc",
+        "runs",
+        "--config_map",
+    ]
     assert main(["launch", "k8s", *words]) == 0
     assert (f"--tail=-1 --max-log-requests={nodes}\n" in capsys.readouterr().out) == reported
 
@@ -102,7 +118,11 @@ def through(model: Any, value: dict[str, Any]) -> Any:
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items() if (key, item) != ("protocol", "TCP")}
+            return {
+                key: plain(item)
+                for key, item in value.items()
+                if (key, item) != ("protocol", "TCP")
+            }
         if isinstance(value, list):
             return [plain(item) for item in value]
         return getattr(value, "root", getattr(value, "actual_instance", value))
@@ -114,19 +134,29 @@ def test_the_job_of_a_jobset_passes_the_schema_of_jobs() -> None:
     """The models do not look closely into the pod."""
     validator = pytest.importorskip("kubernetes_validate", reason="needs the dev extra")
     found = {
-        name: {each["kind"]: each["spec"] for each in objects(GOLDEN / name) if "spec" in each} for name in _OF_KUBEFLOW
+        name: {each["kind"]: each["spec"] for each in objects(GOLDEN / name) if "spec" in each}
+        for name in _OF_KUBEFLOW
     }
     jobsets = [found[name]["JobSet"] for name in _OF_KUBEFLOW[:2]]
     for spec in (*jobsets, found["trainjob.yaml"]["TrainingRuntime"]["template"]["spec"]):
         job = spec["replicatedJobs"][0]["template"]["spec"]
         for release in RELEASES:
-            whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": job}
+            whole = {
+                "apiVersion": "batch/v1",
+                "kind": "Job",
+                "metadata": {"name": "x"},
+                "spec": job,
+            }
             validator.validate(whole, release, strict=True)
 
 
 def test_the_policy_is_made_of_our_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     rules = printed(capsys, QUICKSTART, *POD)["Job"]["spec"]["podFailurePolicy"]["rules"]
-    assert rules[0]["onExitCodes"]["values"] == [errors.EXIT_USAGE, errors.EXIT_NO_PROGRESS, errors.EXIT_CONFIG]
+    assert rules[0]["onExitCodes"]["values"] == [
+        errors.EXIT_USAGE,
+        errors.EXIT_NO_PROGRESS,
+        errors.EXIT_CONFIG,
+    ]
     assert rules[2]["onExitCodes"]["values"] == [errors.EXIT_STOPPED]
     listed = {code for rule in rules for code in rule.get("onExitCodes", {}).get("values", [])}
     assert not listed & {
@@ -140,8 +170,12 @@ def test_the_policy_is_made_of_our_exit_codes(capsys: pytest.CaptureFixture[str]
 SHARED = ["--nodes", "2", "--ckpt_pvc", "c"]
 
 
-def test_each_printed_job_has_a_secret_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a file that pods read: not in a variable, nor in a word of the command. Nobody else reads what is written."""
+def test_each_printed_job_has_a_secret_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a file that pods read: not in a variable, nor in a word of the command. Nobody else reads
+    what is written.
+    """
     found = [printed(capsys, QUICKSTART, *POD, *SHARED) for _ in range(2)]
     tokens = [each["Secret"]["stringData"]["token"] for each in found]
     assert all(re.fullmatch("[0-9a-f]{64}", token) for token in tokens)
@@ -149,9 +183,16 @@ def test_each_printed_job_has_a_secret_of_its_own(tmp_path: Path, capsys: pytest
     pod = found[0]["Job"]["spec"]["template"]["spec"]
     command = pod["containers"][0]["command"]
     path = command[command.index("--token_file") + 1]
-    (mount,) = (each for each in pod["containers"][0]["volumeMounts"] if path == f"{each['mountPath']}/token")
+    (mount,) = (
+        each
+        for each in pod["containers"][0]["volumeMounts"]
+        if path == f"{each['mountPath']}/token"
+    )
     (volume,) = (each for each in pod["volumes"] if each["name"] == mount["name"])
-    assert volume["secret"] == {"secretName": found[0]["Secret"]["metadata"]["name"], "defaultMode": 0o440}
+    assert volume["secret"] == {
+        "secretName": found[0]["Secret"]["metadata"]["name"],
+        "defaultMode": 0o440,
+    }
     assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
     assert tokens[0] not in json.dumps(found[0]["Job"])
     out = tmp_path / "job.yaml"
@@ -170,8 +211,14 @@ def test_one_pod_has_nobody_to_prove_itself_to(capsys: pytest.CaptureFixture[str
         assert ("Secret" in found) == has_secret
 
 
-def test_pods_of_others_are_kept_out_unless_that_is_not_wanted(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, expected in (([], True), (["--no_network_policy"], False), (["--host_network"], False)):
+def test_pods_of_others_are_kept_out_unless_that_is_not_wanted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words, expected in (
+        ([], True),
+        (["--no_network_policy"], False),
+        (["--host_network"], False),
+    ):
         assert ("NetworkPolicy" in printed(capsys, QUICKSTART, *POD, *words)) == expected
 
 
@@ -185,15 +232,27 @@ def test_a_supervised_job_replaces_pods_one_by_one(capsys: pytest.CaptureFixture
         ([QUICKSTART, *POD, "--restarts", "0"], 0),
     ):
         job = printed(capsys, *words)["Job"]["spec"]
-        assert (job["backoffLimitPerIndex"], job["maxFailedIndexes"], "backoffLimit" in job) == (expected, 0, False)
-    jobset = printed(capsys, *supervised, "--kind", "jobset")["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+        assert (job["backoffLimitPerIndex"], job["maxFailedIndexes"], "backoffLimit" in job) == (
+            expected,
+            0,
+            False,
+        )
+    jobset = printed(capsys, *supervised, "--kind", "jobset")["JobSet"]["spec"]["replicatedJobs"][
+        0
+    ]["template"]["spec"]
     assert (jobset["backoffLimitPerIndex"], jobset["maxFailedIndexes"]) == (20, 0)
-    alone = printed(capsys, *supervised[:-1], "--kind", "jobset")["JobSet"]["spec"]["replicatedJobs"][0]
+    alone = printed(capsys, *supervised[:-1], "--kind", "jobset")["JobSet"]["spec"][
+        "replicatedJobs"
+    ][0]
     assert alone["template"]["spec"]["backoffLimit"] == 0
 
 
-def test_a_node_that_does_not_answer_loses_its_pod_within_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
-    pod = printed(capsys, QUICKSTART, *POD, "--toleration", "gpu:NoSchedule")["Job"]["spec"]["template"]["spec"]
+def test_a_node_that_does_not_answer_loses_its_pod_within_a_minute(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pod = printed(capsys, QUICKSTART, *POD, "--toleration", "gpu:NoSchedule")["Job"]["spec"][
+        "template"
+    ]["spec"]
     assert pod["tolerations"][0] == {"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}
     assert [each["key"] for each in pod["tolerations"][1:]] == [
         "node.kubernetes.io/not-ready",
@@ -224,31 +283,59 @@ def test_no_secret_becomes_a_part_of_the_job(
 def test_pods_have_nodes_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     """But for one pod, where it was asked for otherwise, and where Kueue chooses the nodes."""
     shared = [QUICKSTART, *POD, "--nodes", "2", "--ckpt_pvc", "c"]
-    for kind, label in (("job", "batch.kubernetes.io/job-name"), ("jobset", "jobset.sigs.k8s.io/jobset-name")):
+    for kind, label in (
+        ("job", "batch.kubernetes.io/job-name"),
+        ("jobset", "jobset.sigs.k8s.io/jobset-name"),
+    ):
         apart = affinity(printed(capsys, *shared, "--kind", kind))["podAntiAffinity"]
         (term,) = apart["requiredDuringSchedulingIgnoredDuringExecution"]
         assert term == {
             "labelSelector": {"matchLabels": {label: "quickstart"}},
             "topologyKey": "kubernetes.io/hostname",
         }
-    for words in ([QUICKSTART, *POD], [*shared, "--share_nodes"], [*shared, "--queue", "q", "--topology", "rack"]):
+    for words in (
+        [QUICKSTART, *POD],
+        [*shared, "--share_nodes"],
+        [*shared, "--queue", "q", "--topology", "rack"],
+    ):
         assert affinity(printed(capsys, *words)) == {}
 
 
 def affinity(documents: dict[str, Any]) -> Any:
     in_jobset = "JobSet" in documents
-    job = documents["JobSet"]["spec"]["replicatedJobs"][0]["template"] if in_jobset else documents["Job"]
+    job = (
+        documents["JobSet"]["spec"]["replicatedJobs"][0]["template"]
+        if in_jobset
+        else documents["Job"]
+    )
     return job["spec"]["template"]["spec"].get("affinity", {})
 
 
 def test_further_claims_and_marks(capsys: pytest.CaptureFixture[str]) -> None:
     marks = ["--label", "team=ml", "--annotation", 'k8s.v1.cni.cncf.io/networks=[{"name": "ib0"}]']
-    words = ["--mount", "data:/data:ro", "--mount", "x:/x", "--priority_class", "p", "--scheduler", "s"]
+    words = [
+        "--mount",
+        "data:/data:ro",
+        "--mount",
+        "x:/x",
+        "--priority_class",
+        "p",
+        "--scheduler",
+        "s",
+    ]
     job = printed(capsys, QUICKSTART, *POD, *marks, *words)["Job"]
     pod = job["spec"]["template"]
-    claims = [volume["persistentVolumeClaim"] for volume in pod["spec"]["volumes"] if "persistentVolumeClaim" in volume]
+    claims = [
+        volume["persistentVolumeClaim"]
+        for volume in pod["spec"]["volumes"]
+        if "persistentVolumeClaim" in volume
+    ]
     assert claims == [{"claimName": "data", "readOnly": True}, {"claimName": "x"}]
-    mounts = [mount for mount in pod["spec"]["containers"][0]["volumeMounts"] if mount["name"].startswith("mount-")]
+    mounts = [
+        mount
+        for mount in pod["spec"]["containers"][0]["volumeMounts"]
+        if mount["name"].startswith("mount-")
+    ]
     assert mounts == [
         {"name": "mount-0", "mountPath": "/data", "readOnly": True},
         {"name": "mount-1", "mountPath": "/x"},
@@ -256,22 +343,32 @@ def test_further_claims_and_marks(capsys: pytest.CaptureFixture[str]) -> None:
     assert (pod["spec"]["priorityClassName"], pod["spec"]["schedulerName"]) == ("p", "s")
     for marked in (job, pod):
         assert marked["metadata"]["labels"]["team"] == "ml"
-        assert json.loads(marked["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"]) == [{"name": "ib0"}]
+        assert json.loads(marked["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"]) == [
+            {"name": "ib0"}
+        ]
 
 
 def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "Job" in printed(capsys, QUICKSTART, *POD, "--dry_run", "--out", str(tmp_path / "job.yaml"))
+    assert "Job" in printed(
+        capsys, QUICKSTART, *POD, "--dry_run", "--out", str(tmp_path / "job.yaml")
+    )
     assert not (tmp_path / "job.yaml").exists()
 
 
 def test_what_cannot_work_there_prints_no_manifest(capsys: pytest.CaptureFixture[str]) -> None:
     cases = [
-        ([QUICKSTART, "--nodes", "7", "--gpus", "1", *POD[2:], "--ckpt_pvc", "c"], "[batch-not-divisible]"),
+        (
+            [QUICKSTART, "--nodes", "7", "--gpus", "1", *POD[2:], "--ckpt_pvc", "c"],
+            "[batch-not-divisible]",
+        ),
         ([QUICKSTART, *POD, "zero.stge=2"], "[unknown-key]"),
         (["ds_configs/fp16.yaml", *POD[2:], "--gpus", "0"], "[fp16-on-cpu]"),
         ([QUICKSTART, *POD, "run.world_size=8"], "run.world_size"),
         ([QUICKSTART, *POD, "--nodes", "2"], "[shared-storage-missing]"),
-        ([QUICKSTART, *POD, "--ckpt_pvc", "c", "run.output_dir=/elsewhere"], "[outside-the-volume]"),
+        (
+            [QUICKSTART, *POD, "--ckpt_pvc", "c", "run.output_dir=/elsewhere"],
+            "[outside-the-volume]",
+        ),
         ([QUICKSTART, *POD, "--shm", "32Gi"], "[k8s-shm]"),
         (["nowhere.yaml", *POD], "[config-not-found]"),
     ]
@@ -290,7 +387,10 @@ def test_what_cannot_work_there_prints_no_manifest(capsys: pytest.CaptureFixture
         ([QUICKSTART, *POD[2:]], "--gpus G"),
         ([QUICKSTART, "--gpus", "1", "--image", "train:latest"], "latest moves"),
         ([QUICKSTART, "--gpus", "1", "--image", "train"], "without a tag"),
-        ([QUICKSTART, "--gpus", "1", "--image", "train:1 --privileged"], "not the name of an image"),
+        (
+            [QUICKSTART, "--gpus", "1", "--image", "train:1 --privileged"],
+            "not the name of an image",
+        ),
         ([QUICKSTART, *POD, "--name", "My_Run"], "lower-case"),
         ([QUICKSTART, *POD, "--device", "cpu"], "contradict"),
         ([QUICKSTART, *POD, "--ranks_per_node", "2"], "one rank to each"),
@@ -308,7 +408,10 @@ def test_what_cannot_work_there_prints_no_manifest(capsys: pytest.CaptureFixture
         ([QUICKSTART, *POD, "--mount", "data:/checkpoints"], "two volumes at /checkpoints"),
         ([QUICKSTART, *POD, "--label", "a=b c"], "LABEL=VALUE"),
         ([QUICKSTART, *POD, "--label", "app.kubernetes.io/instance=x"], "the launcher sets it"),
-        ([QUICKSTART, *POD, "--annotation", "dsf-trainer/save-budget-seconds=1"], "the launcher sets it"),
+        (
+            [QUICKSTART, *POD, "--annotation", "dsf-trainer/save-budget-seconds=1"],
+            "the launcher sets it",
+        ),
         ([QUICKSTART, *POD, "--annotation", "a=b\nc"], "on one line"),
         ([QUICKSTART, *POD, "--scheduler", "volcano", "--queue", "q"], "leave --scheduler out"),
         (
@@ -326,7 +429,9 @@ def test_what_cannot_work_there_prints_no_manifest(capsys: pytest.CaptureFixture
         (["--lint"], "name the manifests"),
     ],
 )
-def test_a_wrong_command_line_says_why(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_says_why(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["launch", "k8s", *words]) in (errors.EXIT_USAGE, errors.EXIT_CONFIG)
     out, err = capsys.readouterr()
     assert not out
@@ -337,28 +442,39 @@ def test_a_wrong_command_line_says_why(words: list[str], sentence: str, capsys: 
 def test_settings_reach_the_command_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     """No shell stands between; and Kubernetes puts no variable in their place."""
     words = ["run.name=a b;c", "run.output_dir=/checkpoints/$(HOME)"]
-    out = printed(capsys, QUICKSTART, *POD, words[1])["Job"]["spec"]["template"]["spec"]["containers"][0]["command"]
+    out = printed(capsys, QUICKSTART, *POD, words[1])["Job"]["spec"]["template"]["spec"][
+        "containers"
+    ][0]["command"]
     assert out[5:7] == [QUICKSTART, "run.output_dir=/checkpoints/$$(HOME)"]
-    assert main(["launch", "k8s", QUICKSTART, *POD, words[0]]) == errors.EXIT_CONFIG  # no run has this name
+    # no run has this name
+    assert main(["launch", "k8s", QUICKSTART, *POD, words[0]]) == errors.EXIT_CONFIG
 
 
 def expanded(text: str) -> str:
-    """As the kubelet does it, for words of a command and values of variables: two signs are one, and $(NAME) is its
-    value.
+    """As the kubelet does it, for words of a command and values of variables: two signs are one,
+    and $(NAME) is its value.
     """
-    return re.sub(r"\$(\$|\((.*?)\))", lambda found: "$" if found[1] == "$" else f"<value of {found[2]}>", text)
+    return re.sub(
+        r"\$(\$|\((.*?)\))",
+        lambda found: "$" if found[1] == "$" else f"<value of {found[2]}>",
+        text,
+    )
 
 
 @pytest.mark.parametrize("text", ["$", "$$", "$(A)", "$$(A)", "$$$(A)", "a$b$", "a$$b", "100%$"])
 def test_what_is_typed_is_what_arrives(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert expanded("$(A) $$(A) $x") == "<value of A> $(A) $x"
     words = [f"run.output_dir=/checkpoints/{text}", "--env", f"P={text}"]
-    container = printed(capsys, QUICKSTART, *POD, *words)["Job"]["spec"]["template"]["spec"]["containers"][0]
+    container = printed(capsys, QUICKSTART, *POD, *words)["Job"]["spec"]["template"]["spec"][
+        "containers"
+    ][0]
     assert words[0] in list(map(expanded, container["command"]))
     assert [expanded(each["value"]) for each in container["env"] if each["name"] == "P"] == [text]
 
 
-def test_a_restarted_pod_goes_on_unless_it_is_told_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_restarted_pod_goes_on_unless_it_is_told_otherwise(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def settings(*words: str) -> list[str]:
         pod = printed(capsys, QUICKSTART, *POD, *words)["Job"]["spec"]["template"]["spec"]
         return [word for word in pod["containers"][0]["command"] if word.startswith("checkpoint.")]
@@ -381,24 +497,33 @@ def test_a_restarted_pod_does_not_go_back_to_one_place(capsys: pytest.CaptureFix
 
 def test_one_and_more_pods_without_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--device", "cpu", "--ranks-per-node", "2", "--cpus", "8", *POD[2:]]
-    container = printed(capsys, QUICKSTART, *words)["Job"]["spec"]["template"]["spec"]["containers"][0]
+    container = printed(capsys, QUICKSTART, *words)["Job"]["spec"]["template"]["spec"][
+        "containers"
+    ][0]
     variables = {each["name"]: each.get("value") for each in container["env"]}
-    assert container["resources"] == {"requests": {"cpu": "8", "memory": "8Gi"}, "limits": {"memory": "8Gi"}}
+    assert container["resources"] == {
+        "requests": {"cpu": "8", "memory": "8Gi"},
+        "limits": {"memory": "8Gi"},
+    }
     assert (variables["DS_ACCELERATOR"], variables["OMP_NUM_THREADS"]) == ("cpu", "4")
 
 
 def test_root_with_rdma_may_pin_memory_and_nobody_else(capsys: pytest.CaptureFixture[str]) -> None:
     for user, added in (("0", ["IPC_LOCK"]), ("1000", None)):
-        spec = printed(capsys, QUICKSTART, *POD, "--rdma", "rdma/a", "--run_as_user", user)["Job"]["spec"]["template"][
+        spec = printed(capsys, QUICKSTART, *POD, "--rdma", "rdma/a", "--run_as_user", user)["Job"][
             "spec"
-        ]
+        ]["template"]["spec"]
         assert spec["containers"][0]["securityContext"]["capabilities"].get("add") == added
         assert spec["securityContext"]["runAsNonRoot"] == (user != "0")
 
 
-def test_jobs_on_the_network_of_their_nodes_have_ports_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_jobs_on_the_network_of_their_nodes_have_ports_of_their_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     ports = {
-        printed(capsys, QUICKSTART, *POD, "--host_network", "--name", name)["Service"]["spec"]["ports"][0]["port"]
+        printed(capsys, QUICKSTART, *POD, "--host_network", "--name", name)["Service"]["spec"][
+            "ports"
+        ][0]["port"]
         for name in ("a", "b", "c", "d")
     }
     assert len(ports) == 4
@@ -438,7 +563,10 @@ def test_any_name_of_a_config_becomes_one_that_a_config_map_can_hold(
     found = printed(capsys, str(tmp_path / name), *POD, "--config_map")
     assert list(found["ConfigMap"]["data"]) == [key]
     assert re.fullmatch(r"(?!\.\.)[-._a-zA-Z0-9]{1,253}", key), "what the API server takes"
-    assert f"/etc/dsf-trainer/{key}" in found["Job"]["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert (
+        f"/etc/dsf-trainer/{key}"
+        in found["Job"]["spec"]["template"]["spec"]["containers"][0]["command"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -463,7 +591,9 @@ def test_any_name_of_a_config_becomes_one_that_a_config_map_can_hold(
     ],
 )
 def test_text_stays_text_for_every_reader(text: str) -> None:
-    """Kubernetes reads YAML in Go, where 1e3 is a number and y is true; in quotes they are text everywhere."""
+    """Kubernetes reads YAML in Go, where 1e3 is a number and y is true; in quotes they are text
+    everywhere.
+    """
     written = write_yaml([{"value": text}], reasons={})
     assert yaml.safe_load(written) == {"value": text}
     assert re.match(r'value: ("|\|)', written), written
@@ -485,11 +615,17 @@ def test_kustomize_takes_the_base_and_the_lint_sees_what_an_overlay_breaks(tmp_p
     (tmp_path / "base").mkdir()
     shutil.copy(BASE, tmp_path / "base")
     (tmp_path / "base/kustomization.yaml").write_text("resources: [job.yaml]\nnamePrefix: my-\n")
-    assert {found.kind for found in lint(parse_manifests(kustomize(tmp_path / "base"), name="prefixed"))} >= {
-        "k8s-master-addr"
-    }
+    assert {
+        found.kind for found in lint(parse_manifests(kustomize(tmp_path / "base"), name="prefixed"))
+    } >= {"k8s-master-addr"}
 
 
 def kustomize(folder: Path) -> str:
-    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     return done.stdout

@@ -1,5 +1,5 @@
-"""Runs `doctor` in a process of its own, where something is really broken: mounts of its own, lower limits, fewer
-capabilities.
+"""Runs `doctor` in a process of its own, where something is really broken: mounts of its own, lower
+limits, fewer capabilities.
 """
 
 from __future__ import annotations
@@ -53,7 +53,13 @@ def doctor(
     command = [sys.executable, "-m", "framework", "doctor", *map(str, words)]
     start = [*(_own_mounts() if mounts else []), "bash", "-c", script, "bash", *command]
     return subprocess.run(
-        start, cwd=cwd, env=job_environment(**environment), capture_output=True, text=True, check=False, timeout=120
+        start,
+        cwd=cwd,
+        env=job_environment(**environment),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
 
 
@@ -62,7 +68,11 @@ def findings(*words: str | Path, **how: Any) -> dict[str, dict[str, Any]]:
     done = doctor(*words, "--json", **how)
     assert done.returncode in (0, 78), done.stderr
     found = json.loads(done.stdout)
-    assert (done.returncode == 0) == found["ok"] == all(each["severity"] != "error" for each in found["findings"])
+    assert (
+        (done.returncode == 0)
+        == found["ok"]
+        == all(each["severity"] != "error" for each in found["findings"])
+    )
     return {each["id"]: each for each in found["findings"]}
 
 

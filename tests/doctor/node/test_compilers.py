@@ -26,7 +26,9 @@ CPU_ADAM = Op("cpu_adam", "optimizer.implementation is deepspeed")
 
 def kinds(op: Op, environment: dict[str, str], *, device: str = "cpu") -> list[tuple[str, str]]:
     need = Need(Cluster(device=device), (op,))  # type: ignore[arg-type]
-    return [(each.kind, each.key.rpartition("/")[2]) for each in check_ops(need, environment).problems]
+    return [
+        (each.kind, each.key.rpartition("/")[2]) for each in check_ops(need, environment).problems
+    ]
 
 
 @pytest.fixture
@@ -44,13 +46,17 @@ def compiled(cache: dict[str, str], name: str) -> Path:
 def test_no_compiler(tmp_path: Path, cache: dict[str, str]) -> None:
     path = {"PATH": programs(tmp_path / "bin", "ninja")}
     assert kinds(CPU_ADAM, cache | path) == [("op-not-loadable", "c++")]
-    assert kinds(CPU_ADAM, cache | path | {"CXX": "clang++-99"}) == [("op-not-loadable", "clang++-99")]
+    assert kinds(CPU_ADAM, cache | path | {"CXX": "clang++-99"}) == [
+        ("op-not-loadable", "clang++-99")
+    ]
     compiled(cache, "cpu_adam")
     assert kinds(CPU_ADAM, cache | path) == []
 
 
 def test_no_compiler_for_graphs(tmp_path: Path, cache: dict[str, str]) -> None:
-    """Also where no op is compiled: `training.compile` needs C++ on processors, and C beside Triton."""
+    """Also where no op is compiled: `training.compile` needs C++ on processors, and C beside
+    Triton.
+    """
 
     def found(device: Device, name: str, **environment: str) -> list[str]:
         need = Need(Cluster(device=device), compiles=True)
@@ -63,8 +69,12 @@ def test_no_compiler_for_graphs(tmp_path: Path, cache: dict[str, str]) -> None:
     assert found("cpu", "bash", CXX="bash -O3") == []
 
 
-@pytest.mark.parametrize(("version", "kinds"), [("2.11.0+cu130", ["compile-loses-gradients"]), ("2.12.1", [])])
-def test_a_torch_that_loses_gradients(version: str, kinds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("version", "kinds"), [("2.11.0+cu130", ["compile-loses-gradients"]), ("2.12.1", [])]
+)
+def test_a_torch_that_loses_gradients(
+    version: str, kinds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("framework.doctor.node.software.torch_text", lambda _: version)
     monkeypatch.setattr(torch, "__version__", version)
     in_doctor = check_ops(Need(Cluster(), compiles=True), os.environ).problems
@@ -77,7 +87,9 @@ def test_no_ninja_also_breaks_what_is_compiled(
 ) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path / "none"))  # this Python's own
     compiled(cache, "cpu_adam")
-    assert kinds(CPU_ADAM, cache | {"PATH": programs(tmp_path / "bin", "c++")}) == [("op-not-loadable", "ninja")]
+    assert kinds(CPU_ADAM, cache | {"PATH": programs(tmp_path / "bin", "c++")}) == [
+        ("op-not-loadable", "ninja")
+    ]
 
 
 def test_a_machine_without_a_compiler_is_refused(tmp_path: Path) -> None:
@@ -88,8 +100,8 @@ def test_a_machine_without_a_compiler_is_refused(tmp_path: Path) -> None:
 
 
 def test_libaio_is_linked_as_deepspeed_does(tmp_path: Path, cache: dict[str, str]) -> None:
-    """Without the library on this machine, and with one that is made here; `pin_memory` comes before it and is no
-    matter here.
+    """Without the library on this machine, and with one that is made here; `pin_memory` comes
+    before it and is no matter here.
     """
     op = Op("async_io", "zero.offload_optimizer.device is nvme", library="aio")
     environment = cache | {"PATH": f"{programs(tmp_path / 'bin', 'ninja')}:{os.environ['PATH']}"}
@@ -97,7 +109,9 @@ def test_libaio_is_linked_as_deepspeed_does(tmp_path: Path, cache: dict[str, str
     assert kinds(op, hidden) == [("op-not-loadable", "libaio")]
     (tmp_path / "libaio.h").write_text('extern "C" int io_submit(int, long, void *);\n')
     (tmp_path / "aio.cpp").write_text('extern "C" int io_submit(int, long, void *) { return 0; }\n')
-    subprocess.run(["c++", "-shared", "-fPIC", "-o", tmp_path / "libaio.so", tmp_path / "aio.cpp"], check=True)
+    subprocess.run(
+        ["c++", "-shared", "-fPIC", "-o", tmp_path / "libaio.so", tmp_path / "aio.cpp"], check=True
+    )
     assert kinds(op, environment | {"CFLAGS": f"-I{tmp_path}", "LDFLAGS": f"-L{tmp_path}"}) == []
 
 
@@ -130,8 +144,14 @@ def test_a_lock_that_somebody_holds(tmp_path: Path, cache: dict[str, str]) -> No
 def test_ops_bear_deepspeeds_names() -> None:
     folder = package_folder("deepspeed")
     assert folder is not None
-    sources = [path.read_text(encoding="utf-8") for path in (folder / "ops" / "op_builder").rglob("*.py")]
-    known = {name for text in sources for name in re.findall(r'^    NAME = "([a-z_]+)"', text, re.MULTILINE)}
+    sources = [
+        path.read_text(encoding="utf-8") for path in (folder / "ops" / "op_builder").rglob("*.py")
+    ]
+    known = {
+        name
+        for text in sources
+        for name in re.findall(r'^    NAME = "([a-z_]+)"', text, re.MULTILINE)
+    }
     offload = {"offload_optimizer": {"device": "nvme"}, "zero_quantized_weights": True}
     for kind in ("AdamW", "Adagrad", "Lion", "Lamb"):
         for zero in ({}, offload):
@@ -154,7 +174,9 @@ def test_ops_bear_deepspeeds_names() -> None:
         ("Adam", {"torch_adam": True}, "nvme", ["pin_memory", "async_io"]),
     ],
 )
-def test_which_ops_a_run_loads(kind: str, params: dict[str, bool], device: str, expected: list[str]) -> None:
+def test_which_ops_a_run_loads(
+    kind: str, params: dict[str, bool], device: str, expected: list[str]
+) -> None:
     config = {
         "optimizer": {"type": kind, "params": params},
         "zero_optimization": {"offload_optimizer": {"device": device}},
@@ -168,6 +190,6 @@ def test_which_ops_a_run_loads(kind: str, params: dict[str, bool], device: str, 
 def test_the_folder_is_that_of_training() -> None:
     import torch
 
-    assert extensions_folder(os.environ, torch_version=torch_text("__version__") or "") == extensions_folder(
-        os.environ, torch_version=torch.__version__
-    )
+    assert extensions_folder(
+        os.environ, torch_version=torch_text("__version__") or ""
+    ) == extensions_folder(os.environ, torch_version=torch.__version__)

@@ -26,7 +26,9 @@ FINE = [
 ]
 
 
-def look(folder: Path, gpus: list[str], apps: str = "", *, ranks: int = 2, **environment: str) -> list[tuple[str, str]]:
+def look(
+    folder: Path, gpus: list[str], apps: str = "", *, ranks: int = 2, **environment: str
+) -> list[tuple[str, str]]:
     path = programs(folder, "cat", nvidia_smi=SMI)
     (folder / "nvidia-smi.gpus").write_text("\n".join(gpus) + "\n")
     (folder / "nvidia-smi.apps").write_text(apps)
@@ -34,7 +36,10 @@ def look(folder: Path, gpus: list[str], apps: str = "", *, ranks: int = 2, **env
     before = os.environ["PATH"]
     os.environ["PATH"] = path
     try:
-        return [(each.kind, each.key) for each in check_devices(need, {"PATH": path, **environment}).problems]
+        return [
+            (each.kind, each.key)
+            for each in check_devices(need, {"PATH": path, **environment}).problems
+        ]
     finally:
         os.environ["PATH"] = before
 
@@ -45,17 +50,26 @@ def test_nothing_to_say(tmp_path: Path) -> None:
 
 def test_more_ranks_than_devices(tmp_path: Path) -> None:
     assert look(tmp_path, FINE, ranks=4) == [("too-few-devices", "devices")]
-    assert look(tmp_path / "one", FINE, CUDA_VISIBLE_DEVICES="1") == [("too-few-devices", "devices")]
-    assert look(tmp_path / "odd", FINE, CUDA_VISIBLE_DEVICES="GPU-a") == [("visible-devices", "CUDA_VISIBLE_DEVICES")]
+    assert look(tmp_path / "one", FINE, CUDA_VISIBLE_DEVICES="1") == [
+        ("too-few-devices", "devices")
+    ]
+    assert look(tmp_path / "odd", FINE, CUDA_VISIBLE_DEVICES="GPU-a") == [
+        ("visible-devices", "CUDA_VISIBLE_DEVICES")
+    ]
 
 
 def test_no_device_where_gpus_are_planned() -> None:
     need = Need(Cluster(device="cuda"))
-    assert [each.kind for each in check_devices(need, {"DS_ACCELERATOR": "cpu"}).problems] == ["too-few-devices"]
+    assert [each.kind for each in check_devices(need, {"DS_ACCELERATOR": "cpu"}).problems] == [
+        "too-few-devices"
+    ]
 
 
 def test_devices_that_nobody_counts_are_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("framework.doctor.node.gpus.find_devices", lambda environment: devices.LocalDevices("cuda", 0))
+    monkeypatch.setattr(
+        "framework.doctor.node.gpus.find_devices",
+        lambda environment: devices.LocalDevices("cuda", 0),
+    )
     found = check_devices(Need(Cluster(device="cuda")), {})
     assert (found.stated, found.problems) == ("1 rank on cuda devices, which nobody counts", ())
 
@@ -71,15 +85,21 @@ def test_gpus_that_torch_cannot_use_are_told(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_somebody_else_computes_there(tmp_path: Path) -> None:
     assert look(tmp_path, FINE, "GPU-b, 4711, python, 30000\n") == [("gpu-busy", "GPU 1")]
-    only = look(tmp_path / "other", FINE, "GPU-b, 4711, python, 30000\n", ranks=1, CUDA_VISIBLE_DEVICES="0")
+    only = look(
+        tmp_path / "other", FINE, "GPU-b, 4711, python, 30000\n", ranks=1, CUDA_VISIBLE_DEVICES="0"
+    )
     assert only == []  # this run does not take that one
 
 
 def test_memory_that_nobody_owns_up_to(tmp_path: Path) -> None:
-    assert look(tmp_path, [FINE[0].replace(" 4,", " 40000,"), FINE[1]]) == [("gpu-memory-used", "GPU 0")]
+    assert look(tmp_path, [FINE[0].replace(" 4,", " 40000,"), FINE[1]]) == [
+        ("gpu-memory-used", "GPU 0")
+    ]
 
 
-@pytest.mark.parametrize("row", [FINE[0].replace(", 0, No", ", 3, No"), FINE[0].replace(", 0, No", ", 0, Yes")])
+@pytest.mark.parametrize(
+    "row", [FINE[0].replace(", 0, No", ", 3, No"), FINE[0].replace(", 0, No", ", 0, Yes")]
+)
 def test_memory_errors(tmp_path: Path, row: str) -> None:
     assert look(tmp_path, [row, FINE[1]]) == [("gpu-memory-errors", "GPU 0")]
 
@@ -87,7 +107,9 @@ def test_memory_errors(tmp_path: Path, row: str) -> None:
 def test_a_driver_older_than_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever torch is installed: any CUDA of these years is newer than that driver."""
     monkeypatch.setattr("framework.doctor.node.gpus.torch_text", lambda name: "12.8")
-    assert look(tmp_path, [row.replace("580.82.07", "470.57.02") for row in FINE]) == [("driver-too-old", "driver")]
+    assert look(tmp_path, [row.replace("580.82.07", "470.57.02") for row in FINE]) == [
+        ("driver-too-old", "driver")
+    ]
 
 
 def test_an_nvidia_smi_that_fails_is_no_finding(tmp_path: Path) -> None:

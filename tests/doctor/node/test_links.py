@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from framework.doctor.node.links import Echo, Reached, call, call_all, existing, mark, mark_path, unseen
+from framework.doctor.node.links import (
+    Echo,
+    Reached,
+    call,
+    call_all,
+    existing,
+    mark,
+    mark_path,
+    unseen,
+)
 from tests.ports import free_ports
 
 
@@ -45,7 +54,9 @@ def test_a_port_that_is_taken() -> None:
 
 
 def test_an_echo_answers_at_its_address_alone_and_leaves_its_port_free() -> None:
-    """The ranks listen there next, and not all of them take a port that waits for late packets (TIME_WAIT)."""
+    """The ranks listen there next, and not all of them take a port that waits for late packets
+    (TIME_WAIT).
+    """
     echo = Echo(0, address="127.0.0.2")
     assert call("127.0.0.2", echo.port, token="t").reason == ""
     assert call("127.0.0.1", echo.port, token="t").reason == "connection refused"
@@ -69,10 +80,15 @@ def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> No
     """As ranks do: the first may be one on which nobody listens."""
     echo = Echo(0, address="127.0.0.2")
     found = [
-        (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, echo.port)) for address in ("127.0.0.9", "127.0.0.2")
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, echo.port))
+        for address in ("127.0.0.9", "127.0.0.2")
     ]
     really = socket.getaddrinfo
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest: found if host == "node-0" else really(host, *rest))
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *rest: found if host == "node-0" else really(host, *rest),
+    )
     assert call("node-0", echo.port, token="t") == Reached("127.0.0.2")
     echo.close()
 
@@ -83,8 +99,8 @@ def test_whoever_else_answers_is_no_answer() -> None:
 
 
 def test_a_call_that_is_given_the_port_it_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody listens, the kernel may choose the very port that is called for the caller's own end: it answers
-    itself.
+    """Where nobody listens, the kernel may choose the very port that is called for the caller's own
+    end: it answers itself.
     """
 
     def create_connection(address: tuple[str, int], timeout: float) -> socket.socket:
@@ -100,7 +116,10 @@ def test_a_call_that_is_given_the_port_it_calls_is_refused(monkeypatch: pytest.M
 
 def test_silence_ends() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        assert call("127.0.0.1", listening.getsockname()[1], token="t", seconds=0.2).reason == "no answer within 0 s"
+        assert (
+            call("127.0.0.1", listening.getsockname()[1], token="t", seconds=0.2).reason
+            == "no answer within 0 s"
+        )
 
 
 def test_names_that_lead_nowhere_or_back() -> None:

@@ -65,8 +65,20 @@ def test_memory_that_cannot_be_locked(tmp_path: Path, may_lock: bool) -> None:
         "import sys; from pathlib import Path; from framework.doctor.node.machine import check_locked_memory; "
         "print([each.kind for each in check_locked_memory(Path(sys.argv[1])).problems])"
     )
-    command = [*drop, "bash", "-c", 'ulimit -l 64; exec "$@"', "bash", sys.executable, "-c", look, str(tmp_path)]
-    done = subprocess.run(command, env=job_environment(), cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [
+        *drop,
+        "bash",
+        "-c",
+        'ulimit -l 64; exec "$@"',
+        "bash",
+        sys.executable,
+        "-c",
+        look,
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        command, env=job_environment(), cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.stdout.strip() == ("[]" if may_lock else "['memlock']"), done.stderr
 
 
@@ -76,7 +88,8 @@ def test_memory_is_not_locked_where_nothing_needs_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("threads", "kinds"), [("", []), ("1", []), ("4096", ["too-many-threads"]), ("4096,2", ["too-many-threads"])]
+    ("threads", "kinds"),
+    [("", []), ("1", []), ("4096", ["too-many-threads"]), ("4096,2", ["too-many-threads"])],
 )
 def test_more_threads_than_cores(threads: str, kinds: list[str]) -> None:
     assert [each.kind for each in check_cores(NEED, {"OMP_NUM_THREADS": threads}).problems] == kinds
@@ -93,7 +106,12 @@ def test_a_name_that_leads_back_here(tmp_path: Path) -> None:
     script = f'mount --bind {tmp_path}/hosts /etc/hosts; hostname pod-7; exec "$@"'
     own = ["unshare", "--mount", "--uts", "--propagation", "private", "bash", "-c", script, "bash"]
     done = subprocess.run(
-        [*own, sys.executable, "-c", look], env=job_environment(), cwd=ROOT, capture_output=True, text=True, check=False
+        [*own, sys.executable, "-c", look],
+        env=job_environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.stdout.strip() == "hostname-loopback warning", done.stderr
 
@@ -117,7 +135,9 @@ def test_a_user_without_a_name(environment: dict[str, str], kinds: str) -> None:
     if not (child := os.fork()):
         try:
             os.setuid(123_456)
-            os.write(write, " ".join(each.kind for each in check_user(environment).problems).encode())
+            os.write(
+                write, " ".join(each.kind for each in check_user(environment).problems).encode()
+            )
         finally:
             os._exit(0)
     os.close(write)

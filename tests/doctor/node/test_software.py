@@ -10,7 +10,9 @@ import framework
 from framework.doctor.node.software import hash_of_files, hash_of_framework
 
 
-def test_another_table_of_the_framework_is_another_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_table_of_the_framework_is_another_framework(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "__init__.py").write_text("")
     (tmp_path / "words.json").write_text('{"lr": "lr"}')
     monkeypatch.setattr(framework, "__file__", str(tmp_path / "__init__.py"))

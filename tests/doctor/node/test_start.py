@@ -28,7 +28,9 @@ def looks(tmp_path: Path) -> Iterator[dict[str, Any]]:
     config = config_from_values({"run": {"name": "r", "output_dir": str(tmp_path)}})
     with ExitStack() as stack:
         reported = [
-            stack.enter_context(look_before_start(config, CLUSTER, ENVIRONMENT, rank=rank, warn=lambda _: None))
+            stack.enter_context(
+                look_before_start(config, CLUSTER, ENVIRONMENT, rank=rank, warn=lambda _: None)
+            )
             for rank in (0, 1)
         ]
         assert len(list(tmp_path.iterdir())) == 2
@@ -42,7 +44,10 @@ def test_equal_nodes(looks: dict[str, Any]) -> None:
 
 
 def test_other_code_and_a_folder_that_is_not_shared(looks: dict[str, Any]) -> None:
-    looks["1 (b)"] |= {"code": {"my_nets": "other"}, "mark": "/nowhere/.preflight-0123456789abcdef-1"}
+    looks["1 (b)"] |= {
+        "code": {"my_nets": "other"},
+        "mark": "/nowhere/.preflight-0123456789abcdef-1",
+    }
     found = [(each.kind, each.file) for each in differences(looks, seen=set())]
     assert found == [("code-differs", "node 1 (b)"), ("run-folder-not-shared", "node 1 (b)")]
 
@@ -69,7 +74,9 @@ def test_a_hello_and_a_look_hash_alike(looks: dict[str, Any], tmp_path: Path) ->
 
 
 def test_a_run_that_never_saves_needs_no_shared_folder(tmp_path: Path) -> None:
-    config = config_from_values({"run": {"output_dir": str(tmp_path)}, "checkpoint": {"at_end": False}})
+    config = config_from_values(
+        {"run": {"output_dir": str(tmp_path)}, "checkpoint": {"at_end": False}}
+    )
     with look_before_start(config, CLUSTER, ENVIRONMENT, rank=0, warn=lambda _: None) as reported:
         assert reported["mark"] == ""
         assert not list(tmp_path.iterdir())
@@ -90,16 +97,22 @@ def test_a_run_that_never_saves_needs_no_shared_folder(tmp_path: Path) -> None:
         {"code": {str(number): "" for number in range(300)}},
     ],
 )
-def test_what_has_another_shape_is_not_compared(looks: dict[str, Any], change: dict[str, Any]) -> None:
+def test_what_has_another_shape_is_not_compared(
+    looks: dict[str, Any], change: dict[str, Any]
+) -> None:
     assert not is_look(looks["1 (b)"] | change)
     assert not is_look([])
 
 
-def test_a_node_that_is_not_fit_tells_all_reasons_to_everybody(tmp_path: Path, looks: dict[str, Any]) -> None:
-    """A folder that cannot be written to may be mended while a platform tries again: training ends with 74 for that,
-    not 78.
+def test_a_node_that_is_not_fit_tells_all_reasons_to_everybody(
+    tmp_path: Path, looks: dict[str, Any]
+) -> None:
+    """A folder that cannot be written to may be mended while a platform tries again: training ends
+    with 74 for that, not 78.
     """
-    config = config_from_values({"run": {"output_dir": "/proc/runs"}, "checkpoint": {"init_weights": "/no/such.pt"}})
+    config = config_from_values(
+        {"run": {"output_dir": "/proc/runs"}, "checkpoint": {"init_weights": "/no/such.pt"}}
+    )
     warned: list[Problem] = []
     with look_before_start(
         config, CLUSTER, ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "^lo"}, rank=1, warn=warned.append
@@ -111,7 +124,9 @@ def test_a_node_that_is_not_fit_tells_all_reasons_to_everybody(tmp_path: Path, l
     looks["1 (b)"] = reported
     found = {each.kind: each for each in differences(looks, seen=set())}
     assert found.keys() == {"input-not-found", "interface-unknown"}
-    assert str(found["interface-unknown"]).startswith("node 1 (b): GLOO_SOCKET_IFNAME = ^lo: gloo wants")
+    assert str(found["interface-unknown"]).startswith(
+        "node 1 (b): GLOO_SOCKET_IFNAME = ^lo: gloo wants"
+    )
 
 
 def test_what_does_not_stand_in_the_way_is_told(tmp_path: Path) -> None:
@@ -166,11 +181,15 @@ def test_a_hello_with_another_look_is_a_strangers(looks: dict[str, Any]) -> None
 def test_a_folder_is_listed_once_however_many_nodes(
     looks: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a mark that was seen is not looked for again: node 0 compares again and again while nodes come."""
+    """And a mark that was seen is not looked for again: node 0 compares again and again while nodes
+    come.
+    """
     first, second = looks.values()
     listed: list[Path] = []
     marks = [str(tmp_path / f".preflight-{node:016x}-{node}") for node in range(50)]
-    many = {"0 (a)": first} | {f"{node} (n)": second | {"mark": path} for node, path in enumerate(marks, 1)}
+    many = {"0 (a)": first} | {
+        f"{node} (n)": second | {"mark": path} for node, path in enumerate(marks, 1)
+    }
     really = Path.iterdir
 
     def iterdir(self: Path) -> Iterator[Path]:

@@ -15,7 +15,13 @@ from framework.doctor.node import storage
 from framework.doctor.node.findings import Node
 from framework.doctor.node.machine import examine
 from framework.doctor.node.need import Need, need_of
-from framework.doctor.node.storage import check_home, check_offload, check_run_folder, file_system, is_remote
+from framework.doctor.node.storage import (
+    check_home,
+    check_offload,
+    check_run_folder,
+    file_system,
+    is_remote,
+)
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 from tests.doctor.node.broken import QUICKSTART, findings, why_no_mounts
@@ -41,16 +47,27 @@ def test_a_full_store(tmp_path: Path) -> None:
 
 @needs_mounts
 def test_a_read_only_store(tmp_path: Path) -> None:
-    found = findings(QUICKSTART, f"run.output_dir={tmp_path}", mounts=[f"-t tmpfs -o ro tmpfs {tmp_path}"])
+    found = findings(
+        QUICKSTART, f"run.output_dir={tmp_path}", mounts=[f"-t tmpfs -o ro tmpfs {tmp_path}"]
+    )
     assert "Read-only file system" in found["run-folder-unwritable"]["found"]
 
 
 @needs_mounts
-@pytest.mark.parametrize(("free", "keep_last", "severity"), [(16, 3, "error"), (58, 4, "warning"), (62, 3, None)])
-def test_room_for_the_next_checkpoints(tmp_path: Path, free: int, keep_last: int, severity: str | None) -> None:
-    """Two of 20 MiB are there; one more than is kept must fit, because it is written before the oldest goes."""
+@pytest.mark.parametrize(
+    ("free", "keep_last", "severity"), [(16, 3, "error"), (58, 4, "warning"), (62, 3, None)]
+)
+def test_room_for_the_next_checkpoints(
+    tmp_path: Path, free: int, keep_last: int, severity: str | None
+) -> None:
+    """Two of 20 MiB are there; one more than is kept must fit, because it is written before the
+    oldest goes.
+    """
     saved = [f"mkdir -p {tmp_path}/quickstart/checkpoints/global_step{step}" for step in (1, 2)]
-    saved += [f"head -c 20M /dev/zero > {tmp_path}/quickstart/checkpoints/global_step{step}/weights" for step in (1, 2)]
+    saved += [
+        f"head -c 20M /dev/zero > {tmp_path}/quickstart/checkpoints/global_step{step}/weights"
+        for step in (1, 2)
+    ]
     found = findings(
         QUICKSTART,
         f"run.output_dir={tmp_path}",
@@ -102,19 +119,33 @@ def test_everything_that_is_kept_must_fit(
     assert "in 1 that a resume has set aside" in check.stated
 
 
-def test_what_was_set_aside_is_counted_for_a_person_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be a terabyte in ten thousand files on a store that is slow to list them, and every start would wait for
-    that.
+def test_what_was_set_aside_is_counted_for_a_person_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a terabyte in ten thousand files on a store that is slow to list them, and every
+    start would wait for that.
     """
-    for name in ("global_step10", "global_step5.replaced", "global_step5.replaced-1", "global_step5.replaced.tar"):
+    for name in (
+        "global_step10",
+        "global_step5.replaced",
+        "global_step5.replaced-1",
+        "global_step5.replaced.tar",
+    ):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "checkpoints" / name / "weights").write_bytes(bytes(1000))
     counted: list[str] = []
-    monkeypatch.setattr(storage, "size_of", lambda folder: counted.append(folder.name) or size_of(folder))
+    monkeypatch.setattr(
+        storage, "size_of", lambda folder: counted.append(folder.name) or size_of(folder)
+    )
     assert "set aside" not in check_run_folder(need(tmp_path)).stated
     assert counted == ["global_step10"]
-    assert ", 2.0 KiB in 2 that a resume has set aside" in check_run_folder(need(tmp_path), counts_replaced=True).stated
-    assert "2 that a resume has set aside" in _said_of("run folder", examine(need(tmp_path), {}, counts_replaced=True))
+    assert (
+        ", 2.0 KiB in 2 that a resume has set aside"
+        in check_run_folder(need(tmp_path), counts_replaced=True).stated
+    )
+    assert "2 that a resume has set aside" in _said_of(
+        "run folder", examine(need(tmp_path), {}, counts_replaced=True)
+    )
     assert "set aside" not in _said_of("run folder", examine(need(tmp_path), {}))
 
 
@@ -130,17 +161,26 @@ def test_doctor_says_what_was_set_aside(tmp_path: Path, capsys: pytest.CaptureFi
 
 @needs_mounts
 def test_a_small_disk_for_the_first_checkpoint(tmp_path: Path) -> None:
-    found = findings(QUICKSTART, f"run.output_dir={tmp_path}", mounts=[f"-t tmpfs -o size=100m tmpfs {tmp_path}"])
+    found = findings(
+        QUICKSTART, f"run.output_dir={tmp_path}", mounts=[f"-t tmpfs -o size=100m tmpfs {tmp_path}"]
+    )
     assert found["disk-full"]["severity"] == "warning"
 
 
 @needs_mounts
 def test_a_home_that_nobody_can_write_to(tmp_path: Path) -> None:
     found = findings(
-        "--num_gpus", "2", mounts=[f"-t tmpfs -o ro tmpfs {tmp_path}"], HOME=str(tmp_path), TORCH_EXTENSIONS_DIR=""
+        "--num_gpus",
+        "2",
+        mounts=[f"-t tmpfs -o ro tmpfs {tmp_path}"],
+        HOME=str(tmp_path),
+        TORCH_EXTENSIONS_DIR="",
     )
     assert found["cache-unwritable"]["node"]
-    assert "HOME" in found["cache-unwritable"]["fix"] or "TORCH_EXTENSIONS_DIR" in found["cache-unwritable"]["fix"]
+    assert (
+        "HOME" in found["cache-unwritable"]["fix"]
+        or "TORCH_EXTENSIONS_DIR" in found["cache-unwritable"]["fix"]
+    )
 
 
 def test_no_home() -> None:
@@ -150,7 +190,9 @@ def test_no_home() -> None:
 
 def test_nothing_stays_behind(tmp_path: Path) -> None:
     offload = f"zero={{stage: 3, offload_optimizer: {{device: nvme, nvme_path: '{tmp_path}'}}}}"
-    found = findings(QUICKSTART, f"run.output_dir={tmp_path}", offload, HOME=str(tmp_path), TMPDIR=str(tmp_path))
+    found = findings(
+        QUICKSTART, f"run.output_dir={tmp_path}", offload, HOME=str(tmp_path), TMPDIR=str(tmp_path)
+    )
     assert not {name for name in found if name.endswith("-unwritable")}
     assert not list(tmp_path.iterdir())
 
@@ -185,5 +227,7 @@ def test_types_of_file_systems(tmp_path: Path) -> None:
 def test_the_innermost_mount_counts(tmp_path: Path) -> None:
     inner = tmp_path / "with a space"
     inner.mkdir()
-    found = findings(QUICKSTART, f"run.output_dir={inner}", mounts=[f"-t tmpfs -o size=4m tmpfs '{inner}'"])
+    found = findings(
+        QUICKSTART, f"run.output_dir={inner}", mounts=[f"-t tmpfs -o size=4m tmpfs '{inner}'"]
+    )
     assert "4 MiB free" in found["disk-full"]["found"]

@@ -1,9 +1,9 @@
 """DeepSpeed's side, in one process on CPU: ask.py QUESTIONS.json ANSWERS.json.
 
-A question is {"config", "worlds", "depth"}: "parse" makes a `DeepSpeedConfig` for each of the worlds until one is
-taken, "step" goes on to `deepspeed.initialize` of a small model and two steps. An answer is {"refused": "", "parse",
-"init", "step" or "time"; "error": exception and its words; "saw": what the engine says of itself; "started": whether it
-came to initialize}.
+A question is {"config", "worlds", "depth"}: "parse" makes a `DeepSpeedConfig` for each of the
+worlds until one is taken, "step" goes on to `deepspeed.initialize` of a small model and two steps.
+An answer is {"refused": "", "parse", "init", "step" or "time"; "error": exception and its words;
+"saw": what the engine says of itself; "started": whether it came to initialize}.
 """
 
 from __future__ import annotations
@@ -37,11 +37,14 @@ def main() -> None:
     asked = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     signal.signal(signal.SIGALRM, _stop)
     if any(question["depth"] == "step" for question in asked["questions"]):
-        load_ops()  # they are compiled where they have not been: that may take longer than a question
+        # they are compiled where they have not been: that may take longer than a question
+        load_ops()
     answers: list[dict[str, Any]] = []
     left = asked["start_most"]
     for question in asked["questions"]:
-        answers.append(ask(question["config"], question["worlds"], question["depth"] if left > 0 else "parse"))
+        answers.append(
+            ask(question["config"], question["worlds"], question["depth"] if left > 0 else "parse")
+        )
         left -= answers[-1]["started"]
     Path(sys.argv[2]).write_text(json.dumps(answers), encoding="utf-8")
 
@@ -68,7 +71,9 @@ def ask(config: dict[str, Any], worlds: list[int], depth: str) -> dict[str, Any]
     finally:
         signal.alarm(0)
     # Outside of the try: what fails here is this file's own mistake and no refusal.
-    saw = {} if refused or engine is None else _describe(engine) | rates | {"first_beta": first_beta}
+    saw = (
+        {} if refused or engine is None else _describe(engine) | rates | {"first_beta": first_beta}
+    )
     if depth == "step":
         _clean(engine)
     return {"refused": refused, "error": error, "saw": saw, "started": at != "parse"}
@@ -133,7 +138,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     torch._dynamo.config.disable = True  # type: ignore[attr-defined]
     os.environ |= {"CROSS_SIZE": "1", "CROSS_RANK": "0", "LOCAL_SIZE": "1"}
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     deepspeed.init_distributed("gloo")
     spare_time()
     main()

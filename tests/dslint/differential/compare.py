@@ -1,4 +1,6 @@
-"""Holds `check` against DeepSpeed: asks both about the same configs, and names every disagreement."""
+"""Holds `check` against DeepSpeed: asks both about the same configs, and names every
+disagreement.
+"""
 
 from __future__ import annotations
 
@@ -55,12 +57,16 @@ def ask_deepspeed(
         json.dumps({"questions": questions, "start_most": start_most}), encoding="utf-8"
     )
     run_ranks(ASK, "questions.json", "answers.json", num_ranks=1, cwd=folder)
-    answers: list[dict[str, Any]] = json.loads((folder / "answers.json").read_text(encoding="utf-8"))
+    answers: list[dict[str, Any]] = json.loads(
+        (folder / "answers.json").read_text(encoding="utf-8")
+    )
     return answers
 
 
 def compare(questions: Sequence[Question], folder: Path, *, start_most: int) -> Comparison:
-    """Ask DeepSpeed to parse all, and to start and step up to `start_most` of those that it parses."""
+    """Ask DeepSpeed to parse all, and to start and step up to `start_most` of those that it
+    parses.
+    """
     result = Comparison(parsed=len(questions))
     asked = [_asked(question) for question in questions]
     answers = ask_deepspeed(asked, folder, start_most=start_most)
@@ -71,7 +77,9 @@ def compare(questions: Sequence[Question], folder: Path, *, start_most: int) -> 
 
 
 def _asked(question: Question) -> dict[str, Any]:
-    """A pipeline section says that stages may share the ranks: DeepSpeed is then asked for every number of replicas."""
+    """A pipeline section says that stages may share the ranks: DeepSpeed is then asked for every
+    number of replicas.
+    """
     worlds = [question.world]
     if "pipeline" in question.config:
         worlds = [size for size in range(question.world, 0, -1) if question.world % size == 0]
@@ -84,7 +92,9 @@ def _left_alone(question: Question) -> str:
     return by_machine(Facts(question.config, RELEASE, question.topology()))
 
 
-def _judge(result: Comparison, question: Question, errors: list[Problem], answer: dict[str, Any]) -> None:
+def _judge(
+    result: Comparison, question: Question, errors: list[Problem], answer: dict[str, Any]
+) -> None:
     refused, is_started = answer["refused"], answer["started"]
     if refused == "time":  # a busy machine compiles an optimizer for minutes: no answer
         result.not_started["no answer in time"] += 1
@@ -101,7 +111,9 @@ def _judge(result: Comparison, question: Question, errors: list[Problem], answer
         result.not_started[_left_alone(question) or "enough were started"] += 1
     stated = f"{question.mutation} ({question.detail}), {question.world} ranks, {json.dumps(question.config)}"
     if refused and not errors:
-        result.accepted_by_us_alone.append(f"DeepSpeed refuses at {refused}: {answer['error'][:200]}: {stated}")
+        result.accepted_by_us_alone.append(
+            f"DeepSpeed refuses at {refused}: {answer['error'][:200]}: {stated}"
+        )
     elif errors and not refused:
         unexplained = [problem for problem in errors if not _explain(problem, result, is_started)]
         result.unexplained += [f"{problem}: {stated}" for problem in unexplained]
@@ -114,4 +126,6 @@ def _explain(problem: Problem, result: Comparison, is_started: bool) -> bool:
         return True
     if problem.kind in NOT_ON_ONE_CPU_RANK:
         return True
-    return not is_started and (problem.kind in BY_RULES or problem.kind == "parameter-of-another-class")
+    return not is_started and (
+        problem.kind in BY_RULES or problem.kind == "parameter-of-another-class"
+    )

@@ -1,8 +1,8 @@
-"""Draws DeepSpeed configs from the key table: valid ones, and valid ones with one thing wrong. A seed gives the same
-ones again.
+"""Draws DeepSpeed configs from the key table: valid ones, and valid ones with one thing wrong. A
+seed gives the same ones again.
 
-A valid config is drawn until `lint` finds no error in it, so what is asked of DeepSpeed about it is: do you take it
-too?
+A valid config is drawn until `lint` finds no error in it, so what is asked of DeepSpeed about it
+is: do you take it too?
 """
 
 from __future__ import annotations
@@ -90,7 +90,11 @@ class Question:
     def errors(self) -> list[Problem]:
         """What `check` refuses it for."""
         document = Document(name="ds.json", value=copy.deepcopy(dict(self.config)))
-        return [p for p in lint(document, release=RELEASE, topology=self.topology()) if p.severity == "error"]
+        return [
+            p
+            for p in lint(document, release=RELEASE, topology=self.topology())
+            if p.severity == "error"
+        ]
 
 
 def questions(seed: int, count: int) -> Iterator[Question]:
@@ -126,12 +130,24 @@ class _Draw:
 
     def config(self, world: int) -> dict[str, Any]:
         """A config that may still break a rule between keys."""
-        found = self._batch(world) | self._optimizer() | self._scheduler() | self._precision() | self._zero()
+        found = (
+            self._batch(world)
+            | self._optimizer()
+            | self._scheduler()
+            | self._precision()
+            | self._zero()
+        )
         for path in self.table.children():
             key = self.table.get(path)
-            if key is None or key.status in ("refused", "deprecated") or path in found or path in _BY_HAND:
+            if (
+                key is None
+                or key.status in ("refused", "deprecated")
+                or path in found
+                or path in _BY_HAND
+            ):
                 continue
-            if path == "datastates_ckpt" and world == 1:  # no start could be asked for: it takes a package
+            # no start could be asked for: it takes a package
+            if path == "datastates_ckpt" and world == 1:
                 continue
             if key.types == ("object",):
                 if self.rng.random() < _SECTION:
@@ -148,7 +164,12 @@ class _Draw:
             "gradient_accumulation_steps": steps,
         }
         left_out = self.rng.choice(
-            ("", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+            (
+                "",
+                "train_batch_size",
+                "train_micro_batch_size_per_gpu",
+                "gradient_accumulation_steps",
+            )
         )
         return {name: size for name, size in sizes.items() if name != left_out}
 
@@ -158,7 +179,10 @@ class _Draw:
         name = self.rng.choice(_OPTIMIZERS)
         known = {kind.lower(): kind for kind in self.table.variants("optimizer.params")}
         if name.lower() not in known:
-            return {"optimizer": {"type": name, "params": {"lr": 0.01}}, "zero_allow_untested_optimizer": True}
+            return {
+                "optimizer": {"type": name, "params": {"lr": 0.01}},
+                "zero_allow_untested_optimizer": True,
+            }
         params = self._section(f"optimizer.params[{known[name.lower()]}]") | {"lr": 0.001}
         if name.lower() in ("adam", "adamw"):
             params["torch_adam"] = self.rng.random() < 0.6
@@ -172,7 +196,11 @@ class _Draw:
 
     def _precision(self) -> dict[str, Any]:
         name = self.rng.choice(("", "bf16", "bf16", "fp16", "torch_autocast"))
-        return {name: self._section(name) | {"enabled": name != "fp16" or self.rng.random() < 0.2}} if name else {}
+        return (
+            {name: self._section(name) | {"enabled": name != "fp16" or self.rng.random() < 0.2}}
+            if name
+            else {}
+        )
 
     def _zero(self) -> dict[str, Any]:
         if self.rng.random() < 0.2:
@@ -193,7 +221,9 @@ class _Draw:
             if key.name == "*":
                 found["seqlen"] = self._section(child)
             elif key.required or self.rng.random() < _KEY:
-                found[key.name] = self._section(child) if key.types == ("object",) else self._value(key)
+                found[key.name] = (
+                    self._section(child) if key.types == ("object",) else self._value(key)
+                )
         return found
 
     def _value(self, key: Key) -> Any:
@@ -209,10 +239,15 @@ class _Draw:
         if kind in ("integer", "number"):
             return self._number(key, kind)
         if kind == "string":
-            return self.rng.choice(key.examples) if key.examples else f"a {key.name}"  # two keys may name two files
+            # two keys may name two files
+            return self.rng.choice(key.examples) if key.examples else f"a {key.name}"
         if kind == "array":
             item = f"{key.path}.*"
-            return [self._section(item) for _ in range(self.rng.choice((1, 2)))] if self.table.get(item) else []
+            return (
+                [self._section(item) for _ in range(self.rng.choice((1, 2)))]
+                if self.table.get(item)
+                else []
+            )
         return {}
 
     def _number(self, key: Key, kind: str) -> float:

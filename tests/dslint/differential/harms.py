@@ -1,6 +1,8 @@
-"""The written list: what `check` refuses although DeepSpeed takes it, and what this machine cannot ask DeepSpeed about.
+"""The written list: what `check` refuses although DeepSpeed takes it, and what this machine cannot
+ask DeepSpeed about.
 
-docs/silent-harms.md tells the same to people, and a test holds every harm's effect against DeepSpeed.
+docs/silent-harms.md tells the same to people, and a test holds every harm's effect against
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -32,7 +34,11 @@ HAND_READ: Final = (
 # Stands for every key outside all sections.
 TOP: Final = "(top level)"
 _IN_HAND_READ: Final = (*(f"{name}.*" for name in HAND_READ), "tensor_parallel.partition_config*")
-_BATCH: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_BATCH: Final = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
 
 Shown = Callable[[Mapping[str, Any]], bool]
 
@@ -59,7 +65,9 @@ class Harm:
 
     def explains(self, kind: str, key: str) -> bool:
         """Whether a refusal is of this kind."""
-        is_there = (TOP in self.keys and "." not in key) or any(fnmatchcase(key, pattern) for pattern in self.keys)
+        is_there = (TOP in self.keys and "." not in key) or any(
+            fnmatchcase(key, pattern) for pattern in self.keys
+        )
         return kind == self.kind and is_there
 
 
@@ -181,8 +189,8 @@ HARMS: Final[tuple[Harm, ...]] = (
     ),
 )
 
-# Kinds of rules that one rank on CPU, with a model of two layers and no engine.compile(), cannot show. The rules' own
-# tests say where in DeepSpeed each refusal stands, and ask it where they can.
+# Kinds of rules that one rank on CPU, with a model of two layers and no engine.compile(), cannot
+# show. The rules' own tests say where in DeepSpeed each refusal stands, and ask it where they can.
 NOT_ON_ONE_CPU_RANK: Final[Mapping[str, str]] = {
     "compile-around-experts": "engine.compile() refuses",
     "compile-offloads": "engine.compile() refuses",
@@ -222,12 +230,16 @@ def by_machine(facts: Facts) -> str:
         "a model with layers to drop tokens in": bool(
             facts.section("data_efficiency.data_routing.random_ltd").get("enabled")
         ),
-        "attention to split by heads": facts.section("optimizer.params").get("per_head_muon") is True,
+        "attention to split by heads": facts.section("optimizer.params").get("per_head_muon")
+        is True,
         "libaio": "nvme" in (facts.optimizer_device, facts.param_device),
         "a model as deep as the profile": bool(facts.section("flops_profiler").get("enabled"))
         and facts.section("flops_profiler").get("module_depth", -1) not in (-1, 0, 1, 2),
-        "minutes to compile Lion for the host": facts.optimizer == "lion" and facts.offloads_optimizer,
-        "autotuning, which ends the process when it has measured": bool(facts.section("autotuning").get("enabled")),
+        "minutes to compile Lion for the host": facts.optimizer == "lion"
+        and facts.offloads_optimizer,
+        "autotuning, which ends the process when it has measured": bool(
+            facts.section("autotuning").get("enabled")
+        ),
         "an optimizer from code": not facts.given("optimizer.type"),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

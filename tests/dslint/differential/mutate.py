@@ -1,4 +1,6 @@
-"""One thing wrong: every way to spoil a config that the differential test knows. Each says what it did."""
+"""One thing wrong: every way to spoil a config that the differential test knows. Each says what it
+did.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,11 @@ def arithmetic(rng: random.Random, config: Config, table: KeyTable, world: int) 
 
 
 def out_of_range(rng: random.Random, config: Config, table: KeyTable, world: int) -> str:
-    numbers = [path for path in places(config) if _kind(section_of(config, path)[path[-1]]) in ("integer", "number")]
+    numbers = [
+        path
+        for path in places(config)
+        if _kind(section_of(config, path)[path[-1]]) in ("integer", "number")
+    ]
     texts = [path for path in places(config) if isinstance(section_of(config, path)[path[-1]], str)]
     path = rng.choice(numbers + texts)
     value = (
@@ -143,7 +149,11 @@ def twice(rng: random.Random, config: Config, table: KeyTable, world: int) -> st
     zero = config.setdefault("zero_optimization", {"stage": 2})
     if not isinstance(zero, dict):
         return "nothing"
-    named = [key for path in table.children("zero_optimization") if (key := table.get(path)) and key.aliases]
+    named = [
+        key
+        for path in table.children("zero_optimization")
+        if (key := table.get(path)) and key.aliases
+    ]
     key = rng.choice(named)
     zero[key.name] = zero[key.aliases[0]] = key.default
     return key.name
@@ -165,7 +175,14 @@ def dotted(rng: random.Random, config: Config, table: KeyTable, world: int) -> s
 
 
 def _kind(value: Any) -> str:
-    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    names = {
+        bool: "boolean",
+        int: "integer",
+        float: "number",
+        str: "string",
+        list: "array",
+        dict: "object",
+    }
     return names.get(type(value), "null")
 
 

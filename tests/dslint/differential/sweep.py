@@ -1,4 +1,6 @@
-"""Every key of the table with every odd value, one at a time: what a draw comes across once in thousands of configs."""
+"""Every key of the table with every odd value, one at a time: what a draw comes across once in
+thousands of configs.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ ODD: Final[tuple[Any, ...]] = (
 
 
 def sweep(world: int = 1) -> Iterator[Question]:
-    """The plain config with one value changed. Parameters of a type and names of the user's choice are left to the
-    draws.
+    """The plain config with one value changed. Parameters of a type and names of the user's choice
+    are left to the draws.
     """
     table = load_table(RELEASE)
     for path in table:

@@ -23,14 +23,17 @@ from tests.dslint.rules.cases import Case
 from tests.places import ROOT
 
 asks_deepspeed = pytest.mark.skipif(
-    find_spec("deepspeed") is None or version("deepspeed") != RELEASE, reason=f"asks DeepSpeed {RELEASE}"
+    find_spec("deepspeed") is None or version("deepspeed") != RELEASE,
+    reason=f"asks DeepSpeed {RELEASE}",
 )
 HARMS_PAGE = ROOT / "docs/silent-harms.md"
 
 
 @pytest.mark.slow
 @asks_deepspeed
-def test_nothing_is_accepted_that_deepspeed_refuses_and_every_refusal_is_on_a_list(tmp_path: Path) -> None:
+def test_nothing_is_accepted_that_deepspeed_refuses_and_every_refusal_is_on_a_list(
+    tmp_path: Path,
+) -> None:
     asked = list(questions(seed=3, count=160))
     result = compare(asked, tmp_path, start_most=20)
     assert result.accepted_by_us_alone == []
@@ -69,7 +72,9 @@ def test_the_witness_of_a_harm_is_refused_for_it_alone(harm: Harm) -> None:
     found = lint(Document(name="ds.json", value=dict(config_of(harm))), release=RELEASE)
     errors = [problem for problem in found if problem.severity == "error"]
     assert errors
-    assert [str(problem) for problem in errors if not harm.explains(problem.kind, problem.key)] == []
+    assert [
+        str(problem) for problem in errors if not harm.explains(problem.kind, problem.key)
+    ] == []
 
 
 def test_the_page_of_harms_tells_them_all() -> None:
@@ -84,6 +89,8 @@ def test_the_page_of_harms_tells_them_all() -> None:
 
 @pytest.mark.slow
 def test_a_seed_gives_the_same_configs_again() -> None:
-    first, second = ([(q.config, q.world, q.mutation) for q in questions(seed=1, count=20)] for _ in range(2))
+    first, second = (
+        [(q.config, q.world, q.mutation) for q in questions(seed=1, count=20)] for _ in range(2)
+    )
     assert first == second
     assert first != [(q.config, q.world, q.mutation) for q in questions(seed=2, count=20)]

@@ -1,7 +1,8 @@
-"""Asks DeepSpeed itself, many configs in one process on CPU: ask_deepspeed.py QUESTIONS.json ANSWERS.json.
+"""Asks DeepSpeed itself, many configs in one process on CPU: ask_deepspeed.py QUESTIONS.json
+ANSWERS.json.
 
-A question is {"config", "asked", "world"}: how far is it taken? An answer is {"refused": step or "", "error", "saw"};
-`saw` holds what the engine says of itself, for the silent rules.
+A question is {"config", "asked", "world"}: how far is it taken? An answer is {"refused": step or
+"", "error", "saw"}; `saw` holds what the engine says of itself, for the silent rules.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ LATER = {
 
 
 def spare_time() -> None:
-    """Keep what DeepSpeed asks for every engine and never changes: the processor, for which `cpuinfo` starts a Python
-    of a second, and the objects of all modules, which stage 3 looks through for garbage. And two ops of which only
-    their being there counts are not compiled, which takes a minute: Adagrad's step, and pinned memory, which comes
-    before `async_io`.
+    """Keep what DeepSpeed asks for every engine and never changes: the processor, for which
+    `cpuinfo` starts a Python of a second, and the objects of all modules, which stage 3 looks
+    through for garbage. And two ops of which only their being there counts are not compiled, which
+    takes a minute: Adagrad's step, and pinned memory, which comes before `async_io`.
     """
     cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
     gc.freeze()
@@ -58,12 +59,16 @@ def main() -> None:
         Path(sys.argv[2]).write_text(json.dumps(answers), encoding="utf-8")
 
 
-def ask(config: dict[str, Any], asked: str, world: int | None, steps: int = STEPS) -> dict[str, Any]:
+def ask(
+    config: dict[str, Any], asked: str, world: int | None, steps: int = STEPS
+) -> dict[str, Any]:
     """Where DeepSpeed stops."""
     steps_of = {
         "parse": lambda: parse(config, world or 1),
         "autoep": lambda: experts(config, world or 1),
-        "configure": lambda: deepspeed.checkpointing.configure(None, deepspeed_config=copy.deepcopy(config)),
+        "configure": lambda: deepspeed.checkpointing.configure(
+            None, deepspeed_config=copy.deepcopy(config)
+        ),
     }
     saw: dict[str, Any] = {}
     for step in LATER[asked]:
@@ -116,7 +121,9 @@ def experts(config: dict[str, Any], world: int) -> None:
 def start(config: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
-    return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=copy.deepcopy(config))[0]
+    return deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=copy.deepcopy(config)
+    )[0]
 
 
 def train(engine: Any, steps: int) -> dict[str, Any]:
@@ -128,7 +135,12 @@ def train(engine: Any, steps: int) -> dict[str, Any]:
         engine.step()
         rates.append(engine.get_lr()[0])
     state = sorted({name for state in engine.basic_optimizer.state.values() for name in state})
-    return {"rates": rates, "steps": engine.global_steps, "finite": bool(torch.isfinite(loss)), "state": state}
+    return {
+        "rates": rates,
+        "steps": engine.global_steps,
+        "finite": bool(torch.isfinite(loss)),
+        "state": state,
+    }
 
 
 def describe(engine: Any) -> dict[str, Any]:
@@ -145,7 +157,11 @@ def describe(engine: Any) -> dict[str, Any]:
         "amsgrad": optimizer.param_groups[0].get("amsgrad"),
         "wrapper": type(engine.optimizer).__name__,
         "offloaded": bool(
-            getattr(engine.optimizer, "cpu_offload", getattr(engine.optimizer, "offload_optimizer", False))
+            getattr(
+                engine.optimizer,
+                "cpu_offload",
+                getattr(engine.optimizer, "offload_optimizer", False),
+            )
         ),
         "contiguous": getattr(engine.optimizer, "contiguous_gradients", None),
         "accumulation": engine.gradient_accumulation_steps(),
@@ -173,7 +189,9 @@ def forget(engine: Any) -> None:
 
 if __name__ == "__main__":
     use_own_cache()  # where ops are compiled already
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     deepspeed.init_distributed("gloo")
     spare_time()
     main()

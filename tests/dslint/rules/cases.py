@@ -1,9 +1,9 @@
-"""For every kind: configs that break only its rule, and near misses that do not. DeepSpeed itself is asked about them
-too.
+"""For every kind: configs that break only its rule, and near misses that do not. DeepSpeed itself
+is asked about them too.
 
-A config is a change to `BASE`: sections are merged, `GONE` takes a key away. `asked` says how DeepSpeed is asked in the
-slow tests: where it must refuse a broken config, or how far it must take a near miss. It stays empty where a CPU cannot
-show
+A config is a change to `BASE`: sections are merged, `GONE` takes a key away. `asked` says how
+DeepSpeed is asked in the slow tests: where it must refuse a broken config, or how far it must take
+a near miss. It stays empty where a CPU cannot show
     it.
 """
 
@@ -45,8 +45,12 @@ class Case:
 
     def facts(self, config: Mapping[str, Any] | None = None) -> Facts:
         """What the rules see."""
-        topology = Topology(world_size=self.world, device=self.device, gpu=gpu_kinds().get(self.gpu))
-        return Facts(self.config if config is None else config, release=self.release, topology=topology)
+        topology = Topology(
+            world_size=self.world, device=self.device, gpu=gpu_kinds().get(self.gpu)
+        )
+        return Facts(
+            self.config if config is None else config, release=self.release, topology=topology
+        )
 
 
 def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +94,9 @@ BF16: Final = {"bf16": {"enabled": True}}
 FP16: Final = {"fp16": {"enabled": True}}
 ADAM: Final = optimizer("AdamW")
 # Sections of before 0.19.8.
-ELASTIC: Final = {"elasticity": {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6]}}
+ELASTIC: Final = {
+    "elasticity": {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6]}
+}
 AMP: Final = {"amp": {"enabled": True, "opt_level": "O1"}}
 UNTESTED: Final = {"zero_allow_untested_optimizer": True}
 TP2: Final = {"tensor_parallel": {"autotp_size": 2}}
@@ -141,7 +147,9 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
     "batch-size-missing": (
         [
             Case({"train_micro_batch_size_per_gpu": GONE}, "parse"),
-            Case({"train_micro_batch_size_per_gpu": GONE, "gradient_accumulation_steps": 2}, "parse"),
+            Case(
+                {"train_micro_batch_size_per_gpu": GONE, "gradient_accumulation_steps": 2}, "parse"
+            ),
         ],
         [
             Case({"train_micro_batch_size_per_gpu": GONE, "train_batch_size": 4}, "step"),
@@ -153,12 +161,17 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
             Case(ELASTIC, release="0.19.7"),
             Case({"train_batch_size": None} | ELASTIC, release="0.19.6"),
             Case(
-                {"train_micro_batch_size_per_gpu": GONE, "gradient_accumulation_steps": 2} | ELASTIC, release="0.16.9"
+                {"train_micro_batch_size_per_gpu": GONE, "gradient_accumulation_steps": 2}
+                | ELASTIC,
+                release="0.16.9",
             ),
         ],
         [
             Case({"elasticity": {"enabled": False}}, release="0.19.7"),
-            Case({"elasticity": {"enabled": True, "ignore_non_elastic_batch_info": True}}, release="0.19.7"),
+            Case(
+                {"elasticity": {"enabled": True, "ignore_non_elastic_batch_info": True}},
+                release="0.19.7",
+            ),
             Case(ELASTIC),
         ],
     ),
@@ -171,7 +184,11 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
             Case({"train_batch_size": 6, "train_micro_batch_size_per_gpu": GONE}, "parse", world=4),
             Case({"train_batch_size": 2, "train_micro_batch_size_per_gpu": GONE}, "parse", world=4),
             Case(
-                {"train_batch_size": 9, "train_micro_batch_size_per_gpu": GONE, "gradient_accumulation_steps": 2},
+                {
+                    "train_batch_size": 9,
+                    "train_micro_batch_size_per_gpu": GONE,
+                    "gradient_accumulation_steps": 2,
+                },
                 "parse",
             ),
             Case({"train_batch_size": 7} | PIPE, "", world=8),
@@ -184,7 +201,10 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
             Case({"train_batch_size": 8, "train_micro_batch_size_per_gpu": GONE}, "parse", world=4),
             Case({"train_batch_size": 8, "gradient_accumulation_steps": 2} | PIPE, "", world=4),
             Case(
-                {"train_batch_size": 7, "elasticity": {"enabled": True, "ignore_non_elastic_batch_info": True}},
+                {
+                    "train_batch_size": 7,
+                    "elasticity": {"enabled": True, "ignore_non_elastic_batch_info": True},
+                },
                 release="0.19.7",
             ),
         ],
@@ -238,12 +258,19 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         ],
     ),
     "optimizer-from-code": (
-        [Case({"optimizer": GONE}), Case({"optimizer": GONE} | zero(1)), Case({"optimizer": GONE} | zero(3))],
+        [
+            Case({"optimizer": GONE}),
+            Case({"optimizer": GONE} | zero(1)),
+            Case({"optimizer": GONE} | zero(3)),
+        ],
         [Case({"optimizer": {"params": GONE}}, "step"), Case({"optimizer": GONE} | offload(2))],
     ),
     "offload-needs-cpu-optimizer": (
         [Case({"optimizer": GONE} | offload(3))],
-        [Case({"optimizer": GONE, "zero_force_ds_cpu_optimizer": False} | offload(3)), Case(offload(3), "step")],
+        [
+            Case({"optimizer": GONE, "zero_force_ds_cpu_optimizer": False} | offload(3)),
+            Case(offload(3), "step"),
+        ],
     ),
     "lamb-with-fixed-loss-scale": (
         [Case(optimizer("Lamb") | {"fp16": {"enabled": False, "loss_scale": 128}}, "init")],
@@ -253,7 +280,10 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         ],
     ),
     "muon-with-reduce-scatter": (
-        [Case(optimizer("Muon") | zero(3), "init"), Case(optimizer("muon") | zero(3, reduce_scatter=True), "init")],
+        [
+            Case(optimizer("Muon") | zero(3), "init"),
+            Case(optimizer("muon") | zero(3, reduce_scatter=True), "init"),
+        ],
         [
             Case(optimizer("Muon") | zero(3, reduce_scatter=False), "init"),
             Case(optimizer("Muon") | zero(2), "init"),
@@ -261,7 +291,12 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         ],
     ),
     "muon-with-quantized-gradients": (
-        [Case(optimizer("Muon") | zero(3, reduce_scatter=False, zero_quantized_gradients=True), "init")],
+        [
+            Case(
+                optimizer("Muon") | zero(3, reduce_scatter=False, zero_quantized_gradients=True),
+                "init",
+            )
+        ],
         [Case(zero(3, zero_quantized_gradients=True), "init")],
     ),
     "adam-is-adamw": (
@@ -277,12 +312,21 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         [Case(optimizer("Adam", adam_w_mode=False)), Case(optimizer("AdamW", adam_w_mode=True))],
     ),
     "amsgrad-needs-torch-adam": (
-        [Case(optimizer("AdamW", amsgrad=True), "init"), Case(optimizer("Adam", amsgrad=True) | offload(2), "init")],
+        [
+            Case(optimizer("AdamW", amsgrad=True), "init"),
+            Case(optimizer("Adam", amsgrad=True) | offload(2), "init"),
+        ],
         [Case(optimizer("AdamW", amsgrad=True, torch_adam=True), "step")],
     ),
     "amsgrad-not-supported": (
-        [Case(optimizer("Lamb", amsgrad=True)), Case(optimizer("ZeroOneAdam", amsgrad=True), release="0.19.6")],
-        [Case(optimizer("Lamb", amsgrad=False)), Case(optimizer("AdamW", amsgrad=True, torch_adam=True), "step")],
+        [
+            Case(optimizer("Lamb", amsgrad=True)),
+            Case(optimizer("ZeroOneAdam", amsgrad=True), release="0.19.6"),
+        ],
+        [
+            Case(optimizer("Lamb", amsgrad=False)),
+            Case(optimizer("AdamW", amsgrad=True, torch_adam=True), "step"),
+        ],
     ),
     "amsgrad-ignored": (
         [Case(optimizer("Adagrad", amsgrad=True) | offload(2))],
@@ -296,7 +340,10 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
             Case(optimizer("OneBitAdam") | zero(2), release="0.19.6"),
             Case(optimizer("onebitlamb") | zero(1), release="0.16.9"),
         ],
-        [Case(optimizer("OneBitAdam") | zero(0), release="0.19.6"), Case(zero(2), release="0.19.6")],
+        [
+            Case(optimizer("OneBitAdam") | zero(0), release="0.19.6"),
+            Case(zero(2), release="0.19.6"),
+        ],
     ),
     "scheduler-unknown": (
         [Case(scheduler("warmuplr"), "init"), Case(scheduler("CosineWarmup"), "init")],
@@ -314,7 +361,10 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
             Case(scheduler("StepLR", step_size=1) | zero(1), "init"),
             Case(scheduler("StepLR", step_size=1) | BF16, "init"),
         ],
-        [Case(scheduler("StepLR", step_size=1), "step"), Case(scheduler("WarmupLR") | zero(2) | BF16, "step")],
+        [
+            Case(scheduler("StepLR", step_size=1), "step"),
+            Case(scheduler("WarmupLR") | zero(2) | BF16, "step"),
+        ],
     ),
     "plateau-without-metric": (
         [Case(scheduler("ReduceLROnPlateau"))],
@@ -325,14 +375,20 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         [
             Case(scheduler("WarmupDecayLR", **DECAY)),
             Case(scheduler("WarmupLR") | optimizer("AdamW", lr=5e-5)),
-            Case(scheduler("WarmupDecayLR", **DECAY, warmup_max_lr=5e-5) | optimizer("AdamW", lr=5e-5)),
+            Case(
+                scheduler("WarmupDecayLR", **DECAY, warmup_max_lr=5e-5)
+                | optimizer("AdamW", lr=5e-5)
+            ),
         ],
     ),
     "warmup-peak": (
         [Case(scheduler("WarmupLR") | optimizer("AdamW", lr=5e-5), release="0.16.9")],
         [
             Case(scheduler("WarmupLR") | optimizer("AdamW", lr=5e-5), release="0.17.2"),
-            Case(scheduler("WarmupLR", warmup_max_lr=5e-5) | optimizer("AdamW", lr=5e-5), release="0.16.9"),
+            Case(
+                scheduler("WarmupLR", warmup_max_lr=5e-5) | optimizer("AdamW", lr=5e-5),
+                release="0.16.9",
+            ),
         ],
     ),
     "warmup-too-long": (
@@ -361,7 +417,10 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         [Case({"zero_optimization": False}, "step"), Case(zero(1), "step")],
     ),
     "bucket-too-large": (
-        [Case(zero(2, reduce_bucket_size=10**40), "step"), Case(zero(3, reduce_bucket_size=10**40), "init")],
+        [
+            Case(zero(2, reduce_bucket_size=10**40), "step"),
+            Case(zero(3, reduce_bucket_size=10**40), "init"),
+        ],
         [
             Case(zero(0, reduce_bucket_size=10**40), "step"),
             Case(zero(2, reduce_bucket_size=10**9), "init"),
@@ -393,7 +452,13 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
                 "step",
             ),
             Case(
-                {"torch_autocast": {"enabled": False, "dtype": "bf16", "lower_precision_safe_modules": ["Linear"]}},
+                {
+                    "torch_autocast": {
+                        "enabled": False,
+                        "dtype": "bf16",
+                        "lower_precision_safe_modules": ["Linear"],
+                    }
+                },
                 "step",
             ),
         ],
@@ -401,12 +466,22 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
     "contiguous-checkpoints": (
         [
             Case(
-                {"activation_checkpointing": {"contiguous_memory_optimization": True, "partition_activations": True}},
+                {
+                    "activation_checkpointing": {
+                        "contiguous_memory_optimization": True,
+                        "partition_activations": True,
+                    }
+                },
                 "configure",
                 beside=RECOMPUTE,
             ),
             Case(
-                {"activation_checkpointing": {"contiguous_memory_optimization": True, "number_checkpoints": 4}},
+                {
+                    "activation_checkpointing": {
+                        "contiguous_memory_optimization": True,
+                        "number_checkpoints": 4,
+                    }
+                },
                 "configure",
                 beside=RECOMPUTE,
             ),
@@ -422,7 +497,9 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
                 },
                 "configure",
             ),
-            Case({"activation_checkpointing": {"contiguous_memory_optimization": False}}, "configure"),
+            Case(
+                {"activation_checkpointing": {"contiguous_memory_optimization": False}}, "configure"
+            ),
         ],
     ),
     "warmup-without-steps": (
@@ -437,7 +514,11 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         [
             Case(FP16 | BF16, "parse"),
             Case(FP16 | {"bfloat16": {"enabled": True}}, "parse"),
-            Case({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, release="0.16.9", beside=("auto-value",)),
+            Case(
+                {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}},
+                release="0.16.9",
+                beside=("auto-value",),
+            ),
             Case({"fp16": {"enabled": "auto"}} | BF16, release="0.17.0", beside=("auto-value",)),
         ],
         [
@@ -453,7 +534,10 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
             Case(AMP | BF16, release="0.19.6"),
             Case(AMP | FP16 | zero(1), release="0.16.9"),
         ],
-        [Case(AMP, release="0.19.7"), Case({"amp": {"enabled": False}} | FP16 | zero(2), release="0.19.7")],
+        [
+            Case(AMP, release="0.19.7"),
+            Case({"amp": {"enabled": False}} | FP16 | zero(2), release="0.19.7"),
+        ],
     ),
     "auto-cast-without-fp16": (
         [
@@ -490,7 +574,12 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         ],
     ),
     "autosp-at-stage": (
-        [Case({"compile": {"deepcompile": True, "passes": ["autosp"]}} | zero(2), beside=("compile-waits-for-code",))],
+        [
+            Case(
+                {"compile": {"deepcompile": True, "passes": ["autosp"]}} | zero(2),
+                beside=("compile-waits-for-code",),
+            )
+        ],
         [
             Case({"compile": {"deepcompile": True, "passes": ["autosp"]}} | zero(1)),
             Case({"compile": {"passes": ["autosp"]}} | zero(2)),
@@ -544,10 +633,18 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         ],
     ),
     "fp16-master-needs-stage2": (
-        [Case({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}} | zero(1), release="0.18.2")],
         [
             Case(
-                {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}} | offload(2) | ADAM, release="0.18.2"
+                {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}} | zero(1),
+                release="0.18.2",
+            )
+        ],
+        [
+            Case(
+                {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}
+                | offload(2)
+                | ADAM,
+                release="0.18.2",
             )
         ],
     ),
@@ -559,7 +656,13 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         [Case({"bf16": {"enabled": True, "bf16_optimizer_states": True}} | zero(2), "parse")],
         [
             Case(
-                {"bf16": {"enabled": True, "bf16_optimizer_states": True, "bf16_master_weights_and_grads": True}}
+                {
+                    "bf16": {
+                        "enabled": True,
+                        "bf16_optimizer_states": True,
+                        "bf16_master_weights_and_grads": True,
+                    }
+                }
                 | zero(2),
                 "step",
             )
@@ -569,7 +672,10 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         [Case(MASTER | MASTER_FP16 | offload(2) | ADAM, "init")],
         [
             Case(
-                MASTER | {"fp16": {"enabled": False, "fp16_master_weights_and_grads": False}} | offload(2) | ADAM,
+                MASTER
+                | {"fp16": {"enabled": False, "fp16_master_weights_and_grads": False}}
+                | offload(2)
+                | ADAM,
                 "init",
             )
         ],
@@ -585,7 +691,13 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         [
             Case(MASTER | offload(3) | ADAM, "step"),
             Case(
-                {"bf16": {"enabled": True, "bf16_optimizer_states": True, "bf16_master_weights_and_grads": True}}
+                {
+                    "bf16": {
+                        "enabled": True,
+                        "bf16_optimizer_states": True,
+                        "bf16_master_weights_and_grads": True,
+                    }
+                }
                 | zero(3),
                 "step",
             ),
@@ -610,15 +722,32 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
     ),
     "autocast-of-half-weights": (
         [Case({"torch_autocast": {"enabled": True, "dtype": "bf16"}} | BF16)],
-        [Case({"torch_autocast": {"enabled": True, "dtype": "bf16"}, "bf16": {"enabled": False}}, "step")],
+        [
+            Case(
+                {"torch_autocast": {"enabled": True, "dtype": "bf16"}, "bf16": {"enabled": False}},
+                "step",
+            )
+        ],
     ),
     "autocast-with-half-precision": (
         [Case({"torch_autocast": {"enabled": True, "dtype": "bf16"}} | BF16, release="0.17.6")],
         [Case({"torch_autocast": {"enabled": False, "dtype": "bf16"}} | BF16, release="0.17.6")],
     ),
     "autocast-with-quantized-weights": (
-        [Case({"torch_autocast": {"enabled": True, "dtype": "bf16"}} | zero(3, zero_quantized_weights=True), "init")],
-        [Case({"torch_autocast": {"enabled": True, "dtype": "bf16"}} | zero(3, zero_quantized_weights=False), "step")],
+        [
+            Case(
+                {"torch_autocast": {"enabled": True, "dtype": "bf16"}}
+                | zero(3, zero_quantized_weights=True),
+                "init",
+            )
+        ],
+        [
+            Case(
+                {"torch_autocast": {"enabled": True, "dtype": "bf16"}}
+                | zero(3, zero_quantized_weights=False),
+                "step",
+            )
+        ],
     ),
     "zero-stage-left-out": (
         [Case({"zero_optimization": {"overlap_comm": True}})],
@@ -645,23 +774,37 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
     ),
     "grad-norm-off-at-stage": (
         [Case(zero(3, **NO_NORM), "parse"), Case(zero(0, **NO_NORM), "parse")],
-        [Case(zero(2, **NO_NORM) | {"gradient_clipping": 0.0}, "step"), Case(zero(3, compute_grad_norm=True), "step")],
+        [
+            Case(zero(2, **NO_NORM) | {"gradient_clipping": 0.0}, "step"),
+            Case(zero(3, compute_grad_norm=True), "step"),
+        ],
     ),
     "grad-norm-off-with-clipping": (
-        [Case(zero(1, **NO_NORM), "init"), Case(zero(2, **NO_NORM) | {"gradient_clipping": GONE}, "init")],
+        [
+            Case(zero(1, **NO_NORM), "init"),
+            Case(zero(2, **NO_NORM) | {"gradient_clipping": GONE}, "init"),
+        ],
         [Case(zero(1, **NO_NORM) | {"gradient_clipping": 0.0}, "step")],
     ),
     "grad-norm-needed": (
         [
-            Case({"gradient_clipping": 0.0} | zero(2, offload_optimizer={"device": "cpu"}, **NO_NORM), "init"),
             Case(
-                {"gradient_clipping": 0.0, "data_types": {"grad_accum_dtype": "fp32"}} | BF16 | zero(1, **NO_NORM),
+                {"gradient_clipping": 0.0}
+                | zero(2, offload_optimizer={"device": "cpu"}, **NO_NORM),
+                "init",
+            ),
+            Case(
+                {"gradient_clipping": 0.0, "data_types": {"grad_accum_dtype": "fp32"}}
+                | BF16
+                | zero(1, **NO_NORM),
                 "init",
             ),
         ],
         [
             Case(
-                {"gradient_clipping": 0.0, "data_types": {"grad_accum_dtype": "fp32"}} | BF16 | zero(2, **NO_NORM),
+                {"gradient_clipping": 0.0, "data_types": {"grad_accum_dtype": "fp32"}}
+                | BF16
+                | zero(2, **NO_NORM),
                 "step",
             )
         ],
@@ -692,7 +835,11 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
     "unmanaged-with-deepcompile": (
         [
             Case(
-                {"managed_gradient_accumulation": False, "compile": {"deepcompile": True, "passes": ["autosp"]}}, "init"
+                {
+                    "managed_gradient_accumulation": False,
+                    "compile": {"deepcompile": True, "passes": ["autosp"]},
+                },
+                "init",
             )
         ],
         [Case({"managed_gradient_accumulation": False, "compile": {"deepcompile": False}}, "step")],
@@ -701,7 +848,13 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         [
             Case({"gradient_allreduce_op": "sum"} | zero(3), "parse"),
             Case({"gradient_allreduce_op": "SUM"} | zero(3), "parse"),
-            Case({"gradient_allreduce_op": "sum", "compile": {"deepcompile": True, "passes": ["autosp"]}}, "parse"),
+            Case(
+                {
+                    "gradient_allreduce_op": "sum",
+                    "compile": {"deepcompile": True, "passes": ["autosp"]},
+                },
+                "parse",
+            ),
         ],
         [
             Case({"gradient_allreduce_op": "sum"} | zero(2), "step"),
@@ -710,26 +863,42 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
     ),
     "quantized-gradients-need-reduce-scatter": (
         [Case(zero(3, zero_quantized_gradients=True, reduce_scatter=False), "init")],
-        [Case(zero(3, zero_quantized_gradients=True), "step"), Case(zero(3, reduce_scatter=False), "step")],
+        [
+            Case(zero(3, zero_quantized_gradients=True), "step"),
+            Case(zero(3, reduce_scatter=False), "step"),
+        ],
     ),
     "hpz-does-not-divide": (
         [Case(zero(3, zero_hpz_partition_size=3), world=4)],
-        [Case(zero(3, zero_hpz_partition_size=2), world=4), Case(zero(3, zero_hpz_partition_size=3))],
+        [
+            Case(zero(3, zero_hpz_partition_size=2), world=4),
+            Case(zero(3, zero_hpz_partition_size=3)),
+        ],
     ),
     "hpz-larger-than-world": (
         [Case(zero(3, zero_hpz_partition_size=3), world=1)],
         [Case(zero(3, zero_hpz_partition_size=2), world=2)],
     ),
-    "elastic-checkpoint": ([Case(zero(2, elastic_checkpoint=True))], [Case(zero(2, elastic_checkpoint=False))]),
+    "elastic-checkpoint": (
+        [Case(zero(2, elastic_checkpoint=True))],
+        [Case(zero(2, elastic_checkpoint=False))],
+    ),
     "deprecated-with-its-heir": (
         [
             Case(zero(2, cpu_offload=True, offload_optimizer={"device": "cpu"}), "parse"),
             Case(
-                zero(3, stage3_gather_fp16_weights_on_model_save=True, stage3_gather_16bit_weights_on_model_save=True),
+                zero(
+                    3,
+                    stage3_gather_fp16_weights_on_model_save=True,
+                    stage3_gather_16bit_weights_on_model_save=True,
+                ),
                 "parse",
             ),
         ],
-        [Case(zero(2, cpu_offload=True), "step"), Case(zero(3, stage3_gather_fp16_weights_on_model_save=True), "step")],
+        [
+            Case(zero(2, cpu_offload=True), "step"),
+            Case(zero(3, stage3_gather_fp16_weights_on_model_save=True), "step"),
+        ],
     ),
     "offload-without-zero": (
         [Case(offload(0)), Case(offload(0), device="cpu")],
@@ -762,7 +931,10 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         [Case(offload(3, ratio=0.5) | ADAM, "step"), Case(offload(2, ratio=1.0), "step")],
     ),
     "partial-offload-needs-cpu-adam": (
-        [Case(offload(3, ratio=0.5), "init"), Case(offload(3, ratio=0.5) | optimizer("Adagrad"), "init")],
+        [
+            Case(offload(3, ratio=0.5), "init"),
+            Case(offload(3, ratio=0.5) | optimizer("Adagrad"), "init"),
+        ],
         [Case(offload(3, ratio=0.5) | ADAM, "step"), Case(offload(3, ratio=1.0), "step")],
     ),
     "super-offload-ignored": (
@@ -794,7 +966,10 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         [Case(zero(2, contiguous_gradients=False), "step")],
     ),
     "zenflow-needs-offload": (
-        [Case(zero(2, zenflow={"topk_ratio": 0.1}) | ADAM, "init"), Case(zero(1, zenflow={}) | ADAM, "init")],
+        [
+            Case(zero(2, zenflow={"topk_ratio": 0.1}) | ADAM, "init"),
+            Case(zero(1, zenflow={}) | ADAM, "init"),
+        ],
         [Case(zenflow(2, topk_ratio=0.1), "init"), Case(zero(2, zenflow={}), release="0.17.4")],
     ),
     "zenflow-intervals": (
@@ -803,7 +978,9 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
             Case(zenflow(2, select_strategy="step"), "init"),
             Case(zenflow(2, select_strategy="step", select_interval=2, update_interval=4), "init"),
             Case(zenflow(2, select_interval="x"), "parse"),
-            Case(zenflow(2, select_strategy="step", select_interval=2, update_interval="2"), "parse"),
+            Case(
+                zenflow(2, select_strategy="step", select_interval=2, update_interval="2"), "parse"
+            ),
         ],
         [
             Case(zenflow(2, select_strategy="step", select_interval=4, update_interval=4), "init"),
@@ -812,7 +989,12 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
     ),
     "zenflow-needs-overlap": (
         [Case(zenflow(2, offload=True), "init")],
-        [Case(merged(zenflow(2, offload=True), {"zero_optimization": {"overlap_comm": True}}), "init")],
+        [
+            Case(
+                merged(zenflow(2, offload=True), {"zero_optimization": {"overlap_comm": True}}),
+                "init",
+            )
+        ],
     ),
     "zenflow-params": (
         [
@@ -833,7 +1015,10 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
             Case(zenflow(2) | {"gradient_accumulation_steps": 4}),
             Case(zenflow(2, update_interval=2) | {"gradient_accumulation_steps": 4}),
         ],
-        [Case(zenflow(2, update_interval=4) | {"gradient_accumulation_steps": 4}), Case(zenflow(2))],
+        [
+            Case(zenflow(2, update_interval=4) | {"gradient_accumulation_steps": 4}),
+            Case(zenflow(2)),
+        ],
     ),
     "tensor-parallel-does-not-fit": (
         [Case(TP2, "init", world=1), Case({"tensor_parallel": {"autotp_size": 4}}, world=6)],
@@ -851,9 +1036,15 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         [Case({"tensor_parallel": {"autotp_size": 2, "preset_model": "Llama"}})],
     ),
     "pipeline-with-zero": ([Case(PIPE | zero(2))], [Case(PIPE | zero(1))]),
-    "pipeline-with-tensor-parallel": ([Case(PIPE | TP2)], [Case(PIPE | {"tensor_parallel": {"autotp_size": 1}})]),
+    "pipeline-with-tensor-parallel": (
+        [Case(PIPE | TP2)],
+        [Case(PIPE | {"tensor_parallel": {"autotp_size": 1}})],
+    ),
     "pipeline-needs-steps-per-print": (
-        [Case(PIPE | {"wall_clock_breakdown": True}), Case(PIPE | {"flops_profiler": {"enabled": True}})],
+        [
+            Case(PIPE | {"wall_clock_breakdown": True}),
+            Case(PIPE | {"flops_profiler": {"enabled": True}}),
+        ],
         [
             Case(PIPE | {"wall_clock_breakdown": True, "steps_per_print": 10}),
             Case({"wall_clock_breakdown": True}, "step"),
@@ -863,11 +1054,20 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         [Case(PIPE | {"managed_gradient_accumulation": False})],
         [Case(PIPE | {"managed_gradient_accumulation": True})],
     ),
-    "pipeline-overlap": ([Case(PIPE | zero(1, overlap_comm=True))], [Case(PIPE | zero(1, overlap_comm=False))]),
+    "pipeline-overlap": (
+        [Case(PIPE | zero(1, overlap_comm=True))],
+        [Case(PIPE | zero(1, overlap_comm=False))],
+    ),
     "pipeline-bf16-checkpoint": ([Case(PIPE | BF16)], [Case(PIPE | BF16 | zero(1)), Case(PIPE)]),
     "expert-parallel-does-not-fit": (
-        [Case(experts(autoep_size=2), "init", world=1), Case(experts(autoep_size=4), "autoep", world=6)],
-        [Case(experts(autoep_size=2), "autoep", world=4), Case(experts(autoep_size=1), "init", world=1)],
+        [
+            Case(experts(autoep_size=2), "init", world=1),
+            Case(experts(autoep_size=4), "autoep", world=6),
+        ],
+        [
+            Case(experts(autoep_size=2), "autoep", world=4),
+            Case(experts(autoep_size=1), "init", world=1),
+        ],
     ),
     "expert-tensor-parallel": (
         [Case(experts(autoep_size=2, expert_tensor_parallel_size=2), "autoep", world=4)],
@@ -876,10 +1076,16 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
     "expert-with-tensor-parallel": (
         [
             Case(experts(autoep_size=1) | TP2, "autoep", world=4),
-            Case(experts(autoep_size=2) | TP2 | {"use_data_before_expert_parallelism": True}, "autoep", world=4),
+            Case(
+                experts(autoep_size=2) | TP2 | {"use_data_before_expert_parallelism": True},
+                "autoep",
+                world=4,
+            ),
             Case(experts(autoep_size=2) | TP2 | offload(2, "none"), "autoep", world=4),
             Case(experts(autoep_size=2, async_split_plan=True) | TP2, "autoep", world=4),
-            Case(experts(autoep_size=2, combine_impl="fused_weighted_sum") | TP2, "autoep", world=4),
+            Case(
+                experts(autoep_size=2, combine_impl="fused_weighted_sum") | TP2, "autoep", world=4
+            ),
         ],
         [
             Case(experts(autoep_size=2) | TP2, "autoep", world=4),
@@ -887,8 +1093,20 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         ],
     ),
     "presets-differ": (
-        [Case(experts(preset_model="mixtral") | {"tensor_parallel": {"preset_model": "llama"}}, "autoep", world=1)],
-        [Case(experts(preset_model="mixtral") | {"tensor_parallel": {"preset_model": "mixtral"}}, "autoep", world=1)],
+        [
+            Case(
+                experts(preset_model="mixtral") | {"tensor_parallel": {"preset_model": "llama"}},
+                "autoep",
+                world=1,
+            )
+        ],
+        [
+            Case(
+                experts(preset_model="mixtral") | {"tensor_parallel": {"preset_model": "mixtral"}},
+                "autoep",
+                world=1,
+            )
+        ],
     ),
     "expert-parallel-at-stage-3": (
         [Case(experts(autoep_size=2) | zero(3, zero_quantized_gradients=True))],
@@ -901,7 +1119,10 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
             Case(experts(comm_backend="deepep", autoep_size=2), "autoep", world=2),
             Case(
                 experts(
-                    comm_backend="deepep", autoep_size=2, comm_max_tokens_per_rank=9, combine_impl="fused_weighted_sum"
+                    comm_backend="deepep",
+                    autoep_size=2,
+                    comm_max_tokens_per_rank=9,
+                    combine_impl="fused_weighted_sum",
                 ),
                 "autoep",
                 world=2,
@@ -911,7 +1132,12 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         [
             Case(experts(gate_up_impl="fused"), "autoep", world=1),
             Case(
-                experts(comm_backend="deepep", autoep_size=2, comm_max_tokens_per_rank=9, row_weighting_impl="fused"),
+                experts(
+                    comm_backend="deepep",
+                    autoep_size=2,
+                    comm_max_tokens_per_rank=9,
+                    row_weighting_impl="fused",
+                ),
                 "autoep",
                 world=2,
             ),
@@ -930,7 +1156,14 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         [
             Case(COMPILE_STATES | offload(3), beside=WAITS),
             Case(
-                {"compile": {"deepcompile": True, "offload_activation": True, "offload_parameters": True}} | zero(3),
+                {
+                    "compile": {
+                        "deepcompile": True,
+                        "offload_activation": True,
+                        "offload_parameters": True,
+                    }
+                }
+                | zero(3),
                 beside=WAITS,
             ),
             Case(
@@ -939,7 +1172,14 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
                 beside=WAITS,
             ),
             Case(
-                {"compile": {"deepcompile": True, "offload_opt_states": True, "offload_parameters": True}} | zero(3),
+                {
+                    "compile": {
+                        "deepcompile": True,
+                        "offload_opt_states": True,
+                        "offload_parameters": True,
+                    }
+                }
+                | zero(3),
                 beside=WAITS,
             ),
         ],
@@ -958,7 +1198,10 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         ],
         [
             *(Case(experts(preset_model=name), "autoep", world=1) for name in EXPERT_PRESETS),
-            *(Case(experts(expert_activation=name), "autoep", world=1) for name in EXPERT_ACTIVATIONS),
+            *(
+                Case(experts(expert_activation=name), "autoep", world=1)
+                for name in EXPERT_ACTIVATIONS
+            ),
             Case(experts(top_k=2, routed_scaling_factor=2.5), "autoep", world=1),
         ],
     ),
@@ -980,7 +1223,10 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
     ),
     "clipping-left-out": (
         [Case({"gradient_clipping": GONE})],
-        [Case({"gradient_clipping": 0.0}, "step"), Case({"gradient_clipping": GONE}, release="0.19.2")],
+        [
+            Case({"gradient_clipping": 0.0}, "step"),
+            Case({"gradient_clipping": GONE}, release="0.19.2"),
+        ],
     ),
     "section-not-enabled": (
         [Case({"fp16": {"loss_scale": 0}}), Case({"tensorboard": {"output_path": "x"}})],
@@ -1036,12 +1282,22 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
             Case(routing(**LTD, layer_token_lr_schedule={}), "init"),
             *(
                 Case(routing(**{name: value for name, value in LTD.items() if name != left_out}))
-                for left_out in ("random_ltd_layer_id", "model_mask_name", "model_type", "hidden_state_order")
+                for left_out in (
+                    "random_ltd_layer_id",
+                    "model_mask_name",
+                    "model_type",
+                    "hidden_state_order",
+                )
             ),
             *(
                 Case(
                     routing(
-                        **LTD | {"random_ltd_schedule": merged(LTD_SCHEDULE, {"schedule_config": {left_out: GONE}})}
+                        **LTD
+                        | {
+                            "random_ltd_schedule": merged(
+                                LTD_SCHEDULE, {"schedule_config": {left_out: GONE}}
+                            )
+                        }
                     ),
                     "step",
                 )
@@ -1058,7 +1314,10 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         [Case(sampling(dynamic_batching={"enabled": True, "max_tokens": 5}))],
         [Case(sampling(dynamic_batching={"enabled": False, "max_tokens": 5}), "step")],
     ),
-    "vocabulary-alignment": ([Case({"vocabulary_size": 50257})], [Case({"vocabulary_size": 50304}, "step")]),
+    "vocabulary-alignment": (
+        [Case({"vocabulary_size": 50257})],
+        [Case({"vocabulary_size": 50304}, "step")],
+    ),
     "flops-profiler-depth": (
         [Case({"flops_profiler": {"enabled": True, "module_depth": 9}})],
         [
@@ -1079,17 +1338,31 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         [Case(zero(0, legacy_stage1=True), "step"), Case(zero(1, legacy_stage1=False), "step")],
     ),
     "odd-allgather-bucket": (
-        [Case(zero(2, allgather_bucket_size=7), "init"), Case(zero(1, allgather_bucket_size=True), "init")],
+        [
+            Case(zero(2, allgather_bucket_size=7), "init"),
+            Case(zero(1, allgather_bucket_size=True), "init"),
+        ],
         [
             Case(zero(2, allgather_bucket_size=8), "step"),
             Case(zero(3, allgather_bucket_size=7), "step"),
             Case(zero(0, allgather_bucket_size=7), "step"),
-            Case(BF16 | {"data_types": {"grad_accum_dtype": "fp32"}} | zero(1, allgather_bucket_size=7), "init"),
+            Case(
+                BF16
+                | {"data_types": {"grad_accum_dtype": "fp32"}}
+                | zero(1, allgather_bucket_size=7),
+                "init",
+            ),
         ],
     ),
     "compile-pass-unknown": (
-        [Case({"compile": {"passes": ["z4"]}}, "parse"), Case({"compile": {"passes": ["autotp"]}}, release="0.19.5")],
-        [Case({"compile": {"passes": ["z3"]}}, "parse"), Case({"compile": {"passes": ["autotp"]}}, "parse")],
+        [
+            Case({"compile": {"passes": ["z4"]}}, "parse"),
+            Case({"compile": {"passes": ["autotp"]}}, release="0.19.5"),
+        ],
+        [
+            Case({"compile": {"passes": ["z3"]}}, "parse"),
+            Case({"compile": {"passes": ["autotp"]}}, "parse"),
+        ],
     ),
     "keep-in-fp32-text": (
         [Case({"data_types": {"keep_in_fp32_modules": "norm"}}, "parse")],
@@ -1103,10 +1376,18 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
             Case(zero(3, zero_quantized_weights=True), "init", device="cpu"),
             Case(zero(3, zero_quantized_nontrainable_weights=True), "init", device="cpu"),
             Case(optimizer("AdamW", torch_adam=True, capturable=True), "step", device="cpu"),
-            Case({"checkpoint": {"writer": {"data_parallel": "REPLICA"}}}, device="cpu", beside=LAUNCHER),
+            Case(
+                {"checkpoint": {"writer": {"data_parallel": "REPLICA"}}},
+                device="cpu",
+                beside=LAUNCHER,
+            ),
             Case({"aio": {"use_gds": True}}, "parse", device="cpu"),
         ],
-        [Case(optimizer("Lion") | offload(2), device="cpu"), Case(optimizer("Lion")), Case({"aio": {"use_gds": True}})],
+        [
+            Case(optimizer("Lion") | offload(2), device="cpu"),
+            Case(optimizer("Lion")),
+            Case({"aio": {"use_gds": True}}),
+        ],
     ),
     "auto-value": (
         [

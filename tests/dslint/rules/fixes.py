@@ -1,4 +1,6 @@
-"""Reads the fix of a problem as a machine would: `set a.b: 1 and c: 2 or remove d` is two ways out."""
+"""Reads the fix of a problem as a machine would: `set a.b: 1 and c: 2 or remove d` is two ways
+out.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from typing import Any
 from tests.dslint.rules.cases import GONE, Case, merged
 
 Changes = Sequence[tuple[str, Any]]
-_SETTING = re.compile(r"(?:^|(?<=set )|(?<=and ))([a-z]\w*(?:\.\w+)*): (\"[^\"]*\"|\[[^\]]*\]|\{[^}]*\}|[-+\w./]+)")
+_SETTING = re.compile(
+    r"(?:^|(?<=set )|(?<=and ))([a-z]\w*(?:\.\w+)*): (\"[^\"]*\"|\[[^\]]*\]|\{[^}]*\}|[-+\w./]+)"
+)
 
 
 def alternatives(fix: str) -> list[Changes]:

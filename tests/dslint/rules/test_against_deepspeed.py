@@ -1,8 +1,8 @@
-"""DeepSpeed itself is asked: it refuses every broken config where the case says, takes every near miss, and shows the
-effect.
+"""DeepSpeed itself is asked: it refuses every broken config where the case says, takes every near
+miss, and shows the effect.
 
-Two processes on CPU, forked from one that has imported it, answer everything; the first run on a machine compiles
-DeepSpeed's Adam for CPU.
+Two processes on CPU, forked from one that has imported it, answer everything; the first run on a
+machine compiles DeepSpeed's Adam for CPU.
 """
 
 from __future__ import annotations
@@ -124,16 +124,25 @@ def peak(saw: Mapping[str, Any]) -> float:
     return max(saw["rates"])
 
 
-# kind of a silent rule -> (change, steps, what the engine says of itself). The config alone does not say so.
+# kind of a silent rule -> (change, steps, what the engine says of itself). The config alone does
+# not say so.
 EFFECTS: Mapping[str, tuple[Mapping[str, Any], int, Callable[[Mapping[str, Any]], bool]]] = {
     "clipping-left-out": ({"gradient_clipping": GONE}, 1, lambda saw: saw["clipping"] == 1.0),
-    "zero-stage-left-out": ({"zero_optimization": {"overlap_comm": True}}, 1, lambda saw: saw["stage"] == 0),
+    "zero-stage-left-out": (
+        {"zero_optimization": {"overlap_comm": True}},
+        1,
+        lambda saw: saw["stage"] == 0,
+    ),
     "adam-is-adamw": (
         optimizer("Adam", weight_decay=0.1, torch_adam=True),
         1,
         lambda saw: saw["optimizer"].endswith(".AdamW"),
     ),
-    "adamw-mode-ignored": (optimizer("AdamW", adam_w_mode=False), 1, lambda saw: saw["adam_w_mode"] in (True, 1)),
+    "adamw-mode-ignored": (
+        optimizer("AdamW", adam_w_mode=False),
+        1,
+        lambda saw: saw["adam_w_mode"] in (True, 1),
+    ),
     "amsgrad-ignored": (
         optimizer("Adagrad", amsgrad=True) | offload(2),
         1,
@@ -150,10 +159,26 @@ EFFECTS: Mapping[str, tuple[Mapping[str, Any], int, Callable[[Mapping[str, Any]]
         lambda saw: saw["rates"][1] < saw["rates"][0],
     ),
     "zero-as-switch": ({"zero_optimization": True}, 1, lambda saw: saw["stage"] == 1),
-    "warmup-too-long": (scheduler("WarmupCosineLR", total_num_steps=5), 10, lambda saw: peak(saw) < 0.0005),
-    "plateau-without-metric": (scheduler("ReduceLROnPlateau", patience=0), 4, lambda saw: saw["rates"][-1] < 0.0001),
-    "autocast-without-dtype": ({"torch_autocast": {"enabled": True}}, 1, lambda saw: saw["autocast_dtype"] == "None"),
-    "autocast-of-half-weights": (HALF | BF16, 1, lambda saw: saw["dtype"] == "torch.bfloat16" and saw["autocast"]),
+    "warmup-too-long": (
+        scheduler("WarmupCosineLR", total_num_steps=5),
+        10,
+        lambda saw: peak(saw) < 0.0005,
+    ),
+    "plateau-without-metric": (
+        scheduler("ReduceLROnPlateau", patience=0),
+        4,
+        lambda saw: saw["rates"][-1] < 0.0001,
+    ),
+    "autocast-without-dtype": (
+        {"torch_autocast": {"enabled": True}},
+        1,
+        lambda saw: saw["autocast_dtype"] == "None",
+    ),
+    "autocast-of-half-weights": (
+        HALF | BF16,
+        1,
+        lambda saw: saw["dtype"] == "torch.bfloat16" and saw["autocast"],
+    ),
     "section-not-enabled": ({"fp16": {"loss_scale": 0}}, 1, lambda saw: not saw["fp16"]),
     "auto-value": ({"fp16": {"enabled": "auto"}}, 1, lambda saw: not saw["fp16"]),
     "two-bf16-sections": (
@@ -161,15 +186,24 @@ EFFECTS: Mapping[str, tuple[Mapping[str, Any], int, Callable[[Mapping[str, Any]]
         1,
         lambda saw: saw["dtype"] == "torch.float32",
     ),
-    "param-offload-ignored": (zero(2, offload_param={"device": "cpu"}), 1, lambda saw: not saw["offloaded"]),
-    "nvme-optimizer-in-memory": (offload(2, "nvme", nvme_path="/nowhere/at/all"), 1, lambda saw: saw["offloaded"]),
+    "param-offload-ignored": (
+        zero(2, offload_param={"device": "cpu"}),
+        1,
+        lambda saw: not saw["offloaded"],
+    ),
+    "nvme-optimizer-in-memory": (
+        offload(2, "nvme", nvme_path="/nowhere/at/all"),
+        1,
+        lambda saw: saw["offloaded"],
+    ),
     "contiguous-gradients-forced": (
         zero(2, contiguous_gradients=False, offload_optimizer={"device": "cpu"}),
         1,
         lambda saw: saw["contiguous"] is True,
     ),
     "zenflow-replaces-accumulation": (
-        zenflow(2, select_strategy="step", select_interval=2, update_interval=2) | {"gradient_accumulation_steps": 4},
+        zenflow(2, select_strategy="step", select_interval=2, update_interval=2)
+        | {"gradient_accumulation_steps": 4},
         0,
         lambda saw: saw["accumulation"] == 2,
     ),
@@ -191,14 +225,24 @@ EFFECTS: Mapping[str, tuple[Mapping[str, Any], int, Callable[[Mapping[str, Any]]
     ),
     "elastic-checkpoint": (zero(2, elastic_checkpoint=True), 1, lambda saw: saw["steps"] == 1),
     "data-parallel-size-alone": ({"data_parallel_size": 3}, 1, lambda saw: saw["steps"] == 1),
-    "tensor-parallel-below-0": ({"tensor_parallel": {"autotp_size": -2}}, 1, lambda saw: saw["steps"] == 1),
-    "tensor-parallel-preset": ({"tensor_parallel": {"preset_model": "lama"}}, 1, lambda saw: saw["steps"] == 1),
+    "tensor-parallel-below-0": (
+        {"tensor_parallel": {"autotp_size": -2}},
+        1,
+        lambda saw: saw["steps"] == 1,
+    ),
+    "tensor-parallel-preset": (
+        {"tensor_parallel": {"preset_model": "lama"}},
+        1,
+        lambda saw: saw["steps"] == 1,
+    ),
 }
-# Silent rules that one process on CPU cannot show, or whose effect is on disk or in the pipeline engine.
+# Silent rules that one process on CPU cannot show, or whose effect is on disk or in the pipeline
+# engine.
 NOT_SHOWN = {
     "warmup-without-steps",
     "autosp-at-stage",
-    "auto-cast-without-fp16",  # the cases show what breaks: positional inputs, as those of the tests' engine
+    # the cases show what breaks: positional inputs, as those of the tests' engine
+    "auto-cast-without-fp16",
     "batch-with-tensor-parallel",
     "sequence-parallel-fraction",
     "sequence-parallel-gradients",
@@ -219,17 +263,29 @@ NOT_SHOWN = {
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """DeepSpeed's answers to all questions, then to the effects."""
     folder = tmp_path_factory.mktemp("ask")
-    asked = [{"config": case.config, "asked": case.asked, "world": case.world} for _, _, case in QUESTIONS]
+    asked = [
+        {"config": case.config, "asked": case.asked, "world": case.world}
+        for _, _, case in QUESTIONS
+    ]
     asked += [{"config": config, "asked": "step", "world": 1} for _, _, config in MENDED]
     asked += [
-        {"config": Case(change).config, "asked": "step" if steps else "init", "world": 1, "steps": steps}
+        {
+            "config": Case(change).config,
+            "asked": "step" if steps else "init",
+            "world": 1,
+            "steps": steps,
+        }
         for change, steps, _ in EFFECTS.values()
     ]
-    jobs = [ask(asked[number::NUM_PROCESSES], folder / str(number)) for number in range(NUM_PROCESSES)]
+    jobs = [
+        ask(asked[number::NUM_PROCESSES], folder / str(number)) for number in range(NUM_PROCESSES)
+    ]
     found: list[dict[str, Any]] = [{}] * len(asked)
     for number, job in enumerate(jobs):
         assert job.wait(TIMEOUT_SECONDS) == [0], job.stated()[-4000:]
-        found[number::NUM_PROCESSES] = json.loads((folder / str(number) / "answers.json").read_text(encoding="utf-8"))
+        found[number::NUM_PROCESSES] = json.loads(
+            (folder / str(number) / "answers.json").read_text(encoding="utf-8")
+        )
     return found
 
 
@@ -237,15 +293,20 @@ def ask(questions: list[dict[str, Any]], folder: Path) -> Job:
     """One process of DeepSpeed, which writes its answers into the folder."""
     folder.mkdir()
     (folder / "questions.json").write_text(json.dumps(questions), encoding="utf-8")
-    return session_ranks().start(["questions.json", "answers.json"], num_ranks=1, folder=folder, script=ASK)
+    return session_ranks().start(
+        ["questions.json", "answers.json"], num_ranks=1, folder=folder, script=ASK
+    )
 
 
-@pytest.mark.skipif(find_spec("deepspeed") is not None and version("deepspeed") != RELEASE, reason=f"asks {RELEASE}")
+@pytest.mark.skipif(
+    find_spec("deepspeed") is not None and version("deepspeed") != RELEASE, reason=f"asks {RELEASE}"
+)
 def test_deepspeed_refuses_what_breaks_and_takes_near_misses(answers: list[dict[str, Any]]) -> None:
     wrong = []
     for (kind, is_broken, case), answer in zip(QUESTIONS, answers, strict=False):
         stated = (
-            f"{kind}: {dict(case.change)}: asked to {case.asked}, refused at {answer['refused']!r}: {answer['error']}"
+            f"{kind}: {dict(case.change)}: asked to {case.asked}, "
+            f"refused at {answer['refused']!r}: {answer['error']}"
         )
         expected = case.asked if is_broken else ""
         words = WORDS.get(kind, "")
@@ -257,7 +318,9 @@ def test_deepspeed_refuses_what_breaks_and_takes_near_misses(answers: list[dict[
     assert len(QUESTIONS) > 190
 
 
-@pytest.mark.skipif(find_spec("deepspeed") is not None and version("deepspeed") != RELEASE, reason=f"asks {RELEASE}")
+@pytest.mark.skipif(
+    find_spec("deepspeed") is not None and version("deepspeed") != RELEASE, reason=f"asks {RELEASE}"
+)
 def test_deepspeed_takes_every_mended_config(answers: list[dict[str, Any]]) -> None:
     refused = [
         f"{kind}: after {changes}: {answer['error']}"
@@ -268,7 +331,9 @@ def test_deepspeed_takes_every_mended_config(answers: list[dict[str, Any]]) -> N
     assert len(MENDED) > 110
 
 
-@pytest.mark.skipif(find_spec("deepspeed") is not None and version("deepspeed") != RELEASE, reason=f"asks {RELEASE}")
+@pytest.mark.skipif(
+    find_spec("deepspeed") is not None and version("deepspeed") != RELEASE, reason=f"asks {RELEASE}"
+)
 @pytest.mark.parametrize("kind", EFFECTS)
 def test_deepspeed_takes_it_and_does_otherwise(kind: str, answers: list[dict[str, Any]]) -> None:
     change, _, holds = EFFECTS[kind]

@@ -42,7 +42,9 @@ _SCALARS: st.SearchStrategy[Any] = st.one_of(
 )
 VALUES = st.recursive(
     _SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
@@ -50,13 +52,25 @@ VALUES = st.recursive(
 def _paths(section: Any, path: str = "") -> set[str]:
     if not isinstance(section, dict):
         return {path}
-    return {path} | {found for name, value in section.items() for found in _paths(value, f"{path}.{name}".lstrip("."))}
+    return {path} | {
+        found
+        for name, value in section.items()
+        for found in _paths(value, f"{path}.{name}".lstrip("."))
+    }
 
 
 # Every key of a case, and every dotted name in the source of a rule.
-SOURCE = "\n".join(file.read_text(encoding="utf-8") for file in Path(rules.__file__).parent.glob("*.py"))
+SOURCE = "\n".join(
+    file.read_text(encoding="utf-8") for file in Path(rules.__file__).parent.glob("*.py")
+)
 KEYS = sorted(
-    {path for breaks, fine in CASES.values() for case in breaks + fine for path in _paths(case.config)} - {""}
+    {
+        path
+        for breaks, fine in CASES.values()
+        for case in breaks + fine
+        for path in _paths(case.config)
+    }
+    - {""}
     | set(re.findall(r"\"([a-z_0-9]+(?:\.[a-z_0-9]+)+)\"", SOURCE))
 )
 TOPOLOGIES = st.builds(
@@ -78,7 +92,9 @@ RELEASES = st.sampled_from(
     TOPOLOGIES,
     RELEASES,
 )
-def test_rules_never_raise(changes: dict[str, Any], case: Any, topology: Topology, release: str) -> None:
+def test_rules_never_raise(
+    changes: dict[str, Any], case: Any, topology: Topology, release: str
+) -> None:
     config = case.config
     for path, value in changes.items():
         change = value
@@ -91,12 +107,16 @@ def test_rules_never_raise(changes: dict[str, Any], case: Any, topology: Topolog
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.dictionaries(st.sampled_from([key for key in KEYS if "." not in key]), VALUES, max_size=5))
+@given(
+    st.dictionaries(st.sampled_from([key for key in KEYS if "." not in key]), VALUES, max_size=5)
+)
 def test_rules_never_raise_on_sections_of_any_type(config: dict[str, Any]) -> None:
     apply_rules(Facts(config))
 
 
-@pytest.mark.parametrize("value", [None, [], {}, "x", -1, 10**40, 1.5, float("nan"), True, {"enabled": [1]}], ids=str)
+@pytest.mark.parametrize(
+    "value", [None, [], {}, "x", -1, 10**40, 1.5, float("nan"), True, {"enabled": [1]}], ids=str
+)
 def test_one_odd_value_in_every_place(value: Any) -> None:
     for key in KEYS:
         change = value

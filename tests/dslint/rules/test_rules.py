@@ -22,16 +22,31 @@ from tests.dslint.rules.cases import CASES, GONE, Case
 from tests.dslint.rules.fixes import alternatives, mended
 from tests.places import ROOT
 
-STATES = ("given", "left out", "written", "not written", "true", "not true", "on", "off", "not on", "not off")
+STATES = (
+    "given",
+    "left out",
+    "written",
+    "not written",
+    "true",
+    "not true",
+    "on",
+    "off",
+    "not on",
+    "not off",
+)
 BREAKING = [(kind, case) for kind, (breaks, _) in CASES.items() for case in breaks]
 FINE = [(kind, case) for kind, (_, fine) in CASES.items() for case in fine]
 DEEPSPEED = Path(getattr(find_spec("deepspeed"), "origin", None) or "/nowhere").parent
 
 
-@pytest.mark.parametrize(("kind", "case"), BREAKING, ids=lambda value: str(getattr(value, "change", value)))
+@pytest.mark.parametrize(
+    ("kind", "case"), BREAKING, ids=lambda value: str(getattr(value, "change", value))
+)
 def test_a_config_breaks_its_rule_and_no_other(kind: str, case: Case) -> None:
     found = apply_rules(case.facts())
-    assert {problem.kind for problem in found} == {kind, *case.beside}, [str(problem) for problem in found]
+    assert {problem.kind for problem in found} == {kind, *case.beside}, [
+        str(problem) for problem in found
+    ]
     for problem in found:
         assert problem.key, problem
         assert problem.reason, problem
@@ -39,14 +54,20 @@ def test_a_config_breaks_its_rule_and_no_other(kind: str, case: Case) -> None:
         assert len(str(problem)) < 330, problem
 
 
-@pytest.mark.parametrize(("kind", "case"), FINE, ids=lambda value: str(getattr(value, "change", value)))
+@pytest.mark.parametrize(
+    ("kind", "case"), FINE, ids=lambda value: str(getattr(value, "change", value))
+)
 def test_a_near_miss_does_not(kind: str, case: Case) -> None:
     assert kind not in {problem.kind for problem in apply_rules(case.facts())}
 
 
-@pytest.mark.parametrize(("kind", "case"), FINE, ids=lambda value: str(getattr(value, "change", value)))
+@pytest.mark.parametrize(
+    ("kind", "case"), FINE, ids=lambda value: str(getattr(value, "change", value))
+)
 def test_no_rule_finds_an_error_in_a_near_miss(kind: str, case: Case) -> None:
-    assert [str(problem) for problem in apply_rules(case.facts()) if problem.severity == "error"] == []
+    assert [
+        str(problem) for problem in apply_rules(case.facts()) if problem.severity == "error"
+    ] == []
 
 
 def functions() -> dict[str, Any]:
@@ -55,7 +76,9 @@ def functions() -> dict[str, Any]:
     for module in vars(rules).values():
         if inspect.ismodule(module) and module.__name__.startswith(f"{rules.__name__}."):
             for name, function in inspect.getmembers(module, inspect.isfunction):
-                is_rule = list(inspect.signature(function).parameters) == ["facts"] and not name.startswith("_")
+                is_rule = list(inspect.signature(function).parameters) == [
+                    "facts"
+                ] and not name.startswith("_")
                 if is_rule and function.__module__ == module.__name__:
                     found[f"{module.__name__}.{name}"] = function
     return found
@@ -73,7 +96,9 @@ def test_a_row_speaks_of_facts_and_of_keys_that_some_release_reads(row: Any) -> 
     for case in row.get("cases", [{}]):
         whole = shared | case | {"when": row.get("when", {}) | case.get("when", {})}
         assert (
-            {"when", "key", "reason", "fix"} <= whole.keys() <= {"severity", "when", "unless", "key", "reason", "fix"}
+            {"when", "key", "reason", "fix"}
+            <= whole.keys()
+            <= {"severity", "when", "unless", "key", "reason", "fix"}
         )
         for name, wanted in (whole["when"] | whole.get("unless", {})).items():
             if isinstance(wanted, str):
@@ -122,7 +147,8 @@ def test_every_docstring_cites_a_file_of_deepspeed_and_a_name_or_words_in_it(rul
     symbols = re.findall(r"`([^`]+)`", text)
     assert symbols, "no symbol"
     everything = "\n".join(sources)
-    joined = re.sub(r"[\"']\s*\n\s*f?[\"']", "", everything)  # strings that continue on the next line
+    # strings that continue on the next line
+    joined = re.sub(r"[\"']\s*\n\s*f?[\"']", "", everything)
     for symbol in symbols:
         if re.fullmatch(r"[\w]+", symbol):
             assert re.search(rf"\b{symbol}\b", everything), f"{symbol} is not in {files}"
@@ -139,14 +165,18 @@ def test_every_setting_that_a_fix_names_mends_the_config() -> None:
                 if any(case.facts().written(key) != key for key, value in changes if value == GONE):
                     continue  # the file spells it otherwise
                 left = apply_rules(case.facts(mended(case, changes)))
-                still = [str(other) for other in left if (other.kind, other.key) == (kind, problem.key)]
+                still = [
+                    str(other) for other in left if (other.kind, other.key) == (kind, problem.key)
+                ]
                 assert still == [], f"{problem} is still there after {changes}"
                 tried.add((kind, str(changes)))
     assert len(tried) > 100
 
 
 def test_the_readme_counts_them() -> None:
-    assert f"the keys together against {len(ALL)} rules" in (ROOT / "docs/check.md").read_text(encoding="utf-8")
+    assert f"the keys together against {len(ALL)} rules" in (ROOT / "docs/check.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_a_plain_config_has_nothing_to_say_against_it() -> None:

@@ -35,7 +35,9 @@ def config(name: str, folder: Path, *, stage: int, **precision: Any) -> dict[str
 
 
 def exact_norm(num_samples: int) -> float:
-    """Of the mean over the step's samples; all of them are read, so that their order does not matter."""
+    """Of the mean over the step's samples; all of them are read, so that their order does not
+    matter.
+    """
     inputs = steep_samples(num_samples).tensors[0]
     return math.hypot(float(inputs.double().mean(dim=0).norm()), 1.0)
 
@@ -44,7 +46,10 @@ def exact_norm(num_samples: int) -> float:
 def norms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     folder = tmp_path_factory.mktemp("sums")
     plain = [config(f"z{stage}", folder, stage=stage) for stage in (1, 2, 3)]
-    plain += [config(f"z{stage}-bf16", folder, stage=stage, grad_accumulation="bf16") for stage in (0, 2, 3)]
+    plain += [
+        config(f"z{stage}-bf16", folder, stage=stage, grad_accumulation="bf16")
+        for stage in (0, 2, 3)
+    ]
     plain += [config("z2-fp32-reduced", folder, stage=2, grad_reduction="fp32")]
     plain += [config("fp16", folder, stage=1) | {"precision": {"dtype": "fp16", "loss_scale": 1.0}}]
     for case in plain:
@@ -54,14 +59,18 @@ def norms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     pipeline["data"] = {**pipeline["data"], "args": {"count": MICRO_BATCHES}}
     train_cases([pipeline], num_ranks=2, folder=folder)
     return {
-        case["run"]["name"]: series(folder / case["run"]["name"], "train/grad_norm")[1] for case in [*plain, pipeline]
+        case["run"]["name"]: series(folder / case["run"]["name"], "train/grad_norm")[1]
+        for case in [*plain, pipeline]
     }
 
 
 @pytest.mark.parametrize("name", ["z1", "z2", "z3", "z2-fp32-reduced", "fp16", "pipe"])
 def test_a_long_sum_is_fp32_by_default(norms: dict[str, float], name: str) -> None:
-    rounded_once = 1e-4 if name.endswith("reduced") else 2.0**-9  # where two ranks' sums are added in half precision
-    assert norms[name] == pytest.approx(exact_norm(MICRO_BATCHES * (1 if name == "pipe" else 2)), rel=rounded_once)
+    # where two ranks' sums are added in half precision
+    rounded_once = 1e-4 if name.endswith("reduced") else 2.0**-9
+    assert norms[name] == pytest.approx(
+        exact_norm(MICRO_BATCHES * (1 if name == "pipe" else 2)), rel=rounded_once
+    )
 
 
 @pytest.mark.parametrize("name", ["z0-bf16", "z2-bf16", "z3-bf16"])

@@ -16,7 +16,9 @@ COPIES = {"aten::lift_fresh", "aten::_local_scalar_dense", "aten::_to_copy"}
 
 
 class Copies(TorchDispatchMode):
-    """Notes operators by which a number of the host comes to the device, or one of the device to the host."""
+    """Notes operators by which a number of the host comes to the device, or one of the device to
+    the host.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,14 +33,18 @@ class Copies(TorchDispatchMode):
 def model(scale: float, seed: int = 0) -> torch.nn.Module:
     """A model with gradients; one layer in bf16, one parameter without a gradient."""
     torch.manual_seed(seed)
-    made = torch.nn.Sequential(torch.nn.Linear(7, 31), torch.nn.Linear(31, 3).to(torch.bfloat16), torch.nn.Linear(3, 1))
+    made = torch.nn.Sequential(
+        torch.nn.Linear(7, 31), torch.nn.Linear(31, 3).to(torch.bfloat16), torch.nn.Linear(3, 1)
+    )
     for parameter in (*made[0].parameters(), *made[1].parameters(), made[2].weight):
         parameter.grad = (scale * torch.randn(parameter.shape)).to(parameter.dtype)
     return made
 
 
 def kept(module: torch.nn.Module, limit: float) -> KeptNorm:
-    engine: Any = SimpleNamespace(module=module, gradient_clipping=lambda: limit, device=torch.device("cpu"), mpu=None)
+    engine: Any = SimpleNamespace(
+        module=module, gradient_clipping=lambda: limit, device=torch.device("cpu"), mpu=None
+    )
     return KeptNorm(engine)
 
 

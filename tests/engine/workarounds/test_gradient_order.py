@@ -1,4 +1,6 @@
-"""Experts chosen by the data train as in plain PyTorch at stages 0 to 3, or are refused; 20 steps on two ranks."""
+"""Experts chosen by the data train as in plain PyTorch at stages 0 to 3, or are refused; 20 steps
+on two ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ JOB = ROOT / "tests/jobs/routed_models.py"
 def test_weights_are_those_of_plain_pytorch(tmp_path: Path) -> None:
     run_ranks(JOB, "out.json", num_ranks=2, cwd=tmp_path)
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert 0 < found.pop("most gradients waiting") < 12, "a layer that leads nowhere holds the others up"
+    assert 0 < found.pop("most gradients waiting") < 12, (
+        "a layer that leads nowhere holds the others up"
+    )
     assert len(found) == 17
     assert {name: difference for name, difference in found.items() if not difference < 1e-6} == {}
 
@@ -25,7 +29,10 @@ def test_weights_are_those_of_plain_pytorch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "texts"),
     [
-        ("routed", ["rank 0 calls block.experts.0.weight where rank 1 calls block.experts.2.weight"] * 2),
+        (
+            "routed",
+            ["rank 0 calls block.experts.0.weight where rank 1 calls block.experts.2.weight"] * 2,
+        ),
         (
             "late",
             [

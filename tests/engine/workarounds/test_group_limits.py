@@ -1,4 +1,6 @@
-"""Every group of a run waits as long as the group of all ranks does, and not as long as torch would."""
+"""Every group of a run waits as long as the group of all ranks does, and not as long as torch
+would.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def limits(folder: Path, *words: Any) -> list[float]:
     given = [word if isinstance(word, str) else json.dumps(word) for word in words]
     run_ranks(ROOT / "tests/jobs/group_limits.py", str(folder), *given, num_ranks=2, cwd=folder)
     return [
-        limit for rank in range(2) for limit in json.loads((folder / f"limits{rank}.json").read_text(encoding="utf-8"))
+        limit
+        for rank in range(2)
+        for limit in json.loads((folder / f"limits{rank}.json").read_text(encoding="utf-8"))
     ]
 
 

@@ -1,4 +1,6 @@
-"""Linear layers of stage 3 are torch's to the bit, keep no copy of a weight, and are gone afterwards."""
+"""Linear layers of stage 3 are torch's to the bit, keep no copy of a weight, and are gone
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from framework.engine.workarounds.left_by_stage_3 import leaving_nothing
 
 @pytest.fixture
 def stage_3(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(partition_parameters, "print_rank_0", lambda *_, **__: None)  # which asks for the rank
+    # which asks for the rank
+    monkeypatch.setattr(partition_parameters, "print_rank_0", lambda *_, **__: None)
     with leaving_nothing(3):
         partition_parameters.InsertPostInitMethodToModuleSubClasses()._enable_mem_efficient_linear()
         assert functional.linear is zero3_linear_wrap
@@ -73,4 +76,6 @@ def test_autocast_keeps_no_copy_of_a_weight(stage_3: None) -> None:
 
 def layer_and_rows(shape: tuple[int, ...]) -> tuple[nn.Linear, Tensor]:
     torch.manual_seed(0)
-    return nn.Linear(64, 48, dtype=torch.bfloat16), torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
+    return nn.Linear(64, 48, dtype=torch.bfloat16), torch.randn(
+        shape, dtype=torch.bfloat16, requires_grad=True
+    )

@@ -1,4 +1,6 @@
-"""Buffers of two ranks, one after the other in this process: what the first sends is what the second gets."""
+"""Buffers of two ranks, one after the other in this process: what the first sends is what the
+second gets.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,19 @@ DTYPES = [
 
 
 class Net(nn.Module):
-    """Buffers of many types and odd sizes, one that is not contiguous, one that is shared, one that no checkpoint
-    holds.
+    """Buffers of many types and odd sizes, one that is not contiguous, one that is shared, one that
+    no checkpoint holds.
     """
 
     def __init__(self, fill: int) -> None:
         super().__init__()
         self.norm = nn.BatchNorm2d(5)
         with torch.no_grad():
-            for tensor in (self.norm.running_mean, self.norm.running_var, self.norm.num_batches_tracked):
+            for tensor in (
+                self.norm.running_mean,
+                self.norm.running_var,
+                self.norm.num_batches_tracked,
+            ):
                 assert tensor is not None
                 tensor.fill_(fill)
         for number, dtype in enumerate(DTYPES):
@@ -69,14 +75,18 @@ class Ranks:
         messages = 0
         for module in (first, second):
             self.is_first = module is first
-            engine: Any = SimpleNamespace(module=module, data_parallel_group=None, device=torch.device("cpu"))
+            engine: Any = SimpleNamespace(
+                module=module, data_parallel_group=None, device=torch.device("cpu")
+            )
             share_buffers(engine, **options)
             messages = len(self.sent) if self.is_first else messages
         assert not self.sent
         return messages
 
 
-def test_every_rank_gets_the_buffers_of_the_first_and_keeps_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_gets_the_buffers_of_the_first_and_keeps_its_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     first, second = Net(1), Net(0)
     places = {name: buffer.data_ptr() for name, buffer in second.named_buffers()}
     assert Ranks(monkeypatch).share(first, second) == 1
@@ -99,7 +109,11 @@ def test_large_buffers_are_sent_one_after_the_other(monkeypatch: pytest.MonkeyPa
     first, second = Net(1), Net(0)
     assert Ranks(monkeypatch).share(first, second) > 3
     known = dict(first.named_buffers())
-    assert all(torch.equal(buffer, known[name]) for name, buffer in second.named_buffers() if name != "mask")
+    assert all(
+        torch.equal(buffer, known[name])
+        for name, buffer in second.named_buffers()
+        if name != "mask"
+    )
 
 
 def test_one_number_seen_in_many_places_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

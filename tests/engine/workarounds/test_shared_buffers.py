@@ -1,4 +1,6 @@
-"""What dead runs left in shared memory goes; what a living one uses, or may be about to use, stays."""
+"""What dead runs left in shared memory goes; what a living one uses, or may be about to use,
+stays.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,22 @@ from framework.errors import ConfigError
 UID = os.getuid()
 
 
-def buffer(folder: Path, *, uid: int = UID, port: int = 29500, rank: int = 0, age_seconds: float = 600) -> Path:
+def buffer(
+    folder: Path, *, uid: int = UID, port: int = 29500, rank: int = 0, age_seconds: float = 600
+) -> Path:
     path = folder / f"deepspeed_allreduce_buffer_{uid}_127.0.0.1_{port}_{rank}"
     path.write_bytes(bytes(4096))
     os.utime(path, (time.time() - age_seconds,) * 2)
     return path
 
 
-HOST = {"WORLD_SIZE": "2", "LOCAL_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+HOST = {
+    "WORLD_SIZE": "2",
+    "LOCAL_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
 
 
 def leave_free(monkeypatch: pytest.MonkeyPatch, *mebibytes: int) -> None:
@@ -47,14 +57,18 @@ def test_shared_memory_that_is_too_small_is_refused_before_ranks_meet(
     """DeepSpeed's op ends the ranks by SIGSEGV there."""
     for free in (0, 64, 131):
         leave_free(monkeypatch, free)
-        with pytest.raises(ConfigError, match=rf"{free} MiB are free .* takes 132 for 2 ranks .*\[shm-small\]"):
+        with pytest.raises(
+            ConfigError, match=rf"{free} MiB are free .* takes 132 for 2 ranks .*\[shm-small\]"
+        ):
             refuse_small_memory(HOST, folder=tmp_path)
     leave_free(monkeypatch, 132)
     refuse_small_memory(HOST, folder=tmp_path)
 
 
 @pytest.mark.parametrize(
-    "change", [{"WORLD_SIZE": "4"}, {"LOCAL_SIZE": ""}, {"LOCAL_SIZE": "x", "WORLD_SIZE": "x"}], ids=str
+    "change",
+    [{"WORLD_SIZE": "4"}, {"LOCAL_SIZE": ""}, {"LOCAL_SIZE": "x", "WORLD_SIZE": "x"}],
+    ids=str,
 )
 def test_where_the_op_makes_no_buffers_none_are_asked_for(
     change: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -63,20 +77,28 @@ def test_where_the_op_makes_no_buffers_none_are_asked_for(
     refuse_small_memory(HOST | change, folder=tmp_path)
 
 
-def test_what_the_start_before_left_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_start_before_left_is_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     buffer(tmp_path).write_bytes(bytes(4 << 20))
     leave_free(monkeypatch, 128)
     refuse_small_memory(HOST, folder=tmp_path)
 
 
-def test_other_ranks_wait_for_what_the_first_one_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_wait_for_what_the_first_one_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     leave_free(monkeypatch, 0, 0, 200)
     refuse_small_memory(HOST | {"LOCAL_RANK": "1"}, folder=tmp_path)
 
 
 def test_leftovers_of_the_dead_go(tmp_path: Path) -> None:
     dead = [buffer(tmp_path), buffer(tmp_path, rank=1), buffer(tmp_path, port=1)]
-    others = [buffer(tmp_path, uid=UID + 1), tmp_path / "deepspeed_allreduce_buffer", tmp_path / "sem.other"]
+    others = [
+        buffer(tmp_path, uid=UID + 1),
+        tmp_path / "deepspeed_allreduce_buffer",
+        tmp_path / "sem.other",
+    ]
     for path in others:
         path.touch()
     assert sorted(remove_dead_buffers(folder=tmp_path)) == sorted(dead)

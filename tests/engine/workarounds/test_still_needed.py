@@ -1,6 +1,8 @@
-"""Workarounds die on time: each names DeepSpeed's release, and a test fails here when that defect is mended upstream.
+"""Workarounds die on time: each names DeepSpeed's release, and a test fails here when that defect
+is mended upstream.
 
-Then the workaround goes, and its test with it, as soon as `pyproject.toml` asks for a release without the defect.
+Then the workaround goes, and its test with it, as soon as `pyproject.toml` asks for a release
+without the defect.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.zero import parameter_offload, partition_parameters, partitioned_param_coordinator
+from deepspeed.runtime.zero import (
+    parameter_offload,
+    partition_parameters,
+    partitioned_param_coordinator,
+)
 from deepspeed.utils import nvtx
 
 from framework.engine.workarounds.compute_capabilities import naming_them_by_numbers
@@ -37,7 +43,9 @@ WORKAROUNDS = sorted((ROOT / "framework/engine/workarounds").glob("[!_]*.py"))
 def source_of(method: str) -> str:
     """Of DeepSpeedEngine, in the file: decorators of theirs hide it from `inspect`."""
     (found,) = re.findall(
-        rf"\n    def {method}\(.*?(?=\n    def |\n    @)", inspect.getsource(DeepSpeedEngine), re.DOTALL
+        rf"\n    def {method}\(.*?(?=\n    def |\n    @)",
+        inspect.getsource(DeepSpeedEngine),
+        re.DOTALL,
     )
     return str(found)
 
@@ -62,7 +70,9 @@ def test_architectures_with_letters_are_not_read(monkeypatch: pytest.MonkeyPatch
 
 def test_grad_norm_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepspeed.runtime.engine.clip_grad_norm_", lambda **_: torch.ones(()))
-    engine: Any = SimpleNamespace(module=torch.nn.Linear(1, 1), gradient_clipping=lambda: 1.0, mpu=None)
+    engine: Any = SimpleNamespace(
+        module=torch.nn.Linear(1, 1), gradient_clipping=lambda: 1.0, mpu=None
+    )
     before = dict(vars(engine))
     assert DeepSpeedEngine.clip_fp32_gradients(engine) is None
     assert vars(engine) == before
@@ -78,14 +88,23 @@ def test_fp32_sums_at_stage_1_are_another_optimizer_s() -> None:
 
 @pytest.mark.slow
 def test_grad_scaler_of_autocast_is_not_saved() -> None:
-    methods = ("_save_checkpoint", "_save_zero_checkpoint", "_load_checkpoint", "_load_zero_checkpoint")
+    methods = (
+        "_save_checkpoint",
+        "_save_zero_checkpoint",
+        "_load_checkpoint",
+        "_load_zero_checkpoint",
+    )
     assert [method for method in methods if "gradscaler" in source_of(method)] == []
 
 
 def test_grad_scaler_of_fp16_weights_at_stage_0_is_not_used() -> None:
-    assert not any(issubclass(kind, ZeROOptimizer) for kind in (FP16_Optimizer, FP16_UnfusedOptimizer))
+    assert not any(
+        issubclass(kind, ZeROOptimizer) for kind in (FP16_Optimizer, FP16_UnfusedOptimizer)
+    )
     scaled = [line for line in source_of("backward").splitlines() if "scale_if_loss" in line]
-    assert scaled == ["                loss = self.optimizer.scale_if_loss(loss)"], "of ZeRO's optimizers alone"
+    assert scaled == ["                loss = self.optimizer.scale_if_loss(loss)"], (
+        "of ZeRO's optimizers alone"
+    )
 
 
 def test_half_precision_begins_with_an_empty_step_and_its_norm_is_scaled() -> None:
@@ -131,7 +150,9 @@ def test_module_buffers_are_not_broadcast_and_scalar_weights_cannot_be() -> None
 
 
 def test_nvme_state_is_not_loaded() -> None:
-    assert "if load_zero_checkpoint and not self.zero_nvme_offload_optimizer():" in source_of("load_checkpoint")
+    assert "if load_zero_checkpoint and not self.zero_nvme_offload_optimizer():" in source_of(
+        "load_checkpoint"
+    )
 
 
 def test_shared_buffers_are_not_closed() -> None:
@@ -141,7 +162,10 @@ def test_shared_buffers_are_not_closed() -> None:
 
 def test_a_pipelines_buffers_serve_several_types() -> None:
     engine: Any = SimpleNamespace(_grad_layer_buf=[torch.zeros(4, dtype=torch.int64)])
-    assert PipelineEngine._allocate_or_extend_buffers(engine, 0, [2], torch.float32).dtype == torch.int64
+    assert (
+        PipelineEngine._allocate_or_extend_buffers(engine, 0, [2], torch.float32).dtype
+        == torch.int64
+    )
 
 
 def test_apply_returns_nothing_in_zero_init() -> None:
@@ -161,7 +185,9 @@ def test_a_loaded_schedule_does_not_set_its_rate() -> None:
 
 
 def test_stage_3_leaves_linear_layers_and_engines_behind() -> None:
-    replaces = partition_parameters.InsertPostInitMethodToModuleSubClasses._enable_mem_efficient_linear
+    replaces = (
+        partition_parameters.InsertPostInitMethodToModuleSubClasses._enable_mem_efficient_linear
+    )
     assert "torch.nn.functional.linear = zero3_linear_wrap" in inspect.getsource(replaces)
     assert "FWD_MODULE_STACK.append(self.module)" in inspect.getsource(parameter_offload)
     cached = "@functools.lru_cache(maxsize=None)\n    def __params_to_release("

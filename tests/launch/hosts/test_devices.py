@@ -106,8 +106,8 @@ def test_a_broken_driver_means_no_gpu(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def amd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A machine of two AMD GPUs and a processor, of which /dev has `visible`; and a torch that says what it is built
-    for.
+    """A machine of two AMD GPUs and a processor, of which /dev has `visible`; and a torch that says
+    what it is built for.
     """
     monkeypatch.setattr(devices, "_DEV", tmp_path / "dev")
     monkeypatch.setattr(devices, "_KFD_NODES", tmp_path / "nodes")
@@ -142,7 +142,9 @@ def amd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ],
     ids=str,
 )
-def test_amds_gpus_are_cuda_to_a_torch_for_rocm(amd, environment: dict[str, str], expected: LocalDevices) -> None:
+def test_amds_gpus_are_cuda_to_a_torch_for_rocm(
+    amd, environment: dict[str, str], expected: LocalDevices
+) -> None:
     amd(128, 129)
     assert find_devices(environment) == expected
     assert unused_gpus(find_devices(environment), environment) is None
@@ -158,12 +160,16 @@ def test_gpus_that_torch_is_not_built_for_are_told(amd) -> None:
     assert find_devices({}) == LocalDevices("cpu", 0)
     problem = unused_gpus(LocalDevices("cpu", 0), {})
     assert problem is not None
-    assert str(problem).startswith("2 AMD GPUs here, and this torch computes on processors only; install a ROCm build")
+    assert str(problem).startswith(
+        "2 AMD GPUs here, and this torch computes on processors only; install a ROCm build"
+    )
     assert unused_gpus(LocalDevices("cpu", 0), {"DS_ACCELERATOR": "cpu"}) is None
     assert unused_gpus(LocalDevices("cuda", 1), {}) is None
 
 
-def test_accelerators_that_nobody_counts_need_a_number(amd, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_accelerators_that_nobody_counts_need_a_number(
+    amd, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """DeepSpeed would take them; two ranks on processors would be a silent surprise."""
     amd(128, torch="xpu", kfd=False)
     assert find_devices({}) == LocalDevices("xpu", 0)

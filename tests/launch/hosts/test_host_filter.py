@@ -54,8 +54,13 @@ def test_as_chosen(hostfile: str, options: dict[str, object]) -> None:
         "num_nodes 1 num_gpus 3": "a012",
     }
     key = " ".join(f"{name} {value}" for name, value in options.items()) or "{}"
-    assert " ".join(item.host.name + "".join(map(str, item.devices)) for item in chosen) == expected[key]
-    assert [item.is_first for item in chosen] == [item.devices == tuple(range(len(item.devices))) for item in chosen]
+    assert (
+        " ".join(item.host.name + "".join(map(str, item.devices)) for item in chosen)
+        == expected[key]
+    )
+    assert [item.is_first for item in chosen] == [
+        item.devices == tuple(range(len(item.devices))) for item in chosen
+    ]
 
 
 @pytest.mark.slow
@@ -64,7 +69,9 @@ def test_deepspeed_chooses_the_same(hostfile: str) -> None:
     for options in CASES:
         asked = options.get("include", ""), options.get("exclude", "")
         pool = runner.parse_inclusion_exclusion(runner.fetch_hostfile(hostfile), *asked)
-        theirs = runner.apply_num_nodes_and_gpus(pool, options.get("num_nodes", -1), options.get("num_gpus", -1))
+        theirs = runner.apply_num_nodes_and_gpus(
+            pool, options.get("num_nodes", -1), options.get("num_gpus", -1)
+        )
         ours = {item.host.name: list(item.devices) for item in choose_hosts(hostfile, **options)}  # type: ignore[arg-type]
         assert ours == dict(theirs), options
 
@@ -104,12 +111,17 @@ def test_names_with_colons_and_users(tmp_path: Path, include: str, expected: str
         "".join(f"{name} slots=4\n" for name in ("[fd00::1]", "worker", "me@b", "me@[fd00::12]"))
     )
     chosen = choose_hosts(str(tmp_path / "hosts"), include=include)
-    assert " ".join(f"{item.host.name}/{''.join(map(str, item.devices))}" for item in chosen) == expected
+    assert (
+        " ".join(f"{item.host.name}/{''.join(map(str, item.devices))}" for item in chosen)
+        == expected
+    )
 
 
 def test_a_thousand_hosts_are_not_listed(tmp_path: Path) -> None:
     slots = dict.fromkeys(range(1000), 2) | {990: 3}
-    (tmp_path / "hosts").write_text("".join(f"worker-{number} slots={count}\n" for number, count in slots.items()))
+    (tmp_path / "hosts").write_text(
+        "".join(f"worker-{number} slots={count}\n" for number, count in slots.items())
+    )
     for options in ({"include": "x"}, {"include": "fd00::9"}, {"num_gpus": 4}, {}):
         with pytest.raises(ConfigError) as caught:
             choose_hosts(str(tmp_path / "hosts"), **options)  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""Hostfiles: what is accepted means the same to DeepSpeed, and everything else is refused with its line."""
+"""Hostfiles: what is accepted means the same to DeepSpeed, and everything else is refused with its
+line.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,12 @@ def write(folder: Path, content: str | bytes) -> Path:
 def test_reads_names_slots_comments_and_blank_lines(tmp_path: Path) -> None:
     lines = "# two\n\nworker-0 slots=8\r\n  user@10.0.0.2\t slots=4  # smaller\nme@[fd00::1] slots=1\nfd00::2 slots=1"
     path = write(tmp_path, lines)
-    hosts = (Host("worker-0", 8), Host("user@10.0.0.2", 4), Host("me@fd00::1", 1), Host("fd00::2", 1))
+    hosts = (
+        Host("worker-0", 8),
+        Host("user@10.0.0.2", 4),
+        Host("me@fd00::1", 1),
+        Host("fd00::2", 1),
+    )
     assert read_hostfile(path) == hosts
 
 
@@ -80,7 +87,9 @@ def test_refuses_a_line(tmp_path: Path, line: str, kind: str) -> None:
 
 
 def test_an_address_with_and_without_brackets_is_one_host(tmp_path: Path) -> None:
-    assert refused(write(tmp_path, "[fd00::1] slots=1\nfd00::1 slots=1\n")) == [(2, "hostfile-duplicate-host")]
+    assert refused(write(tmp_path, "[fd00::1] slots=1\nfd00::1 slots=1\n")) == [
+        (2, "hostfile-duplicate-host")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +121,14 @@ def test_one_address_under_two_spellings_is_refused(tmp_path: Path, lines: tuple
 
 @pytest.mark.parametrize(
     "names",
-    [("n1", "n2"), ("n1.a", "n1.b"), ("10.0.0.1", "10.0.1.1"), ("n1", "n10.a"), ("me@n1", "me@n2"), ("10", "10.0.0.1")],
+    [
+        ("n1", "n2"),
+        ("n1.a", "n1.b"),
+        ("10.0.0.1", "10.0.1.1"),
+        ("n1", "n10.a"),
+        ("me@n1", "me@n2"),
+        ("10", "10.0.0.1"),
+    ],
 )
 def test_hosts_with_names_alike_are_two(tmp_path: Path, names: tuple[str, str]) -> None:
     assert len(read_hostfile(write(tmp_path, "".join(f"{name} slots=2\n" for name in names)))) == 2
@@ -120,7 +136,11 @@ def test_hosts_with_names_alike_are_two(tmp_path: Path, names: tuple[str, str]) 
 
 def test_names_all_problems_at_once(tmp_path: Path) -> None:
     path = write(tmp_path, "a slots=1\nb\nc slots=0\na slots=1\n")
-    assert refused(path) == [(2, "hostfile-malformed"), (3, "hostfile-zero-slots"), (4, "hostfile-duplicate-host")]
+    assert refused(path) == [
+        (2, "hostfile-malformed"),
+        (3, "hostfile-zero-slots"),
+        (4, "hostfile-duplicate-host"),
+    ]
 
 
 def test_a_problem_is_one_line_with_place_value_reason_and_fix(tmp_path: Path) -> None:
@@ -178,7 +198,12 @@ def test_any_text_reads_or_is_refused(tmp_path_factory: pytest.TempPathFactory, 
 
 @pytest.mark.slow
 @given(
-    st.lists(st.sampled_from(["a slots=1", "b slots=02", " c\tslots=3 # x", "#", "", "user@d  slots=4\r"]), max_size=8)
+    st.lists(
+        st.sampled_from(
+            ["a slots=1", "b slots=02", " c\tslots=3 # x", "#", "", "user@d  slots=4\r"]
+        ),
+        max_size=8,
+    )
 )
 def test_what_is_accepted_means_the_same_to_deepspeed(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str]
@@ -190,4 +215,6 @@ def test_what_is_accepted_means_the_same_to_deepspeed(
         hosts = read_hostfile(path)
     except ConfigError:
         return
-    assert list(runner.fetch_hostfile(str(path)).items()) == [(host.name, host.slots) for host in hosts]
+    assert list(runner.fetch_hostfile(str(path)).items()) == [
+        (host.name, host.slots) for host in hosts
+    ]

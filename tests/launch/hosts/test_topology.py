@@ -11,7 +11,13 @@ from framework.launch.hosts.hostfile import Host
 from framework.launch.hosts.topology import Setting, Topology, described, resolve_topology
 from framework.system.launcher_rank import first_of_nodelist
 
-OWN = {"NNODES": "2", "NPROC_PER_NODE": "8", "NODE_RANK": "1", "MASTER_ADDR": "a-0.a", "MASTER_PORT": "29501"}
+OWN = {
+    "NNODES": "2",
+    "NPROC_PER_NODE": "8",
+    "NODE_RANK": "1",
+    "MASTER_ADDR": "a-0.a",
+    "MASTER_PORT": "29501",
+}
 PET = {f"PET_{name}": value for name, value in OWN.items()}
 SLURM = {
     "SLURM_STEP_ID": "0",
@@ -40,7 +46,10 @@ POD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a-0.a", "MASTER_PORT": "2
 
 def resolve(environment: dict[str, str], *, hosts: tuple[Host, ...] = (), **flags: Any) -> Topology:
     return resolve_topology(
-        flags, environment, hosts=hosts, default_slots=Setting("slots", "4", "devices", is_guess=True)
+        flags,
+        environment,
+        hosts=hosts,
+        default_slots=Setting("slots", "4", "devices", is_guess=True),
     )
 
 
@@ -50,7 +59,10 @@ def resolve(environment: dict[str, str], *, hosts: tuple[Host, ...] = (), **flag
         (OWN, (2, 8, 1, "a-0.a", 29501)),
         (PET, (2, 8, 1, "a-0.a", 29501)),
         (PET | {"PET_NPROC_PER_NODE": "auto"}, (2, 4, 1, "a-0.a", 29501)),
-        ({"NNODES": "2", "JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "a-0.a"}, (2, 4, 1, "a-0.a", 29500)),
+        (
+            {"NNODES": "2", "JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "a-0.a"},
+            (2, 4, 1, "a-0.a", 29500),
+        ),
         (SLURM, (2, 8, 1, "gpu03", 29500)),
         (SKYPILOT, (2, 8, 1, "10.0.0.1", 29500)),
         (DSTACK, (2, 8, 1, "10.0.0.1", 29500)),
@@ -69,9 +81,15 @@ def test_platforms(environment: dict[str, str], expected: tuple[Any, ...]) -> No
     assert (got.nnodes, got.slots, got.node_rank, got.master_addr, got.master_port) == expected
 
 
-@pytest.mark.parametrize("processes", [{"WORLD_SIZE": "8"}, {"WORLD_SIZE": "8", "PET_NPROC_PER_NODE": "auto"}], ids=str)
-def test_a_pytorchjob_of_todays_operator_counts_ranks_in_world_size(processes: dict[str, str]) -> None:
-    """Since release 1.7 of Kubeflow's operator; PET_NNODES counts the pods, as WORLD_SIZE did before."""
+@pytest.mark.parametrize(
+    "processes", [{"WORLD_SIZE": "8"}, {"WORLD_SIZE": "8", "PET_NPROC_PER_NODE": "auto"}], ids=str
+)
+def test_a_pytorchjob_of_todays_operator_counts_ranks_in_world_size(
+    processes: dict[str, str],
+) -> None:
+    """Since release 1.7 of Kubeflow's operator; PET_NNODES counts the pods, as WORLD_SIZE did
+    before.
+    """
     newer = POD | {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "4"} | processes
     got = resolve(newer)
     assert (got.nnodes, got.slots, got.node_rank, got.sources["nnodes"]) == (2, 4, 1, "PET_NNODES")
@@ -84,13 +102,18 @@ def test_a_pytorchjob_of_todays_operator_counts_ranks_in_world_size(processes: d
     ("environment", "source"),
     [
         (SLURM | {"SLURM_GPUS_ON_NODE": "2"}, {"slots": "SLURM_GPUS_ON_NODE"}),
-        (SLURM | {"SLURM_GPUS_ON_NODE": "", "SLURM_GPUS_PER_NODE": "a100:2"}, {"slots": "SLURM_GPUS_PER_NODE"}),
+        (
+            SLURM | {"SLURM_GPUS_ON_NODE": "", "SLURM_GPUS_PER_NODE": "a100:2"},
+            {"slots": "SLURM_GPUS_PER_NODE"},
+        ),
         (VOLCANO | {"NPROC_PER_NODE": "2"}, {"nnodes": "VC_WORKER_NUM"}),
         (VOLCANO | {"NPROC_PER_NODE": "2", "VC_WORKER_NUM": ""}, {"nnodes": "VC_WORKER_HOSTS"}),
     ],
     ids=lambda value: str(value) if len(value) == 1 else "",
 )
-def test_the_variable_that_gave_a_value_is_told(environment: dict[str, str], source: dict[str, str]) -> None:
+def test_the_variable_that_gave_a_value_is_told(
+    environment: dict[str, str], source: dict[str, str]
+) -> None:
     got = resolve(environment)
     assert (got.nnodes, got.slots) == (2, 2)
     assert got.sources.items() >= source.items()
@@ -112,7 +135,10 @@ def test_a_flag_wins_and_sources_are_told() -> None:
 def test_an_ipv6_address_loses_its_brackets(spelled: str) -> None:
     """torch and sockets take it without; from two places it is one address."""
     assert resolve(OWN, master_addr=spelled).master_addr == "fd00::1"
-    assert resolve(OWN | {"MASTER_ADDR": spelled, "PET_MASTER_ADDR": "[fd00::1]"}).master_addr == "fd00::1"
+    assert (
+        resolve(OWN | {"MASTER_ADDR": spelled, "PET_MASTER_ADDR": "[fd00::1]"}).master_addr
+        == "fd00::1"
+    )
     assert resolve(SKYPILOT | {"SKYPILOT_NODE_IPS": f"{spelled}\nfd00::2"}).master_addr == "fd00::1"
 
 
@@ -126,12 +152,23 @@ def test_a_hostfile_counts_the_nodes() -> None:
     ("environment", "reported"),
     [
         (OWN | PET | {"PET_NODE_RANK": "0"}, "environment: NODE_RANK = 1: PET_NODE_RANK says 0"),
-        (OWN | {"JOB_COMPLETION_INDEX": "0"}, "environment: NODE_RANK = 1: JOB_COMPLETION_INDEX says 0"),
-        (PET | SLURM | {"SLURM_STEP_NUM_NODES": "4"}, "environment: PET_NNODES = 2: SLURM_STEP_NUM_NODES says 4"),
-        (OWN | {"PET_MASTER_ADDR": "b"}, "environment: MASTER_ADDR = a-0.a: PET_MASTER_ADDR says b"),
+        (
+            OWN | {"JOB_COMPLETION_INDEX": "0"},
+            "environment: NODE_RANK = 1: JOB_COMPLETION_INDEX says 0",
+        ),
+        (
+            PET | SLURM | {"SLURM_STEP_NUM_NODES": "4"},
+            "environment: PET_NNODES = 2: SLURM_STEP_NUM_NODES says 4",
+        ),
+        (
+            OWN | {"PET_MASTER_ADDR": "b"},
+            "environment: MASTER_ADDR = a-0.a: PET_MASTER_ADDR says b",
+        ),
     ],
 )
-def test_sources_that_contradict_each_other_are_both_named(environment: dict[str, str], reported: str) -> None:
+def test_sources_that_contradict_each_other_are_both_named(
+    environment: dict[str, str], reported: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(environment)
     (problem,) = caught.value.problems
@@ -151,7 +188,12 @@ def test_a_flag_settles_a_contradiction() -> None:
         (OWN | {"NODE_RANK": "2"}, ["node-rank"]),
         (OWN | {"NNODES": "1:4"}, ["topology-value"]),
         (
-            OWN | {"NNODES": "two", "MASTER_PORT": "tcp://10.0.0.1:1", "MASTER_ADDR": "-oProxyCommand=x"},
+            OWN
+            | {
+                "NNODES": "two",
+                "MASTER_PORT": "tcp://10.0.0.1:1",
+                "MASTER_ADDR": "-oProxyCommand=x",
+            },
             ["topology-value"] * 3,
         ),
         (OWN | {"NPROC_PER_NODE": "2000"}, ["topology-value"]),
@@ -159,7 +201,10 @@ def test_a_flag_settles_a_contradiction() -> None:
         (OWN | {"MASTER_ADDR": "[worker-0]"}, ["topology-value"]),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, ["slurm-tasks"]),
         # An interactive allocation describes nodes on which nothing of ours runs.
-        ({name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}, ["topology-unknown"] * 3),
+        (
+            {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"},
+            ["topology-unknown"] * 3,
+        ),
         # Which of two kinds of task trains is not written anywhere.
         (VOLCANO | {"VC_OTHER_HOSTS": "x", "VC_OTHER_NUM": "1"}, ["topology-unknown"] * 3),
     ],

@@ -57,7 +57,9 @@ def looked(node_rank: int, *, port: int = 0, **changes: Any) -> dict[str, Any]:
     return hello(node_rank, look=look) | ({"echo": ["127.0.0.1", port]} if port else {})
 
 
-def session(node_rank: int, *, nnodes: int = 2, port: int = 0, address: str = "127.0.0.1", **terms: Any) -> Session:
+def session(
+    node_rank: int, *, nnodes: int = 2, port: int = 0, address: str = "127.0.0.1", **terms: Any
+) -> Session:
     """One node's part in a job, with nobody else who asks it to stop."""
     spares, restarts = terms.pop("spares", 0), terms.pop("restarts", None)
     given = terms.pop("stated", None) or hello(node_rank, nnodes=nnodes, spares=spares)
@@ -70,7 +72,9 @@ def session(node_rank: int, *, nnodes: int = 2, port: int = 0, address: str = "1
 async def pair() -> tuple[Channel, Channel]:
     """Two ends of one connection."""
     accepted: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
-    server = await asyncio.get_running_loop().create_server(lambda: Channel(accepted.set_result), "127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(
+        lambda: Channel(accepted.set_result), "127.0.0.1", 0
+    )
     near = await call(server.sockets[0].getsockname()[1])
     server.close()
     return near, await accepted
@@ -102,7 +106,9 @@ async def introduce(channel: Channel, stated: Mapping[str, Any], *, token: str =
 async def coordinating(nnodes: int, **terms: Any) -> Any:
     """Node 0 that waits for others, its port, and the task of its start."""
     port = terms.pop("port", 0) or free_ports(2)
-    lead = Coordinator(session(0, nnodes=nnodes, port=port, **terms), socket.create_server(("127.0.0.1", port + 1)))
+    lead = Coordinator(
+        session(0, nnodes=nnodes, port=port, **terms), socket.create_server(("127.0.0.1", port + 1))
+    )
     await lead.listen()
     beginning = asyncio.ensure_future(lead.begin())
     try:
@@ -130,7 +136,9 @@ async def meet(*sessions: Session) -> list[Start | FrameworkError]:
 
 def reset(channel: Channel) -> None:
     """End a connection as the death of a machine's process does: what comes after is refused."""
-    channel._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+    channel._transport.get_extra_info("socket").setsockopt(
+        socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0"
+    )
     channel._transport.abort()
 
 

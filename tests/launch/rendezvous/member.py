@@ -15,7 +15,9 @@ from framework.launch.stop_requests import StopRequests
 
 
 def main() -> int:
-    """``{"topology": {...}, "terms": {...}, "facts": {...}, "script": PATH, "arguments": [...]}``"""
+    """``{"topology": {...}, "terms": {...}, "facts": {...}, "script": PATH, "arguments":
+    [...]}``
+    """
     given = json.loads(sys.argv[1])
     terms = given["terms"]
     requests = StopRequests()

@@ -1,4 +1,6 @@
-"""Starts agents of one job on this machine and sees how they end; whatever they leave ends with the test."""
+"""Starts agents of one job on this machine and sees how they end; whatever they leave ends with the
+test.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ class Members:
             "facts": facts or {},
             "script": str(ROOT / "tests/launch/rank.py"),
             "arguments": [str(self.folder), *actions],
-            "terms": {"port": self.port + 1, "grace_seconds": 30, "deadline_seconds": 60} | (terms or {}),
+            "terms": {"port": self.port + 1, "grace_seconds": 30, "deadline_seconds": 60}
+            | (terms or {}),
         }
         process = subprocess.Popen(
             [sys.executable, str(HERE / "member.py"), json.dumps(given)],
@@ -71,7 +74,9 @@ class Members:
         """What the ranks wrote once they ran."""
         end = time.monotonic() + timeout
         while len(files := list(self.folder.glob("*.json"))) < num_ranks:
-            assert time.monotonic() < end, f"the ranks did not start: {[process.poll() for process in self.processes]}"
+            assert time.monotonic() < end, (
+                f"the ranks did not start: {[process.poll() for process in self.processes]}"
+            )
             time.sleep(0.05)
         return {int(file.stem): json.loads(file.read_text()) for file in files}
 
@@ -129,6 +134,8 @@ def reset(connection: socket.socket) -> None:
 
 
 def heed_signals() -> None:
-    """Under nohup, and behind a shell's `&`, tests inherit signals that are ignored, and ignored ones stay ignored."""
+    """Under nohup, and behind a shell's `&`, tests inherit signals that are ignored, and ignored
+    ones stay ignored.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.launch.rendezvous.channel import LARGEST_LINE_BYTES, Channel, ConnectionLost, is_proof, proof
+from framework.launch.rendezvous.channel import (
+    LARGEST_LINE_BYTES,
+    Channel,
+    ConnectionLost,
+    is_proof,
+    proof,
+)
 from tests.launch.rendezvous.ends import TOKEN, pair, reset, run
 
 
@@ -19,7 +25,10 @@ def test_messages_come_whole_however_they_are_cut() -> None:
         for part in (b'{"type": "a"}\n{"ty', b'pe": "b", "x": "\xc3', b'\xa9"}\n'):
             far._transport.write(part)
             await asyncio.sleep(0.02)
-        assert [await near.receive(), await near.receive()] == [{"type": "a"}, {"type": "b", "x": "é"}]
+        assert [await near.receive(), await near.receive()] == [
+            {"type": "a"},
+            {"type": "b", "x": "é"},
+        ]
         near.send("c", n=1)
         assert await far.receive() == {"type": "c", "n": 1}
 
@@ -109,7 +118,9 @@ def test_signed_messages_come_through_both_ways() -> None:
     run(case())
 
 
-@pytest.mark.parametrize("change", ["unsigned", "altered", "repeated", "left out", "swapped", "sent back", "other key"])
+@pytest.mark.parametrize(
+    "change", ["unsigned", "altered", "repeated", "left out", "swapped", "sent back", "other key"]
+)
 def test_a_line_that_is_not_of_the_other_end_in_this_order_ends_the_channel(change: str) -> None:
     async def case() -> None:
         near, far = await signed_pair()
@@ -146,14 +157,22 @@ def test_a_line_that_is_not_of_the_other_end_in_this_order_ends_the_channel(chan
     run(case())
 
 
-@given(content=st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5), max_size=4))
+@given(
+    content=st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5), max_size=4)
+)
 def test_a_proof_is_for_one_connection_role_and_content(content: dict[str, object]) -> None:
     given_proof = proof("token", role="node", nonces=("a", "b"), content=content)
     assert is_proof(
-        given_proof, proof("token", role="node", nonces=("a", "b"), content=json.loads(json.dumps(content)))
+        given_proof,
+        proof("token", role="node", nonces=("a", "b"), content=json.loads(json.dumps(content))),
     )
     signed = {"token": "token", "role": "node", "nonces": ("a", "b"), "content": content}
-    for change in ({"token": "other"}, {"role": "lead"}, {"nonces": ("b", "a")}, {"content": {"x": 1.5}}):
+    for change in (
+        {"token": "other"},
+        {"role": "lead"},
+        {"nonces": ("b", "a")},
+        {"content": {"x": 1.5}},
+    ):
         assert not is_proof(given_proof, proof(**{**signed, **change}))  # type: ignore[arg-type]
     assert not is_proof(None, given_proof)
     assert "token" not in given_proof

@@ -1,4 +1,6 @@
-"""Whether nodes reach each other: who calls whom, what is tried again, and what is told of failures."""
+"""Whether nodes reach each other: who calls whom, what is tried again, and what is told of
+failures.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ import pytest
 
 from framework.doctor.node.links import Echo, Reached
 from framework.launch.rendezvous.channel import NoAgent
-from framework.launch.rendezvous.connectivity import Place, Round, call_others, in_background, is_place, targets_of
+from framework.launch.rendezvous.connectivity import (
+    Place,
+    Round,
+    call_others,
+    in_background,
+    is_place,
+    targets_of,
+)
 
 UNKNOWN = "no-such-host.invalid"
 
@@ -32,7 +41,8 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def round_of(count: int, *, master: tuple[str, int] = (UNKNOWN, 1)) -> Round:
     places = {
-        node: Place(f"{node} (h{node})", f"10.0.{node // 250}.{node % 250}", 5000 + node) for node in range(count)
+        node: Place(f"{node} (h{node})", f"10.0.{node // 250}.{node % 250}", 5000 + node)
+        for node in range(count)
     }
     return Round(places, master=master)
 
@@ -90,7 +100,13 @@ def test_a_node_behind_a_firewall_is_one_line() -> None:
     token = job.order(1)["token"]
     for node in range(1, 9):
         place = [port - 5000 for _, port in job.order(node)["targets"]]
-        job.hear(node, {"token": token, "failed": [[place.index(5), "10.0.0.5", "no answer"]] if node != 5 else []})
+        job.hear(
+            node,
+            {
+                "token": token,
+                "failed": [[place.index(5), "10.0.0.5", "no answer"]] if node != 5 else [],
+            },
+        )
     until(lambda: job.is_over)
     (problem,) = job.problems()
     assert (problem.kind, problem.key) == ("port-not-reached", "node 5 (h5)")
@@ -101,7 +117,11 @@ def test_a_node_behind_a_firewall_is_one_line() -> None:
     token = job.order(1)["token"]
     for node in range(1, 9):
         job.hear(
-            node, {"token": token, "failed": [[number, "", "no answer"] for number in range(8)] if node == 5 else []}
+            node,
+            {
+                "token": token,
+                "failed": [[number, "", "no answer"] for number in range(8)] if node == 5 else [],
+            },
         )
     until(lambda: job.is_over)
     (problem,) = job.problems()
@@ -112,10 +132,16 @@ def test_a_node_behind_a_firewall_is_one_line() -> None:
 @pytest.mark.usefixtures("reaches_all")
 def test_a_name_that_leads_back() -> None:
     job = round_of(2, master=("node-0", 29500))
-    job.hear(1, {"token": job.order(1)["token"], "failed": [[1, "127.0.1.1", "connection refused"]]})
+    job.hear(
+        1, {"token": job.order(1)["token"], "failed": [[1, "127.0.1.1", "connection refused"]]}
+    )
     until(lambda: job.is_over)
     (problem,) = job.problems()
-    assert (problem.kind, problem.file, problem.key) == ("name-loopback", "node 1 (h1)", "node-0:29500")
+    assert (problem.kind, problem.file, problem.key) == (
+        "name-loopback",
+        "node 1 (h1)",
+        "node-0:29500",
+    )
 
 
 @pytest.mark.usefixtures("reaches_all")
@@ -132,7 +158,9 @@ def test_a_name_that_leads_back() -> None:
         {"failed": [0]},
     ],
 )
-def test_an_answer_of_another_shape_is_none(answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_of_another_shape_is_none(
+    answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("framework.launch.rendezvous.connectivity._ROUND_SECONDS", 0.05)
     job = round_of(2)
     job.hear(1, {"token": job.order(1)["token"]} | answer)
@@ -145,7 +173,16 @@ def test_an_answer_of_another_shape_is_none(answer: dict[str, Any], monkeypatch:
 @pytest.mark.parametrize(
     "place",
     [
-        *(None, [], ["10.0.0.2"], ["10.0.0.2", 0], ["10.0.0.2", 65536], ["10.0.0.2", True], ["", 5000], [1, 5000]),
+        *(
+            None,
+            [],
+            ["10.0.0.2"],
+            ["10.0.0.2", 0],
+            ["10.0.0.2", 65536],
+            ["10.0.0.2", True],
+            ["", 5000],
+            [1, 5000],
+        ),
         *(["node-1", 5000], ["10.0.0.2", 22], ["0.0.0.0", 5000], ["::", 5000], ["224.0.0.1", 5000]),
         *(["10.0.0.2\r\n", 5000], ["10.0.0.2", 5000, "more"]),
     ],
@@ -159,7 +196,10 @@ def test_what_is_no_place(place: object) -> None:
 
 def test_no_more_places_are_called_than_there_are_nodes() -> None:
     place = ["10.0.0.2", 5000]
-    assert targets_of({"targets": [place, ["fd00::2", 5001]]}, most=3) == [("10.0.0.2", 5000), ("fd00::2", 5001)]
+    assert targets_of({"targets": [place, ["fd00::2", 5001]]}, most=3) == [
+        ("10.0.0.2", 5000),
+        ("fd00::2", 5001),
+    ]
     for places, most in (([place] * 100, 1000), ([place] * 3, 3), (None, 3), ({"a": place}, 3)):
         with pytest.raises(NoAgent):
             targets_of({"targets": places}, most=most)

@@ -22,7 +22,17 @@ from framework.launch.rendezvous.connections import Rejections, TurnedAway
 from framework.launch.rendezvous.coordinator import _names, _reported, ahead
 from framework.launch.rendezvous.handshake import disagreements, hosts_text, machine_mark
 from framework.launch.rendezvous.session import Start
-from tests.launch.rendezvous.ends import TOKEN, call, coordinating, hello, introduce, looked, read, reset, run
+from tests.launch.rendezvous.ends import (
+    TOKEN,
+    call,
+    coordinating,
+    hello,
+    introduce,
+    looked,
+    read,
+    reset,
+    run,
+)
 from tests.places import ROOT
 
 pytestmark = pytest.mark.timing
@@ -30,7 +40,9 @@ pytestmark = pytest.mark.timing
 
 @pytest.mark.parametrize("count", [1, 64, 400])
 def test_what_differs_is_told_on_one_line_however_many_nodes(count: int) -> None:
-    """A line above the limit would be taken for nonsense, and the others would wait on for node 0."""
+    """A line above the limit would be taken for nonsense, and the others would wait on for node
+    0.
+    """
     hellos = [
         hello(
             rank,
@@ -52,7 +64,13 @@ def test_what_differs_is_told_on_one_line_however_many_nodes(count: int) -> None
 @pytest.mark.parametrize(("nnodes", "length"), [(512, 20), (512, 255), (513, 20), (9999, 20)])
 def test_go_is_one_line_however_many_nodes(nnodes: int, length: int) -> None:
     names = _names(dict.fromkeys(range(nnodes), "h" * length))
-    go = {"epoch": 1, "port": 29500, "resumes": True, "nodes": [*range(nnodes)], "state": {"last": "é" * 1000}}
+    go = {
+        "epoch": 1,
+        "port": 29500,
+        "resumes": True,
+        "nodes": [*range(nnodes)],
+        "state": {"last": "é" * 1000},
+    }
     assert len(body_of("go", **go, **names)) < LARGEST_LINE_BYTES - 100
     assert bool(names) == (nnodes <= 512)
 
@@ -66,27 +84,48 @@ def test_go_is_one_line_however_many_nodes(nnodes: int, length: int) -> None:
         ("", "a,b", ("2 hosts", "none")),
     ],
 )
-def test_the_first_difference_of_hostfiles_is_told(first: str, second: str, reported: tuple[str, str]) -> None:
-    (problem,) = disagreements([hello(0, nnodes=2, hosts=first), hello(1, nnodes=2, hosts=second)], seen=set())
+def test_the_first_difference_of_hostfiles_is_told(
+    first: str, second: str, reported: tuple[str, str]
+) -> None:
+    (problem,) = disagreements(
+        [hello(0, nnodes=2, hosts=first), hello(1, nnodes=2, hosts=second)], seen=set()
+    )
     assert problem.value == reported[0]
     assert problem.reason == f"node 0 (llama-train-0) has {reported[1]}"
 
 
 def test_two_agents_of_one_machine_are_refused_and_two_containers_of_it_are_not() -> None:
-    hellos = [hello(0, nnodes=3, machine="a"), hello(1, nnodes=3, machine="b"), hello(2, nnodes=3, machine="a")]
+    hellos = [
+        hello(0, nnodes=3, machine="a"),
+        hello(1, nnodes=3, machine="b"),
+        hello(2, nnodes=3, machine="a"),
+    ]
     (problem,) = disagreements(hellos, seen=set())
     assert (problem.kind, problem.file) == ("hostfile-duplicate-host", "node 2 (llama-train-2)")
     assert "node 0 (llama-train-0) is on the same machine" in problem.reason
-    assert disagreements([hello(number, nnodes=3, machine="") for number in range(3)], seen=set()) == []
+    assert (
+        disagreements([hello(number, nnodes=3, machine="") for number in range(3)], seen=set())
+        == []
+    )
 
 
-@pytest.mark.skipif(shutil.which("unshare") is None, reason="no unshare here, which makes namespaces")
+@pytest.mark.skipif(
+    shutil.which("unshare") is None, reason="no unshare here, which makes namespaces"
+)
 def test_a_machine_is_one_kernel_with_its_namespaces() -> None:
     """Each container has mounts of its own."""
-    words = [sys.executable, "-c", "from framework.launch.rendezvous.handshake import machine_mark as m; print(m())"]
-    other = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    words = [
+        sys.executable,
+        "-c",
+        "from framework.launch.rendezvous.handshake import machine_mark as m; print(m())",
+    ]
+    other = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
     assert other == machine_mark() != ""
-    inside = subprocess.run(["unshare", "--mount", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    inside = subprocess.run(
+        ["unshare", "--mount", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     if inside.returncode:
         pytest.skip("namespaces cannot be made here")
     assert inside.stdout.strip() not in ("", other)
@@ -95,16 +134,21 @@ def test_a_machine_is_one_kernel_with_its_namespaces() -> None:
 def test_long_hostfiles_are_compared_to_their_end() -> None:
     names = [f"llama-train-{rank:04d}.cluster.local" for rank in range(1000)]
     first, second = hosts_text(names), hosts_text([*names[:900], "other", *names[901:]])
-    (problem,) = disagreements([hello(0, nnodes=2, hosts=first), hello(1, nnodes=2, hosts=second)], seen=set())
+    (problem,) = disagreements(
+        [hello(0, nnodes=2, hosts=first), hello(1, nnodes=2, hosts=second)], seen=set()
+    )
     assert re.fullmatch(r"node 0 \(llama-train-0\) has 1000 hosts \([0-9a-f]{16}\)", problem.reason)
     assert re.fullmatch(r"1000 hosts \([0-9a-f]{16}\)", str(problem.value))
     (problem,) = disagreements(
-        [hello(0, nnodes=2, hosts=hosts_text(names[:9])), hello(1, nnodes=2, hosts=second)], seen=set()
+        [hello(0, nnodes=2, hosts=hosts_text(names[:9])), hello(1, nnodes=2, hosts=second)],
+        seen=set(),
     )
     assert problem.reason.endswith(" has 9 hosts")
 
 
-@pytest.mark.parametrize(("odd", "file"), [(0, "node 0 (llama-train-0)"), (7, "node 7 (llama-train-7)")])
+@pytest.mark.parametrize(
+    ("odd", "file"), [(0, "node 0 (llama-train-0)"), (7, "node 7 (llama-train-7)")]
+)
 def test_the_odd_one_is_named_on_one_line(odd: int, file: str) -> None:
     hellos = [hello(rank, nnodes=1000) for rank in range(1000)]
     hellos[odd]["facts"]["torch"] = "2.14"
@@ -116,15 +160,22 @@ def test_the_odd_one_is_named_on_one_line(odd: int, file: str) -> None:
 def test_many_with_the_same_difference_are_one_line() -> None:
     hellos = [hello(rank, nnodes=9, slots=4 if rank in (2, 5, 6, 8) else 8) for rank in range(9)]
     (problem,) = disagreements(hellos, seen=set())
-    assert problem.file == "nodes 2 (llama-train-2), 5 (llama-train-5), 6 (llama-train-6), 8 (llama-train-8)"
+    assert (
+        problem.file
+        == "nodes 2 (llama-train-2), 5 (llama-train-5), 6 (llama-train-6), 8 (llama-train-8)"
+    )
 
 
 def test_a_node_that_takes_itself_for_the_place_of_node_0_differs() -> None:
-    (problem,) = disagreements([hello(0, nnodes=2), hello(1, nnodes=2, master_addr="node-1")], seen=set())
+    (problem,) = disagreements(
+        [hello(0, nnodes=2), hello(1, nnodes=2, master_addr="node-1")], seen=set()
+    )
     assert (problem.kind, problem.key, problem.value) == ("nodes-differ", "master_addr", "node-1")
 
 
-@pytest.mark.parametrize(("clock", "expected"), [(100.5, 0.0), (101.0, 0.0), (99.0, 0.0), (161.0, 60.0), (39.0, -60.0)])
+@pytest.mark.parametrize(
+    ("clock", "expected"), [(100.5, 0.0), (101.0, 0.0), (99.0, 0.0), (161.0, 60.0), (39.0, -60.0)]
+)
 def test_what_the_way_takes_is_no_difference_of_clocks(clock: float, expected: float) -> None:
     assert ahead(clock, sent=99.0, received=101.0) == pytest.approx(expected)
 
@@ -145,14 +196,18 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_many_that_come_at_once_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compared now and then, and when all are there: each with all others for each that comes takes minutes."""
+    """Compared now and then, and when all are there: each with all others for each that comes takes
+    minutes.
+    """
     compared = counted(monkeypatch)
 
     async def case() -> None:
         async with coordinating(150) as (_, port, beginning):
             channels = [await call(port) for _ in range(149)]
             nodes = enumerate(channels, 1)
-            await asyncio.gather(*(introduce(channel, hello(rank, nnodes=150)) for rank, channel in nodes))
+            await asyncio.gather(
+                *(introduce(channel, hello(rank, nnodes=150)) for rank, channel in nodes)
+            )
             for channel in channels:
                 assert (await read(channel, "go"))["nodes"] == [*range(150)]
             assert not (await beginning).peers.failures
@@ -183,7 +238,9 @@ def test_a_node_that_dies_at_go_is_lost_to_all() -> None:
 
 
 def test_who_refuses_lets_the_others_hang_up_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their beats lie unread in its connections: closing these would take back a refusal that is still on its way."""
+    """Their beats lie unread in its connections: closing these would take back a refusal that is
+    still on its way.
+    """
     monkeypatch.setattr(coordinator, "_SEE_OFF_SECONDS", 20.0)
 
     async def case() -> None:
@@ -203,7 +260,9 @@ def test_who_refuses_lets_the_others_hang_up_first(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_others_hear_who_was_turned_away_and_why_node_0_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_hear_who_was_turned_away_and_why_node_0_gives_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The log of any node may be the one that is read."""
     monkeypatch.setattr(coordinator, "_REPORT_SECONDS", 2.0)
 
@@ -242,10 +301,15 @@ def test_strangers_are_told_once_and_counted(capsys: pytest.CaptureFixture[str])
     for _ in range(250):
         rejections.add("10.0.0.9", ConnectionLost("it does not speak this protocol"))
     rejections.add("10.0.0.9", ConnectionLost("the connection was closed"))
-    rejections.add("10.0.0.8", TurnedAway("it does not know the token of this job", "token-refused"))
+    rejections.add(
+        "10.0.0.8", TurnedAway("it does not know the token of this job", "token-refused")
+    )
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 5
-    assert lines[2] == "launch: 100 connections from 10.0.0.9 were turned away: it does not speak this protocol"
+    assert (
+        lines[2]
+        == "launch: 100 connections from 10.0.0.9 were turned away: it does not speak this protocol"
+    )
     assert rejections.reported() == "; turned away: 10.0.0.8 (token-refused)"
     rejections.clear("10.0.0.8")
     assert rejections.reported() == ""
@@ -269,12 +333,16 @@ def test_a_clock_that_is_wrong_refuses_the_start() -> None:
     run(case())
 
 
-def test_warnings_between_nodes_are_told_and_stop_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_between_nodes_are_told_and_stop_nobody(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     async def case() -> None:
         echo = Echo(0, address="127.0.0.1")
         async with coordinating(2, stated=looked(0)) as (_, port, beginning):
             channel = await call(port)
-            await introduce(channel, looked(1, port=echo.port, gpu_names=["A100"]) | {"clock": time.time() + 30})
+            await introduce(
+                channel, looked(1, port=echo.port, gpu_names=["A100"]) | {"clock": time.time() + 30}
+            )
             channel.send("reached", token=(await read(channel, "reach"))["token"], failed=[])
             await read(channel, "go")
             channel.close()
@@ -287,7 +355,9 @@ def test_warnings_between_nodes_are_told_and_stop_nobody(capsys: pytest.CaptureF
 
 
 def test_nodes_that_do_not_reach_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Node 0 does not get through to node 1, and node 1 says that it does not reach the port of the ranks."""
+    """Node 0 does not get through to node 1, and node 1 says that it does not reach the port of the
+    ranks.
+    """
     monkeypatch.setattr("framework.launch.rendezvous.connectivity._AGAIN_FOR_SECONDS", 0.2)
 
     async def case() -> None:
@@ -298,10 +368,15 @@ def test_nodes_that_do_not_reach_each_other_are_refused(monkeypatch: pytest.Monk
                 await introduce(channel, looked(1, port=taken.getsockname()[1]))
                 order = await read(channel, "reach")
                 assert len(order["targets"]) == 1  # the place where ranks meet is known there
-                channel.send("reached", token=order["token"], failed=[[1, "127.0.0.1", "no answer within 4 s"]])
+                channel.send(
+                    "reached",
+                    token=order["token"],
+                    failed=[[1, "127.0.0.1", "no answer within 4 s"]],
+                )
                 channel.send("reached", token="of another round", failed=[])
                 problems = {
-                    (each["kind"], each["file"], each["key"]) for each in (await read(channel, "nogo"))["problems"]
+                    (each["kind"], each["file"], each["key"])
+                    for each in (await read(channel, "nogo"))["problems"]
                 }
                 channel.close()
                 with pytest.raises(ConfigError):
@@ -350,7 +425,8 @@ def test_nobody_is_refused_for_a_node_that_has_gone(monkeypatch: pytest.MonkeyPa
         async with coordinating(3) as (_, port, beginning):
             other, gone = await call(port), await call(port)
             await introduce(other, hello(1, nnodes=3))
-            await introduce(gone, hello(2, nnodes=3, slots=4))  # it differs, and may be one that is being replaced
+            # it differs, and may be one that is being replaced
+            await introduce(gone, hello(2, nnodes=3, slots=4))
             await asyncio.sleep(0.5)
             gone.close()
             beating = asyncio.ensure_future(beat(other))

@@ -36,7 +36,9 @@ def restarts_in(folder: Path) -> Restarts:
 def end_of(
     node_0: Callable[[Channel, Member], Awaitable[None]], *, node_rank: int = 1, **terms: object
 ) -> tuple[Start | FrameworkError, Session]:
-    """How a node's wait ends where whoever calls meets this; without a token every HELLO is welcome."""
+    """How a node's wait ends where whoever calls meets this; without a token every HELLO is
+    welcome.
+    """
 
     async def case() -> tuple[Start | FrameworkError, Session]:
         tasks = set()
@@ -45,16 +47,23 @@ def end_of(
             with suppress(ConnectionLost):
                 channel.send("challenge", nonce="x", token=bool(own.token))
                 nonces = ("x", (await read(channel, "hello"))["nonce"])
-                channel.send("welcome", proof=proof(own.token, role="lead", nonces=nonces, content={}))
+                channel.send(
+                    "welcome", proof=proof(own.token, role="lead", nonces=nonces, content={})
+                )
                 channel.sign(own.token, is_lead=True, nonces=nonces)
                 await node_0(channel, caller)
 
         loop = asyncio.get_running_loop()
         server = await loop.create_server(
-            lambda: Channel(lambda channel: tasks.add(asyncio.ensure_future(answer(channel)))), "127.0.0.1", 0
+            lambda: Channel(lambda channel: tasks.add(asyncio.ensure_future(answer(channel)))),
+            "127.0.0.1",
+            0,
         )
         own = session(
-            node_rank, port=server.sockets[0].getsockname()[1] - 1, stated=hello(node_rank, host="b"), **terms
+            node_rank,
+            port=server.sockets[0].getsockname()[1] - 1,
+            stated=hello(node_rank, host="b"),
+            **terms,
         )
         caller = Member(own)
         try:
@@ -90,12 +99,18 @@ def test_ranks_follow_the_nodes_that_are_left(tmp_path: Path) -> None:
 
     start, _ = end_of(node_0, node_rank=7, nnodes=8, restarts=restarts_in(tmp_path))
     assert isinstance(start, Start)
-    assert (start.topology.node_rank, start.topology.nnodes, start.topology.master_port) == (2, 3, 29600)
-    assert [start.peers.name(node) for node in (0, 7)] == ["node 0", "node 7 (b)"]  # others are known by number
+    assert (start.topology.node_rank, start.topology.nnodes, start.topology.master_port) == (
+        2,
+        3,
+        29600,
+    )
+    # others are known by number
+    assert [start.peers.name(node) for node in (0, 7)] == ["node 0", "node 7 (b)"]
 
 
 STATE = {"number": 1, "idle": 0, "last": "", "resumes": True}
-# What a stranger may send in the place of node 0. In a job without restarts the last ones are not for it either.
+# What a stranger may send in the place of node 0. In a job without restarts the last ones are not
+# for it either.
 FOREIGN_GO: list[dict[str, object]] = [
     {"words": []},
     {"words": ["model={target: 'os:system', args: {command: 'touch x'}}"]},
@@ -172,9 +187,11 @@ def test_go_of_another_shape_is_not_node_0(
     ],
     ids=str,
 )
-def test_a_stranger_has_nobody_called(monkeypatch: pytest.MonkeyPatch, request_: dict[str, object]) -> None:
-    """A node calls others where node 0 asks for it: places of nodes alone, as many as there are, and no text of its
-    own choice is sent.
+def test_a_stranger_has_nobody_called(
+    monkeypatch: pytest.MonkeyPatch, request_: dict[str, object]
+) -> None:
+    """A node calls others where node 0 asks for it: places of nodes alone, as many as there are,
+    and no text of its own choice is sent.
     """
     called: list[object] = []
     monkeypatch.setattr(member, "call_others", lambda targets, token: called.append(targets) or {})
@@ -192,7 +209,10 @@ def test_a_stranger_has_nobody_called(monkeypatch: pytest.MonkeyPatch, request_:
 
 def test_a_refusal_is_heard_although_the_connection_behind_it_is_gone() -> None:
     async def node_0(channel: Channel, caller: Member) -> None:
-        channel.send("nogo", problems=[{"kind": "node-rank-duplicate", "reason": "two of them", "fix": "one"}])
+        channel.send(
+            "nogo",
+            problems=[{"kind": "node-rank-duplicate", "reason": "two of them", "fix": "one"}],
+        )
         reset(channel)
 
     end, _ = end_of(node_0)
@@ -236,11 +256,15 @@ def test_what_node_0_waits_for_is_said_here() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stated", "code"), [(b"", None), (b"HTTP/1.1 400 Bad Request\r\n\r\n", 78)])
+@pytest.mark.parametrize(
+    ("stated", "code"), [(b"", None), (b"HTTP/1.1 400 Bad Request\r\n\r\n", 78)]
+)
 def test_only_what_speaks_another_language_is_another_program(
     monkeypatch: pytest.MonkeyPatch, stated: bytes, code: int | None
 ) -> None:
-    """A node 0 that a thousand nodes call at once may be silent for a while, or have no place yet."""
+    """A node 0 that a thousand nodes call at once may be silent for a while, or have no place
+    yet.
+    """
     monkeypatch.setattr(member, "_NO_AGENT_SECONDS", 0.0)
     monkeypatch.setattr(member, "HANDSHAKE_SECONDS", 0.1)
     monkeypatch.setattr(member, "_DIAL_AGAIN_SECONDS", 0.1)
@@ -253,7 +277,9 @@ def test_only_what_speaks_another_language_is_another_program(
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1] - 1
         try:
-            await Member(session(1, port=port, deadline_seconds=2.0 if code is None else 20.0)).begin()
+            await Member(
+                session(1, port=port, deadline_seconds=2.0 if code is None else 20.0)
+            ).begin()
         except FrameworkError as error:
             return error
         raise AssertionError("it began")

@@ -1,4 +1,6 @@
-"""State of a start as all nodes know it: only news travels, and nobody believes what no agent says."""
+"""State of a start as all nodes know it: only news travels, and nobody believes what no agent
+says.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Net:
                 self.members[node] = MemberPeers(node, self.hosts, self.far[node], epoch=1)
         self.lead = LeadPeers(self.hosts, near, epoch=1)
         for node, channel in near.items():
-            self.tasks += map(asyncio.ensure_future, (self._lead_hears(node, channel), self._member_hears(node)))
+            self.tasks += map(
+                asyncio.ensure_future, (self._lead_hears(node, channel), self._member_hears(node))
+            )
         return self.lead
 
     async def _lead_hears(self, node: int, channel: Channel) -> None:
@@ -57,7 +61,9 @@ async def until(ready: Any) -> None:
 
 
 def test_what_a_thousand_say_at_once_is_passed_on_once() -> None:
-    """Relayed one by one it took a million messages, and half a minute in which nobody was heard."""
+    """Relayed one by one it took a million messages, and half a minute in which nobody was
+    heard.
+    """
 
     async def case() -> None:
         net = Net({node: f"h{node}" for node in range(101)})
@@ -72,25 +78,33 @@ def test_what_a_thousand_say_at_once_is_passed_on_once() -> None:
                 hear(message)
 
             member.hear = count  # type: ignore[method-assign]
-        await until(lambda: all(len(member.failures) == MOST_FAILURES for member in net.members.values()))
+        await until(
+            lambda: all(len(member.failures) == MOST_FAILURES for member in net.members.values())
+        )
         assert len(net.heard) == 200
         assert max(received.values()) < 10
         assert {member.stop for member in net.members.values()} == {lead.stop}
         first = [failure.what for failure in lead.failures]
-        assert all([each.what for each in member.failures] == first for member in net.members.values())
+        assert all(
+            [each.what for each in member.failures] == first for member in net.members.values()
+        )
         assert all(member.own_failure is not None for member in net.members.values())
 
     run(case())
 
 
 def test_what_failed_by_itself_is_kept_among_many_that_lost_somebody() -> None:
-    """A host that loses its power is found lost after all others have missed it; and every message fits on a line."""
+    """A host that loses its power is found lost after all others have missed it; and every message
+    fits on a line.
+    """
 
     async def case() -> None:
         net = Net({node: f"h{node}" for node in range(101)})
         lead = await net.open()
         for node in range(1, 100):
-            net.members[node].send_failure(f"node {node} rank {node}: ended with 76 (é{'é' * 490})", code=76)
+            net.members[node].send_failure(
+                f"node {node} rank {node}: ended with 76 (é{'é' * 490})", code=76
+            )
         await until(lambda: len(net.heard) == 99)
         net.far[100].close()
         await until(lambda: any("lost: " in each.what for each in net.members[1].failures))
@@ -154,21 +168,26 @@ def test_messages_of_another_start_are_none_of_this_one() -> None:
         net.members[2].send("stop", why="SIGTERM")
         await until(lambda: net.members[2].stop)
         assert (lead.failures, net.members[1].stop) == ([], "")
-        net.far[1].send("stop", why="SIGINT")  # who was asked to stop before it heard GO knows of no start
+        # who was asked to stop before it heard GO knows of no start
+        net.far[1].send("stop", why="SIGINT")
         net.far[1].send("kill")
         await until(lambda: net.members[2].killed)
 
     run(case())
 
 
-@pytest.mark.parametrize("content", [{"what": 1, "code": 1}, {"what": "x", "code": "1"}, {"what": "x", "code": True}])
+@pytest.mark.parametrize(
+    "content", [{"what": 1, "code": 1}, {"what": "x", "code": "1"}, {"what": "x", "code": True}]
+)
 def test_what_no_agent_says_loses_who_says_it(content: dict[str, object]) -> None:
     async def case() -> None:
         net = Net(HOSTS)
         lead = await net.open()
         net.far[1].send("failure", **content)
         await until(lambda: lead.failures)
-        assert [failure.what for failure in lead.failures] == ["node 1 (b): lost: it does not speak this protocol"]
+        assert [failure.what for failure in lead.failures] == [
+            "node 1 (b): lost: it does not speak this protocol"
+        ]
 
     run(case())
 
@@ -179,7 +198,10 @@ FAILURE = {"node": 0, "what": "x", "code": 1, "at": "t"}
 @pytest.mark.parametrize(
     "content",
     [
-        *({"ended": ended} for ended in ([], {"7": 0}, {"0": "0"}, {"0": True}, {"1" * 5000: 0}, None)),
+        *(
+            {"ended": ended}
+            for ended in ([], {"7": 0}, {"0": "0"}, {"0": True}, {"1" * 5000: 0}, None)
+        ),
         *(
             {"failures": failures}
             for failures in ({}, [1], [{}], [{**FAILURE, "node": []}], [{**FAILURE, "code": "1"}])

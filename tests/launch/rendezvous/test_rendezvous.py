@@ -1,4 +1,6 @@
-"""Agents meet: a wrong topology is refused on every node with the name, and strangers on the port cost nothing."""
+"""Agents meet: a wrong topology is refused on every node with the name, and strangers on the port
+cost nothing.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def refused(members: Members, *, kinds: tuple[str, ...]) -> list[str]:
     assert [code for code, _ in ends] == [78] * len(ends), ends
     assert time.monotonic() - members.started_at < 30
     for _, stated in ends:
-        assert {f"[{kind}]" for kind in kinds} <= {line.split()[-1] for line in stated.splitlines()}, stated
+        assert {f"[{kind}]" for kind in kinds} <= {
+            line.split()[-1] for line in stated.splitlines()
+        }, stated
     return [stated for _, stated in ends]
 
 
@@ -44,7 +48,11 @@ def test_everything_that_differs_is_told_at_once_on_every_node(members: Members)
     members.start(0, facts={"torch": "2.15", "config": "aa"})
     members.start(1, facts={"torch": "2.14", "config": "bb"}, slots=2)
     for stated in refused(members, kinds=("nodes-differ",)):
-        for key, values in {"torch": '"2.14": .* has 2.15', "config": "bb: .* has aa", "slots": "2: .* has 1"}.items():
+        for key, values in {
+            "torch": '"2.14": .* has 2.15',
+            "config": "bb: .* has aa",
+            "slots": "2: .* has 1",
+        }.items():
             assert re.search(rf"node 1 \(.*\): {key} = {values}", stated)
     assert not list(members.folder.glob("*.json"))
 
@@ -89,11 +97,14 @@ def test_who_is_missing_is_told_and_the_wait_ends(members: Members) -> None:
 
 @pytest.mark.slow
 def test_a_wait_for_node_0_says_why(members: Members) -> None:
-    code, stated = ended(members.start(1, master_addr="no-such-host.invalid", terms={"deadline_seconds": 4}))
+    code, stated = ended(
+        members.start(1, master_addr="no-such-host.invalid", terms={"deadline_seconds": 4})
+    )
     assert code == 76
     # A name server may be silent for longer than this.
     assert re.search(
-        rf"waiting for node 0: no-such-host\.invalid:{members.port + 1} \((no DNS record|no answer yet)\)", stated
+        rf"waiting for node 0: no-such-host\.invalid:{members.port + 1} \((no DNS record|no answer yet)\)",
+        stated,
     )
 
 
@@ -102,7 +113,8 @@ def test_a_request_before_any_rank_ends_every_node(members: Members) -> None:
     members.nnodes = 3  # the third never comes
     processes = [members.start(rank) for rank in (0, 1)]
     assert processes[0].stderr is not None
-    assert any("waiting for 1/3 nodes: node 2" in line for line in processes[0].stderr)  # once node 1 is there
+    # once node 1 is there
+    assert any("waiting for 1/3 nodes: node 2" in line for line in processes[0].stderr)
     processes[1].send_signal(signal.SIGTERM)
     for process in processes:
         code, stated = ended(process)
@@ -154,7 +166,9 @@ def rejections(members: Members) -> Iterator[list[socket.socket]]:
     deadline = time.monotonic() + 30
     while len(connections) < 6:
         try:
-            connections.append(socket.create_connection(("127.0.0.1", members.port + 1), timeout=20))
+            connections.append(
+                socket.create_connection(("127.0.0.1", members.port + 1), timeout=20)
+            )
         except OSError:
             assert time.monotonic() < deadline
             time.sleep(0.1)
@@ -164,14 +178,20 @@ def rejections(members: Members) -> Iterator[list[socket.socket]]:
 
 
 @pytest.mark.slow
-def test_strangers_do_not_keep_nodes_from_meeting(members: Members, rejections: list[socket.socket]) -> None:
+def test_strangers_do_not_keep_nodes_from_meeting(
+    members: Members, rejections: list[socket.socket]
+) -> None:
     garbage, endless, nested, liar, slow, gone = rejections
     garbage.sendall(b"GET / HTTP/1.1\r\n\r\n")
     nested.sendall(b"[" * 60_000 + b"\n")
-    liar.sendall(json.dumps({"type": "hello", "hello": {**HELLO, "node_rank": "0"}, "nonce": "n"}).encode() + b"\n")
+    liar.sendall(
+        json.dumps({"type": "hello", "hello": {**HELLO, "node_rank": "0"}, "nonce": "n"}).encode()
+        + b"\n"
+    )
     slow.sendall(b'{"type":')
     gone.close()
-    with pytest.raises(OSError, match=r"reset|[Bb]roken pipe"):  # the agent reads no more than it needs
+    # the agent reads no more than it needs
+    with pytest.raises(OSError, match=r"reset|[Bb]roken pipe"):
         endless.sendall(b"x" * (64 << 20))
     for connection in (garbage, nested, liar):
         assert read_until_closed(connection).count(b"\n") == 1  # the challenge
@@ -221,7 +241,10 @@ def read_until_closed(connection: socket.socket) -> bytes:
 
 
 def test_equal_nodes_agree() -> None:
-    assert disagreements([HELLO, {**HELLO, "node_rank": 1, "host": "b", "clock": 9.0}], seen=set()) == []
+    assert (
+        disagreements([HELLO, {**HELLO, "node_rank": 1, "host": "b", "clock": 9.0}], seen=set())
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -264,7 +287,9 @@ def test_the_name_of_a_peer(rank: int, master: str, names: tuple[str, ...], expe
 # ----------------------------------------------------------------------------------------------- agents in one loop
 
 
-def test_nodes_that_reach_each_other_meet_and_answer_nobody_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_that_reach_each_other_meet_and_answer_nobody_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     port = free_ports(2)
     opened: list[int] = []
 
@@ -274,7 +299,9 @@ def test_nodes_that_reach_each_other_meet_and_answer_nobody_afterwards(monkeypat
 
     really = Session.answer_at
     monkeypatch.setattr(Session, "answer_at", answer_at)
-    nodes = (session(rank, nnodes=3, port=port, stated=looked(rank) | {"nnodes": 3}) for rank in range(3))
+    nodes = (
+        session(rank, nnodes=3, port=port, stated=looked(rank) | {"nnodes": 3}) for rank in range(3)
+    )
     assert all(isinstance(end, Start) for end in run(meet(*nodes)))
     assert len(opened) == 4  # one port of each node, and that of the ranks
     for number in opened:
@@ -300,7 +327,9 @@ def test_a_node_that_is_not_reached_is_refused_on_all(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_who_has_the_address_of_node_0_says_so_to_all_that_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_the_address_of_node_0_says_so_to_all_that_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Swapped ranks: node 0 hears it as the others do, and all end with the same problem."""
     monkeypatch.setattr(member, "_ELSEWHERE_AFTER_SECONDS", 0.0)
     monkeypatch.setattr(member, "is_loopback", lambda host: False)
@@ -309,13 +338,19 @@ def test_who_has_the_address_of_node_0_says_so_to_all_that_call(monkeypatch: pyt
 
     async def case() -> list[object]:
         # Node 0 and node 2 are elsewhere: they do not find the address on their machine.
-        monkeypatch.setattr(member, "listen_at", lambda host, port: really(host, port) if has[0] else None)
+        monkeypatch.setattr(
+            member, "listen_at", lambda host, port: really(host, port) if has[0] else None
+        )
         has = [True]
         really = member_listen_at
-        swapped = asyncio.ensure_future(meet(session(1, nnodes=3, port=port, address=address, token=TOKEN)))
+        swapped = asyncio.ensure_future(
+            meet(session(1, nnodes=3, port=port, address=address, token=TOKEN))
+        )
         await asyncio.sleep(2.0)
         has[0] = False
-        elsewhere = (session(rank, nnodes=3, port=port, address=address, token=TOKEN) for rank in (0, 2))
+        elsewhere = (
+            session(rank, nnodes=3, port=port, address=address, token=TOKEN) for rank in (0, 2)
+        )
         return [*await meet(*elsewhere), *await swapped]
 
     for end in run(case()):
@@ -327,8 +362,12 @@ member_listen_at = member.listen_at
 
 
 @pytest.mark.slow
-def test_two_that_take_themselves_for_the_place_of_node_0_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hostfiles in another order: each finds itself at the first place; nobody would ever call the other."""
+def test_two_that_take_themselves_for_the_place_of_node_0_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hostfiles in another order: each finds itself at the first place; nobody would ever call the
+    other.
+    """
     monkeypatch.setattr(member, "_ELSEWHERE_AFTER_SECONDS", 0.0)
     monkeypatch.setattr(member, "_ELSEWHERE_SECONDS", 4.0)
     monkeypatch.setattr(member, "is_loopback", lambda host: False)
@@ -353,8 +392,8 @@ def test_two_that_take_themselves_for_the_place_of_node_0_are_refused(monkeypatc
 
 
 def test_a_refusal_is_heard_although_the_port_of_who_refused_is_free_again() -> None:
-    """Two nodes of rank 0: the one that listens refuses and ends, and the other must not take its place and wait for
-    ever.
+    """Two nodes of rank 0: the one that listens refuses and ends, and the other must not take its
+    place and wait for ever.
     """
     port = free_ports(2)
 
@@ -362,7 +401,10 @@ def test_a_refusal_is_heard_although_the_port_of_who_refused_is_free_again() -> 
         channel.send("challenge", nonce="n", token=False)
         await read(channel, "hello")
         channel.send("welcome", proof="")
-        channel.send("nogo", problems=[{"kind": "node-rank-duplicate", "reason": "two of them", "fix": "one"}])
+        channel.send(
+            "nogo",
+            problems=[{"kind": "node-rank-duplicate", "reason": "two of them", "fix": "one"}],
+        )
         reset(channel)
         server.close()
 
@@ -370,7 +412,9 @@ def test_a_refusal_is_heard_although_the_port_of_who_refused_is_free_again() -> 
         nonlocal server
         tasks = set()
         server = await asyncio.get_running_loop().create_server(
-            lambda: Channel(lambda channel: tasks.add(asyncio.ensure_future(refuse(channel)))), "127.0.0.1", port + 1
+            lambda: Channel(lambda channel: tasks.add(asyncio.ensure_future(refuse(channel)))),
+            "127.0.0.1",
+            port + 1,
         )
         with pytest.raises(ConfigError, match=r"two of them.*\[node-rank-duplicate\]"):
             await join(session(0, port=port, deadline_seconds=10.0))
@@ -383,10 +427,14 @@ def test_a_refusal_is_heard_although_the_port_of_who_refused_is_free_again() -> 
 def test_node_0_ends_the_wait_and_the_others_say_why(capsys: pytest.CaptureFixture[str]) -> None:
     """Who gives up first must not be who is blamed."""
     port = free_ports(2)
-    nodes = (session(rank, nnodes=3, port=port, deadline_seconds=4.5 - 1.5 * rank) for rank in (0, 1))
+    nodes = (
+        session(rank, nnodes=3, port=port, deadline_seconds=4.5 - 1.5 * rank) for rank in (0, 1)
+    )
     first, second = run(meet(*nodes))
     assert isinstance(first, PeerLostError)
-    assert re.search(r"within 4 s; waiting for 1/3 nodes: node 2 \[rendezvous-timeout\]", str(first))
+    assert re.search(
+        r"within 4 s; waiting for 1/3 nodes: node 2 \[rendezvous-timeout\]", str(first)
+    )
     assert str(second) == f"node 0: {first}"
     assert "gone again" not in capsys.readouterr().err
 
@@ -394,7 +442,9 @@ def test_node_0_ends_the_wait_and_the_others_say_why(capsys: pytest.CaptureFixtu
 @pytest.mark.slow
 def test_who_refuses_the_challenge_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     port = free_ports(2)
-    ends = run(meet(session(0, port=port, token=TOKEN, deadline_seconds=4.0), session(1, port=port)))
+    ends = run(
+        meet(session(0, port=port, token=TOKEN, deadline_seconds=4.0), session(1, port=port))
+    )
     assert isinstance(ends[1], ConfigError)
     assert "turned away: 127.0.0.1 (token-refused)" in str(ends[0])
     assert "[token-refused]" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Further starts of one job: who takes part in them, and what a new node 0 learns from the others."""
+"""Further starts of one job: who takes part in them, and what a new node 0 learns from the
+others.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ from framework.launch.rendezvous.channel import Channel
 from framework.launch.rendezvous.member import Member
 from framework.launch.rendezvous.session import JobOver, Start
 from framework.launch.supervision import JobEnd, Restarts
-from tests.launch.rendezvous.ends import TOKEN, call, coordinating, hello, introduce, read, run, session
+from tests.launch.rendezvous.ends import (
+    TOKEN,
+    call,
+    coordinating,
+    hello,
+    introduce,
+    read,
+    run,
+    session,
+)
 from tests.ports import free_ports
 
 pytestmark = pytest.mark.timing
@@ -25,7 +36,9 @@ LOST = JobEnd(76, "node 1 (b): lost: silent for 15 s")
 
 def restarts(folder: Path, *, most: int = 5) -> Restarts:
     supervision = {"max_restarts": most, "wait_seconds": 0}
-    return Restarts(config_from_values({"run": {"output_dir": str(folder)}, "supervision": supervision}))
+    return Restarts(
+        config_from_values({"run": {"output_dir": str(folder)}, "supervision": supervision})
+    )
 
 
 def save(folder: Path, step: int) -> None:
@@ -48,7 +61,11 @@ async def leave(channel: Channel, start: Start) -> None:
 
 def test_a_spare_takes_the_place_of_a_node_that_is_lost(tmp_path: Path) -> None:
     async def case() -> None:
-        async with coordinating(2, token=TOKEN, spares=1, restarts=restarts(tmp_path)) as (lead, port, beginning):
+        async with coordinating(2, token=TOKEN, spares=1, restarts=restarts(tmp_path)) as (
+            lead,
+            port,
+            beginning,
+        ):
             first = await enter(port, 1, spares=1)
             await asyncio.sleep(0.3)
             assert not beginning.done()  # the spare is waited for as well, for a while
@@ -78,7 +95,11 @@ def test_fewer_nodes_train_where_others_do_not_come_back(
     monkeypatch.setattr(coordinator, "ENOUGH_SECONDS", 0.5)
 
     async def case() -> None:
-        terms = {"token": TOKEN, "restarts": restarts(tmp_path), "fits": lambda count: fits and count == 2}
+        terms = {
+            "token": TOKEN,
+            "restarts": restarts(tmp_path),
+            "fits": lambda count: fits and count == 2,
+        }
         async with coordinating(3, **terms) as (lead, port, beginning):
             first, second = await enter(port, 1, nnodes=3), await enter(port, 2, nnodes=3)
             await leave(first, await beginning)
@@ -101,12 +122,23 @@ def test_fewer_nodes_train_where_others_do_not_come_back(
 
 def test_a_node_that_comes_back_otherwise_is_refused_alone(tmp_path: Path) -> None:
     async def case() -> None:
-        async with coordinating(2, token=TOKEN, restarts=restarts(tmp_path)) as (lead, port, beginning):
+        async with coordinating(2, token=TOKEN, restarts=restarts(tmp_path)) as (
+            lead,
+            port,
+            beginning,
+        ):
             first = await enter(port, 1)
             await leave(first, await beginning)
             assert (await lead.verdict(LOST)).is_again
             again = asyncio.ensure_future(lead.begin())
-            other = Member(session(1, port=port - 1, token=TOKEN, stated=hello(1, facts={"code": "z", "config": "b"})))
+            other = Member(
+                session(
+                    1,
+                    port=port - 1,
+                    token=TOKEN,
+                    stated=hello(1, facts={"code": "z", "config": "b"}),
+                )
+            )
             with pytest.raises(Exception, match=r"code = z: node 0 .* has a"):
                 await other.begin()
             assert not again.done()
@@ -125,7 +157,11 @@ def test_a_spare_that_was_not_needed_ends_as_the_job(
     """However long the others train, and with one line about it."""
 
     async def case() -> None:
-        async with coordinating(2, token=TOKEN, spares=1, restarts=restarts(tmp_path)) as (lead, port, beginning):
+        async with coordinating(2, token=TOKEN, spares=1, restarts=restarts(tmp_path)) as (
+            lead,
+            port,
+            beginning,
+        ):
             first = await enter(port, 1, spares=1)
             spare = Member(session(2, port=port - 1, token=TOKEN, spares=1, deadline_seconds=0.1))
             waiting = asyncio.ensure_future(spare.begin())
@@ -153,19 +189,27 @@ def test_a_new_node_0_goes_on_with_what_the_others_know(tmp_path: Path) -> None:
     state = {"number": 4, "idle": 1, "last": "why", "resumes": True}
 
     async def case() -> None:
-        async with coordinating(2, token=TOKEN, restarts=restarts(tmp_path, most=9)) as (lead, port, beginning):
+        async with coordinating(2, token=TOKEN, restarts=restarts(tmp_path, most=9)) as (
+            lead,
+            port,
+            beginning,
+        ):
             channel = await enter(port, 1, state=state)
             go = await read(channel, "go")
             assert (go["resumes"], go["state"]) == (True, state)
             await beginning
             assert (await lead.verdict(LOST)).is_again
-            assert "start 6 of at most 10, from its checkpoint" in (await read(channel, "again"))["why"]
+            assert (
+                "start 6 of at most 10, from its checkpoint"
+                in (await read(channel, "again"))["why"]
+            )
             again = asyncio.ensure_future(lead.begin())
             channel.send("ended", code=76)
             assert (await read(channel, "go"))["state"]["number"] == 5
             await again
             verdict = await lead.verdict(LOST)
-            assert (verdict.is_again, verdict.code) == (False, 77)  # three starts without a checkpoint
+            # three starts without a checkpoint
+            assert (verdict.is_again, verdict.code) == (False, 77)
             assert (await read(channel, "done"))["code"] == 77
             channel.close()
 
@@ -177,7 +221,11 @@ def test_a_node_that_comes_back_before_it_is_missed_waits_for_its_place(tmp_path
     """Its host lost the power, and the old connection is silent, not closed."""
 
     async def case() -> None:
-        async with coordinating(2, token=TOKEN, restarts=restarts(tmp_path)) as (lead, port, beginning):
+        async with coordinating(2, token=TOKEN, restarts=restarts(tmp_path)) as (
+            lead,
+            port,
+            beginning,
+        ):
             silent = await enter(port, 1)
             start = await beginning
             returned = Member(session(1, port=port - 1, token=TOKEN))
@@ -215,14 +263,20 @@ def test_what_is_no_state_of_restarts_changes_nothing(tmp_path: Path, state: obj
 
 
 def test_a_member_calls_a_lost_node_0_again_and_tells_what_it_knows(tmp_path: Path) -> None:
-    """The start is counted, and a new node 0, which takes all checkpoints for older ones, learns of them."""
+    """The start is counted, and a new node 0, which takes all checkpoints for older ones, learns of
+    them.
+    """
     port = free_ports(2)
 
     async def case() -> None:
         own = session(1, port=port, token=TOKEN, restarts=restarts(tmp_path))
         job = Member(own)
         for number in range(2):
-            async with coordinating(2, token=TOKEN, port=port, restarts=restarts(tmp_path)) as (lead, _, beginning):
+            async with coordinating(2, token=TOKEN, port=port, restarts=restarts(tmp_path)) as (
+                lead,
+                _,
+                beginning,
+            ):
                 start = await job.begin()
                 assert (await beginning).resumes == (number > 0)
                 heard = lead._clients.present[0].hello["state"]
@@ -242,7 +296,11 @@ def test_a_member_calls_a_lost_node_0_again_and_tells_what_it_knows(tmp_path: Pa
 def test_a_node_0_that_is_lost_again_and_again_is_given_up(tmp_path: Path) -> None:
     async def case() -> None:
         state = {"number": 6, "idle": 1, "last": "", "resumes": False}
-        async with coordinating(2, token=TOKEN, restarts=restarts(tmp_path)) as (_, port, beginning):
+        async with coordinating(2, token=TOKEN, restarts=restarts(tmp_path)) as (
+            _,
+            port,
+            beginning,
+        ):
             channel = await enter(port, 1, state=state)
             assert "5 restarts used up" in (await read(channel, "lost"))["why"]
             channel.close()
@@ -252,7 +310,9 @@ def test_a_node_0_that_is_lost_again_and_again_is_given_up(tmp_path: Path) -> No
     run(case())
 
 
-def test_fewer_nodes_are_enough_for_a_new_node_0_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_nodes_are_enough_for_a_new_node_0_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(coordinator, "ENOUGH_SECONDS", 0.5)
 
     async def case() -> None:
@@ -275,7 +335,11 @@ def test_who_was_asked_to_stop_ends_as_its_ranks_have(end: JobEnd, tmp_path: Pat
     async def case() -> None:
         own = session(1, port=port, token=TOKEN, restarts=restarts(tmp_path))
         job = Member(own)
-        async with coordinating(2, token=TOKEN, port=port, restarts=restarts(tmp_path)) as (lead, _, beginning):
+        async with coordinating(2, token=TOKEN, port=port, restarts=restarts(tmp_path)) as (
+            lead,
+            _,
+            beginning,
+        ):
             await job.begin()
             peers = (await beginning).peers
             own.requests.ask("SIGTERM")
@@ -290,7 +354,11 @@ def test_who_was_asked_to_stop_ends_as_its_ranks_have(end: JobEnd, tmp_path: Pat
 
 def test_a_request_between_two_starts_is_one_for_all(tmp_path: Path) -> None:
     async def case() -> None:
-        slow = Restarts(config_from_values({"run": {"output_dir": str(tmp_path)}, "supervision": {"max_restarts": 5}}))
+        slow = Restarts(
+            config_from_values(
+                {"run": {"output_dir": str(tmp_path)}, "supervision": {"max_restarts": 5}}
+            )
+        )
         async with coordinating(2, token=TOKEN, restarts=slow) as (lead, port, beginning):
             channel = await enter(port, 1)
             await beginning
@@ -312,7 +380,11 @@ def test_a_node_whose_ranks_have_not_ended_takes_no_part_in_the_next_start(tmp_p
 
     async def case() -> None:
         job = Member(session(1, port=port, token=TOKEN, restarts=restarts(tmp_path)))
-        async with coordinating(2, token=TOKEN, port=port, restarts=restarts(tmp_path)) as (lead, _, beginning):
+        async with coordinating(2, token=TOKEN, port=port, restarts=restarts(tmp_path)) as (
+            lead,
+            _,
+            beginning,
+        ):
             start = await job.begin()
             await beginning
             assert (await lead.verdict(LOST)).is_again
@@ -334,14 +406,22 @@ def test_a_spare_calls_a_lost_node_0_again_however_long_it_has_waited(tmp_path: 
     async def case() -> None:
         spare = Member(session(2, port=port, token=TOKEN, spares=1, deadline_seconds=3.0))
         terms = {"token": TOKEN, "port": port, "spares": 1}
-        async with coordinating(2, **terms, restarts=restarts(tmp_path)) as (_, lead_port, beginning):
+        async with coordinating(2, **terms, restarts=restarts(tmp_path)) as (
+            _,
+            lead_port,
+            beginning,
+        ):
             waiting = asyncio.ensure_future(spare.begin())
             first = await enter(lead_port, 1, spares=1)
             await beginning
             await asyncio.sleep(4.0)
             first.close()
         assert not waiting.done()
-        async with coordinating(2, **terms, restarts=restarts(tmp_path, most=9)) as (_, lead_port, beginning):
+        async with coordinating(2, **terms, restarts=restarts(tmp_path, most=9)) as (
+            _,
+            lead_port,
+            beginning,
+        ):
             state = {"number": 1, "idle": 0, "last": "", "resumes": False}
             first = await enter(lead_port, 1, spares=1, state=state)
             await read(first, "go")

@@ -1,4 +1,6 @@
-"""A coordinator and many agents, the real ones, in two processes; `python -m benchmarks.control_plane` takes more."""
+"""A coordinator and many agents, the real ones, in two processes; `python -m
+benchmarks.control_plane` takes more.
+"""
 
 from __future__ import annotations
 

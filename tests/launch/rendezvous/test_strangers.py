@@ -1,4 +1,6 @@
-"""Strangers at the ports of a job: they neither end it nor delay it, and nothing of theirs reaches a terminal raw."""
+"""Strangers at the ports of a job: they neither end it nor delay it, and nothing of theirs reaches
+a terminal raw.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,11 @@ def test_who_holds_every_place_keeps_no_node_out() -> None:
     "forged",
     [
         {"proof": ""},
-        {"proof": proof("another token of sixteen bytes", role="node", nonces=("a", "n"), content={})},
+        {
+            "proof": proof(
+                "another token of sixteen bytes", role="node", nonces=("a", "n"), content={}
+            )
+        },
         {"proof": None},
         {"hello": {}},
         {"hello": {"node_rank": 10**9}},
@@ -84,7 +90,9 @@ def test_who_holds_every_place_keeps_no_node_out() -> None:
     ],
     ids=str,
 )
-def test_a_hello_without_the_token_ends_nothing(forged: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hello_without_the_token_ends_nothing(
+    forged: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     """One well-formed HELLO with a rank that is taken ended a job for good."""
 
     async def case() -> None:
@@ -108,7 +116,9 @@ def test_a_hello_without_the_token_ends_nothing(forged: dict[str, Any], capsys: 
 @pytest.mark.parametrize("knows_token", [False, True])
 def test_a_running_job_takes_no_second_node_of_a_rank(tmp_path: Path, knows_token: bool) -> None:
     """The listener of a job that starts again by itself stays open."""
-    config = RunConfig.model_validate({"run": {"output_dir": str(tmp_path)}, "supervision": {"max_restarts": 3}})
+    config = RunConfig.model_validate(
+        {"run": {"output_dir": str(tmp_path)}, "supervision": {"max_restarts": 3}}
+    )
 
     async def case() -> None:
         async with coordinating(2, token=TOKEN, restarts=Restarts(config)) as (_, port, beginning):
@@ -120,7 +130,12 @@ def test_a_running_job_takes_no_second_node_of_a_rank(tmp_path: Path, knows_toke
             nonces = ((await read(other, "challenge"))["nonce"], "n")
             stated = hello(1)
             token = TOKEN if knows_token else ""
-            other.send("hello", hello=stated, nonce="n", proof=proof(token, role="node", nonces=nonces, content=stated))
+            other.send(
+                "hello",
+                hello=stated,
+                nonce="n",
+                proof=proof(token, role="node", nonces=nonces, content=stated),
+            )
             await read(other, "later" if knows_token else "nogo")
             other.send("stop", why="because")
             node.send("beat")
@@ -131,8 +146,12 @@ def test_a_running_job_takes_no_second_node_of_a_rank(tmp_path: Path, knows_toke
     run(case())
 
 
-@pytest.mark.parametrize("host", ["x\n\x1b[2Jlaunch: finished", "\u202egpj.exe", "", "a b", "x" * 300])
-def test_the_name_of_a_host_is_one_that_a_host_can_have(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "host", ["x\n\x1b[2Jlaunch: finished", "\u202egpj.exe", "", "a b", "x" * 300]
+)
+def test_the_name_of_a_host_is_one_that_a_host_can_have(
+    host: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def case() -> None:
         async with coordinating(2) as (_, port, _beginning):
             stranger = await call(port)
@@ -164,9 +183,17 @@ def test_silent_callers_take_no_threads_of_an_echo_and_keep_nobody_out() -> None
 @pytest.mark.timing
 @pytest.mark.parametrize("token", ["", TOKEN])
 def test_what_answers_in_the_place_of_node_0_starts_nothing(members: Members, token: str) -> None:
-    """An agent whose node 0 is a stranger: every GO that holds a setting, a variable or another address is refused."""
+    """An agent whose node 0 is a stranger: every GO that holds a setting, a variable or another
+    address is refused.
+    """
     words = ["model={target: 'os:system', args: {command: 'touch x'}}"]
-    forged = [{"words": words}, {"resumes": words}, {"environment": {"A": "b"}}, {"port": 22}, {"nodes": [1]}]
+    forged = [
+        {"words": words},
+        {"resumes": words},
+        {"environment": {"A": "b"}},
+        {"port": 22},
+        {"nodes": [1]},
+    ]
     sent: list[dict[str, Any]] = []
 
     async def answer(channel: Channel) -> None:
@@ -219,14 +246,25 @@ def test_neither_ranks_nor_ps_see_the_token(tmp_path: Path) -> None:
         "127.0.0.1",
     ]
     words += ["--master_port", str(free_ports(2)), "--num_gpus", "1"]
-    environment = {**os.environ, "DSF_TOKEN": TOKEN, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    environment = {
+        **os.environ,
+        "DSF_TOKEN": TOKEN,
+        "PYTHONPATH": str(ROOT),
+        "DS_ACCELERATOR": "cpu",
+    }
     process = subprocess.Popen(
-        [sys.executable, "-m", "framework", *words], env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "framework", *words],
+        env=environment,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         assert process.stderr is not None
         assert any("waiting for node 0" in line for line in process.stderr)
-        shown = [Path(f"/proc/{process.pid}/{name}").read_bytes() for name in ("environ", "cmdline")]
+        shown = [
+            Path(f"/proc/{process.pid}/{name}").read_bytes() for name in ("environ", "cmdline")
+        ]
         assert b"PYTHONPATH" in shown[0]
         assert not any(TOKEN.encode() in each for each in shown)
     finally:
@@ -235,7 +273,9 @@ def test_neither_ranks_nor_ps_see_the_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["file", "environment"])
-def test_a_token_that_could_be_guessed_is_refused(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_that_could_be_guessed_is_refused(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "token").write_text("short\n")
     monkeypatch.setenv("DSF_TOKEN", "short")
     with pytest.raises(ConfigError, match=r"fewer than 16 bytes.*\[token-too-short\]"):

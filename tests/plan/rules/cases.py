@@ -31,8 +31,13 @@ def with_experts(expert: int = 2, stage: int = 1) -> dict[str, Any]:
     return MIXED | {"parallel": {"expert": expert}, "zero": {"stage": stage}}
 
 
-REDUCED = ({"round_robin_gradients": True}, {"reduce_scatter": False}, {"contiguous_gradients": False})
-MANY: dict[str, Any] = {"batch": {"accumulation_steps": 8}}  # micro-batches: no stage idles for long
+REDUCED = (
+    {"round_robin_gradients": True},
+    {"reduce_scatter": False},
+    {"contiguous_gradients": False},
+)
+# micro-batches: no stage idles for long
+MANY: dict[str, Any] = {"batch": {"accumulation_steps": 8}}
 FP16: dict[str, Any] = {"precision": {"dtype": "fp16"}}
 AUTOCAST_FP16: dict[str, Any] = {"precision": {"dtype": "autocast", "compute_dtype": "fp16"}}
 
@@ -47,7 +52,10 @@ def divided(**sections: Any) -> dict[str, Any]:
 
 
 def cut_at(stages: list[int], **sections: Any) -> dict[str, Any]:
-    return {"parallel": {"pipe": 2, "stages": stages}, "batch": {"accumulation_steps": 64}} | sections
+    return {
+        "parallel": {"pipe": 2, "stages": stages},
+        "batch": {"accumulation_steps": 64},
+    } | sections
 
 
 # rule -> [(config, kind of device, kind of problem or None where the rule has nothing to say)]
@@ -66,9 +74,16 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (GPT | {"parallel": {"sequence": 2}}, "cpu", None),
     ],
     "bad_steps_not_found": [
-        ({"training": {"bad_steps": "skip"}, "precision": {"dtype": "fp16"}}, "cuda", "bad-steps-not-found"),
         (
-            {"training": {"bad_steps": "stop"}, "precision": {"dtype": "autocast", "compute_dtype": "fp16"}},
+            {"training": {"bad_steps": "skip"}, "precision": {"dtype": "fp16"}},
+            "cuda",
+            "bad-steps-not-found",
+        ),
+        (
+            {
+                "training": {"bad_steps": "stop"},
+                "precision": {"dtype": "autocast", "compute_dtype": "fp16"},
+            },
             "cuda",
             "bad-steps-not-found",
         ),
@@ -104,7 +119,8 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (GPT | {"parallel": {"sequence": 8}}, "cpu", "sequence-not-shared"),
         (divided(parallel={"tensor": 2, "sequence": 4}), "cpu", "sequence-not-shared"),
         (
-            BERT | {"parallel": {"sequence": 2}, "data": {"kind": "text_pairs", "sequence_length": 33}},
+            BERT
+            | {"parallel": {"sequence": 2}, "data": {"kind": "text_pairs", "sequence_length": 33}},
             "cpu",
             "sequence-not-shared",
         ),
@@ -120,7 +136,11 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (MIXED, "cuda", None),
     ],
     "blocks_have_experts": [
-        (GPT | {"model": {"kind": "gpt", "moe": {"num_experts": 2, "every": 5}}}, "cpu", "no-block-of-experts"),
+        (
+            GPT | {"model": {"kind": "gpt", "moe": {"num_experts": 2, "every": 5}}},
+            "cpu",
+            "no-block-of-experts",
+        ),
         (GPT | {"model": {"kind": "gpt", "moe": {"num_experts": 2, "every": 4}}}, "cpu", None),
         (GPT, "cpu", None),
     ],
@@ -141,7 +161,10 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     ],
     "expert_with_other": [
         (with_experts() | {"optimizer": TARGET}, "cuda", "expert-with-other"),
-        *((with_experts() | {"zero": {"stage": 1, **zero}}, "cuda", "expert-with-other") for zero in REDUCED),
+        *(
+            (with_experts() | {"zero": {"stage": 1, **zero}}, "cuda", "expert-with-other")
+            for zero in REDUCED
+        ),
         (with_experts(), "cuda", None),
         (with_experts(1) | {"optimizer": TARGET}, "cuda", None),
     ],
@@ -152,7 +175,10 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"precision": {"dtype": "bf16"}}, "cpu", None),
     ],
     "autocast_fp16_not_scaled": [
-        *((AUTOCAST_FP16 | {"zero": {"stage": stage}}, "cuda", "autocast-fp16-not-scaled") for stage in (1, 2, 3)),
+        *(
+            (AUTOCAST_FP16 | {"zero": {"stage": stage}}, "cuda", "autocast-fp16-not-scaled")
+            for stage in (1, 2, 3)
+        ),
         (piped(**AUTOCAST_FP16), "cuda", "autocast-fp16-not-scaled"),
         (AUTOCAST_FP16, "cuda", None),
         (AUTOCAST_FP16, "cpu", None),
@@ -165,7 +191,11 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (LAMB, "cuda", None),
     ],
     "divided_in_advance": [
-        ({"deepspeed": {"gradient_predivide_factor": 2.0}, "zero": {"stage": 3}}, "cuda", "predivided-by-all-ranks"),
+        (
+            {"deepspeed": {"gradient_predivide_factor": 2.0}, "zero": {"stage": 3}},
+            "cuda",
+            "predivided-by-all-ranks",
+        ),
         ({"deepspeed": {"gradient_predivide_factor": 4.0}, "zero": {"stage": 3}}, "cuda", None),
         ({"deepspeed": {"gradient_predivide_factor": 2.0}, "zero": {"stage": 2}}, "cuda", None),
     ],
@@ -186,27 +216,54 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (LAMB, "cuda", None),
     ],
     "optimizer_sees_shape": [
-        *((LAMB | {"zero": {"stage": stage}}, "cuda", "optimizer-sees-shape") for stage in (1, 2, 3)),
+        *(
+            (LAMB | {"zero": {"stage": stage}}, "cuda", "optimizer-sees-shape")
+            for stage in (1, 2, 3)
+        ),
         (LAMB | {"precision": {"dtype": "fp16"}}, "cuda", None),
     ],
     "not_with_tensor": [
         (divided(**LAMB), "cuda", "not-with-tensor"),
         (divided(optimizer={"kind": "muon"}), "cuda", "not-with-tensor"),
         (divided(precision={"dtype": "bf16"}), "cuda", "not-with-tensor"),
-        (divided(parallel={"tensor": 2, "sequence": 2}, model={"kind": "gpt", "num_heads": 4}), "cuda", None),
-        (divided(parallel={"tensor": 2, "pipe": 2}, batch={"accumulation_steps": 8}), "cuda", "not-with-tensor"),
+        (
+            divided(parallel={"tensor": 2, "sequence": 2}, model={"kind": "gpt", "num_heads": 4}),
+            "cuda",
+            None,
+        ),
+        (
+            divided(parallel={"tensor": 2, "pipe": 2}, batch={"accumulation_steps": 8}),
+            "cuda",
+            "not-with-tensor",
+        ),
         (divided(**offload(3, **NVME) | LION), "cuda", "not-with-tensor"),
         (divided(zero={"stage": 3, "offload_param": NVME}), "cuda", "not-with-tensor"),
-        (divided(monitors={"tensorboard": {"histograms_every_steps": 5}}), "cuda", "not-with-tensor"),
+        (
+            divided(monitors={"tensorboard": {"histograms_every_steps": 5}}),
+            "cuda",
+            "not-with-tensor",
+        ),
         (divided(monitors={"tensorboard": {"samples": 5}}), "cuda", "not-with-tensor"),
         (divided(precision={"dtype": "bf16"}, zero={"stage": 1}), "cuda", None),
         (divided(**offload(3) | LION), "cuda", None),
     ],
     "parts_are_equal": [
-        (divided(model={"kind": "gpt", "num_heads": 3, "hidden_size": 48}), "cuda", "tensor-not-divisible"),
-        (divided(model={"kind": "gpt", "num_heads": 4, "num_kv_heads": 1}), "cuda", "tensor-not-divisible"),
+        (
+            divided(model={"kind": "gpt", "num_heads": 3, "hidden_size": 48}),
+            "cuda",
+            "tensor-not-divisible",
+        ),
+        (
+            divided(model={"kind": "gpt", "num_heads": 4, "num_kv_heads": 1}),
+            "cuda",
+            "tensor-not-divisible",
+        ),
         (divided(model={"kind": "gpt", "mlp_size": 63}), "cuda", "tensor-not-divisible"),
-        (BERT | {"parallel": {"tensor": 2}, "model": {"kind": "bert", "mlp_size": 63}}, "cuda", "tensor-not-divisible"),
+        (
+            BERT | {"parallel": {"tensor": 2}, "model": {"kind": "bert", "mlp_size": 63}},
+            "cuda",
+            "tensor-not-divisible",
+        ),
         (divided(model={"kind": "gpt", "vocab_size": 261}), "cuda", None),
         (BERT | {"parallel": {"tensor": 2}}, "cuda", None),
     ],
@@ -228,29 +285,69 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"zero": {"stage": 2}}, "cuda", None),
     ],
     "batch_norm_in_half_precision": [
-        ({"model": {"kind": "small_resnet18"}, "precision": {"dtype": "bf16"}}, "cuda", "batch-norm-in-half-precision"),
-        ({"model": {"kind": "small_resnet18"}, "precision": {"dtype": "fp16"}}, "cuda", "batch-norm-in-half-precision"),
+        (
+            {"model": {"kind": "small_resnet18"}, "precision": {"dtype": "bf16"}},
+            "cuda",
+            "batch-norm-in-half-precision",
+        ),
+        (
+            {"model": {"kind": "small_resnet18"}, "precision": {"dtype": "fp16"}},
+            "cuda",
+            "batch-norm-in-half-precision",
+        ),
         ({"model": {"kind": "small_resnet18"}, "precision": {"dtype": "autocast"}}, "cuda", None),
         ({"model": {"kind": "lenet"}, "precision": {"dtype": "bf16"}}, "cuda", None),
         ({"model": TARGET, "precision": {"dtype": "bf16"}}, "cuda", None),
     ],
     "fp32_sums_need_zero": [
-        ({"precision": {"dtype": "bf16", "grad_accumulation": "fp32"}}, "cuda", "fp32-sums-need-zero"),
-        ({"precision": {"dtype": "fp16", "grad_accumulation": "fp32"}}, "cuda", "fp32-sums-need-zero"),
+        (
+            {"precision": {"dtype": "bf16", "grad_accumulation": "fp32"}},
+            "cuda",
+            "fp32-sums-need-zero",
+        ),
+        (
+            {"precision": {"dtype": "fp16", "grad_accumulation": "fp32"}},
+            "cuda",
+            "fp32-sums-need-zero",
+        ),
         ({"precision": {"dtype": "bf16", "grad_accumulation": "bf16"}}, "cuda", None),
-        ({"precision": {"dtype": "bf16", "grad_accumulation": "fp32"}, "zero": {"stage": 1}}, "cuda", None),
+        (
+            {"precision": {"dtype": "bf16", "grad_accumulation": "fp32"}, "zero": {"stage": 1}},
+            "cuda",
+            None,
+        ),
     ],
     "schedule_needs_lr": [
         ({"optimizer": TARGET, "scheduler": {"kind": "warmup"}}, "cuda", "lr-unknown"),
-        ({"optimizer": {**TARGET, "args": {"lr": "x"}}, "scheduler": {"kind": "warmup_decay"}}, "cuda", "lr-unknown"),
-        ({"optimizer": {**TARGET, "args": {"lr": 1}}, "scheduler": {"kind": "warmup"}}, "cuda", None),
+        (
+            {"optimizer": {**TARGET, "args": {"lr": "x"}}, "scheduler": {"kind": "warmup_decay"}},
+            "cuda",
+            "lr-unknown",
+        ),
+        (
+            {"optimizer": {**TARGET, "args": {"lr": 1}}, "scheduler": {"kind": "warmup"}},
+            "cuda",
+            None,
+        ),
         ({"optimizer": TARGET, "scheduler": {"kind": "warmup", "max_lr": 0.1}}, "cuda", None),
         ({"optimizer": TARGET, "scheduler": {"kind": "warmup_cosine"}}, "cuda", None),
     ],
     "warmup_fits": [
-        ({"scheduler": {"kind": "warmup_decay", "warmup_steps": 5, "total_steps": 5}}, "cuda", "warmup-too-long"),
-        ({"scheduler": {"kind": "cosine", "warmup_steps": 9, "total_steps": 5}}, "cuda", "warmup-too-long"),
-        ({"scheduler": {"kind": "warmup_decay", "warmup_steps": 5, "total_steps": 6}}, "cuda", None),
+        (
+            {"scheduler": {"kind": "warmup_decay", "warmup_steps": 5, "total_steps": 5}},
+            "cuda",
+            "warmup-too-long",
+        ),
+        (
+            {"scheduler": {"kind": "cosine", "warmup_steps": 9, "total_steps": 5}},
+            "cuda",
+            "warmup-too-long",
+        ),
+        (
+            {"scheduler": {"kind": "warmup_decay", "warmup_steps": 5, "total_steps": 6}},
+            "cuda",
+            None,
+        ),
     ],
     "nesterov_needs_momentum": [
         ({"optimizer": {"kind": "sgd", "nesterov": True}}, "cuda", "nesterov-needs-momentum"),
@@ -264,18 +361,30 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"model": {"kind": "lenet"}, "data": GREY224}, "cuda", None),
         ({"model": TARGET, "data": {"kind": "cifar10"}}, "cuda", None),
         ({"model": {"kind": "lenet", "num_classes": 11}, "data": TARGET}, "cuda", None),
-        # the number of classes of a folder is only known from its files; the size of a ResNet's images is free
+        # the number of classes of a folder is only known from its files; the size of a ResNet's
+        # images is free
         (
-            {"model": {"kind": "resnet18", "num_classes": 3}, "data": {"kind": "image_folder", "root": "x"}},
+            {
+                "model": {"kind": "resnet18", "num_classes": 3},
+                "data": {"kind": "image_folder", "root": "x"},
+            },
             "cuda",
             None,
         ),
     ],
     "parts_speak_of_the_same": [
         ({"data": {"kind": "text"}, "model": TARGET}, "cuda", "task-data-mismatch"),
-        ({"data": {"kind": "text_pairs"}, "task": {"kind": "masked_lm"}}, "cuda", "model-data-mismatch"),
+        (
+            {"data": {"kind": "text_pairs"}, "task": {"kind": "masked_lm"}},
+            "cuda",
+            "model-data-mismatch",
+        ),
         ({"data": TARGET, "model": {"kind": "gpt"}}, "cuda", "task-model-mismatch"),
-        ({"data": {"kind": "text"}, "task": {"kind": "causal_lm"}, "model": {"kind": "gpt"}}, "cuda", None),
+        (
+            {"data": {"kind": "text"}, "task": {"kind": "causal_lm"}, "model": {"kind": "gpt"}},
+            "cuda",
+            None,
+        ),
     ],
     "sequence_fits": [
         (GPT | {"data": {"kind": "text", "sequence_length": 257}}, "cuda", "sequence-too-long"),
@@ -288,7 +397,11 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     "heads_divide": [
         (GPT | {"model": {"kind": "gpt", "num_heads": 5}}, "cuda", "heads-not-divisible"),
         (GPT | {"model": {"kind": "gpt", "num_kv_heads": 3}}, "cuda", "heads-not-divisible"),
-        (GPT | {"model": {"kind": "gpt", "hidden_size": 12, "positions": "rotary"}}, "cuda", "odd-rotary-heads"),
+        (
+            GPT | {"model": {"kind": "gpt", "hidden_size": 12, "positions": "rotary"}},
+            "cuda",
+            "odd-rotary-heads",
+        ),
         (BERT | {"model": {"kind": "bert", "num_heads": 3}}, "cuda", "heads-not-divisible"),
         (GPT | {"model": {"kind": "gpt", "num_heads": 8, "num_kv_heads": 2}}, "cuda", None),
         (GPT | {"model": {"kind": "gpt", "hidden_size": 12}}, "cuda", None),
@@ -303,22 +416,42 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (GPT | {"training": {"channels_last": True}}, "cuda", "inert-for-model"),
         ({"training": {"channels_last": True}}, "cuda", None),
         ({"training": {"sync_batch_norm": True}, "model": TARGET}, "cuda", None),
-        ({"training": {"sync_batch_norm": True}, "model": {"kind": "small_resnet18"}}, "cuda", None),
+        (
+            {"training": {"sync_batch_norm": True}, "model": {"kind": "small_resnet18"}},
+            "cuda",
+            None,
+        ),
     ],
     "not_with_compile": [
         (piped(training={"compile": True}), "cuda", "not-with-compile"),
         ({"training": {"compile": True, "detect_anomaly": True}}, "cuda", "not-with-compile"),
-        ({"training": {"compile": True}, "profile": {"steps": "3-5", "modules": True}}, "cuda", "not-with-compile"),
-        ({"training": {"compile": {"fullgraph": True}}, "zero": {"stage": 3}}, "cuda", "not-with-compile"),
         (
-            {"training": {"compile": {"fullgraph": True}}, "zero": {"stage": 2}, "profile": {"steps": "3-5"}},
+            {"training": {"compile": True}, "profile": {"steps": "3-5", "modules": True}},
+            "cuda",
+            "not-with-compile",
+        ),
+        (
+            {"training": {"compile": {"fullgraph": True}}, "zero": {"stage": 3}},
+            "cuda",
+            "not-with-compile",
+        ),
+        (
+            {
+                "training": {"compile": {"fullgraph": True}},
+                "zero": {"stage": 2},
+                "profile": {"steps": "3-5"},
+            },
             "cuda",
             None,
         ),
         (piped(training={"compile": False}), "cuda", None),
     ],
     "compile_in_pieces": [
-        ({"training": {"compile": {"per": "block"}}, "zero": {"stage": 3}}, "cuda", "compile-in-pieces"),
+        (
+            {"training": {"compile": {"per": "block"}}, "zero": {"stage": 3}},
+            "cuda",
+            "compile-in-pieces",
+        ),
         ({"training": {"compile": True}, "zero": {"stage": 2}}, "cuda", None),
         ({"training": {"compile": False}, "zero": {"stage": 3}}, "cuda", None),
     ],
@@ -327,13 +460,21 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"training": {"channels_last": True}}, "cuda", None),
     ],
     "inert_without_decay": [
-        ({"optimizer": {"kind": "sgd", "weight_decay_on": "matrices"}}, "cuda", "inert-without-decay"),
+        (
+            {"optimizer": {"kind": "sgd", "weight_decay_on": "matrices"}},
+            "cuda",
+            "inert-without-decay",
+        ),
         ({"optimizer": {"kind": "adamw", "weight_decay_on": "matrices"}}, "cuda", None),
         ({"optimizer": TARGET}, "cuda", None),
     ],
     "callbacks_have_evaluations": [
         ({"callbacks": [{"kind": "early_stopping"}]}, "cuda", "callback-without-evaluations"),
-        ({"callbacks": [{"kind": "early_stopping"}], "evaluation": {"every_epochs": 1}}, "cuda", None),
+        (
+            {"callbacks": [{"kind": "early_stopping"}], "evaluation": {"every_epochs": 1}},
+            "cuda",
+            None,
+        ),
         (
             {
                 "callbacks": [{"kind": "reduce_on_plateau"}],
@@ -343,13 +484,33 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             "cuda",
             "plateau-with-schedule",
         ),
-        ({"callbacks": [{"target": "mine:Callback"}], "scheduler": {"kind": "cosine"}}, "cuda", None),
+        (
+            {"callbacks": [{"target": "mine:Callback"}], "scheduler": {"kind": "cosine"}},
+            "cuda",
+            None,
+        ),
     ],
     "optimizer_groups": [
-        ({"optimizer": {"kind": "adamw", "groups": [{"match": "*.bias", "lr": 0.1}]}}, "cuda", "bad-pattern"),
-        ({"optimizer": {"kind": "adamw", "groups": [{"match": ".*bias"}]}}, "cuda", "group-changes-nothing"),
-        ({"optimizer": {"kind": "adamw", "lr": 0, "groups": [{"match": "a", "lr": 1}]}}, "cuda", "group-lr-of-nothing"),
-        ({"optimizer": {"kind": "adamw", "groups": [{"match": ".*bias", "lr": 0.1}]}}, "cuda", None),
+        (
+            {"optimizer": {"kind": "adamw", "groups": [{"match": "*.bias", "lr": 0.1}]}},
+            "cuda",
+            "bad-pattern",
+        ),
+        (
+            {"optimizer": {"kind": "adamw", "groups": [{"match": ".*bias"}]}},
+            "cuda",
+            "group-changes-nothing",
+        ),
+        (
+            {"optimizer": {"kind": "adamw", "lr": 0, "groups": [{"match": "a", "lr": 1}]}},
+            "cuda",
+            "group-lr-of-nothing",
+        ),
+        (
+            {"optimizer": {"kind": "adamw", "groups": [{"match": ".*bias", "lr": 0.1}]}},
+            "cuda",
+            None,
+        ),
         (
             {
                 "optimizer": {"kind": "sgd", "layer_decay": 0.8},
@@ -365,17 +526,45 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             "cuda",
             "groups-with-pipeline",
         ),
-        (piped(**FP16 | {"optimizer": {"kind": "adamw", "weight_decay_on": "matrices"}}), "cuda", None),
+        (
+            piped(**FP16 | {"optimizer": {"kind": "adamw", "weight_decay_on": "matrices"}}),
+            "cuda",
+            None,
+        ),
     ],
     "freeze_patterns": [
         ({"training": {"freeze": ["conv1.*", "*.bias"]}}, "cuda", "bad-pattern"),
         ({"training": {"freeze": ["conv1.*", ".*bias"]}}, "cuda", None),
-        (with_experts() | {"training": {"freeze": [".*up.*", ".*experts.*down.*"]}}, "cuda", "expert-with-other"),
-        (with_experts() | {"training": {"freeze": [".*router.*", r".*experts\.0\..*"]}}, "cuda", None),
-        (GPT | {"training": {"freeze": [{"match": ["embed.*", "*.bias"], "until_step": 3}]}}, "cuda", "bad-pattern"),
-        (GPT | {"training": {"freeze": [{"match": "embde.*", "until_step": 3}]}}, "cuda", "freeze-matches-nothing"),
-        (GPT | {"training": {"freeze": ["embed.*", {"match": ".*", "until_step": 3}]}}, "cuda", "freeze-overlaps"),
-        (GPT | {"training": {"freeze": [{"match": ".*", "until_step": 3}]}}, "cuda", "freeze-matches-all"),
+        (
+            with_experts() | {"training": {"freeze": [".*up.*", ".*experts.*down.*"]}},
+            "cuda",
+            "expert-with-other",
+        ),
+        (
+            with_experts() | {"training": {"freeze": [".*router.*", r".*experts\.0\..*"]}},
+            "cuda",
+            None,
+        ),
+        (
+            GPT | {"training": {"freeze": [{"match": ["embed.*", "*.bias"], "until_step": 3}]}},
+            "cuda",
+            "bad-pattern",
+        ),
+        (
+            GPT | {"training": {"freeze": [{"match": "embde.*", "until_step": 3}]}},
+            "cuda",
+            "freeze-matches-nothing",
+        ),
+        (
+            GPT | {"training": {"freeze": ["embed.*", {"match": ".*", "until_step": 3}]}},
+            "cuda",
+            "freeze-overlaps",
+        ),
+        (
+            GPT | {"training": {"freeze": [{"match": ".*", "until_step": 3}]}},
+            "cuda",
+            "freeze-matches-all",
+        ),
     ],
     "freeze_by_steps": [
         (GPT | {"training": {"freeze": [{"match": "embed.*", "until_step": 3}]}}, "cuda", None),
@@ -385,9 +574,21 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             "cuda",
             "freeze-steps",
         ),
-        (GPT | {"training": {"freeze": [{"match": "embed.*", "until_step": 3}], "ema": {}}}, "cuda", None),
-        (GPT | {"training": {"freeze": [{"match": "embed.*", "from_step": 3}], "ema": {}}}, "cuda", "freeze-steps"),
-        (GPT | {"training": {"freeze": [{"match": "embed.*", "until_step": 3}]}, **piped()}, "cuda", None),
+        (
+            GPT | {"training": {"freeze": [{"match": "embed.*", "until_step": 3}], "ema": {}}},
+            "cuda",
+            None,
+        ),
+        (
+            GPT | {"training": {"freeze": [{"match": "embed.*", "from_step": 3}], "ema": {}}},
+            "cuda",
+            "freeze-steps",
+        ),
+        (
+            GPT | {"training": {"freeze": [{"match": "embed.*", "until_step": 3}]}, **piped()},
+            "cuda",
+            None,
+        ),
         (
             piped(**GPT | FP16 | {"training": {"freeze": [{"match": "embed.*", "until_step": 3}]}}),
             "cuda",
@@ -401,23 +602,45 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ),
     ],
     "adapted_modules": [
-        (GPT | {"training": {"lora": {"target_modules": ["query", "up"], "modules_to_save": ["norm"]}}}, "cuda", None),
+        (
+            GPT
+            | {
+                "training": {
+                    "lora": {"target_modules": ["query", "up"], "modules_to_save": ["norm"]}
+                }
+            },
+            "cuda",
+            None,
+        ),
         (GPT | {"training": {"lora": {"target_modules": r"blocks\.\d\.mlp\..*"}}}, "cuda", None),
         (GPT | {"training": {"lora": {"target_modules": "all-linear"}}}, "cuda", None),
         (GPT | {"training": {"lora": {"target_modules": "*.query"}}}, "cuda", "bad-pattern"),
         (GPT | {"training": {"lora": {"target_modules": "query"}}}, "cuda", "lora-matches-nothing"),
-        (GPT | {"training": {"lora": {"target_modules": ["query", "kee"]}}}, "cuda", "lora-matches-nothing"),
-        (GPT | {"training": {"lora": {"target_modules": ["positions"]}}}, "cuda", "lora-not-adaptable"),
+        (
+            GPT | {"training": {"lora": {"target_modules": ["query", "kee"]}}},
+            "cuda",
+            "lora-matches-nothing",
+        ),
+        (
+            GPT | {"training": {"lora": {"target_modules": ["positions"]}}},
+            "cuda",
+            "lora-not-adaptable",
+        ),
         (GPT | {"training": {"lora": {"target_modules": ["embed"]}}}, "cuda", "lora-tied"),
     ],
     "not_with_lora": [
         (
-            GPT | {"training": {"lora": {"target_modules": ["query"]}}, "optimizer": {"kind": "muon"}},
+            GPT
+            | {"training": {"lora": {"target_modules": ["query"]}}, "optimizer": {"kind": "muon"}},
             "cuda",
             "not-with-lora",
         ),
         (MIXED | {"training": {"lora": {"target_modules": ["query"]}}}, "cuda", "not-with-lora"),
-        (GPT | {"training": {"lora": {"target_modules": ["query"]}}, "zero": {"stage": 3}}, "cuda", None),
+        (
+            GPT | {"training": {"lora": {"target_modules": ["query"]}}, "zero": {"stage": 3}},
+            "cuda",
+            None,
+        ),
         (
             GPT | {"training": {"lora": {"target_modules": ["query"]}}, **piped()},
             "cuda",
@@ -434,7 +657,11 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"deepspeed": {"train_batch_size": 3}}, "cuda", "section-clash"),
         ({"deepspeed": {"zero_optimisation": {}}}, "cuda", "unknown-deepspeed-key"),
         ({"deepspeed": {"elasticity": {}}}, "cuda", "removed-deepspeed-key"),
-        ({"deepspeed": {"flops_profiler": {"enabled": True}, "wall_clock_breakdown": True}}, "cuda", None),
+        (
+            {"deepspeed": {"flops_profiler": {"enabled": True}, "wall_clock_breakdown": True}},
+            "cuda",
+            None,
+        ),
     ],
     "deepspeed_values": [
         ({"deepspeed": {"comms_logger": {"enabled": "auto"}}}, "cuda", "auto-in-deepspeed"),
@@ -446,12 +673,24 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"deepspeed": {"timers": {"x": print}}}, "cuda", "not-json"),
         ({"deepspeed": {"expert_parallel": {"score_func": "auto"}}}, "cuda", None),
         ({"deepspeed": {"data_types": {"keep_in_fp32_modules": "auto"}}}, "cuda", None),
-        ({"deepspeed": {"comms_logger": {"prof_ops": ["all"], "enabled": False}, "aio": {"x": 1.5}}}, "cuda", None),
+        (
+            {
+                "deepspeed": {
+                    "comms_logger": {"prof_ops": ["all"], "enabled": False},
+                    "aio": {"x": 1.5},
+                }
+            },
+            "cuda",
+            None,
+        ),
     ],
     "passed_without_effect": [
         ({"deepspeed": {"comms_logger": {"enabled": True}}}, "cuda", "inert-in-a-run"),
         (
-            {"profile": {"steps": "1-2", "modules": True}, "deepspeed": {"comms_logger": {"enabled": True}}},
+            {
+                "profile": {"steps": "1-2", "modules": True},
+                "deepspeed": {"comms_logger": {"enabled": True}},
+            },
             "cuda",
             "inert-in-a-run",
         ),
@@ -459,7 +698,14 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (passed_at(3, "zero_quantized_weights"), "cuda", None),
         ({"deepspeed": {"comms_logger": {"enabled": True, "verbose": True}}}, "cuda", None),
         ({"deepspeed": {"comms_logger": {"enabled": False}}}, "cuda", None),
-        ({"deepspeed": {"comms_logger": {"enabled": True}}, "callbacks": [{"target": "mine:Sent"}]}, "cuda", None),
+        (
+            {
+                "deepspeed": {"comms_logger": {"enabled": True}},
+                "callbacks": [{"target": "mine:Sent"}],
+            },
+            "cuda",
+            None,
+        ),
     ],
     "quantized_on_cpu": [
         (passed_at(3, "zero_quantized_weights"), "cpu", "needs-cuda"),
@@ -469,7 +715,11 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (passed_at(3, "zero_quantized_weights"), "unknown", None),
     ],
     "lamb_with_fixed_loss_scale": [
-        (LAMB | {"precision": {"dtype": "fp16", "loss_scale": 128}}, "cuda", "lamb-with-fixed-loss-scale"),
+        (
+            LAMB | {"precision": {"dtype": "fp16", "loss_scale": 128}},
+            "cuda",
+            "lamb-with-fixed-loss-scale",
+        ),
         (LAMB | {"precision": {"dtype": "fp16"}}, "cuda", None),
         ({"precision": {"dtype": "fp16", "loss_scale": 128}}, "cuda", None),
     ],
@@ -524,7 +774,11 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     ],
     "slow_host_optimizer": [
         (offload(2), "cuda", "slow-host-optimizer"),
-        (offload(2) | {"optimizer": {"kind": "adamw", "implementation": "deepspeed"}}, "cuda", None),
+        (
+            offload(2) | {"optimizer": {"kind": "adamw", "implementation": "deepspeed"}},
+            "cuda",
+            None,
+        ),
         ({"zero": {"stage": 2}}, "cuda", None),
     ],
     "ema_not_kept": [
@@ -533,9 +787,17 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"training": EMA}, "cuda", None),
     ],
     "credentials_of_monitors": [
-        ({"monitors": {"mlflow": {"tracking_uri": "https://me:secret@host/x"}}}, "cuda", "credential-in-config"),
+        (
+            {"monitors": {"mlflow": {"tracking_uri": "https://me:secret@host/x"}}},
+            "cuda",
+            "credential-in-config",
+        ),
         *(
-            ({"monitors": {"others": [{"target": "a.b:C", "args": {name: "x"}}]}}, "cuda", "credential-in-config")
+            (
+                {"monitors": {"others": [{"target": "a.b:C", "args": {name: "x"}}]}},
+                "cuda",
+                "credential-in-config",
+            )
             for name in ("api_key", "apikey", "TOKEN", "hf_token", "db_password", "client_secret")
         ),
         *(
@@ -553,7 +815,11 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             "cuda",
             "histograms-with-nvme",
         ),
-        ({"zero": {"stage": 3}, "monitors": {"tensorboard": {"histograms_every_steps": 5}}}, "cuda", None),
+        (
+            {"zero": {"stage": 3}, "monitors": {"tensorboard": {"histograms_every_steps": 5}}},
+            "cuda",
+            None,
+        ),
     ],
     "samples_with_pipeline": [
         (
@@ -586,7 +852,11 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             "cuda",
             "metric-never-measured",
         ),
-        ({"checkpoint": {"keep_best": "eval/accuracy", "every_steps": 5}}, "cuda", "metric-measured-once"),
+        (
+            {"checkpoint": {"keep_best": "eval/accuracy", "every_steps": 5}},
+            "cuda",
+            "metric-measured-once",
+        ),
         ({"checkpoint": {"keep_best": "eval/accuracy"}}, "cuda", None),
     ],
     "best_has_a_direction": [
@@ -597,7 +867,10 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"profile": {"steps": "12-10"}}, "cuda", "profile-range"),
         ({"profile": {"steps": 10, "modules": True}}, "cuda", "profile-range"),
         (
-            {"profile": {"steps": "1-2", "communication": True}, "deepspeed": {"comms_logger": {"enabled": True}}},
+            {
+                "profile": {"steps": "1-2", "communication": True},
+                "deepspeed": {"comms_logger": {"enabled": True}},
+            },
             "cuda",
             "section-clash",
         ),
@@ -612,7 +885,11 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"profile": {"steps": 10}}, "cuda", None),
     ],
     "cycle_order": [
-        ({"scheduler": {"kind": "one_cycle", "min_lr": 1.0, "max_lr": 0.1}}, "cuda", "cycle-upside-down"),
+        (
+            {"scheduler": {"kind": "one_cycle", "min_lr": 1.0, "max_lr": 0.1}},
+            "cuda",
+            "cycle-upside-down",
+        ),
         ({"scheduler": {"kind": "one_cycle", "min_lr": 0.1, "max_lr": 1.0}}, "cuda", None),
     ],
 }

@@ -22,7 +22,10 @@ def found(
 ) -> list[tuple[str, str, str]]:
     checkpoint = {"keep_best": metric, **saves} | ({"best_is": best_is} if best_is else {})
     values = {"checkpoint": checkpoint, "evaluation": EPOCHS} | sections
-    return [(each.kind, each.severity, each.fix) for each in apply_rules(config_from_values(values), Cluster())]
+    return [
+        (each.kind, each.severity, each.fix)
+        for each in apply_rules(config_from_values(values), Cluster())
+    ]
 
 
 @pytest.mark.parametrize(
@@ -30,8 +33,12 @@ def found(
     [
         (None, {}),
         ("eval/accuracy", {}),
-        ("eval/perplexity", GPT | {"checkpoint": {"keep_best": "eval/perplexity", "best_is": "min"}}),
-        ("eval/whatever", {"task": {"target": "a:b"}}),  # nobody knows what a task of one's own measures
+        (
+            "eval/perplexity",
+            GPT | {"checkpoint": {"keep_best": "eval/perplexity", "best_is": "min"}},
+        ),
+        # nobody knows what a task of one's own measures
+        ("eval/whatever", {"task": {"target": "a:b"}}),
         *[(name, {}) for name in LOGGED if not name.endswith("loss")],
     ],
 )
@@ -65,12 +72,18 @@ def test_evaluation_that_is_off_measures_nothing() -> None:
 
 
 @pytest.mark.parametrize(("saves", "kinds"), [(EPOCHS, ["metric-measured-once"]), ({}, [])])
-def test_evaluation_at_the_end_is_too_late_for_a_choice(saves: dict[str, int], kinds: list[str]) -> None:
+def test_evaluation_at_the_end_is_too_late_for_a_choice(
+    saves: dict[str, int], kinds: list[str]
+) -> None:
     assert [kind for kind, *_ in found("eval/accuracy", saves=saves, evaluation={})] == kinds
 
 
-@pytest.mark.parametrize(("best_is", "kinds"), [(None, ["largest-is-best"]), ("min", []), ("max", [])])
-def test_the_largest_loss_is_kept_by_those_who_say_so(best_is: str | None, kinds: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("best_is", "kinds"), [(None, ["largest-is-best"]), ("min", []), ("max", [])]
+)
+def test_the_largest_loss_is_kept_by_those_who_say_so(
+    best_is: str | None, kinds: list[str]
+) -> None:
     assert [kind for kind, *_ in found("eval/loss", best_is=best_is)] == kinds
 
 

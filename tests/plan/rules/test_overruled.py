@@ -33,7 +33,9 @@ def findings(folder: Path, text: str, *settings: str) -> list[Problem]:
         ("checkpoint.every_epochs", "checkpoint.every_steps", 50),
     ],
 )
-def test_what_the_command_line_asks_for_in_vain_is_refused(tmp_path: Path, key: str, wins: str, count: int) -> None:
+def test_what_the_command_line_asks_for_in_vain_is_refused(
+    tmp_path: Path, key: str, wins: str, count: int
+) -> None:
     line = (
         f"command line: {key} = 3: {wins} is {count} and wins, so that this would be ignored; add {wins}=null, or "
         "change that one instead [overruled-key]"
@@ -51,11 +53,17 @@ def test_a_file_that_has_both_gets_a_warning(tmp_path: Path) -> None:
     assert str(found).endswith(
         "training.max_steps is 300 and wins, so that this is ignored; keep one of the two [overruled-key]"
     )
-    assert [found.severity for found in findings(tmp_path, "{}", "training={max_steps: 3, max_epochs: 1}")] == [
-        "warning"
-    ]
+    assert [
+        found.severity
+        for found in findings(tmp_path, "{}", "training={max_steps: 3, max_epochs: 1}")
+    ] == ["warning"]
 
 
 def test_a_short_trial_of_a_long_run_is_what_everybody_does(tmp_path: Path) -> None:
     settings = ("training.max_steps=5", "evaluation.every_steps=2", "checkpoint.every_steps=2")
-    assert findings(tmp_path, EPOCHS, *settings) == findings(tmp_path, EPOCHS) == findings(tmp_path, STEPS) == []
+    assert (
+        findings(tmp_path, EPOCHS, *settings)
+        == findings(tmp_path, EPOCHS)
+        == findings(tmp_path, STEPS)
+        == []
+    )

@@ -34,11 +34,18 @@ def rendered(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_key_has_one_owner_and_every_key_has_one() -> None:
-    groups = [set(PASSED_THROUGH), set(OWNED), set(REMOVED), {path for path in NOT_IN if "." not in path}]
+    groups = [
+        set(PASSED_THROUGH),
+        set(OWNED),
+        set(REMOVED),
+        {path for path in NOT_IN if "." not in path},
+    ]
     for number, group in enumerate(groups):
         for other in groups[number + 1 :]:
             assert not group & other
-    assert set(load_table().children()) == set.union(*groups), "no key of DeepSpeed is called unknown"
+    assert set(load_table().children()) == set.union(*groups), (
+        "no key of DeepSpeed is called unknown"
+    )
 
 
 @pytest.mark.parametrize("path", [*TYPED, *(path for path in NOT_IN if path != "allgather_size")])
@@ -49,16 +56,32 @@ def test_every_key_that_is_named_is_one_of_deepspeeds(path: str) -> None:
 
 
 RUNS: list[dict[str, Any]] = [
-    {"optimizer": {"kind": kind}, "zero": zero, "precision": precision, "scheduler": scheduler, "parallel": parallel}
+    {
+        "optimizer": {"kind": kind},
+        "zero": zero,
+        "precision": precision,
+        "scheduler": scheduler,
+        "parallel": parallel,
+    }
     for kind, zero, precision, scheduler, parallel in [
         (
             "adamw",
-            {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+            {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu"},
+                "offload_param": {"device": "cpu"},
+            },
             {"dtype": "bf16"},
             {"kind": "warmup", "warmup_steps": 2},
             {},
         ),
-        ("sgd", {"stage": 2}, {"dtype": "fp16"}, {"kind": "one_cycle", "min_lr": 0.1, "max_lr": 1.0}, {}),
+        (
+            "sgd",
+            {"stage": 2},
+            {"dtype": "fp16"},
+            {"kind": "one_cycle", "min_lr": 0.1, "max_lr": 1.0},
+            {},
+        ),
         (
             "lamb",
             {"stage": 0},
@@ -91,7 +114,9 @@ RUNS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("values", RUNS, ids=lambda values: str(values["optimizer"]["kind"]))
 def test_whatever_rendering_writes_is_refused_a_second_time(values: dict[str, Any]) -> None:
     """The table of typed keys cannot fall behind the rendering."""
-    written = {path: value for path, value in leaves(rendered(values)) if path.partition(".")[0] in SHARED}
+    written = {
+        path: value for path, value in leaves(rendered(values)) if path.partition(".")[0] in SHARED
+    }
     assert written
     for path, value in written.items():
         passed: Any = value
@@ -105,7 +130,10 @@ def test_whatever_rendering_writes_is_refused_a_second_time(values: dict[str, An
 @pytest.mark.parametrize(
     ("values", "passed"),
     [
-        ({"zero": {"stage": 3}}, {"zero_optimization": {"zero_hpz_partition_size": 2, "zero_quantized_weights": True}}),
+        (
+            {"zero": {"stage": 3}},
+            {"zero_optimization": {"zero_hpz_partition_size": 2, "zero_quantized_weights": True}},
+        ),
         ({"zero": {"stage": 3}}, {"zero_optimization": {"leaf_module": {"classes": ["a.B"]}}}),
         (
             {"zero": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}},
@@ -125,11 +153,25 @@ def test_whatever_rendering_writes_is_refused_a_second_time(values: dict[str, An
         ({}, {"timers": {"throughput": {"enabled": True}}, "tensor_parallel": {"autotp_size": 1}}),
     ],
 )
-def test_further_keys_stand_beside_those_of_the_typed_section(values: dict[str, Any], passed: dict[str, Any]) -> None:
-    plain, both = dict(leaves(rendered(values))), dict(leaves(rendered(values | {"deepspeed": passed})))
+def test_further_keys_stand_beside_those_of_the_typed_section(
+    values: dict[str, Any], passed: dict[str, Any]
+) -> None:
+    plain, both = (
+        dict(leaves(rendered(values))),
+        dict(leaves(rendered(values | {"deepspeed": passed}))),
+    )
     further = dict(leaves(passed))
-    throughput = "timers.throughput.synchronized"  # a section that nothing typed decides is the user's as a whole
-    assert both == {key: value for key, value in plain.items() if key != throughput or "timers" not in passed} | further
+    # a section that nothing typed decides is the user's as a whole
+    throughput = "timers.throughput.synchronized"
+    assert (
+        both
+        == {
+            key: value
+            for key, value in plain.items()
+            if key != throughput or "timers" not in passed
+        }
+        | further
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,15 +179,30 @@ def test_further_keys_stand_beside_those_of_the_typed_section(values: dict[str, 
     [
         ({}, {"bfloat16": {"enabled": True}}, "section-clash", "precision"),
         ({}, {"zero_optimization": True}, "section-clash", "zero"),
-        ({}, {"zero_optimization": {"max_live_parameters": 3}}, "section-clash", "zero.stage3_max_live_parameters"),
-        ({}, {"zero_optimization": {"cpu_offload": True}}, "section-clash", "zero.offload_optimizer"),
+        (
+            {},
+            {"zero_optimization": {"max_live_parameters": 3}},
+            "section-clash",
+            "zero.stage3_max_live_parameters",
+        ),
+        (
+            {},
+            {"zero_optimization": {"cpu_offload": True}},
+            "section-clash",
+            "zero.offload_optimizer",
+        ),
         (
             {"zero": {"stage": 2}},
             {"zero_optimization": {"offload_optimizer": {"cpuadam_cores_perc": 0.5}}},
             "section-clash",
             "zero.offload_optimizer",
         ),
-        ({}, {"scheduler": {"params": {"last_batch_iteration": 3}}}, "section-clash", "scheduler.kind"),
+        (
+            {},
+            {"scheduler": {"params": {"last_batch_iteration": 3}}},
+            "section-clash",
+            "scheduler.kind",
+        ),
         (
             {"optimizer": {"target": "torch.optim:RMSprop"}},
             {"optimizer": {"params": {"alpha": 0.5}}},
@@ -154,12 +211,27 @@ def test_further_keys_stand_beside_those_of_the_typed_section(values: dict[str, 
         ),
         ({}, {"pipeline": {"use_reentrant": False}}, "section-clash", "parallel.pipe"),
         ({}, {"tensor_parallel": {"autotp_size": 2}}, "not-in-a-run", "divide the model itself"),
-        ({"parallel": {"pipe": 2}}, {"tensor_parallel": {"autotp_size": 2}}, "not-in-a-run", "divide the model itself"),
+        (
+            {"parallel": {"pipe": 2}},
+            {"tensor_parallel": {"autotp_size": 2}},
+            "not-in-a-run",
+            "divide the model itself",
+        ),
         ({}, {"expert_parallel": {"autoep_size": 2}}, "not-in-a-run", "divide the model itself"),
         ({}, {"sequence_parallel_size": 2}, "not-in-a-run", "divide the model itself"),
         ({}, {"data_parallel_size": 2}, "not-in-a-run", "layout"),
-        ({"zero": {"stage": 2}}, {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "not-in-a-run", "ZenFlow"),
-        ({"zero": {"stage": 1}}, {"zero_optimization": {"parameter_alignment": True}}, "not-in-a-run", "padded"),
+        (
+            {"zero": {"stage": 2}},
+            {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}},
+            "not-in-a-run",
+            "ZenFlow",
+        ),
+        (
+            {"zero": {"stage": 1}},
+            {"zero_optimization": {"parameter_alignment": True}},
+            "not-in-a-run",
+            "padded",
+        ),
         (
             {"precision": {"dtype": "bf16"}, "zero": {"stage": 2}},
             {"bf16": {"bf16_master_weights_and_grads": True}},
@@ -171,7 +243,12 @@ def test_further_keys_stand_beside_those_of_the_typed_section(values: dict[str, 
         ({}, {"checkpoint": {"writer": {"type": "FAST"}}}, "not-in-a-run", "verified"),
         ({}, {"autotuning": {"enabled": True}}, "not-in-a-run", "ends every rank"),
         ({}, {"dataloader_drop_last": True}, "not-in-a-run", "loader of the framework"),
-        ({}, {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}, "not-in-a-run", "curriculum"),
+        (
+            {},
+            {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}},
+            "not-in-a-run",
+            "curriculum",
+        ),
         (
             {},
             {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}},
@@ -180,29 +257,60 @@ def test_further_keys_stand_beside_those_of_the_typed_section(values: dict[str, 
         ),
         ({}, {"hybrid_engine": {"enabled": True}}, "not-in-a-run", "another engine"),
         ({}, {"gradient_cliping": 1.0}, "unknown-deepspeed-key", "reads no such key"),
-        ({}, {"gradient_allreduce_op": "sum"}, "not-in-a-run", "as many times too large as there are ranks"),
-        ({}, {"seq_parallel_communication_data_type": "fp16"}, "not-in-a-run", "its own sequence parallelism"),
-        ({}, {"weight_quantization": {"quantized_initialization": {"num_bits": 4}}}, "not-in-a-run", "for inference"),
+        (
+            {},
+            {"gradient_allreduce_op": "sum"},
+            "not-in-a-run",
+            "as many times too large as there are ranks",
+        ),
+        (
+            {},
+            {"seq_parallel_communication_data_type": "fp16"},
+            "not-in-a-run",
+            "its own sequence parallelism",
+        ),
+        (
+            {},
+            {"weight_quantization": {"quantized_initialization": {"num_bits": 4}}},
+            "not-in-a-run",
+            "for inference",
+        ),
         ({}, {"compile": {"deepcompile": True}}, "not-in-a-run", "engine.compile()"),
         ({}, {"compile": {"passes": ["autosp"]}}, "not-in-a-run", "engine.compile()"),
         (
             {},
-            {"data_efficiency": {"enabled": True, "data_routing": {"random_ltd": {"enabled": True}}}},
+            {
+                "data_efficiency": {
+                    "enabled": True,
+                    "data_routing": {"random_ltd": {"enabled": True}},
+                }
+            },
             "not-in-a-run",
             "random-LTD",
         ),
         (
             {},
-            {"data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": True, "max_tokens": 512}}}},
+            {
+                "data_efficiency": {
+                    "data_sampling": {"dynamic_batching": {"enabled": True, "max_tokens": 512}}
+                }
+            },
             "not-in-a-run",
             "one learning rate",
         ),
         ({}, {"checkpoint": {"use_node_local_storage": True}}, "not-in-a-run", "one folder"),
         ({}, {"checkpoint": {"checkpoint_serialization": False}}, "not-in-a-run", "own writers"),
-        ({}, {"expert_parallel": {"enabled": True}}, "not-in-a-run", "in place of the model's experts"),
+        (
+            {},
+            {"expert_parallel": {"enabled": True}},
+            "not-in-a-run",
+            "in place of the model's experts",
+        ),
     ],
 )
-def test_what_cannot_pass_says_why(values: dict[str, Any], passed: dict[str, Any], kind: str, ours: str) -> None:
+def test_what_cannot_pass_says_why(
+    values: dict[str, Any], passed: dict[str, Any], kind: str, ours: str
+) -> None:
     (found,) = problems(values | {"deepspeed": passed})
     assert found.kind == kind
     assert ours in found.reason
@@ -245,24 +353,37 @@ HOSTS = Cluster(num_hosts=2, devices_per_host=4, device="cuda")
         (QUANTIZED, HOSTS, ""),
     ],
 )
-def test_what_does_nothing_as_the_run_is_has_a_note(passed: dict[str, Any], cluster: Cluster, fix: str) -> None:
+def test_what_does_nothing_as_the_run_is_has_a_note(
+    passed: dict[str, Any], cluster: Cluster, fix: str
+) -> None:
     plan = make_plan(config_from_values({"zero": {"stage": 3}, "deepspeed": passed}), cluster)
-    assert [(one.kind, one.severity) for one in plan.findings] == [("inert-in-a-run", "note")] * bool(fix)
+    assert [(one.kind, one.severity) for one in plan.findings] == [
+        ("inert-in-a-run", "note")
+    ] * bool(fix)
     assert all(fix in one.fix for one in plan.findings)
 
 
 def test_what_the_note_on_counts_names_is_taken_by_the_plan() -> None:
-    (note,) = make_plan(config_from_values({"deepspeed": {"comms_logger": {"enabled": True}}}), ON_4).findings
+    (note,) = make_plan(
+        config_from_values({"deepspeed": {"comms_logger": {"enabled": True}}}), ON_4
+    ).findings
     section = re.search(r"profile: \{.*?\}", note.fix)
     assert section is not None
     assert not make_plan(config_from_values(yaml.safe_load(section[0])), ON_4).findings
 
 
 @pytest.mark.parametrize(
-    "name", ["zero_quantized_weights", "zero_quantized_nontrainable_weights", *QUANTIZED["zero_optimization"]]
+    "name",
+    [
+        "zero_quantized_weights",
+        "zero_quantized_nontrainable_weights",
+        *QUANTIZED["zero_optimization"],
+    ],
 )
 def test_what_is_quantized_needs_a_gpu_where_the_device_is_known(name: str) -> None:
-    config = config_from_values({"zero": {"stage": 3}, "deepspeed": {"zero_optimization": {name: True}}})
+    config = config_from_values(
+        {"zero": {"stage": 3}, "deepspeed": {"zero_optimization": {name: True}}}
+    )
     with pytest.raises(ConfigError) as caught:
         make_plan(config, Cluster(device="cpu"))
     assert [one.kind for one in caught.value.problems] == ["needs-cuda"]

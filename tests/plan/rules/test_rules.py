@@ -25,7 +25,9 @@ ROWS = json.loads(Path(rules.__file__).with_name("rules.json").read_text(encodin
 
 
 @pytest.mark.parametrize(
-    ("rule", "values", "device", "kind"), [(rule, *case) for rule, cases in CASES.items() for case in cases], ids=str
+    ("rule", "values", "device", "kind"),
+    [(rule, *case) for rule, cases in CASES.items() for case in cases],
+    ids=str,
 )
 def test_a_rule_sees_its_own_problem_and_nothing_else(
     rule: str, values: dict[str, Any], device: Device, kind: str | None
@@ -33,13 +35,17 @@ def test_a_rule_sees_its_own_problem_and_nothing_else(
     config, cluster = config_from_values(values), Cluster(devices_per_host=2, device=device)
     found = list(RULES[rule](config, cluster))
     assert [problem.kind for problem in found] == ([kind] if kind else [])
-    assert [problem.kind for problem in rules.apply_rules(config, cluster)] == ([kind] if kind else [])
+    assert [problem.kind for problem in rules.apply_rules(config, cluster)] == (
+        [kind] if kind else []
+    )
 
 
 def written_rules() -> Iterator[rules.Rule]:
     """Whatever in the modules of the package takes a config and a cluster."""
     for module in pkgutil.iter_modules(rules.__path__, f"{rules.__name__}."):
-        for _, function in inspect.getmembers(importlib.import_module(module.name), inspect.isfunction):
+        for _, function in inspect.getmembers(
+            importlib.import_module(module.name), inspect.isfunction
+        ):
             if list(inspect.signature(function).parameters) == ["config", "cluster"]:
                 yield function
 
@@ -52,20 +58,26 @@ def test_every_rule_is_listed_has_a_docstring_and_a_case() -> None:
     assert [rule.__name__ for rule in rules.ALL if not rule.__doc__] == []
     assert {rule.__name__ for rule in rules.ALL} == set(CASES)
     for rule, cases in CASES.items():
-        assert {kind is None for _, _, kind in cases} == {True, False}, f"{rule} needs a case on each side"
+        assert {kind is None for _, _, kind in cases} == {True, False}, (
+            f"{rule} needs a case on each side"
+        )
 
 
 def test_every_problem_says_what_to_do() -> None:
     for cases in CASES.values():
         for values, device, _ in cases:
-            for problem in rules.apply_rules(config_from_values(values), Cluster(devices_per_host=2, device=device)):
+            for problem in rules.apply_rules(
+                config_from_values(values), Cluster(devices_per_host=2, device=device)
+            ):
                 assert problem.key, problem
                 assert problem.reason, problem
                 assert problem.fix, problem
 
 
 def test_every_setting_that_a_fix_names_mends_the_run() -> None:
-    """`set a.b: value or c.d: value`: each of them alone is taken by the config and silences the rule."""
+    """`set a.b: value or c.d: value`: each of them alone is taken by the config and silences the
+    rule.
+    """
     tried = 0
     for cases in CASES.values():
         for values, device, kind in cases:
@@ -74,12 +86,20 @@ def test_every_setting_that_a_fix_names_mends_the_run() -> None:
                 for key, value in re.findall(r"(\w+\.\w+): ([\w.]+)", problem.fix):
                     section, _, name = key.partition(".")
                     default = getattr(RunConfig(), section).model_dump()
-                    base = values.get(section, {tag: default[tag] for tag in ("kind", "dtype") if tag in default})
-                    mended = config_from_values({**values, section: {**base, name: parse_scalar(value, name="fix")}})
-                    assert kind not in [left.kind for left in rules.apply_rules(mended, cluster)], str(problem)
+                    base = values.get(
+                        section, {tag: default[tag] for tag in ("kind", "dtype") if tag in default}
+                    )
+                    mended = config_from_values(
+                        {**values, section: {**base, name: parse_scalar(value, name="fix")}}
+                    )
+                    assert kind not in [left.kind for left in rules.apply_rules(mended, cluster)], (
+                        str(problem)
+                    )
                     tried += 1
     assert tried > 10
 
 
 def test_the_default_run_has_nothing_to_say_against_it() -> None:
-    assert rules.apply_rules(config_from_values({}), Cluster(devices_per_host=8, device="cuda")) == []
+    assert (
+        rules.apply_rules(config_from_values({}), Cluster(devices_per_host=8, device="cuda")) == []
+    )

@@ -1,5 +1,5 @@
-"""A cycle of the learning rate that stands on its head, or that the run is too short for; and a profile that it is too
-short for.
+"""A cycle of the learning rate that stands on its head, or that the run is too short for; and a
+profile that it is too short for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ def findings(*, steps: int = 44, **cycle: Any) -> list[tuple[str, str]]:
     ("cycle", "key"),
     [
         ({"min_lr": 1.0, "max_lr": 0.1}, "scheduler.min_lr"),
-        ({"cycle_momentum": True, "min_momentum": 0.9, "max_momentum": 0.8}, "scheduler.min_momentum"),
+        (
+            {"cycle_momentum": True, "min_momentum": 0.9, "max_momentum": 0.8},
+            "scheduler.min_momentum",
+        ),
     ],
 )
 def test_a_cycle_on_its_head_is_refused(cycle: dict[str, Any], key: str) -> None:
@@ -50,18 +53,33 @@ def test_what_is_level_or_not_used_is_fine(cycle: dict[str, Any]) -> None:
         (44, {"first_steps": 23}, "set scheduler.first_steps: 22, or second_steps"),
         (44, {"first_steps": 22}, None),
         (44, {"first_steps": 40, "second_steps": 4}, None),
-        (44, {"first_steps": 40, "second_steps": 5}, "set scheduler.first_steps: 22, or second_steps"),
+        (
+            44,
+            {"first_steps": 40, "second_steps": 5},
+            "set scheduler.first_steps: 22, or second_steps",
+        ),
         (4000, {}, None),
     ],
 )
-def test_a_run_that_ends_within_the_cycle_is_warned_of(steps: int, cycle: dict[str, Any], fix: str | None) -> None:
+def test_a_run_that_ends_within_the_cycle_is_warned_of(
+    steps: int, cycle: dict[str, Any], fix: str | None
+) -> None:
     assert findings(steps=steps, **cycle) == ([("cycle-too-long", fix)] if fix else [])
 
 
-@pytest.mark.parametrize(("steps", "reason"), [("45-50", "never reaches them"), ("40-45", "never reaches the last of")])
+@pytest.mark.parametrize(
+    ("steps", "reason"), [("45-50", "never reaches them"), ("40-45", "never reaches the last of")]
+)
 def test_a_profile_beyond_the_run_is_seen(steps: str, reason: str) -> None:
     values = {"profile": {"steps": steps}, "training": {"max_steps": 44}}
     (finding,) = make_plan(config_from_values(values), Cluster()).findings
-    assert (finding.kind, finding.severity, finding.key) == ("profile-beyond-run", "warning", "profile.steps")
+    assert (finding.kind, finding.severity, finding.key) == (
+        "profile-beyond-run",
+        "warning",
+        "profile.steps",
+    )
     assert reason in finding.reason
-    assert make_plan(config_from_values(values | {"profile": {"steps": "44"}}), Cluster()).findings == ()
+    assert (
+        make_plan(config_from_values(values | {"profile": {"steps": "44"}}), Cluster()).findings
+        == ()
+    )

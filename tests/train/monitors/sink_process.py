@@ -38,7 +38,9 @@ class Sink:
 
 
 def serve(channel: Channel) -> None:
-    """Have `Sink` stand for W&B, in the child; at the usual priority, or other tests would keep it from starting."""
+    """Have `Sink` stand for W&B, in the child; at the usual priority, or other tests would keep it
+    from starting.
+    """
     services._NICENESS = 0  # type: ignore[misc]
     services.SERVICES = {"wandb": Sink}  # type: ignore[misc]
     services.serve(channel)

@@ -1,4 +1,6 @@
-"""Readers of what sinks have written, each the package's own where it has one, and what they must agree with."""
+"""Readers of what sinks have written, each the package's own where it has one, and what they must
+agree with.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ Numbers = dict[str, list[tuple[int, float]]]
 def sinks(**sections: Any) -> dict[str, Any]:
     """Section `monitors` with all that can be read back here."""
     has_wandb = importlib.util.find_spec("wandb") is not None
-    return {"csv": True, "wandb": {"offline": True} if has_wandb else False, "progress": "off"} | sections
+    return {
+        "csv": True,
+        "wandb": {"offline": True} if has_wandb else False,
+        "progress": "off",
+    } | sections
 
 
 def of_jsonl(run: Path) -> Numbers:
@@ -37,19 +43,28 @@ def of_csv(run: Path) -> Numbers:
     with (run / "metrics.csv").open(encoding="utf-8", newline="") as stream:
         rows = list(csv.DictReader(stream))
     names = [name for name in rows[0] if "/" in name]
-    return {name: [(int(row["step"]), float(row[name])) for row in rows if row[name]] for name in names}
+    return {
+        name: [(int(row["step"]), float(row[name])) for row in rows if row[name]] for name in names
+    }
 
 
 def of_tensorboard(run: Path) -> Numbers:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     reader = events.EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
     reader.Reload()
-    return {name: [(one.step, one.value) for one in reader.Scalars(name)] for name in reader.Tags()["scalars"]}
+    return {
+        name: [(one.step, one.value) for one in reader.Scalars(name)]
+        for name in reader.Tags()["scalars"]
+    }
 
 
 def wandb_records(run: Path) -> Iterator[Any]:
-    """Records of a run's offline files, the oldest first: blocks of 32 KiB, as LevelDB writes its log."""
-    protocol = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason="wandb comes with the dev extra")
+    """Records of a run's offline files, the oldest first: blocks of 32 KiB, as LevelDB writes its
+    log.
+    """
+    protocol = pytest.importorskip(
+        "wandb.proto.wandb_internal_pb2", reason="wandb comes with the dev extra"
+    )
     for path in sorted((run / "wandb").glob("offline-run-*/*.wandb")):
         data, at, part = path.read_bytes(), 7, b""
         assert data[:4] == b":W&B"
@@ -69,7 +84,9 @@ def wandb_records(run: Path) -> Iterator[Any]:
 
 
 def of_wandb(run: Path) -> Numbers:
-    """`finish` returns before W&B's own process has written everything: waits for the last record of every file."""
+    """`finish` returns before W&B's own process has written everything: waits for the last record
+    of every file.
+    """
     found: Numbers = {}
     deadline, num_files = time.monotonic() + 20, len(list((run / "wandb").glob("offline-run-*")))
     while sum(one.WhichOneof("record_type") == "exit" for one in wandb_records(run)) < num_files:
@@ -77,7 +94,10 @@ def of_wandb(run: Path) -> Numbers:
         time.sleep(0.1)
     for record in wandb_records(run):
         if record.WhichOneof("record_type") == "history":
-            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            row = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
             for name, value in row.items():
                 if "/" in name:
                     found.setdefault(name, []).append((row["step"], value))
@@ -93,7 +113,10 @@ def check_all_sinks_agree(run: Path, *, wandb: bool = True) -> None:
     board = of_tensorboard(run)
     assert set(board) == set(expected)
     for name, points in expected.items():
-        assert board[name] == [(step, pytest.approx(value, rel=1e-6)) for step, value in points], name  # float32
+        # float32
+        assert board[name] == [(step, pytest.approx(value, rel=1e-6)) for step, value in points], (
+            name
+        )
     if wandb:
         assert of_wandb(run) == expected
 

@@ -1,4 +1,6 @@
-"""Sinks that talk to servers: a server that does not answer costs its points, and neither a step nor the run."""
+"""Sinks that talk to servers: a server that does not answer costs its points, and neither a step
+nor the run.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ def test_a_server_that_does_not_answer_stalls_neither_steps_nor_the_end() -> Non
         aside.write(point(step))
     assert time.monotonic() - started < 0.15
     with pytest.raises(
-        TimeoutError, match=r"it was not done 0\.2 s after the last step, and its last points may be lo"
+        TimeoutError,
+        match=r"it was not done 0\.2 s after the last step, and its last points may be lo",
     ):
         aside.close()
     assert 0.2 <= time.monotonic() - started < 5

@@ -39,10 +39,15 @@ def test_lines_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     lines.write(point(2, train_loss=1.0))
     lines.write(point(200, train_loss=0.5))
     lines.close()
-    assert capsys.readouterr().out == "step   2/200  epoch 0.50  loss 1.0000\nstep 200/200  epoch 50.00  loss 0.5000\n"
+    assert (
+        capsys.readouterr().out
+        == "step   2/200  epoch 0.50  loss 1.0000\nstep 200/200  epoch 50.00  loss 0.5000\n"
+    )
 
 
-def test_columns_stand_below_each_other_whatever_the_values(capsys: pytest.CaptureFixture[str]) -> None:
+def test_columns_stand_below_each_other_whatever_the_values(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     lines = Lines(200)
     for step, scale in enumerate((1.0, 1e-3, 17.0), start=1):
         lines.write(point(step, **{name: value * scale for name, value in FULL.items()}))
@@ -52,7 +57,9 @@ def test_columns_stand_below_each_other_whatever_the_values(capsys: pytest.Captu
     assert len({re.search(r"[\d,]+ samples/s", line).start() for line in shown}) == 1, shown  # type: ignore[union-attr]
 
 
-def test_lines_fit_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_fit_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     for columns in (80, 140):
         monkeypatch.setenv("COLUMNS", str(columns))
@@ -86,14 +93,18 @@ def test_off_is_nothing() -> None:
     assert make_console("off", total_steps=3, from_step=0) is None
 
 
-def test_the_bar_starts_at_the_step_of_the_checkpoint_and_keeps_evaluations(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bar_starts_at_the_step_of_the_checkpoint_and_keeps_evaluations(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     bar = make_console("bar", total_steps=8, from_step=4)
     assert bar is not None
     bar.write(point(6, train_loss=0.25))
     bar.write(point(6, **{"eval/top[5]": 0.5, "eval/[red]": 0.75}))
     bar.close()
     shown = plain(capsys.readouterr().out)
-    assert "step 6  eval/top[5] 0.5000  eval/[red] 0.7500" in shown, "brackets are part of a name, not markup"
+    assert "step 6  eval/top[5] 0.5000  eval/[red] 0.7500" in shown, (
+        "brackets are part of a name, not markup"
+    )
     assert "6/8" in shown
     assert "loss 0.2500" in shown
 
@@ -115,7 +126,9 @@ def test_a_closed_terminal_is_no_reason_to_lose_a_run(
 
 @pytest.mark.parametrize("columns", [80, 100, 160])
 @pytest.mark.parametrize("total", [220, 123456])
-def test_the_bar_fits_the_terminal(columns: int, total: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_fits_the_terminal(
+    columns: int, total: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At 80 columns the total of the steps and the time left were cut off."""
     monkeypatch.setattr("rich._console", None)
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -132,5 +145,7 @@ def test_the_bar_fits_the_terminal(columns: int, total: int, monkeypatch: pytest
     bar.close()
     line = plain(shown.get()).rstrip("\n")
     assert len(line) <= columns
-    assert re.match(rf"step +120/{total} .* (-:--:--|\d+:\d\d:\d\d) +loss 0\.1234 .*12,345 samples/s *$", line), line
+    assert re.match(
+        rf"step +120/{total} .* (-:--:--|\d+:\d\d:\d\d) +loss 0\.1234 .*12,345 samples/s *$", line
+    ), line
     assert "grad norm" in line or columns < 160

@@ -86,7 +86,14 @@ def test_a_row_torn_anywhere_is_dropped(path: Path, keep: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b"\x00" * 40, b"garbage\n", b"step,epoch\r\n1,0.1,9,9\r\n,\r\n\xff\xfe,1\r\n", b"a,b\r\n1,2\r\n"]
+    "damage",
+    [
+        b"",
+        b"\x00" * 40,
+        b"garbage\n",
+        b"step,epoch\r\n1,0.1,9,9\r\n,\r\n\xff\xfe,1\r\n",
+        b"a,b\r\n1,2\r\n",
+    ],
 )
 def test_a_damaged_file_does_not_stop_a_run(path: Path, damage: bytes) -> None:
     path.write_bytes(damage)
@@ -119,7 +126,9 @@ def test_it_is_not_opened_for_every_point(path: Path, monkeypatch: pytest.Monkey
     monitor = CsvFile(path, from_step=0)
     monitor.write(point(1, train_loss=1.0))
     opened: list[Path] = []
-    monkeypatch.setattr(metric_files, "open_own", lambda path, *_: opened.append(path) or metric_files.io.BytesIO())
+    monkeypatch.setattr(
+        metric_files, "open_own", lambda path, *_: opened.append(path) or metric_files.io.BytesIO()
+    )
     for step in range(2, 9):
         monitor.write(point(step, train_loss=step))
     assert opened == []
@@ -136,14 +145,20 @@ def test_a_file_that_is_gone_is_begun_again(path: Path) -> None:
 
 
 POINTS = st.lists(
-    st.dictionaries(st.sampled_from(["train/loss", "eval/loss", "a", "b"]), st.floats(-9, 9), min_size=1), max_size=12
+    st.dictionaries(
+        st.sampled_from(["train/loss", "eval/loss", "a", "b"]), st.floats(-9, 9), min_size=1
+    ),
+    max_size=12,
 )
 
 
 @settings(max_examples=40, deadline=None)
 @given(points=POINTS, repeat=st.sets(st.integers(0, 11)), resume=st.integers(0, 12))
 def test_what_is_read_back_is_what_was_told(
-    tmp_path_factory: pytest.TempPathFactory, points: list[dict[str, float]], repeat: set[int], resume: int
+    tmp_path_factory: pytest.TempPathFactory,
+    points: list[dict[str, float]],
+    repeat: set[int],
+    resume: int,
 ) -> None:
     path = tmp_path_factory.mktemp("csv") / "metrics.csv"
     expected: dict[int, dict[str, float]] = {}
@@ -157,7 +172,11 @@ def test_what_is_read_back_is_what_was_told(
         expected[step] = expected.get(step, {}) | metrics
         monitor.write(point(step, **metrics))
     read = {
-        int(row["step"]): {name: float(value) for name, value in row.items() if value and name not in ("step", "epoch")}
+        int(row["step"]): {
+            name: float(value)
+            for name, value in row.items()
+            if value and name not in ("step", "epoch")
+        }
         for row in rows(path)
     }
     assert read == expected

@@ -1,4 +1,6 @@
-"""Files of metrics and events on a disk that is full for a while: they lack nothing once it is not."""
+"""Files of metrics and events on a disk that is full for a while: they lack nothing once it is
+not.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(folder: Path, *, before_step: Callable[[int], None]) -> None:
-    """Write what a run of 60 steps does; a metric is new while the disk is full, and lines are always whole."""
+    """Write what a run of 60 steps does; a metric is new while the disk is full, and lines are
+    always whole.
+    """
     events = Events(folder / "events.jsonl", from_step=0)
     jsonl = JsonlFile(folder / "metrics.jsonl", from_step=0)
     table = CsvFile(folder / "metrics.csv", from_step=0)
@@ -64,7 +68,11 @@ def steps_of(folder: Path) -> dict[str, list[int]]:
 
 
 def warned(printed: str) -> list[str]:
-    return [line.removeprefix("warning: ") for line in printed.splitlines() if line.startswith("warning: ")]
+    return [
+        line.removeprefix("warning: ")
+        for line in printed.splitlines()
+        if line.startswith("warning: ")
+    ]
 
 
 @pytest.mark.parametrize("free_bytes", [0, 4096])
@@ -88,7 +96,9 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(
     assert sorted(warned(capsys.readouterr().err)) == sorted(f"{name}: {kept}" for name in NAMES)
 
 
-def test_what_is_missing_in_the_end_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_missing_in_the_end_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with small_disk(tmp_path / "disk") as disk:
         train(disk.folder, before_step=lambda step: disk.fill() if step == 12 else None)
         there = steps_of(disk.folder)
@@ -106,7 +116,9 @@ def test_what_is_missing_in_the_end_is_named(tmp_path: Path, capsys: pytest.Capt
         assert lacks[0] in texts
 
 
-def test_files_that_may_grow_no_more_keep_whole_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_may_grow_no_more_keep_whole_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without a right to mount: as under a quota, in the middle of a line."""
     jsonl = JsonlFile(tmp_path / "metrics.jsonl", from_step=0)
     table = CsvFile(tmp_path / "metrics.csv", from_step=0)
@@ -142,7 +154,8 @@ def test_a_long_full_disk_costs_no_more_memory_than_the_bound(
             file.append(f"{step:9}\n".encode(), step=step)
     file.append(b"last\n", step=50)
     file.close()
-    # Ten lines of ten bytes, of which the oldest gives way to the last one only once that is written.
+    # Ten lines of ten bytes, of which the oldest gives way to the last one only once that is
+    # written.
     assert (tmp_path / "lines").read_text().split() == ["first", *map(str, range(40, 50)), "last"]
     assert "lines lacks steps 2 to 39: File too large [monitor-failed]" in capsys.readouterr().err
 

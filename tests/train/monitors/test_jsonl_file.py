@@ -18,7 +18,10 @@ def refuse(constant: str) -> Any:
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line, parse_constant=refuse)
+        for line in path.read_text(encoding="utf-8").splitlines()
+    ]
 
 
 @pytest.fixture
@@ -53,7 +56,11 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(path: Path) -> None:
     second = JsonlFile(path, from_step=4)
     second.write(point(6, train_loss=60.0))
     second.close()
-    assert [(record["step"], record["train/loss"]) for record in records(path)] == [(2, 2.0), (4, 4.0), (6, 60.0)]
+    assert [(record["step"], record["train/loss"]) for record in records(path)] == [
+        (2, 2.0),
+        (4, 4.0),
+        (6, 60.0),
+    ]
 
 
 @pytest.mark.parametrize(

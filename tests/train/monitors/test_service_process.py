@@ -22,7 +22,8 @@ from tests.places import ROOT
 from tests.train.monitors.points import point
 
 SINK = "tests.train.monitors.sink_process"
-pytestmark = pytest.mark.timing  # a process of lowest priority, which others may keep from starting for long
+# a process of lowest priority, which others may keep from starting for long
+pytestmark = pytest.mark.timing
 
 SECONDS = 30.0
 
@@ -37,7 +38,9 @@ def _serves_the_sink(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sink(folder: Path, fails: str = "") -> Monitor:
-    return ServiceProcess("wandb", Described(folder, "night", {}), {"fails": fails}, wait_seconds=SECONDS)
+    return ServiceProcess(
+        "wandb", Described(folder, "night", {}), {"fails": fails}, wait_seconds=SECONDS
+    )
 
 
 def write(monitor: Monitor, *steps: int) -> None:
@@ -114,9 +117,14 @@ def test_one_that_cannot_be_started_costs_a_warning(
         raise BlockingIOError(errno.EAGAIN, "no more processes")
 
     monkeypatch.setattr(Child, "__init__", fail)
-    config = config_from_values({"monitors": {"tensorboard": False, "wandb": {"offline": True}, "progress": "off"}})
+    config = config_from_values(
+        {"monitors": {"tensorboard": False, "wandb": {"offline": True}, "progress": "off"}}
+    )
     found = make_monitors(config, tmp_path, total_steps=1, from_step=0)
     for monitor in found:
         monitor.close()
     assert "wandb" not in [monitor.name for monitor in found]
-    assert "wandb: no more processes; training goes on without it [monitor-failed]" in capsys.readouterr().err
+    assert (
+        "wandb: no more processes; training goes on without it [monitor-failed]"
+        in capsys.readouterr().err
+    )

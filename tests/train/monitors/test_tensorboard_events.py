@@ -46,7 +46,11 @@ def test_a_resumed_run_hides_what_came_after_its_checkpoint(tmp_path: Path) -> N
 
 def test_the_config_is_text_and_hyper_parameters_of_a_fresh_run(tmp_path: Path) -> None:
     metadata = pytest.importorskip("tensorboard.plugins.hparams.metadata")
-    config = {"optimizer": {"lr": 0.1, "betas": [0.9, 0.95]}, "monitors": {"csv": True}, "run": {"name": "night"}}
+    config = {
+        "optimizer": {"lr": 0.1, "betas": [0.9, 0.95]},
+        "monitors": {"csv": True},
+        "run": {"name": "night"},
+    }
     TensorBoardEvents(tmp_path / "fresh", from_step=0, config=config).close()
     TensorBoardEvents(tmp_path / "resumed", from_step=3, config=config).close()
     reader = event_accumulator.EventAccumulator(str(tmp_path / "fresh"))
