@@ -222,7 +222,7 @@ compile_ahead() {
 import os, sys
 from framework.errors import ConfigError
 from framework.doctor.node.software import check_ops
-from framework.doctor.node.need import need_without_config
+from framework.doctor.node.requirements import need_without_config
 from framework.plan.cluster import Cluster
 try:
     found = check_ops(need_without_config(Cluster(device="cpu")), os.environ).problems

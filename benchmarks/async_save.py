@@ -30,8 +30,8 @@ from framework.config.load import config_from_values
 from framework.engine import random_state
 from framework.engine.distributed import gather, process_group
 from framework.engine.plain_engine import PlainEngine, build_engine
-from framework.setup.parts import make_train_loader
-from framework.setup.prepared import prepare
+from framework.setup.components import make_train_loader
+from framework.setup.prepare_run import prepare
 
 BLOCK = 8 << 20
 

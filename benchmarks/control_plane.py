@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.records import RESULTS, load_average, machine, write
 from framework.launch.hosts.topology import Topology
 from framework.launch.rendezvous.channel import PROTOCOL
-from framework.launch.rendezvous.door import Job, join
+from framework.launch.rendezvous.join import Job, join
 from framework.launch.rendezvous.session import Session, Start
 from framework.launch.stop_requests import StopRequests
 from framework.system.ports import free_port

@@ -36,9 +36,9 @@ from benchmarks.records import RESULTS, launch, load_average, machine, write
 from framework.config.load import config_from_values
 from framework.engine.distributed import barrier, process_group, rank
 from framework.engine.pipeline_engine import PipelineEngine, build_pipeline
-from framework.setup.objects import Objects
-from framework.setup.parts import make_train_loader
-from framework.setup.prepared import Prepared, prepare
+from framework.setup.components import make_train_loader
+from framework.setup.prepare_run import Prepared, prepare
+from framework.setup.user_code import Objects
 
 NUM_STAGES, LAYERS_PER_STAGE, WIDTH = 2, 2, 8
 MICRO_BATCHES = (4, 8, 16)

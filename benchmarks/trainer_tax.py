@@ -48,8 +48,8 @@ from framework.engine.metrics import over_ranks
 from framework.engine.plain_engine import arithmetic_of, build_engine
 from framework.engine.stop_agreement import agreed_stops
 from framework.setup.assemble import make_monitors, make_schedule
-from framework.setup.parts import make_train_loader
-from framework.setup.prepared import Prepared, prepare
+from framework.setup.components import make_train_loader
+from framework.setup.prepare_run import Prepared, prepare
 from framework.system.stopping import StopRequest
 from framework.train.monitors.base import Monitor, Point
 from framework.train.trainer import Every, Schedule, Trainer

@@ -127,7 +127,7 @@ class LoadedRun:
         """Plan the run as `plan` does, with the size of its text, and with what is wrong with its
         data.
         """
-        from framework.checkpoint.published import published_problems
+        from framework.checkpoint.huggingface import published_problems
         from framework.plan.token_folder import look_at_data
 
         found, size = look_at_data(self.config, data_elsewhere=data_elsewhere)

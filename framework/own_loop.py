@@ -30,9 +30,9 @@ from framework.errors import (
 )
 from framework.run import opened
 from framework.setup.assemble import make_eval_loaders, make_schedule
-from framework.setup.objects import Objects, config_with_objects
 from framework.setup.open_run import OpenRun
-from framework.setup.prepared import prepare
+from framework.setup.prepare_run import prepare
+from framework.setup.user_code import Objects, config_with_objects
 from framework.system.clock import now
 from framework.system.exits import end_in_one_line, refusing_exits
 from framework.system.launcher_rank import take_rank

@@ -30,7 +30,7 @@ from framework.report.summary import RunResult, describe_stop
 from framework.setup import start_point
 from framework.setup.assemble import assemble_engine, make_callbacks, make_checkpointer
 from framework.setup.open_run import OpenRun
-from framework.setup.prepared import Prepared, order_of
+from framework.setup.prepare_run import Prepared, order_of
 from framework.setup.roll_back import train
 from framework.system.exits import end_in_one_line
 from framework.system.log import noting_errors

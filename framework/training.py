@@ -13,14 +13,14 @@ from framework.engine.schedules import MakeSchedule
 from framework.plan.plan import Plan
 from framework.report.summary import RunResult, print_next
 from framework.run import run_prepared
-from framework.setup.objects import (
+from framework.setup.prepare_run import prepare
+from framework.setup.user_code import (
     MakeOptimizer,
     ModelSource,
     Objects,
     config_with_objects,
     refuse_unknown_arguments,
 )
-from framework.setup.prepared import prepare
 from framework.system.exits import end_in_one_line, refusing_exits
 from framework.system.launcher_rank import take_rank
 from framework.system.stopping import StopRequest

@@ -32,7 +32,7 @@ WAITING: Final = (
     "tests/engine/test_collective_timeout.py",
     "tests/engine/test_hang_watch.py",
     "tests/engine/test_pipeline_failures.py",
-    "tests/engine/test_rendezvous.py",
+    "tests/engine/test_process_group_errors.py",
     "tests/engine/test_stragglers.py",
     "tests/hosts/",
     "tests/kubelet/",

@@ -16,9 +16,9 @@ from framework.cli import main
 from framework.config.load import load_with_source
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
-from framework.setup.objects import Objects
-from framework.setup.parts import gather_parts
-from framework.setup.stages import cut_model
+from framework.setup.components import gather_parts
+from framework.setup.pipeline_stages import cut_model
+from framework.setup.user_code import Objects
 from tests.engine.pipe_oracle import plain_run
 from tests.launched import series, train_cases
 from tests.places import ROOT

@@ -125,7 +125,7 @@ WRONG = {
 }
 
 
-# What takes torch to find, and so seconds, is in tests/setup/test_prepared.py; one of those is
+# What takes torch to find, and so seconds, is in tests/setup/test_prepare_run.py; one of those is
 # here.
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_input_is_one_line_and_leaves_nothing_behind(tmp_path: Path, case: str) -> None:

@@ -124,8 +124,8 @@ def take_turns(path: Path, *, seconds: float) -> None:
     from framework.engine.link_bench import timed
     from framework.engine.plain_engine import build_engine
     from framework.engine.random_state import seed_everything
-    from framework.setup.parts import make_train_loader
-    from framework.setup.prepared import prepare
+    from framework.setup.components import make_train_loader
+    from framework.setup.prepare_run import prepare
 
     with process_group(None):
         steps: dict[str, list[float]] = {}

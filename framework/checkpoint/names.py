@@ -1,6 +1,6 @@
 """Names of checkpoints and of their files: the only place that knows them, and all that is known of
 a checkpoint that DeepSpeed wrote by itself, without a manifest, before its files are read
-(`framework.checkpoint.state.raw`).
+(`framework.checkpoint.state.deepspeed_format`).
 
 <run>/checkpoints/latest                     the newest tag
 <run>/checkpoints/global_step10/             a checkpoint: DeepSpeed's files, and manifest.json

@@ -12,7 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from framework.commands.verdict import CheckContext, Verdict, check_document, check_file, find_gpu
+from framework.commands.check_result import (
+    CheckContext,
+    Verdict,
+    check_document,
+    check_file,
+    find_gpu,
+)
 from framework.errors import EXIT_OK, EXIT_PROBLEMS, ConfigError, Problem, StorageError, UsageError
 from framework.plan.cluster import Cluster
 from framework.system.arguments import add_option

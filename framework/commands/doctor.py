@@ -19,7 +19,7 @@ from framework.doctor.hosts import DoctorOptions, bench, look_at_hosts
 from framework.doctor.member import judge_config, local_devices
 from framework.doctor.node.findings import Check, Report
 from framework.doctor.node.machine import examine
-from framework.doctor.node.need import Need
+from framework.doctor.node.requirements import Need
 from framework.errors import EXIT_CONFIG, EXIT_OK, ConfigError, UsageError
 from framework.launch.hosts.hostfile import choose_hosts, cluster_of, is_this_machine
 from framework.launch.hosts.topology import DEFAULT_PORT

@@ -31,7 +31,7 @@ from framework.engine.protocol import evaluate_sets
 from framework.engine.workarounds.left_by_stage_3 import leaving_nothing
 from framework.errors import EXIT_OK, ConfigError
 from framework.setup.assemble import assemble_engine, make_eval_loaders
-from framework.setup.prepared import prepare
+from framework.setup.prepare_run import prepare
 from framework.setup.start_point import agreed_weights, measure_cut
 from framework.setup.trained import find_source, module_of, saved_config
 from framework.system.arguments import CommandParser

@@ -25,8 +25,8 @@ from typing import Any, Final
 
 import torch
 
+from framework.checkpoint.huggingface import form_of
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.published import form_of
 from framework.checkpoint.state.reader import MergedWeights
 from framework.checkpoint.state.weight_files import (
     PICKLED,
@@ -42,8 +42,8 @@ from framework.commands.program import write_program
 from framework.config.base import Target
 from framework.errors import EXIT_OK, ConfigError, StorageError, printable
 from framework.setup.adapters import write_adapter
-from framework.setup.objects import call_factory
 from framework.setup.trained import find_source, module_of, saved_config
+from framework.setup.user_code import call_factory
 from framework.system.arguments import CommandParser
 from framework.system.files import sync_folder
 from framework.system.stopping import ending_in_good_order

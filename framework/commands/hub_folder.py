@@ -11,8 +11,8 @@ from typing import Any, Final
 import torch
 import yaml
 
+from framework.checkpoint.huggingface import CONFIG
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.published import CONFIG
 from framework.config.data import Conversations, LabelledText, Text, TextPairs
 from framework.config.run_config import RunConfig
 from framework.config.training import CausalLM, Classification, MaskedLM

@@ -28,8 +28,8 @@ from framework.errors import EXIT_OK, ConfigError, TrainingError, UsageError
 from framework.report.draw import Line, line_chart, tick
 from framework.report.series import Series
 from framework.run import run_prepared
-from framework.setup.objects import Objects
-from framework.setup.prepared import prepare
+from framework.setup.prepare_run import prepare
+from framework.setup.user_code import Objects
 from framework.system.arguments import CommandParser, whole
 from framework.system.files import replace_text
 from framework.system.stopping import StopRequest

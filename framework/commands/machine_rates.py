@@ -33,8 +33,8 @@ from framework.engine.link_bench import all_reduces, timed
 from framework.engine.plain_engine import arithmetic_of, build_engine
 from framework.engine.random_state import seed_everything
 from framework.engine.workarounds.left_by_stage_3 import leaving_nothing
-from framework.setup.parts import make_train_loader
-from framework.setup.prepared import prepare
+from framework.setup.components import make_train_loader
+from framework.setup.prepare_run import prepare
 
 _MIB: Final = 2**20
 _SECONDS: Final = 0.25  # about so long for each figure

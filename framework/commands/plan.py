@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from framework.commands.check_result import find_gpu
 from framework.commands.paper import paper_lines, paper_section
 from framework.commands.stage_balance import StageBalance, find_stage_balance
 from framework.commands.strategies import (
@@ -25,7 +26,6 @@ from framework.commands.strategies import (
 from framework.commands.target_search import missing_targets
 from framework.commands.torch_child import NoAnswerError
 from framework.commands.traced_work import find_own_optimizer, find_own_work
-from framework.commands.verdict import find_gpu
 from framework.config.base import ModelKind
 from framework.config.base import Target as TargetSection
 from framework.errors import EXIT_OK, ConfigError, Problem, UsageError

@@ -42,7 +42,7 @@ from framework.errors import (
     TrainingError,
     in_one_line,
 )
-from framework.setup.parts import load_task
+from framework.setup.components import load_task
 from framework.setup.trained import find_source, module_to_ask, saved_config
 from framework.system.arguments import CommandParser, whole
 from framework.system.files import open_own

@@ -15,8 +15,8 @@ from framework.data.batches import collate, own_collate
 from framework.data.splits import as_splits
 from framework.errors import ConfigError, in_one_line
 from framework.models.layers import LayeredModel
-from framework.setup.objects import call_factory
-from framework.setup.parts import load_task
+from framework.setup.components import load_task
+from framework.setup.user_code import call_factory
 from framework.tasks.task import as_task
 
 PROGRAM: Final = "model.pt2"

@@ -1,5 +1,5 @@
 """The balance of a pipeline's stages, for the command `plan`: a child process,
-`framework.setup.stages`, builds the model on processors and looks at it, because that takes torch.
+`framework.setup.pipeline_stages`, builds the model on processors and looks at it, because that takes torch.
 Nothing trains, and no device is touched.
 """
 

@@ -29,7 +29,7 @@ def ask_child(
     """Answer of ``python -m framework.setup.<module>`` to a question about a plan.
 
     Args:
-        module: that writes its answer to stdout, as `framework.setup.stages.answer` does.
+        module: that writes its answer to stdout, as `framework.setup.pipeline_stages.answer` does.
         plan: whose config and cluster it gets.
         longest_seconds: after which it is ended.
         needs: packages that it takes.

@@ -26,7 +26,7 @@ from typing import Any, Final, TypeVar
 from framework.doctor.member import ANSWER
 from framework.doctor.node.findings import Check, Node, warning
 from framework.doctor.node.links import Reached, neighbours
-from framework.doctor.node.need import Need
+from framework.doctor.node.requirements import Need
 from framework.doctor.node.start import NOT_SHARED, WHY_SHARED, compare, compare_clocks
 from framework.errors import Problem
 from framework.launch.environment import ROOT

@@ -22,7 +22,7 @@ from typing import IO, Any, Final
 from framework.doctor.node.findings import Check
 from framework.doctor.node.links import Echo, call_all, existing, mark, unseen
 from framework.doctor.node.machine import examine
-from framework.doctor.node.need import Need, need_of, need_without_config
+from framework.doctor.node.requirements import Need, need_of, need_without_config
 from framework.errors import ConfigError
 from framework.launch.deepspeed_command import added_environment
 from framework.launch.hosts.devices import find_devices

@@ -37,7 +37,7 @@ from framework.engine import random_state
 from framework.engine.distributed import claims_error_report, device, gather, rank
 from framework.engine.failures import known_failure
 from framework.engine.held_weights import held_elements, lacking_names
-from framework.engine.rendezvous import lost_peer
+from framework.engine.process_group_errors import lost_peer
 from framework.engine.schedules import OwnSchedule
 from framework.engine.weights import gives
 from framework.engine.workarounds.grad_scaler import restore_scaler, scaler_state

@@ -33,7 +33,11 @@ from framework.engine.extensions import (
     refusing_what_does_not_compile,
     use_own_cache,
 )
-from framework.engine.rendezvous import INIT_METHOD, check_environment, explaining_rendezvous
+from framework.engine.process_group_errors import (
+    INIT_METHOD,
+    check_environment,
+    explaining_rendezvous,
+)
 from framework.engine.workarounds.group_limits import limiting_groups
 from framework.engine.workarounds.shared_buffers import (
     refuse_small_memory,

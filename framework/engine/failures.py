@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from framework.data.failures import death_of_worker
 from framework.engine.distributed import claims_error_report
 from framework.engine.extensions import failure_of_compiler, failure_of_torch_compile
-from framework.engine.rendezvous import is_lost_peer, lost_peer
+from framework.engine.process_group_errors import is_lost_peer, lost_peer
 from framework.engine.written_weights import written_while_spread
 from framework.errors import ConfigError, TrainingError, explaining, in_one_line, printable
 from framework.plan.out_of_memory import in_one_sentence, kind_of, shortage_of

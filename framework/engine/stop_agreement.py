@@ -29,7 +29,7 @@ import torch.distributed
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from framework.engine.distributed import gather
-from framework.engine.rendezvous import is_lost_peer
+from framework.engine.process_group_errors import is_lost_peer
 from framework.errors import EXIT_PEER_LOST, PeerLostError, RunStopped
 from framework.system.log import warn
 from framework.system.stopping import EVALUATE, SAVE, StopRequest, announce

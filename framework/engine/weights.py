@@ -15,8 +15,8 @@ import deepspeed
 import torch
 import torch.distributed
 
+from framework.checkpoint.huggingface import form_of
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.published import form_of
 from framework.checkpoint.resume_point import explaining_storage_errors, newest_at
 from framework.checkpoint.state.reader import MergedWeights
 from framework.checkpoint.state.tensor_split import split_of, whole_shape

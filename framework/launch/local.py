@@ -135,7 +135,7 @@ def _look_at_ops(job: LoadedRun, cluster: Cluster, environment: Mapping[str, str
     """Refuse what the first rank could not compile, and announce what it will, which may be taken
     for a hang.
     """
-    from framework.doctor.node.need import need_of
+    from framework.doctor.node.requirements import need_of
     from framework.doctor.node.software import check_ops, ops_to_compile
 
     need = need_of(job.plan(cluster))

@@ -311,7 +311,7 @@ async def _run(
     import asyncio
 
     from framework.launch.agent import run_attempt
-    from framework.launch.rendezvous.door import join
+    from framework.launch.rendezvous.join import join
     from framework.launch.rendezvous.session import JobOver
 
     with ExitStack() as stack:

@@ -36,9 +36,9 @@ from framework.plan.activations import Moment, Passes, passes_over
 from framework.plan.balance import Bounds, LayerFacts, cut, needs_same_groups
 from framework.plan.measured import OptimizerState, kept_state
 from framework.plan.offload import Shares
+from framework.plan.operations import Shape
 from framework.plan.plan import Plan
 from framework.plan.rules.devices import sums_of
-from framework.plan.tape import Shape
 from framework.plan.work import ModelWork, Part, weights_alone, work_of, work_of_rank
 
 Bytes = Mapping[str, int]

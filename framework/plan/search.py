@@ -23,10 +23,10 @@ from framework.plan.alternatives import alternatives, knobs, settings_text, size
 from framework.plan.cluster import Cluster
 from framework.plan.device_overhead import beside_tensors
 from framework.plan.devices import Machine
-from framework.plan.forwards import num_layers
 from framework.plan.layout import DEFAULT_MICRO_SIZE
 from framework.plan.memory import Memory, NotEstimatedError, estimate
 from framework.plan.plan import Plan, make_plan
+from framework.plan.shipped_models import num_layers
 from framework.plan.time import Parallelism, StepTime, estimate_time
 from framework.plan.work import ModelWork, work_of
 

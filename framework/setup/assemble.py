@@ -51,10 +51,10 @@ from framework.models.unsupported import (
     store_in_rows,
 )
 from framework.plan.plan import Plan
-from framework.setup.objects import load_target
-from framework.setup.prepared import Prepared
-from framework.setup.stages import CutModel
+from framework.setup.pipeline_stages import CutModel
+from framework.setup.prepare_run import Prepared
 from framework.setup.tensorboard import SampleWatch, weight_histograms
+from framework.setup.user_code import load_target
 from framework.tasks.causal_lm import logits_of
 from framework.tasks.task import Task
 from framework.train.callbacks import Callbacks

@@ -38,8 +38,8 @@ from framework.setup.assemble import (
     make_schedule,
     watch_samples,
 )
-from framework.setup.parts import make_train_loader
-from framework.setup.prepared import Prepared, order_of
+from framework.setup.components import make_train_loader
+from framework.setup.prepare_run import Prepared, order_of
 from framework.setup.start_point import on_rank0
 from framework.system.log import print_line
 from framework.system.waiting import waiting

@@ -22,15 +22,15 @@ from framework.checkpoint.resumable import (
     needs_resharding,
 )
 from framework.checkpoint.resume_point import find_sound_checkpoint, set_aside_later
-from framework.checkpoint.state.raw import describe_raw, warn_of
+from framework.checkpoint.state.deepspeed_format import describe_raw, warn_of
 from framework.checkpoint.verification import SharedVerification
 from framework.config.run_config import RunConfig
 from framework.data.streams import StreamPlaces
 from framework.data.token_files import KEPT_TOKENIZER, keep_tokenizer
 from framework.engine.distributed import describe_environment, from_rank0, gather, rank
 from framework.engine.metrics import time_layers
+from framework.engine.process_group_errors import is_lost_peer
 from framework.engine.protocol import Engine
-from framework.engine.rendezvous import is_lost_peer
 from framework.engine.weights import (
     checkpoint_weights,
     describe_base,
@@ -39,8 +39,8 @@ from framework.engine.weights import (
 )
 from framework.errors import FrameworkError, StorageError, TrainingError, in_one_line
 from framework.plan.plan import Plan
-from framework.setup.prepared import Prepared
-from framework.setup.stages import cut_as_saved, cut_by_time
+from framework.setup.pipeline_stages import cut_as_saved, cut_by_time
+from framework.setup.prepare_run import Prepared
 from framework.system.log import print_line
 from framework.train.bad_steps import LeftOut, noted_windows
 from framework.train.events import carry_over

@@ -33,12 +33,12 @@ from framework.models.adapt import freeze
 from framework.models.adapters import add_adapters
 from framework.models.layers import as_layers
 from framework.plan.cluster import Cluster
+from framework.plan.operations import masked
 from framework.plan.plan import make_plan
-from framework.plan.tape import masked
 from framework.plan.work import Device, ModelWork, Part
-from framework.setup.objects import Objects
-from framework.setup.parts import Parts, gather_parts, optimizer_maker
-from framework.setup.stages import answer, first_batch
+from framework.setup.components import Parts, gather_parts, optimizer_maker
+from framework.setup.pipeline_stages import answer, first_batch
+from framework.setup.user_code import Objects
 from framework.setup.user_optimizer import measure_optimizer
 
 # A module with more of the weights than this is not one part: the modules in it are.

@@ -21,7 +21,7 @@ from framework.errors import ConfigError
 from framework.models.adapt import as_fp32
 from framework.models.experts import Mixture
 from framework.setup.adapters import merged_model
-from framework.setup.parts import model_builder
+from framework.setup.components import model_builder
 
 KEY: Final = "CHECKPOINT"
 

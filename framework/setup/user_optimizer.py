@@ -18,7 +18,7 @@ from framework.engine.initialize import MakeOptimizer
 from framework.engine.schedules import MakeSchedule
 from framework.errors import ConfigError, in_one_line
 from framework.plan.measured import OptimizerState
-from framework.setup.objects import type_name
+from framework.setup.user_code import type_name
 
 _OF_SCHEDULES: Final = ("step", "get_last_lr", "state_dict", "load_state_dict")
 _MEASURED: Final = 1 << 16  # elements of the weight that memory is counted for

@@ -28,7 +28,7 @@ from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.dslint.keys import load_table
 from framework.errors import ConfigError
-from framework.setup.objects import Objects, describe_objects
+from framework.setup.user_code import Objects, describe_objects
 from tests.places import ROOT
 
 # Sections whose rule holds for whatever they have or will have: what they decide is restored from

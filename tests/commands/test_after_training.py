@@ -22,8 +22,8 @@ from framework.commands.predict import find_inputs, find_rows, read_sample
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, FrameworkError, TrainingError
-from framework.setup.objects import call_factory
 from framework.setup.trained import find_source
+from framework.setup.user_code import call_factory
 from tests.commands.test_trust import forged
 from tests.full_disks import longest_file
 from tests.launched import ROOT, read_metrics, run_ranks

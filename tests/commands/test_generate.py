@@ -23,7 +23,7 @@ from framework.engine.weights import checkpoint_weights
 from framework.errors import FrameworkError, show_value
 from framework.models.gpt import GPT
 from framework.setup import trained
-from framework.setup.objects import call_factory
+from framework.setup.user_code import call_factory
 from tests.launched import ROOT, job_environment, rarely, read_metrics, train_cases
 
 SHAPE: dict[str, Any] = {

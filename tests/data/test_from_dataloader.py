@@ -28,7 +28,7 @@ from framework.data.loaders import EvalLoader, TrainLoader, is_stream
 from framework.data.splits import given_splits
 from framework.data.streams import StreamEvalLoader
 from framework.errors import ConfigError
-from framework.setup.objects import Objects, config_with_objects
+from framework.setup.user_code import Objects, config_with_objects
 
 NUMBERS = TensorDataset(torch.arange(40), torch.arange(40) % 2)
 

@@ -19,8 +19,8 @@ from framework.data.loaders import TrainLoader, is_stream
 from framework.data.order import Share
 from framework.data.streams import Lane, Place, StreamEvalLoader, StreamLoader
 from framework.errors import ConfigError
-from framework.setup.objects import Objects
-from framework.setup.parts import gather_parts
+from framework.setup.components import gather_parts
+from framework.setup.user_code import Objects
 
 
 def batches(dataset: Any, count: int) -> list[Any]:

@@ -20,8 +20,8 @@ from framework.data.streams import Place, StreamLoader, StreamPlaces
 from framework.errors import ConfigError
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
-from framework.setup.objects import Objects
-from framework.setup.parts import gather_parts, make_train_loader
+from framework.setup.components import gather_parts, make_train_loader
+from framework.setup.user_code import Objects
 from tests.data.test_streams import GLOBAL, Numbers, Stateful, steps
 
 SMALL, LARGE = TensorDataset(torch.arange(1000, 1010)), TensorDataset(torch.arange(2000, 2500))

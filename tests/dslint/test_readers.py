@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from framework.commands.verdict import CheckContext, Verdict, check_document
+from framework.commands.check_result import CheckContext, Verdict, check_document
 from framework.dslint.readers import FILLED, Reader
 from framework.text.hjson import parse_hjson
 from tests.dslint.rules.cases import merged

@@ -19,7 +19,7 @@ from framework.checkpoint.state.reader import MergedWeights
 from framework.config.load import config_from_values
 from framework.data.order import epoch_order
 from framework.models.experts import Routing, collected_routings
-from framework.setup.objects import call_factory
+from framework.setup.user_code import call_factory
 from tests.engine.oracle import Average, MuonWithAdam
 from tests.jobs.parts import MaskedPrompts, tiny_mixtral
 from tests.launched import fewer, rarely, read_metrics, series, train_cases

@@ -23,7 +23,7 @@ from framework.data.order import epoch_order
 from framework.errors import ConfigError, StorageError
 from framework.models.adapters import is_adapter
 from framework.setup.adapters import write_adapter
-from framework.setup.objects import call_factory
+from framework.setup.user_code import call_factory
 from tests.engine.oracle import Average
 from tests.engine.saved_runs import write_tokens
 from tests.engine.test_pipeline import GPT

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
-from framework.engine.rendezvous import explaining_rendezvous, is_lost_peer, lost_peer
+from framework.engine.process_group_errors import explaining_rendezvous, is_lost_peer, lost_peer
 from framework.errors import PeerLostError, TrainingError, explaining
 from tests.launched import ROOT
 from tests.warm_ranks import WarmRanks

@@ -16,7 +16,7 @@ from framework.checkpoint.state.weight_files import LazyWeights
 from framework.commands.export import export
 from framework.config.load import config_from_values
 from framework.engine.weights import find_weights, put_weights
-from framework.setup.objects import call_factory
+from framework.setup.user_code import call_factory
 from tests.engine.pipe_oracle import plain_run
 from tests.engine.saved_runs import write_tokens
 from tests.launched import rarely, series, train_cases

@@ -30,8 +30,8 @@ from framework.engine.schedules import OwnSchedule, StepSchedule, client_schedul
 from framework.errors import ConfigError
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
-from framework.setup.objects import Objects, config_with_objects
-from framework.setup.prepared import prepare
+from framework.setup.prepare_run import prepare
+from framework.setup.user_code import Objects, config_with_objects
 
 
 def optimizer(*lrs: float) -> torch.optim.Optimizer:

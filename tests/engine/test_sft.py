@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import framework
-from framework.checkpoint.published import published_problems
+from framework.checkpoint.huggingface import published_problems
 from framework.cli import main
 from framework.commands.export import export
 from framework.commands.generate import main as generate
@@ -24,7 +24,7 @@ from framework.data.conversations import build
 from framework.data.order import epoch_order
 from framework.data.text_rows import DOCUMENTED
 from framework.engine.weights import find_weights, put_weights
-from framework.setup.objects import call_factory
+from framework.setup.user_code import call_factory
 from tests.data.chats import CHATS, MARKED, write_chats, write_tokenizer
 from tests.engine.pipe_oracle import plain_run
 from tests.launched import fewer, series, train_cases

@@ -18,7 +18,7 @@ from framework.config.load import config_from_values
 from framework.data.order import epoch_order
 from framework.engine.step_batches import StepLoss
 from framework.errors import ConfigError
-from framework.setup.objects import call_factory
+from framework.setup.user_code import call_factory
 from framework.tasks.causal_lm import CausalLM
 from framework.tasks.classification import Classification
 from framework.tasks.task import Ratio, Task

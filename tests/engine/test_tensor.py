@@ -15,7 +15,7 @@ from torch import nn
 
 from framework.config.load import config_from_values
 from framework.data.prepare import prepare
-from framework.setup.objects import call_factory
+from framework.setup.user_code import call_factory
 from tests.engine.pipe_oracle import plain_run
 from tests.launched import fewer, rarely, read_metrics, series, train_cases
 

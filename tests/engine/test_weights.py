@@ -26,7 +26,7 @@ from framework.data.order import epoch_order
 from framework.data.prepare import prepare
 from framework.engine.weights import checkpoint_weights, find_weights, put_weights
 from framework.errors import ConfigError, StorageError, show_value
-from framework.setup.objects import call_factory
+from framework.setup.user_code import call_factory
 from framework.system.files import hash_file
 from framework.tasks.task import as_task
 from tests.checkpoint.test_every_fault import before

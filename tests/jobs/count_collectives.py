@@ -20,7 +20,7 @@ from deepspeed.utils import nvtx
 from framework.config.load import config_from_values
 from framework.engine.distributed import process_group, rank
 from framework.engine.plain_engine import build_engine
-from framework.setup.prepared import prepare
+from framework.setup.prepare_run import prepare
 from framework.tasks.task import Task, as_task
 
 _COLLECTIVES = (

@@ -23,7 +23,7 @@ import framework
 from framework.config.load import config_from_values
 from framework.engine.distributed import process_group
 from framework.engine.plain_engine import PlainEngine
-from framework.setup.prepared import prepare
+from framework.setup.prepare_run import prepare
 
 STEPS = 6
 # Type and limit of gradients; without --all the first two.

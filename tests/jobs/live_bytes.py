@@ -23,7 +23,7 @@ from framework.checkpoint.save_stream import StagedFiles
 from framework.config.load import config_from_values
 from framework.engine.distributed import gather, process_group, rank
 from framework.setup.assemble import assemble_engine
-from framework.setup.prepared import prepare
+from framework.setup.prepare_run import prepare
 from framework.tasks.task import Task
 
 

@@ -25,7 +25,7 @@ from framework.engine import gradient_sums, plain_engine
 from framework.engine.distributed import process_group, rank
 from framework.engine.gradient_sums import GradientSums
 from framework.engine.plain_engine import PlainEngine, build_engine
-from framework.setup.prepared import prepare
+from framework.setup.prepare_run import prepare
 from framework.tasks.task import Ratio, Task
 from tests.jobs.half_on_cpu import allow_fp16
 

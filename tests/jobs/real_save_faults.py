@@ -22,8 +22,8 @@ from framework.checkpoint.checkpointer import Checkpointer
 from framework.config.load import config_from_values
 from framework.engine.distributed import process_group, quiet_deepspeed
 from framework.setup.assemble import assemble_engine
-from framework.setup.parts import make_train_loader
-from framework.setup.prepared import prepare
+from framework.setup.components import make_train_loader
+from framework.setup.prepare_run import prepare
 from tests.checkpoint.test_every_fault import (
     CONFIG,
     LAYOUT,

@@ -16,7 +16,7 @@ from framework.config.training import LoRA
 from framework.errors import ConfigError
 from framework.models.adapters import add_adapters, merge_adapters, put_trained
 from framework.plan.work import weights_alone
-from framework.setup.objects import call_factory
+from framework.setup.user_code import call_factory
 
 pytestmark = pytest.mark.slow  # peft imports transformers
 pytest.importorskip("peft", reason="peft comes with the lora extra")

@@ -12,8 +12,8 @@ import torch
 from framework.config.model import BERT, GPT
 from framework.config.run_config import RunConfig
 from framework.models.layers import as_layers
-from framework.plan.forwards import num_layers
-from framework.setup.objects import call_factory
+from framework.plan.shipped_models import num_layers
+from framework.setup.user_code import call_factory
 
 # GPT-2: counts of the released checkpoints. Llama: of the released safetensors. tiny GPT: 261*128 +
 # 256*128 + 4 * (12*128^2 + 13*128) + 2*128. BERT: of BertForPreTraining; 4.4, 11.3, 29.1, 41.7

@@ -19,8 +19,8 @@ from framework.models.unsupported import (
     refuse_unsupported,
     store_in_rows,
 )
-from framework.setup.objects import Objects
-from framework.setup.parts import gather_parts
+from framework.setup.components import gather_parts
+from framework.setup.user_code import Objects
 
 
 def run_of(stage: int = 0, dtype: str = "fp32", **sections: Any) -> RunConfig:

@@ -20,7 +20,7 @@ from framework.launch.node import check_node
 from framework.launch.options import LaunchOptions
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
-from framework.setup.stages import describe
+from framework.setup.pipeline_stages import describe
 
 CONFIG = """
 run: {name: text}

@@ -17,8 +17,8 @@ from framework.config.run_config import RunConfig
 from framework.models.adapt import prepare_model
 from framework.models.layers import LayeredModel
 from framework.plan.work import ModelWork, model_work, named_work
-from framework.setup.objects import Objects
-from framework.setup.parts import gather_parts
+from framework.setup.components import gather_parts
+from framework.setup.user_code import Objects
 from tests.jobs.live_bytes import Saved
 from tests.plan.saved_bytes import saved_bytes
 

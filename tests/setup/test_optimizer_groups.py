@@ -15,8 +15,8 @@ import torch
 from framework.checkpoint.state.checkpoint_engine import read_file
 from framework.config.load import config_from_values
 from framework.errors import ConfigError
-from framework.setup.objects import Objects
-from framework.setup.parts import gather_parts
+from framework.setup.components import gather_parts
+from framework.setup.user_code import Objects
 from framework.setup.user_optimizer import savable
 
 

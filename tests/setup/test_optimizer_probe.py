@@ -14,9 +14,9 @@ from torch import optim
 from framework.config.base import plain_values
 from framework.config.load import config_from_values
 from framework.errors import ConfigError
-from framework.setup.objects import Objects
+from framework.setup.components import _given_optimizer, gather_parts
 from framework.setup.optimizer_probe import check_optimizer
-from framework.setup.parts import _given_optimizer, gather_parts
+from framework.setup.user_code import Objects
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -19,7 +19,7 @@ from framework.models.gpt import GPT
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 from framework.plan.work import Part, model_work
-from framework.setup.parts import Parts
+from framework.setup.components import Parts
 from framework.setup.trace import trace_work
 from framework.tasks.classification import Classification
 from framework.tasks.task import Task

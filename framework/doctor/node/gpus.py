@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from framework.doctor.node.findings import GIB, MIB, Check, size_text, warning
-from framework.doctor.node.need import Need
+from framework.doctor.node.requirements import Need
 from framework.errors import ConfigError, Problem, counted
 from framework.launch.hosts.devices import find_devices, torch_text, unused_gpus
 

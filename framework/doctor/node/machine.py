@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from framework.doctor.node.findings import MIB, Check, Node, size_text, warning
 from framework.doctor.node.gpus import check_devices
-from framework.doctor.node.need import Need, check_inputs
+from framework.doctor.node.requirements import Need, check_inputs
 from framework.doctor.node.software import check_code, check_ops, check_versions, environment_facts
 from framework.doctor.node.storage import (
     check_home,

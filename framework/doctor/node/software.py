@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import framework
 from framework.doctor.node.findings import Check, warning
-from framework.doctor.node.need import Need
+from framework.doctor.node.requirements import Need
 from framework.doctor.node.storage import file_system, is_remote
 from framework.errors import Problem
 from framework.launch.environment import ROOT, missing, requirements

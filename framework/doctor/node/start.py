@@ -17,7 +17,7 @@ from framework.config.run_config import RunConfig
 from framework.doctor.node.findings import Check, warning
 from framework.doctor.node.links import absent, existing, mark, mark_path
 from framework.doctor.node.machine import examine
-from framework.doctor.node.need import need_of
+from framework.doctor.node.requirements import need_of
 from framework.errors import Problem, Severity
 from framework.launch.hosts.hostfile import most_common, node_names
 from framework.plan.cluster import Cluster

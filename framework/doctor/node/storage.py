@@ -14,7 +14,7 @@ from typing import Final
 
 from framework.checkpoint.names import named_folders, replaced_folders, size_of
 from framework.doctor.node.findings import GIB, MIB, Check, size_text, warning
-from framework.doctor.node.need import Need
+from framework.doctor.node.requirements import Need
 from framework.errors import Problem, Severity
 
 _PROBE_BYTES: Final = 1 * MIB

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from framework.config.run_config import RunConfig
-from framework.doctor.node.need import config_hash
+from framework.doctor.node.requirements import config_hash
 from framework.doctor.node.software import hash_of_framework, version_of
 from framework.doctor.node.start import (
     compare_clocks,

@@ -105,7 +105,7 @@ def best_is_measured(config: RunConfig, cluster: Cluster) -> Found:
         return
     evaluation = config.evaluation
     names = _evaluated(config)
-    # Sets of one's own may have names, which `setup/parts.py` knows.
+    # Sets of one's own may have names, which `setup/components.py` knows.
     is_of_a_set = (
         isinstance(config.data, Target | Object) and f"eval/{metric.rpartition('/')[2]}" in names
     )

@@ -24,8 +24,8 @@ from framework.config.training import ModelLoss
 from framework.errors import ConfigError, Problem
 from framework.plan.balance import pattern_problem, stage_problems
 from framework.plan.cluster import Cluster
-from framework.plan.forwards import num_layers
 from framework.plan.rules.base import Found, rule
+from framework.plan.shipped_models import num_layers
 
 # What is read -> the kinds that read or give it; every other kind is for images.
 _PARTS: Final[Mapping[str, Mapping[str, str]]] = {

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.state.raw import describe_raw
+from framework.checkpoint.state.deepspeed_format import describe_raw
 from framework.config.load import config_from_values
 from framework.data.splits import Splits
 from framework.errors import ConfigError, StorageError
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 from framework.setup import start_point
-from framework.setup.prepared import Prepared
+from framework.setup.prepare_run import Prepared
 from framework.train.run_folder import RunFolder
 
 HUGE = 10**15

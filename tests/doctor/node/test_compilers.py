@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from framework.config.training import Compile
-from framework.doctor.node.need import Need
+from framework.doctor.node.requirements import Need
 from framework.doctor.node.software import check_ops
 from framework.launch.hosts.devices import package_folder, torch_text
 from framework.plan.cluster import Cluster, Device
 from framework.plan.compiled_ops import Op, extensions_folder, needed_ops
-from framework.setup.prepared import _compile_problems
+from framework.setup.prepare_run import _compile_problems
 from tests.doctor.node.broken import findings, programs
 
 CPU_ADAM = Op("cpu_adam", "optimizer.implementation is deepspeed")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from framework.doctor.node.gpus import check_devices
-from framework.doctor.node.need import Need
+from framework.doctor.node.requirements import Need
 from framework.launch.hosts import devices
 from framework.plan.cluster import Cluster
 from tests.doctor.node.broken import programs

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from framework.doctor.node.machine import check_cores, check_name, check_shared_memory, check_user
-from framework.doctor.node.need import Need
+from framework.doctor.node.requirements import Need
 from framework.plan.cluster import Cluster
 from framework.plan.compiled_ops import Op
 from tests.doctor.node.broken import QUICKSTART, doctor, findings, why_no_mounts

@@ -14,7 +14,7 @@ from framework.config.load import config_from_values
 from framework.doctor.node import storage
 from framework.doctor.node.findings import Node
 from framework.doctor.node.machine import examine
-from framework.doctor.node.need import Need, need_of
+from framework.doctor.node.requirements import Need, need_of
 from framework.doctor.node.storage import (
     check_home,
     check_offload,

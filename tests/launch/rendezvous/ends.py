@@ -14,7 +14,7 @@ from framework.errors import FrameworkError
 from framework.launch.hosts.topology import Topology
 from framework.launch.rendezvous.channel import PROTOCOL, Channel, Message, proof
 from framework.launch.rendezvous.coordinator import Coordinator
-from framework.launch.rendezvous.door import join
+from framework.launch.rendezvous.join import join
 from framework.launch.rendezvous.session import Session, Start
 from framework.launch.stop_requests import StopRequests
 from tests.ports import free_ports

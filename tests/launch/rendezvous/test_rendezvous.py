@@ -19,8 +19,8 @@ from framework.errors import ConfigError, PeerLostError
 from framework.launch.rendezvous import member
 from framework.launch.rendezvous.channel import Channel
 from framework.launch.rendezvous.connectivity import peer_name
-from framework.launch.rendezvous.door import join
 from framework.launch.rendezvous.handshake import disagreements, is_hello
+from framework.launch.rendezvous.join import join
 from framework.launch.rendezvous.session import Session, Start
 from tests.launch.rendezvous.ends import TOKEN, hello, looked, meet, read, reset, run, session
 from tests.launch.rendezvous.members import Members, ended

@@ -17,7 +17,7 @@ from framework.errors import ConfigError
 from framework.report.figures import headline, state
 from framework.report.records import read_run
 from framework.setup.assemble import make_monitors
-from framework.setup.prepared import prepare
+from framework.setup.prepare_run import prepare
 from framework.train.monitors.base import Point
 from tests.launched import run_ranks
 from tests.places import ROOT

@@ -33,7 +33,8 @@ from framework.models.layers import Layer, LayeredModel, as_layers
 from framework.models.unsupported import refuse_unsupported
 from framework.plan.plan import Plan
 from framework.plan.rules.model import vocabulary_problem
-from framework.setup.objects import (
+from framework.setup.optimizer_probe import check_optimizer
+from framework.setup.user_code import (
     MakeOptimizer,
     ModelSource,
     Objects,
@@ -45,7 +46,6 @@ from framework.setup.objects import (
     takes,
     type_name,
 )
-from framework.setup.optimizer_probe import check_optimizer
 from framework.setup.user_optimizer import check_schedule, refuse_closure, savable
 from framework.tasks.task import Task, as_task
 from framework.train.callbacks import EVENTS, EarlyStopping, ReduceOnPlateau

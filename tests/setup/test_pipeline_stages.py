@@ -20,9 +20,9 @@ from framework.checkpoint.manifest import SavedCheckpoint
 from framework.data.prepare import prepare as prepare_text
 from framework.errors import ConfigError
 from framework.models.layers import Layer, LayeredModel
-from framework.setup.objects import Objects
-from framework.setup.prepared import Prepared, prepare
-from framework.setup.stages import cut_as_saved
+from framework.setup.pipeline_stages import cut_as_saved
+from framework.setup.prepare_run import Prepared, prepare
+from framework.setup.user_code import Objects
 
 SAMPLES = TensorDataset(torch.randn(32, 6), torch.randint(0, 2, (32,)))
 

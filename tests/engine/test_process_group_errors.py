@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from framework.engine.rendezvous import check_environment, explaining_rendezvous
+from framework.engine.process_group_errors import check_environment, explaining_rendezvous
 from framework.errors import ConfigError, PeerLostError
 from tests.launched import torchrun
 from tests.places import ROOT

@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from framework.checkpoint.published import form_of, published_problems
+from framework.checkpoint.huggingface import form_of, published_problems
 from framework.checkpoint.state.weight_files import LazyWeights, as_theirs, entries, write_one
 from framework.commands.check import add_options, run_check
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.engine.weights import find_weights, put_weights
 from framework.errors import ConfigError
-from framework.setup.objects import call_factory
+from framework.setup.user_code import call_factory
 
 pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

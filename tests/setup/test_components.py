@@ -23,8 +23,8 @@ from framework.data.prepare import prepare
 from framework.errors import ConfigError
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
-from framework.setup.objects import Objects, describe_objects
-from framework.setup.parts import Parts, gather_parts, make_train_loader
+from framework.setup.components import Parts, gather_parts, make_train_loader
+from framework.setup.user_code import Objects, describe_objects
 from framework.tasks.task import Ratio, Task
 from tests.tasks.value import value_of
 

@@ -22,8 +22,8 @@ from framework.config.optimizer import AdamW
 from framework.config.run_config import RunConfig
 from framework.data.splits import Splits
 from framework.errors import ConfigError, UsageError
-from framework.setup.objects import Objects, config_with_objects
-from framework.setup.parts import gather_parts
+from framework.setup.components import gather_parts
+from framework.setup.user_code import Objects, config_with_objects
 from framework.tasks.classification import Classification
 from framework.tasks.task import Task
 

@@ -1,7 +1,7 @@
 """A model cut into pipeline stages, before any process waits for another: its layers, what they
 weigh, where they are cut.
 
-Also started by itself (``python -m framework.setup.stages``) by the command `plan`, which does not
+Also started by itself (``python -m framework.setup.pipeline_stages``) by the command `plan`, which does not
 import torch: see `framework.commands.stage_balance`.
 """
 
@@ -37,8 +37,8 @@ from framework.models.survey import Surveyed, refuse_untrue_layers, survey
 from framework.plan.balance import LayerFacts, StageTable, cut, needs_same_groups, with_seconds
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan
-from framework.setup.objects import Objects, summary
-from framework.setup.parts import Parts, gather_parts, make_train_loader
+from framework.setup.components import Parts, gather_parts, make_train_loader
+from framework.setup.user_code import Objects, summary
 from framework.tasks.task import Task
 
 # Of what is found while the parts are gathered: not that this machine lacks something, but that the

@@ -38,8 +38,8 @@ MODELS: list[dict[str, Any]] = [
 def test_names_and_shapes_are_those_of_the_model(model: dict[str, Any]) -> None:
     import torch
 
-    from framework.setup.objects import Objects
-    from framework.setup.parts import gather_parts
+    from framework.setup.components import gather_parts
+    from framework.setup.user_code import Objects
 
     config = config_from_values(
         {"model": model, "data": {"kind": "digits"}, "training": {"max_steps": 1}}

@@ -11,7 +11,7 @@ from math import ceil, prod
 from typing import Any, Final
 
 from framework.config import model as models
-from framework.plan.tape import Tape, Value
+from framework.plan.operations import Tape, Value
 
 # Name of a layer, what it does, and how many like it follow one after the other.
 Run = Callable[[Tape, Any], Any]

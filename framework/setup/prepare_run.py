@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import torch
 
+from framework.checkpoint.huggingface import published_problems
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.published import published_problems
 from framework.checkpoint.resume_point import find_checkpoint, saved_manifest
 from framework.checkpoint.state.weight_files import LazyWeights
 from framework.config.load import Source
@@ -38,9 +38,9 @@ from framework.plan.cluster import Cluster, Device
 from framework.plan.compiled_ops import lost_gradients, missing_compiler
 from framework.plan.plan import Plan, accepted, make_plan
 from framework.plan.render import render
-from framework.setup.objects import Objects, check_arguments, describe_objects, load_target
-from framework.setup.parts import Parts, gather_parts
-from framework.setup.stages import CutModel, check_recomputed, cut_model
+from framework.setup.components import Parts, gather_parts
+from framework.setup.pipeline_stages import CutModel, check_recomputed, cut_model
+from framework.setup.user_code import Objects, check_arguments, describe_objects, load_target
 from framework.system.waiting import waiting
 from framework.train.run_folder import RunFolder
 

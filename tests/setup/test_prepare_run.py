@@ -22,9 +22,9 @@ from framework.data.text_windows import TextWindows
 from framework.data.token_files import SpecialTokens
 from framework.data.tokens import Tokens
 from framework.errors import FrameworkError
-from framework.setup import prepared
-from framework.setup.objects import Objects, config_with_objects
-from framework.setup.prepared import prepare
+from framework.setup import prepare_run
+from framework.setup.prepare_run import prepare
+from framework.setup.user_code import Objects, config_with_objects
 
 DATA = TensorDataset(torch.randn(64, 3), torch.arange(64) % 2)
 
@@ -171,11 +171,13 @@ def test_ranks_tell_what_they_have_found_of_first_weights(
     torch.save(torch.nn.Linear(3, 2).state_dict(), tmp_path / "first.pt")
     config = framework.RunConfig.model_validate({"checkpoint": {"init_weights": "first.pt"}})
 
-    def looked() -> prepared.Prepared:
+    def looked() -> prepare_run.Prepared:
         return prepare(config, objects=Objects(model=torch.nn.Linear(3, 2), train_data=DATA))
 
     one = looked()
-    monkeypatch.setattr(prepared, "find_checkpoint", lambda *arguments, **options: "global_step7")
+    monkeypatch.setattr(
+        prepare_run, "find_checkpoint", lambda *arguments, **options: "global_step7"
+    )
     other = looked()
     assert one.fingerprint() == other.fingerprint()
     assert (one.describe_weights(), other.describe_weights()) == (

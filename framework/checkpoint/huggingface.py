@@ -1,6 +1,6 @@
 """Models of Hugging Face's transformers that compute what ours do: their config.json and the names
 of their weights, read by `checkpoint.init_weights` and written by `export --hf`. Both follow one
-table, `published.json`:
+table, `huggingface.json`:
 
 needs: fields that our model must have; values: our field -> theirs (``a|b``: wherever it stands);
 absent: what a missing one of theirs means, or [factor, another key]; written: fields that weights
