@@ -222,10 +222,10 @@ compile_ahead() {
 import os, sys
 from framework.errors import ConfigError
 from framework.doctor.node.software import check_ops
-from framework.doctor.node.requirements import need_without_config
+from framework.doctor.node.requirements import requirements_without_config
 from framework.plan.cluster import Cluster
 try:
-    found = check_ops(need_without_config(Cluster(device="cpu")), os.environ).problems
+    found = check_ops(requirements_without_config(Cluster(device="cpu")), os.environ).problems
     if errors := [problem for problem in found if problem.severity == "error"]:
         raise ConfigError(errors)
     from framework.engine.extensions import compile_for_processors

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import RESULTS, load_average, machine, write
-from framework.launch.hosts.topology import Topology
+from framework.launch.hosts.topology import HostTopology
 from framework.launch.rendezvous.channel import PROTOCOL
 from framework.launch.rendezvous.join import Job, join
 from framework.launch.rendezvous.session import Session, Start
@@ -50,7 +50,7 @@ def session(number: int, agents: int, port: int) -> Session:
         "clock": time.time(),
     }
     hello |= {"facts": {"torch": "2", "config": "a" * 16, "code": "b" * 16}}
-    topology = Topology(agents, 8, number, "127.0.0.1", port)
+    topology = HostTopology(agents, 8, number, "127.0.0.1", port)
     return Session(topology, hello, StopRequests(), port, TOKEN)
 
 

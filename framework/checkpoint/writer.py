@@ -23,7 +23,7 @@ from typing import Any, Final
 from framework.checkpoint.checkpointer import Retention, publish, warn_of_failure
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.names import SAVING
-from framework.system.child import Channel, Child
+from framework.system.child import Child, MessageSocket
 from framework.system.files import FileRecord, digest_of, replace_text, write_new
 
 GIVE_UP: Final = "give-up"
@@ -74,7 +74,7 @@ def _record(order: Mapping[str, Any]) -> Path:
 class Writer:
     """Carries out orders until the rank has no more."""
 
-    def __init__(self, channel: Channel, descriptor: int) -> None:
+    def __init__(self, channel: MessageSocket, descriptor: int) -> None:
         self._channel = channel
         self._descriptor = descriptor
         self._memory = memoryview(b"")
@@ -182,7 +182,7 @@ class Writer:
         return message
 
 
-def main(channel: Channel, memory: str) -> None:
+def main(channel: MessageSocket, memory: str) -> None:
     """Serve a `WriterProcess`. It must not outlive its rank: it could publish over the run that
     takes its place.
     """

@@ -19,7 +19,7 @@ from framework.doctor.hosts import DoctorOptions, bench, look_at_hosts
 from framework.doctor.member import judge_config, local_devices
 from framework.doctor.node.findings import Check, Report
 from framework.doctor.node.machine import examine
-from framework.doctor.node.requirements import Need
+from framework.doctor.node.requirements import Requirements
 from framework.errors import EXIT_CONFIG, EXIT_OK, ConfigError, UsageError
 from framework.launch.hosts.hostfile import choose_hosts, cluster_of, is_this_machine
 from framework.launch.hosts.topology import DEFAULT_PORT
@@ -48,12 +48,12 @@ def doctor(argv: Sequence[str]) -> int:
     arguments = _parser().parse_intermixed_args(list(argv))
     try:
         asked = _asked(arguments)
-        report, need = look(asked)
+        report, requirements = look(asked)
     except ConfigError as error:  # the hostfile: nobody knows where to look
         report = Report(before=[Check("hostfile", "cannot be used", error.problems)])
-        need = None
-    if arguments.bench and need is not None and report.is_fine:
-        report = replace(report, measured=bench(asked, need))
+        requirements = None
+    if arguments.bench and requirements is not None and report.is_fine:
+        report = replace(report, measured=bench(asked, requirements))
     # Not print: the exit code stays what was found, also where the reader has left.
     write(
         sys.stdout,
@@ -62,7 +62,7 @@ def doctor(argv: Sequence[str]) -> int:
     return EXIT_OK if report.is_fine else EXIT_CONFIG
 
 
-def look(asked: DoctorOptions) -> tuple[Report, Need]:
+def look(asked: DoctorOptions) -> tuple[Report, Requirements]:
     """Config, then machines; what is wrong with the config does not hide what is wrong with the
     machines.
 
@@ -74,13 +74,14 @@ def look(asked: DoctorOptions) -> tuple[Report, Need]:
     else:
         device, count = local_devices()
         cluster = Cluster(devices_per_host=asked.num_ranks or count or RANKS_ON_CPU, device=device)
-    before, need = judge_config(
+    before, requirements = judge_config(
         asked.config, asked.overrides, cluster, is_chosen=bool(asked.num_ranks or asked.chosen)
     )
     if not asked.chosen:
-        return Report(before, [examine(need, os.environ, counts_replaced=True)]), need
-    nodes, across = look_at_hosts(asked, need)
-    return Report(before, nodes, across), need
+        node = examine(requirements, os.environ, counts_replaced=True)
+        return Report(before, [node]), requirements
+    nodes, across = look_at_hosts(asked, requirements)
+    return Report(before, nodes, across), requirements
 
 
 def _asked(arguments: argparse.Namespace) -> DoctorOptions:

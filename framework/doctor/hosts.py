@@ -26,7 +26,7 @@ from typing import Any, Final, TypeVar
 from framework.doctor.member import ANSWER
 from framework.doctor.node.findings import Check, Node, warning
 from framework.doctor.node.links import Reached, neighbours
-from framework.doctor.node.requirements import Need
+from framework.doctor.node.requirements import Requirements
 from framework.doctor.node.start import NOT_SHARED, WHY_SHARED, compare, compare_clocks
 from framework.errors import Problem
 from framework.launch.environment import ROOT
@@ -187,7 +187,9 @@ def each_of(remotes: Sequence[Remote], do: Callable[[Remote], _Result]) -> list[
         return list(pool.map(do, remotes))
 
 
-def look_at_hosts(asked: DoctorOptions, need: Need) -> tuple[list[Node], list[Check]]:
+def look_at_hosts(
+    asked: DoctorOptions, requirements: Requirements
+) -> tuple[list[Node], list[Check]]:
     """Every host, in the order of the hostfile, and what is between them."""
     with ExitStack() as stack:
         remotes = []
@@ -196,24 +198,24 @@ def look_at_hosts(asked: DoctorOptions, need: Need) -> tuple[list[Node], list[Ch
             remotes.append(
                 stack.enter_context(closing(Remote(host, command, number=number, address=address)))
             )
-        nodes = each_of(remotes, lambda remote: _examined(remote, asked, need))
+        nodes = each_of(remotes, lambda remote: _examined(remote, asked, requirements))
         alive = [remote for remote, node in zip(remotes, nodes, strict=True) if node.facts]
         if len(alive) < 2:
             return nodes, []
         return nodes, [
             *compare({node.name: node.facts for node in nodes if node.facts}),
-            *_between(alive, asked, need),
+            *_between(alive, asked, requirements),
         ]
 
 
-def _examined(remote: Remote, asked: DoctorOptions, need: Need) -> Node:
+def _examined(remote: Remote, asked: DoctorOptions, requirements: Requirements) -> Node:
     started = time.perf_counter()
     order = {
         "do": "examine",
         "name": remote.name,
         "variables": passed_on(os.environ, exports=())
         | asked.own_variables.get(remote.host.name, {}),
-        "cluster": asdict(need.cluster),
+        "cluster": asdict(requirements.cluster),
         "config": asked.config,
         "overrides": list(asked.overrides),
     }
@@ -230,15 +232,17 @@ def _examined(remote: Remote, asked: DoctorOptions, need: Need) -> Node:
     return Node(remote.name, list(map(Check.from_dict, answer["checks"])), answer["seconds"])
 
 
-def _between(remotes: Sequence[Remote], asked: DoctorOptions, need: Need) -> Iterator[Check]:
+def _between(
+    remotes: Sequence[Remote], asked: DoctorOptions, requirements: Requirements
+) -> Iterator[Check]:
     token = secrets.token_hex(8)
     try:
         yield compare_clocks(
             dict(zip([each.name for each in remotes], each_of(remotes, _ahead), strict=True))
         )
         yield _network(remotes, asked.master_port, token)
-        if need.checkpoints is not None and need.saves:
-            yield _shared_folder(remotes, str(need.checkpoints), token)
+        if requirements.checkpoints is not None and requirements.saves:
+            yield _shared_folder(remotes, str(requirements.checkpoints), token)
     except HostFailed as error:
         problem = Problem(
             "host-lost", f"a host left while it was looked at: {error}", "run doctor again"
@@ -345,24 +349,24 @@ def _shared_folder(remotes: Sequence[Remote], checkpoints: str, token: str) -> C
     return Check("run folder", stated, problems)
 
 
-def bench(asked: DoctorOptions, need: Need) -> list[Check]:
+def bench(asked: DoctorOptions, requirements: Requirements) -> list[Check]:
     """Run the job on every rank of the run, here or on all hosts; a few seconds, three minutes at
     most.
     """
     order = {
         "do": "bench",
         "variables": passed_on(os.environ, exports=()),
-        "cluster": asdict(need.cluster),
+        "cluster": asdict(requirements.cluster),
         "master": [asked.addresses[0], asked.master_port]
         if asked.hosts
         else ["127.0.0.1", free_port()],
-        "folder": str(need.checkpoints) if need.checkpoints else None,
+        "folder": str(requirements.checkpoints) if requirements.checkpoints else None,
         "seconds": _BENCH_SECONDS,
     }
     with ExitStack() as stack:
         remotes = []
         for number, host in enumerate(
-            asked.hosts or [Host("localhost", need.cluster.devices_per_host)]
+            asked.hosts or [Host("localhost", requirements.cluster.devices_per_host)]
         ):
             command = member_command(host, ssh_args=asked.ssh_args) if asked.hosts else _MEMBER
             remotes.append(stack.enter_context(closing(Remote(host, command, number=number))))

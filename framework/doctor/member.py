@@ -22,11 +22,15 @@ from typing import IO, Any, Final
 from framework.doctor.node.findings import Check
 from framework.doctor.node.links import Echo, call_all, existing, mark, unseen
 from framework.doctor.node.machine import examine
-from framework.doctor.node.requirements import Need, need_of, need_without_config
+from framework.doctor.node.requirements import (
+    Requirements,
+    requirements_of,
+    requirements_without_config,
+)
 from framework.errors import ConfigError
 from framework.launch.deepspeed_command import added_environment
 from framework.launch.hosts.devices import find_devices
-from framework.launch.hosts.topology import Topology
+from framework.launch.hosts.topology import HostTopology
 from framework.load_run import load_run
 from framework.plan.cluster import Cluster, Device
 
@@ -37,12 +41,12 @@ RESULT: Final = "@link_bench "
 
 def judge_config(
     path: str | None, overrides: Sequence[str], cluster: Cluster, *, is_chosen: bool = True
-) -> tuple[list[Check], Need]:
+) -> tuple[list[Check], Requirements]:
     """Judge a run config and return its requirements on each host; without a path, or a plan, those
     of any run. Unless the number of ranks `is_chosen`, that of the config wins.
     """
     if path is None:
-        return [], need_without_config(cluster)
+        return [], requirements_without_config(cluster)
     try:
         run = load_run(path, overrides)
         if run.config.run.world_size and not is_chosen:
@@ -51,9 +55,9 @@ def judge_config(
     except ConfigError as error:
         return [
             Check("config", f"{path}: refused on {cluster}", error.problems)
-        ], need_without_config(cluster)
+        ], requirements_without_config(cluster)
     problems = (*run.source.notes, *plan.findings)
-    return [Check("config", f"{path} on {cluster}: {plan.layout}", problems)], need_of(plan)
+    return [Check("config", f"{path} on {cluster}: {plan.layout}", problems)], requirements_of(plan)
 
 
 def local_devices() -> tuple[Device, int]:
@@ -74,7 +78,7 @@ def run_ranks(order: Mapping[str, Any], cluster: Cluster, *, reported: IO[str]) 
     from framework.launch.ranks import rank_environment  # psutil comes with the train extra only
 
     num_ranks = cluster.devices_per_host
-    topology = Topology(cluster.num_hosts, num_ranks, order["node"], *order["master"])
+    topology = HostTopology(cluster.num_hosts, num_ranks, order["node"], *order["master"])
     common = {
         **os.environ,
         **added_environment(os.environ, device=cluster.device, num_ranks=num_ranks),
@@ -137,7 +141,7 @@ ANSWER: Final = "@preflight "
 Order = Mapping[str, Any]
 
 
-class Member:
+class Examiner:
     """Carries out orders; what it opened or wrote is closed and removed at its end."""
 
     def __init__(self) -> None:
@@ -152,8 +156,8 @@ class Member:
         """Look at everything here."""
         os.environ.update(order["variables"])
         cluster = _here(order)
-        before, need = judge_config(order["config"], order["overrides"], cluster)
-        node = examine(need, os.environ, name=order["name"], counts_replaced=True)
+        before, requirements = judge_config(order["config"], order["overrides"], cluster)
+        node = examine(requirements, os.environ, name=order["name"], counts_replaced=True)
         checks = [*(check for check in before if check.status == "error"), *node.checks]
         return {"checks": [check.to_dict() for check in checks], "seconds": node.seconds}
 
@@ -211,7 +215,7 @@ def _here(order: Order) -> Cluster:
 
 def main() -> int:
     """Answer each line with one line."""
-    member = Member()
+    member = Examiner()
     with member.stack:
         for line in sys.stdin:
             print(ANSWER + json.dumps(member.answer(json.loads(line))), flush=True)

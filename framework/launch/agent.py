@@ -72,7 +72,7 @@ async def run_attempt(
         This node's exit code, a line that says what happened, and the exit code of what happened,
         wherever that was.
     """
-    attempt = _Attempt(ranks, peers, requests, grace_seconds)
+    attempt = _NodeAttempt(ranks, peers, requests, grace_seconds)
     try:
         attempt.start()
         await attempt.watch()
@@ -92,7 +92,7 @@ async def run_attempt(
 
 
 @dataclass
-class _Attempt:
+class _NodeAttempt:
     ranks: Ranks
     peers: Peers
     requests: StopRequests

@@ -18,7 +18,7 @@ import framework
 from framework.errors import ConfigError
 from framework.launch.hosts.devices import usable_cores
 from framework.launch.hosts.hostfile import Chosen, read_hostfile
-from framework.launch.hosts.topology import Topology
+from framework.launch.hosts.topology import HostTopology
 from framework.launch.options import LaunchOptions
 from framework.system.ports import free_port
 
@@ -83,7 +83,7 @@ def local_command(
 
 
 def node_command(
-    topology: Topology,
+    topology: HostTopology,
     arguments: Sequence[str],
     *,
     script: Path,
@@ -133,7 +133,7 @@ def node_command(
 
 def hosts_command(
     options: LaunchOptions,
-    topology: Topology,
+    topology: HostTopology,
     chosen: Sequence[Chosen],
     arguments: Sequence[str],
     *,

@@ -10,7 +10,7 @@ from pathlib import Path
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, Problem, StorageError, UsageError, counted
 from framework.launch.hosts.devices import LocalDevices
-from framework.launch.hosts.topology import Topology
+from framework.launch.hosts.topology import HostTopology
 from framework.load_run import LoadedRun
 from framework.system.files import refuse_foreign, replace_text
 from framework.system.output import write
@@ -32,7 +32,7 @@ def write_termination_log(text: str) -> None:
             path.write_text(text[:4000] + "\n", encoding="utf-8", errors="backslashreplace")
 
 
-def show_settings(topology: Topology, plain: str, *further: str) -> None:
+def show_settings(topology: HostTopology, plain: str, *further: str) -> None:
     """Print every value that was decided with its source, the command that could be pasted, and
     what else there is.
     """

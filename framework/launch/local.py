@@ -23,7 +23,7 @@ from framework.launch.deepspeed_command import (
 )
 from framework.launch.hosts.devices import LocalDevices, find_devices, unused_gpus
 from framework.launch.hosts.hostfile import Chosen, choose_hosts, is_this_machine
-from framework.launch.hosts.topology import Setting, Topology, described, slots_here
+from framework.launch.hosts.topology import HostTopology, Setting, described, slots_here
 from framework.launch.job import refuse_too_few, show_settings
 from framework.launch.node import grace_seconds, read_token, require_deepspeed, run_node
 from framework.launch.node import main as be_a_node
@@ -110,7 +110,7 @@ def _launch_here(
         "master_port": "--master_port" if options.master_port else "a free one",
     }
     sources |= {"master_addr": "--master_addr"} if options.master_addr else {}
-    topology = Topology(1, num_ranks, 0, address or "127.0.0.1", port, sources)
+    topology = HostTopology(1, num_ranks, 0, address or "127.0.0.1", port, sources)
     show_settings(topology, as_shell_line(command, added))
     if options.dry_run:
         return EXIT_OK
@@ -135,16 +135,18 @@ def _look_at_ops(job: LoadedRun, cluster: Cluster, environment: Mapping[str, str
     """Refuse what the first rank could not compile, and announce what it will, which may be taken
     for a hang.
     """
-    from framework.doctor.node.requirements import need_of
+    from framework.doctor.node.requirements import requirements_of
     from framework.doctor.node.software import check_ops, ops_to_compile
 
-    need = need_of(job.plan(cluster))
+    requirements = requirements_of(job.plan(cluster))
     errors = [
-        problem for problem in check_ops(need, environment).problems if problem.severity == "error"
+        problem
+        for problem in check_ops(requirements, environment).problems
+        if problem.severity == "error"
     ]
     if errors:
         raise ConfigError(errors)
-    names = ops_to_compile(need, environment)
+    names = ops_to_compile(requirements, environment)
     if names:
         listed = ", ".join(names)
         write(

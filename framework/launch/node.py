@@ -38,7 +38,7 @@ from framework.launch.deepspeed_command import (
 )
 from framework.launch.hosts.devices import LocalDevices, find_devices, unused_gpus, visible_variable
 from framework.launch.hosts.hostfile import Host, is_loopback_name, read_hostfile
-from framework.launch.hosts.topology import Topology, resolve_topology, slots_here
+from framework.launch.hosts.topology import HostTopology, resolve_topology, slots_here
 from framework.launch.job import print_line, refuse_too_few, show_settings, write_termination_log
 from framework.launch.options import (
     GRACE_SECONDS,
@@ -153,7 +153,7 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
     ).code
 
 
-def _topology(found: NodeOptions, devices: LocalDevices, hosts: Sequence[Host]) -> Topology:
+def _topology(found: NodeOptions, devices: LocalDevices, hosts: Sequence[Host]) -> HostTopology:
     flags = {
         name: getattr(found, name) for name in ("nnodes", "node_rank", "master_addr", "master_port")
     }
@@ -175,7 +175,7 @@ def _topology(found: NodeOptions, devices: LocalDevices, hosts: Sequence[Host]) 
 def fits(
     asked: SharedOptions,
     words: Sequence[str],
-    topology: Topology,
+    topology: HostTopology,
     devices: LocalDevices,
     count: int,
 ) -> bool:
@@ -188,7 +188,7 @@ def fits(
     return False
 
 
-def _without_spares(topology: Topology, *, spares: int, min_nodes: int | None) -> Topology:
+def _without_spares(topology: HostTopology, *, spares: int, min_nodes: int | None) -> HostTopology:
     """The nodes that train, as this node sees them; a UsageError where none would be left."""
     trained = topology.nnodes - spares
     if trained < 1:
@@ -214,7 +214,7 @@ def _without_spares(topology: Topology, *, spares: int, min_nodes: int | None) -
 
 
 def check_node(
-    asked: SharedOptions, words: Sequence[str], topology: Topology, devices: LocalDevices
+    asked: SharedOptions, words: Sequence[str], topology: HostTopology, devices: LocalDevices
 ) -> LoadedRun:
     """The job, after everything that one node can know beforehand has been checked: a ConfigError
     has every problem.
@@ -237,7 +237,7 @@ def check_node(
 
 
 def run_node(
-    topology: Topology,
+    topology: HostTopology,
     command: Sequence[str],
     *,
     devices: LocalDevices,
@@ -335,15 +335,15 @@ async def _run(
                 # nothing may start beside it; the others find this node lost
                 if started.not_killed:
                     return JobEnd(code, line)
-                verdict = await job.verdict(JobEnd(cause, line))
-                if not verdict.is_again:
-                    gave_up = verdict.code == EXIT_NO_PROGRESS
-                    return JobEnd(verdict.code if gave_up else code, line)
+                decision = await job.decide_restart(JobEnd(cause, line))
+                if not decision.is_again:
+                    gave_up = decision.code == EXIT_NO_PROGRESS
+                    return JobEnd(decision.code if gave_up else code, line)
         finally:
             await job.close()
 
 
-def _port_problems(topology: Topology) -> Sequence[Problem]:
+def _port_problems(topology: HostTopology) -> Sequence[Problem]:
     """On node 0: the others would wait for ranks that cannot listen."""
     if topology.node_rank == 0 and topology.nnodes > 1:
         try:
@@ -358,7 +358,7 @@ def _port_problems(topology: Topology) -> Sequence[Problem]:
 
 
 def _preflight(
-    job: LoadedRun, topology: Topology, devices: LocalDevices, environment: Mapping[str, str]
+    job: LoadedRun, topology: HostTopology, devices: LocalDevices, environment: Mapping[str, str]
 ) -> Look:
     from framework.doctor.node.start import look_before_start
 

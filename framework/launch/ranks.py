@@ -22,7 +22,7 @@ from typing import Final
 import psutil
 
 from framework.launch.hosts.devices import visible_variable
-from framework.launch.hosts.topology import Topology
+from framework.launch.hosts.topology import HostTopology
 from framework.launch.options import KILL_SECONDS
 from framework.system.limits import memory_groups
 from framework.system.output import visible
@@ -53,7 +53,7 @@ class Ranks:
     def __init__(
         self,
         command: Sequence[str],
-        topology: Topology,
+        topology: HostTopology,
         environment: Mapping[str, str],
         *,
         device: str = "cpu",
@@ -177,7 +177,7 @@ class Ranks:
             _end_all(left)
 
 
-def rank_environment(topology: Topology, local_rank: int) -> dict[str, str]:
+def rank_environment(topology: HostTopology, local_rank: int) -> dict[str, str]:
     """Return the variables that DeepSpeed 0.19.8's launch.py sets for a rank."""
     return {
         "MASTER_ADDR": topology.master_addr,

@@ -39,7 +39,7 @@ from framework.launch.hosts.hostfile import (
     is_loopback_name,
     one_spelling,
 )
-from framework.launch.hosts.topology import DEFAULT_PORT, Topology
+from framework.launch.hosts.topology import DEFAULT_PORT, HostTopology
 from framework.launch.job import print_line, show_settings
 from framework.launch.node import check_node, fits, grace_seconds, read_token
 from framework.launch.options import GRACE_SECONDS, KILL_SECONDS, WAIT_SECONDS, LaunchOptions
@@ -188,7 +188,7 @@ class _Starts:
 
 
 def _commands(
-    options: LaunchOptions, chosen: Sequence[Chosen], topology: Topology
+    options: LaunchOptions, chosen: Sequence[Chosen], topology: HostTopology
 ) -> list[tuple[str, Sequence[str]]]:
     return _over_ssh(
         options, chosen, lambda node, item: agent_command(options, item, node, topology)
@@ -210,7 +210,7 @@ def _over_ssh(
     ]
 
 
-def _topology(options: LaunchOptions, chosen: Sequence[Chosen]) -> Topology:
+def _topology(options: LaunchOptions, chosen: Sequence[Chosen]) -> HostTopology:
     sources = options.sources | {"master_addr": "the first host", "master_port": "default"}
     master = options.master_addr
     port = DEFAULT_PORT
@@ -224,13 +224,13 @@ def _topology(options: LaunchOptions, chosen: Sequence[Chosen]) -> Topology:
         name: f"--{name}" for name in ("master_addr", "master_port") if getattr(options, name)
     }
     master = master or address_of(chosen[0].host.name, ssh_args=options.ssh_args)
-    return Topology(
+    return HostTopology(
         len(chosen), len(chosen[0].devices), 0, master, options.master_port or port, sources
     )
 
 
 def agent_command(
-    options: LaunchOptions, chosen: Chosen, node_rank: int, topology: Topology
+    options: LaunchOptions, chosen: Chosen, node_rank: int, topology: HostTopology
 ) -> list[str]:
     """Build the command that a host runs."""
     if options.control_port:

@@ -25,7 +25,7 @@ _END_SECONDS: Final = 5.0
 _ROOT: Final = str(Path(framework.__file__).resolve().parents[1])
 
 
-class Channel:
+class MessageSocket:
     """One end of a pair of sockets between two processes: each message is a line of JSON."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -65,7 +65,7 @@ class Channel:
         self._end.close()
 
 
-class Child(Channel):
+class Child(MessageSocket):
     """The process, as the one that started it sees it.
 
     It is not forked, because forks of a process that drives a GPU do not work.
@@ -145,4 +145,6 @@ def main() -> None:
     die_with(int(parent))
     module, _, name = target.partition(":")
     with suppress(ConnectionError):  # the parent has gone while it was being told
-        getattr(import_module(module), name)(Channel(socket.socket(fileno=int(channel))), *words)
+        getattr(import_module(module), name)(
+            MessageSocket(socket.socket(fileno=int(channel))), *words
+        )

@@ -25,7 +25,7 @@ from framework.checkpoint.async_checkpointer import AsyncCheckpointer
 from framework.checkpoint.checkpointer import clear_unfinished
 from framework.checkpoint.manifest import list_checkpoints
 from framework.checkpoint.resume_point import find_sound_checkpoint
-from framework.checkpoint.writer import Channel, Writer, write_files
+from framework.checkpoint.writer import MessageSocket, Writer, write_files
 from framework.errors import StorageError
 from tests.checkpoint.background_saves import (
     SECONDS,
@@ -78,7 +78,7 @@ class TestRanks:
         order = {"folder": str(tmp_path), "ticket": "t", "world_size": 3}
         ours, theirs = socket.socketpair()
         with theirs, ours:
-            waiting = Writer(Channel(ours), 0)._await_records(order)
+            waiting = Writer(MessageSocket(ours), 0)._await_records(order)
             asked: list[Path] = []
             read = Path.read_text
             monkeypatch.setattr(
@@ -217,8 +217,8 @@ def test_what_a_disk_refuses_in_the_words_of_a_connection_is_told(
             "ticket": "t",
             "warns": False,
         }
-        Writer(Channel(near), memory)._save(order)
-        assert Channel(far).receive(SECONDS) == {
+        Writer(MessageSocket(near), memory)._save(order)
+        assert MessageSocket(far).receive(SECONDS) == {
             "state": "failed",
             "failure": os.strerror(errno.ESHUTDOWN),
         }

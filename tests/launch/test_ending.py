@@ -23,7 +23,7 @@ from framework.launch import agent, local, node
 from framework.launch import ranks as ranks_module
 from framework.launch.agent import run_attempt
 from framework.launch.hosts.devices import LocalDevices
-from framework.launch.hosts.topology import Topology
+from framework.launch.hosts.topology import HostTopology
 from framework.launch.node import run_node
 from framework.launch.ranks import Ranks
 from framework.launch.rendezvous.peers import Peers
@@ -110,16 +110,16 @@ def test_a_request_is_told_before_it_is_heeded(
     told why.
     """
 
-    def ask(self: agent._Attempt) -> None:
+    def ask(self: agent._NodeAttempt) -> None:
         really(self)
         if len(list(tmp_path.glob("*.json"))) == 2:
             requests.ask("SIGTERM")
 
-    requests, really = StopRequests(), agent._Attempt._ask
-    monkeypatch.setattr(agent._Attempt, "_ask", ask)
+    requests, really = StopRequests(), agent._NodeAttempt._ask
+    monkeypatch.setattr(agent._NodeAttempt, "_ask", ask)
     ranks = Ranks(
         [str(ROOT / "tests/launch/rank.py"), str(tmp_path), "0:deaf", "wait"],
-        Topology(1, 2, 0, "127.0.0.1", 29500),
+        HostTopology(1, 2, 0, "127.0.0.1", 29500),
         {**os.environ, "PYTHONPATH": str(ROOT)},
     )
     code, line, _ = asyncio.run(run_alone(ranks, requests, grace_seconds=30))
@@ -245,7 +245,7 @@ def attempt(
     """One node's attempt with one rank, in this process."""
     ranks = Ranks(
         [str(script), *arguments],
-        Topology(1, 1, 0, "127.0.0.1", 29500),
+        HostTopology(1, 1, 0, "127.0.0.1", 29500),
         {**os.environ, **(environment or {})},
     )
     return asyncio.run(run_alone(ranks, StopRequests(), grace_seconds=1))[:2]
@@ -310,7 +310,7 @@ def test_a_rank_that_cannot_be_killed_is_named_and_nothing_starts_beside_it(
     )
     with dead_disk(tmp_path / "dead") as dead:
         end = run_node(
-            Topology(1, 2, 0, "127.0.0.1", 29500),
+            HostTopology(1, 2, 0, "127.0.0.1", 29500),
             [str(ROOT / "tests/launch/rank.py"), str(tmp_path), "0:exit=70", f"1:look={dead}"],
             devices=LocalDevices("cpu", 0),
             environment={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -27,7 +27,7 @@ from framework.launch.deepspeed_command import (
 )
 from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.hostfile import bare, is_loopback_name
-from framework.launch.hosts.topology import Topology
+from framework.launch.hosts.topology import HostTopology
 from framework.launch.local import check
 from framework.launch.options import LaunchOptions, parse
 from framework.launch.supervision import JobEnd
@@ -450,7 +450,7 @@ def test_a_hostfile_of_this_machine_alone_needs_no_ssh(
     """The slots and the choice among them are the hostfile's; nothing else is other than without
     it.
     """
-    given: list[tuple[Topology, LocalDevices]] = []
+    given: list[tuple[HostTopology, LocalDevices]] = []
     monkeypatch.setattr(
         local,
         "run_node",

@@ -21,7 +21,7 @@ from framework.doctor.node import start as start_module
 from framework.errors import ConfigError, UsageError
 from framework.launch import node
 from framework.launch.hosts.devices import LocalDevices
-from framework.launch.hosts.topology import Topology
+from framework.launch.hosts.topology import HostTopology
 from framework.launch.local import launch
 from framework.launch.node import main
 from framework.load_run import load_run
@@ -441,7 +441,7 @@ def test_a_preflight_sees_the_devices_that_the_ranks_will_have(
         yield {}
 
     monkeypatch.setattr(start_module, "look_before_start", look)
-    topology = Topology(2, 2, 0, "node-0", 29500)
+    topology = HostTopology(2, 2, 0, "node-0", 29500)
     with node._preflight(
         load_run(str(tmp_path / config), ()), topology, LocalDevices(kind, 2, (6, 7)), {name: "0,1"}
     )():

@@ -22,7 +22,7 @@ import pytest
 from framework.doctor.hosts import member_command
 from framework.errors import ConfigError, UsageError
 from framework.launch.hosts.hostfile import Chosen, Host
-from framework.launch.hosts.topology import Topology
+from framework.launch.hosts.topology import HostTopology
 from framework.launch.local import launch
 from framework.launch.options import LaunchOptions, parse_node
 from framework.launch.ssh import (
@@ -40,7 +40,7 @@ from tests.launch.rendezvous.members import ROOT, Members, ended, heed_signals
 
 pytestmark = pytest.mark.timing
 
-TOPOLOGY = Topology(2, 2, 0, "10.0.0.1", 29500)
+TOPOLOGY = HostTopology(2, 2, 0, "10.0.0.1", 29500)
 # As sshd does it: the words are joined with spaces and handed to the login shell.
 SSH = """#!/bin/sh
 [ "$1" = -G ] && exit 1

@@ -17,7 +17,7 @@ from framework.cli import main
 from framework.config.load import config_from_values, load_with_source
 from framework.errors import ConfigError
 from framework.launch.hosts.devices import LocalDevices
-from framework.launch.hosts.topology import Topology
+from framework.launch.hosts.topology import HostTopology
 from framework.launch.node import check_node
 from framework.launch.options import LaunchOptions
 from framework.load_run import load_run
@@ -213,7 +213,7 @@ def test_who_starts_others_leaves_the_choice_to_them(tmp_path: Path) -> None:
     """
     file = tmp_path / "run.yaml"
     file.write_text("zero: {stage: auto}\n")
-    topology = Topology(2, 2, 0, "127.0.0.1", 1, {"slots": "--num_gpus"})
+    topology = HostTopology(2, 2, 0, "127.0.0.1", 1, {"slots": "--num_gpus"})
     assert check_node(
         LaunchOptions(str(file)), [], topology, LocalDevices("unknown", 0)
     ).config.auto == {"zero.stage"}

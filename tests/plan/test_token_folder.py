@@ -15,7 +15,7 @@ from framework.data.prepare import prepare
 from framework.errors import ConfigError
 from framework.launch import local
 from framework.launch.hosts.devices import LocalDevices
-from framework.launch.hosts.topology import Topology
+from framework.launch.hosts.topology import HostTopology
 from framework.launch.node import check_node
 from framework.launch.options import LaunchOptions
 from framework.plan.cluster import Cluster
@@ -178,7 +178,7 @@ def test_launch_reads_what_the_folder_says_before_a_rank_starts(name: str) -> No
         if name == "local":
             local.check(LaunchOptions("gpt.yaml", settings, num_gpus=2), LocalDevices("cpu", 0))
         else:
-            topology = Topology(1, 2, 0, "127.0.0.1", 29500, {"slots": "--num_gpus"})
+            topology = HostTopology(1, 2, 0, "127.0.0.1", 29500, {"slots": "--num_gpus"})
             check_node(LaunchOptions("gpt.yaml"), settings, topology, LocalDevices("cpu", 0))
 
     check()

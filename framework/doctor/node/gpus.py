@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from framework.doctor.node.findings import GIB, MIB, Check, size_text, warning
-from framework.doctor.node.requirements import Need
+from framework.doctor.node.requirements import Requirements
 from framework.errors import ConfigError, Problem, counted
 from framework.launch.hosts.devices import find_devices, torch_text, unused_gpus
 
@@ -33,9 +33,9 @@ _OLDEST_DRIVER: Final[Mapping[str, int]] = {"11": 450, "12": 525, "13": 580}
 Row = Mapping[str, str]
 
 
-def check_devices(need: Need, environment: Mapping[str, str]) -> Check:
+def check_devices(requirements: Requirements, environment: Mapping[str, str]) -> Check:
     """Devices against ranks, and what `nvidia-smi` says of them where it is there."""
-    ranks = need.cluster.devices_per_host
+    ranks = requirements.cluster.devices_per_host
     try:
         found = find_devices(environment)
     except ConfigError as error:
@@ -43,8 +43,8 @@ def check_devices(need: Need, environment: Mapping[str, str]) -> Check:
     facts = {"device": found.kind, "slots": ranks}
     if found.kind == "cpu" or not found.count:
         unused = unused_gpus(found, environment)
-        if found.kind == "cpu" and need.cluster.device in ("cuda", "npu"):
-            unused = _too_few(0, ranks, need.cluster.device)
+        if found.kind == "cpu" and requirements.cluster.device in ("cuda", "npu"):
+            unused = _too_few(0, ranks, requirements.cluster.device)
         if found.kind == "cpu":
             on = "processors"
         else:

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from framework.doctor.node.findings import MIB, Check, Node, size_text, warning
 from framework.doctor.node.gpus import check_devices
-from framework.doctor.node.requirements import Need, check_inputs
+from framework.doctor.node.requirements import Requirements, check_inputs
 from framework.doctor.node.software import check_code, check_ops, check_versions, environment_facts
 from framework.doctor.node.storage import (
     check_home,
@@ -44,7 +44,11 @@ _FIRST_TIME: Final = 1_700_000_000
 
 
 def examine(
-    need: Need, environment: Mapping[str, str], *, name: str = "", counts_replaced: bool = False
+    requirements: Requirements,
+    environment: Mapping[str, str],
+    *,
+    name: str = "",
+    counts_replaced: bool = False,
 ) -> Node:
     """Look at this machine.
 
@@ -55,27 +59,27 @@ def examine(
             start.
     """
     started = time.perf_counter()
-    ranks = need.cluster.devices_per_host
+    ranks = requirements.cluster.devices_per_host
     of_ranks = {
         **environment,
-        **added_environment(environment, device=need.cluster.device, num_ranks=ranks),
+        **added_environment(environment, device=requirements.cluster.device, num_ranks=ranks),
     }
     looks: dict[str, tuple[Any, ...]] = {
-        "versions": (check_versions, need),
-        "code": (check_code, need),
-        "devices": (check_devices, need, environment),
-        "cores": (check_cores, need, environment),
-        "shared memory": (check_shared_memory, need),
+        "versions": (check_versions, requirements),
+        "code": (check_code, requirements),
+        "devices": (check_devices, requirements, environment),
+        "cores": (check_cores, requirements, environment),
+        "shared memory": (check_shared_memory, requirements),
         "locked memory": (check_locked_memory,),
-        "open files": (check_open_files, need),
-        "compiled ops": (check_ops, need, of_ranks),
-        "inputs": (check_inputs, need),
-        "run folder": (check_run_folder, need, counts_replaced),
-        "offload": (check_offload, need),
+        "open files": (check_open_files, requirements),
+        "compiled ops": (check_ops, requirements, of_ranks),
+        "inputs": (check_inputs, requirements),
+        "run folder": (check_run_folder, requirements, counts_replaced),
+        "offload": (check_offload, requirements),
         "temporary files": (check_temporary, environment),
-        "home and caches": (check_home, need, environment),
+        "home and caches": (check_home, requirements, environment),
         "user": (check_user, environment),
-        "host name": (check_name, need, environment),
+        "host name": (check_name, requirements, environment),
         "clock": (_check_clock, environment),
     }
     checks: list[Check] = []
@@ -94,7 +98,7 @@ def examine(
     return Node(name or socket.gethostname(), checks, time.perf_counter() - started)
 
 
-def check_shared_memory(need: Need, folder: Path = SHARED_MEMORY) -> Check:
+def check_shared_memory(requirements: Requirements, folder: Path = SHARED_MEMORY) -> Check:
     """/dev/shm against what ranks of one host and data workers pass through it."""
     try:
         found = os.statvfs(folder)
@@ -108,9 +112,9 @@ def check_shared_memory(need: Need, folder: Path = SHARED_MEMORY) -> Check:
     problems = []
     # What DeepSpeed's own op maps for ranks on processors is not touched by training.
     wanted_by = ""
-    if need.num_workers:
-        wanted_by = f"{need.num_workers} data workers of each rank pass batches through it"
-    elif need.cluster.device == "cuda" and need.cluster.devices_per_host > 1:
+    if requirements.num_workers:
+        wanted_by = f"{requirements.num_workers} data workers of each rank pass batches through it"
+    elif requirements.cluster.device == "cuda" and requirements.cluster.devices_per_host > 1:
         wanted_by = "NCCL passes data between GPUs of a host through it"
     if wanted_by and free < _COMFORTABLE_BYTES:
         if total == _CONTAINER_DEFAULT_BYTES:
@@ -159,12 +163,16 @@ def _can_lock(num_bytes: int) -> bool:
     return is_locked
 
 
-def check_open_files(need: Need) -> Check:
+def check_open_files(requirements: Requirements) -> Check:
     """Check ``ulimit -n`` by a rule of thumb: libraries and logs, sockets to every rank, a few for
     a worker's batch.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 512 + 32 * need.cluster.world_size + 32 * need.num_workers * need.prefetch_batches
+    wanted = (
+        512
+        + 32 * requirements.cluster.world_size
+        + 32 * requirements.num_workers * requirements.prefetch_batches
+    )
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return Check(
             "open files", f"up to {'unlimited' if soft == resource.RLIM_INFINITY else soft}"
@@ -174,7 +182,7 @@ def check_open_files(need: Need) -> Check:
         fix = f"ulimit -n {wanted}"
     else:
         fix = "raise LimitNOFILE, or limits.conf"
-    reason = f"{need.cluster.world_size} ranks may need about {wanted}"
+    reason = f"{requirements.cluster.world_size} ranks may need about {wanted}"
     kind = warning if soft >= 256 else Problem
     return Check(
         "open files",
@@ -183,9 +191,9 @@ def check_open_files(need: Need) -> Check:
     )
 
 
-def check_cores(need: Need, environment: Mapping[str, str]) -> Check:
+def check_cores(requirements: Requirements, environment: Mapping[str, str]) -> Check:
     """Threads of all ranks against the cores that this process may use."""
-    ranks = need.cluster.devices_per_host
+    ranks = requirements.cluster.devices_per_host
     cores = min(usable_cores(), _quota())
     text = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
     if text.isdecimal():
@@ -196,7 +204,7 @@ def check_cores(need: Need, environment: Mapping[str, str]) -> Check:
         f"{cores} for {counted(ranks, 'rank')}{f' x OMP_NUM_THREADS={threads}' if threads else ''}"
     )
     problems = []
-    if need.cluster.device == "cpu" and ranks * threads > cores and threads > 1:
+    if requirements.cluster.device == "cpu" and ranks * threads > cores and threads > 1:
         reason = (
             f"{ranks} ranks would run {ranks * threads} threads on {cores} cores, and wait "
             "for each other"
@@ -219,7 +227,7 @@ def _quota() -> int:
         return 1 << 20
 
 
-def check_name(need: Need, environment: Mapping[str, str]) -> Check:
+def check_name(requirements: Requirements, environment: Mapping[str, str]) -> Check:
     """Check whether this host's own name leads other hosts to it: gloo tells them the address that
     it stands for.
     """
@@ -236,13 +244,13 @@ def check_name(need: Need, environment: Mapping[str, str]) -> Check:
         ip_address(each.partition("%")[0]).is_loopback for each in addresses
     )
     known = [each for _, each in socket.if_nameindex()]
-    if need.cluster.num_hosts > 1 and chosen and chosen not in known:
+    if requirements.cluster.num_hosts > 1 and chosen and chosen not in known:
         reason = "gloo wants the name of one interface of this host, without ^ or commas"
         fix = f"one of {', '.join(known)}"
         problems.append(
             Problem("interface-unknown", reason, fix, key="GLOO_SOCKET_IFNAME", value=chosen)
         )
-    elif need.cluster.num_hosts > 1 and not chosen and not leads_away:
+    elif requirements.cluster.num_hosts > 1 and not chosen and not leads_away:
         if addresses:
             leads = f"leads to {', '.join(addresses)}"
         else:

@@ -25,7 +25,7 @@ from framework.plan.render import render
 
 
 @dataclass(frozen=True)
-class Need:
+class Requirements:
     """Requirements on a host.
 
     Attributes:
@@ -60,7 +60,7 @@ class Need:
         return self.run_folder and self.run_folder / CHECKPOINTS
 
 
-def need_of(plan: Plan) -> Need:
+def requirements_of(plan: Plan) -> Requirements:
     """Return the requirements of this plan on every host that it names."""
     config = plan.config
     cluster = plan.cluster
@@ -72,7 +72,7 @@ def need_of(plan: Plan) -> Need:
     kept = _kept(plan)
     checkpoint = config.checkpoint
     sections = [getattr(config, name) for name in type(config).model_fields]
-    return Need(
+    return Requirements(
         cluster=cluster,
         ops=needed_ops(rendered, device=cluster.device),
         num_workers=getattr(config.data, "num_workers", 0),
@@ -91,9 +91,9 @@ def need_of(plan: Plan) -> Need:
     )
 
 
-def need_without_config(cluster: Cluster) -> Need:
+def requirements_without_config(cluster: Cluster) -> Requirements:
     """Return the requirements of any run on a host."""
-    return Need(cluster=cluster, ops=needed_ops({}, device=cluster.device))
+    return Requirements(cluster=cluster, ops=needed_ops({}, device=cluster.device))
 
 
 def config_hash(config: RunConfig) -> str:
@@ -129,10 +129,10 @@ def _inputs(config: RunConfig) -> Iterator[tuple[str, Path]]:
         yield "checkpoint.resume", Path(config.checkpoint.resume).absolute()
 
 
-def check_inputs(need: Need) -> Check:
+def check_inputs(requirements: Requirements) -> Check:
     """Files and folders that the config names; what is in them is for training to judge."""
     problems = []
-    for key, path in need.inputs:
+    for key, path in requirements.inputs:
         if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
             if os.path.lexists(path):
                 reason = "it cannot be read"
@@ -140,5 +140,5 @@ def check_inputs(need: Need) -> Check:
                 reason = "it is not on this node"
             fix = "name a path that every node has, or bring it there"
             problems.append(Problem("input-not-found", reason, fix, key=key, value=str(path)))
-    stated = ", ".join(str(path) for _, path in need.inputs)
+    stated = ", ".join(str(path) for _, path in requirements.inputs)
     return Check("inputs", stated or "nothing is read from files that the config names", problems)

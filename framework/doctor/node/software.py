@@ -24,10 +24,11 @@ from typing import Any, Final
 
 import framework
 from framework.doctor.node.findings import Check, warning
-from framework.doctor.node.requirements import Need
+from framework.doctor.node.requirements import Requirements
 from framework.doctor.node.storage import file_system, is_remote
 from framework.errors import Problem
-from framework.launch.environment import ROOT, missing, requirements
+from framework.launch.environment import ROOT, missing
+from framework.launch.environment import requirements as pip_requirements
 from framework.launch.hosts.devices import package_folder, torch_text
 from framework.plan.compiled_ops import (
     Op,
@@ -50,7 +51,7 @@ _LIBAIO: Final = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }
 _OLD_LOCK_SECONDS: Final = 60
 
 
-def check_versions(need: Need) -> Check:
+def check_versions(requirements: Requirements) -> Check:
     """Python and the packages that training needs."""
     wanted = _wanted()
     absent, too_old = missing(wanted)
@@ -69,7 +70,7 @@ def check_versions(need: Need) -> Check:
         problems.append((Problem if is_needed else warning)("package-too-old", sentence, _INSTALL))
     cuda = torch_text("cuda")
     if (
-        need.cluster.device == "cuda"
+        requirements.cluster.device == "cuda"
         and torch_text("__version__")
         and not (cuda or torch_text("hip"))
     ):
@@ -95,20 +96,22 @@ def check_versions(need: Need) -> Check:
     return Check("versions", stated, problems, {"versions": facts})
 
 
-def check_code(need: Need) -> Check:
+def check_code(requirements: Requirements) -> Check:
     """Hashes of the framework's code, of the run config and of the modules that it names."""
     hashes = {"framework": hash_of_framework()}
     hashes |= {
         module: hash_of_files(place)
-        for module in need.targets
+        for module in requirements.targets
         if (place := _place_of(module)) is not None
     }
     stated = ", ".join(f"{name} {value}" for name, value in hashes.items())
-    if need.config_hash:
-        config = f"config {need.config_hash}, "
+    if requirements.config_hash:
+        config = f"config {requirements.config_hash}, "
     else:
         config = ""
-    return Check("code", f"{config}{stated}", (), {"code": hashes, "config": need.config_hash})
+    return Check(
+        "code", f"{config}{stated}", (), {"code": hashes, "config": requirements.config_hash}
+    )
 
 
 def hash_of_framework() -> str:
@@ -159,7 +162,7 @@ def environment_facts(environment: Mapping[str, str]) -> dict[str, str]:
 def _wanted() -> list[str]:
     """Requirements of the train extra: of the checkout, or as the installed copy states them."""
     if (ROOT / "pyproject.toml").is_file():
-        return requirements(["train"])
+        return pip_requirements(["train"])
     stated = (line.partition(";") for line in metadata.requires("dsf-trainer") or ())
     extra = re.compile(r"extra == ['\"]train['\"]")
     return [
@@ -183,46 +186,47 @@ def _place_of(module: str) -> Path | None:
     return None
 
 
-def check_ops(need: Need, environment: Mapping[str, str]) -> Check:
+def check_ops(requirements: Requirements, environment: Mapping[str, str]) -> Check:
     """The ops of this run. `environment` is that of the ranks: PATH finds the compiler there."""
     environment = {**environment, "PATH": path_of_compilers(environment)}
     problems = []
-    if need.compiles:
+    if requirements.compiles:
         of_compiler = (
-            missing_compiler(need.cluster.device, environment),
+            missing_compiler(requirements.cluster.device, environment),
             lost_gradients(version_of("torch") or ""),
         )
         problems += [problem for problem in of_compiler if problem]
-    if not need.ops:
+    if not requirements.ops:
         return Check("compiled ops", "none is loaded", problems)
-    folder, ready = _cached(need, environment)
-    problems += list(_problems(need, environment, folder=folder, ready=ready))
+    folder, ready = _cached(requirements, environment)
+    problems += list(_problems(requirements, environment, folder=folder, ready=ready))
     states = [
-        f"{op.name} ({'compiled' if op.name in ready else 'to be compiled'})" for op in need.ops
+        f"{op.name} ({'compiled' if op.name in ready else 'to be compiled'})"
+        for op in requirements.ops
     ]
     return Check("compiled ops", f"{', '.join(states)} in {folder}", problems)
 
 
-def ops_to_compile(need: Need, environment: Mapping[str, str]) -> list[str]:
+def ops_to_compile(requirements: Requirements, environment: Mapping[str, str]) -> list[str]:
     """Return the names of the ops that the first rank will compile."""
-    _, ready = _cached(need, environment)
-    return [op.name for op in need.ops if op.name not in ready]
+    _, ready = _cached(requirements, environment)
+    return [op.name for op in requirements.ops if op.name not in ready]
 
 
-def _cached(need: Need, environment: Mapping[str, str]) -> tuple[Path, set[str]]:
+def _cached(requirements: Requirements, environment: Mapping[str, str]) -> tuple[Path, set[str]]:
     """The folder of compiled ops, and those that are in it or came with DeepSpeed."""
     folder = extensions_folder(environment, torch_version=torch_text("__version__") or "")
     return folder, {
         op.name
-        for op in need.ops
+        for op in requirements.ops
         if _is_built_in(op) or (folder / op.name / f"{op.name}.so").is_file()
     }
 
 
 def _problems(
-    need: Need, environment: Mapping[str, str], *, folder: Path, ready: set[str]
+    requirements: Requirements, environment: Mapping[str, str], *, folder: Path, ready: set[str]
 ) -> Iterator[Problem]:
-    loaded = [op for op in need.ops if not _is_built_in(op)]
+    loaded = [op for op in requirements.ops if not _is_built_in(op)]
     missing = [op for op in loaded if op.name not in ready]
     path = environment.get("PATH")
     if loaded and shutil.which("ninja", path=path) is None:

@@ -17,7 +17,7 @@ from framework.config.run_config import RunConfig
 from framework.doctor.node.findings import Check, warning
 from framework.doctor.node.links import absent, existing, mark, mark_path
 from framework.doctor.node.machine import examine
-from framework.doctor.node.requirements import need_of
+from framework.doctor.node.requirements import requirements_of
 from framework.errors import Problem, Severity
 from framework.launch.hosts.hostfile import most_common, node_names
 from framework.plan.cluster import Cluster
@@ -79,8 +79,8 @@ def look_before_start(
         environment: that of the ranks.
         warn: told of whatever does not stand in the way.
     """
-    need = need_of(make_plan(config, cluster))
-    node = examine(need, environment)
+    requirements = requirements_of(make_plan(config, cluster))
+    node = examine(requirements, environment)
     found = [
         replace(problem, severity="warning") if problem.kind in _LEFT_TO_TRAINING else problem
         for problem in node.problems
@@ -96,10 +96,10 @@ def look_before_start(
         for each in found
         if each.severity == "error"
     ][:_MOST_ERRORS]
-    folder = existing(need.checkpoints or Path.cwd())
+    folder = existing(requirements.checkpoints or Path.cwd())
     token = secrets.token_hex(8)
     with ExitStack() as stack:
-        if need.saves:
+        if requirements.saves:
             with suppress(OSError):  # that it cannot be written to has been told above
                 stack.enter_context(mark(folder, token, rank))
                 reported["mark"] = str(mark_path(folder, token, rank))

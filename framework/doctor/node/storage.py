@@ -14,7 +14,7 @@ from typing import Final
 
 from framework.checkpoint.names import named_folders, replaced_folders, size_of
 from framework.doctor.node.findings import GIB, MIB, Check, size_text, warning
-from framework.doctor.node.requirements import Need
+from framework.doctor.node.requirements import Requirements
 from framework.errors import Problem, Severity
 
 _PROBE_BYTES: Final = 1 * MIB
@@ -23,40 +23,40 @@ _REMOTE: Final = re.compile(
 )
 
 
-def check_run_folder(need: Need, counts_replaced: bool = False) -> Check:
+def check_run_folder(requirements: Requirements, counts_replaced: bool = False) -> Check:
     """Check whether checkpoints can be written, and fit, by the size of the largest so far;
     `counts_replaced`: and look at every file that a resume has set aside.
     """
-    if need.checkpoints is None:
+    if requirements.checkpoints is None:
         return Check("run folder", "no run config given")
     place, problems = _probed(
-        need.checkpoints, "run-folder", "set run.output_dir to another folder"
+        requirements.checkpoints, "run-folder", "set run.output_dir to another folder"
     )
-    facts = {"run_folder": str(need.run_folder), "run_folder_type": file_system(place)}
+    facts = {"run_folder": str(requirements.run_folder), "run_folder_type": file_system(place)}
     if problems:
-        return Check("run folder", str(need.run_folder), problems, facts)
+        return Check("run folder", str(requirements.run_folder), problems, facts)
     free = _free(place)
     sizes = []
     with contextlib.suppress(OSError):
-        sizes = [size_of(each) for _, each in named_folders(need.checkpoints)]
-    stated = f"{need.run_folder}: {size_text(free)} free"
+        sizes = [size_of(each) for _, each in named_folders(requirements.checkpoints)]
+    stated = f"{requirements.run_folder}: {size_text(free)} free"
     if sizes:
         stated += f", a checkpoint takes {size_text(max(sizes))}"
-    replaced = replaced_folders(need.checkpoints) if counts_replaced else []
+    replaced = replaced_folders(requirements.checkpoints) if counts_replaced else []
     if replaced:
         taken = size_text(sum(map(size_of, replaced)))
         stated += f", {taken} in {len(replaced)} that a resume has set aside (*.replaced)"
-    return Check("run folder", stated, list(_about_room(need, free, sizes)), facts)
+    return Check("run folder", stated, list(_about_room(requirements, free, sizes)), facts)
 
 
-def _about_room(need: Need, free: int, sizes: Sequence[int]) -> Iterator[Problem]:
+def _about_room(requirements: Requirements, free: int, sizes: Sequence[int]) -> Iterator[Problem]:
     """A save is written whole before the oldest one goes."""
     largest = max(sizes, default=0)
-    wanted = largest * max(1, need.num_kept + 1 - len(sizes))
+    wanted = largest * max(1, requirements.num_kept + 1 - len(sizes))
     severity: Severity = "error" if free < largest else "warning"
     if largest and free < wanted:
         takes = f"a checkpoint of this run takes {size_text(largest)}"
-        reason = f"{takes} and {wanted // largest} more must fit ({need.kept_by})"
+        reason = f"{takes} and {wanted // largest} more must fit ({requirements.kept_by})"
     elif not largest and free < GIB:
         reason = (
             "that is little for checkpoints: weights and optimizer state take 12 to 16 bytes "
@@ -64,7 +64,7 @@ def _about_room(need: Need, free: int, sizes: Sequence[int]) -> Iterator[Problem
         )
     else:
         return
-    key = str(need.run_folder)
+    key = str(requirements.run_folder)
     value = f"{size_text(free)} free"
     fix = "make room, or set run.output_dir to a larger disk"
     yield Problem("disk-full", reason, fix, key=key, value=value, severity=severity)
@@ -84,7 +84,7 @@ def check_temporary(environment: Mapping[str, str]) -> Check:
     return Check("temporary files", f"{folder}: {size_text(free)} free", problems)
 
 
-def check_home(need: Need, environment: Mapping[str, str]) -> Check:
+def check_home(requirements: Requirements, environment: Mapping[str, str]) -> Check:
     """HOME and the caches in it that torch and Triton write to."""
     home = environment.get("HOME", "")
     if not home:
@@ -93,7 +93,7 @@ def check_home(need: Need, environment: Mapping[str, str]) -> Check:
         return Check("home and caches", "HOME is not set", [unset])
     problems: list[Problem] = []
     folders = {"HOME": home, "XDG_CACHE_HOME": environment.get("XDG_CACHE_HOME")}
-    if need.cluster.device == "cuda":  # nothing compiles for Triton on processors
+    if requirements.cluster.device == "cuda":  # nothing compiles for Triton on processors
         folders["TRITON_CACHE_DIR"] = environment.get("TRITON_CACHE_DIR") or f"{home}/.triton"
     for name, folder in folders.items():
         if not folder:
@@ -108,13 +108,13 @@ def check_home(need: Need, environment: Mapping[str, str]) -> Check:
     return Check("home and caches", home, problems)
 
 
-def check_offload(need: Need) -> Check:
+def check_offload(requirements: Requirements) -> Check:
     """Folders that state is offloaded to."""
-    if not need.nvme_folders:
+    if not requirements.nvme_folders:
         return Check("offload", "nothing is offloaded to disk")
     problems: list[Problem] = []
     stated = []
-    for folder in need.nvme_folders:
+    for folder in requirements.nvme_folders:
         place, found = _probed(folder, "nvme-path", "set nvme_path to a folder on a local drive")
         stated.append(f"{folder}: {size_text(_free(place))} free")
         problems += found

@@ -35,7 +35,7 @@ _MEANING: Final = {
 
 
 @dataclass(frozen=True)
-class Topology:
+class HostTopology:
     """A place for every rank: `nnodes` members with `slots` ranks each; ranks node_rank * slots
     onwards run here.
 
@@ -75,7 +75,7 @@ def resolve_topology(
     hosts: Sequence[Host] = (),
     default_slots: Setting | None = None,
     spelled: Mapping[str, str] | None = None,
-) -> Topology:
+) -> HostTopology:
     """This node's place.
 
     Args:
@@ -141,7 +141,7 @@ def described(environment: Mapping[str, str]) -> list[Setting]:
     ]
 
 
-def _complete(chosen: dict[str, Setting]) -> Topology:
+def _complete(chosen: dict[str, Setting]) -> HostTopology:
     """Fill in what may be left out: all of it for a single node, nothing but the port for
     several.
     """
@@ -169,7 +169,7 @@ def _complete(chosen: dict[str, Setting]) -> Topology:
             _problem("node-rank", rank, reason, "number the nodes from 0", value=int(rank.value))
         )
     sources = {name: item.source for name, item in chosen.items()}
-    return Topology(**numbers, master_addr=chosen["master_addr"].value, sources=sources)
+    return HostTopology(**numbers, master_addr=chosen["master_addr"].value, sources=sources)
 
 
 def _wrong(item: Setting) -> Problem | None:

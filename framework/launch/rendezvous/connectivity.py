@@ -181,7 +181,7 @@ def call_others(targets: Sequence[Target], token: str) -> dict[int, Reached]:
         time.sleep(_AGAIN_SECONDS)
 
 
-class Place(NamedTuple):
+class Endpoint(NamedTuple):
     """A node, ``RANK (HOST)``, and where it answers: at a free port of the address from which it
     reaches node 0, which gloo tells the other ranks as well.
     """
@@ -194,7 +194,7 @@ class Place(NamedTuple):
 class Round:
     """All nodes call each other, once; node 0 counts."""
 
-    def __init__(self, places: Mapping[int, Place], *, master: Target) -> None:
+    def __init__(self, places: Mapping[int, Endpoint], *, master: Target) -> None:
         """Begin with the calls of node 0; `master`: where the ranks will meet, by the name that
         they are given.
         """

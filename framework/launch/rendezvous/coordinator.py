@@ -35,16 +35,16 @@ from framework.launch.rendezvous.channel import (
     proof,
 )
 from framework.launch.rendezvous.connections import Client, Clients, TurnedAway
-from framework.launch.rendezvous.connectivity import Place, Round, peer_name
+from framework.launch.rendezvous.connectivity import Endpoint, Round, peer_name
 from framework.launch.rendezvous.handshake import disagreements, is_hello, name_of
 from framework.launch.rendezvous.peers import LeadPeers
 from framework.launch.rendezvous.session import (
     HANDSHAKE_SECONDS,
     LOOK_SECONDS,
     SILENCE_SECONDS,
+    RestartDecision,
     Session,
     Start,
-    Verdict,
 )
 from framework.launch.returning_hosts import ENOUGH_SECONDS
 from framework.launch.supervision import JobEnd
@@ -172,7 +172,7 @@ class Coordinator:
             raise
         return self._go(chosen)
 
-    async def verdict(self, end: JobEnd) -> Verdict:
+    async def decide_restart(self, end: JobEnd) -> RestartDecision:
         """Decide about another start, and say so to all."""
         session = self._session
         peers = self._peers
@@ -182,14 +182,14 @@ class Coordinator:
         if again is None:
             if session.restarts is not None:
                 await self._send_last("done", code=session.restarts.code)
-            return session.verdict(None)
+            return session.decision(None)
         self._send_to_all("again", why=again.why)
         try:
             await session.pause(again.seconds, peers)
         except RunStopped as stopped:
             await self._send_last("stop", why=str(stopped)[:_LONGEST_REPORT])
             raise
-        return session.verdict(again)
+        return session.decision(again)
 
     def _go(self, chosen: Sequence[Client]) -> Start:
         session = self._session
@@ -333,9 +333,9 @@ class Coordinator:
             raise ConfigError.of(
                 "port-not-usable", reason, fix, "--master_port", master, f"node {here}"
             ) from None
-        places = {0: Place(here, chosen[0].channel.local_address, port)}
+        places = {0: Endpoint(here, chosen[0].channel.local_address, port)}
         places |= {
-            client.node: Place(name_of(client.hello), *client.hello["echo"]) for client in chosen
+            client.node: Endpoint(name_of(client.hello), *client.hello["echo"]) for client in chosen
         }
         found = Round(places, master=(self._session.topology.master_addr, master))
         for client in chosen:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from framework.launch.rendezvous.coordinator import Coordinator, free_again
 from framework.launch.rendezvous.member import Member, find_listener
 from framework.launch.rendezvous.peers import Peers
-from framework.launch.rendezvous.session import Session, Start, Verdict
+from framework.launch.rendezvous.session import RestartDecision, Session, Start
 from framework.launch.supervision import JobEnd
 
 
@@ -34,12 +34,12 @@ class Alone:
         await self._session.begin_start()
         return Start(self._peers, topology, self._session.resumes)
 
-    async def verdict(self, end: JobEnd) -> Verdict:
+    async def decide_restart(self, end: JobEnd) -> RestartDecision:
         """Decide about another start."""
         again = await self._session.decide(end, self._peers)
         if again is not None:
             await self._session.pause(again.seconds, self._peers)
-        return self._session.verdict(again)
+        return self._session.decision(again)
 
     async def close(self) -> None:
         """Nothing is open."""

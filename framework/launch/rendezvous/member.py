@@ -58,9 +58,9 @@ from framework.launch.rendezvous.session import (
     RUNNING_BEAT_SECONDS,
     SILENCE_SECONDS,
     JobOver,
+    RestartDecision,
     Session,
     Start,
-    Verdict,
 )
 from framework.launch.supervision import JobEnd, is_final, is_state
 
@@ -149,14 +149,14 @@ class Member:
         await asyncio.sleep(_DIAL_AGAIN_SECONDS)
         return None
 
-    async def verdict(self, end: JobEnd) -> Verdict:
+    async def decide_restart(self, end: JobEnd) -> RestartDecision:
         """Wait for what node 0 decides about another start; one that is gone may come back, and is
         called again. Who was asked to stop here ends as its ranks have ended.
         """
         session = self._session
         peers = self._peers
         if session.restarts is None:
-            return Verdict(is_again=False)
+            return RestartDecision(is_again=False)
         assert peers is not None
         session.begin_wait()
         self._waits = "deciding about another start"
@@ -165,18 +165,18 @@ class Member:
                 message = await self._watched(self._take(), takes_requests=False)
                 if not isinstance(message, Start) and message["type"] in _DECISIONS:
                     self._waits = reason_of(message.get("why"))
-                    return Verdict(
+                    return RestartDecision(
                         message["type"] == "again",
                         _code(message) if message["type"] == "done" else EXIT_OK,
                     )
         except ConnectionLost as lost:
             self.hang_up()
             if is_final(end.code) or peers.any_stop or session.requests.asked:
-                return Verdict(is_again=False)
+                return RestartDecision(is_again=False)
             print_line(f"node 0 is lost ({lost}); calling it again [rejoining]")
             await asyncio.to_thread(session.restarts.count_lost)
             session.state = session.restarts.state
-            return Verdict(is_again=True)
+            return RestartDecision(is_again=True)
 
     async def close(self) -> None:
         """Leave."""

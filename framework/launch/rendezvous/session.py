@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 from framework.doctor.node.links import Echo
 from framework.errors import EXIT_OK, PeerLostError, Problem, RunStopped
-from framework.launch.hosts.topology import Topology
+from framework.launch.hosts.topology import HostTopology
 from framework.launch.job import print_line
 from framework.launch.rendezvous.peers import Peers
 from framework.launch.stop_requests import StopRequests
@@ -39,12 +39,12 @@ class Start:
     """
 
     peers: Peers
-    topology: Topology
+    topology: HostTopology
     resumes: bool = False
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RestartDecision:
     """Decision after a start: another one, or an end; `code`: of every node, where it is not that
     of its own end.
     """
@@ -78,7 +78,7 @@ class Session:
         local_address: on which this node and the others reach each other, once they have met.
     """
 
-    topology: Topology
+    topology: HostTopology
     hello: Mapping[str, Any]
     requests: StopRequests
     port: int = 0
@@ -197,9 +197,11 @@ class Session:
         is_asked = bool(peers.any_stop or self.requests.asked)
         return await asyncio.to_thread(self.restarts.after, end, is_asked=is_asked)
 
-    def verdict(self, again: Again | None) -> Verdict:
+    def decision(self, again: Again | None) -> RestartDecision:
         """Put a decision into the words of all nodes."""
-        return Verdict(again is not None, EXIT_OK if self.restarts is None else self.restarts.code)
+        return RestartDecision(
+            again is not None, EXIT_OK if self.restarts is None else self.restarts.code
+        )
 
     def answer_at(self, address: str, port: int = 0) -> int:
         """Answer at a port, or at any that is free, until `close`, so that others can try this

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from framework.errors import TrainingError
-from framework.system.child import Channel, Child
+from framework.system.child import Child, MessageSocket
 from framework.system.files import open_own, replace_text
 from framework.train.monitors.base import HURRIED_SECONDS, Aside, Monitor, Point, flat, reason_of
 
@@ -314,7 +314,7 @@ class ServiceProcess(Child):
             raise TrainingError(failure)
 
 
-def serve(channel: Channel) -> None:
+def serve(channel: MessageSocket) -> None:
     """Make the service that is asked for, tell it every point, close it, and answer why it failed,
     if it did.
     """

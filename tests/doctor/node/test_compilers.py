@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from framework.config.training import Compile
-from framework.doctor.node.requirements import Need
+from framework.doctor.node.requirements import Requirements
 from framework.doctor.node.software import check_ops
 from framework.launch.hosts.devices import package_folder, torch_text
 from framework.plan.cluster import Cluster, Device
@@ -25,7 +25,7 @@ CPU_ADAM = Op("cpu_adam", "optimizer.implementation is deepspeed")
 
 
 def kinds(op: Op, environment: dict[str, str], *, device: str = "cpu") -> list[tuple[str, str]]:
-    need = Need(Cluster(device=device), (op,))  # type: ignore[arg-type]
+    need = Requirements(Cluster(device=device), (op,))  # type: ignore[arg-type]
     return [
         (each.kind, each.key.rpartition("/")[2]) for each in check_ops(need, environment).problems
     ]
@@ -59,7 +59,7 @@ def test_no_compiler_for_graphs(tmp_path: Path, cache: dict[str, str]) -> None:
     """
 
     def found(device: Device, name: str, **environment: str) -> list[str]:
-        need = Need(Cluster(device=device), compiles=True)
+        need = Requirements(Cluster(device=device), compiles=True)
         path = {"PATH": programs(tmp_path / f"{device}{len(environment)}", name)}
         return [each.kind for each in check_ops(need, cache | path | environment).problems]
 
@@ -77,7 +77,7 @@ def test_a_torch_that_loses_gradients(
 ) -> None:
     monkeypatch.setattr("framework.doctor.node.software.torch_text", lambda _: version)
     monkeypatch.setattr(torch, "__version__", version)
-    in_doctor = check_ops(Need(Cluster(), compiles=True), os.environ).problems
+    in_doctor = check_ops(Requirements(Cluster(), compiles=True), os.environ).problems
     in_a_rank = _compile_problems(Compile(), "cpu")
     assert [each.kind for each in in_doctor] == [each.kind for each in in_a_rank] == kinds
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from framework.doctor.node.gpus import check_devices
-from framework.doctor.node.requirements import Need
+from framework.doctor.node.requirements import Requirements
 from framework.launch.hosts import devices
 from framework.plan.cluster import Cluster
 from tests.doctor.node.broken import programs
@@ -32,7 +32,7 @@ def look(
     path = programs(folder, "cat", nvidia_smi=SMI)
     (folder / "nvidia-smi.gpus").write_text("\n".join(gpus) + "\n")
     (folder / "nvidia-smi.apps").write_text(apps)
-    need = Need(Cluster(devices_per_host=ranks, device="cuda"))
+    need = Requirements(Cluster(devices_per_host=ranks, device="cuda"))
     before = os.environ["PATH"]
     os.environ["PATH"] = path
     try:
@@ -59,7 +59,7 @@ def test_more_ranks_than_devices(tmp_path: Path) -> None:
 
 
 def test_no_device_where_gpus_are_planned() -> None:
-    need = Need(Cluster(device="cuda"))
+    need = Requirements(Cluster(device="cuda"))
     assert [each.kind for each in check_devices(need, {"DS_ACCELERATOR": "cpu"}).problems] == [
         "too-few-devices"
     ]
@@ -70,7 +70,7 @@ def test_devices_that_nobody_counts_are_not_missing(monkeypatch: pytest.MonkeyPa
         "framework.doctor.node.gpus.find_devices",
         lambda environment: devices.LocalDevices("cuda", 0),
     )
-    found = check_devices(Need(Cluster(device="cuda")), {})
+    found = check_devices(Requirements(Cluster(device="cuda")), {})
     assert (found.stated, found.problems) == ("1 rank on cuda devices, which nobody counts", ())
 
 
@@ -78,9 +78,11 @@ def test_gpus_that_torch_cannot_use_are_told(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(devices, "count_gpus", lambda: 0)
     monkeypatch.setattr(devices, "count_amd_gpus", lambda environment: 8)
     monkeypatch.setattr(devices, "torch_text", lambda name: None)
-    (problem,) = check_devices(Need(Cluster(device="cpu")), {}).problems
+    (problem,) = check_devices(Requirements(Cluster(device="cpu")), {}).problems
     assert (problem.kind, problem.severity) == ("gpus-unused", "warning")
-    assert not check_devices(Need(Cluster(device="cpu")), {"DS_ACCELERATOR": "cpu"}).problems
+    assert not check_devices(
+        Requirements(Cluster(device="cpu")), {"DS_ACCELERATOR": "cpu"}
+    ).problems
 
 
 def test_somebody_else_computes_there(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from framework.doctor.node.machine import check_cores, check_name, check_shared_memory, check_user
-from framework.doctor.node.requirements import Need
+from framework.doctor.node.requirements import Requirements
 from framework.plan.cluster import Cluster
 from framework.plan.compiled_ops import Op
 from tests.doctor.node.broken import QUICKSTART, doctor, findings, why_no_mounts
@@ -20,7 +20,7 @@ from tests.launched import ROOT, job_environment
 
 needs_mounts = pytest.mark.skipif(bool(why_no_mounts()), reason=why_no_mounts() or "it can")
 CLUSTER = Cluster(num_hosts=2, devices_per_host=2, device="cpu")
-NEED = Need(CLUSTER, (Op("deepspeed_shm_comm", "processors"),))
+NEED = Requirements(CLUSTER, (Op("deepspeed_shm_comm", "processors"),))
 
 
 @needs_mounts
@@ -124,7 +124,7 @@ def test_gloo_wants_one_interface_of_this_host() -> None:
 
 
 def test_one_host_may_be_called_anything() -> None:
-    assert not check_name(Need(Cluster(devices_per_host=2)), {}).problems
+    assert not check_name(Requirements(Cluster(devices_per_host=2)), {}).problems
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")

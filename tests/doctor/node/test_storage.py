@@ -14,7 +14,7 @@ from framework.config.load import config_from_values
 from framework.doctor.node import storage
 from framework.doctor.node.findings import Node
 from framework.doctor.node.machine import examine
-from framework.doctor.node.requirements import Need, need_of
+from framework.doctor.node.requirements import Requirements, requirements_of
 from framework.doctor.node.storage import (
     check_home,
     check_offload,
@@ -29,8 +29,8 @@ from tests.doctor.node.broken import QUICKSTART, findings, why_no_mounts
 needs_mounts = pytest.mark.skipif(bool(why_no_mounts()), reason=why_no_mounts() or "it can")
 
 
-def need(folder: Path, **more: object) -> Need:
-    return Need(Cluster(device="cpu"), run_folder=folder, num_kept=3, **more)  # type: ignore[arg-type]
+def need(folder: Path, **more: object) -> Requirements:
+    return Requirements(Cluster(device="cpu"), run_folder=folder, num_kept=3, **more)  # type: ignore[arg-type]
 
 
 @needs_mounts
@@ -106,7 +106,7 @@ def test_everything_that_is_kept_must_fit(
             "checkpoint": checkpoint,
         }
     )
-    found = need_of(make_plan(config, Cluster(device="cpu")))
+    found = requirements_of(make_plan(config, Cluster(device="cpu")))
     assert (found.num_kept, found.kept_by) == (num_kept, kept_by)
     saved = tmp_path / "x" / "checkpoints" / "global_step10"
     saved.mkdir(parents=True)

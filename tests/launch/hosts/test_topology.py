@@ -8,7 +8,7 @@ import pytest
 
 from framework.errors import ConfigError, UsageError
 from framework.launch.hosts.hostfile import Host
-from framework.launch.hosts.topology import Setting, Topology, described, resolve_topology
+from framework.launch.hosts.topology import HostTopology, Setting, described, resolve_topology
 from framework.system.launcher_rank import first_of_nodelist
 
 OWN = {
@@ -44,7 +44,9 @@ VOLCANO = {"VC_WORKER_HOSTS": "a-0.a,a-1.a", "VC_WORKER_NUM": "2", "VC_TASK_INDE
 POD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a-0.a", "MASTER_PORT": "29501"}
 
 
-def resolve(environment: dict[str, str], *, hosts: tuple[Host, ...] = (), **flags: Any) -> Topology:
+def resolve(
+    environment: dict[str, str], *, hosts: tuple[Host, ...] = (), **flags: Any
+) -> HostTopology:
     return resolve_topology(
         flags,
         environment,

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from framework.doctor.node.start import _REPORTED
 from framework.errors import FrameworkError
-from framework.launch.hosts.topology import Topology
+from framework.launch.hosts.topology import HostTopology
 from framework.launch.rendezvous.channel import PROTOCOL, Channel, Message, proof
 from framework.launch.rendezvous.coordinator import Coordinator
 from framework.launch.rendezvous.join import join
@@ -63,7 +63,7 @@ def session(
     """One node's part in a job, with nobody else who asks it to stop."""
     spares, restarts = terms.pop("spares", 0), terms.pop("restarts", None)
     given = terms.pop("stated", None) or hello(node_rank, nnodes=nnodes, spares=spares)
-    topology = Topology(nnodes, 8, node_rank, address, port or 29500)
+    topology = HostTopology(nnodes, 8, node_rank, address, port or 29500)
     made = Session(topology, given, StopRequests(), (port or 29500) + 1, **terms)
     made.spares, made.restarts = spares, restarts
     return made

@@ -8,7 +8,7 @@ import sys
 
 from framework.errors import FrameworkError
 from framework.launch.hosts.devices import LocalDevices
-from framework.launch.hosts.topology import Topology
+from framework.launch.hosts.topology import HostTopology
 from framework.launch.node import run_node
 from framework.launch.rendezvous import coordinator, member
 from framework.launch.stop_requests import StopRequests
@@ -32,7 +32,7 @@ def main() -> int:
     try:
         with requests.handling_signals():
             return run_node(
-                Topology(**given["topology"]),
+                HostTopology(**given["topology"]),
                 [given["script"], *given["arguments"]],
                 devices=LocalDevices("cpu", 0),
                 environment=os.environ,

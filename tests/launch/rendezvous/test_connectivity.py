@@ -15,7 +15,7 @@ import pytest
 from framework.doctor.node.links import Echo, Reached
 from framework.launch.rendezvous.channel import NoAgent
 from framework.launch.rendezvous.connectivity import (
-    Place,
+    Endpoint,
     Round,
     call_others,
     in_background,
@@ -41,7 +41,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def round_of(count: int, *, master: tuple[str, int] = (UNKNOWN, 1)) -> Round:
     places = {
-        node: Place(f"{node} (h{node})", f"10.0.{node // 250}.{node % 250}", 5000 + node)
+        node: Endpoint(f"{node} (h{node})", f"10.0.{node // 250}.{node % 250}", 5000 + node)
         for node in range(count)
     }
     return Round(places, master=master)

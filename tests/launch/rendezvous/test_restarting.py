@@ -76,7 +76,7 @@ def test_a_spare_takes_the_place_of_a_node_that_is_lost(tmp_path: Path) -> None:
             start = await beginning
             save(tmp_path, 10)
             await leave(first, start)
-            assert (await lead.verdict(LOST)).is_again
+            assert (await lead.decide_restart(LOST)).is_again
             assert "start 2 of at most 6, from step 10" in (await read(spare, "again"))["why"]
             start = await lead.begin()
             go = await read(spare, "go")
@@ -104,7 +104,7 @@ def test_fewer_nodes_train_where_others_do_not_come_back(
             first, second = await enter(port, 1, nnodes=3), await enter(port, 2, nnodes=3)
             await leave(first, await beginning)
             second.send("ended", code=76)
-            assert (await lead.verdict(LOST)).is_again
+            assert (await lead.decide_restart(LOST)).is_again
             again = asyncio.ensure_future(lead.begin())
             await asyncio.wait({again}, timeout=1.5)
             assert again.done() == fits
@@ -129,7 +129,7 @@ def test_a_node_that_comes_back_otherwise_is_refused_alone(tmp_path: Path) -> No
         ):
             first = await enter(port, 1)
             await leave(first, await beginning)
-            assert (await lead.verdict(LOST)).is_again
+            assert (await lead.decide_restart(LOST)).is_again
             again = asyncio.ensure_future(lead.begin())
             other = Member(
                 session(
@@ -169,7 +169,7 @@ def test_a_spare_that_was_not_needed_ends_as_the_job(
             (await beginning).peers.send("ended", code=0)
             await asyncio.wait({waiting}, timeout=5.0)
             assert not waiting.done()
-            ending = asyncio.ensure_future(lead.verdict(JobEnd(0)))
+            ending = asyncio.ensure_future(lead.decide_restart(JobEnd(0)))
             await read(first, "done")
             first.close()
             with pytest.raises(JobOver, match="ended with 0"):
@@ -198,7 +198,7 @@ def test_a_new_node_0_goes_on_with_what_the_others_know(tmp_path: Path) -> None:
             go = await read(channel, "go")
             assert (go["resumes"], go["state"]) == (True, state)
             await beginning
-            assert (await lead.verdict(LOST)).is_again
+            assert (await lead.decide_restart(LOST)).is_again
             assert (
                 "start 6 of at most 10, from its checkpoint"
                 in (await read(channel, "again"))["why"]
@@ -207,9 +207,9 @@ def test_a_new_node_0_goes_on_with_what_the_others_know(tmp_path: Path) -> None:
             channel.send("ended", code=76)
             assert (await read(channel, "go"))["state"]["number"] == 5
             await again
-            verdict = await lead.verdict(LOST)
+            decision = await lead.decide_restart(LOST)
             # three starts without a checkpoint
-            assert (verdict.is_again, verdict.code) == (False, 77)
+            assert (decision.is_again, decision.code) == (False, 77)
             assert (await read(channel, "done"))["code"] == 77
             channel.close()
 
@@ -233,7 +233,7 @@ def test_a_node_that_comes_back_before_it_is_missed_waits_for_its_place(tmp_path
             await asyncio.wait({coming}, timeout=1.5)
             assert not coming.done()
             await leave(silent, start)
-            assert (await lead.verdict(LOST)).is_again
+            assert (await lead.decide_restart(LOST)).is_again
             again = asyncio.ensure_future(lead.begin())
             assert (await coming).peers.epoch == 2
             await again
@@ -286,7 +286,7 @@ def test_a_member_calls_a_lost_node_0_again_and_tells_what_it_knows(tmp_path: Pa
                 lead._clients.present[0].channel.close()
                 while not start.peers.is_cut_off:
                     await start.peers.wait(1)
-                assert (await job.verdict(LOST)).is_again
+                assert (await job.decide_restart(LOST)).is_again
         assert own.state["number"] == 2
         await job.close()
 
@@ -344,8 +344,8 @@ def test_who_was_asked_to_stop_ends_as_its_ranks_have(end: JobEnd, tmp_path: Pat
             peers = (await beginning).peers
             own.requests.ask("SIGTERM")
             peers.stop = "SIGTERM at node 1"
-            ending = asyncio.ensure_future(lead.verdict(end))
-            assert not (await job.verdict(end)).is_again
+            ending = asyncio.ensure_future(lead.decide_restart(end))
+            assert not (await job.decide_restart(end)).is_again
             await job.close()
             assert not (await ending).is_again
 
@@ -362,7 +362,7 @@ def test_a_request_between_two_starts_is_one_for_all(tmp_path: Path) -> None:
         async with coordinating(2, token=TOKEN, restarts=slow) as (lead, port, beginning):
             channel = await enter(port, 1)
             await beginning
-            deciding = asyncio.ensure_future(lead.verdict(LOST))
+            deciding = asyncio.ensure_future(lead.decide_restart(LOST))
             await read(channel, "again")
             channel.send("stop", why="SIGTERM")
             assert "SIGTERM at node 1" in (await read(channel, "stop"))["why"]
@@ -387,12 +387,12 @@ def test_a_node_whose_ranks_have_not_ended_takes_no_part_in_the_next_start(tmp_p
         ):
             start = await job.begin()
             await beginning
-            assert (await lead.verdict(LOST)).is_again
+            assert (await lead.decide_restart(LOST)).is_again
             again = asyncio.ensure_future(lead.begin())
             await asyncio.wait({again}, timeout=1.0)
             assert not again.done()
             start.peers.send("ended", code=76)
-            assert (await job.verdict(LOST)).is_again
+            assert (await job.decide_restart(LOST)).is_again
             assert (await job.begin()).peers.epoch == (await again).peers.epoch == 2
             await job.close()
 

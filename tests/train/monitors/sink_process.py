@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from framework.system.child import Channel
+from framework.system.child import MessageSocket
 from framework.train.monitors import services
 from framework.train.monitors.base import Point
 from framework.train.monitors.services import Described
@@ -37,7 +37,7 @@ class Sink:
             stream.write("closed\n")
 
 
-def serve(channel: Channel) -> None:
+def serve(channel: MessageSocket) -> None:
     """Have `Sink` stand for W&B, in the child; at the usual priority, or other tests would keep it
     from starting.
     """
