@@ -19,8 +19,8 @@ import torch
 
 from framework.config.freezing import entry_of, is_frozen, scheduled
 from framework.config.training import FreezeEntry
+from framework.engine.parameter_groups import FROZEN_BY
 from framework.errors import ConfigError, counted
-from framework.models.adapt import FROZEN_BY
 from framework.system.log import note, print_line
 
 

@@ -29,6 +29,7 @@ from framework.engine.held_weights import further_names, state_of
 from framework.engine.metrics import engine_metrics, memory_metrics, over_ranks
 from framework.engine.modes import Modes
 from framework.engine.optimizer_weights import make_over_all
+from framework.engine.parameter_groups import LR_RATIO, parameter_groups
 from framework.engine.phases import phases_of
 from framework.engine.rank_groups import RankGroups
 from framework.engine.schedules import MakeSchedule, client_schedule
@@ -45,7 +46,6 @@ from framework.engine.workarounds.idle_measurements import leave_out_measurement
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.engine.written_weights import WrittenWeights
 from framework.errors import ConfigError, explaining
-from framework.models.adapt import LR_RATIO, parameter_groups
 from framework.plan.plan import Plan
 from framework.system.files import FileRecord, NewFile
 from framework.tasks.task import Positions, Task

@@ -29,7 +29,7 @@ from framework.engine.tensor_check import GradientCheck
 from framework.engine.workarounds.grad_scaler import explaining_overflow, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import ConfigError
-from framework.models.adapt import compile_model
+from framework.models.compilation import compile_model
 from framework.models.experts import Mixture, collected_routings, routing_metrics
 from framework.models.layers import LayeredModel
 from framework.models.sequence import SequenceGroup, share_attention

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from framework.engine.gradient_sums import GradientSums
 from framework.errors import ConfigError
-from framework.models.adapt import channels_last
+from framework.models.formats import channels_last
 from framework.tasks.loss_checks import refuse_first_sum
 from framework.tasks.model_loss import ModelLoss
 from framework.tasks.task import Positions, Ratio, Task

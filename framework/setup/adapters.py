@@ -27,7 +27,6 @@ from framework.engine.weights import (
     refuse_other_base,
 )
 from framework.errors import ConfigError, StorageError
-from framework.models.adapt import as_fp32
 from framework.models.adapters import (
     add_adapters,
     is_adapter,
@@ -36,6 +35,7 @@ from framework.models.adapters import (
     put_trained,
     untrained_adapters,
 )
+from framework.models.formats import as_fp32
 from framework.system.files import replace_text
 from framework.system.log import warn
 

@@ -41,8 +41,9 @@ from framework.engine.tensor_cut import TensorCut
 from framework.engine.weights import put_layer_weights, put_weights
 from framework.engine.written_weights import written_while_spread
 from framework.errors import ConfigError, in_one_line
-from framework.models.adapt import as_fp32, prepare_model
 from framework.models.adapters import add_adapters
+from framework.models.formats import as_fp32
+from framework.models.prepare_model import prepare_model
 from framework.models.sync_batch_norm import with_sync_batch_norm
 from framework.models.unsupported import (
     in_rows,

@@ -26,9 +26,9 @@ from framework.data.loaders import TrainLoader, is_stream
 from framework.data.order import LATEST_ORDER, Share
 from framework.data.splits import Splits, as_splits
 from framework.data.streams import StreamLoader, StreamPlaces
+from framework.engine.parameter_groups import MuonWithAdamW
 from framework.engine.schedules import MakeSchedule
 from framework.errors import ConfigError, Problem
-from framework.models.adapt import MuonWithAdamW
 from framework.models.layers import Layer, LayeredModel, as_layers
 from framework.models.unsupported import refuse_unsupported
 from framework.plan.plan import Plan

@@ -23,7 +23,7 @@ from framework.config.base import ModelKind
 from framework.config.groups import is_matrix, refuse_unmatched_groups
 from framework.config.load import config_from_values
 from framework.errors import ConfigError, FrameworkError, Problem
-from framework.models.adapt import frozen_names
+from framework.models.freezing import frozen_names
 from framework.models.layers import (
     Layer,
     LayeredModel,

@@ -29,8 +29,8 @@ from torch.utils.flop_counter import flop_registry
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, in_one_line
-from framework.models.adapt import freeze
 from framework.models.adapters import add_adapters
+from framework.models.freezing import freeze
 from framework.models.layers import as_layers
 from framework.plan.cluster import Cluster
 from framework.plan.operations import masked

@@ -18,8 +18,8 @@ from framework.config.base import Object, Target
 from framework.config.run_config import RunConfig
 from framework.engine.weights import checkpoint_weights, put_weights
 from framework.errors import ConfigError
-from framework.models.adapt import as_fp32
 from framework.models.experts import Mixture
+from framework.models.formats import as_fp32
 from framework.setup.adapters import merged_model
 from framework.setup.components import model_builder
 

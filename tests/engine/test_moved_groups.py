@@ -26,7 +26,7 @@ from framework.checkpoint.state.optimizer_shards import names_of
 from framework.checkpoint.state.shard_map import STATE_KEY
 from framework.config.optimizer import Muon
 from framework.engine.checkpoint_bytes import move_in
-from framework.models.adapt import MuonWithAdamW, parameter_groups
+from framework.engine.parameter_groups import MuonWithAdamW, parameter_groups
 from framework.plan.layout import Layout
 
 Schedule = Callable[[torch.optim.Optimizer], Any]

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
-from framework.models.adapt import prepare_model
 from framework.models.layers import LayeredModel
+from framework.models.prepare_model import prepare_model
 from framework.plan.work import ModelWork, model_work, named_work
 from framework.setup.components import gather_parts
 from framework.setup.user_code import Objects

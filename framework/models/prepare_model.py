@@ -1,0 +1,31 @@
+"""Changes that a config makes to any `nn.Module` before the engine takes it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from framework.config.training import Training
+from framework.models.freezing import freeze
+from framework.models.recomputation import with_recompute
+from framework.models.sync_batch_norm import with_sync_batch_norm
+
+
+def prepare_model(model: nn.Module, training: Training) -> nn.Module:
+    """Freeze weights, synchronise batch norms and recompute layers as `training` configures.
+
+    `training.channels_last` changes the images alone (`models/formats.py`), and convolutions follow
+    them. Weights keep their memory format: DeepSpeed 0.19.8 refuses others (runtime/engine.py
+    `_broadcast_model` views them as bytes).
+
+    Returns:
+        The model, changed in place (it may be partitioned by ZeRO-3), or a `LayeredModel` around
+        the same layers, with the same names of weights, where recomputation needs one.
+
+    Raises:
+        ConfigError: a pattern of `training.freeze` matches no weight, or the patterns match all;
+            or recomputation needs a model that can be cut into layers, and this one cannot.
+    """
+    freeze(model, training.freeze)
+    if training.sync_batch_norm:
+        model = with_sync_batch_norm(model)
+    return with_recompute(model, every=training.recompute_every)

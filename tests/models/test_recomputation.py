@@ -1,0 +1,164 @@
+"""Layers that are recomputed in the backward pass, of models of every sort."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from framework.config.training import Training
+from framework.errors import ConfigError
+from framework.models.layers import Layer, LayeredModel
+from framework.models.prepare_model import prepare_model
+from framework.models.resnet import SmallResNet18, resnet18
+from tests.models.small_models import IDS, bert, gpt, with_dropout
+
+MODELS: dict[str, Any] = {
+    "gpt": (gpt, (IDS,)),
+    "bert": (bert, (IDS, torch.zeros_like(IDS), torch.ones_like(IDS))),
+    "sequential": (
+        with_dropout,
+        (torch.randn(64, 32, generator=torch.Generator().manual_seed(0)),),
+    ),
+    "small_resnet18": (
+        SmallResNet18,
+        (torch.randn(4, 1, 16, 16, generator=torch.Generator().manual_seed(0)),),
+    ),
+    "resnet18": (
+        partial(resnet18, 5),
+        (torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)),),
+    ),
+}
+
+
+def one_step(
+    model: nn.Module, inputs: tuple[Tensor, ...]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """Gradients, buffers, and bytes that autograd keeps between forward and backward, weights not
+    counted.
+    """
+    kept: dict[int, int] = {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    torch.manual_seed(7)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = model(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        loss = sum(output.square().mean() for output in outputs)
+    num_kept_bytes = sum(kept.values())
+    loss.backward()
+    return (
+        {name: p.grad for name, p in model.named_parameters()},
+        dict(model.named_buffers()),
+        num_kept_bytes,
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_recomputed_gradients_are_the_same_to_the_bit_and_less_is_kept(name: str) -> None:
+    build, inputs = MODELS[name]
+    torch.manual_seed(0)
+    plain = build()
+    other = build()
+    other.load_state_dict(plain.state_dict())
+    recomputed = prepare_model(other, Training(recompute_every=3))
+    assert list(recomputed.state_dict()) == list(plain.state_dict())
+    gradients, buffers, kept_bytes = one_step(plain, inputs)
+    again, buffers_again, kept_again_bytes = one_step(recomputed, inputs)
+    assert gradients.keys() == again.keys()
+    assert all(torch.equal(gradients[key], again[key]) for key in gradients)
+    assert buffers.keys() == buffers_again.keys()
+    assert all(torch.equal(buffers[key], buffers_again[key]) for key in buffers), (
+        "batch norms counted the batch twice"
+    )
+    assert kept_again_bytes < 0.6 * kept_bytes
+
+
+def test_a_layered_model_is_recomputed_as_it_is_and_zero_keeps_everything() -> None:
+    model = LayeredModel([Layer("a", partial(nn.Linear, 2, 2)), Layer("b", nn.ReLU)])
+    assert prepare_model(model, Training(recompute_every=2)) is model
+    assert model.recompute_every == 2
+    sequence = nn.Sequential(nn.Linear(2, 2))
+    assert prepare_model(sequence, Training()) is sequence
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.layer(value) + value
+
+
+class Residual(nn.Sequential):
+    def forward(self, value: Tensor) -> Tensor:
+        return super().forward(value) + value
+
+
+class InAttribute(nn.Module):
+    """A module named layers, which is common, is no method that tells them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2)])
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Whole(), Residual(nn.Linear(2, 2), nn.ReLU()), InAttribute()],
+    ids=lambda model: type(model).__name__,
+)
+def test_a_model_that_cannot_be_cut_is_refused_with_the_way_out(model: nn.Module) -> None:
+    with pytest.raises(ConfigError) as caught:
+        prepare_model(model, Training(recompute_every=2))
+    (problem,) = caught.value.problems
+    assert (problem.kind, problem.key, problem.value) == (
+        "recompute-needs-layers",
+        "training.recompute_every",
+        2,
+    )
+    assert type(model).__name__ in problem.reason
+    assert "layers()" in problem.fix
+
+
+class Recomputing(Whole):
+    """One with a switch of its own, under the name that transformers' models gave it."""
+
+    is_on = False
+    refusal = ""
+
+    def gradient_checkpointing_enable(self) -> None:
+        if self.refusal:
+            raise ValueError(self.refusal)
+        self.is_on = True
+
+
+def test_a_model_with_recomputation_of_its_own_turns_it_on() -> None:
+    model, inside = Recomputing(), nn.ModuleDict({"body": Recomputing(), "head": nn.Linear(2, 2)})
+    assert prepare_model(model, Training(recompute_every=1)) is model
+    assert model.is_on
+    assert prepare_model(inside, Training(recompute_every=1)) is inside
+    assert inside["body"].is_on
+    untouched = Recomputing()
+    prepare_model(untouched, Training())
+    assert not untouched.is_on
+    with pytest.raises(
+        ConfigError, match=r"is of each layer; set training.recompute_every: 1, or 0"
+    ):
+        prepare_model(untouched, Training(recompute_every=2))
+    refusing = Recomputing()
+    refusing.refusal = "Recomputing does not support gradient checkpointing."
+    with pytest.raises(
+        ConfigError, match=r"cannot be turned on: ValueError: Recomputing does not support"
+    ):
+        prepare_model(refusing, Training(recompute_every=1))
