@@ -18,7 +18,7 @@ from framework.plan.plan import Plan, accepted, default_cluster, make_plan
 from framework.system.output import write
 
 if TYPE_CHECKING:  # most configs leave nothing to be chosen
-    from framework.plan.search import Target
+    from framework.plan.search import Hardware
     from framework.plan.work import ModelWork
 
 
@@ -53,7 +53,7 @@ class LoadedRun:
     def chosen(
         self,
         cluster: Cluster | None = None,
-        target: Target | None = None,
+        target: Hardware | None = None,
         *,
         is_proposal: bool = False,
         work: ModelWork | None = None,

@@ -29,7 +29,7 @@ from framework.plan.devices import Machine, find_network
 from framework.plan.memory import NotEstimatedError, estimate
 from framework.plan.plan import Plan, make_plan
 from framework.plan.time import RATES, Parallelism, Rates, StepTime, step_time
-from framework.plan.work import ModelWork, Part, model_work
+from framework.plan.work import LayerWork, ModelWork, model_work
 
 Point = dict[str, Any]
 # A bare name is the kind that most of them are; 40 GB of an A100 and 96 of a GH200 stand in
@@ -312,7 +312,7 @@ def of_one_rank(work: ModelWork, tensor: int) -> ModelWork:
     between them.
     """
 
-    def split(part: Part) -> Part:
+    def split(part: LayerWork) -> LayerWork:
         is_last = part.name in ("head", "loss")
         share = 1.0 if is_last else part.split_bytes / max(part.saved_bytes, 1)
         sizes = {

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from framework.dslint.readers import Reader
     from framework.plan.cluster import Cluster
     from framework.plan.plan import Plan
-    from framework.plan.search import Target
+    from framework.plan.search import Hardware
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _document(text: str, file: str) -> Document:
         raise ConfigError(template or error.problems) from None
 
 
-def _too_large(plan: Plan, target: Target | None) -> Iterator[Problem]:
+def _too_large(plan: Plan, target: Hardware | None) -> Iterator[Problem]:
     """A plan of a known model that does not fit the device."""
     from framework.plan.memory import NotEstimatedError, estimate
 
@@ -211,7 +211,7 @@ def _too_large(plan: Plan, target: Target | None) -> Iterator[Problem]:
             )
 
 
-def _target(against: CheckContext) -> Target | None:
+def _target(against: CheckContext) -> Hardware | None:
     if against.gpu is None:
         return None
     from framework.plan.auto import listed_target

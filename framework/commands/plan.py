@@ -42,9 +42,9 @@ from framework.plan.search import (
     RECOMPUTE,
     STAGE,
     Candidate,
-    Found,
+    Hardware,
     Request,
-    Target,
+    SearchResult,
     find_knob,
     judge,
     nearest_plan,
@@ -87,7 +87,7 @@ class _Question:
     arguments: argparse.Namespace
     run: LoadedRun
     plan: Plan
-    target: Target
+    target: Hardware
     work: ModelWork | None = None
     why: str = ""
 
@@ -144,7 +144,7 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
             arguments.gpu, devices_per_host=cluster.devices_per_host, network=arguments.network
         )
     else:
-        target = measured_target(cluster) or Target()
+        target = measured_target(cluster) or Hardware()
     try:
         own = _own_work(run, cluster)
         run = run.chosen(cluster, target, is_proposal=True, work=own[0])
@@ -317,7 +317,7 @@ def _is_alternative(one: Candidate, planned: Candidate) -> bool:
     return is_faster or one.peak_bytes < 0.99 * planned.peak_bytes
 
 
-def _order(shown: Sequence[Candidate], target: Target) -> str:
+def _order(shown: Sequence[Candidate], target: Hardware) -> str:
     if any(each.time is not None for each in shown):
         return "the fastest first, estimated"
     if target.name:
@@ -327,7 +327,7 @@ def _order(shown: Sequence[Candidate], target: Target) -> str:
     return f"the least traffic first, speed unknown: {why}"
 
 
-def _memory_lines(memory: Memory, target: Target, *, kept: int) -> Iterator[str]:
+def _memory_lines(memory: Memory, target: Hardware, *, kept: int) -> Iterator[str]:
     peak = memory.peak
     host = sum(memory.host.values())
     if memory.stage is None:
@@ -365,7 +365,7 @@ def _memory_lines(memory: Memory, target: Target, *, kept: int) -> Iterator[str]
     yield f"          on disk: {one} a checkpoint, {most} for {kept} kept and one being written"
 
 
-def _time_lines(time: StepTime | None, target: Target) -> Iterator[str]:
+def _time_lines(time: StepTime | None, target: Hardware) -> Iterator[str]:
     if time is None:
         return
     tokens = time.tokens_per_second_per_device
@@ -378,7 +378,7 @@ def _time_lines(time: StepTime | None, target: Target) -> Iterator[str]:
     yield f"          {', '.join(f'{name} {part:.3g} s' for name, part in parts)}"
 
 
-def _findings(question: _Question, planned: Candidate, found: Found) -> Iterator[Problem]:
+def _findings(question: _Question, planned: Candidate, found: SearchResult) -> Iterator[Problem]:
     """A plan that does not fit, with the nearest that does."""
     target = question.target
     key = "zero.stage"

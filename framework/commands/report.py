@@ -14,7 +14,7 @@ from framework.system.arguments import whole
 from framework.system.output import visible, write
 
 if TYPE_CHECKING:  # every command lists the options of this one, and needs nothing else of it
-    from framework.report.records import Run
+    from framework.report.records import RunRecords
 
 _REFRESH_SECONDS = 10
 
@@ -101,7 +101,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _lines(runs: list[Run], out: Path) -> list[str]:
+def _lines(runs: list[RunRecords], out: Path) -> list[str]:
     from framework.report.figures import state, verdict_of
 
     return [
@@ -110,7 +110,7 @@ def _lines(runs: list[Run], out: Path) -> list[str]:
     ]
 
 
-def _write_charts(runs: list[Run], *, svg: str | None, png: str | None) -> None:
+def _write_charts(runs: list[RunRecords], *, svg: str | None, png: str | None) -> None:
     from framework.report.charts import charts_of
     from framework.report.draw import Chart
     from framework.report.png import MARK, png_of

@@ -19,7 +19,7 @@ from framework.plan.search import (
     STRATEGY,
     USUAL,
     Candidate,
-    Found,
+    SearchResult,
     Settings,
 )
 
@@ -151,7 +151,7 @@ def _in_units(size: float) -> str:
     return f"{size:,.0f}"
 
 
-def loser_lines(found: Found, *, shown: Sequence[Candidate]) -> Iterator[str]:
+def loser_lines(found: SearchResult, *, shown: Sequence[Candidate]) -> Iterator[str]:
     """Why each strategy that is not shown lost: slower ones first, then what does not fit, then
     what is refused.
     """
@@ -187,7 +187,7 @@ def unusual(settings: Settings) -> Settings:
     }
 
 
-def strategies_section(found: Found, candidates: Sequence[Candidate]) -> dict[str, Any]:
+def strategies_section(found: SearchResult, candidates: Sequence[Candidate]) -> dict[str, Any]:
     """The result of a search as plain values."""
     section: dict[str, Any] = {
         "ranked": [

@@ -15,7 +15,7 @@ from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError
 from framework.plan.plan import Plan
-from framework.report.records import Run, read_run
+from framework.report.records import RunRecords, read_run
 
 _NEVER: Final = {"every_epochs": None, "every_steps": None, "every_minutes": None, "at_end": False}
 _NO_SINKS: Final = {"tensorboard": False, "csv": False, "report": False, "progress": "off"}
@@ -47,7 +47,7 @@ def run_alone(
     log_every: int,
     longest_seconds: float | None = None,
     hostfile: str | None = None,
-) -> tuple[Run, str]:
+) -> tuple[RunRecords, str]:
     """Train a plan for so many steps, on this machine or on hosts that share the current folder,
     and wait.
 
@@ -83,4 +83,4 @@ def run_alone(
         try:
             return read_run(out), failure
         except ConfigError as error:
-            return Run(out), failure or str(error)
+            return RunRecords(out), failure or str(error)

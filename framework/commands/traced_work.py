@@ -28,7 +28,7 @@ from framework.plan.measured import (
     state_file,
 )
 from framework.plan.plan import Plan
-from framework.plan.work import Device, ModelWork, Part
+from framework.plan.work import Device, LayerWork, ModelWork
 from framework.system.files import replace_text
 
 # A pass over fake tensors takes milliseconds for each operation; `plan` is for somebody who waits.
@@ -100,7 +100,7 @@ def _work_of(values: Mapping[str, Any]) -> ModelWork:
         for kind in ("weights", "frozen")
     }
     return ModelWork(
-        **{**values, **shapes, "parts": tuple(Part(**part) for part in values["parts"])}
+        **{**values, **shapes, "parts": tuple(LayerWork(**part) for part in values["parts"])}
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from framework.plan.work import Part
+from framework.plan.work import LayerWork
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,9 @@ class Passes:
     kept_bytes: int
 
 
-def passes_over(layers: Sequence[Part], loss: Part | None, *, recompute_every: int = 0) -> Passes:
+def passes_over(
+    layers: Sequence[LayerWork], loss: LayerWork | None, *, recompute_every: int = 0
+) -> Passes:
     """List the moments that may be the fullest.
 
     Args:

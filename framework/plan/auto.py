@@ -28,7 +28,7 @@ from framework.plan.devices import Machine, find_device, tables
 from framework.plan.measured import measured_rates
 from framework.plan.memory import NotEstimatedError
 from framework.plan.plan import make_plan
-from framework.plan.search import ACCUMULATION, MICRO, Candidate, Request, Target, fullest, search
+from framework.plan.search import ACCUMULATION, MICRO, Candidate, Hardware, Request, fullest, search
 from framework.plan.work import ModelWork
 from framework.system.output import write
 
@@ -41,7 +41,7 @@ MOST_SPREAD: Final = 0.25
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
-def target_at_hand(cluster: Cluster, environment: Mapping[str, str] = os.environ) -> Target:
+def target_at_hand(cluster: Cluster, environment: Mapping[str, str] = os.environ) -> Hardware:
     """The devices of this machine, as far as they can be found without torch: NVIDIA's by their
     driver, processors by the memory of the host, of which each rank gets its share, others by
     ``DSF_GPU``.
@@ -55,16 +55,16 @@ def target_at_hand(cluster: Cluster, environment: Mapping[str, str] = os.environ
         measured = measured_target(cluster)
         if measured is not None and measured.name == "cpu":
             return measured
-        return Target("cpu", host // ranks)
+        return Hardware("cpu", host // ranks)
     if cluster.device == "cuda" and (found := _ask_driver()):
         name, memory = found
         known = _listed_name(name, memory)
         if known is None:
-            return Target(name, memory, host)
+            return Hardware(name, memory, host)
         return replace(
             listed_target(known, devices_per_host=ranks, host_bytes=host), memory_bytes=memory
         )
-    return Target()
+    return Hardware()
 
 
 def peaks_at_hand(
@@ -83,13 +83,13 @@ def peaks_at_hand(
 
 def listed_target(
     gpu: str, *, devices_per_host: int, network: str | None = None, host_bytes: int | None = None
-) -> Target:
+) -> Hardware:
     """Devices of a listed kind; a UsageError where it, or the network, is not listed."""
     machine = Machine.listed(gpu, devices_per_host=devices_per_host, network=network)
-    return Target(machine.device.name, machine.device.memory_bytes, host_bytes, machine)
+    return Hardware(machine.device.name, machine.device.memory_bytes, host_bytes, machine)
 
 
-def measured_target(cluster: Cluster) -> Target | None:
+def measured_target(cluster: Cluster) -> Hardware | None:
     """This machine by its measured rates; None for several hosts, or where none were measured with
     so many ranks.
     """
@@ -103,9 +103,9 @@ def measured_target(cluster: Cluster) -> Target | None:
     is_cpu = found["identity"]["is_cpu"]
     machine = Machine.from_measured(found, devices_per_host=ranks)
     if is_cpu:
-        own = Target("cpu", host_memory_bytes() // ranks)
+        own = Hardware("cpu", host_memory_bytes() // ranks)
     else:
-        own = Target("this machine")
+        own = Hardware("this machine")
     return replace(own, machine=machine, rates=conditions(found))
 
 
@@ -161,7 +161,7 @@ def _listed_name(name: str, memory_bytes: int) -> str | None:
 def resolve(
     config: RunConfig,
     cluster: Cluster,
-    target: Target,
+    target: Hardware,
     *,
     source: Source | None = None,
     num_train_samples: int | None = None,
@@ -241,7 +241,7 @@ def chosen_here(
     return config
 
 
-def choice_text(best: Candidate, target: Target) -> str:
+def choice_text(best: Candidate, target: Hardware) -> str:
     """Memory and speed of a choice, in words that say how far they are known."""
     usable = target.usable_bytes(best.memory)
     if usable:

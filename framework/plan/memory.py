@@ -39,7 +39,7 @@ from framework.plan.offload import Shares
 from framework.plan.operations import Shape
 from framework.plan.plan import Plan
 from framework.plan.rules.devices import sums_of
-from framework.plan.work import ModelWork, Part, weights_alone, work_of, work_of_rank
+from framework.plan.work import LayerWork, ModelWork, weights_alone, work_of, work_of_rank
 
 Bytes = Mapping[str, int]
 _FP32: Final = 4
@@ -227,7 +227,7 @@ def _bounds(
     return table.bounds
 
 
-def _of_layers(work: ModelWork, layers: Sequence[Part]) -> ModelWork:
+def _of_layers(work: ModelWork, layers: Sequence[LayerWork]) -> ModelWork:
     """The weights of some layers, and their part of the buffers."""
     names = sorted(
         {name for layer in layers for name in work.names_of(layer)}, key=work.places.__getitem__

@@ -19,7 +19,7 @@ from framework.system.files import replace_text
 from framework.system.log import print_line
 
 
-class Point(Protocol):
+class MetricsPoint(Protocol):
     """Metrics at one step, as monitors get them."""
 
     @property
@@ -67,7 +67,7 @@ class PlanAgainstRun:
         self._is_done = False
         self._unwritten: dict[str, Any] = {}
 
-    def write(self, point: Point) -> None:
+    def write(self, point: MetricsPoint) -> None:
         """Take a logged point."""
         self._try()
         seconds = point.metrics.get("time/step_ms")

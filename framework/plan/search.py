@@ -62,7 +62,7 @@ _PER_STAGE: Final = 4
 
 
 @dataclass(frozen=True)
-class Target:
+class Hardware:
     """Devices that a strategy is searched for.
 
     Attributes:
@@ -124,7 +124,7 @@ class Request:
 
     config: RunConfig
     cluster: Cluster
-    target: Target = Target()
+    target: Hardware = Hardware()
     free: Set[str] = EVERYTHING
     num_train_samples: int | None = None
     work: ModelWork | None = None
@@ -230,7 +230,7 @@ class Knob:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Result of a search.
 
     Attributes:
@@ -240,7 +240,7 @@ class Found:
         smallest: the candidate that takes least, where nothing fits.
     """
 
-    target: Target
+    target: Hardware
     ranked: tuple[Candidate, ...]
     losers: tuple[Loser, ...]
     smallest: Candidate | None = None
@@ -270,7 +270,7 @@ class Found:
         return f"{takes}; {size_text(limit)} are usable"
 
 
-def search(asked: Request, *, is_quick: bool = False) -> Found:
+def search(asked: Request, *, is_quick: bool = False) -> SearchResult:
     """Rank the strategies of a run on a cluster: by samples per second, or by costs where speed is
     not known. A quick search drops what cannot fit, and so does not know what takes least. A
     NotEstimatedError where the model's memory is not known.
@@ -280,12 +280,12 @@ def search(asked: Request, *, is_quick: bool = False) -> Found:
     smallest = min(judges.too_large, key=lambda each: each.peak_bytes, default=None)
     if not (found or smallest or is_quick) and judges.unknown is not None:
         raise judges.unknown
-    return Found(
+    return SearchResult(
         asked.target, tuple(_ranked(found)), tuple(judges.losers()), None if found else smallest
     )
 
 
-def search_fewest_devices(asked: Request) -> Found:
+def search_fewest_devices(asked: Request) -> SearchResult:
     """The search on the smallest part of a cluster on which something fits: whole hosts, or devices
     of one host in powers of two; on the whole cluster where nothing does. A UsageError where the
     device's memory is not known.
@@ -307,7 +307,7 @@ def search_fewest_devices(asked: Request) -> Found:
     return search(next(enough, parts[-1]))
 
 
-def search_longest_sequence(asked: Request) -> Found:
+def search_longest_sequence(asked: Request) -> SearchResult:
     """The search with the longest sequence on which something fits, to an eighth of its length; a
     UsageError where the length is no key of the data, or the device's memory is not known.
     """
@@ -322,7 +322,7 @@ def search_longest_sequence(asked: Request) -> Found:
             missing = "data and a model with a length"
         raise UsageError(f"the longest sequence takes {missing}")
 
-    def at(tokens: int) -> Found:
+    def at(tokens: int) -> SearchResult:
         lengths = {LENGTH: tokens, POSITIONS: max(tokens, positions)}
         found = search(replace(asked, config=with_settings(config, lengths)))
         named = (replace(each, settings={LENGTH: tokens, **each.settings}) for each in found.ranked)
@@ -345,7 +345,7 @@ def search_longest_sequence(asked: Request) -> Found:
 
 def judge(
     plan: Plan,
-    target: Target | None = None,
+    target: Hardware | None = None,
     *,
     settings: Settings | None = None,
     work: ModelWork | None = None,
@@ -501,7 +501,7 @@ def least_bytes(plan: Plan, work: ModelWork) -> int:
     return int(each * work.num_params / by.pipe / by.tensor)
 
 
-def search_more_devices(asked: Request, *, most: int = 16_384) -> Found | None:
+def search_more_devices(asked: Request, *, most: int = 16_384) -> SearchResult | None:
     """The search on the smallest cluster of twice as many hosts, or four times and so on, on which
     something fits.
     """
@@ -684,7 +684,7 @@ def _powers(most: int) -> Iterator[int]:
 
 
 def find_knob(
-    plan: Plan, target: Target | None = None, *, work: ModelWork | None = None
+    plan: Plan, target: Hardware | None = None, *, work: ModelWork | None = None
 ) -> Knob | None:
     """Find the setting beside the strategy that frees most on the fullest rank; None where none
     frees one part in a hundred.

@@ -19,7 +19,7 @@ from framework.plan.devices import Device, Machine
 from framework.plan.memory import NotEstimatedError
 from framework.plan.plan import Plan
 from framework.plan.rules.devices import sums_of
-from framework.plan.work import ModelWork, Part
+from framework.plan.work import LayerWork, ModelWork
 
 Seconds = dict[str, float]
 
@@ -411,14 +411,14 @@ class _Step:
                 for n in range(len(parts))
             ]
 
-    def weights(self, part: Part) -> float:
+    def weights(self, part: LayerWork) -> float:
         """Elements that its matrix products take, those that it shares with an earlier part too."""
         trained = part.num_params + part.shared_params
         if trained or not self.work.frozen or not self.work.num_tokens:
             return trained
         return part.flops / 2 / self.work.num_tokens  # a part knows of trained ones only
 
-    def products(self, part: Part) -> float:
+    def products(self, part: LayerWork) -> float:
         """Seconds of its matrix products, forward.
 
         What no weight takes part in is counted as scores of attention, without masked ones.
@@ -444,7 +444,7 @@ class _Step:
         work = flops / reached + (most - flops) / attention
         return self.samples * work / by.tensor / by.sequence / self.fastest
 
-    def part(self, part: Part, *, is_loss: bool) -> tuple[Seconds, Seconds]:
+    def part(self, part: LayerWork, *, is_loss: bool) -> tuple[Seconds, Seconds]:
         """Forward and backward seconds of one part and one micro-batch."""
         by = self.by
         product = self.products(part)

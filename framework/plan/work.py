@@ -27,7 +27,7 @@ Arithmetic = Literal["fp32", "half", "autocast"]
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerWork:
     """One part of a model, such as a transformer block, in the forward pass of one micro-batch on
     one rank.
 
@@ -81,7 +81,7 @@ _GROWS: Final = frozenset(
     {
         "flops",
         "masked_flops",
-        *(name for name in Part.__dataclass_fields__ if name.endswith("_bytes")),
+        *(name for name in LayerWork.__dataclass_fields__ if name.endswith("_bytes")),
     }
 )
 
@@ -101,7 +101,7 @@ class ModelWork:
 
     weights: Mapping[str, Shape]
     buffer_bytes: int
-    parts: tuple[Part, ...]
+    parts: tuple[LayerWork, ...]
     num_samples: int
     num_tokens: int | None = None
     frozen: Mapping[str, Shape] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class ModelWork:
         if count == self.num_samples or not self.num_samples:
             return self
 
-        def grown(part: Part) -> Part:
+        def grown(part: LayerWork) -> LayerWork:
             sizes = {
                 name: size * count // self.num_samples
                 for name, size in vars(part).items()
@@ -154,7 +154,7 @@ class ModelWork:
                 found.setdefault(place, []).append(name)
         return found
 
-    def names_of(self, layer: Part) -> list[str]:
+    def names_of(self, layer: LayerWork) -> list[str]:
         """Names of the weights of a layer, with those that it shares."""
         return [
             *self._names.get(layer.name, ()),
@@ -179,7 +179,7 @@ class ModelWork:
             )
         return tuple(found)
 
-    def layers(self) -> Iterator[Part]:
+    def layers(self) -> Iterator[LayerWork]:
         """Every part by itself, as often as it is there; of several alike the names count on."""
         for part in self.parts:
             path, _, first = part.name.rpartition(".")
@@ -352,16 +352,16 @@ def weights_alone(
     work = model_work(
         model, micro_size=1, image_size=getattr(model, "image_size", 32), freeze=freeze, lora=lora
     )
-    return work and replace(work, parts=(Part(""),), num_samples=0)
+    return work and replace(work, parts=(LayerWork(""),), num_samples=0)
 
 
-def _parts(tape: Tape, layers: Layers, inputs: Value) -> Iterator[Part]:
+def _parts(tape: Tape, layers: Layers, inputs: Value) -> Iterator[LayerWork]:
     """Parts of all layers and of the loss; like layers with the same trained weights are one part
     with a count.
     """
     value: Any = inputs
     for name, run, count in layers:
-        parts: list[Part] = []
+        parts: list[LayerWork] = []
         key: Any = None
         own: dict[str, Shape] = {}
         for number in range(count):
@@ -402,7 +402,7 @@ def _loss(tape: Tape, outputs: tuple[Value, ...]) -> Value:
     return tape.add(*sums)
 
 
-def _part(tape: Tape, name: str, run: Run, value: Any) -> tuple[Part, Any]:
+def _part(tape: Tape, name: str, run: Run, value: Any) -> tuple[LayerWork, Any]:
     before = len(tape.weights)
     tape.start(name)
     made = run(tape, value)
@@ -410,7 +410,7 @@ def _part(tape: Tape, name: str, run: Run, value: Any) -> tuple[Part, Any]:
     shares = tape.prefix if tape.prefix != name else ""
     shared = tape.place("")
     is_new = bool(inputs) and tape.saves_first(inputs[0])
-    part = Part(
+    part = LayerWork(
         name,
         num_params=sum(
             prod(tape.weights[full]) for full in [*tape.weights][before:] if tape.is_trained(full)

@@ -10,7 +10,7 @@ from framework.report.draw import Chart, Line, Mark, area_chart, bar_chart, line
 from framework.report.figures import PHASE_NAMES, duration, means, number, size, time_split
 from framework.report.goodput import goodput
 from framework.report.profile import timeline_of
-from framework.report.records import Run
+from framework.report.records import RunRecords
 from framework.report.series import Series
 from framework.report.verdict import PHASES
 
@@ -30,7 +30,7 @@ _SHOWN_ELSEWHERE: Final = ("time/", "memory/", "eval/")
 _MOST_OTHERS: Final = 24
 
 
-def charts_of(runs: Sequence[Run]) -> dict[str, list[Chart]]:
+def charts_of(runs: Sequence[RunRecords]) -> dict[str, list[Chart]]:
     """Draw all charts, by section of the page; a section without a chart is left out."""
     sections = {
         "Curves": [*_loss(runs), *_curves(runs), *_evaluations(runs)],
@@ -44,7 +44,7 @@ def charts_of(runs: Sequence[Run]) -> dict[str, list[Chart]]:
 
 
 def _lines(
-    runs: Sequence[Run], metric: str, *, factor: float = 1.0, shows_points: bool = False
+    runs: Sequence[RunRecords], metric: str, *, factor: float = 1.0, shows_points: bool = False
 ) -> list[Line]:
     return [
         Line(run.name, _scaled(run.metrics[metric], factor), style, shows_points)
@@ -59,7 +59,7 @@ def _scaled(series: Series, factor: float) -> Series:
     return Series(series.steps, [factor * value for value in series.values])
 
 
-def marks_of(run: Run) -> list[Mark]:
+def marks_of(run: RunRecords) -> list[Mark]:
     """List checkpoints, skipped steps and restarts of a run; without events, of what its metrics
     and folder hold.
     """
@@ -79,7 +79,7 @@ def marks_of(run: Run) -> list[Mark]:
     return marks
 
 
-def _loss(runs: Sequence[Run]) -> Iterator[Chart]:
+def _loss(runs: Sequence[RunRecords]) -> Iterator[Chart]:
     lines = []
     several = len(runs) > 1
     for style, run in enumerate(runs):
@@ -116,7 +116,7 @@ def _is_loss(name: str) -> bool:
     return name.endswith("/loss")
 
 
-def _curves(runs: Sequence[Run]) -> Iterator[Chart]:
+def _curves(runs: Sequence[RunRecords]) -> Iterator[Chart]:
     for name, (title, unit) in _CURVES.items():
         if len(runs) == 1:
             marks = [mark for mark in marks_of(runs[0]) if mark.kind == "skip"]
@@ -130,7 +130,7 @@ def _curves(runs: Sequence[Run]) -> Iterator[Chart]:
             yield chart
 
 
-def _evaluations(runs: Sequence[Run]) -> Iterator[Chart]:
+def _evaluations(runs: Sequence[RunRecords]) -> Iterator[Chart]:
     names = [name for name in _names(runs, "eval/") if not _is_loss(name)]
     for index, name in enumerate(names[:_MOST_OTHERS]):
         lines = _lines(runs, name, shows_points=True)
@@ -141,7 +141,7 @@ def _evaluations(runs: Sequence[Run]) -> Iterator[Chart]:
             yield chart
 
 
-def _rates(runs: Sequence[Run]) -> Iterator[Chart]:
+def _rates(runs: Sequence[RunRecords]) -> Iterator[Chart]:
     has_tokens = all("throughput/tokens_per_sec" in run.metrics for run in runs)
     for name, (title, unit, factor) in _RATES.items():
         if has_tokens and name == "throughput/samples_per_sec":
@@ -158,7 +158,7 @@ def _rates(runs: Sequence[Run]) -> Iterator[Chart]:
             yield chart
 
 
-def _planned_step(run: Run) -> tuple[str, float] | None:
+def _planned_step(run: RunRecords) -> tuple[str, float] | None:
     """Time of a step that the plan has estimated, in milliseconds."""
     compared = run.section("measured").get("step_seconds")
     if isinstance(compared, Mapping):
@@ -182,7 +182,7 @@ def step_bars(splits: Sequence[tuple[str, Mapping[str, float]]]) -> Chart | None
     )
 
 
-def _split(runs: Sequence[Run]) -> Iterator[Chart]:
+def _split(runs: Sequence[RunRecords]) -> Iterator[Chart]:
     chart = step_bars([(run.name, time_split(means(run))) for run in runs])
     if chart:
         yield chart
@@ -202,7 +202,7 @@ def _named(split: Mapping[str, float]) -> dict[str, float]:
     return {PHASE_NAMES.get(phase, phase): value for phase, value in split.items()}
 
 
-def _parts_over_time(run: Run) -> list[tuple[str, Series]]:
+def _parts_over_time(run: RunRecords) -> list[tuple[str, Series]]:
     """Parts of a step at every logged point, and the rest of the step."""
     step = run.metrics.get("time/step_ms", Series())
     found = {
@@ -228,7 +228,7 @@ def _parts_over_time(run: Run) -> list[tuple[str, Series]]:
     ]
 
 
-def _timelines(runs: Sequence[Run]) -> Iterator[Chart]:
+def _timelines(runs: Sequence[RunRecords]) -> Iterator[Chart]:
     for index, run in enumerate(runs):
         if len(runs) > 1:
             name = f"{run.name}: "
@@ -239,7 +239,7 @@ def _timelines(runs: Sequence[Run]) -> Iterator[Chart]:
             yield chart
 
 
-def _memory(runs: Sequence[Run]) -> Iterator[Chart]:
+def _memory(runs: Sequence[RunRecords]) -> Iterator[Chart]:
     gib = 1.0 / (1 << 30)
     bars = []
     for run in runs:
@@ -271,7 +271,7 @@ def _memory(runs: Sequence[Run]) -> Iterator[Chart]:
             yield chart
 
 
-def _memory_bars(run: Run) -> Iterator[tuple[str, list[tuple[str, float]]]]:
+def _memory_bars(run: RunRecords) -> Iterator[tuple[str, list[tuple[str, float]]]]:
     """Estimate of the plan by component where it has that, and what was measured. A process on a
     host holds libraries as well, which no plan counts.
     """
@@ -290,7 +290,7 @@ def _memory_bars(run: Run) -> Iterator[tuple[str, list[tuple[str, float]]]]:
         yield "measured", [("measured peak", max(value for _, value in points))]
 
 
-def plan_peak(run: Run) -> float | None:
+def plan_peak(run: RunRecords) -> float | None:
     """Peak of a device that the plan has estimated, in bytes; None where it has not."""
     memory = run.section("memory")
     compared = run.section("measured").get("device_peak_bytes")
@@ -315,7 +315,7 @@ def _positive(values: Mapping[str, Any]) -> list[tuple[str, float]]:
     ]
 
 
-def _goodput(runs: Sequence[Run]) -> Iterator[Chart]:
+def _goodput(runs: Sequence[RunRecords]) -> Iterator[Chart]:
     found = [
         (run.name, list(each.parts.items())) for run in runs if (each := goodput(run)) is not None
     ]
@@ -329,7 +329,7 @@ def _goodput(runs: Sequence[Run]) -> Iterator[Chart]:
         yield chart
 
 
-def _others(runs: Sequence[Run]) -> Iterator[Chart]:
+def _others(runs: Sequence[RunRecords]) -> Iterator[Chart]:
     drawn = {"train/loss", *_CURVES, *_RATES}
     names = [
         name
@@ -343,5 +343,5 @@ def _others(runs: Sequence[Run]) -> Iterator[Chart]:
             yield chart
 
 
-def _names(runs: Sequence[Run], prefix: str) -> list[str]:
+def _names(runs: Sequence[RunRecords], prefix: str) -> list[str]:
     return sorted({name for run in runs for name in run.metrics if name.startswith(prefix)})

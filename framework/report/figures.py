@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from framework.report.goodput import Goodput, goodput
-from framework.report.records import Run
+from framework.report.records import RunRecords
 from framework.report.series import Series
 from framework.report.verdict import PHASES, SLOW_RANK, Verdict, judge
 
@@ -28,7 +28,7 @@ def weights(series: Series) -> list[float]:
     return list(map(float.__sub__, map(float, series.steps), map(float, [0, *series.steps[:-1]])))
 
 
-def means(run: Run) -> Mapping[str, float]:
+def means(run: RunRecords) -> Mapping[str, float]:
     """Mean of every time, throughput and memory metric per step, without the first interval where
     there are others: it pays for warm-up. Parts of a step keep adding up to the whole, which
     medians would not.
@@ -64,7 +64,7 @@ def time_split(found: Mapping[str, float]) -> dict[str, float]:
     return parts | ({"not timed": rest} if rest > 0.02 * found.get("time/step_ms", 0.0) else {})
 
 
-def verdict_of(run: Run) -> Verdict:
+def verdict_of(run: RunRecords) -> Verdict:
     """Judge a run by its records."""
     layout = run.section("layout")
     return judge(
@@ -77,7 +77,7 @@ def verdict_of(run: Run) -> Verdict:
     )
 
 
-def _saving_share(run: Run) -> float:
+def _saving_share(run: RunRecords) -> float:
     """Part of the time for steps and saves that saves take; 0 where no event tells of them."""
     found = goodput(run)
     parts = found.parts if found else {}
@@ -87,7 +87,7 @@ def _saving_share(run: Run) -> float:
     return 0.0
 
 
-def device_bytes(run: Run) -> float | None:
+def device_bytes(run: RunRecords) -> float | None:
     """Memory of one device; None where the run did not record it."""
     values = run.metrics.get("memory/device_total_bytes", Series()).finite
     known = values[-1][1] if values else run.environment.get("device_memory_bytes")
@@ -96,12 +96,12 @@ def device_bytes(run: Run) -> float | None:
     return None
 
 
-def total_steps(run: Run) -> int:
+def total_steps(run: RunRecords) -> int:
     """Steps that were planned; 0 where that is not known."""
     return _count(run.section("length").get("total_steps"), least=0)
 
 
-def is_finished(run: Run) -> bool:
+def is_finished(run: RunRecords) -> bool:
     """Check whether the run has reached its last step, or was ended early by a callback."""
     last = run.happened("start", "resume", "end")[-1:]
     has_ended = any(
@@ -110,7 +110,7 @@ def is_finished(run: Run) -> bool:
     return has_ended or 0 < total_steps(run) <= run.last_step
 
 
-def state(run: Run) -> str:
+def state(run: RunRecords) -> str:
     """How far the run has come, and how it ended, in a few words."""
     steps = run.last_step
     planned = total_steps(run)
@@ -127,7 +127,7 @@ def state(run: Run) -> str:
     return f"reached {reached}; it trains, or was ended from outside"
 
 
-def seconds(run: Run) -> float:
+def seconds(run: RunRecords) -> float:
     """Time from the first event or the begin of the first logged interval to the last record,
     without breaks.
     """
@@ -148,7 +148,7 @@ def goodput_line(found: Goodput) -> str:
     return f"{found.share:.1%} of {duration(found.total)}: {', '.join(shown)}"
 
 
-def headline(run: Run) -> list[tuple[str, str]]:
+def headline(run: RunRecords) -> list[tuple[str, str]]:
     """Figures for the top of the page: label and text."""
     mean = means(run)
     last = {name: points[-1] for name, each in run.metrics.items() if (points := each.finite)}
@@ -208,7 +208,7 @@ def best(name: str, series: Series) -> tuple[int, float]:
     return (min if less else max)(series.finite, key=lambda point: point[1])
 
 
-def summary(run: Run) -> dict[str, Any]:
+def summary(run: RunRecords) -> dict[str, Any]:
     """Everything as plain values, for ``--json``."""
     verdict = verdict_of(run)
     found = goodput(run)

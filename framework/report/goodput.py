@@ -18,7 +18,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Final
 
-from framework.report.records import Run
+from framework.report.records import RunRecords
 from framework.report.series import Series
 
 # Of these events `seconds` is time beside the steps, at their end.
@@ -118,7 +118,7 @@ class _Attempt:
         return None if has_gone_on else hangs[-1]
 
 
-def goodput(run: Run) -> Goodput | None:
+def goodput(run: RunRecords) -> Goodput | None:
     """Attribute the time between the first and the last record, all of it; None where no step was
     taken.
     """
@@ -169,7 +169,7 @@ class _Times:
     time).
     """
 
-    def __init__(self, run: Run, attempts: Sequence[_Attempt]) -> None:
+    def __init__(self, run: RunRecords, attempts: Sequence[_Attempt]) -> None:
         timed = run.metrics.get("time/step_ms", Series())
         waits = run.metrics.get("time/data_ms", Series())
         self._stamps = run.clock.finite
@@ -283,7 +283,7 @@ def _scaled(parts: Mapping[str, float], *, most: float) -> dict[str, float]:
     return {name: value * most / total for name, value in parts.items()}
 
 
-def _attempts(run: Run) -> list[_Attempt]:
+def _attempts(run: RunRecords) -> list[_Attempt]:
     """The starts of a run, in order; one without events where nothing is known of any."""
     attempts: list[_Attempt] = []
     for event in run.events:
@@ -305,7 +305,7 @@ def _attempts(run: Run) -> list[_Attempt]:
     return attempts
 
 
-def _add_begin(run: Run, attempts: list[_Attempt], point: tuple[int, float]) -> None:
+def _add_begin(run: RunRecords, attempts: list[_Attempt], point: tuple[int, float]) -> None:
     """Begin with the first point where no event knows of the first step, as in runs of older
     releases.
     """

@@ -13,7 +13,7 @@ from framework.report.charts import charts_of, marks_of
 from framework.report.draw import STYLE, Chart, text
 from framework.report.figures import best, headline, moment, number, state, verdict_of
 from framework.report.profile import tables_of
-from framework.report.records import Run, flat, read_run
+from framework.report.records import RunRecords, flat, read_run
 from framework.system.files import read_regular, replace_text
 
 REPORT: Final = "report.html"
@@ -80,7 +80,7 @@ MARK: Final = b"Written by dsf-trainer"
 """In the last line of every page."""
 
 
-def page(runs: Sequence[Run], *, refresh_seconds: int = 0) -> str:
+def page(runs: Sequence[RunRecords], *, refresh_seconds: int = 0) -> str:
     """Make the page of one run, or of several over each other.
 
     Args:
@@ -145,7 +145,7 @@ def write_page(folder: Path, out: Path) -> None:
     replace_text(out, page([read_run(folder, most_points=MOST_POINTS_AT_END)]))
 
 
-def _top(runs: Sequence[Run]) -> str:
+def _top(runs: Sequence[RunRecords]) -> str:
     """Verdict of each run, how far it came, and what its folder lacks."""
     parts = []
     for style, run in enumerate(runs):
@@ -168,7 +168,7 @@ def _sentence(words: str) -> str:
     return words[:1].upper() + words[1:] + "."
 
 
-def _where(run: Run) -> str:
+def _where(run: RunRecords) -> str:
     """Devices, model and dates in a line, as far as they are known."""
     config = run.config
     cluster = run.section("cluster")
@@ -189,7 +189,7 @@ def _of(values: Mapping[str, Any], section: str, key: str) -> Any:
     return None
 
 
-def _figures(runs: Sequence[Run]) -> str:
+def _figures(runs: Sequence[RunRecords]) -> str:
     """Headline figures: tiles of one run, a table of several."""
     found = [headline(run) for run in runs]
     if len(runs) == 1:
@@ -228,7 +228,7 @@ def _figure(chart: Chart) -> str:
     )
 
 
-def _tables(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
+def _tables(runs: Sequence[RunRecords]) -> Iterator[tuple[str, str]]:
     """Sections without charts."""
     yield (
         "Profile",
@@ -250,13 +250,13 @@ def _tables(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
     yield "Environment", _table(columns, rows, label="Environment") if rows else ""
 
 
-def _heading(run: Run, runs: Sequence[Run]) -> str:
+def _heading(run: RunRecords, runs: Sequence[RunRecords]) -> str:
     if len(runs) > 1:
         return f"<h3>{text(run.name)}</h3>"
     return ""
 
 
-def _profile(run: Run) -> str:
+def _profile(run: RunRecords) -> str:
     tables = tables_of(run.profile)
     return "".join(
         f"<h3>{text(title)}</h3>{_table(cols, rows, label=title, is_tall=True)}"
@@ -264,7 +264,7 @@ def _profile(run: Run) -> str:
     )
 
 
-def _evaluation(run: Run) -> str:
+def _evaluation(run: RunRecords) -> str:
     """A row for each evaluation, the best of every metric marked; of very many, those at even
     distances.
     """
@@ -292,7 +292,7 @@ def _marked(value: float | None, *, is_best: bool) -> str:
     return number(value) + (" (best)" if is_best else "")
 
 
-def _events(run: Run) -> str:
+def _events(run: RunRecords) -> str:
     """Events in their order, or what metrics and folder know of them, and the warnings."""
     rows = [
         [
@@ -356,7 +356,7 @@ def _shortened(words: str) -> str:
     return words[: _LONGEST_TEXT - 3] + "..."
 
 
-def _differences(runs: Sequence[Run]) -> str:
+def _differences(runs: Sequence[RunRecords]) -> str:
     """Keys of the configs whose values differ between the runs."""
     found = [flat(run.config) for run in runs]
     keys = dict.fromkeys(key for each in found for key in each)
@@ -371,7 +371,7 @@ def _differences(runs: Sequence[Run]) -> str:
     )
 
 
-def _config(run: Run) -> str:
+def _config(run: RunRecords) -> str:
     try:
         content = read_regular(run.folder / "config.yaml", num_bytes=_LONGEST_CONFIG + 1) or b""
     except OSError:

@@ -39,7 +39,7 @@ _LOGGED: Final = re.compile(r"^\S+ \S+ (WARNING|ERROR) dsf-trainer: (.*)$", re.M
 
 
 @dataclass
-class Place:
+class ReadPosition:
     """How far a file was read: it grows while a run trains.
 
     Attributes:
@@ -56,7 +56,7 @@ class Place:
 
 
 @dataclass(eq=False)
-class Run:
+class RunRecords:
     """Everything a report needs of one run folder.
 
     Attributes:
@@ -90,7 +90,7 @@ class Run:
     notes: list[str] = field(default_factory=list)
     profile: list[Mapping[str, Any]] = field(default_factory=list)
     means: dict[str, float] = field(default_factory=dict)
-    places: dict[str, Place] = field(default_factory=dict)
+    places: dict[str, ReadPosition] = field(default_factory=dict)
     others: set[str] = field(default_factory=set)
 
     @cached_property
@@ -131,7 +131,9 @@ class Run:
         return [event for event in self.events if event["kind"] in kinds]
 
 
-def read_run(folder: Path, *, most_points: int | None = None, before: Run | None = None) -> Run:
+def read_run(
+    folder: Path, *, most_points: int | None = None, before: RunRecords | None = None
+) -> RunRecords:
     """Read a run folder, in memory that does not grow with the number of its points.
 
     Args:
@@ -145,7 +147,7 @@ def read_run(folder: Path, *, most_points: int | None = None, before: Run | None
         ConfigError: there is no such folder, or it is no run's; kind ``run-not-found`` or
             ``not-a-run``.
     """
-    run = Run(folder)
+    run = RunRecords(folder)
     try:
         found = {entry.name for entry in folder.iterdir()}
     except OSError as error:
@@ -170,7 +172,7 @@ def read_run(folder: Path, *, most_points: int | None = None, before: Run | None
     return run
 
 
-def _take_over(run: Run, before: Run) -> None:
+def _take_over(run: RunRecords, before: RunRecords) -> None:
     """Take what was read of files that have only grown since."""
     if _has_only_grown(run.folder / "metrics.jsonl", before.places.get("metrics.jsonl")):
         run.places["metrics.jsonl"] = before.places["metrics.jsonl"]
@@ -183,7 +185,7 @@ def _take_over(run: Run, before: Run) -> None:
         run.events = before.events
 
 
-def _has_only_grown(path: Path, place: Place | None) -> bool:
+def _has_only_grown(path: Path, place: ReadPosition | None) -> bool:
     if place is None:
         return False
     with suppress(OSError), open_own(path, "rb") as stream:
@@ -193,10 +195,10 @@ def _has_only_grown(path: Path, place: Place | None) -> bool:
     return False
 
 
-def _read_metrics(run: Run, most_points: int | None) -> None:
+def _read_metrics(run: RunRecords, most_points: int | None) -> None:
     stride = _stride(run.folder / "metrics.jsonl", most_points)
     last = b""
-    place = run.places.setdefault("metrics.jsonl", Place())
+    place = run.places.setdefault("metrics.jsonl", ReadPosition())
     for line in _lines(run, "metrics.jsonl", place):
         if place.num_lines % stride and b'"eval/' not in line:
             last = line
@@ -227,7 +229,7 @@ def _read_metrics(run: Run, most_points: int | None) -> None:
         series.sort()
 
 
-def _note_lost_points(run: Run) -> None:
+def _note_lost_points(run: RunRecords) -> None:
     """Note where the run has gone on without metrics for longer than from any point to the next."""
     steps = run.clock.steps
     if not steps:
@@ -253,7 +255,7 @@ def _stride(path: Path, most_points: int | None) -> int:
         return 1
 
 
-def _add_point(run: Run, line: bytes) -> bool:
+def _add_point(run: RunRecords, line: bytes) -> bool:
     """Add a line of ``metrics.jsonl``; returns whether it is sound."""
     try:
         point = json.loads(line)
@@ -281,9 +283,9 @@ def _add_point(run: Run, line: bytes) -> bool:
     return True
 
 
-def _read_events(run: Run) -> None:
+def _read_events(run: RunRecords) -> None:
     """Read ``events.jsonl``, which older runs do not have."""
-    place = run.places.setdefault("events.jsonl", Place())
+    place = run.places.setdefault("events.jsonl", ReadPosition())
     for line in _lines(run, "events.jsonl", place, is_expected=False):
         if len(run.events) == _MOST_EVENTS:
             continue
@@ -304,7 +306,9 @@ def _read_events(run: Run) -> None:
         run.notes.append(f"events.jsonl: {place.num_broken} damaged lines are left out")
 
 
-def _lines(run: Run, name: str, place: Place, *, is_expected: bool = True) -> Iterator[bytes]:
+def _lines(
+    run: RunRecords, name: str, place: ReadPosition, *, is_expected: bool = True
+) -> Iterator[bytes]:
     """Lines behind a place that were written to the end, and how far that is: a kill may leave half
     a line behind, even one that reads well. One that is too long is damaged.
     """
@@ -333,7 +337,7 @@ def _lines(run: Run, name: str, place: Place, *, is_expected: bool = True) -> It
         run.notes.append(f"{name} cannot be read ({error.strerror or error})")
 
 
-def _mapping(run: Run, name: str, read: Callable[[str], Any]) -> Mapping[str, Any]:
+def _mapping(run: RunRecords, name: str, read: Callable[[str], Any]) -> Mapping[str, Any]:
     try:
         content = read_regular(run.folder / name, num_bytes=_LARGEST_TEXT + 1)
         if content is None or len(content) > _LARGEST_TEXT:
@@ -381,7 +385,7 @@ def _saved_steps(folder: Path) -> Iterator[int]:
         return
 
 
-def _read_logs(run: Run) -> None:
+def _read_logs(run: RunRecords) -> None:
     """Gather what ranks logged as warnings and errors, of a large log the beginning."""
     try:
         logs = sorted(

@@ -12,7 +12,7 @@ from statistics import mean, median, quantiles
 from typing import Any, Final
 
 from framework.plan.plan import Plan
-from framework.report.records import Run
+from framework.report.records import RunRecords
 
 _DRAWS: Final = 4000
 _MEASURED: Final = ("time/", "throughput/", "memory/")
@@ -132,7 +132,7 @@ def compare(variants: Sequence[Variant]) -> list[dict[str, Any]]:
     return found
 
 
-def windows_of(run: Run, *, dropped: int, size: int) -> list[dict[str, float]]:
+def windows_of(run: RunRecords, *, dropped: int, size: int) -> list[dict[str, float]]:
     """Means of every metric over windows of so many points, after those that are dropped; one cut
     short is left out.
     """

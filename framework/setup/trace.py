@@ -35,7 +35,7 @@ from framework.models.layers import as_layers
 from framework.plan.cluster import Cluster
 from framework.plan.operations import masked
 from framework.plan.plan import make_plan
-from framework.plan.work import Device, ModelWork, Part
+from framework.plan.work import Device, LayerWork, ModelWork
 from framework.setup.components import Parts, gather_parts, optimizer_maker
 from framework.setup.pipeline_stages import answer, first_batch
 from framework.setup.user_code import Objects
@@ -406,7 +406,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _parts(ledger: _Ledger, model: nn.Module) -> Iterator[Part]:
+def _parts(ledger: _Ledger, model: nn.Module) -> Iterator[LayerWork]:
     """Figures of every part; weights that none of them has are of the first one."""
     weights = {id(weight): weight.numel() for weight in model.parameters() if weight.requires_grad}
     within = {
@@ -438,7 +438,7 @@ def _parts(ledger: _Ledger, model: nn.Module) -> Iterator[Part]:
             name = record.name
         else:
             name = f"{record.name}-{number}"
-        yield Part(
+        yield LayerWork(
             name,
             num_params=sum(weights[each] for each in own if each not in first_of),
             flops=record.figures["flops"],

@@ -18,7 +18,7 @@ from framework.commands import bench, timed_runs
 from framework.commands.timed_runs import INTERRUPTED, config_alone
 from framework.config.load import config_from_values
 from framework.plan.plan import Plan
-from framework.report.records import Run, Series
+from framework.report.records import RunRecords, Series
 from tests.commands.children import fork_launched
 from tests.places import ROOT
 
@@ -40,11 +40,13 @@ def answering(monkeypatch: pytest.MonkeyPatch, answer: Answer) -> list[tuple[int
     """
     started: list[tuple[int, int, int]] = []
 
-    def run(plan: Plan, *, steps: int, log_every: int, hostfile: str | None) -> tuple[Run, str]:
+    def run(
+        plan: Plan, *, steps: int, log_every: int, hostfile: str | None
+    ) -> tuple[RunRecords, str]:
         started.append((plan.cluster.world_size, steps, log_every))
         took, failure, is_interrupted = answer(len(started), plan)
         done = range(log_every, (steps // 2 if is_interrupted else steps) + 1, log_every)
-        found = Run(Path("run"), environment={"device": "cpu"})
+        found = RunRecords(Path("run"), environment={"device": "cpu"})
         found.metrics["time/step_ms"] = Series(
             [*done], [900.0 if step == log_every else took for step in done]
         )

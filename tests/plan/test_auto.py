@@ -24,7 +24,7 @@ from framework.load_run import load_run
 from framework.plan.auto import listed_target, peaks_at_hand, resolve, target_at_hand
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
-from framework.plan.search import Target
+from framework.plan.search import Hardware
 
 AUTO: dict[str, Any] = {
     "model": {"kind": "gpt", "size": "llama-3-8b"},
@@ -40,7 +40,7 @@ CLUSTER = Cluster(4, 8, "cuda")
 Capture = pytest.CaptureFixture[str]
 
 
-def a100() -> Target:
+def a100() -> Hardware:
     return listed_target("a100-80gb", devices_per_host=8)
 
 
@@ -108,8 +108,8 @@ def test_an_unresolved_config_is_no_plan() -> None:
 
 def test_without_a_device_nothing_is_started() -> None:
     with pytest.raises(ConfigError, match=r"--gpu KIND.*DSF_GPU.*\[auto-without-device\]"):
-        resolve(config_from_values(AUTO), CLUSTER, Target())
-    config, _, line = resolve(config_from_values(AUTO), CLUSTER, Target(), is_proposal=True)
+        resolve(config_from_values(AUTO), CLUSTER, Hardware())
+    config, _, line = resolve(config_from_values(AUTO), CLUSTER, Hardware(), is_proposal=True)
     assert not config.auto
     assert "speed unknown: no device named" in line
 
@@ -124,7 +124,7 @@ def test_what_cannot_be_chosen_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"the least is .* 0.0 MiB are usable; .*auto-nothing-fits"
     ):
-        resolve(config_from_values(AUTO), CLUSTER, Target("tiny", 2**30))
+        resolve(config_from_values(AUTO), CLUSTER, Hardware("tiny", 2**30))
 
 
 def test_processors_have_the_hosts_memory() -> None:
@@ -133,7 +133,7 @@ def test_processors_have_the_hosts_memory() -> None:
     assert target.memory_bytes is not None
     assert whole.memory_bytes is not None
     assert target.memory_bytes == whole.memory_bytes // 4 > 2**20
-    assert target_at_hand(Cluster(device="npu"), {}) == Target()
+    assert target_at_hand(Cluster(device="npu"), {}) == Hardware()
 
 
 def test_nvidias_driver_names_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_a_resumed_run_keeps_its_choice() -> None:
         "layout": {"world_size": 32, "pipe_size": 2, "micro_size": 1},
         "config": {"zero": {"stage": 1}},
     }
-    kept, settings, line = resolve(config, CLUSTER, Target(), saved=saved)
+    kept, settings, line = resolve(config, CLUSTER, Hardware(), saved=saved)
     assert settings == {"zero.stage": 1, "batch.micro_size": 1, "parallel.pipe": 2}
     assert kept.zero.stage == 1
     assert line.endswith("as in the checkpoint")

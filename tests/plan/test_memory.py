@@ -20,7 +20,7 @@ from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
 from framework.plan.memory import Memory, NotEstimatedError, estimate, stage_memories
 from framework.plan.plan import make_plan
-from framework.plan.work import Part, named_work, weights_alone
+from framework.plan.work import LayerWork, named_work, weights_alone
 from tests.commands.children import answer_here
 from tests.launched import ROOT, run_ranks
 
@@ -60,7 +60,7 @@ def estimated(
     if work is not None:
         own = config.zero.reduce_bucket_size + 1 if config.zero.stage == 2 else 0
         work = replace(
-            work, parts=(Part("model", own, saved_bytes=activation_bytes or 0), *work.parts)
+            work, parts=(LayerWork("model", own, saved_bytes=activation_bytes or 0), *work.parts)
         )
     return estimate(plan, work=work)
 

@@ -13,7 +13,7 @@ from framework.plan.cluster import Cluster
 from framework.plan.devices import Device, Machine
 from framework.plan.plan import make_plan
 from framework.plan.plan_against_run import PlanAgainstRun, estimates_here
-from framework.plan.search import Candidate, Target, judge
+from framework.plan.search import Candidate, Hardware, judge
 from framework.train.monitors.base import Point
 
 GPT = {
@@ -37,7 +37,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def estimated(_: object) -> Candidate:
-    return judge(PLAN, Target("some", machine=MACHINE))
+    return judge(PLAN, Hardware("some", machine=MACHINE))
 
 
 def compare(

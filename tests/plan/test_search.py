@@ -29,9 +29,9 @@ from framework.plan.search import (
     SIZES,
     STAGE,
     Candidate,
-    Found,
+    Hardware,
     Request,
-    Target,
+    SearchResult,
     find_knob,
     judge,
     least_bytes,
@@ -59,12 +59,12 @@ def config(**sections: Any) -> RunConfig:
     return config_from_values(LLAMA | sections)
 
 
-def a100(memory_gib: int = 80, hosts: int = 1) -> tuple[Cluster, Target]:
+def a100(memory_gib: int = 80, hosts: int = 1) -> tuple[Cluster, Hardware]:
     return Cluster(hosts, 8), listed_target(f"a100-{memory_gib}gb", devices_per_host=8)
 
 
 @cache
-def searched(*, hosts: int = 1) -> Found:
+def searched(*, hosts: int = 1) -> SearchResult:
     """What is found for the model where everything is free, on 8 or more A100."""
     cluster, target = a100(hosts=hosts)
     return search(Request(config(), cluster, target))
@@ -137,7 +137,7 @@ def test_a_free_batch_grows_while_that_makes_a_difference() -> None:
         )
     )
     assert (slower.ranked[0].samples_per_second or 0) * 1.02 < (plain.samples_per_second or 0)
-    unknown = search(Request(config(), cluster, Target("a device", 80 * GIB), free=FEW)).ranked
+    unknown = search(Request(config(), cluster, Hardware("a device", 80 * GIB), free=FEW)).ranked
     assert max(each.choice[MICRO] for each in unknown) <= 32
 
 
@@ -191,7 +191,7 @@ def test_traffic_counts_what_deepspeed_sends() -> None:
 
 
 def test_nothing_fits_names_the_smallest_and_its_largest_part() -> None:
-    found = search(Request(config(), Cluster(), Target("small", 2 * GIB)))
+    found = search(Request(config(), Cluster(), Hardware("small", 2 * GIB)))
     assert found.ranked == ()
     assert found.smallest is not None
     assert all(lost.kind in ("too-large", "refused") for lost in found.losers)
@@ -206,7 +206,7 @@ def test_nothing_fits_names_the_smallest_and_its_largest_part() -> None:
 
 
 def test_a_host_that_is_too_small_blocks_offload() -> None:
-    few = Target("device", 80 * GIB, host_bytes=8 * GIB)
+    few = Hardware("device", 80 * GIB, host_bytes=8 * GIB)
     found = search(Request(config(), Cluster(devices_per_host=4), few))
     assert all(each.choice[OFFLOAD] == "none" for each in found.ranked)
     assert any(
@@ -216,7 +216,7 @@ def test_a_host_that_is_too_small_blocks_offload() -> None:
 
 @pytest.mark.slow
 def test_fewest_devices_is_the_smallest_cluster_that_holds_it() -> None:
-    target = Target("device", 12 * GIB, host_bytes=64 * GIB)
+    target = Hardware("device", 12 * GIB, host_bytes=64 * GIB)
     found = search_fewest_devices(Request(config(), Cluster(8, 8), target))
     used = found.ranked[0].plan.cluster
     assert 1 < used.world_size < 64
@@ -229,12 +229,13 @@ def test_fewest_devices_is_the_smallest_cluster_that_holds_it() -> None:
 
 
 def test_more_devices_until_it_fits() -> None:
-    target, small = Target("device", 26 * GIB), config(batch={"micro_size": 1})
+    target, small = Hardware("device", 26 * GIB), config(batch={"micro_size": 1})
     found = search_more_devices(Request(small, Cluster(1, 2), target, free={STAGE}))
     assert found is not None
     assert found.ranked[0].plan.cluster.world_size > 2
     assert (
-        search_more_devices(Request(config(), Cluster(), Target("tiny", GIB // 8)), most=64) is None
+        search_more_devices(Request(config(), Cluster(), Hardware("tiny", GIB // 8)), most=64)
+        is None
     )
 
 
@@ -245,7 +246,7 @@ def test_the_longest_sequence_fits_and_an_eighth_more_does_not() -> None:
     assert length >= 2048
     assert found.ranked[0].plan.config.data.sequence_length == length  # type: ignore[union-attr]
     with pytest.raises(UsageError, match="--gpu"):
-        search_longest_sequence(Request(config(), cluster, Target()))
+        search_longest_sequence(Request(config(), cluster, Hardware()))
     with pytest.raises(UsageError, match="a length"):
         search_longest_sequence(Request(config_from_values({}), cluster, target))
 
@@ -338,7 +339,7 @@ def test_512_gpus_are_searched_in_three_seconds_without_torch() -> None:
 
 
 def test_found_is_empty_of_words_where_something_fits() -> None:
-    assert isinstance(searched(), Found)
+    assert isinstance(searched(), SearchResult)
     assert searched().block == ""
 
 
@@ -348,7 +349,7 @@ def test_each_candidate_is_estimated_as_its_plan_alone() -> None:
     """
     model, batch = {"kind": "gpt", "size": "gpt2", "max_positions": 2048}, {"micro_size": 8}
     asked = config(model=model, precision={"dtype": "autocast"}, batch=batch)
-    found = search(Request(asked, Cluster(1, 8), Target(), free=frozenset({STAGE})))
+    found = search(Request(asked, Cluster(1, 8), Hardware(), free=frozenset({STAGE})))
     assert {each.choice[STAGE] for each in found.ranked} == {0, 1, 2, 3}
     assert [each.peak_bytes for each in found.ranked] == [
         judge(each.plan).peak_bytes for each in found.ranked
@@ -366,7 +367,7 @@ def test_no_estimate_is_below_the_bound_by_which_a_search_for_more_devices_drops
         optimizer=optimizer,
     )
     found = search(
-        Request(asked, Cluster(1, 8), Target()),
+        Request(asked, Cluster(1, 8), Hardware()),
     ).ranked
     assert {(each.choice[STAGE], each.choice[PIPE] > 1) for each in found} >= {
         (0, False),

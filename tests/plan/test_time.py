@@ -23,7 +23,7 @@ from framework.plan.time import (
     flops_per_step,
     step_time,
 )
-from framework.plan.work import ModelWork, Part, named_work
+from framework.plan.work import LayerWork, ModelWork, named_work
 from tests.places import ROOT
 
 # Nothing saturates, nothing hides, nothing is lost.
@@ -48,9 +48,11 @@ DEVICE = Device(
 )
 MACHINE = Machine(DEVICE, Network("round", 1e10, 1e-5), devices_per_host=8)
 # 1,000 tokens of a sample pass 8 blocks of 1e8 weights each, and a head of 5e7.
-BLOCK = Part("blocks.{}", 10**8, 2 * 10**11, 4 * 10**8, 10**8, 5 * 10**7, 10**7, 2 * 10**6, count=8)
-HEAD = Part("head", 5 * 10**7, 10**11, 0, 10**6, 0, 10**6, 10**8)
-LOSS = Part("loss", 0, 0, 10**8, 10**6, 0, 10**6, 4)
+BLOCK = LayerWork(
+    "blocks.{}", 10**8, 2 * 10**11, 4 * 10**8, 10**8, 5 * 10**7, 10**7, 2 * 10**6, count=8
+)
+HEAD = LayerWork("head", 5 * 10**7, 10**11, 0, 10**6, 0, 10**6, 10**8)
+LOSS = LayerWork("loss", 0, 0, 10**8, 10**6, 0, 10**6, 4)
 WORK = ModelWork({}, 0, (BLOCK, HEAD, LOSS), num_samples=1, num_tokens=1000)
 PARAMS = 8 * 10**8 + 5 * 10**7
 

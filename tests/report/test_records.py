@@ -14,11 +14,11 @@ from framework.errors import ConfigError
 from framework.report import records, series
 from framework.report.figures import best, headline, state
 from framework.report.goodput import goodput
-from framework.report.records import Run, flat, read_run
+from framework.report.records import RunRecords, flat, read_run
 from tests.report.made_runs import START, point, points, write_run
 
 
-def read(folder: Path, text: str) -> Run:
+def read(folder: Path, text: str) -> RunRecords:
     folder.mkdir()
     (folder / "metrics.jsonl").write_text(text)
     return read_run(folder)
@@ -192,7 +192,7 @@ def test_what_has_grown_is_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     num_parsed = 0
     add = records._add_point
 
-    def count(run: Run, line: bytes) -> bool:
+    def count(run: RunRecords, line: bytes) -> bool:
         nonlocal num_parsed
         num_parsed += 1
         return add(run, line)

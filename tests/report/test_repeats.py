@@ -14,7 +14,7 @@ from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 from framework.report import repeats
-from framework.report.records import Run, Series
+from framework.report.records import RunRecords, Series
 from framework.report.repeats import Variant, compare, interval_of_ratio, windows_of
 
 PLAN = make_plan(
@@ -103,7 +103,7 @@ def test_sentences() -> None:
 
 def test_windows_leave_out_the_warm_up_and_what_was_cut_short() -> None:
     steps = list(range(2, 18, 2))
-    run = Run(Path("run"))
+    run = RunRecords(Path("run"))
     run.metrics["time/step_ms"] = Series(steps, [n / 2 for n in steps])
     run.metrics["time/data_ms"] = run.metrics["train/loss"] = Series(steps, [1.0] * 8)
     assert windows_of(run, dropped=2, size=3) == [
@@ -111,4 +111,4 @@ def test_windows_leave_out_the_warm_up_and_what_was_cut_short() -> None:
         {"time/step_ms": 7.0, "time/data_ms": 1.0},
     ]
     assert windows_of(run, dropped=2, size=4) == [{"time/step_ms": 4.5, "time/data_ms": 1.0}]
-    assert windows_of(Run(Path("run")), dropped=0, size=1) == []
+    assert windows_of(RunRecords(Path("run")), dropped=0, size=1) == []

@@ -18,7 +18,7 @@ from framework.config.load import config_from_values
 from framework.models.gpt import GPT
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
-from framework.plan.work import Part, model_work
+from framework.plan.work import LayerWork, model_work
 from framework.setup.components import Parts
 from framework.setup.trace import trace_work
 from framework.tasks.classification import Classification
@@ -171,7 +171,7 @@ class _NextToken(Classification):
         )
 
 
-def figures(part: Part) -> list[float]:
+def figures(part: LayerWork) -> list[float]:
     return [
         part.num_params,
         part.flops,
