@@ -90,33 +90,27 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     assert 100 * len(relative) / len(texts) < MOST_RELATIVE_PERCENT, "\n".join(relative)
 
 
-@pytest.mark.parametrize(
-    "path", sources("framework"), ids=lambda path: str(path.relative_to(ROOT / "framework"))
-)
-def test_names_are_the_fields(path: Path) -> None:
-    names = [
-        *path.relative_to(ROOT).with_suffix("").parts,
-        *identifiers(ast.parse(path.read_text("utf-8"))),
-    ]
-    found = {
-        name for name in names if FORBIDDEN.search(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name))
-    }
-    assert (
-        sorted(found - {"patience", "_patience"} if path.name in OF_EARLY_STOPPING else found) == []
-    )
+def test_names_are_the_fields() -> None:
+    wrong = []
+    for path in sources("framework"):
+        names = set(path.relative_to(ROOT).with_suffix("").parts)
+        names.update(identifiers(ast.parse(path.read_text("utf-8"))))
+        if path.name in OF_EARLY_STOPPING:
+            names -= {"patience", "_patience"}
+        for name in sorted(names):
+            if FORBIDDEN.search(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)):
+                wrong.append(f"{path.relative_to(ROOT)}: {name}")
+    assert wrong == []
 
 
-@pytest.mark.parametrize(
-    "path", sources("framework"), ids=lambda path: str(path.relative_to(ROOT / "framework"))
-)
-def test_functions_are_short(path: Path) -> None:
-    long = [
-        f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and node.end_lineno is not None
-        and node.end_lineno - node.lineno + 1 > LONGEST_FUNCTION
-    ]
+def test_functions_are_short() -> None:
+    long = []
+    for path in sources("framework"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if num_lines > LONGEST_FUNCTION:
+                    long.append(f"{path.relative_to(ROOT)}: {node.name}: {num_lines} lines")
     assert long == []
 
 
