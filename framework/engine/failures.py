@@ -28,7 +28,6 @@ from framework.engine.extensions import failure_of_compiler, failure_of_torch_co
 from framework.engine.process_group_errors import is_lost_peer, lost_peer
 from framework.engine.written_weights import written_while_spread
 from framework.errors import ConfigError, TrainingError, explaining, in_one_line, printable
-from framework.plan.out_of_memory import in_one_sentence, kind_of, shortage_of
 from framework.plan.plan import Plan
 from framework.system.exits import refusing_exits
 
@@ -100,6 +99,8 @@ def known_failure(error: BaseException, plan: Plan | None = None) -> str:
     """Return one line with the event, the way out and the kind of a known failure; empty where it
     is not known. A plan adds what the memory was taken by.
     """
+    from framework.plan.out_of_memory import kind_of  # the planner is loaded when a run has failed
+
     stated = str(error)
     is_torchs = isinstance(error, RuntimeError)
     lacks = "device" if isinstance(error, torch.OutOfMemoryError) else is_torchs and kind_of(stated)
@@ -183,6 +184,8 @@ def weight_made_late(error: BaseException) -> ConfigError | None:
 
 
 def _explained(lacks: str, error: BaseException, plan: Plan | None) -> str:
+    from framework.plan.out_of_memory import in_one_sentence, shortage_of
+
     frames = [
         (frame.f_code.co_filename, frame.f_code.co_name)
         for frame, _ in walk_tb(error.__traceback__)

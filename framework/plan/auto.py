@@ -23,7 +23,7 @@ from framework.config.load import Source
 from framework.config.run_config import AUTO, RunConfig
 from framework.errors import ConfigError, Problem, UsageError
 from framework.plan.alternatives import settings_text, size_text, with_settings
-from framework.plan.cluster import Cluster
+from framework.plan.cluster import GPU_VARIABLE, Cluster
 from framework.plan.devices import Machine, find_device, tables
 from framework.plan.measured import measured_rates
 from framework.plan.memory import NotEstimatedError
@@ -32,8 +32,6 @@ from framework.plan.search import ACCUMULATION, MICRO, Candidate, Hardware, Requ
 from framework.plan.work import ModelWork
 from framework.system.output import write
 
-# Names the device, as ``--gpu`` does, where this machine cannot: its driver has no nvidia-smi.
-GPU_VARIABLE: Final = "DSF_GPU"
 _PROBE_SECONDS: Final = 20
 _CLOSE: Final = 0.1
 # Of a machine at rest the same product differs by a few percent.

@@ -16,6 +16,8 @@ _LOCAL_SIZE_VARIABLES: Final = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 RANKS_ON_CPU: Final = 2
 # Set by whoever planned the job, above the launcher that counts the ranks.
 PLANNED_VARIABLE: Final = "DSF_WORLD_SIZE"
+# Names the device, as ``--gpu`` does, where this machine cannot: its driver has no nvidia-smi.
+GPU_VARIABLE: Final = "DSF_GPU"
 
 
 @dataclass(frozen=True)

@@ -112,12 +112,18 @@ class Plan:
         }
 
     def on_device(self, device: Device, source: Source) -> Plan:
-        """The plan where the kind of device has become known.
+        """Return the plan for a kind of device that has become known: layout and length are the
+        same on every kind, and only what the rules find may differ.
 
         Raises:
             ConfigError: the run cannot work on it.
         """
-        return make_plan(self.config, replace(self.cluster, device=device), source=source)
+        cluster = replace(self.cluster, device=device)
+        findings = [
+            *_findings_of_rules(self.config, cluster, source),
+            *_findings_of_layout(self.config, cluster, self.layout, self.length),
+        ]
+        return replace(self, cluster=cluster, findings=accepted(findings, source))
 
     def with_data(self, num_train_samples: int | None, source: Source) -> Plan:
         """The plan with the real size of the training data, None of a stream; a ConfigError where
@@ -186,7 +192,7 @@ def make_plan(
         fix = "write a number, or let `check`, `plan`, `launch` or `fit` choose it"
         found = [Problem("auto-not-chosen", reason, fix, key, AUTO) for key in sorted(config.auto)]
         raise ConfigError(map(source.locate, found))
-    findings = [*rules.apply_rules(config, cluster), *overruled(config, source)]
+    findings = _findings_of_rules(config, cluster, source)
     layout = make_layout(config.batch, world_size=cluster.world_size, **config.parallel.sizes())
     if isinstance(layout, Problem):
         raise ConfigError(_errors([layout, *findings, *further], source))
@@ -194,12 +200,22 @@ def make_plan(
         num_train_samples = config.data.num_train_samples()
     layout = replace(layout, expert_size=config.parallel.expert)
     length = _length(config, layout, num_train_samples)
-    notes = (
+    findings += [*_findings_of_layout(config, cluster, layout, length), *further]
+    return Plan(config, cluster, layout, length, accepted(findings, source))
+
+
+def _findings_of_rules(config: RunConfig, cluster: Cluster, source: Source) -> list[Problem]:
+    return [*rules.apply_rules(config, cluster), *overruled(config, source)]
+
+
+def _findings_of_layout(
+    config: RunConfig, cluster: Cluster, layout: Layout, length: Length
+) -> list[Problem]:
+    return [
+        *_length_findings(config, layout, length),
         *half_precision_without_zero(config, cluster, layout),
         *_slow_vocabulary(config, cluster, layout),
-    )
-    findings = [*findings, *_length_findings(config, layout, length), *notes, *further]
-    return Plan(config, cluster, layout, length, accepted(findings, source))
+    ]
 
 
 def errors_of_known(

@@ -7,16 +7,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from framework.errors import UsageError
-from framework.plan.alternatives import size_text
-from framework.plan.auto import measured_target, target_at_hand
-from framework.plan.memory import NotEstimatedError
 from framework.plan.plan import Plan
-from framework.plan.search import Candidate, judge
 from framework.system.files import replace_text
 from framework.system.log import print_line
+
+if TYPE_CHECKING:  # the planner is loaded when there is something to compare
+    from framework.plan.search import Candidate
 
 
 class MetricsPoint(Protocol):
@@ -89,6 +88,8 @@ class PlanAgainstRun:
         self._try(is_last=True)
 
     def _compare(self) -> None:
+        from framework.plan.alternatives import size_text
+
         found = self._estimated(self._plan)
         self._memory["estimate"] = found.peak_bytes if found else None
         self._time["estimate"] = found.time.total if found and found.time else None
@@ -134,6 +135,10 @@ def estimates_here(plan: Plan) -> Candidate | None:
     """The estimates of a plan for this machine, by its measured rates where there are such; None
     where its memory is not known.
     """
+    from framework.plan.auto import measured_target, target_at_hand
+    from framework.plan.memory import NotEstimatedError
+    from framework.plan.search import judge
+
     try:
         return judge(plan, measured_target(plan.cluster) or target_at_hand(plan.cluster))
     except (NotEstimatedError, UsageError):  # DSF_GPU names a device that is not listed

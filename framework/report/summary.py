@@ -9,18 +9,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from framework.checkpoint.names import CHECKPOINTS, tag_of
 from framework.errors import counted, in_one_line
-from framework.plan.balance import StageTable
 from framework.plan.cluster import RANKS_ON_CPU
-from framework.plan.memory import NotEstimatedError, estimate
 from framework.plan.plan import Plan
 from framework.system.log import print_line, warn
 from framework.text.document import is_setting
 from framework.train.best import Best
 from framework.train.trainer import Outcome
+
+if TYPE_CHECKING:
+    from framework.plan.balance import StageTable
 
 # From launch.sh, which puts its environment's programs in front of the PATH: what the person's own
 # shell finds, and how the script is called from there.
@@ -137,6 +138,8 @@ def _sizes(plan: Plan, num_params: int, num_trained: int) -> Iterator[tuple[str,
             f"per {compiled.per} by {compiled.backend}, in the first step and where shapes change",
         )
     yield "length", str(plan.length)
+    from framework.plan.memory import NotEstimatedError, estimate  # rank 0 alone prints it
+
     with suppress(NotEstimatedError):
         memory = estimate(plan)
         where = "host memory" if plan.cluster.device == "cpu" else "device memory"

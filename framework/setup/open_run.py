@@ -6,24 +6,18 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from framework.checkpoint.async_checkpointer import AsyncCheckpointer
-from framework.checkpoint.checkpointer import Checkpointer
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.state.tensor_split import whole_shape
 from framework.data.failures import ExplainedData
-from framework.data.streams import StreamPlaces
 from framework.engine.distributed import claims_error_report, from_rank0, rank
 from framework.engine.hang_watch import Watched
-from framework.engine.pipeline_engine import PipelineEngine
-from framework.engine.plain_engine import PlainEngine
 from framework.engine.protocol import Engine
 from framework.models.experts import Mixture
-from framework.plan.auto import peaks_at_hand
-from framework.plan.balance import StageTable
+from framework.plan.cluster import GPU_VARIABLE
+from framework.plan.plan import Plan
 from framework.plan.plan_against_run import PlanAgainstRun
-from framework.plan.time import flops_per_step
-from framework.plan.work import work_of
 from framework.report.summary import (
     RunResult,
     describe_goodput,
@@ -52,6 +46,14 @@ from framework.train.monitors.base import Behind, HeldFolder, Monitor
 from framework.train.monitors.console import LogLines
 from framework.train.run_folder import RunFolder
 from framework.train.trainer import Minutes, Outcome, Trainer
+
+if TYPE_CHECKING:
+    from framework.checkpoint.async_checkpointer import AsyncCheckpointer
+    from framework.checkpoint.checkpointer import Checkpointer
+    from framework.data.streams import StreamPlaces
+    from framework.engine.pipeline_engine import PipelineEngine
+    from framework.engine.plain_engine import PlainEngine
+    from framework.plan.balance import StageTable
 
 
 @dataclass
@@ -117,8 +119,11 @@ class OpenRun:
             print_line(f"goodput {goodput}")
 
     def open_monitors(self) -> tuple[list[Monitor], Events | None, tuple[int, Mapping[str, float]]]:
-        """Open monitors, on rank 0 events, and count earlier starts and peaks of the devices.
-        Collective.
+        """Open the monitors and, on rank 0, the events. Collective.
+
+        Returns:
+            The monitors, the events, and on every rank what rank 0 has counted: earlier starts of
+            the run, and floating-point operations of a step by the metric that is their rate.
         """
         plan = self.prepared.plan
         folder = self.folder
@@ -143,7 +148,7 @@ class OpenRun:
             )
             monitors.append(Behind(PlanAgainstRun(plan, folder.path), after=held))
             monitors.append(events[0])
-            return events[0].restarts, peaks_at_hand(plan.cluster)
+            return events[0].restarts, _flops_per_step(plan)
 
         facts = from_rank0(on_rank0(add_monitors))
         return monitors, events[0] if events else None, facts
@@ -185,9 +190,8 @@ def build_trainer(run: OpenRun) -> Trainer:
     plan = prepared.plan
     splits = prepared.parts.splits
     start_step = run.start_step
-    monitors, events, (restarts, peaks) = run.open_monitors()
+    monitors, events, (restarts, per_step) = run.open_monitors()
     look = watch_samples(engine, plan, monitors, run.folder)
-    per_step = flops_per_step(plan, work_of(plan), peaks)
     asked = plan.config.training.bad_steps
     watch = engine.bad_steps
     policy = None
@@ -215,6 +219,20 @@ def build_trainer(run: OpenRun) -> Trainer:
         callbacks=run.callbacks or None,
         bad_steps=policy,
     )
+
+
+def _flops_per_step(plan: Plan) -> Mapping[str, float]:
+    """Count the operations of a step on rank 0: the other ranks load no estimates of time."""
+    from framework.plan.time import flops_per_step
+    from framework.plan.work import work_of
+
+    peaks: Mapping[str, float] = {}
+    # Of processors no peak is listed, unless a variable names a device.
+    if plan.cluster.device != "cpu" or GPU_VARIABLE in os.environ:
+        from framework.plan.auto import peaks_at_hand
+
+        peaks = peaks_at_hand(plan.cluster)
+    return flops_per_step(plan, work_of(plan), peaks)
 
 
 def _was_evaluated(checkpoint: SavedCheckpoint) -> bool:

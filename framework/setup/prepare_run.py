@@ -9,33 +9,26 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from framework.checkpoint.huggingface import published_problems
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resume_point import find_checkpoint, saved_manifest
-from framework.checkpoint.state.weight_files import LazyWeights
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
 from framework.config.training import Compile
 from framework.data.loaders import is_stream, num_samples_of
 from framework.data.order import LATEST_ORDER
 from framework.data.splits import tokens_sha256
-from framework.data.streams import num_lanes
-from framework.dslint.judge import judge_passed_through
 from framework.engine.distributed import (
     check_device,
     describe_environment,
     device_name,
     take_device_of_rank,
 )
-from framework.engine.weights import find_weights, refuse_other_layers
 from framework.errors import ConfigError, Problem, StorageError, counted
-from framework.plan.auto import chosen_here
 from framework.plan.cluster import Cluster, Device
-from framework.plan.compiled_ops import lost_gradients, missing_compiler
 from framework.plan.plan import Plan, accepted, make_plan
 from framework.plan.render import render
 from framework.setup.components import Parts, gather_parts
@@ -43,6 +36,9 @@ from framework.setup.pipeline_stages import CutModel, check_recomputed, cut_mode
 from framework.setup.user_code import Objects, check_arguments, describe_objects, load_target
 from framework.system.waiting import waiting
 from framework.train.run_folder import RunFolder
+
+if TYPE_CHECKING:  # a plain run reads no weights
+    from framework.checkpoint.state.weight_files import LazyWeights
 
 
 @dataclass(frozen=True)
@@ -154,7 +150,10 @@ def prepare(
     # What is wrong with the config alone is told before anything is imported.
     if plan is None:
         cluster = Cluster.from_environment(os.environ, device=device)
-        config = chosen_here(config, cluster, saved_manifest, source=source)
+        if config.auto:
+            from framework.plan.auto import chosen_here
+
+            config = chosen_here(config, cluster, saved_manifest, source=source)
         plan = make_plan(config, cluster, source=source)
     else:
         plan = plan.on_device(device, source)
@@ -169,7 +168,7 @@ def prepare(
     plan = plan.with_data(parts.splits.num_train, source)
     further = [source.locate(problem) for problem in _shared_lanes(plan, parts)]
     ds_config = render(plan)
-    problems = accepted(judge_passed_through(plan, ds_config, source=source), source)
+    problems = _problems_of_passed_keys(plan, ds_config, source)
     with _placing(source):
         if plan.layout.pipe_size > 1:
             cut = cut_model(plan, parts)
@@ -179,11 +178,13 @@ def prepare(
             check_recomputed(plan, parts)
         # What adapters were trained on is in no checkpoint.
         begins = resumed is None or config.training.lora is not None
-        published = accepted(published_problems(config) if begins else (), source)
-        if begins:
-            weights = _first_weights(config, cut)
-        else:
-            weights = None
+        weights = None
+        published: tuple[Problem, ...] = ()
+        if begins and config.checkpoint.init_weights is not None:
+            from framework.checkpoint.huggingface import published_problems
+
+            published = accepted(published_problems(config), source)
+            weights = _first_weights(config.checkpoint.init_weights, config, cut)
     return Prepared(
         replace(plan, findings=(*plan.findings, *further, *problems, *published)),
         ds_config,
@@ -193,12 +194,26 @@ def prepare(
     )
 
 
-def _num_lanes(plan: Plan, parts: Parts) -> int:  # 0 where the data is no stream
+def _problems_of_passed_keys(
+    plan: Plan, ds_config: dict[str, Any], source: Source
+) -> tuple[Problem, ...]:
+    """Judge the keys that the config passes through to DeepSpeed; ConfigError for errors."""
+    if not plan.config.deepspeed:
+        return ()
+    from framework.dslint.judge import judge_passed_through
+
+    return accepted(judge_passed_through(plan, ds_config, source=source), source)
+
+
+def _num_lanes(plan: Plan, parts: Parts) -> int:
+    """Return into how many lanes ranks divide the training stream; 0 for data with a length."""
     train = parts.splits.train
-    asked = getattr(plan.config.data, "lanes", None)
-    if is_stream(train):
-        return num_lanes(train, global_size=plan.layout.global_size, asked=asked)
-    return 0
+    if not is_stream(train):
+        return 0
+    from framework.data.streams import num_lanes
+
+    requested = getattr(plan.config.data, "lanes", None)
+    return num_lanes(train, global_size=plan.layout.global_size, asked=requested)
 
 
 def _shared_lanes(plan: Plan, parts: Parts) -> Iterator[Problem]:
@@ -232,12 +247,13 @@ def _find_resumed(config: RunConfig) -> SavedCheckpoint | None:
         raise
 
 
-def _first_weights(config: RunConfig, cut: CutModel | None) -> LazyWeights | SavedCheckpoint | None:
-    """Find what `checkpoint.init_weights` names; None where weights are drawn."""
-    path = config.checkpoint.init_weights
+def _first_weights(
+    path: str, config: RunConfig, cut: CutModel | None
+) -> LazyWeights | SavedCheckpoint:
+    """Find what `checkpoint.init_weights` names."""
+    from framework.engine.weights import find_weights, refuse_other_layers
+
     unverified = config.checkpoint.allow_unverified
-    if path is None:
-        return None
     found = find_weights(path, allow_unverified=unverified, model=config.model)
     if cut is not None and not isinstance(found, SavedCheckpoint):
         refuse_other_layers(found, cut.surveyed, source=path)
@@ -256,6 +272,8 @@ def _placing(source: Source) -> Iterator[None]:
 def _compile_problems(asked: Compile | None, device: Device) -> Iterator[Problem]:
     if asked is None:
         return
+    from framework.plan.compiled_ops import lost_gradients, missing_compiler
+
     if asked.backend not in (known := torch.compiler.list_backends(exclude_tags=())):
         reason = "torch knows no such backend here"
         fix = f"write one of {', '.join(known)}"

@@ -161,3 +161,39 @@ def test_a_plan_is_plain_json() -> None:
     assert written["layout"]["global_size"] == 64
     assert written["findings"][0]["kind"] == "inert-at-stage"
     assert written["findings"][0]["text"].endswith("[inert-at-stage]")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "unknown"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"precision": {"dtype": "bf16"}, "zero": {"stage": 0}},
+        {"precision": {"dtype": "fp16"}, "zero": {"stage": 1}},
+        {"training": {"max_steps": 5}, "scheduler": {"kind": "cosine", "warmup_steps": 50}},
+        {
+            "deepspeed": {"zero_optimization": {"zero_quantized_weights": True}},
+            "zero": {"stage": 3},
+        },
+        {
+            "model": {"kind": "gpt", "size": "tiny"},
+            "data": {"kind": "text"},
+            "task": {"kind": "causal_lm"},
+            "precision": {"dtype": "bf16"},
+        },
+    ],
+)
+def test_a_device_that_becomes_known_gives_the_plan_that_is_made_for_it(
+    values: dict[str, Any], device: Any
+) -> None:
+    config = config_from_values({"batch": {"global_size": 8}, **values})
+    before = make_plan(config, Cluster(devices_per_host=2))
+    try:
+        expected: Plan | list[str] = make_plan(config, Cluster(devices_per_host=2, device=device))
+    except ConfigError as error:
+        expected = [str(problem) for problem in error.problems]
+    try:
+        found: Plan | list[str] = before.on_device(device, Source())
+    except ConfigError as error:
+        found = [str(problem) for problem in error.problems]
+    assert found == expected

@@ -22,10 +22,8 @@ from framework.config.optimizer import Adagrad, optimizer_lr
 from framework.config.run_config import RunConfig
 from framework.config.training import ModelLoss
 from framework.errors import ConfigError, Problem
-from framework.plan.balance import pattern_problem, stage_problems
 from framework.plan.cluster import Cluster
 from framework.plan.rules.base import Found, rule
-from framework.plan.shipped_models import num_layers
 
 # What is read -> the kinds that read or give it; every other kind is for images.
 _PARTS: Final[Mapping[str, Mapping[str, str]]] = {
@@ -249,6 +247,10 @@ def recompute_in_parts(config: RunConfig, cluster: Cluster) -> Found:
     without.
     """
     key = "training.recompute_every"
+    if not config.training.recompute_every:
+        return
+    from framework.plan.shipped_models import num_layers
+
     count = num_layers(config.model)
     if count is not None and config.training.recompute_every >= count:
         reason = (
@@ -263,9 +265,12 @@ def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
     """Text that is no regular expression, such as ``*.bias``; all experts, of which DeepSpeed then
     finds none.
     """
-    from framework.plan.work import model_work  # here: it imports the plan, which imports the rules
-
     entries = config.training.freeze
+    if not entries:
+        return
+    from framework.plan.balance import pattern_problem
+    from framework.plan.work import model_work
+
     problems = list[Problem]()
     fix = "write for example .*bias for all that ends so"
     for number, entry in enumerate(entries):
@@ -276,7 +281,7 @@ def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
         for pattern in patterns_of(entry):
             problems += pattern_problem(pattern, key=key, value=pattern, fix=fix)
     yield from problems
-    if problems or not entries:
+    if problems:
         return
     work = model_work(config.model, micro_size=1)
     if work is None:
@@ -352,12 +357,13 @@ def adapted_modules(config: RunConfig, cluster: Cluster) -> Found:
     """Adapters for modules that a named model has not, that hold no matrix, or whose weight is used
     twice; other models are looked at when they are built.
     """
-    from framework.plan.work import model_work
-
     lora = config.training.lora
     key = "training.lora.target_modules"
     if lora is None:
         return
+    from framework.plan.balance import pattern_problem
+    from framework.plan.work import model_work
+
     pattern = lora.target_modules
     if isinstance(pattern, str) and pattern != ALL_LINEAR:
         wrong = [
@@ -401,6 +407,8 @@ def optimizer_groups(config: RunConfig, cluster: Cluster) -> Found:
     optimizer = config.optimizer
     fix = "write for example .*bias for all that ends so"
     groups = getattr(optimizer, "groups", [])
+    if groups:
+        from framework.plan.balance import pattern_problem
     for number, group in enumerate(groups):
         key = f"optimizer.groups.{number}"
         yield from pattern_problem(group.match, key=f"{key}.match", value=group.match, fix=fix)
@@ -447,6 +455,9 @@ def stages_fit(config: RunConfig, cluster: Cluster) -> Found:
     they are built.
     """
     if config.parallel.pipe > 1:
+        from framework.plan.balance import stage_problems
+        from framework.plan.shipped_models import num_layers
+
         yield from stage_problems(config.parallel, num_layers(config.model))
 
 
