@@ -2,8 +2,8 @@
 
 What the file leaves out is written down as DeepSpeed decides it, where our default is another.
 "auto", which only other tools fill in, becomes our default, with a comment. Keys without effect are
-named at the top. What a run config cannot say, and a key that this release does not read and that
-was on, is a problem, and then there is no run config. The ways in which the rendering differs from
+named at the top. What a run config cannot express, and a key that this release does not read and
+that was on, is a problem, and then there is no run config. The ways in which the rendering differs from
 the file on purpose:
 
 - `steps_per_print`, `tensorboard`, `csv_monitor`: the Trainer reports; the engine stays silent
@@ -31,7 +31,7 @@ from framework.config.run_config import RunConfig, kind_of_default
 from framework.dslint.facts import Facts, value_at
 from framework.dslint.import_sections import (
     NO_KEY,
-    Reading,
+    DeepSpeedReader,
     Values,
     optimizer,
     precision,
@@ -65,131 +65,154 @@ _SILENT: Final[Values] = {
     "steps_per_print": 1_000_000_000,
 }
 _PLACEHOLDER_SAMPLES: Final = 1437  # of the default data
-_REPORTS: Final = {"tensorboard": "tensorboard", "csv_monitor": "csv"}
-# Their key and ours.
+_REPORTS: Final = ("tensorboard", "csv_monitor")
+_REPORT_KEYS: Final = ("output_path", "job_name")
+# Section of DeepSpeed -> its key and ours.
 _SERVICES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "wandb": (("project", "project"), ("group", "group"), ("team", "entity")),
     "comet": (("project", "project"), ("workspace", "workspace")),
 }
+_SERVICE_KEYS_LEFT_OUT: Final = (
+    "api_key",
+    "online",
+    "mode",
+    "experiment_key",
+    "experiment_name",
+    "samples_log_interval",
+)
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A run config and what there is to say about it.
+    """A run config, with what became of the keys of the file.
 
     Attributes:
         values: sections of the run config.
-        comments: dotted key -> what to say beside it.
+        comments: dotted key -> comment beside it.
         left_out: keys of the file that have no effect, each with the reason.
-        given: run-config key -> the key of the file that decided it; the other values are defaults.
+        sources: run-config key -> the key of the file that decided it; the other values are
+            defaults.
     """
 
     values: Values
     comments: Mapping[str, str]
     left_out: tuple[str, ...]
-    given: Mapping[str, str]
+    sources: Mapping[str, str]
+
+    def decided_sections(self) -> set[str]:
+        """Return the names of the sections in which the file decides something."""
+        return {key.partition(".")[0] for key in self.sources}
 
 
 def import_deepspeed(
     values: Mapping[str, Any], *, name: str = "", release: str | None = None
 ) -> dict[str, Any]:
-    """The run config, as nested dicts, that renders back to what a DeepSpeed JSON means.
+    """Return the run config, as nested dicts, that renders back to what a DeepSpeed JSON means.
 
     Raises:
-        ConfigError: DeepSpeed would refuse the file, or a run config cannot say what it says.
+        ConfigError: DeepSpeed would refuse the file, or a run config cannot express it.
     """
     return import_document(Document(name, dict(values)), release=release).values
 
 
 def import_document(document: Document, *, release: str | None = None) -> Imported:
-    """As `import_deepspeed`, with the comments; problems name the lines of the document."""
+    """Import a DeepSpeed JSON as `import_deepspeed` does, and keep the comments.
+
+    Raises:
+        ConfigError: as there; the problems name the lines of the document.
+    """
     table = load_table(release)
     wrong = [problem for problem in lint(document, release=release) if _stops(problem)]
     if wrong:
         raise ConfigError(without_placeholders(wrong, file=document.name))
-    reading = Reading(Facts(document.value, table.release), table)
-    sections = {
-        "batch": _batch(reading),
-        "precision": precision(reading),
-        "zero": zero(reading),
-        "optimizer": optimizer(reading),
-        "scheduler": scheduler(reading),
-        "training": _training(reading),
-        "monitors": dict(_monitors(reading)),
-        "deepspeed": dict(_passed(reading)),
-    }
-    for section in OWNED:
-        reading.settle(section)
-    _no_place(reading)
-    # beside those of typed sections, each where the file has it
-    for path, value in reading.further.items():
-        for part in reversed(path.split(".")):
-            value = {part: value}
-        sections["deepspeed"] = merged(sections["deepspeed"], value)
-    if reading.problems:
-        raise ConfigError([placed(document, problem, at_top=False) for problem in reading.problems])
-    sections["data"] = _placeholder(sections["batch"], reading)
-    found = {key: section for key, section in sections.items() if section}
+    reader = DeepSpeedReader(Facts(document.value, table.release), table)
+    sections = _sections(reader)
+    if reader.problems:
+        raise ConfigError([placed(document, problem, at_top=False) for problem in reader.problems])
+    sections["data"] = _placeholder_data(sections["batch"], reader)
+    values = {key: section for key, section in sections.items() if section}
     try:
-        config = config_from_values(found)
+        config = config_from_values(values)
         make_plan(config, default_cluster(config))
     except ConfigError as error:
-        theirs = [_in_their_words(document, problem, reading.given) for problem in error.problems]
-        raise ConfigError(
-            sorted(theirs, key=lambda problem: (problem.line, problem.column))
-        ) from None
-    return Imported(found, reading.comments, tuple(reading.left_out), reading.given)
+        problems = [
+            _at_deepspeeds_key(document, problem, reader.sources) for problem in error.problems
+        ]
+        problems.sort(key=lambda problem: (problem.line, problem.column))
+        raise ConfigError(problems) from None
+    return Imported(values, reader.comments, tuple(reader.left_out), reader.sources)
 
 
 def _stops(problem: Problem) -> bool:
-    """Check whether there is nothing to import: DeepSpeed refuses the file, or drops what somebody
-    meant.
+    """Check whether a problem prevents the import: DeepSpeed refuses the file, or drops a key that
+    was on.
     """
-    if problem.kind == "comment-key":
-        return problem.reason.endswith("refuses it")
     if problem.kind in _GONE:
         return not was_off(problem.key, problem.value)
     return problem.severity == "error" and problem.kind not in _LEFT_OUT
 
 
-def _in_their_words(document: Document, problem: Problem, given: Mapping[str, str]) -> Problem:
-    """Report a run config's objection to a value at the key of the file that it came from."""
-    theirs = given.get(problem.key)
-    if theirs is None and problem.key.startswith("deepspeed."):
-        theirs = problem.key.removeprefix("deepspeed.")
-    if theirs is None:  # several keys together, or none of the file's
+def _sections(reader: DeepSpeedReader) -> dict[str, Values]:
+    """Return the sections of the run config; what they do not take is settled in the reader."""
+    sections = {
+        "batch": _batch(reader),
+        "precision": precision(reader),
+        "zero": zero(reader),
+        "optimizer": optimizer(reader),
+        "scheduler": scheduler(reader),
+        "training": _training(reader),
+        "monitors": _monitors(reader),
+        "deepspeed": _passed_through(reader),
+    }
+    for section in OWNED:
+        reader.settle(section)
+    _settle_top_level(reader)
+    # Keys beside those of typed sections, each where the file has it.
+    for path, value in reader.further.items():
+        for part in reversed(path.split(".")):
+            value = {part: value}
+        sections["deepspeed"] = merged(sections["deepspeed"], value)
+    return sections
+
+
+def _at_deepspeeds_key(document: Document, problem: Problem, sources: Mapping[str, str]) -> Problem:
+    """Move a problem of the run config to the key of the file that its value came from."""
+    deepspeed_key = sources.get(problem.key)
+    if deepspeed_key is None and problem.key.startswith("deepspeed."):
+        deepspeed_key = problem.key.removeprefix("deepspeed.")
+    if deepspeed_key is None:  # several keys together, or none of the file's
         return replace(problem, file=document.name)
-    if theirs == problem.key:
-        words = problem.reason
+    if deepspeed_key == problem.key:
+        reason = problem.reason
     else:
-        words = f"{problem.reason} ({problem.key} of a run config)"
-    return placed(document, replace(problem, key=theirs, reason=words), at_top=False)
+        reason = f"{problem.reason} ({problem.key} of a run config)"
+    return placed(document, replace(problem, key=deepspeed_key, reason=reason), at_top=False)
 
 
-def _batch(reading: Reading) -> Values:
-    found: Values = {}
+def _batch(reader: DeepSpeedReader) -> Values:
+    section: Values = {}
     for name in _BATCH:
-        value = reading.take(name, None)
+        value = reader.take(name, None)
         key = OWNED[name]
-        if reading.comments.pop(key, None):
-            reading.left_out.append(
+        if reader.comments.pop(key, None):
+            reader.left_out.append(
                 f"{name}: auto (it follows from the number of devices; {key} decides it)"
             )
         if value is not None:
-            found[key.removeprefix("batch.")] = value
-    return found
+            section[key.removeprefix("batch.")] = value
+    return section
 
 
-def _training(reading: Reading) -> Values:
-    section: Values = {"clip_grad_norm": reading.take("gradient_clipping", 1.0)}
-    every = reading.take("steps_per_print", None)
-    if isinstance(every, int) and every != _SILENT["steps_per_print"]:
-        section["log_every"] = every
-    if reading.comments.pop("training.log_every", None):
-        reading.left_out.append("steps_per_print: auto (training.log_every has a default)")
-    reading.place("managed_gradient_accumulation")
-    if reading.facts.flag("managed_gradient_accumulation", True) is not True:
-        reading.refuse(
+def _training(reader: DeepSpeedReader) -> Values:
+    section: Values = {"clip_grad_norm": reader.take("gradient_clipping", 1.0)}
+    steps_per_print = reader.take("steps_per_print", None)
+    if isinstance(steps_per_print, int) and steps_per_print != _SILENT["steps_per_print"]:
+        section["log_every"] = steps_per_print
+    if reader.comments.pop("training.log_every", None):
+        reader.left_out.append("steps_per_print: auto (training.log_every has a default)")
+    reader.mark_handled("managed_gradient_accumulation")
+    if reader.facts.flag("managed_gradient_accumulation", True) is not True:
+        reader.refuse(
             "managed_gradient_accumulation",
             "the Trainer leaves the boundaries of a step to DeepSpeed",
             "remove it",
@@ -197,95 +220,112 @@ def _training(reading: Reading) -> Values:
     return section
 
 
-def _monitors(reading: Reading) -> Iterator[tuple[str, Any]]:
+def _monitors(reader: DeepSpeedReader) -> Values:
+    section: Values = {}
     for name in _REPORTS:
-        if reading.facts.given(f"{name}.enabled"):
-            yield OWNED[name].removeprefix("monitors."), reading.take(f"{name}.enabled", True)
-        reading.idle(name, "files go into the run folder")
-        for key in ("output_path", "job_name"):
+        if reader.facts.given(f"{name}.enabled"):
+            key = OWNED[name].removeprefix("monitors.")
+            section[key] = reader.take(f"{name}.enabled", True)
+        reader.mark_without_effect(name, "files go into the run folder")
+        for key in _REPORT_KEYS:
             path = f"{name}.{key}"
-            if reading.facts.given(path):
-                reading.drop(path, reading.facts.get(path), "files go into the run folder")
-            reading.place(path)
-    for section, names in _SERVICES.items():
-        if reading.take(f"{section}.enabled", False):
-            taken = {name: reading.take(f"{section}.{theirs}", None) for theirs, name in names}
-            found = {name: value for name, value in taken.items() if value is not None}
-            yield section, found or True
-        reading.idle(section, "it is off")
-        for key in (
-            "api_key",
-            "online",
-            "mode",
-            "experiment_key",
-            "experiment_name",
-            "samples_log_interval",
-        ):
-            if reading.facts.given(path := f"{section}.{key}"):
-                if key == "api_key":
-                    value = "..."
-                else:
-                    value = reading.facts.get(path)
-                reading.drop(path, value, "see monitors.comet; its key comes from COMET_API_KEY")
-            reading.place(path)
+            if reader.facts.given(path):
+                reader.leave_out(path, reader.facts.get(path), "files go into the run folder")
+            reader.mark_handled(path)
+    for name in _SERVICES:
+        if reader.take(f"{name}.enabled", False):
+            section[name] = _service(reader, name) or True
+        reader.mark_without_effect(name, "it is off")
+        _leave_out_service_keys(reader, name)
+    return section
 
 
-def _passed(reading: Reading) -> Iterator[tuple[str, Any]]:
-    """Pass on to `deepspeed:` what no section of ours decides, without keys that have no effect."""
-    for name, value in reading.facts.values.items():
-        if name in PASSED_THROUGH and value != _SILENT.get(name):
-            kept = _with_effect(reading, name, value)
-            if kept is not None:
-                reading.given[f"deepspeed.{name}"] = name
-                yield name, kept
+def _service(reader: DeepSpeedReader, name: str) -> Values:
+    section: Values = {}
+    for deepspeed_key, key in _SERVICES[name]:
+        value = reader.take(f"{name}.{deepspeed_key}", None)
+        if value is not None:
+            section[key] = value
+    return section
 
 
-def _with_effect(reading: Reading, written: str, value: Any) -> Any:
-    why = reading.why_without_effect(written, value)
-    if why is not None:
-        reading.drop(written, value, why)
+def _leave_out_service_keys(reader: DeepSpeedReader, name: str) -> None:
+    for key in _SERVICE_KEYS_LEFT_OUT:
+        path = f"{name}.{key}"
+        if reader.facts.given(path):
+            value = reader.facts.get(path)
+            if key == "api_key":
+                value = "..."
+            reader.leave_out(path, value, "see monitors.comet; its key comes from COMET_API_KEY")
+        reader.mark_handled(path)
+
+
+def _passed_through(reader: DeepSpeedReader) -> Values:
+    """Return `deepspeed:`, the keys that no section of ours decides, without those without
+    effect.
+    """
+    section: Values = {}
+    for name, value in reader.facts.values.items():
+        if name not in PASSED_THROUGH or value == _SILENT.get(name):
+            continue
+        effective = _with_effect(reader, name, value)
+        if effective is not None:
+            reader.sources[f"deepspeed.{name}"] = name
+            section[name] = effective
+    return section
+
+
+def _with_effect(reader: DeepSpeedReader, written: str, value: Any) -> Any:
+    """Return a value without the keys in it that have no effect; None if nothing is left."""
+    reason = reader.why_without_effect(written, value)
+    if reason is not None:
+        reader.leave_out(written, value, reason)
         return None
     refusal = not_in_a_run(written, value)
     if refusal is not None:
-        reading.refuse(written, *refusal)
+        refusal_reason, fix = refusal
+        reader.refuse(written, refusal_reason, fix)
         return None
-    key = reading.key(written)
+    key = reader.key(written)
     if value is None and key is not None and key.default is not None:
-        reading.refuse(written, "a run config passes no null on", "write a value")
+        reader.refuse(written, "a run config passes no null on", "write a value")
     if not isinstance(value, Mapping) or (key is not None and key.unknown == "free"):
         return value
-    kept = {name: _with_effect(reading, f"{written}.{name}", item) for name, item in value.items()}
-    return {name: item for name, item in kept.items() if item is not None}
+    section: Values = {}
+    for name, item in value.items():
+        effective = _with_effect(reader, f"{written}.{name}", item)
+        if effective is not None:
+            section[name] = effective
+    return section
 
 
-def _no_place(reading: Reading) -> None:
-    """Top-level keys that are neither ours nor passed through."""
-    for name, value in reading.facts.values.items():
+def _settle_top_level(reader: DeepSpeedReader) -> None:
+    """Leave out or refuse top-level keys that are neither ours nor passed through."""
+    for name, value in reader.facts.values.items():
         if name in OWNED or name in PASSED_THROUGH or value is None or name == "$schema":
             continue
-        why = reading.why_without_effect(name, value)
+        why = reader.why_without_effect(name, value)
         if why is not None:
-            reading.drop(name, value, why)
-        elif (
-            (key := reading.key(name)) is not None
-            and key.default is not MISSING
-            and value == key.default
-        ):
-            continue  # of an older release: it says what a run does anyway
-        elif name == "sequence_parallel_size" and value == 1:
-            reading.drop(name, value, "one is what a run config has")
+            reader.leave_out(name, value, why)
+            continue
+        key = reader.key(name)
+        if key is not None and key.default is not MISSING and value == key.default:
+            continue  # of an older release: it asks for what a run does anyway
+        if name == "sequence_parallel_size" and value == 1:
+            reader.leave_out(name, value, "one is what a run config has")
         else:
-            reading.refuse(name, *(not_in_a_run(name, value) or NO_KEY))
+            reason, fix = not_in_a_run(name, value) or NO_KEY
+            reader.refuse(name, reason, fix)
 
 
-def _placeholder(batch: Values, reading: Reading) -> Values:
-    """The default data is small; a large batch needs more for a plan to be made at all."""
-    samples = batch.get("global_size") or batch.get("micro_size", 1) * batch.get(
-        "accumulation_steps", 1
-    )
+def _placeholder_data(batch: Values, reader: DeepSpeedReader) -> Values:
+    """Return data of the size that a large batch needs: the default data is too small to plan."""
+    samples = batch.get("global_size")
+    if not samples:
+        samples = batch.get("micro_size", 1) * batch.get("accumulation_steps", 1)
     if samples <= _PLACEHOLDER_SAMPLES:
         return {}
-    reading.comments["data"] = (
+    reader.comments["data"] = (
         "a placeholder of the size that the batch needs: write your own data, model and task"
     )
     return {
@@ -300,7 +340,7 @@ def _placeholder(batch: Values, reading: Reading) -> Values:
 # The text of an imported run config: YAML with a comment beside what was decided for the user.
 
 
-_YOURS: Final = {
+_STUBS: Final = {
     "run": "# run: {name: my-run}",
     "model": "# model: {target: my_module:MyModel}",
     "data": "# data: {target: my_module:make_data}",
@@ -312,14 +352,20 @@ _NOT_TEXT: Final = frozenset({"null", "true", "false", "yes", "no", "on", "off",
 
 
 def run_config_text(imported: Imported, *, name: str) -> str:
-    """A run config file."""
+    """Return the text of a run config file.
+
+    Args:
+        imported: the run config.
+        name: the file that it was imported from.
+    """
     lines = [f"# Imported from {printable(name)}. Model, data and task are not in it: write yours."]
     if imported.left_out:
         lines.append("# Left out, because it has no effect or is decided elsewhere:")
         lines += [f"#   {printable(line)}" for line in imported.left_out]
     for section, values in imported.values.items():
-        lines += ["", *_lines(section, values, section, imported.comments, "")]
-    stubs = [line for section, line in _YOURS.items() if section not in imported.values]
+        lines.append("")
+        lines += _lines(section, values, section, imported.comments, "")
+    stubs = [line for section, line in _STUBS.items() if section not in imported.values]
     if stubs:
         lines += [
             "",
@@ -346,10 +392,10 @@ def _lines(
 
 
 def _flow(value: Any) -> str:
+    """Return a value in YAML's flow style, on one line."""
     if isinstance(value, Mapping):
-        return (
-            "{" + ", ".join(f"{_text(name)}: {_flow(item)}" for name, item in value.items()) + "}"
-        )
+        members = [f"{_text(name)}: {_flow(item)}" for name, item in value.items()]
+        return "{" + ", ".join(members) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_flow, value)) + "]"
     if isinstance(value, str):
@@ -358,16 +404,16 @@ def _flow(value: Any) -> str:
 
 
 def _text(text: str) -> str:
-    """Plain where YAML reads it as the same text, in quotes otherwise."""
+    """Return a text without quotes if YAML reads it as the same text, in quotes otherwise."""
     if _PLAIN.fullmatch(text) and text.lower() not in _NOT_TEXT:
         return text
     return yaml.dump(text, default_style='"', allow_unicode=False, width=10**9).strip()
 
 
 # `train.py --deepspeed_config ds.json`: a run config and a DeepSpeed JSON describe one run
-# together. What either of them says holds; what both say must be the same, or the run is refused
-# with both places named. What the JSON leaves out or calls "auto" is the run config's to say, and
-# DeepSpeed's or our default where it says nothing.
+# together. What either of them sets holds; what both set must be the same, or the run is refused
+# with both places named. What the JSON leaves out or has as "auto" is the run config's to set, and
+# DeepSpeed's or our default where it does not.
 
 
 _LONGEST_NAME: Final = 300
@@ -377,7 +423,7 @@ _UNIONS: Final = ("optimizer", "scheduler", "precision")
 def with_deepspeed_config(
     config: RunConfig, path: str | Path, *, source: Source | None = None
 ) -> RunConfig:
-    """The run config with what a DeepSpeed JSON decides.
+    """Return the run config with what a DeepSpeed JSON decides.
 
     Args:
         config: the run config, as it was written.
@@ -391,16 +437,16 @@ def with_deepspeed_config(
     source = source or Source()
     document = _read(str(path))
     imported = import_document(document)
-    notes = [_left_out(document, line) for line in imported.left_out]
-    for note in sorted(notes, key=lambda note: (note.line, note.column)):
-        source.notes.append(note)
+    notes = [_left_out_note(document, line) for line in imported.left_out]
+    source.notes += sorted(notes, key=lambda note: (note.line, note.column))
     written = config.written()
     clashes = [source.locate(problem) for problem in _clashes(written, imported, document)]
     if clashes:
         raise ConfigError(clashes)
-    decided = {key.partition(".")[0] for key in imported.given}
-    ours = {name: section for name, section in imported.values.items() if name in decided}
-    return config_from_values(merged(ours, written), source=source).noting_auto(config.was_auto)
+    decided = imported.decided_sections()
+    json_values = {name: values for name, values in imported.values.items() if name in decided}
+    joined = merged(json_values, written)
+    return config_from_values(joined, source=source).noting_auto(config.was_auto)
 
 
 def _read(path: str) -> Document:
@@ -414,9 +460,10 @@ def _read(path: str) -> Document:
             text = ""
         if text.lstrip().startswith("{"):
             return parse_hjson(text, name="--deepspeed_config (base64)")
-    return read_hjson(
-        Path(path), name=path if len(path) <= _LONGEST_NAME else f"{path[:_LONGEST_NAME]}..."
-    )
+    name = path
+    if len(path) > _LONGEST_NAME:
+        name = f"{path[:_LONGEST_NAME]}..."
+    return read_hjson(Path(path), name=name)
 
 
 def _exists(path: str) -> bool:
@@ -429,26 +476,27 @@ def _exists(path: str) -> bool:
 def _clashes(
     written: Mapping[str, Any], imported: Imported, document: Document
 ) -> Iterator[Problem]:
-    """Keys that both say, differently."""
-    for key, theirs in imported.given.items():
-        mine, decided = (
-            value_at(values, key.split("."), None) for values in (written, imported.values)
-        )
-        if mine is not None and decided is not None and mine != decided:
-            yield _clash(key, mine, f"{_place(document, theirs)} amounts to {decided}")
+    """Find keys that the run config and the JSON both set, to different values."""
+    for key, deepspeed_key in imported.sources.items():
+        value = value_at(written, key.split("."), None)
+        json_value = value_at(imported.values, key.split("."), None)
+        if value is not None and json_value is not None and value != json_value:
+            place = _place(document, deepspeed_key)
+            yield _clash(key, value, f"{place} amounts to {json_value}")
     for name in _UNIONS:
-        mine = written.get(name, {})
-        tags = [tag for tag in ("target", *kind_of_default(name)) if tag in mine]
-        given = [key for key in imported.given if key.startswith(f"{name}.")]
-        if tags and given and tags[0] not in imported.values[name]:
-            yield _clash(
-                f"{name}.{tags[0]}",
-                mine[tags[0]],
-                f"{_place(document, imported.given[given[0]])} names another one",
-            )
+        section = written.get(name, {})
+        tags = [tag for tag in ("target", *kind_of_default(name)) if tag in section]
+        json_keys = [
+            deepspeed_key
+            for key, deepspeed_key in imported.sources.items()
+            if key.startswith(f"{name}.")
+        ]
+        if tags and json_keys and tags[0] not in imported.values[name]:
+            place = _place(document, json_keys[0])
+            yield _clash(f"{name}.{tags[0]}", section[tags[0]], f"{place} names another one")
 
 
-def _left_out(document: Document, line: str) -> Problem:
+def _left_out_note(document: Document, line: str) -> Problem:
     key, _, rest = line.partition(": ")
     note = Problem(
         "key-left-out", f"left out of this run: {rest}", f"remove {key}", key, severity="note"

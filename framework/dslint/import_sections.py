@@ -6,7 +6,7 @@ What DeepSpeed does where a key is left out is written down.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -25,17 +25,17 @@ NO_KEY: Final = ("a run config has no key for it", "remove it, or train with Dee
 
 
 @dataclass
-class Reading:
+class DeepSpeedReader:
     """A DeepSpeed JSON on its way to a run config.
 
     Attributes:
         facts: the values as DeepSpeed sees them.
         table: the keys of the release.
-        comments: run-config key -> what to say beside it.
-        left_out: what is said at the top about keys that have no effect.
-        problems: what a run config cannot say.
-        given: run-config key -> the DeepSpeed key that decided it; "auto" and keys left out decide
-            nothing.
+        comments: run-config key -> comment beside it.
+        left_out: lines about keys without effect, for the top of the file.
+        problems: keys that a run config cannot express.
+        sources: run-config key -> the DeepSpeed key that decided it; "auto" and keys left out
+            decide nothing.
         further: DeepSpeed key -> value: keys beside those of a typed section.
     """
 
@@ -44,10 +44,10 @@ class Reading:
     comments: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    given: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
     further: dict[str, Any] = field(default_factory=dict)
-    _placed: set[str] = field(default_factory=set)
-    _idle: dict[str, str] = field(default_factory=dict)
+    _handled: set[str] = field(default_factory=set)
+    _without_effect: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._autos = {
@@ -60,122 +60,119 @@ class Reading:
         """Check whether the value is left to another tool."""
         return path in self._autos
 
-    def take(self, path: str, ours: Any, theirs: Any = MISSING) -> Any:
-        """The value of a DeepSpeed key for the run-config key that stands for it.
+    def take(self, path: str, our_default: Any, deepspeed_default: Any = MISSING) -> Any:
+        """Return the value of a DeepSpeed key for the run-config key that stands for it.
 
         Args:
-            path: DeepSpeed's key, which has found its place with this call.
-            ours: our default, for "auto".
-            theirs: what DeepSpeed does where the key is left out; not given: as the table says.
+            path: DeepSpeed's key, which is handled with this call.
+            our_default: the value for "auto".
+            deepspeed_default: the value where the key is left out; by default the table's.
         """
-        self.place(path)
-        key = TYPED.get(path) or OWNED.get(path) or OWNED[path.partition(".")[0]]
+        self.mark_handled(path)
+        our_key = TYPED.get(path) or OWNED.get(path) or OWNED[path.partition(".")[0]]
         if self.is_auto(path):
-            self.comments[key] = '"auto" in the file; this is our default'
-            return ours
+            self.comments[our_key] = '"auto" in the file; this is our default'
+            return our_default
         if self.facts.given(path):
-            self.given[key] = self.facts.written(path)
-        known = self.key(path)
-        if theirs is MISSING:
-            if known is not None and known.default is not MISSING:
-                theirs = known.default
-            else:
-                theirs = None
-        found = self.facts.get(path, theirs)
-        # sections that a model reads take "2" and 1.0 for whole numbers
-        readers: dict[str, Callable[[str, Any], Any]] = {
-            "boolean": self.facts.flag,
-            "integer": self.facts.whole,
-            "number": self.facts.number,
-        }
-        if known is not None and len(known.types) == 1:
-            reader = readers.get(known.types[0])
-        else:
-            reader = None
-        if found is None or reader is None:
-            read = None
-        else:
-            read = reader(path, theirs)
-        return found if read is None else read
+            self.sources[our_key] = self.facts.written(path)
+        key = self.key(path)
+        if deepspeed_default is MISSING:
+            deepspeed_default = _table_default(key)
+        value = self.facts.get(path, deepspeed_default)
+        if value is None or key is None:
+            return value
+        converted = self._converted(path, key, deepspeed_default)
+        if converted is None:
+            return value
+        return converted
 
-    def place(self, path: str) -> None:
-        """The key needs no more attention."""
-        self._placed.add(path)
+    def _converted(self, path: str, key: Key, default: Any) -> Any:
+        """Return "2" or 1.0 as the number it is where a model reads the section, or None."""
+        if key.types == ("boolean",):
+            return self.facts.flag(path, default)
+        if key.types == ("integer",):
+            return self.facts.whole(path, default)
+        if key.types == ("number",):
+            return self.facts.number(path, default)
+        return None
 
-    def idle(self, section: str, why: str) -> None:
-        """Mark the rest of this section as without effect."""
-        self._idle[section] = why
+    def mark_handled(self, *paths: str) -> None:
+        """Keep keys from being settled with the rest of their section."""
+        self._handled.update(paths)
+
+    def mark_without_effect(self, section: str, reason: str) -> None:
+        """Mark the rest of a section as without effect."""
+        self._without_effect[section] = reason
 
     def refuse(self, path: str, reason: str, fix: str) -> None:
-        """A run config cannot say this."""
+        """Report a key that a run config cannot express."""
         written = self.facts.written(path)
         value = self.facts.raw(path)
         self.problems.append(Problem("not-expressible", reason, fix, written, value))
 
-    def drop(self, path: str, value: Any, why: str) -> None:
-        """Say at the top that a key was left out, and why."""
-        self.left_out.append(f"{path}: {show_value(value)} ({why})")
+    def leave_out(self, path: str, value: Any, reason: str) -> None:
+        """List a key as left out, with the reason."""
+        self.left_out.append(f"{path}: {show_value(value)} ({reason})")
 
     def key(self, path: str) -> Key | None:
         """Look up a key in the table."""
-        is_typed = path.startswith(("optimizer.", "scheduler."))
-        return self.table.get(
-            path, self.facts.text(f"{path.partition('.')[0]}.type") if is_typed else None
-        )
+        variant = None
+        if path.startswith(("optimizer.", "scheduler.")):
+            variant = self.facts.text(f"{path.partition('.')[0]}.type")
+        return self.table.get(path, variant)
 
     def key_path(self, written: str) -> str:
-        """Today's name of a key, without the type that the table may hold it under."""
-        found = self.key(written)
-        if found is None or "[" in found.path or "*" in found.path:
+        """Return today's name of a key, without the type that the table may hold it under."""
+        key = self.key(written)
+        if key is None or "[" in key.path or "*" in key.path:
             return written
         if written.startswith("bfloat16"):
             return f"bf16{written[8:]}"
-        return found.path
+        return key.path
 
     def settle(self, section: str) -> None:
-        """Judge every key of a section that has found no place: without effect, or beyond what we
-        can say.
-        """
+        """Pass on, leave out or refuse every key of a section that is not handled yet."""
         for written, value in dotted_leaves(self.facts.values):
             path = self.key_path(written)
-            if written.partition(".")[0] == section and path not in self._placed:
-                self._settle(written, path, value)
+            if written.partition(".")[0] == section and path not in self._handled:
+                self._settle_key(written, path, value)
 
-    def _settle(self, written: str, path: str, value: Any) -> None:
-        key = self.key(written)
-        why = self.why_without_effect(written, value)
-        idle = next(
-            (text for part, text in self._idle.items() if f"{path}.".startswith(f"{part}.")), None
-        )
+    def _settle_key(self, written: str, path: str, value: Any) -> None:
         if path in DEPRECATED:
-            return  # facts has put it under today's name
-        if why is not None:
-            self.drop(written, value, why)
-        elif key is not None and (
-            value is None or (key.default is not MISSING and value == key.default)
-        ):
+            return  # `Facts` has it under today's name
+        reason = self.why_without_effect(written, value)
+        if reason is not None:
+            self.leave_out(written, value, reason)
             return
-        elif idle is not None and path not in UNSWITCHED:
-            self.drop(written, value, idle)
+        key = self.key(written)
+        if key is not None and (value is None or _is_default(key, value)):
+            return
+        reason = self._section_reason(path)
+        if reason is not None and path not in UNSWITCHED:
+            self.leave_out(written, value, reason)
         elif value != {}:
-            self._pass(path, value)
+            self._pass_on(path, value)
 
-    def _pass(self, path: str, value: Any) -> None:
-        """A key beside those of a typed section goes to `deepspeed:`, where a run can have it."""
+    def _section_reason(self, path: str) -> str | None:
+        """Return why the section around a key is without effect, or None."""
+        for section, reason in self._without_effect.items():
+            if f"{path}.".startswith(f"{section}."):
+                return reason
+        return None
+
+    def _pass_on(self, path: str, value: Any) -> None:
+        """Put a key beside those of a typed section under `deepspeed:`, or refuse it."""
         refusal = not_in_a_run(path, value)
-        if (
-            path.partition(".")[0] in SHARED
-            and path not in TYPED
-            and refusal is None
-            and value is not None
-        ):
+        is_shared = path.partition(".")[0] in SHARED and path not in TYPED
+        if is_shared and refusal is None and value is not None:
             self.further[path] = value
-            self.given[f"deepspeed.{path}"] = self.facts.written(path)
+            self.sources[f"deepspeed.{path}"] = self.facts.written(path)
         else:
-            self.refuse(path, *(refusal or NO_KEY))
+            reason, fix = refusal or NO_KEY
+            self.refuse(path, reason, fix)
 
     def why_without_effect(self, written: str, value: Any) -> str | None:
-        """Why DeepSpeed does nothing with a key; None where it does something."""
+        """Return why DeepSpeed does nothing with a key, or None if it does something."""
         key = self.key(written)
         release = self.table.release
         if key is None:
@@ -191,135 +188,154 @@ class Reading:
         return None
 
 
+def _table_default(key: Key | None) -> Any:
+    if key is None or key.default is MISSING:
+        return None
+    return key.default
+
+
+def _is_default(key: Key, value: Any) -> bool:
+    return key.default is not MISSING and bool(value == key.default)
+
+
 def dotted_leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Return key and value of everything that is not a section."""
     return ((dotted(path), value) for path, value in leaves(values))
 
 
+_PRECISIONS: Final = ("fp16", "bf16", "torch_autocast")
 _COMPUTE: Final = {"bf16": "bf16", "fp16": "fp16"}
-_COMMON: Final = (
+_ALL_STAGES: Final = (
     "reduce_bucket_size",
     "overlap_comm",
     "contiguous_gradients",
     "reduce_scatter",
     "round_robin_gradients",
 )
-_STAGE12: Final = ("allgather_bucket_size",)
+_STAGES_1_AND_2: Final[tuple[str, ...]] = ("allgather_bucket_size",)
+_NVME_KEYS: Final = (
+    "nvme_path",
+    "buffer_count",
+    "buffer_size",
+    "max_in_cpu",
+    "pipeline_read",
+    "pipeline_write",
+)
 
 
-def precision(reading: Reading) -> Values:
-    """`fp16`, `bf16`, `torch_autocast`: at most one of them is on."""
-    on = [name for name in ("fp16", "bf16", "torch_autocast") if _is_on(reading, name)]
-    for name in ("fp16", "bf16", "torch_autocast"):
-        if name not in on:
-            reading.idle(name, f"{name} is not enabled")
-    autos = [
-        f"{name}.enabled"
-        for name in ("fp16", "bf16", "torch_autocast")
-        if reading.is_auto(f"{name}.enabled")
-    ]
-    if autos and not on:
-        reading.comments["precision.dtype"] = (
-            f'{" and ".join(autos)} "auto" in the file; this is our default'
-        )
-    else:  # one is enabled, so "auto" for another one means no
-        reading.comments.pop("precision.dtype", None)
-    if len(on) > 1:
-        reading.refuse(
-            f"{on[1]}.enabled",
-            f"{on[0]} is enabled as well, and a run has one precision",
+def precision(reader: DeepSpeedReader) -> Values:
+    """Return `precision:` from `fp16`, `bf16` and `torch_autocast`; at most one of them is on."""
+    enabled = [name for name in _PRECISIONS if reader.take(f"{name}.enabled", False) is True]
+    for name in _PRECISIONS:
+        if name not in enabled:
+            reader.mark_without_effect(name, f"{name} is not enabled")
+    _comment_on_auto_precision(reader, enabled)
+    if len(enabled) > 1:
+        reader.refuse(
+            f"{enabled[1]}.enabled",
+            f"{enabled[0]} is enabled as well, and a run has one precision",
             "disable one",
         )
         return {}
-    if on == ["fp16"]:
-        ours = FP16()
-        keys = [key for key in FP16.model_fields if key != "dtype"]
-        return {
-            "dtype": "fp16",
-            **{key: reading.take(f"fp16.{key}", getattr(ours, key)) for key in keys},
-        }
-    if on == ["bf16"]:
-        check = reading.take("bf16.check_grad_overflow", BF16().check_grad_overflow)
+    if enabled == ["fp16"]:
+        return _fp16(reader)
+    if enabled == ["bf16"]:
+        check = reader.take("bf16.check_grad_overflow", BF16().check_grad_overflow)
         return {"dtype": "bf16", "check_grad_overflow": check}
-    if on:
-        return _autocast(reading)
+    if enabled:
+        return _autocast(reader)
     return {"dtype": "fp32"}
 
 
-def _is_on(reading: Reading, name: str) -> bool:
-    path = f"{name}.enabled"
-    return reading.take(path, False) is True
+def _comment_on_auto_precision(reader: DeepSpeedReader, enabled: list[str]) -> None:
+    switches = [f"{name}.enabled" for name in _PRECISIONS]
+    autos = [switch for switch in switches if reader.is_auto(switch)]
+    if autos and not enabled:
+        reader.comments["precision.dtype"] = (
+            f'{" and ".join(autos)} "auto" in the file; this is our default'
+        )
+    else:  # one is enabled, so "auto" for another one means no
+        reader.comments.pop("precision.dtype", None)
 
 
-def _autocast(reading: Reading) -> Values:
-    reading.place("torch_autocast.dtype")
-    dtype = reading.facts.dtype("torch_autocast.dtype")
+def _fp16(reader: DeepSpeedReader) -> Values:
+    our_defaults = FP16()
+    section: Values = {"dtype": "fp16"}
+    for key in FP16.model_fields:
+        if key != "dtype":
+            section[key] = reader.take(f"fp16.{key}", getattr(our_defaults, key))
+    return section
+
+
+def _autocast(reader: DeepSpeedReader) -> Values:
+    reader.mark_handled("torch_autocast.dtype")
+    dtype = reader.facts.dtype("torch_autocast.dtype")
     if dtype not in _COMPUTE:
-        reading.refuse(
+        reader.refuse(
             "torch_autocast.dtype",
             "a run config says what autocast computes in",
             "write bfloat16 or float16",
         )
         return {}
-    reading.given["precision.compute_dtype"] = "torch_autocast.dtype"
+    reader.sources["precision.compute_dtype"] = "torch_autocast.dtype"
     section: Values = {"dtype": "autocast", "compute_dtype": _COMPUTE[dtype]}
-    modules = reading.take("torch_autocast.lower_precision_safe_modules", None)
-    if modules is None:
-        return section
-    return {**section, "lower_precision_safe_modules": modules}
-
-
-def zero(reading: Reading) -> Values:
-    """`zero_optimization`: what works at its stage."""
-    stage = reading.take("zero_optimization.stage", 0)
-    reading.place("zero_optimization")
-    section: Values = {"stage": stage}
-    if stage == 0:
-        reading.idle("zero_optimization", "it does nothing at stage 0")
-        return section
-    ours = Zero()
-    for name in (*_COMMON, *(STAGE3_KEYS if stage == 3 else _STAGE12)):
-        value = reading.take(f"zero_optimization.{name}", getattr(ours, name))
-        if value is not None:
-            section[name] = value
-    for name in _STAGE12 if stage == 3 else STAGE3_KEYS:
-        reading.idle(f"zero_optimization.{name}", f"it does nothing at stage {stage}")
-    for name in OFFLOADS:
-        section |= _offload(reading, name, stage)
+    modules = reader.take("torch_autocast.lower_precision_safe_modules", None)
+    if modules is not None:
+        section["lower_precision_safe_modules"] = modules
     return section
 
 
-def _offload(reading: Reading, name: str, stage: int) -> Values:
+def zero(reader: DeepSpeedReader) -> Values:
+    """Return `zero:` from `zero_optimization`, with the keys that work at its stage."""
+    stage = reader.take("zero_optimization.stage", 0)
+    reader.mark_handled("zero_optimization")
+    section: Values = {"stage": stage}
+    if stage == 0:
+        reader.mark_without_effect("zero_optimization", "it does nothing at stage 0")
+        return section
+    if stage == 3:
+        stage_keys = STAGE3_KEYS
+        other_keys = _STAGES_1_AND_2
+    else:
+        stage_keys = _STAGES_1_AND_2
+        other_keys = STAGE3_KEYS
+    our_defaults = Zero()
+    for name in _ALL_STAGES + stage_keys:
+        value = reader.take(f"zero_optimization.{name}", getattr(our_defaults, name))
+        if value is not None:
+            section[name] = value
+    for name in other_keys:
+        path = f"zero_optimization.{name}"
+        reader.mark_without_effect(path, f"it does nothing at stage {stage}")
+    for name in OFFLOADS:
+        section |= _offload(reader, name, stage)
+    return section
+
+
+def _offload(reader: DeepSpeedReader, name: str, stage: int) -> Values:
     path = f"zero_optimization.{name}"
-    device = reading.take(f"{path}.device", "none")
-    reading.place(path)
+    device = reader.take(f"{path}.device", "none")
+    reader.mark_handled(path)
     if device in (None, "none"):
-        reading.idle(path, "nothing is offloaded")
+        reader.mark_without_effect(path, "nothing is offloaded")
         return {}
-    needed = NEEDED_STAGE[name].get(device, 3)
-    if stage < needed:
-        reading.idle(path, f"it does nothing at stage {stage}")
-        reading.drop(
-            reading.facts.written(f"{path}.device"),
+    needed_stage = NEEDED_STAGE[name].get(device, 3)
+    if stage < needed_stage:
+        reader.mark_without_effect(path, f"it does nothing at stage {stage}")
+        reader.leave_out(
+            reader.facts.written(f"{path}.device"),
             device,
-            f"DeepSpeed offloads to {device} from stage {needed} on",
+            f"DeepSpeed offloads to {device} from stage {needed_stage} on",
         )
         return {}
-    kept: Values = {"device": device}
-    for key, known in OFFLOADS[name][device].model_fields.items():
+    section: Values = {"device": device}
+    for key, field_info in OFFLOADS[name][device].model_fields.items():
         if key != "device":
-            kept[key] = reading.take(f"{path}.{key}", known.default)
+            section[key] = reader.take(f"{path}.{key}", field_info.default)
     if device == "cpu":
-        for key in (
-            "nvme_path",
-            "buffer_count",
-            "buffer_size",
-            "max_in_cpu",
-            "pipeline_read",
-            "pipeline_write",
-        ):
-            reading.idle(f"{path}.{key}", "it is for nvme")
-    return {name: kept}
+        for key in _NVME_KEYS:
+            reader.mark_without_effect(f"{path}.{key}", "it is for nvme")
+    return {name: section}
 
 
 _OPTIMIZERS: Final[Mapping[str, type[Any]]] = {
@@ -342,156 +358,167 @@ _NOT_TORCHS: Final = frozenset({"torch_adam", "adam_w_mode", "fp32_optimizer_sta
 _SCHEDULES: Final = {name: (section, names) for section, (name, names) in SCHEDULES.items()}
 
 
-def optimizer(reading: Reading) -> Values:
-    """`optimizer`: DeepSpeed's "Adam" is AdamW unless `adam_w_mode` is false; torch's own classes
-    become targets.
+def optimizer(reader: DeepSpeedReader) -> Values:
+    """Return `optimizer:`.
+
+    DeepSpeed's "Adam" is AdamW unless `adam_w_mode` is false; torch's own classes become targets.
     """
-    for key in (
+    reader.mark_handled(
         "zero_allow_untested_optimizer",
         "zero_force_ds_cpu_optimizer",
         "optimizer.type",
         "optimizer.params",
-    ):
-        reading.place(key)
-    name = reading.facts.optimizer
-    if not name or reading.is_auto("optimizer.type"):
-        reading.comments["optimizer"] = (
+    )
+    name = reader.facts.optimizer
+    if not name or reader.is_auto("optimizer.type"):
+        reader.comments["optimizer"] = (
             "the file names none (DeepSpeed then takes one from code); this is our default"
         )
         return AdamW().model_dump()
-    reading.given["optimizer.kind"] = "optimizer.type"
-    params = reading.facts.section("optimizer.params")
+    reader.sources["optimizer.kind"] = "optimizer.type"
+    params = reader.facts.section("optimizer.params")
     if name in ("adam", "adamw"):
-        return _adam(reading, name, params)
+        return _adam(reader, name, params)
     section = _OPTIMIZERS.get(name)
     if section is not None and (name != "SGD" or params.keys() <= section.model_fields.keys()):
-        return {"kind": section.model_fields["kind"].default, **_fields(reading, section)}
-    if reading.key("optimizer.params") is not None and name.lower() in _known(reading):
-        reading.refuse(
+        return {"kind": section.model_fields["kind"].default, **_fields(reader, section)}
+    if reader.key("optimizer.params") is not None and _is_deepspeeds(reader, name):
+        reader.refuse(
             "optimizer.type",
             f"a run config has no {name}",
             "use adamw, or train with DeepSpeed's own API",
         )
         return {}
-    return _target(reading, name, params)
+    return _target(reader, name, params)
 
 
-def _known(reading: Reading) -> set[str]:
-    return {variant.lower() for variant in reading.table.variants("optimizer.params")}
+def _is_deepspeeds(reader: DeepSpeedReader, name: str) -> bool:
+    """Check whether the key table has parameters of an optimizer of this name."""
+    variants = {variant.lower() for variant in reader.table.variants("optimizer.params")}
+    return name.lower() in variants
 
 
-def _adam(reading: Reading, name: str, params: Mapping[str, Any]) -> Values:
-    decoupled = reading.facts.flag("optimizer.params.adam_w_mode", True)
-    reading.place("optimizer.params.adam_w_mode")
-    is_torchs = reading.take("optimizer.params.torch_adam", True)
-    section = AdamW if name == "adamw" or decoupled else Adam
+def _adam(reader: DeepSpeedReader, name: str, params: Mapping[str, Any]) -> Values:
+    decouples_decay = reader.facts.flag("optimizer.params.adam_w_mode", True)
+    reader.mark_handled("optimizer.params.adam_w_mode")
+    is_torchs = reader.take("optimizer.params.torch_adam", True)
+    section = AdamW if name == "adamw" or decouples_decay else Adam
     if is_torchs:
-        reading.place("optimizer.params.fp32_optimizer_states")
+        reader.mark_handled("optimizer.params.fp32_optimizer_states")
         if not params.keys() <= section.model_fields.keys() | _NOT_TORCHS | {"fused"}:
-            return _target(
-                reading,
-                section.__name__,
-                {key: params[key] for key in params if key not in _NOT_TORCHS},
-            )
-    # torch.optim.AdamW decays by 0.01 where nothing is said, DeepSpeed's kernels by nothing.
-    decay = section.model_fields["weight_decay"].default if is_torchs else 0.0
-    if is_torchs and reading.take("optimizer.params.fused", False):
-        kernel = "fused"
+            torch_params = {key: params[key] for key in params if key not in _NOT_TORCHS}
+            return _target(reader, section.__name__, torch_params)
+    if not is_torchs:
+        implementation = "deepspeed"
+    elif reader.take("optimizer.params.fused", False):
+        implementation = "fused"
     else:
-        kernel = "torch"
-    implementation = kernel if is_torchs else "deepspeed"
-    kind = section.model_fields["kind"].default
-    return {
-        "kind": kind,
-        **_fields(reading, section, weight_decay=decay),
-        "implementation": implementation,
-    }
+        implementation = "torch"
+    # torch.optim.AdamW decays by 0.01 if weight_decay is left out, DeepSpeed's kernels do not decay
+    decay = section.model_fields["weight_decay"].default if is_torchs else 0.0
+    values: Values = {"kind": section.model_fields["kind"].default}
+    values |= _fields(reader, section, weight_decay=decay)
+    values["implementation"] = implementation
+    return values
 
 
-def _fields(reading: Reading, section: type[Any], **defaults: Any) -> Values:
-    """Every parameter of one of our kinds, under the same name as DeepSpeed's."""
-    found: Values = {}
-    for name, ours in section.model_fields.items():
+def _fields(
+    reader: DeepSpeedReader, section: type[Any], *, weight_decay: float | None = None
+) -> Values:
+    """Return the fields of one of our optimizers, each from DeepSpeed's parameter of its name.
+
+    Args:
+        reader: the DeepSpeed JSON.
+        section: our optimizer.
+        weight_decay: DeepSpeed's default; by default the table's.
+    """
+    values: Values = {}
+    for name, field_info in section.model_fields.items():
         path = f"optimizer.params.{name}"
-        known = reading.key(path)
-        # others have our default
-        if name not in _OWN_FIELDS and (known is not None or name in _TORCH_DEFAULTS):
-            theirs = known.default if known is not None else _TORCH_DEFAULTS[name]
-            found[name] = reading.take(path, ours.default, defaults.get(name, theirs))
-    return found
+        key = reader.key(path)
+        if name in _OWN_FIELDS or (key is None and name not in _TORCH_DEFAULTS):
+            continue  # it has our default
+        if name == "weight_decay" and weight_decay is not None:
+            default = weight_decay
+        elif key is not None:
+            default = key.default
+        else:
+            default = _TORCH_DEFAULTS[name]
+        values[name] = reader.take(path, field_info.default, default)
+    return values
 
 
-def _target(reading: Reading, name: str, params: Mapping[str, Any]) -> Values:
-    """One of torch's own optimizers: DeepSpeed builds it from its name, we build it from its import
-    path.
+def _target(reader: DeepSpeedReader, name: str, params: Mapping[str, Any]) -> Values:
+    """Return one of torch's own optimizers as a target.
+
+    DeepSpeed builds it from its name, we build it from its import path.
     """
     if not name.isidentifier() or name.islower():
-        reading.refuse(
+        reader.refuse(
             "optimizer.type", "not the name of a class in torch.optim", "write for example AdamW"
         )
         return {}
-    args = {}
+    class_args = {}
     for key, value in params.items():
         if value == "auto":
-            reading.comments["optimizer"] = f'left to {name}, because the file says "auto": {key}'
+            reader.comments["optimizer"] = f'left to {name}, because the file says "auto": {key}'
         else:
-            args[key] = value
-        reading.place(f"optimizer.params.{key}")
-    reading.given["optimizer.target"] = reading.given["optimizer.args"] = reading.given.pop(
-        "optimizer.kind"
-    )
-    return {"target": f"torch.optim:{name}", "args": args}
+            class_args[key] = value
+        reader.mark_handled(f"optimizer.params.{key}")
+    source = reader.sources.pop("optimizer.kind")
+    reader.sources["optimizer.target"] = source
+    reader.sources["optimizer.args"] = source
+    return {"target": f"torch.optim:{name}", "args": class_args}
 
 
-def scheduler(reading: Reading) -> Values:
-    """`scheduler`: DeepSpeed's five; none is a constant rate."""
-    name = reading.facts.text("scheduler.type", "")
-    reading.place("scheduler.type")
-    reading.place("scheduler.params")
-    if not name or reading.is_auto("scheduler.type"):
-        reading.comments["scheduler"] = (
+def scheduler(reader: DeepSpeedReader) -> Values:
+    """Return `scheduler:`, one of DeepSpeed's five; without one the rate is constant."""
+    name = reader.facts.text("scheduler.type", "")
+    reader.mark_handled("scheduler.type", "scheduler.params")
+    if not name or reader.is_auto("scheduler.type"):
+        reader.comments["scheduler"] = (
             "the file names none; one from code, such as our cosine, does not stand in it"
         )
         return {"kind": "constant"}
     if name not in _SCHEDULES:
-        reading.refuse(
+        reader.refuse(
             "scheduler.type",
             "a run config has DeepSpeed's five schedules, constant and cosine",
             f"use {', '.join(_SCHEDULES)}",
         )
         return {}
-    reading.given["scheduler.kind"] = "scheduler.type"
-    section, names = _SCHEDULES[name]
-    found: Values = {"kind": section.model_fields["kind"].default}
-    for ours, theirs in names.items():
-        path = f"scheduler.params.{theirs}"
-        value = reading.take(path, section.model_fields[ours].get_default())
+    reader.sources["scheduler.kind"] = "scheduler.type"
+    section, parameters = _SCHEDULES[name]
+    values: Values = {"kind": section.model_fields["kind"].default}
+    for our_name, parameter in parameters.items():
+        path = f"scheduler.params.{parameter}"
+        value = reader.take(path, section.model_fields[our_name].get_default())
         if isinstance(value, list):
-            reading.refuse(path, "a run config has one rate for all parameters", "write one number")
-        elif value is not None and not (ours == "warmup_steps" and value < 2):
-            found[ours] = value
+            reader.refuse(path, "a run config has one rate for all parameters", "write one number")
+        elif value is not None and our_name == "warmup_steps" and value < 2:
+            values[our_name] = 2
+            reader.comments[f"scheduler.{our_name}"] = f"DeepSpeed turns {value} into 2"
         elif value is not None:
-            found[ours] = 2
-            reading.comments[f"scheduler.{ours}"] = f"DeepSpeed turns {value} into 2"
-    return _filled(reading, name, found)
+            values[our_name] = value
+    _check_schedule_values(reader, name, values)
+    return values
 
 
-def _filled(reading: Reading, name: str, found: Values) -> Values:
-    """The length of the run stands in for "auto"; the rates of a cycle have no default."""
-    if name == "OneCycle" and not {"min_lr", "max_lr"} <= found.keys():
-        reading.refuse(
+def _check_schedule_values(reader: DeepSpeedReader, name: str, values: Values) -> None:
+    """Refuse a cycle without rates, and comment on "auto" values that are left out."""
+    if name == "OneCycle" and not {"min_lr", "max_lr"} <= values.keys():
+        reader.refuse(
             "scheduler.params",
             'cycle_min_lr and cycle_max_lr have no default that "auto" could mean',
             "write both",
         )
     stand_ins = {"total_steps": "the length of the run", "max_lr": "the optimizer's rate"}
-    reported = [
+    notes = [
         f"{key} is {stand_in}"
         for key, stand_in in stand_ins.items()
-        if f"scheduler.{key}" in reading.comments and key not in found
+        if f"scheduler.{key}" in reader.comments and key not in values
     ]
-    if reported:
-        reading.comments["scheduler.kind"] = (
-            f'"auto" in the file, so left out: {" and ".join(reported)}'
+    if notes:
+        reader.comments["scheduler.kind"] = (
+            f'"auto" in the file, so left out: {" and ".join(notes)}'
         )
-    return found
