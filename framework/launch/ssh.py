@@ -2,8 +2,8 @@
 standard input.
 
 The command line there holds a folder, a Python and fixed words, quoted. Everything else travels
-over stdin, which stays open as a life line: when this process ends, however, the agents see it
-close and stop their ranks. Nothing is ever looked for or killed by name on another machine.
+over stdin, which stays open as a life line: when this process ends, in whatever way, the agents see
+it close and stop their ranks. No process of another machine is ever killed by name.
 """
 
 from __future__ import annotations
@@ -50,23 +50,32 @@ from framework.load_run import deepspeed_words
 from framework.system.limits import require
 from framework.system.output import write
 
-# What a run may depend on. Everything else stays here: a name like AWS_SECRET_ACCESS_KEY goes with
-# --export only.
-_PASSED_ON: Final = re.compile(
-    r"(DS|DSF|NCCL|GLOO|UCX|FI|OMP|MKL|TORCH|PYTORCH)_.*|CUDA_(DEVICE_ORDER|LAUNCH_BLOCKING|HOME)|DEEPSPEED_TIMEOUT|"
-    r"HF_(HOME|HUB_OFFLINE|DATASETS_OFFLINE)|TRANSFORMERS_OFFLINE|TRITON_CACHE_DIR|TOKENIZERS_PARALLELISM|"
-    r"PYTHON(HASHSEED|UNBUFFERED)|LANG|LC_ALL|TZ"
+# Variables that a run may depend on. Everything else stays here: a name like AWS_SECRET_ACCESS_KEY
+# goes with --export only.
+_PREFIXES: Final = "DS|DSF|NCCL|GLOO|UCX|FI|OMP|MKL|TORCH|PYTORCH"
+_VARIABLES: Final = (
+    "CUDA_(DEVICE_ORDER|LAUNCH_BLOCKING|HOME)",
+    "DEEPSPEED_TIMEOUT",
+    "HF_(HOME|HUB_OFFLINE|DATASETS_OFFLINE)",
+    "TRANSFORMERS_OFFLINE",
+    "TRITON_CACHE_DIR",
+    "TOKENIZERS_PARALLELISM",
+    "PYTHON(HASHSEED|UNBUFFERED)",
+    "LANG",
+    "LC_ALL",
+    "TZ",
 )
-# Meant for this process alone.
+_PASSED_ON: Final = re.compile(f"({_PREFIXES})_.*|{'|'.join(_VARIABLES)}")
+# Variables of those prefixes that are meant for this process alone.
 _KEPT: Final = ("DSF_AGENT", "DSF_WORLD_SIZE", "DSF_TERMINATION_LOG")
-# A silent host is given up one interval after the last of three questions: within 16 s, so that all
-# is over within 20.
+# A silent host is given up one interval after the last of three keep-alive messages: within 16 s,
+# so that the whole job has ended within 20.
 _OPTIONS: Final = shlex.split(
     "-o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=4 -o ServerAliveCountMax=3 -o "
     "ControlMaster=no -o ControlPath=none -o ForwardAgent=no -o ForwardX11=no -o "
     "ClearAllForwardings=yes -T"
 )
-_ASKS: Final = re.compile(r"(-o)?\s*batchmode[\s=]+(?!yes)", re.IGNORECASE)
+_PROMPTS: Final = re.compile(r"(-o)?\s*batchmode[\s=]+(?!yes)", re.IGNORECASE)
 _REPORTED: Final = 3  # commands of agents that are printed
 _NO_PLAIN: Final = (
     "none; DeepSpeed's launcher has no words for these hosts, devices, folder or Python"
@@ -77,22 +86,23 @@ _OWN_FILES: Final = 32
 _LOOK_SECONDS: Final = 0.2
 _LARGEST_LINE_BYTES: Final = 1 << 16
 _STUCK: Final = re.compile(r"launch: .*\(process (\d+), state .*\[rank-not-killed\]")
-# After the first host has ended for bad, the agents have ended the others within 20 s by
-# themselves; a rank that cannot be killed takes its agent longer to find.
+# Once the first host has failed, the agents end the others within 20 s by themselves; an agent
+# takes longer to find out that a rank of its own cannot be killed.
 _WAIT_SECONDS: Final = 30.0 + KILL_SECONDS
-# what an agent has left behind there may hold the other end of its output
+# a process that an agent has left behind may hold the other end of its output
 _DRAIN_SECONDS: Final = 2.0
 _LEAVE_SECONDS: Final = 5.0
-_ELSEWHERE: Final = LocalDevices("unknown", 0)  # here only what holds on any machine is checked
-# hosts of which ssh is asked where they are: each takes it some milliseconds
-_MOST_ASKED: Final = 128
-_ASKED_AT_ONCE: Final = 8
-_ENDS_REPORTED: Final = 4  # hosts that are told one by one when all is over
+_ELSEWHERE: Final = LocalDevices("unknown", 0)  # only what holds on any machine is checked here
+# hosts whose address `ssh -G` is asked for: each call takes some milliseconds
+_MOST_LOOKED_UP: Final = 128
+_LOOKED_UP_AT_ONCE: Final = 8
+_ENDS_REPORTED: Final = 4  # up to so many hosts are named one by one at the end of the job
 
 
 def launch_over_ssh(options: LaunchOptions) -> int:
-    """Start an agent on every host, pass on what they say, and return the exit code of the job;
-    after a UsageError or ConfigError nothing has been started.
+    """Start an agent on every host, pass on their output, and return the exit code of the job.
+
+    After a UsageError or ConfigError nothing has been started.
     """
     assert options.hostfile is not None
     chosen = choose_hosts(options.hostfile, **options.choice)
@@ -104,22 +114,11 @@ def launch_over_ssh(options: LaunchOptions) -> int:
     job.print_notes(is_supervised=True)
     commands = _commands(options, chosen, topology)
     plain = hosts_command(options, topology, chosen, job.arguments, script=find_train_script())
-    # The rest of an agent's order goes over its standard input.
-    if options.verbose or len(commands) <= _REPORTED + 1:
-        shown = commands
-    else:
-        shown = commands[:_REPORTED]
-    rows = [
-        f"agent on {item.host.name}: {shlex.join(command)}"
-        for item, (_, command) in zip(chosen, shown, strict=False)
-    ]
-    left = len(commands) - len(shown)
-    if left:
-        rows.append(f"and {left} more agents; --verbose prints them all")
+    rows = _agent_rows(chosen, commands, prints_all=options.verbose)
     show_settings(topology, plain.as_line() if plain else _NO_PLAIN, *rows)
     if options.dry_run:
         return EXIT_OK
-    # Nobody has to think of a secret: the life line carries one to every host.
+    # The user need not make up a secret: the life line carries one to every host.
     order = passed_on(os.environ, exports=options.exports) | {
         "DSF_TOKEN": read_token(options.token_file) or secrets.token_hex(16),
         "DSF_GRACE_SECONDS": str(grace_seconds(options.grace_seconds)),
@@ -128,6 +127,23 @@ def launch_over_ssh(options: LaunchOptions) -> int:
     with StopRequests().handling_signals() as requests:
         starts = _Starts(options, chosen, order, requests)
         return supervised(job.config, requests, starts.start)
+
+
+def _agent_rows(
+    chosen: Sequence[Chosen], commands: Sequence[tuple[str, Sequence[str]]], *, prints_all: bool
+) -> list[str]:
+    """Format the commands that start the agents; the rest of their order goes over stdin."""
+    if prints_all or len(commands) <= _REPORTED + 1:
+        printed = commands
+    else:
+        printed = commands[:_REPORTED]
+    rows = []
+    for item, (_, command) in zip(chosen, printed, strict=False):
+        rows.append(f"agent on {item.host.name}: {shlex.join(command)}")
+    left = len(commands) - len(printed)
+    if left:
+        rows.append(f"and {left} more agents; --verbose prints them all")
+    return rows
 
 
 class _Starts:
@@ -155,7 +171,7 @@ class _Starts:
             self._wait_for_hosts(options)
         chosen = [self._chosen[number] for number in self._expected]
         topology = _topology(options, chosen)
-        # what was lost may hold the last one a while longer
+        # processes that were lost may hold the last port a while longer
         if topology.master_port and not options.master_port:
             topology = replace(topology, master_port=topology.master_port + 2 * self._number)
         self._number += 1
@@ -171,7 +187,7 @@ class _Starts:
         return end
 
     def _wait_for_hosts(self, options: LaunchOptions) -> None:
-        def ask(_: int, item: Chosen) -> list[str]:
+        def probe(_: int, item: Chosen) -> list[str]:
             process = self._stuck.get(item.host.name.rpartition("@")[2])
             if process:
                 return ["test", "!", "-e", f"/proc/{process}"]
@@ -180,10 +196,10 @@ class _Starts:
         fit = partial(
             fits, options, options.overrides, _topology(options, self._chosen), _ELSEWHERE
         )
-        asks = _over_ssh(options, self._chosen, ask)
+        probes = _over_ssh(options, self._chosen, probe)
         seconds = WAIT_SECONDS if options.wait_seconds is None else options.wait_seconds
         self._expected = answering(
-            asks, self._expected, self._requests, fits=fit, longest_seconds=seconds
+            probes, self._expected, self._requests, fits=fit, longest_seconds=seconds
         )
 
 
@@ -200,14 +216,17 @@ def _over_ssh(
     chosen: Sequence[Chosen],
     command: Callable[[int, Chosen], Sequence[str]],
 ) -> list[tuple[str, Sequence[str]]]:
-    """Each host's name without a user, and the `ssh` that runs a command there."""
-    return [
-        (
-            item.host.name.rpartition("@")[2],
-            ssh_command(item.host, command(node, item), ssh_args=options.ssh_args),
-        )
-        for node, item in enumerate(chosen)
-    ]
+    """Return each host's name without its user, and the `ssh` that runs a command there.
+
+    Args:
+        command: takes the number of a host and the host, and returns the command to run there.
+    """
+    commands: list[tuple[str, Sequence[str]]] = []
+    for node, item in enumerate(chosen):
+        name = item.host.name.rpartition("@")[2]
+        ssh = ssh_command(item.host, command(node, item), ssh_args=options.ssh_args)
+        commands.append((name, ssh))
+    return commands
 
 
 def _topology(options: LaunchOptions, chosen: Sequence[Chosen]) -> HostTopology:
@@ -215,14 +234,15 @@ def _topology(options: LaunchOptions, chosen: Sequence[Chosen]) -> HostTopology:
     master = options.master_addr
     port = DEFAULT_PORT
     if len(chosen) == 1:
-        # Its ranks need no name that others know, which it might not reach itself, and no port that
-        # somebody else may have.
+        # Its ranks need no name that other hosts know, which it might not reach itself, and no
+        # fixed port, which another program may have.
         master = master or "127.0.0.1"
         port = 0
         sources |= {"master_addr": "one host", "master_port": "one that the host finds"}
-    sources |= {
-        name: f"--{name}" for name in ("master_addr", "master_port") if getattr(options, name)
-    }
+    if options.master_addr:
+        sources["master_addr"] = "--master_addr"
+    if options.master_port:
+        sources["master_port"] = "--master_port"
     master = master or address_of(chosen[0].host.name, ssh_args=options.ssh_args)
     return HostTopology(
         len(chosen), len(chosen[0].devices), 0, master, options.master_port or port, sources
@@ -233,14 +253,6 @@ def agent_command(
     options: LaunchOptions, chosen: Chosen, node_rank: int, topology: HostTopology
 ) -> list[str]:
     """Build the command that a host runs."""
-    if options.control_port:
-        port = ["--control_port", str(options.control_port)]
-    else:
-        port = []
-    if chosen.is_first:
-        devices = []
-    else:
-        devices = ["--devices", ",".join(map(str, chosen.devices))]
     root = str(Path(framework.__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     # The package may be found by PYTHONPATH alone, and the folder need not be the checkout.
@@ -256,74 +268,85 @@ def agent_command(
     words += ["--config", options.config, *deepspeed_words(options.deepspeed_config)]
     words += ["--nnodes", str(topology.nnodes), "--node_rank", str(node_rank)]
     words += ["--num_gpus", str(topology.slots), "--master_addr", topology.master_addr]
-    words += ["--master_port", str(topology.master_port)] if topology.master_port else []
-    words += ["--no_preflight"] if options.no_preflight else []
-    words += (
-        [] if options.wait_seconds is None else ["--wait_seconds", f"{options.wait_seconds:.3f}"]
-    )
-    words += [*port, *devices, "--from_stdin", "--", *options.overrides]
+    if topology.master_port:
+        words += ["--master_port", str(topology.master_port)]
+    if options.no_preflight:
+        words.append("--no_preflight")
+    if options.wait_seconds is not None:
+        words += ["--wait_seconds", f"{options.wait_seconds:.3f}"]
+    if options.control_port:
+        words += ["--control_port", str(options.control_port)]
+    if not chosen.is_first:
+        words += ["--devices", ",".join(map(str, chosen.devices))]
+    words += ["--from_stdin", "--", *options.overrides]
     return ["cd", options.remote_folder or str(Path.cwd()), "&&", "exec", *words]
 
 
 def ssh_command(host: Host, command: Sequence[str], *, ssh_args: str) -> list[str]:
-    """The whole command here; `&&` is the one word that the shell there is to understand."""
+    """Return the `ssh` command that runs `command` on a host.
+
+    Its words are quoted for the shell there, except `&&`.
+    """
     there = " ".join(word if word == "&&" else shlex.quote(word) for word in command)
     # Of two values ssh takes the first.
     return ["ssh", *split_ssh_args(ssh_args), *_OPTIONS, "--", host.name, there]
 
 
 def passed_on(environment: Mapping[str, str], *, exports: Sequence[str]) -> dict[str, str]:
-    """The variables that go to the hosts; a UsageError where one of `exports` is not set."""
+    """Return the variables that go to the hosts; a UsageError if one of `exports` is not set."""
     absent = [name for name in exports if name not in environment]
     if absent:
         raise UsageError(f"launch: --export {' '.join(absent)}: not set here")
-    return {
-        name: value
-        for name, value in environment.items()
-        if name in exports or (_PASSED_ON.fullmatch(name) and name not in _KEPT)
-    }
+    variables = {}
+    for name, value in environment.items():
+        if name in exports or (_PASSED_ON.fullmatch(name) and name not in _KEPT):
+            variables[name] = value
+    return variables
 
 
 def address_of(name: str, *, ssh_args: str = "") -> str:
-    """Return the address that the other hosts use: its name, or the HostName that ~/.ssh/config
-    gives it.
+    """Return the address by which the other hosts call this one.
+
+    It is the HostName that ~/.ssh/config gives it, or its name.
     """
-    return _ssh_place(name, ssh_args=ssh_args)[0]
+    return _ssh_endpoint(name, ssh_args=ssh_args)[0]
 
 
-def _ssh_place(name: str, *, ssh_args: str) -> tuple[str, str]:
-    """Return the address and the port at which `ssh` finds a host; without one of ~/.ssh/config its
-    name.
+def _ssh_endpoint(name: str, *, ssh_args: str) -> tuple[str, str]:
+    """Return the address and the port at which `ssh` reaches a host.
+
+    Where `ssh -G` fails, they are the host's name and an empty text.
     """
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     with suppress(OSError, subprocess.SubprocessError):
         command = ["ssh", *split_ssh_args(ssh_args), "-G", "--", name]
         text = subprocess.run(
             command, capture_output=True, text=True, timeout=20, check=True
         ).stdout
-        found = dict(re.findall("^(hostname|port) (.*)$", text, re.MULTILINE))
-    return found.get("hostname", name.rpartition("@")[2]), found.get("port", "")
+        settings = dict(re.findall("^(hostname|port) (.*)$", text, re.MULTILINE))
+    return settings.get("hostname", name.rpartition("@")[2]), settings.get("port", "")
 
 
 def refuse_one_host_twice(chosen: Sequence[Chosen], *, ssh_args: str, path: str) -> None:
-    """Raise a ConfigError where two names of a hostfile lead `ssh` to one host, by ~/.ssh/config or
-    /etc/hosts: its devices would be taken twice. Of very many hosts the agents find that out when
-    they meet.
+    """Raise a ConfigError where two names of a hostfile lead `ssh` to one host.
+
+    ~/.ssh/config or /etc/hosts may lead them there, and the host's devices would be taken twice. If
+    there are more than `_MOST_LOOKED_UP` hosts, the agents find it out when they meet.
     """
-    if not 1 < len(chosen) <= _MOST_ASKED:
+    if not 1 < len(chosen) <= _MOST_LOOKED_UP:
         return
     names = [item.host.name for item in chosen]
-    with ThreadPoolExecutor(max_workers=_ASKED_AT_ONCE) as pool:
-        places = list(pool.map(partial(_ssh_place, ssh_args=ssh_args), names))
+    with ThreadPoolExecutor(max_workers=_LOOKED_UP_AT_ONCE) as pool:
+        endpoints = list(pool.map(partial(_ssh_endpoint, ssh_args=ssh_args), names))
     addresses = known_addresses()
-    first: dict[tuple[str, str], str] = {}
+    first_names: dict[tuple[str, str], str] = {}
     problems = []
-    for name, (host, port) in zip(names, places, strict=True):
-        spelled = one_spelling(host)
-        place = (addresses.get(spelled, spelled), port)
-        other = first.setdefault(place, name)
+    for name, (host, port) in zip(names, endpoints, strict=True):
+        spelling = one_spelling(host)
+        endpoint = (addresses.get(spelling, spelling), port)
+        other = first_names.setdefault(endpoint, name)
         if other != name:
-            reason = f"it is the same host as {other}: {place[0]}"
+            reason = f"it is the same host as {other}: {endpoint[0]}"
             fix = "keep one line with all its slots"
             problems.append(
                 Problem("hostfile-duplicate-host", reason, fix, file=path, key="host", value=name)
@@ -333,31 +356,34 @@ def refuse_one_host_twice(chosen: Sequence[Chosen], *, ssh_args: str, path: str)
 
 
 def known_addresses(file: Path = Path("/etc/hosts")) -> dict[str, str]:
-    """Return the addresses of names that this machine knows without asking a server; none of
-    loopback, which is another machine to each.
+    """Return the addresses, by name, that this machine knows without asking a name server.
+
+    Loopback addresses are left out: they mean another machine on each host.
     """
-    found: dict[str, str] = {}
+    addresses: dict[str, str] = {}
     with suppress(OSError):
         for line in file.read_text(errors="replace").splitlines():
             address, *names = line.partition("#")[0].split() or [""]
             if is_host(address) and not is_loopback_name(address):
                 for name in names:
-                    found.setdefault(one_spelling(name), one_spelling(address))
-    return found
+                    addresses.setdefault(one_spelling(name), one_spelling(address))
+    return addresses
 
 
 def split_ssh_args(text: str, *, command: str = "launch") -> list[str]:
-    """The words of ``--ssh_args``, which win over our own; a UsageError where they are broken or
-    would ask somebody.
+    """Split the value of ``--ssh_args``, which wins over our own options.
+
+    Raises:
+        UsageError: the quotes are wrong, or `ssh` would prompt for a password.
     """
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise UsageError(f"{command}: --ssh_args: {error}") from None
-    asks = next((word for word in words if _ASKS.match(word)), None)
-    if asks is not None:
-        reason = "nobody is asked for a password; use a key, or an agent that holds it"
-        raise UsageError(f"{command}: --ssh_args: {asks}: {reason}")
+    for word in words:
+        if _PROMPTS.match(word):
+            reason = "nobody is asked for a password; use a key, or an agent that holds it"
+            raise UsageError(f"{command}: --ssh_args: {word}: {reason}")
     return words
 
 
@@ -365,24 +391,27 @@ HostEnd = tuple[str, int]  # a host's name, and the exit code of its agent
 
 
 def job_code(ends: Sequence[HostEnd]) -> int:
-    """The first that failed by itself; else that somebody was lost; else that it was stopped."""
+    """Return the code of the first host that failed by itself.
+
+    If there is none, it is the code of a lost host, then that of a stopped one, then 0.
+    """
     order = {EXIT_PEER_LOST: 1, EXIT_STOPPED: 2, EXIT_OK: 3}
-    return min((code for _, code in ends), key=lambda code: order.get(code, 0), default=EXIT_OK)
+    codes = [code for _, code in ends]
+    return min(codes, key=lambda code: order.get(code, 0), default=EXIT_OK)
 
 
 def ends_reported(ends: Sequence[HostEnd]) -> str:
-    """Describe the ends, the first one first; of many hosts those that ended alike together."""
+    """Describe the ends, the first one first; many hosts are grouped by their exit codes."""
     if len(ends) <= _ENDS_REPORTED:
         return ", ".join(f"{host} ended with {code}" for host, code in ends)
-    alike: dict[int, list[str]] = {}
+    by_code: dict[int, list[str]] = {}
     for host, code in ends:
-        alike.setdefault(code, []).append(host)
-    return ", ".join(f"{first_few(names)} ended with {code}" for code, names in alike.items())
+        by_code.setdefault(code, []).append(host)
+    return ", ".join(f"{first_few(names)} ended with {code}" for code, names in by_code.items())
 
 
 class Agents:
-    """The `ssh` processes of all hosts: passes on what they say, and requests; their ends make one
-    exit code.
+    """The `ssh` processes of all hosts: their output and requests to stop are passed on.
 
     Attributes:
         stuck: process id of a rank that cannot be killed, by host.
@@ -395,24 +424,26 @@ class Agents:
         *,
         grace_seconds: float = GRACE_SECONDS,
     ) -> None:
-        """From each host's name, with the `ssh` that starts its agent, and what every agent is sent
-        first.
+        """Start nothing yet.
+
+        Args:
+            commands: each host's name, and the `ssh` that starts its agent.
+            order: is sent to every agent first.
+            grace_seconds: for ranks to save in after a request to stop.
         """
         self._commands = commands
         self._order = json.dumps(order).encode() + b"\n"
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._streams: dict[IO[bytes], tuple[str, TextIO, bytearray]] = {}
         self._ends: list[HostEnd] = []
-        self._last_words: dict[str, str] = {}  # of each host's agent
+        self._last_lines: dict[str, str] = {}  # of each host's agent
         self.stuck: dict[str, str] = {}
         self._reported = ""
         self._give_up_at = self._drained_at = math.inf
         self._grace_seconds = grace_seconds
 
     def run(self, requests: StopRequests) -> JobEnd:
-        """Start them, hand on what they say and what is asked of them, and say how the job
-        ended.
-        """
+        """Start the agents, pass on output and requests, and return the end of the job."""
         try:
             self._start()
             while not self._is_over():
@@ -423,25 +454,26 @@ class Agents:
             self._let_go()
         code = job_code(self._ends)
         print_line(f"{ends_reported(self._ends)}; the job ends with {code}")
-        first = next((name for name, each in self._ends if each == code), "")
-        return JobEnd(code, self._last_words.get(first) or ends_reported(self._ends))
+        host = next((name for name, end_code in self._ends if end_code == code), "")
+        return JobEnd(code, self._last_lines.get(host) or ends_reported(self._ends))
 
     def _is_over(self) -> bool:
-        """All have ended, or were given the time: neither an ssh that hangs nor an output that
-        stays open holds us, as that of an agent whose rank cannot be killed does.
+        """Check whether all agents have ended, or had the time to.
+
+        Neither an `ssh` that hangs holds this process, nor an output that stays open, as that of an
+        agent does that has a rank which cannot be killed.
         """
         now = time.monotonic()
         if self._running:
-            return now > self._give_up_at or self.stuck.keys() >= {
-                self._commands[node][0] for node in self._running
-            }
+            running_hosts = {self._commands[node][0] for node in self._running}
+            return now > self._give_up_at or self.stuck.keys() >= running_hosts
         self._drained_at = min(self._drained_at, now + _DRAIN_SECONDS)
         return not self._streams or now > self._drained_at
 
     def _start(self) -> None:
         for node, (name, command) in enumerate(self._commands):
             try:
-                # A session of its own: Ctrl-C reaches this process only, and is told to the agents.
+                # A session of its own: Ctrl-C reaches this process only, which informs the agents.
                 pipe = subprocess.PIPE
                 process = subprocess.Popen(
                     command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
@@ -460,25 +492,28 @@ class Agents:
             time.sleep(_LOOK_SECONDS)
             return
         for stream in readable(self._streams, _LOOK_SECONDS):
-            name, out, kept = self._streams[stream]
+            name, out, buffer = self._streams[stream]
             content = os.read(stream.fileno(), 1 << 16)
-            kept += content.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-            if not content or len(kept) > _LARGEST_LINE_BYTES:
-                kept += b"\n" if kept else b""
-            whole, _, rest = bytes(kept).rpartition(b"\n")
-            if whole:
-                lines = whole.decode("utf-8", errors="replace").split("\n")
-                for line in lines:
-                    if line.startswith("launch: "):
-                        self._last_words[name] = line.removeprefix("launch: ")
-                    found = _STUCK.match(line)
-                    if found:
-                        self.stuck[name] = found[1]
+            buffer += content.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+            if buffer and (not content or len(buffer) > _LARGEST_LINE_BYTES):
+                buffer += b"\n"
+            complete, _, rest = bytes(buffer).rpartition(b"\n")
+            if complete:
+                lines = complete.decode("utf-8", errors="replace").split("\n")
+                self._note_lines(name, lines)
                 write(out, "".join(f"{name}: {line}\n" for line in lines if line))
-            kept[:] = rest
+            buffer[:] = rest
             if not content:
                 del self._streams[stream]
                 stream.close()
+
+    def _note_lines(self, host: str, lines: Sequence[str]) -> None:
+        for line in lines:
+            if line.startswith("launch: "):
+                self._last_lines[host] = line.removeprefix("launch: ")
+            match = _STUCK.match(line)
+            if match:
+                self.stuck[host] = match[1]
 
     def _look_for_ends(self) -> None:
         for node, process in list(self._running.items()):
@@ -494,29 +529,28 @@ class Agents:
             is_first = code != EXIT_OK and not any(code for _, code in self._ends)
             self._ends.append((name, code))
             if is_first:
-                # Agents that have met know already; those that still wait for this host do not.
+                # Agents that have met know of it; the ones that still wait for this host do not.
                 self._send_to_all(b"stop\n" if code == EXIT_STOPPED else b"lost\n")
                 if not self._reported:
                     self._give_up_after(saves=code == EXIT_STOPPED)
 
     def _pass_on_request(self, requests: StopRequests) -> None:
         if requests.insists:
-            wish = "kill"
+            request = "kill"
         elif requests.asked:
-            wish = "stop"
+            request = "stop"
         else:
-            wish = ""
-        if wish and wish != self._reported:
-            self._reported = wish
-            self._give_up_after(saves=wish == "stop")
-            more = "; once more kills" if wish == "stop" else ""
+            request = ""
+        if request and request != self._reported:
+            self._reported = request
+            self._give_up_after(saves=request == "stop")
+            more = "; once more kills" if request == "stop" else ""
             print_line(f"{requests.asked}: passing it on to {len(self._running)} hosts{more}")
-            self._send_to_all(wish.encode() + b"\n")
+            self._send_to_all(request.encode() + b"\n")
 
     def _give_up_after(self, *, saves: bool) -> None:
-        self._give_up_at = (
-            time.monotonic() + (self._grace_seconds if saves else 0.0) + _WAIT_SECONDS
-        )
+        seconds = self._grace_seconds if saves else 0.0
+        self._give_up_at = time.monotonic() + seconds + _WAIT_SECONDS
 
     def _send_to_all(self, words: bytes) -> None:
         for process in self._running.values():
@@ -529,7 +563,7 @@ class Agents:
             process.stdin.flush()
 
     def _let_go(self) -> None:
-        """Close the life lines; an agent ends its ranks then, also one whose `ssh` hangs here."""
+        """Close the life lines: every agent ends its ranks then, even if its `ssh` hangs here."""
         for process in self._running.values():
             assert process.stdin is not None
             with suppress(OSError):
@@ -547,10 +581,11 @@ class Agents:
 
 
 def readable(waiting: Iterable[IO[bytes]], seconds: float) -> set[IO[bytes]]:
-    """Return the streams with something to read, after so long at most; `select` takes no
-    descriptor above 1023.
+    """Return the streams that have something to read, within `seconds`.
+
+    This polls, because `select` takes no descriptor above 1023.
     """
     with selectors.PollSelector() as selector:
-        for each in waiting:
-            selector.register(each, selectors.EVENT_READ, each)
+        for stream in waiting:
+            selector.register(stream, selectors.EVENT_READ, stream)
         return {key.data for key, _ in selector.select(seconds)}

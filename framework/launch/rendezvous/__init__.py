@@ -1,1 +1,1 @@
-"""Rendezvous of the nodes of a job, and what they say to each other while it lives."""
+"""Rendezvous of the nodes of a job, and their messages to each other during its life."""

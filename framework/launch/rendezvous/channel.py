@@ -1,6 +1,6 @@
 """Channels between agents: one TCP connection, both ways, for the life of a job.
 
-A message is a JSON object on a line. The other end may be anything that found the port, so lines
+A message is a JSON object on a line. The other end may be any program that found the port, so lines
 and queues have limits, nothing but JSON is read, and nothing that is read is run. With a shared
 token both sides prove in the handshake that they know it, and every further line is signed with a
 key of this connection, direction and place in the order: a line that was changed, repeated, left
@@ -33,7 +33,7 @@ Message = Mapping[str, Any]
 
 
 class ConnectionLost(Exception):  # noqa: N818 - it is caught, not raised to a user
-    """The connection is of no use any more; its text says how that came."""
+    """Error: the connection is of no use any more; its text is the reason."""
 
 
 class NoAgent(ConnectionLost):
@@ -41,20 +41,20 @@ class NoAgent(ConnectionLost):
 
 
 def foreign() -> NoAgent:
-    """The error for a message that no agent of this release sends."""
+    """Return the error for a message that no agent of this release sends."""
     return NoAgent("it does not speak this protocol")
 
 
 class Channel(asyncio.Protocol):
-    """One connection. What came before its end is received before the end is.
+    """One connection. Messages that came before its end are received before the end is.
 
     Attributes:
         name: address of the other end, for messages.
-        heard_at: `time.monotonic()` when something came last, or of its beginning.
+        heard_at: `time.monotonic()` when data came last, or of its beginning.
     """
 
     def __init__(self, opened: Callable[[Channel], None] | None = None) -> None:
-        """Call `opened` as soon as it is connected, where a listener makes it."""
+        """Prepare a connection; `opened`: called once it is connected, if a listener makes it."""
         self._opened = opened
         self._received = b""
         # read when they are received: a key may be agreed on meanwhile
@@ -69,12 +69,11 @@ class Channel(asyncio.Protocol):
     # What asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin."""
+        """Note the addresses of both ends, and call `opened`."""
         self._transport = cast(asyncio.Transport, transport)
         connection: socket.socket = transport.get_extra_info("socket")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A socket for both kinds of addresses gives an IPv4 one in the form of IPv6, which is no
-        # interface's.
+        # A dual-stack socket gives an IPv4 address in the form of IPv6, which no interface has.
         self.local_address = str(connection.getsockname()[0]).removeprefix("::ffff:")
         # it may be gone already
         self.name = str((transport.get_extra_info("peername") or ("",))[0])
@@ -82,7 +81,7 @@ class Channel(asyncio.Protocol):
             self._opened(self)
 
     def data_received(self, data: bytes) -> None:
-        """Take lines apart."""
+        """Split what came into lines, within the limits."""
         self.heard_at = time.monotonic()
         *lines, self._received = (self._received + data).split(b"\n")
         self._lines += lines
@@ -91,16 +90,16 @@ class Channel(asyncio.Protocol):
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Take what lies in the connection still: a failed write ends it before it was read."""
+        """Read the rest of the connection: a failed write ends it before everything was read."""
         with suppress(OSError, ValueError):
             descriptor = os.dup(self._transport.get_extra_info("socket").fileno())
             with socket.socket(fileno=descriptor) as connection:
                 connection.setblocking(False)
                 while self._ended is None and (data := connection.recv(LARGEST_LINE_BYTES)):
                     self.data_received(data)
-        reason = getattr(exc, "strerror", None) or (
-            str(exc) if exc else "the connection was closed"
-        )
+        reason = getattr(exc, "strerror", None)
+        if not reason:
+            reason = str(exc) if exc else "the connection was closed"
         self._end(ConnectionLost(reason))
 
     # What agents call.
@@ -114,13 +113,14 @@ class Channel(asyncio.Protocol):
             self._keys = (lead, node) if is_lead else (node, lead)
 
     def send(self, kind: str, /, **content: Any) -> None:
-        """Queue a message; ConnectionLost where the other end reads nothing. Of one that is gone
-        `receive` knows.
+        """Queue a message; raises ConnectionLost if the other end reads nothing.
+
+        If the other end is gone, `receive` raises it.
         """
         self.send_body(body_of(kind, **content))
 
     def send_body(self, body: bytes) -> None:
-        """Do the same with what `body_of` has made, perhaps for many."""
+        """Do the same with a message that `body_of` has made, perhaps for many channels."""
         if self._keys is not None:
             body = _signature(self._keys[0], self._num_sent, body) + body
             self._num_sent += 1
@@ -131,9 +131,7 @@ class Channel(asyncio.Protocol):
             raise ConnectionLost("it reads nothing")
 
     async def receive(self) -> Message:
-        """Wait for the next message; ConnectionLost where the other end is gone, or is none of
-        us.
-        """
+        """Wait for the next message; ConnectionLost if the other end is gone, or no agent."""
         while not self._lines:
             if self._ended is not None:
                 raise self._ended
@@ -142,11 +140,10 @@ class Channel(asyncio.Protocol):
         line = self._lines.popleft()
         try:
             if self._keys is not None:
-                given = line[:_SIGNATURE_CHARACTERS]
+                signature = line[:_SIGNATURE_CHARACTERS]
                 line = line[_SIGNATURE_CHARACTERS:]
-                if not hmac.compare_digest(
-                    given, _signature(self._keys[1], self._num_received, line)
-                ):
+                expected = _signature(self._keys[1], self._num_received, line)
+                if not hmac.compare_digest(signature, expected):
                     raise NoAgent("a message is not signed with the token of this job")
                 self._num_received += 1
             return _parse(line)
@@ -156,7 +153,7 @@ class Channel(asyncio.Protocol):
             raise
 
     def close(self) -> None:
-        """Hang up, after sending what is queued if that goes."""
+        """Close the connection, after sending the queued messages if possible."""
         self._transport.close()
 
     def _end(self, how: ConnectionLost) -> None:
@@ -183,7 +180,7 @@ def _parse(line: bytes) -> Message:
 
 
 def body_of(kind: str, /, **content: Any) -> bytes:
-    """A message as it travels, without its signature."""
+    """Return a message as it travels, without its signature."""
     return json.dumps({"type": kind, **content}).encode()
 
 
@@ -192,33 +189,36 @@ def _mac(key: bytes, *texts: str) -> bytes:
 
 
 def _signature(key: bytes, number: int, body: bytes) -> bytes:
-    # The digest of the body apart: a message to a thousand nodes is long once, and signed a
-    # thousand times.
+    # The body is hashed by itself, so that signing a long message for a thousand nodes is cheap.
     signed = hmac.digest(key, number.to_bytes(8, "big") + hashlib.sha256(body).digest(), "sha256")
     return signed.hex()[:_SIGNATURE_CHARACTERS].encode()
 
 
 def new_nonce() -> str:
-    """Make a number that is used once."""
+    """Return a number that is used once."""
     return secrets.token_hex(16)
 
 
 def proof(token: str, *, role: str, nonces: tuple[str, str], content: Message) -> str:
-    """Compute the proof that the sender knows the token, if there is one, for this connection, role
-    and content.
+    """Compute the proof that the sender knows the token, for this connection, role and content.
+
+    Returns:
+        Hexadecimal digits; empty without a token.
     """
     if not token:
         return ""
     return _mac(token.encode(), role, *nonces, json.dumps(content, sort_keys=True)).hex()
 
 
-def is_proof(given: object, expected: str) -> bool:
-    """Compare in constant time. JSON can also write half a surrogate, which UTF-8 cannot."""
-    return isinstance(given, str) and hmac.compare_digest(
-        given.encode("utf-8", "backslashreplace"), expected.encode()
-    )
+def is_proof(received: object, expected: str) -> bool:
+    """Compare two proofs in constant time."""
+    if not isinstance(received, str):
+        return False
+    # JSON can also write half a surrogate, which UTF-8 cannot
+    content = received.encode("utf-8", "backslashreplace")
+    return hmac.compare_digest(content, expected.encode())
 
 
 def reason_of(text: object) -> str:
-    """Shorten a text of another node, which may be anything, for a line of ours."""
+    """Shorten a value that another node sent, which may be anything, to a text for the log."""
     return str(text)[:_LONGEST_REASON]

@@ -1,6 +1,8 @@
-"""The connections to node 0, before and after their handshake. The other end may be anything that
-found the port: their number is bounded, whoever holds most of them is the first to lose one, and
-what is none of this job is counted and turned away.
+"""The connections to node 0, before and after their handshake.
+
+The other end may be any program that found the port. So their number is bounded, the address with
+the most connections is the first to lose one, and callers of other jobs are counted and turned
+away.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ _MOST_REMEMBERED: Final = 1000
 
 
 class TurnedAway(ConnectionLost):
-    """A caller that is none of this job, with the kind of the problem that it was told."""
+    """Error: the caller is no node of this job; `kind` is that of the problem it was sent."""
 
     def __init__(self, reason: str, kind: str) -> None:
         super().__init__(f"{reason} [{kind}]")
@@ -26,39 +28,42 @@ class TurnedAway(ConnectionLost):
 
 
 class Rejections:
-    """Rejected connections: each address is logged once with each reason, and then the tenth time,
-    the hundredth...
+    """Rejected connections: an address is logged once with each reason, then the 10th, 100th time.
+
+    So a port scan does not fill the log.
     """
 
     def __init__(self) -> None:
-        self._refused: dict[str, str] = {}  # address -> kind, of what may be a node of this job
+        self._refused: dict[str, str] = {}  # address -> kind, if it may be a node of this job
         self._counts: dict[tuple[str, str], int] = {}
 
     def add(self, address: str, how: ConnectionLost) -> None:
-        """Count one more; whoever scans ports must not fill the log."""
-        if isinstance(how, TurnedAway) and (
-            address in self._refused or len(self._refused) < _MOST_REMEMBERED
-        ):
+        """Count a rejected connection, and log it if it is time to."""
+        has_room = address in self._refused or len(self._refused) < _MOST_REMEMBERED
+        if isinstance(how, TurnedAway) and has_room:
             self._refused[address] = how.kind
         key = (address, str(how))
         if key not in self._counts and len(self._counts) >= _MOST_REMEMBERED:
             key = ("other addresses", "")
-        count = self._counts[key] = self._counts.get(key, 0) + 1
+        count = self._counts.get(key, 0) + 1
+        self._counts[key] = count
         if count == 1:
             print_line(f"a connection from {address} was turned away: {how}")
         elif str(count).strip("0") == "1":
-            print_line(
-                f"{count} connections from {key[0]} were turned away"
-                + (f": {key[1]}" if key[1] else "")
-            )
+            address, reason = key
+            line = f"{count} connections from {address} were turned away"
+            if reason:
+                line += f": {reason}"
+            print_line(line)
 
     def clear(self, address: str) -> None:
-        """Somebody from there was let in."""
+        """Forget that an address was refused, once a node from there was let in."""
         self._refused.pop(address, None)
 
     def reported(self) -> str:
-        """``; turned away: 10.0.0.3 (token-refused)``, or nothing: only of those that may be nodes
-        of this job.
+        """Describe the refused callers that may be nodes of this job, as the end of a line.
+
+        For example ``; turned away: 10.0.0.3 (token-refused)``; empty if there are none.
         """
         refused = [f"{address} ({kind})" for address, kind in self._refused.items()]
         if refused:
@@ -77,17 +82,17 @@ class Client:
 
     @property
     def node(self) -> int:
-        """Its number, which is its rank where nobody was lost."""
+        """Number of the node, which is its rank as long as no node was lost."""
         return int(self.hello["node_rank"])
 
     @property
     def name(self) -> str:
-        """As people know it."""
+        """``node RANK (HOST)``."""
         return f"node {name_of(self.hello)}"
 
 
 class Clients:
-    """All connections to node 0; `version` is another number whenever a node has come or gone."""
+    """All connections to node 0; `version` changes whenever a node has come or gone."""
 
     def __init__(self, *, most_unknown: int) -> None:
         self._most_unknown = most_unknown
@@ -97,17 +102,19 @@ class Clients:
         self.rejections = Rejections()
 
     def add(self, client: Client) -> None:
-        """Take a connection in. Of too many without a handshake, the oldest of the address that has
-        most goes.
+        """Add a connection before its handshake.
+
+        If there are too many, close the oldest one of the address that has the most.
         """
         self._unknown.append(client)
         if len(self._unknown) > self._most_unknown:
-            address = Counter(each.channel.name for each in self._unknown).most_common(1)[0][0]
-            oldest = next(each for each in self._unknown if each.channel.name == address)
+            addresses = [waiting.channel.name for waiting in self._unknown]
+            address = Counter(addresses).most_common(1)[0][0]
+            oldest = self._unknown[addresses.index(address)]
             self.part(oldest, ConnectionLost("there are more connections than nodes"))
 
     def let_in(self, client: Client, hello: dict[str, Any]) -> None:
-        """Count it among the nodes of this job."""
+        """Count a client among the nodes of this job."""
         if client in self._unknown:
             self._unknown.remove(client)
             client.hello = hello
@@ -116,7 +123,7 @@ class Clients:
             self.rejections.clear(client.channel.name)
 
     def part(self, client: Client, how: ConnectionLost, *, is_quiet: bool = False) -> bool:
-        """Close a connection and say so; returns whether it was that of a node."""
+        """Close a connection and log it; returns whether it was that of a node."""
         client.channel.close()
         if client in self.present:
             self.present.remove(client)
@@ -130,7 +137,7 @@ class Clients:
         return False
 
     def close_unknown(self) -> None:
-        """Close all but those of nodes."""
+        """Close the connections that have not done their handshake."""
         for client in self._unknown:
             client.channel.close()
         self._unknown.clear()

@@ -1,7 +1,8 @@
 """Addresses of nodes, and connectivity between them as their ranks will need it.
 
-Every agent answers at a free port, node 0 also at the ranks' own, and when all nodes are there each
-calls others, once. A firewall between two of them is a finding then, and no hang of minutes.
+Every agent answers at a free port, node 0 also at the port of the ranks. When all nodes are there,
+each one calls others, once. A firewall between two of them is then a problem with a name, and not a
+hang of minutes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+
 from typing import Any, Final, NamedTuple, TypeVar
 
 import psutil
@@ -45,18 +46,19 @@ Target = tuple[str, int]  # address or name, port
 _T = TypeVar("_T")
 
 
-class PortInUse(Exception):  # noqa: N818 - who has it is asked first
-    """Something listens there already."""
+class PortInUse(Exception):  # noqa: N818 - the listener is called before it is an error
+    """Error: a program listens there already."""
 
 
 def in_background(work: Callable[..., _T], *arguments: Any) -> Future[_T]:
-    """Begin a call on a daemon thread: a name server may take half a minute, and nobody waits for
-    it at the end.
+    """Begin a call on a daemon thread: a name server may take half a minute.
+
+    The end of this process does not wait for the thread.
     """
     future: Future[_T] = Future()
 
     def run() -> None:
-        if not future.set_running_or_notify_cancel():  # from here on nobody can cancel it
+        if not future.set_running_or_notify_cancel():  # from here on it cannot be cancelled
             return
         try:
             future.set_result(work(*arguments))
@@ -68,7 +70,7 @@ def in_background(work: Callable[..., _T], *arguments: Any) -> Future[_T]:
 
 
 def dial(host: str, port: int) -> socket.socket | str:
-    """Try to connect, once; returns the connection, or what happened instead."""
+    """Try to connect, once; returns the connection, or the reason why there is none."""
     try:
         return connect(host, port, seconds=_CONNECT_SECONDS)
     except socket.gaierror:
@@ -77,43 +79,48 @@ def dial(host: str, port: int) -> socket.socket | str:
         return "no answer"
     except OSError as error:
         return (error.strerror or str(error)).lower()
-    except ValueError as error:  # no name that can be asked for
+    except ValueError as error:  # no name that can be looked up
         return str(error)
 
 
 def resolve(host: str) -> list[str]:
-    """Its addresses, or none."""
+    """Return the addresses of a host; an empty list if its name is not known."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return []
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+
+
+def _is_loopback_address(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def is_loopback(host: str) -> bool:
-    """It means this machine to whoever asks."""
+    """Check whether this name means the machine itself, on every machine."""
     addresses = resolve(host)
-    return bool(addresses) and all(
-        ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses
-    )
+    return bool(addresses) and all(_is_loopback_address(address) for address in addresses)
 
 
 def listen_at(host: str, port: int) -> socket.socket | None:
-    """A listener on that address alone; None where it is not an address of this machine, or not
-    yet; PortInUse where another has it. A name that means loopback here, as Debian's /etc/hosts has
-    it for a machine's own name, means something else to the others: then all addresses are listened
-    on.
+    """Listen at the address of a host alone; None as long as this machine does not have it.
+
+    A name that means loopback here, as in Debian's /etc/hosts the machine's own name does, means
+    another address on the other nodes: then this listens at all addresses.
+
+    Raises:
+        PortInUse: another program listens there.
     """
-    literal = host == "localhost" or is_address(host)
+    is_literal = host == "localhost" or is_address(host)
     for address in resolve(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        own = not literal and ipaddress.ip_address(address.partition("%")[0]).is_loopback
+        at_all = not is_literal and _is_loopback_address(address)
         try:
-            place = ("" if own else address, port)
-            both = own and ":" in address and socket.has_dualstack_ipv6()
-            backlog = _WAITING_TO_BE_ACCEPTED
             listener = socket.create_server(
-                place, family=family, backlog=backlog, dualstack_ipv6=both
+                ("" if at_all else address, port),
+                family=family,
+                backlog=_WAITING_TO_BE_ACCEPTED,
+                dualstack_ipv6=at_all and ":" in address and socket.has_dualstack_ipv6(),
             )
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
@@ -125,7 +132,7 @@ def listen_at(host: str, port: int) -> socket.socket | None:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has it, or nothing."""
+    """Return the name of the network interface with this address; empty if there is none."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in entries):
             return str(name)
@@ -133,8 +140,9 @@ def interface_of(address: str) -> str:
 
 
 def peer_name(rank: int, *, master: str, names: Sequence[str] = ()) -> str:
-    """Another node as far as it is known: its name, where names are numbered as pods are, and what
-    DNS says of it.
+    """Describe another node: its name with the answer of DNS, or its number.
+
+    Without a hostfile the name follows from `master`, if that is numbered as the names of pods are.
     """
     numbered = re.fullmatch(r"(.*-)0(\..*)?", master)
     if rank < len(names):
@@ -145,10 +153,10 @@ def peer_name(rank: int, *, master: str, names: Sequence[str] = ()) -> str:
         name = ""
     if not name:
         return f"node {rank}"
-    return f"{name} ({_looked_up(name.rpartition('@')[2])})"
+    return f"{name} ({_dns_answer(name.rpartition('@')[2])})"
 
 
-def _looked_up(name: str) -> str:
+def _dns_answer(name: str) -> str:
     lookup = in_background(resolve, name)
     wait([lookup], _LOOKUP_SECONDS)  # no longer: the answer is for a message only
     if not lookup.done():
@@ -159,31 +167,37 @@ def _looked_up(name: str) -> str:
 
 
 def is_address(host: object) -> bool:
-    """It is an address, and no name."""
-    with suppress(ValueError):
-        return isinstance(host, str) and bool(ipaddress.ip_address(host))
-    return False
+    """Check whether this is an address, and no name."""
+    if not isinstance(host, str):
+        return False
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def call_others(targets: Sequence[Target], token: str) -> dict[int, Reached]:
-    """Call other nodes; returns what happened by number of the target, of those that were not
-    reached. What fails is tried again for some seconds: a packet or an answer of DNS may be lost.
+    """Call other nodes, and return the failed calls, by the number of the target.
+
+    A failed call is tried again for some seconds: a packet or an answer of DNS may be lost.
     """
     deadline = time.monotonic() + _AGAIN_FOR_SECONDS
-    failed = dict.fromkeys(range(len(targets)), Reached(""))
+    left = list(range(len(targets)))
     while True:
-        reached = call_all(
-            [targets[number] for number in failed], token=token, seconds=_CALL_SECONDS
-        )
-        failed = {number: each for number, each in zip(failed, reached, strict=True) if each.reason}
+        calls = call_all([targets[number] for number in left], token=token, seconds=_CALL_SECONDS)
+        failed = {number: call for number, call in zip(left, calls, strict=True) if call.reason}
         if not failed or time.monotonic() >= deadline:
             return failed
+        left = list(failed)
         time.sleep(_AGAIN_SECONDS)
 
 
 class Endpoint(NamedTuple):
-    """A node, ``RANK (HOST)``, and where it answers: at a free port of the address from which it
-    reaches node 0, which gloo tells the other ranks as well.
+    """Name of a node, ``RANK (HOST)``, and the address and port where it answers.
+
+    It is a free port of the address from which the node reaches node 0, which gloo, too, sends to
+    the other ranks.
     """
 
     name: str
@@ -192,49 +206,54 @@ class Endpoint(NamedTuple):
 
 
 class Round:
-    """All nodes call each other, once; node 0 counts."""
+    """All nodes call each other, once; node 0 collects the results."""
 
-    def __init__(self, places: Mapping[int, Endpoint], *, master: Target) -> None:
-        """Begin with the calls of node 0; `master`: where the ranks will meet, by the name that
-        they are given.
+    def __init__(self, endpoints: Mapping[int, Endpoint], *, master: Target) -> None:
+        """Begin with the calls of node 0.
+
+        Args:
+            endpoints: of all nodes, by their numbers.
+            master: where the ranks will meet, by the name that they are given.
         """
-        self._places = places
+        self._endpoints = endpoints
         self._master = master
         self._token = secrets.token_hex(16)
         self._failed: dict[int, Mapping[int, Reached]] = {}
         self._began_at = time.monotonic()
-        self._own = in_background(call_others, self._targets(0), self._token)
+        self._own_calls = in_background(call_others, self._targets(0), self._token)
 
     def order(self, node: int) -> dict[str, Any]:
-        """Build the request to a node: the addresses to call, without the place where ranks meet,
-        which it knows.
+        """Build the request to a node: the endpoints to call, without that of the ranks.
+
+        The node has the endpoint of the ranks in its own topology.
         """
         return {"token": self._token, "targets": self._targets(node)[:-1]}
 
     def hear(self, node: int, message: Message) -> None:
-        """The answer of a node; one of another round, or of another shape, is none."""
+        """Note the results of a node; a message of another round, or malformed, is ignored."""
         failed = message.get("failed")
         count = len(self._called(node))
         if message.get("token") != self._token or not isinstance(failed, list):
             return
-        if all(_is_failure(each, count) for each in failed):
-            self._failed[node] = {
-                number: Reached(place, reason[:_LONGEST_TEXT]) for number, place, reason in failed
-            }
+        if all(_is_failure(record, count) for record in failed):
+            calls = {}
+            for number, address, reason in failed:
+                calls[number] = Reached(address, reason[:_LONGEST_TEXT])
+            self._failed[node] = calls
 
     @property
     def is_over(self) -> bool:
-        """All have answered, or were given the time for it."""
-        if self._own.done():
-            self._failed[0] = self._own.result()
-        return (
-            len(self._failed) == len(self._places)
-            or time.monotonic() - self._began_at > _ROUND_SECONDS
-        )
+        """True once all nodes have answered, or have had the time to."""
+        if self._own_calls.done():
+            self._failed[0] = self._own_calls.result()
+        if len(self._failed) == len(self._endpoints):
+            return True
+        return time.monotonic() - self._began_at > _ROUND_SECONDS
 
     def problems(self) -> list[Problem]:
-        """Describe the failed connections, by those who call or those who are called: whichever are
-        fewer lines.
+        """Describe the failed connections, grouped by caller or by called node.
+
+        The grouping with fewer problems is used.
         """
         by_called: dict[Any, list[tuple[int, int, Reached]]] = {}
         by_caller: dict[Any, list[tuple[int, int, Reached]]] = {}
@@ -244,8 +263,11 @@ class Round:
                 how = (reached.reason, reached.is_loopback)
                 by_called.setdefault((called, how), []).append((caller, called, reached))
                 by_caller.setdefault((caller, how), []).append((caller, called, reached))
-        problems = [self._problem(group) for group in min(by_called, by_caller, key=len).values()]
-        silent = [place.name for node, place in self._places.items() if node not in self._failed]
+        groups = min(by_called, by_caller, key=len)
+        problems = [self._problem(group) for group in groups.values()]
+        silent = [
+            endpoint.name for node, endpoint in self._endpoints.items() if node not in self._failed
+        ]
         if silent:
             reason = f"calling the others has not ended there within {_ROUND_SECONDS:.0f} s"
             problems.append(
@@ -256,11 +278,11 @@ class Round:
         return problems
 
     def _problem(self, group: Sequence[tuple[int, int, Reached]]) -> Problem:
-        names = {node: f"node {place.name}" for node, place in self._places.items()} | {
-            -1: "{}:{}".format(*self._master)
-        }
-        callers = list(dict.fromkeys(self._places[caller].name for caller, _, _ in group))
-        called = list(dict.fromkeys(names[called] for _, called, _ in group))
+        """Describe failed calls with one reason, given as (caller, called node, result)."""
+        names = {node: f"node {endpoint.name}" for node, endpoint in self._endpoints.items()}
+        names[-1] = f"{self._master[0]}:{self._master[1]}"
+        callers = list(dict.fromkeys(self._endpoints[caller].name for caller, _, _ in group))
+        called = list(dict.fromkeys(names[node] for _, node, _ in group))
         reached = group[0][2]
         if reached.address and len(called) == 1:
             at = f" at {reached.address}"
@@ -282,19 +304,24 @@ class Round:
         )
 
     def _called(self, node: int) -> list[int]:
-        """Nodes that a node calls, and -1 for the place where ranks meet."""
-        return [*neighbours(node, len(self._places)), -1]
+        """Return the numbers of the nodes that a node calls, and -1 for the endpoint of the ranks."""
+        return [*neighbours(node, len(self._endpoints)), -1]
 
     def _targets(self, node: int) -> list[Target]:
-        return [
-            self._master if called < 0 else self._places[called][1:]
-            for called in self._called(node)
-        ]
+        targets: list[Target] = []
+        for called in self._called(node):
+            if called < 0:
+                targets.append(self._master)
+            else:
+                endpoint = self._endpoints[called]
+                targets.append((endpoint.address, endpoint.port))
+        return targets
 
 
 def is_place(reported: object) -> bool:
-    """Check whether this is an address at which a node may answer, and a port that it may have:
-    others will connect to it, so no name, and no port of a system's own services.
+    """Check whether a node may answer at this ``[address, port]`` of a message.
+
+    Other nodes will connect to it, so names and ports of system services are refused.
     """
     if not isinstance(reported, list) or list(map(type, reported)) != [str, int]:
         return False
@@ -305,15 +332,15 @@ def is_place(reported: object) -> bool:
 
 
 def targets_of(message: Message, *, most: int) -> list[Target]:
-    """Return the targets in a request to call; NoAgent where one is no place of a node, or there
-    are too many.
+    """Return the targets in a request to call.
+
+    Raises:
+        NoAgent: a node cannot answer at one of them, or there are too many.
     """
     reported = message.get("targets")
-    if (
-        not isinstance(reported, list)
-        or len(reported) >= min(AT_ONCE, most)
-        or not all(map(is_place, reported))
-    ):
+    if not isinstance(reported, list) or len(reported) >= min(AT_ONCE, most):
+        raise foreign()
+    if not all(is_place(target) for target in reported):
         raise foreign()
     return [(host, port) for host, port in reported]
 

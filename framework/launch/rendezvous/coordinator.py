@@ -1,9 +1,11 @@
-"""Node 0, for the life of the job: gathers the nodes, compares them, has them call each other, says
-GO or what differs; hears them while ranks run; and says whether there is another start.
+"""Node 0, for the life of the job.
+
+It gathers the nodes, compares them, has them call each other, and sends GO or what differs. It
+receives their messages while ranks run, and decides about another start.
 
 Nodes that come while ranks run wait for the next start, as spares do. A start needs all nodes of
-the job, or, where some do not come back, as many as `--min_nodes` allows; it takes those of the
-lowest numbers, and ranks follow them.
+the job, or, where some do not come back, as many as `--min_nodes` allows; it takes the nodes with
+the lowest numbers, and ranks follow them.
 """
 
 from __future__ import annotations
@@ -53,21 +55,23 @@ from framework.system.log import print_problem
 
 # connections beyond one per node that may wait for their handshake at once
 SPARE_CONNECTIONS: Final = 64
-# so that all disagreements are told at once, and a node that is being replaced can go
+# so that all disagreements are reported at once, and a node that is being replaced can go
 _SETTLE_SECONDS: Final = 5.0
-_COMPARE_SECONDS: Final = 2.0  # also when nobody came: a mark in the shared folder may be seen late
+# also when no node came: a mark in the shared folder may be visible late
+_COMPARE_SECONDS: Final = 2.0
 _REST: Final = 5  # times as long as a comparison took
 _REPORTED_CHARACTERS: Final = 300  # of each part of a problem; a caller shows no more
 _REPORT_SECONDS: Final = 15.0
 _FIRST_REPORT_SECONDS: Final = 2.0
 _SEE_OFF_SECONDS: Final = 2.0
-_LEAVE_SECONDS: Final = 10.0  # who has not heard by then how all have ended takes node 0 for lost
+# a node that has not received by then how all have ended takes node 0 for lost
+_LEAVE_SECONDS: Final = 10.0
 _SWEEP_SECONDS: Final = 1.0
 _PORT_SECONDS: Final = 10.0  # for a port of the ranks to be free again
 _OCCUPIED: Final = "a node of its rank is connected"
 _LONGEST_REPORT: Final = 500
 _MOST_MISSED: Final = 8
-_MOST_NAMED: Final = 512  # nodes whose names all others get to know
+_MOST_NAMED: Final = 512  # with more nodes, their names are not sent to the others
 _FILES_OF_A_NODE: Final = 2  # its link, and its call
 _OWN_FILES: Final = 128
 _KIND: Final = re.compile(r"[a-z][a-z0-9-]{1,40}")
@@ -87,7 +91,7 @@ class Coordinator:
                 _FILES_OF_A_NODE * session.num_nodes + SPARE_CONNECTIONS + _OWN_FILES,
                 f"{session.num_nodes} nodes",
             )
-        except ConfigError as error:  # for the others to hear of
+        except ConfigError as error:  # `begin` reports it to all nodes
             self._problems += error.problems
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -95,21 +99,21 @@ class Coordinator:
         self._stopped: RunStopped | None = None
         self._peers: LeadPeers | None = None
         self._running: dict[int, Client] = {}
-        self._ending: set[Client] = set()  # whose ranks of the last start may run still
+        self._ending: set[Client] = set()  # nodes on which ranks of the last start may still run
         self._epoch = 0
-        self._ports: Sequence[Problem] = ()
+        self._port_problems: Sequence[Problem] = ()
         self._is_over = False
-        self._found: list[Problem] = []
-        self._seen: set[str] = set()  # marks
+        self._differences: list[Problem] = []
+        self._seen_marks: set[str] = set()
         self._differ_since = self._compare_at = 0.0
-        self._compared = -1  # version of the clients
+        self._compared_version = -1  # of the clients
         self._round: Round | None = None
         self._round_version = 0
         self._reported: object = None
         self._reported_at = 0.0
 
     async def listen(self) -> None:
-        """Let nodes in."""
+        """Accept connections from now on."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(_report_no_files)
         self._server = await loop.create_server(
@@ -118,7 +122,7 @@ class Coordinator:
         self._keep(self._sweep())
 
     async def close(self) -> None:
-        """Let nobody else in, and hang up."""
+        """Accept no further connection, and close all there are."""
         if self._server is not None:
             self._server.close()
         if self._peers is not None:
@@ -134,46 +138,52 @@ class Coordinator:
     # Starts and ends.
 
     async def begin(self) -> Start:
-        """Wait until all are there and agree. After a ConfigError, PeerLostError or RunStopped the
-        others know.
+        """Wait until all nodes are there and agree, and start the job.
+
+        After a ConfigError, PeerLostError or RunStopped, the other nodes know of it.
         """
         session = self._session
         session.begin_wait()
         if self._peers is not None:
-            self._ending = {
-                client for node, client in self._running.items() if node not in self._peers.ended
-            }
+            ended = self._peers.ended
+            self._ending = {client for node, client in self._running.items() if node not in ended}
         self._peers = None
         self._running = {}
         self._stopped = None
         await session.begin_start()
         self._reported_at = time.monotonic() - _REPORT_SECONDS + _FIRST_REPORT_SECONDS
         try:
-            while True:
-                if session.restarts is not None and (why := session.restarts.used_up):
-                    raise PeerLostError(f"there is no other start: {why} [no-restart]")
-                chosen = self._judge()
-                if chosen is not None:
-                    break
-                session.look(self._waiting_for)
-                self._report_missing()
-                await self._wait(LOOK_SECONDS)
-                if self._stopped is not None:
-                    raise self._stopped
-        except (RunStopped, PeerLostError) as error:
-            if isinstance(error, RunStopped):
-                kind = "stop"
-            else:
-                kind = "lost"
-            await self._send_last(kind, why=str(error)[:_LONGEST_REPORT])
+            chosen = await self._gather_nodes()
+        except RunStopped as stopped:
+            await self._send_last("stop", why=str(stopped)[:_LONGEST_REPORT])
+            raise
+        except PeerLostError as lost:
+            await self._send_last("lost", why=str(lost)[:_LONGEST_REPORT])
             raise
         except ConfigError as error:
             await self._send_last("nogo", problems=_reported(error.problems))
             raise
         return self._go(chosen)
 
+    async def _gather_nodes(self) -> Sequence[Client]:
+        """Wait for the nodes of a start, and return them without node 0."""
+        session = self._session
+        while True:
+            if session.restarts is not None:
+                why = session.restarts.used_up
+                if why:
+                    raise PeerLostError(f"there is no other start: {why} [no-restart]")
+            chosen = self._judge()
+            if chosen is not None:
+                return chosen
+            session.look(self._waiting_for)
+            self._report_missing()
+            await self._wait(LOOK_SECONDS)
+            if self._stopped is not None:
+                raise self._stopped
+
     async def decide_restart(self, end: JobEnd) -> RestartDecision:
-        """Decide about another start, and say so to all."""
+        """Decide about another start, and inform all nodes."""
         session = self._session
         peers = self._peers
         assert peers is not None
@@ -195,37 +205,34 @@ class Coordinator:
         session = self._session
         is_later = self._is_later
         self._epoch += 1
-        for problem in self._found:  # no errors: they have all been refused
+        for problem in self._differences:  # warnings: an error would have been raised before
             print_problem(problem)
-        self._found = []
+        self._differences = []
         session.meet_is_over()  # ranks listen there next
-        session.local_address = chosen[0].channel.local_address if chosen else session.local_address
+        if chosen:
+            session.local_address = chosen[0].channel.local_address
         topology = replace(session.topology, nnodes=len(chosen) + 1)
         if is_later:
             topology = replace(topology, master_port=free_again(topology.master_port))
-        hosts = {0: str(session.hello["host"])} | {
-            client.node: client.hello["host"] for client in chosen
-        }
+        hosts = {0: str(session.hello["host"])}
+        hosts |= {client.node: client.hello["host"] for client in chosen}
         self._running = {client.node: client for client in chosen}
-        self._peers = LeadPeers(
-            hosts,
-            {node: client.channel for node, client in self._running.items()},
-            epoch=self._epoch,
-        )
+        channels = {client.node: client.channel for client in chosen}
+        self._peers = LeadPeers(hosts, channels, epoch=self._epoch)
         start = Start(self._peers, topology, session.resumes)
-        go: dict[str, Any] = {
-            "epoch": self._epoch,
-            "port": topology.master_port,
-            "resumes": start.resumes,
-        }
-        go |= {
-            "nodes": [*hosts],
-            "state": {} if session.restarts is None else session.restarts.state,
-        }
-        body = body_of("go", **go, **_names(hosts))
+        body = body_of(
+            "go",
+            epoch=self._epoch,
+            port=topology.master_port,
+            resumes=start.resumes,
+            nodes=list(hosts),
+            state={} if session.restarts is None else session.restarts.state,
+            **_names(hosts),
+        )
         for client in chosen:
             self._send(client, body)
-        for client in [each for each in self._clients.present if each not in chosen]:
+        idle = [client for client in self._clients.present if client not in chosen]
+        for client in idle:
             self._send(client, body_of("idle"))
         self._clients.close_unknown()
         if session.restarts is None and self._server is not None:
@@ -234,57 +241,64 @@ class Coordinator:
 
     @property
     def _is_later(self) -> bool:
-        """Whatever this process knows of itself, the job has begun before."""
+        """True if the job has started before, in this process or before node 0 was replaced."""
         restarts = self._session.restarts
         return self._epoch > 0 or (restarts is not None and restarts.number > 0)
 
     def _judge(self) -> Sequence[Client] | None:
-        present = sorted({*self._clients.present} - self._ending, key=lambda client: client.node)
+        """Return the nodes of the next start without node 0, or None as long as it has to wait.
+
+        Raises:
+            ConfigError: the nodes differ, or cannot reach each other.
+        """
+        present = sorted(set(self._clients.present) - self._ending, key=lambda client: client.node)
         if self._epoch:
             return self._enough(present)
-        hellos = [self._session.hello, *(client.hello for client in present)]
+        hellos = [self._session.hello] + [client.hello for client in present]
         is_full = len(hellos) >= self._session.num_nodes
         if self._round_version != self._clients.version:
             self._round = None
         now = time.monotonic()
-        # Nobody is refused for a node that has gone since.
-        if now > self._compare_at or (
-            self._compared != self._clients.version and (is_full or self._found)
-        ):
+        has_changed = self._compared_version != self._clients.version
+        # Compared again when a node has gone, so that no other is refused because of it.
+        if now > self._compare_at or (has_changed and (is_full or self._differences)):
             self._compare(hellos)
         # A rank of this job that lost its agent holds the port for a moment.
-        is_patient = bool(self._ports) and now - self._session.started_at < _PORT_SECONDS
-        ports = () if is_patient else self._ports
-        errors = [
-            *self._problems,
-            *ports,
-            *(problem for problem in self._found if problem.severity == "error"),
-        ]
+        waits_for_port = bool(self._port_problems) and (
+            now - self._session.started_at < _PORT_SECONDS
+        )
+        errors = list(self._problems)
+        if not waits_for_port:
+            errors += self._port_problems
+        errors += [problem for problem in self._differences if problem.severity == "error"]
         if not errors:
             self._differ_since = 0.0
-            if is_patient:
-                chosen = None
-            else:
-                chosen = self._enough(present)
+            if waits_for_port:
+                return None
+            chosen = self._enough(present)
             if chosen is None:
                 return None
             return self._connected(chosen)
         self._differ_since = self._differ_since or now
-        # A node that has just died is still among them: only those that speak again count.
+        # A node that has just died is still present: only nodes that send something again count.
         alive = all(client.channel.heard_at > self._differ_since for client in present)
         if alive and (is_full or now - self._differ_since > _SETTLE_SECONDS):
             raise ConfigError(errors)
         return None
 
     def _enough(self, present: Sequence[Client]) -> Sequence[Client] | None:
-        """All that are needed; fewer only after a while, and where the job can train on them."""
-        wanted = self._session.topology.nnodes
-        here = len(present) + 1
+        """Return the nodes that start, or None if there are too few.
+
+        Fewer than the job has train only after a while, and if the job can be split over them.
+        """
         session = self._session
+        wanted = session.topology.nnodes
+        here = len(present) + 1
         waited = time.monotonic() - session.started_at
         if here >= wanted:
-            is_time = here >= session.num_nodes or self._is_later or waited > ENOUGH_SECONDS
-            return present[: wanted - 1] if is_time else None
+            if here >= session.num_nodes or self._is_later or waited > ENOUGH_SECONDS:
+                return present[: wanted - 1]
+            return None
         if self._is_later and waited > ENOUGH_SECONDS:
             for count in range(here, 0, -1):
                 if session.fits(count):
@@ -293,23 +307,26 @@ class Coordinator:
         return None
 
     def _compare(self, hellos: Sequence[Mapping[str, Any]]) -> None:
-        """It takes a while with a thousand nodes, and reads a shared folder: now and then is
-        enough.
+        """Compare the nodes, and set when to do so next.
+
+        It takes a while with a thousand nodes, and reads a shared folder.
         """
         began = time.monotonic()
-        self._compared, self._found = self._clients.version, disagreements(hellos, seen=self._seen)
-        self._ports = self._session.problems()
+        self._compared_version = self._clients.version
+        self._differences = disagreements(hellos, seen=self._seen_marks)
+        self._port_problems = self._session.problems()
         now = time.monotonic()
         self._compare_at = now + max(_COMPARE_SECONDS, _REST * (now - began))
 
     def _connected(self, chosen: Sequence[Client]) -> Sequence[Client] | None:
-        """All are there and agree; where they have looked at themselves, they call each other
-        first.
+        """Return the nodes once they have called each other, and None before.
+
+        Nodes without a preflight do not call each other. Raises a ConfigError for calls that fail.
         """
-        hellos = [self._session.hello, *(client.hello for client in chosen)]
-        if not all("look" in hello for hello in hellos) or not all(
-            "echo" in hello for hello in hellos[1:]
-        ):
+        hellos = [client.hello for client in chosen]
+        if "look" not in self._session.hello:
+            return chosen
+        if not all("look" in hello and "echo" in hello for hello in hellos):
             return chosen
         if self._round is None:
             self._round_version = self._clients.version
@@ -333,14 +350,13 @@ class Coordinator:
             raise ConfigError.of(
                 "port-not-usable", reason, fix, "--master_port", master, f"node {here}"
             ) from None
-        places = {0: Endpoint(here, chosen[0].channel.local_address, port)}
-        places |= {
-            client.node: Endpoint(name_of(client.hello), *client.hello["echo"]) for client in chosen
-        }
-        found = Round(places, master=(self._session.topology.master_addr, master))
+        endpoints = {0: Endpoint(here, chosen[0].channel.local_address, port)}
         for client in chosen:
-            self._send(client, body_of("reach", **found.order(client.node)))
-        return found
+            endpoints[client.node] = Endpoint(name_of(client.hello), *client.hello["echo"])
+        round_ = Round(endpoints, master=(self._session.topology.master_addr, master))
+        for client in chosen:
+            self._send(client, body_of("reach", **round_.order(client.node)))
+        return round_
 
     # Connections.
 
@@ -367,43 +383,28 @@ class Coordinator:
             self._part(client, lost)
 
     async def _admit(self, client: Client) -> None:
+        """Do the handshake with a caller.
+
+        Raises:
+            TurnedAway: it may be a node of this job, and has been refused.
+            ConnectionLost: it is no agent, or comes too early.
+        """
         session = self._session
         channel = client.channel
-        token = self._session.token
+        token = session.token
         channel.send("challenge", protocol=PROTOCOL, nonce=client.nonce, token=bool(token))
         message = await channel.receive()
         if message["type"] == "refused":
             kind = str(message.get("why"))
-            raise TurnedAway(
-                "it refuses this node", kind if _KIND.fullmatch(kind) else "node-refused"
-            )
+            if not _KIND.fullmatch(kind):
+                kind = "node-refused"
+            raise TurnedAway("it refuses this node", kind)
         hello: Any = message.get("hello")
         nonce = message.get("nonce")
         if message["type"] != "hello" or not isinstance(nonce, str):
             raise foreign()
         nonces = (client.nonce, nonce)
-        problem = None
-        if token and not is_proof(
-            message.get("proof"), proof(token, role="node", nonces=nonces, content=hello)
-        ):
-            reason = "it does not know the token of this job"
-            fix = "give every node the same token"
-            problem = Problem("token-refused", reason, fix)
-        elif not is_hello(hello):
-            raise foreign()
-        elif hello["job"] != session.hello["job"]:
-            problem = Problem(
-                "other-job", "another job listens here", "give every job a --master_port of its own"
-            )
-        elif self._epoch and any(each.node == hello["node_rank"] for each in self._clients.present):
-            # Of a host that lost its power, say: silence ends the old connection, and then there is
-            # a place.
-            channel.send("later", why=_OCCUPIED)
-            raise ConnectionLost(_OCCUPIED)
-        elif self._epoch:
-            found = disagreements([session.hello, hello], seen=set())
-            # it alone is refused
-            problem = next((each for each in found if each.severity == "error"), None)
+        problem = self._objection(client, hello, message.get("proof"), nonces=nonces)
         if problem is not None:
             problems = [problem.to_dict()]
             signed = proof(
@@ -423,6 +424,39 @@ class Coordinator:
         if self._peers is not None:
             channel.send("idle")
         self._woken.set()
+
+    def _objection(
+        self, client: Client, hello: Any, sent_proof: object, *, nonces: tuple[str, str]
+    ) -> Problem | None:
+        """Return why the sender of a HELLO is refused, or None.
+
+        Raises:
+            NoAgent: this is no HELLO.
+            ConnectionLost: a node with its rank is still connected; it is to call again later.
+        """
+        session = self._session
+        if session.token:
+            expected = proof(session.token, role="node", nonces=nonces, content=hello)
+            if not is_proof(sent_proof, expected):
+                reason = "it does not know the token of this job"
+                return Problem("token-refused", reason, "give every node the same token")
+        if not is_hello(hello):
+            raise foreign()
+        if hello["job"] != session.hello["job"]:
+            fix = "give every job a --master_port of its own"
+            return Problem("other-job", "another job listens here", fix)
+        if not self._epoch:
+            return None
+        if any(present.node == hello["node_rank"] for present in self._clients.present):
+            # Its host lost its power, for example: the old connection ends when it was silent for
+            # long enough, and then its place is free.
+            client.channel.send("later", why=_OCCUPIED)
+            raise ConnectionLost(_OCCUPIED)
+        # ranks run already, so that this node alone is refused
+        for problem in disagreements([session.hello, hello], seen=set()):
+            if problem.severity == "error":
+                return problem
+        return None
 
     def _hear(self, client: Client, message: Message) -> None:
         kind = message["type"]
@@ -449,7 +483,7 @@ class Coordinator:
         self._woken.set()
 
     async def _sweep(self) -> None:
-        """Find who is silent. What came in while this process was busy has been read before."""
+        """Part from silent nodes. Messages that came while this process was busy are read first."""
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             for client in list(self._clients.present):
@@ -468,18 +502,20 @@ class Coordinator:
             self._send(client, body)
 
     async def _send_last(self, kind: str, **content: Any) -> None:
-        """Say the last word to all, and let them hang up first: else what is on its way would be
-        taken back.
+        """Send the last message to all nodes, and let them close their connections first.
+
+        If this end closed first, a message on its way could be lost.
         """
         self._is_over = True
         self._send_to_all(kind, **content)
         await self._until_alone(list(self._clients.present), _SEE_OFF_SECONDS)
 
     async def _until_alone(self, clients: Sequence[Client], seconds: float) -> None:
+        """Wait until none of these clients is connected, for at most so many seconds."""
         until = time.monotonic() + seconds
-        while (
-            any(client in self._clients.present for client in clients) and time.monotonic() < until
-        ):
+        while any(client in self._clients.present for client in clients):
+            if time.monotonic() >= until:
+                return
             await self._wait(LOOK_SECONDS)
 
     async def _wait(self, seconds: float) -> None:
@@ -488,9 +524,7 @@ class Coordinator:
         self._woken.clear()
 
     def _report_missing(self) -> None:
-        """The others would otherwise say only that they wait, and the log of a node may be all that
-        somebody reads.
-        """
+        """Send all nodes what node 0 waits for: a user may read the log of one of them alone."""
         now = time.monotonic()
         state = (self._clients.version, self._clients.rejections.reported())
         if (
@@ -504,14 +538,15 @@ class Coordinator:
 
     def _waiting_for(self) -> str:
         topology = self._session.topology
-        here = {0, *(client.node for client in self._clients.present)}
+        here = {client.node for client in self._clients.present}
+        here.add(0)
         absent = [number for number in range(self._session.num_nodes) if number not in here]
         absent = absent[: max(0, topology.nnodes - len(here))]
         if not absent:
             return f"waiting for all {topology.nnodes} nodes to agree"
-        known = partial(peer_name, master=topology.master_addr, names=self._session.names)
+        name_of_rank = partial(peer_name, master=topology.master_addr, names=self._session.names)
         with ThreadPoolExecutor(max_workers=_MOST_MISSED) as pool:  # each asks a name server
-            reported = list(pool.map(known, absent[:_MOST_MISSED]))
+            reported = list(pool.map(name_of_rank, absent[:_MOST_MISSED]))
         if len(absent) > _MOST_MISSED:
             more = f" and {len(absent) - _MOST_MISSED} more"
         else:
@@ -524,41 +559,40 @@ class Coordinator:
 
 
 def _names(hosts: Mapping[int, str]) -> dict[str, Any]:
-    """Names are for messages: of very many nodes each is known to the others by its number."""
+    """Return the part of GO that names the hosts; none for very many nodes.
+
+    Names are for messages only, and without them a node is named by its number.
+    """
     if len(hosts) > _MOST_NAMED:
         return {}
     longest = (LARGEST_LINE_BYTES - 8192) // _MOST_NAMED - len('"99999": "", 99999, ')
-    return {
-        "hosts": {
-            str(node): host.encode("ascii", "replace").decode()[:longest]
-            for node, host in hosts.items()
-        }
-    }
+    names = {}
+    for node, host in hosts.items():
+        names[str(node)] = host.encode("ascii", "replace").decode()[:longest]
+    return {"hosts": names}
 
 
 def _reported(problems: Sequence[Problem]) -> list[dict[str, Any]]:
-    """As many problems as fit on a line: the rest is in node 0's output."""
+    """Return as many problems as fit on a line; the rest is in node 0's output."""
     reported: list[dict[str, Any]] = []
     room = LARGEST_LINE_BYTES // 2
     for problem in problems:
-        values = problem.to_dict().items()
-        stated = {
-            name: value[:_REPORTED_CHARACTERS] if isinstance(value, str) else value
-            for name, value in values
-        }
-        room -= len(json.dumps(stated))
+        record = {}
+        for name, value in problem.to_dict().items():
+            record[name] = value[:_REPORTED_CHARACTERS] if isinstance(value, str) else value
+        room -= len(json.dumps(record))
         if reported and room < 0:
             reason = f"{len(problems) - len(reported)} more problems"
             reported.append(
                 Problem("nodes-differ", reason, "read its output", file="node 0").to_dict()
             )
             break
-        reported.append(stated)
+        reported.append(record)
     return reported
 
 
 def free_again(port: int) -> int:
-    """The port where ranks met before; another where something of theirs still has it."""
+    """Return the port where ranks met before, or another one while a process still holds it."""
     try:
         return usable_port(port)
     except ConfigError:
@@ -566,8 +600,9 @@ def free_again(port: int) -> int:
 
 
 def _report_no_files(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """New connections stay pending until another one has closed; asyncio tries again a second
-    later.
+    """Report that no more files can be opened, as an exception handler of asyncio.
+
+    New connections stay pending until another one has closed: asyncio tries again a second later.
     """
     error = context.get("exception")
     if isinstance(error, OSError):
@@ -578,8 +613,11 @@ def _report_no_files(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -
 
 
 def ahead(clock: float, *, sent: float, received: float) -> float:
-    """Seconds by which a clock, read between two moments of ours, is ahead; what the way may take
-    is not counted.
+    """Return the seconds by which a node's clock is ahead of ours, at least.
+
+    Args:
+        clock: time of the node, which it read between `sent` and `received`.
+        sent, received: our times. What the way may have taken is not counted.
     """
     apart = clock - (sent + received) / 2
     unknown = abs(received - sent) / 2

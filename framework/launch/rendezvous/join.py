@@ -1,6 +1,8 @@
-"""The door to this room: before any rank starts, node 0 listens, the others call, and all are
-compared. A wrong topology would otherwise be a silent hang of twice the timeout. Everything that
-differs is told at once, to every node, and each ends with 78.
+"""Entry point of the rendezvous: before any rank starts, node 0 listens, the others call, and all
+are compared.
+
+A wrong topology would otherwise be a silent hang of twice the timeout. All differences are reported
+at once, to every node, and each node ends with 78.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from framework.launch.supervision import JobEnd
 
 
 class Alone:
-    """A job of one node: nobody to meet."""
+    """A job of one node, which meets no other."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -42,7 +44,7 @@ class Alone:
         return self._session.decision(again)
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is no connection."""
 
 
 Job: TypeAlias = Alone | Coordinator | Member
@@ -54,7 +56,7 @@ async def join(session: Session) -> Job:
 
     Raises:
         ConfigError: the port or the address cannot be used.
-        RunStopped: somebody asked for that.
+        RunStopped: on request.
     """
     if session.num_nodes == 1:
         return Alone(session)

@@ -1,6 +1,8 @@
-"""Another node than node 0: calls it until it is answered, says what it is, waits for GO, and stays
-connected for the life of the job. One that loses node 0 between two starts calls again: what it
-knows of the restarts goes with it.
+"""A node other than node 0.
+
+It calls node 0 until it is answered, sends its HELLO, waits for GO, and stays connected for the
+life of the job. If it loses node 0 between two starts, it calls again, and sends what it knows of
+the restarts.
 """
 
 from __future__ import annotations
@@ -68,13 +70,13 @@ _DIAL_AGAIN_SECONDS: Final = 1.0
 _NO_AGENT_SECONDS: Final = 20.0
 _PORT_IN_USE_SECONDS: Final = 5.0
 # A name may still mean the last pod of this rank: name servers keep an answer for half a minute,
-# some of them behind each other.
+# and several of them may be chained.
 _DOUBT_SECONDS: Final = 120.0
 _DOUBT_ELSEWHERE_SECONDS: Final = 20.0
 _OF_A_POD: Final = "KUBERNETES_SERVICE_HOST"  # the kubelet gives it to every container
 _ELSEWHERE_AFTER_SECONDS: Final = 5.0
-_ELSEWHERE_SECONDS: Final = 10.0  # in which all that call here hear what is wrong
-# Node 0 keeps the deadline and says why, so that nobody else is the first to leave.
+_ELSEWHERE_SECONDS: Final = 10.0  # in which every caller gets the problem
+# Node 0 keeps the deadline and sends the reason, so no other node leaves before it.
 _AFTER_DEADLINE_SECONDS: Final = 30.0
 _WAITS: Final = "waiting for the others"
 _MOST_VISITS: Final = 64
@@ -84,19 +86,23 @@ _GO: Final = frozenset({"type", "nodes", "resumes", "epoch", "port", "state", "h
 _MOST_STARTS: Final = 1 << 31
 _DECISIONS: Final = ("again", "done", "stop", "lost")
 _T = TypeVar("_T")
-_STATED: Final = ("kind", "reason", "fix", "key", "file")  # of a problem, as texts
+_PROBLEM_TEXTS: Final = ("kind", "reason", "fix", "key", "file")
 
 
 class Member:
     """One node. `close` comes last.
 
     Attributes:
-        is_heard: an agent answers.
+        is_heard: an agent answers at node 0's address.
     """
 
     def __init__(self, session: Session, *, visited: str = "") -> None:
-        """Call node 0; or a host that is `visited` because node 0 may be there, with another idea
-        of who that is.
+        """Prepare to call node 0.
+
+        Args:
+            session: this node's part in the job.
+            visited: host to call in its place: node 0 may be there, if its hostfile is in another
+                order.
         """
         self._session = session
         self._visited = visited
@@ -105,7 +111,7 @@ class Member:
         self._peers: MemberPeers | None = None
         self._noting: asyncio.Future[None] | None = None
         self._heard: asyncio.Queue[Start | Message | ConnectionLost] = asyncio.Queue()
-        self._is_known = False  # by a node 0 of this job, which proved what it said
+        self._is_known = False  # to a node 0 of this job, which has proved that it is one
         self._hearing: asyncio.Task[None] | None = None
         self._why = "no answer yet"
         self._welcomed_at: float | None = None
@@ -116,7 +122,7 @@ class Member:
     # Starts and ends.
 
     async def begin(self) -> Start:
-        """Wait until node 0 says GO.
+        """Wait until node 0 sends GO.
 
         Raises:
             ConfigError, PeerLostError, RunStopped: there is no start.
@@ -129,7 +135,7 @@ class Member:
                 return start
 
     async def attempt(self) -> Start | None:
-        """Call once, and wait for GO; None where the connection is lost before it."""
+        """Call once, and wait for GO; None if the connection is lost before it."""
         try:
             if self._channel is None:
                 self._channel = await self._call()
@@ -137,9 +143,9 @@ class Member:
                 self._hearing = asyncio.ensure_future(self._hear(self._channel))
             return await self._wait_for_go(self._channel)
         except asyncio.TimeoutError:
-            lost: ConnectionLost = ConnectionLost("connected, but no agent answers there")
-        except ConnectionLost as how:
-            lost = how
+            lost = ConnectionLost("connected, but no agent answers there")
+        except ConnectionLost as error:
+            lost = error
         self._why = str(lost)
         self._note_no_agent(lost)
         if self._session.is_idle:
@@ -150,8 +156,10 @@ class Member:
         return None
 
     async def decide_restart(self, end: JobEnd) -> RestartDecision:
-        """Wait for what node 0 decides about another start; one that is gone may come back, and is
-        called again. Who was asked to stop here ends as its ranks have ended.
+        """Wait for node 0's decision about another start.
+
+        A node 0 that is lost may come back, so this node calls it again. After a request to stop
+        here there is no other start.
         """
         session = self._session
         peers = self._peers
@@ -163,12 +171,11 @@ class Member:
         try:
             while True:
                 message = await self._watched(self._take(), takes_requests=False)
-                if not isinstance(message, Start) and message["type"] in _DECISIONS:
-                    self._waits = reason_of(message.get("why"))
-                    return RestartDecision(
-                        message["type"] == "again",
-                        _code(message) if message["type"] == "done" else EXIT_OK,
-                    )
+                if isinstance(message, Start) or message["type"] not in _DECISIONS:
+                    continue
+                self._waits = reason_of(message.get("why"))
+                code = _code(message) if message["type"] == "done" else EXIT_OK
+                return RestartDecision(message["type"] == "again", code)
         except ConnectionLost as lost:
             self.hang_up()
             if is_final(end.code) or peers.any_stop or session.requests.asked:
@@ -184,10 +191,11 @@ class Member:
         self._session.close()
 
     async def _watched(self, work: Awaitable[_T], *, takes_requests: bool = True) -> _T:
-        """Await with the checks of a wait; a request here is one for all."""
-        terms: dict[str, Any] = {"deadline": self._deadline, "takes_requests": takes_requests}
+        """Await with the checks of a wait; a request to stop here is passed on to node 0."""
         try:
-            return await self._session.watch(work, self._waiting_for, **terms)
+            return await self._session.watch(
+                work, self._waiting_for, deadline=self._deadline, takes_requests=takes_requests
+            )
         except RunStopped:
             if self._channel is not None and self._session.requests.asked:
                 with suppress(ConnectionLost):
@@ -196,7 +204,11 @@ class Member:
             raise
 
     def _deadline(self) -> float | None:
-        """Return that of a node which has been let in: node 0 has its own, and says why."""
+        """Return the `time.monotonic()` at which the wait is over; None for the session's own.
+
+        Once a node has been let in, node 0 keeps the deadline and sends the reason, so that this
+        one is later.
+        """
         if self._welcomed_at is None:
             return None
         if self._session.is_idle:
@@ -213,40 +225,32 @@ class Member:
     # The handshake.
 
     async def _call(self) -> Channel:
-        found = await asyncio.wrap_future(in_background(dial, self._where, self._session.port))
-        if isinstance(found, str):
+        answer = await asyncio.wrap_future(in_background(dial, self._where, self._session.port))
+        if isinstance(answer, str):
             self._no_agent_since = math.inf  # nothing listens there, so no other program does
-            raise ConnectionLost(found)
-        found.setblocking(False)
-        _, channel = await asyncio.get_running_loop().create_connection(Channel, sock=found)
+            raise ConnectionLost(answer)
+        answer.setblocking(False)
+        _, channel = await asyncio.get_running_loop().create_connection(Channel, sock=answer)
         channel.name = "node 0"
         return channel
 
     async def _introduce(self, channel: Channel) -> None:
+        """Do the handshake with node 0.
+
+        Raises:
+            ConfigError: this node is refused.
+            ConnectionLost: no node 0 of this job answers, or it wants to be called again later.
+        """
         session = self._session
-        token = self._session.token
+        token = session.token
         own_nonce = new_nonce()
         session.local_address = channel.local_address
         challenge = await channel.receive()
         if challenge["type"] != "challenge" or not isinstance(challenge.get("nonce"), str):
             raise foreign()
-        if bool(challenge.get("token")) != bool(token):
-            if self._is_known:  # the address has another owner for a while
-                raise ConnectionLost("whoever answers there is none of this job")
-            if challenge.get("token"):
-                reason = "it asks for a token"
-            else:
-                reason = "it has no token, and this node has one"
-            channel.send("refused", why="token-refused")
-            fix = "give every node the same token (--token_file), or none"
-            raise ConfigError.of("token-refused", reason, fix, file="node 0")
+        self._check_challenge(channel, challenge)
         self.is_heard = True
-        hello = {**session.hello, "clock": time.time(), "state": dict(session.state)}
-        if self._visited:
-            hello["master_addr"] = session.topology.master_addr
-        elif "look" in hello:
-            with suppress(OSError):  # no port, no files: then nobody can try
-                hello["echo"] = [channel.local_address, session.answer_at(channel.local_address)]
+        hello = self._hello(channel)
         nonces = (challenge["nonce"], own_nonce)
         channel.send(
             "hello",
@@ -271,6 +275,30 @@ class Member:
         self._no_agent_since = math.inf
         self._is_known = True
 
+    def _check_challenge(self, channel: Channel, challenge: Message) -> None:
+        """Raise an error if one side has a token and the other has none."""
+        if bool(challenge.get("token")) == bool(self._session.token):
+            return
+        if self._is_known:  # the address has another owner for a while
+            raise ConnectionLost("whoever answers there is none of this job")
+        if challenge.get("token"):
+            reason = "it asks for a token"
+        else:
+            reason = "it has no token, and this node has one"
+        channel.send("refused", why="token-refused")
+        fix = "give every node the same token (--token_file), or none"
+        raise ConfigError.of("token-refused", reason, fix, file="node 0")
+
+    def _hello(self, channel: Channel) -> dict[str, Any]:
+        session = self._session
+        hello = {**session.hello, "clock": time.time(), "state": dict(session.state)}
+        if self._visited:
+            hello["master_addr"] = session.topology.master_addr
+        elif "look" in hello:
+            with suppress(OSError):  # without a port or a file left, no other node calls this one
+                hello["echo"] = [channel.local_address, session.answer_at(channel.local_address)]
+        return hello
+
     async def _next(self, channel: Channel, *, beat_seconds: float = BEAT_SECONDS) -> Message:
         receiving = asyncio.ensure_future(channel.receive())
         try:
@@ -283,8 +311,9 @@ class Member:
             receiving.cancel()
 
     async def _hear(self, channel: Channel) -> None:
-        """Hear node 0 until it is lost; what it says of a start reaches that start, and everything
-        else is kept.
+        """Receive the messages of node 0 until it is lost.
+
+        News of a start reach its peers; every other message is queued for `_take`.
         """
         try:
             while True:
@@ -293,10 +322,10 @@ class Member:
                 if message["type"] == "news":
                     if self._peers is not None:
                         self._peers.hear(message)
+                elif message["type"] == "go":
+                    self._heard.put_nowait(self._go(channel, message))
                 elif message["type"] != "beat":
-                    self._heard.put_nowait(
-                        self._go(channel, message) if message["type"] == "go" else message
-                    )
+                    self._heard.put_nowait(message)
         except ConnectionLost as lost:
             if self._peers is not None:
                 self._peers.lose(lost)
@@ -338,26 +367,29 @@ class Member:
                 calls.cancel()
 
     def _round_of(self, message: Message) -> tuple[list[Target], str]:
-        """Return the places to call and what is sent to them; NoAgent where no node of this job
-        would be there, or nothing was to be called: whoever answers may want us to speak to others.
+        """Return the endpoints to call, and the token to send to them.
+
+        Raises:
+            NoAgent: an endpoint cannot be that of a node, or this node was to call none. The sender
+                may not be node 0, and want this node to connect to others.
         """
         topology = self._session.topology
         token = message.get("token")
-        if (
-            "look" not in self._session.hello
-            or not isinstance(token, str)
-            or not _ROUND.fullmatch(token)
-        ):
+        if "look" not in self._session.hello:
+            raise foreign()
+        if not isinstance(token, str) or not _ROUND.fullmatch(token):
             raise foreign()
         nodes = targets_of(message, most=self._session.num_nodes)
         return [*nodes, (topology.master_addr, topology.master_port)], token
 
     def _go(self, channel: Channel, message: Message) -> Start:
-        """Return the start that node 0 describes: who takes part, at which port, and whether it
-        goes on. Nothing in it is a setting, a path or an address.
+        """Return the start that node 0 describes: its nodes, its port, and whether it resumes.
+
+        Nothing in the message is a setting, a path or an address. Raises NoAgent if it is not a GO
+        of this job.
         """
         session = self._session
-        own = self._session.topology.node_rank
+        own_node = session.topology.node_rank
         if not message.keys() <= _GO:
             raise foreign()
         match message:
@@ -368,44 +400,44 @@ class Member:
                 "port": int(port),
                 "state": dict(state),
             }:
-                numbers = {type(epoch), type(port), *map(type, nodes)}  # True is an int as well
-                if numbers != {int} or own not in nodes or not is_state(state):
+                types = {type(number) for number in [epoch, port, *nodes]}  # True is an int as well
+                if types != {int} or own_node not in nodes or not is_state(state):
                     raise foreign()
             case _:
                 raise foreign()
-        if not (
-            self._is_place(port, resumes=resumes)
-            and self._are_nodes(nodes)
-            and 0 < epoch < _MOST_STARTS
-        ):
+        is_valid = self._is_port(port, resumes=resumes) and self._are_nodes(nodes)
+        if not is_valid or not 0 < epoch < _MOST_STARTS:
             raise foreign()
         hosts = message.get("hosts", {})
         if not isinstance(hosts, dict):
             raise foreign()
-        named = {node: _host_name(hosts.get(str(node))) for node in nodes}
-        named[own] = session.hello["host"]
+        names = {node: _host_name(hosts.get(str(node))) for node in nodes}
+        names[own_node] = session.hello["host"]
         session.state = state
         if session.restarts is not None:
             session.restarts.restore(state)
             self._noting = asyncio.ensure_future(asyncio.to_thread(session.restarts.begin))
         session.meet_is_over()
         topology = replace(
-            session.topology, nnodes=len(nodes), node_rank=nodes.index(own), master_port=port
+            session.topology, nnodes=len(nodes), node_rank=nodes.index(own_node), master_port=port
         )
-        self._peers = MemberPeers(own, named, channel, epoch=epoch)
+        self._peers = MemberPeers(own_node, names, channel, epoch=epoch)
         return Start(self._peers, topology, resumes)
 
-    def _is_place(self, port: int, *, resumes: bool) -> bool:
-        """Check whether ranks may meet at this port of node 0: another one than was given is for
-        later starts.
+    def _is_port(self, port: int, *, resumes: bool) -> bool:
+        """Check whether ranks may meet at this port of node 0.
+
+        Only a job that restarts may use another one than its command line gives.
         """
         if self._session.restarts is None:
             return port == self._session.topology.master_port and not resumes
         return 0 < port < 1 << 16
 
     def _are_nodes(self, nodes: Sequence[int]) -> bool:
-        """Check whether these can be the nodes of a start: node 0 first, fewer than all only in
-        jobs that restart.
+        """Check whether these can be the nodes of a start.
+
+        They are in ascending order with node 0 first. Fewer than all are possible only in jobs that
+        restart.
         """
         wanted = self._session.topology.nnodes
         is_ordered = (
@@ -419,13 +451,14 @@ class Member:
         return is_ordered and is_enough
 
     def _refused(self, message: Message, *, is_proven: bool) -> None:
-        """Without a proof it may be by anybody: believed only because it ends this node alone, and
-        says why.
+        """Raise a ConfigError for a refusal by node 0.
+
+        A refusal without a proof may come from any program. It is believed if it explains why this
+        node cannot prove anything, and ends this node alone.
         """
         problems = _problems(message)
-        is_believed = any(
-            problem.kind in ("token-refused", "node-rank-swapped") for problem in problems
-        )
+        kinds = {problem.kind for problem in problems}
+        is_believed = not kinds.isdisjoint(("token-refused", "node-rank-swapped"))
         if is_proven or (is_believed and not self._is_known):
             raise ConfigError(problems)
 
@@ -445,8 +478,9 @@ class Member:
     # Wrong addresses.
 
     def _note_no_agent(self, lost: ConnectionLost) -> None:
-        """A while of something that is none of us is a port in use. Silence may be a node 0 that is
-        busy.
+        """Raise a ConfigError once another program has answered for `_NO_AGENT_SECONDS`.
+
+        Silence does not count: it may be that of a node 0 that is busy.
         """
         now = time.monotonic()
         if not isinstance(lost, NoAgent) or self.is_heard:
@@ -460,16 +494,14 @@ class Member:
             )
 
     async def _refuse_place(self) -> None:
-        """Say so to whoever calls, and end, where this node, which is not node 0, has its
-        address.
-        """
+        """Raise a ConfigError if this node has node 0's address, and refuse callers meanwhile."""
         session = self._session
         # In a pod the name may still mean the last pod of this rank.
         if _OF_A_POD in os.environ:
-            doubt = _DOUBT_SECONDS
+            doubt_seconds = _DOUBT_SECONDS
         else:
-            doubt = _ELSEWHERE_AFTER_SECONDS
-        is_late = time.monotonic() - session.started_at > doubt
+            doubt_seconds = _ELSEWHERE_AFTER_SECONDS
+        is_late = time.monotonic() - session.started_at > doubt_seconds
         if self._is_known or self._visited or not session.topology.node_rank or not is_late:
             return
         if is_loopback(self._where):
@@ -481,14 +513,15 @@ class Member:
 
 
 async def refuse_callers(session: Session, listener: socket.socket, problem: Problem) -> NoReturn:
-    """Refuse whoever calls at node 0's address for a while, and then end with the same problem. The
-    other hosts of a hostfile are asked meanwhile: node 0 may wait at one of them, because its
-    hostfile is in another order, and hears then what differs.
+    """Refuse all callers at node 0's address for a while, and then raise the same problem.
+
+    The other hosts of a hostfile are called meanwhile: node 0 may wait at one of them, because its
+    hostfile is in another order, and gets to know what differs.
     """
 
     async def refuse(channel: Channel) -> None:
-        # No welcome: this node proves nothing, and what it says is taken where no token is asked
-        # for.
+        # No welcome: this node proves nothing. Callers believe this kind of problem without a
+        # proof.
         with suppress(ConnectionLost):
             channel.send(
                 "challenge", protocol=PROTOCOL, nonce=new_nonce(), token=bool(session.token)
@@ -499,19 +532,23 @@ async def refuse_callers(session: Session, listener: socket.socket, problem: Pro
 
     tasks: set[asyncio.Task[None]] = set()
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(
-        lambda: Channel(lambda channel: tasks.add(loop.create_task(refuse(channel)))), sock=listener
-    )
+
+    def opened(channel: Channel) -> None:
+        tasks.add(loop.create_task(refuse(channel)))
+
+    server = await loop.create_server(lambda: Channel(opened), sock=listener)
     print_line(f"{problem}; all that call here hear it for {_ELSEWHERE_SECONDS:.0f} s")
-    others = [name.rpartition("@")[2] for name in session.names]
-    visits = [_visit(session, name) for name in others if name != session.topology.master_addr][
-        :_MOST_VISITS
-    ]
+    names = [name.rpartition("@")[2] for name in session.names]
+    others = [name for name in names if name != session.topology.master_addr]
+    visits = asyncio.gather(*(_visit(session, name) for name in others[:_MOST_VISITS]))
     try:
-        found, _ = await asyncio.gather(asyncio.gather(*visits), asyncio.sleep(_ELSEWHERE_SECONDS))
+        answers, _ = await asyncio.gather(visits, asyncio.sleep(_ELSEWHERE_SECONDS))
     finally:
         server.close()
-    raise ConfigError([*dict.fromkeys(each for problems in found for each in problems), problem])
+    problems: list[Problem] = []
+    for answer in answers:
+        problems += answer
+    raise ConfigError([*dict.fromkeys(problems), problem])
 
 
 async def _visit(session: Session, name: str) -> list[Problem]:
@@ -519,8 +556,9 @@ async def _visit(session: Session, name: str) -> list[Problem]:
     try:
         await asyncio.wait_for(visitor.attempt(), _ELSEWHERE_SECONDS)
     except ConfigError as error:
-        # Another job may be there; it has nothing to say about this one.
-        return [each for each in error.problems if each.kind not in ("token-refused", "other-job")]
+        # Another job may be there; its refusal is not about this one.
+        others = ("token-refused", "other-job")
+        return [problem for problem in error.problems if problem.kind not in others]
     except asyncio.TimeoutError:
         pass
     finally:
@@ -529,7 +567,7 @@ async def _visit(session: Session, name: str) -> list[Problem]:
 
 
 def _host_name(reported: object) -> str:
-    """The name of a host, where one can have it; else the node is known by its number."""
+    """Return a reported name if a host can have it; else the node is named by its number."""
     if isinstance(reported, str) and is_host(reported):
         return reported
     return ""
@@ -543,9 +581,9 @@ def _code(message: Message) -> int:
 
 
 async def _call_others(channel: Channel, targets: Sequence[Target], token: str) -> None:
-    found = await asyncio.wrap_future(in_background(call_others, targets, token))
+    failures = await asyncio.wrap_future(in_background(call_others, targets, token))
     with suppress(ConnectionLost):
-        failed = [[number, each.address, each.reason] for number, each in found.items()]
+        failed = [[number, call.address, call.reason] for number, call in failures.items()]
         channel.send("reached", token=token, failed=failed)
 
 
@@ -556,22 +594,26 @@ def _port_error(port: int, reason: str, fix: str, *, file: str = "") -> ConfigEr
 
 
 def _problems(message: Message) -> list[Problem]:
-    found = message.get("problems")
-    refused = []
-    for item in found[:200] if isinstance(found, list) else ():
+    """Return the problems in a refusal, which may have any content; at least one."""
+    items = message.get("problems")
+    if not isinstance(items, list):
+        items = []
+    problems = []
+    for item in items[:200]:
         if isinstance(item, dict):
-            stated: dict[str, Any] = {name: str(item.get(name, ""))[:300] for name in _STATED}
+            texts: dict[str, Any] = {name: str(item.get(name, ""))[:300] for name in _PROBLEM_TEXTS}
             value = item.get("value")
-            refused.append(
-                Problem(**stated, value=value if isinstance(value, (str, int)) else MISSING)
-            )
-    return refused or [
-        Problem("node-refused", "it refused, and said no reason", "read its output", file="node 0")
-    ]
+            if not isinstance(value, (str, int)):
+                value = MISSING
+            problems.append(Problem(**texts, value=value))
+    if problems:
+        return problems
+    reason = "it refused, and said no reason"
+    return [Problem("node-refused", reason, "read its output", file="node 0")]
 
 
 def elsewhere_problem(session: Session) -> Problem:
-    """Node 0 and master_addr are not on one machine; said by either."""
+    """Return the problem that node 0 does not have master_addr, as node 0 or another node has it."""
     rank = session.topology.node_rank
     value = session.topology.master_addr
     if rank:
@@ -584,11 +626,12 @@ def elsewhere_problem(session: Session) -> Problem:
 
 
 async def find_listener(session: Session) -> socket.socket:
-    """Listen, on node 0, as soon as master_addr is an address of this machine; until then ask who
-    listens there.
+    """Listen, on node 0, as soon as master_addr is an address of this machine.
+
+    Until then, call the agent or program that listens there.
 
     Raises:
-        ConfigError: somebody else has the port or the address, and says so, or does not answer.
+        ConfigError: another process has the port or the address.
     """
     master = session.topology.master_addr
     caller = Member(session)
@@ -598,8 +641,8 @@ async def find_listener(session: Session) -> socket.socket:
         while True:
             waited = time.monotonic() - session.started_at
             try:
-                # Who speaks with another node 0 hears it out: its last word lies there, perhaps,
-                # and its port is free already.
+                # While another node 0 answers, its messages are read to the end: it may have sent
+                # the last one, with its port free already.
                 if caller.is_heard:
                     listener = None
                 else:
@@ -607,8 +650,8 @@ async def find_listener(session: Session) -> socket.socket:
                 if listener is not None:
                     return listener
             except PortInUse as in_use:
-                # Perhaps by another node 0, which will say so; not by an agent, if nobody has asked
-                # who we are by now.
+                # Perhaps by another node 0, which will refuse this one. No agent has it if no
+                # challenge has come by now.
                 if not caller.is_heard and waited > _PORT_IN_USE_SECONDS:
                     reason = f"agents cannot meet at {in_use}: another program listens there"
                     fix = "give all nodes another --master_port or --control_port"
@@ -619,10 +662,10 @@ async def find_listener(session: Session) -> socket.socket:
                 attempt = None
             session.look(caller._waiting_for)
             if _OF_A_POD in os.environ:
-                doubt = _DOUBT_SECONDS
+                doubt_seconds = _DOUBT_SECONDS
             else:
-                doubt = _DOUBT_ELSEWHERE_SECONDS
-            if waited > doubt and resolve(master):
+                doubt_seconds = _DOUBT_ELSEWHERE_SECONDS
+            if waited > doubt_seconds and resolve(master):
                 raise ConfigError(elsewhere_problem(session))
     finally:
         if attempt is not None:

@@ -1,10 +1,9 @@
-"""State of one start of the job, as every node knows it: who failed, who asked for a stop, who has
-ended.
+"""State of one start of the job, as every node knows it: failures, requests to stop, ended nodes.
 
-Node 0 hears each node, and passes on what is news, gathered for a moment: what a thousand nodes say
-at once is a thousand messages in and a thousand out, and no million. All see one order, and decide
-alike. Every message carries the number of its start (`epoch`): a late word of the last one ends
-nothing.
+Node 0 receives the reports of all nodes, gathers them for a moment, and passes on what is new. So
+reports of a thousand nodes at once are a thousand messages in and a thousand out, not a million.
+All nodes see one order, and decide alike. Every message carries the number of its start (`epoch`):
+a late message of the last start ends nothing.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ class Failure:
     """Why the job ends before its end.
 
     Attributes:
-        what: who and how, a line: ``node 1 (demo-1) rank 3: killed by SIGKILL (137, out of
+        what: the rank and its end, a line: ``node 1 (demo-1) rank 3: killed by SIGKILL (137, out of
             memory?)``.
         code: exit code of that node.
-        at: time of day there.
+        at: time of day on that node.
     """
 
     node: int
@@ -48,14 +47,14 @@ class Peers:
     """State of one start, on a node that is alone; `LeadPeers` and `MemberPeers` pass it on.
 
     Attributes:
-        failures: in the order in which node 0 heard of them, as many as are passed on.
+        failures: in the order in which node 0 received them, as many as are passed on.
         own_failure: the first of this node.
-        stop: who asked for a stop, and how; empty before.
-        asked: the same of a stop that only a rank was asked for, and which the ranks agree on by
+        stop: the request to stop, and its node; empty before.
+        asked: the same for a request that only a rank received; the ranks agree on their stop by
             themselves.
-        killed: no time for a checkpoint any more.
-        ended: exit code of every node whose ranks have ended.
-        is_cut_off: nobody is left to hear from.
+        killed: ranks get no more time for a checkpoint.
+        ended: exit codes by node, for nodes without a running rank.
+        is_cut_off: no other node is connected any more.
     """
 
     def __init__(self, node: int, hosts: Mapping[int, str], *, epoch: int = 0) -> None:
@@ -71,16 +70,16 @@ class Peers:
 
     @property
     def all_ended(self) -> bool:
-        """Every node has said how it ended, or is lost."""
+        """True if every node has reported its end, or is lost."""
         return len(self.ended) == len(self._hosts)
 
     @property
     def missing(self) -> list[str]:
-        """Nodes that have not said how they ended."""
+        """Nodes that have not reported their end."""
         return [self.name(node) for node in self._hosts if node not in self.ended]
 
     def name(self, node: int) -> str:
-        """As people know it."""
+        """Return ``node NUMBER (HOST)``."""
         host = self._hosts[node]
         if host:
             return f"node {node} ({host})"
@@ -88,12 +87,12 @@ class Peers:
 
     @property
     def own_name(self) -> str:
-        """This node, as people know it."""
+        """``node NUMBER (HOST)`` of this node."""
         return self.name(self._node)
 
     @property
     def any_stop(self) -> str:
-        """Who asked for a stop, wherever that was."""
+        """The request to stop, of an agent or of a rank; empty before."""
         return self.stop or self.asked
 
     def send_failure(self, what: str, *, code: int) -> None:
@@ -103,22 +102,27 @@ class Peers:
         self.send("failure", what=what, code=code, at=failure.at)
 
     def send(self, kind: str, **content: Any) -> None:
-        """Report to all nodes: ``stop`` with `why`; ``asked``: a rank was, alone; ``kill``: there
-        is no time for a checkpoint; ``ended`` with `code`: no rank runs here any more.
+        """Report something to all nodes.
+
+        Args:
+            kind: ``stop`` with `why`; ``asked`` with `why`, if only a rank received the request;
+                ``kill``: there is no time for a checkpoint; ``ended`` with `code`: no rank runs
+                here any more; ``failure``, which `send_failure` sends.
+            content: of the message.
         """
         self._apply(self._node, kind, content)
 
     async def wait(self, seconds: float) -> None:
-        """Wait for news, for at most so long."""
+        """Wait for news, for at most so many seconds."""
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
         self._changed.clear()
 
     async def flush(self) -> None:
-        """Wait until what is to be passed on is on its way."""
+        """Send what waits to be passed on."""
 
     def _apply(self, node: int, kind: str, content: Message) -> bool:
-        """Take what a node reports; returns whether it is news."""
+        """Add a node's report to the state; returns whether it is news."""
         why = content.get("why", content.get("what", ""))
         code = content.get("code", 0)
         if not isinstance(why, str) or type(code) is not int:
@@ -134,31 +138,36 @@ class Peers:
         elif kind == "kill" and not self.killed:
             self.killed = is_news = True
         elif kind == "failure":
-            # Of those that only lost somebody there may be a thousand; who was lost, and what
-            # failed by itself, comes late, perhaps.
-            is_cause = code != EXIT_PEER_LOST or ": lost: " in why
-            is_news = len(self.failures) < (MOST_FAILURES if is_cause else MOST_FAILURES // 2)
-            while len(json.dumps(why)) > _LONGEST_JSON:
-                why = why[: len(why) // 2]
-            if is_news:
-                self.failures.append(Failure(node, why, code, str(content.get("at", ""))[:20]))
+            is_news = self._add_failure(node, why, code, str(content.get("at", ""))[:20])
         elif kind == "ended" and node not in self.ended:
-            self.ended[node], is_news = code, True
+            self.ended[node] = code
+            is_news = True
         if is_news:
             self._changed.set()
         return is_news
 
+    def _add_failure(self, node: int, what: str, code: int, at: str) -> bool:
+        # A thousand nodes may only have lost another one, before the cause is reported: half of
+        # the room is for causes.
+        is_cause = code != EXIT_PEER_LOST or ": lost: " in what
+        most = MOST_FAILURES if is_cause else MOST_FAILURES // 2
+        if len(self.failures) >= most:
+            return False
+        while len(json.dumps(what)) > _LONGEST_JSON:
+            what = what[: len(what) // 2]
+        self.failures.append(Failure(node, what, code, at))
+        return True
+
     def _apply_lost(self, node: int, how: ConnectionLost) -> None:
         what = f"{self.name(node)}: lost: {how}"
-        self._apply(
-            node, "failure", {"what": what, "code": EXIT_PEER_LOST, "at": time.strftime("%H:%M:%S")}
-        )
+        now = time.strftime("%H:%M:%S")
+        self._apply(node, "failure", {"what": what, "code": EXIT_PEER_LOST, "at": now})
         self._apply(node, "ended", {"code": EXIT_PEER_LOST})
         self._changed.set()
 
 
 class LeadPeers(Peers):
-    """On node 0: hears all, and passes on."""
+    """State on node 0, which receives all reports and passes them on."""
 
     def __init__(
         self, hosts: Mapping[int, str], channels: Mapping[int, Channel], *, epoch: int
@@ -170,13 +179,13 @@ class LeadPeers(Peers):
         self._gathering: asyncio.Task[None] | None = None
 
     def hear(self, node: int, message: Message) -> None:
-        """Take a message of a node; ConnectionLost where it is one that none of us sends."""
-        # One that was asked to stop just before it heard GO does not know of this start.
+        """Handle a node's message. Raises ConnectionLost for content that no node sends."""
+        # A request to stop that came just before GO carries no number of a start.
         if node in self._hosts and message.get("epoch", self.epoch) == self.epoch:
             self._apply(node, message["type"], message)
 
     def lose(self, node: int, how: ConnectionLost) -> None:
-        """Note that a node is gone: one that has said its last word may be."""
+        """Note that a node is gone; a node that has reported its end may be."""
         if self._channels.pop(node, None) is not None and node not in self.ended:
             self._apply_lost(node, how)
         self.is_cut_off = not self._channels
@@ -196,9 +205,10 @@ class LeadPeers(Peers):
         self._pass_on()
 
     def _pass_on(self) -> None:
-        failures, self._num_passed_on = self.failures[self._num_passed_on :], len(self.failures)
+        failures = self.failures[self._num_passed_on :]
+        self._num_passed_on = len(self.failures)
         content: dict[str, Any] = {"stop": self.stop, "asked": self.asked, "kill": self.killed}
-        content |= {"failures": [*map(asdict, failures)]}
+        content["failures"] = [asdict(failure) for failure in failures]
         is_more = True
         while is_more:
             nodes = self._ends[:_MOST_ENDED]
@@ -206,13 +216,13 @@ class LeadPeers(Peers):
             ended = {str(node): self.ended[node] for node in nodes}
             body = body_of("news", epoch=self.epoch, **content, ended=ended)
             for channel in list(self._channels.values()):
-                with suppress(ConnectionLost):  # it is found lost where it is heard
+                with suppress(ConnectionLost):  # its receiving side finds it lost
                     channel.send_body(body)
             content = {}
             is_more = bool(self._ends)
 
     async def flush(self) -> None:
-        """Pass on what was gathered."""
+        """Pass on what was gathered, at once."""
         if self._gathering is not None:
             self._gathering.cancel()
             self._gathering = None
@@ -220,7 +230,7 @@ class LeadPeers(Peers):
 
 
 class MemberPeers(Peers):
-    """On another node: reports to node 0, and hears from it."""
+    """State on another node, which reports to node 0 and receives its news."""
 
     def __init__(
         self, node: int, hosts: Mapping[int, str], channel: Channel, *, epoch: int
@@ -229,17 +239,15 @@ class MemberPeers(Peers):
         self._channel = channel
 
     def send(self, kind: str, **content: Any) -> None:
-        """Report to node 0, which passes it on to everybody, this node included: all see one
-        order.
-        """
+        """Report to node 0, which passes it on to all nodes, this one included, in one order."""
         if self.is_cut_off:
             self._apply(self._node, kind, content)
             return
-        with suppress(ConnectionLost):  # found lost where it is heard
+        with suppress(ConnectionLost):  # the receiving side finds it lost
             self._channel.send(kind, epoch=self.epoch, **content)
 
     def hear(self, message: Message) -> None:
-        """Take news; ConnectionLost where they are none that node 0 sends."""
+        """Handle news of node 0. Raises ConnectionLost for content that no node 0 sends."""
         if message["type"] != "news" or message.get("epoch") != self.epoch:
             return
         failures = message.get("failures", [])
@@ -251,15 +259,17 @@ class MemberPeers(Peers):
         if message.get("asked"):
             self.asked = self.asked or str(message["asked"])[:_LONGEST_TEXT]
         self.killed = self.killed or bool(message.get("kill"))
-        self.failures += [self._failure(each) for each in failures[:MOST_FAILURES]]
+        self.failures += [self._failure(record) for record in failures[:MOST_FAILURES]]
         nodes = {str(node): node for node in self._hosts}
-        if not nodes.keys() >= ended.keys() or {*map(type, ended.values())} - {int}:
+        if not nodes.keys() >= ended.keys():
+            raise foreign()
+        if any(type(code) is not int for code in ended.values()):
             raise foreign()
         self.ended |= {nodes[node]: code for node, code in ended.items()}
         self._changed.set()
 
     def lose(self, how: ConnectionLost) -> None:
-        """Note that node 0 is gone: it may be, as soon as it has told everybody everything."""
+        """Note that node 0 is gone; it may be, once all nodes have ended."""
         if not self.is_cut_off:
             self.is_cut_off = True
             if not self.all_ended:

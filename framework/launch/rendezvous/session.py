@@ -1,6 +1,4 @@
-"""State that both sides of a rendezvous share: the node's identity, its HELLO, and the checks of
-every wait.
-"""
+"""State that both sides of a rendezvous have: this node's HELLO, and the checks of every wait."""
 
 from __future__ import annotations
 
@@ -35,7 +33,8 @@ class Start:
 
     Attributes:
         topology: with the rank that node 0 gave this node.
-        resumes: it goes on from what the job has saved, whatever the run config names.
+        resumes: it goes on from what the job has saved, even if the run config names another
+            checkpoint.
     """
 
     peers: Peers
@@ -45,15 +44,17 @@ class Start:
 
 @dataclass(frozen=True)
 class RestartDecision:
-    """Decision after a start: another one, or an end; `code`: of every node, where it is not that
-    of its own end.
+    """Decision after a start: another one, or the end of the job.
+
+    Attributes:
+        code: exit code of every node, if the job is given up; else each has its own.
     """
 
     is_again: bool
     code: int = EXIT_OK
 
 
-class JobOver(Exception):  # noqa: N818 - an end like others
+class JobOver(Exception):  # noqa: N818 - no error, but a regular end
     """The job has ended, with this exit code, while this node waited for its turn."""
 
     def __init__(self, code: int) -> None:
@@ -67,9 +68,9 @@ class Session:
 
     Attributes:
         port: of the agents.
-        hello: what it says about itself; `handshake.HELLO` has the names.
-        names: of the hosts, where a hostfile tells them.
-        problems: find what keeps node 0 from training, now; the others are to hear of it.
+        hello: facts of this node, as they are sent to node 0; `handshake.HELLO` has the names.
+        names: of the hosts, if there is a hostfile.
+        problems: returns what keeps node 0 from training at this moment; it is reported to all.
         restarts: decides about further starts, on node 0; None: there are none here.
         spares: nodes beyond those that train, which take the place of one that is lost.
         fits: whether the job can train on so many nodes, fewer than it began with.
@@ -102,9 +103,7 @@ class Session:
         return self.topology.nnodes + self.spares
 
     def begin_wait(self, *, is_idle: bool = False) -> None:
-        """Count the time of a wait from here; `is_idle`: for as long as it takes, and with one
-        line.
-        """
+        """Begin a wait; one that `is_idle` has no deadline, and is logged once."""
         self.is_idle = is_idle
         self.started_at = time.monotonic()
         self._reported_at = 0.0
@@ -116,11 +115,12 @@ class Session:
         deadline: float | None = None,
         takes_requests: bool = True,
     ) -> None:
-        """Run the checks of every wait: take requests, keep the deadline, log missing nodes every
-        15 s.
+        """Run the checks of every wait: take requests, keep the deadline, log every 15 s.
 
         Args:
+            waiting_for: returns what is missing, in words.
             deadline: `time.monotonic()` at which the wait is over, if not after `deadline_seconds`.
+            takes_requests: whether a request to stop ends the wait.
 
         Raises:
             RunStopped, PeerLostError: the wait is over.
@@ -132,18 +132,24 @@ class Session:
                 f"another host has ended before all nodes were there; {waiting_for()} [peer-lost]"
             )
         now = time.monotonic()
-        if now > (self.started_at + self.deadline_seconds if deadline is None else deadline):
+        if deadline is None:
+            deadline = self.started_at + self.deadline_seconds
+        if now > deadline:
             raise PeerLostError(
                 f"not all nodes came within {self.deadline_seconds:.0f} s; {waiting_for()} "
                 "[rendezvous-timeout]"
             )
-        if now - self._reported_at > _REPORT_SECONDS:
-            if self._reported_at:
-                since = f"since {now - self.started_at:.0f} s, at most {self.deadline_seconds:.0f}"
-                print_line(waiting_for() if self.is_idle else f"{waiting_for()}; {since}")
-                self._reported_at = math.inf if self.is_idle else now
-            else:
-                self._reported_at = now - _REPORT_SECONDS + _FIRST_REPORT_SECONDS
+        if now - self._reported_at <= _REPORT_SECONDS:
+            return
+        if not self._reported_at:
+            self._reported_at = now - _REPORT_SECONDS + _FIRST_REPORT_SECONDS
+        elif self.is_idle:
+            print_line(waiting_for())
+            self._reported_at = math.inf
+        else:
+            since = f"since {now - self.started_at:.0f} s, at most {self.deadline_seconds:.0f}"
+            print_line(f"{waiting_for()}; {since}")
+            self._reported_at = now
 
     async def watch(
         self,
@@ -153,7 +159,7 @@ class Session:
         deadline: Callable[[], float | None],
         takes_requests: bool = True,
     ) -> _T:
-        """Await something while the checks of every wait go on, with their errors."""
+        """Await `work` while the checks of every wait go on, with their errors."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
@@ -164,7 +170,7 @@ class Session:
             task.cancel()
 
     async def pause(self, seconds: float, peers: Peers) -> None:
-        """Wait so long before a start; RunStopped on request, at this node or another one."""
+        """Wait before a start; raises RunStopped on request, at this node or another one."""
         until = time.monotonic() + seconds
         while True:
             self.requests.refuse_start()
@@ -179,47 +185,44 @@ class Session:
 
     @property
     def resumes(self) -> bool:
-        """Check whether the next start goes on from what the job has saved, where this node decides
-        about it.
-        """
+        """True if this node decides that the next start goes on from what the job has saved."""
         return self.restarts is not None and self.restarts.resumes
 
     async def begin_start(self) -> None:
-        """Note that a start begins, where this node decides about them."""
+        """Note that a start begins, if this node decides about starts."""
         if self.restarts is not None:
-            # storage may be slow, and the others are heard meanwhile
+            # in a thread: storage may be slow, and messages are read meanwhile
             await asyncio.to_thread(self.restarts.begin)
 
     async def decide(self, end: JobEnd, peers: Peers) -> Again | None:
-        """Decide about another start."""
+        """Decide about another start; None if there is none."""
         if self.restarts is None:
             return None
         is_asked = bool(peers.any_stop or self.requests.asked)
         return await asyncio.to_thread(self.restarts.after, end, is_asked=is_asked)
 
     def decision(self, again: Again | None) -> RestartDecision:
-        """Put a decision into the words of all nodes."""
-        return RestartDecision(
-            again is not None, EXIT_OK if self.restarts is None else self.restarts.code
-        )
+        """Return the decision that a node acts on, with the exit code of the job."""
+        code = EXIT_OK if self.restarts is None else self.restarts.code
+        return RestartDecision(again is not None, code)
 
     def answer_at(self, address: str, port: int = 0) -> int:
-        """Answer at a port, or at any that is free, until `close`, so that others can try this
-        node; returns it.
+        """Answer at a port until `close`, so that other nodes can test whether they reach this one.
+
+        Returns:
+            The port, which the system chooses for 0.
         """
         if (address, port) not in self._echoes:
             self._echoes[address, port] = Echo(port, address=address)
         return self._echoes[address, port].port
 
     def meet_is_over(self) -> None:
-        """Answer nobody any more; a look at this node is of no use to those that come later: its
-        mark is gone.
-        """
+        """Close the echo ports, and drop the preflight result, which is stale for later starts."""
         self.close()
         self.hello = {name: value for name, value in self.hello.items() if name != "look"}
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Close the echo ports."""
         for echo in self._echoes.values():
             echo.close()
         self._echoes.clear()
