@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-
 from typing import Any, Final, NamedTuple, TypeVar
 
 import psutil
