@@ -1,10 +1,10 @@
-"""A job on one node: starts the ranks, watches them and the other nodes, and ends all of it as one.
+"""A job on one node: the ranks are started, watched beside the other nodes, and ended together.
 
-rank fails / launcher or peer lost  -> every node: SIGTERM to all its ranks, 2 s, SIGKILL
-stop requested anywhere             -> every node: SIGTERM to all its ranks at once; they save, and end with 75
-stop requested of a rank alone      -> the ranks agree on it; the agents know, and nothing is started again
-a rank that SIGKILL does not end    -> its node says so after a minute, and is lost to the job
-every rank of every node ended      -> the agents tell each other, then leave; 0 only if all ended with 0
+a rank fails, or a node is lost   -> every node: SIGTERM to all its ranks, 2 s, SIGKILL
+a stop is requested of an agent   -> every node: SIGTERM to all its ranks; they save, and end with 75
+a stop is requested of one rank   -> the ranks agree on it; the agents know, and there is no restart
+SIGKILL does not end a rank       -> its node reports it after a minute, and is lost to the job
+every rank of every node ended    -> the agents exchange their codes and leave; 0 only if all are 0
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LOOK_SECONDS: Final = 0.1
 # With a silent peer (15 s) before it everything is over within 20 s.
 _ENDING_SECONDS: Final = 2.0
 _CONFIRM_SECONDS: Final = 20.0
-# The one who started us is gone: whoever is quick may still save.
+# The launcher is gone, so that ranks which save within this time still can.
 _CUT_OFF_SECONDS: Final = 15.0
 _MEANING: Final = {
     EXIT_TRAINING: "training failed",
@@ -62,22 +62,27 @@ _LESS_MEMORY: Final = (
 async def run_attempt(
     ranks: Ranks, peers: Peers, requests: StopRequests, *, grace_seconds: float
 ) -> tuple[int, str, int]:
-    """Start the ranks and see them end; no process of theirs is left afterwards but what
-    `Ranks.not_killed` names: the others are not told that this node has ended, because it has not.
+    """Start the ranks, and watch them until they have ended.
+
+    No process of theirs is left afterwards, except those in `Ranks.not_killed`. With such a process
+    this node has not ended, and does not report that it has.
 
     Args:
+        ranks: of this node.
+        peers: state of this start on all nodes.
+        requests: to stop.
         grace_seconds: to save in after a request to stop.
 
     Returns:
-        This node's exit code, a line that says what happened, and the exit code of what happened,
-        wherever that was.
+        This node's exit code, a line that describes the end, and the exit code of its cause, which
+        may be another node's.
     """
     attempt = _NodeAttempt(ranks, peers, requests, grace_seconds)
     try:
         attempt.start()
         await attempt.watch()
     finally:
-        # for seconds, perhaps, in which the other nodes are still heard
+        # in a thread: it may take seconds, and messages of the other nodes are read meanwhile
         await asyncio.to_thread(ranks.clear)
     left = ranks.not_killed
     if left:
@@ -108,21 +113,20 @@ class _NodeAttempt:
     oom_kills: OomKills = field(default_factory=OomKills)
 
     def start(self) -> None:
-        """All ranks, or the end of all nodes."""
+        """Start all ranks; if one cannot be started, end the job on all nodes."""
         try:
             self.ranks.start()
-        except (
-            OSError
-        ) as error:  # no more processes, no memory for one, an environment that is too large
+        except OSError as error:
+            # no more processes, no memory for one, an environment that is too large
             self.codes.append(EXIT_TRAINING)
             self._fail(f": a rank could not be started ({error.strerror})", EXIT_TRAINING)
             self._end_ranks()
 
     async def watch(self) -> None:
-        """Until no rank runs here."""
+        """Watch the ranks and the requests to stop until no rank runs here."""
         while self.ranks.num_running and not self.ranks.are_given_up:
             await self.peers.wait(_LOOK_SECONDS)
-            # Who only lost somebody comes last: that somebody is what happened.
+            # Sort PEER_LOST last: the lost peer's own failure is the root cause.
             ended = sorted(self.ranks.poll(), key=lambda end: end.code == EXIT_PEER_LOST)
             self._note_asked()
             for end in ended:
@@ -131,7 +135,7 @@ class _NodeAttempt:
             self._take_request()
 
     async def conclude(self) -> tuple[int, str, int]:
-        """Tell the others, and wait for how they ended."""
+        """Report this node's end, and wait for the ends of the others; see `run_attempt`."""
         code = self._own_code()
         self.peers.send("ended", code=code)
         confirm_until = math.inf
@@ -146,13 +150,14 @@ class _NodeAttempt:
                 confirm_until = min(confirm_until, time.monotonic() + _CONFIRM_SECONDS)
         await self.peers.flush()
         stopped = f"{counted(len(self.peers.ended), 'node')} stopped"
-        stopped += f" in {time.monotonic() - self.begun_to_end:.1f} s" if self.begun_to_end else ""
+        if self.begun_to_end:
+            stopped += f" in {time.monotonic() - self.begun_to_end:.1f} s"
         if self.peers.missing and self.peers.failures:
             stopped += f", {first_few(self.peers.missing)} did not answer"
         return self.result(code, stopped)
 
     def _ended(self, end: RankEnd) -> None:
-        # Asked before it listened, a rank had nothing to save.
+        # A rank that got the signal before it handled it had nothing to save.
         if self.stopping and end.code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
             code = EXIT_STOPPED
         else:
@@ -165,23 +170,25 @@ class _NodeAttempt:
                 self.peers.send("stop", why=f"rank {end.rank} stopped")
             return
         self.begun_to_end = self.begun_to_end or time.monotonic()
-        how = how_ended(
-            code, lacked_memory=code == 128 + signal.SIGKILL and self.oom_kills.have_risen()
-        )
-        how += f": {end.reason}" if end.reason else ""
+        lacked_memory = code == 128 + signal.SIGKILL and self.oom_kills.have_risen()
+        how = how_ended(code, lacked_memory=lacked_memory)
+        if end.reason:
+            how += f": {end.reason}"
         self._fail(f" rank {end.rank}: {how}", code)
         self._end_ranks()
 
     def _note_asked(self) -> None:
         if self.ranks.asked and not self.asked_sent:
             self.asked_sent = True
-            if not self.stopping and self.ending_since == math.inf:  # else by us
+            # else the signal came from this agent
+            if not self.stopping and self.ending_since == math.inf:
                 self.peers.send("asked", why=self.ranks.asked)
 
     def _fail(self, what: str, code: int) -> None:
         self.peers.send_failure(f"{self.peers.own_name}{what}", code=code)
 
     def _ask(self) -> None:
+        """Pass on requests to stop that came to this agent."""
         self.requests.look()
         if self.requests.asked and not self.stop_sent:
             self.stop_sent = True
@@ -194,9 +201,7 @@ class _NodeAttempt:
         now = time.monotonic()
         if self.peers.failures:
             self._end_ranks()
-        elif (
-            self.peers.stop or self.stop_sent
-        ):  # a signal that has come since `_ask` is for the next look
+        elif self.peers.stop or self.stop_sent:  # not a signal that has come since `_ask`
             self._stop_ranks(now)
             if self.peers.killed or self.kill_sent:
                 self._give_up("killed at the second request to stop")
@@ -211,13 +216,16 @@ class _NodeAttempt:
             self.kill_at = min(self.kill_at, now + _CUT_OFF_SECONDS)
         if self.stopping:
             return
-        self.stopping, self.begun_to_end, self.kill_at = True, now, now + self._grace()
+        self.stopping = True
+        self.begun_to_end = now
+        self.kill_at = now + self._grace()
         why = self.peers.stop or self.requests.asked
-        # Ranks name at their end what they got: Ctrl-C here is theirs, too. Where it is ignored, it
-        # is ignored by both.
-        self.ranks.signal(
-            signal.SIGINT if self.requests.asked == signal.SIGINT.name else signal.SIGTERM
-        )
+        # Ranks name in their last line the signal that they got, so Ctrl-C here is SIGINT for them
+        # as well. Where SIGINT is ignored, agent and ranks both ignore it.
+        if self.requests.asked == signal.SIGINT.name:
+            self.ranks.signal(signal.SIGINT)
+        else:
+            self.ranks.signal(signal.SIGTERM)
         asked = f"asking {self.ranks.num_running} ranks to stop, with {self._grace():.0f} s to save"
         print_line(f"{why}: {asked}; once more kills them")
 
@@ -242,43 +250,47 @@ class _NodeAttempt:
         return min(self.codes, key=lambda code: order.get(code, 0), default=EXIT_OK)
 
     def result(self, code: int, stopped: str) -> tuple[int, str, int]:
-        """Say how the job ended, as far as it is known here; `stopped`: whether everything has, in
-        words.
+        """Return the end of the job, as far as it is known here, as `run_attempt` does.
+
+        Args:
+            code: exit code of this node's ranks.
+            stopped: describes which nodes have stopped.
         """
         failure = first_failure(self.peers.failures)
         if failure is not None:
-            # Two nodes may meet the same error by themselves: each ends with its own code.
-            mine = self.peers.own_failure
+            line = f"{failure.what} at {failure.at}; {stopped}"
             if self.peers.any_stop:
-                asked = f"; a stop was asked for ({self.peers.any_stop}) [stop-asked]"
-            else:
-                asked = ""
-            line = f"{failure.what} at {failure.at}; {stopped}{asked}"
-            return mine.code if mine else EXIT_PEER_LOST, line, failure.code
-        if {*self.peers.ended.values(), code} == {EXIT_OK}:
-            return (
-                EXIT_OK,
-                f"finished: {counted(len(self.peers.ended), 'node')}, every rank ended with 0",
-                EXIT_OK,
-            )
+                line += f"; a stop was asked for ({self.peers.any_stop}) [stop-asked]"
+            # Two nodes may meet the same error by themselves: each ends with its own code.
+            own_failure = self.peers.own_failure
+            own_code = own_failure.code if own_failure else EXIT_PEER_LOST
+            return own_code, line, failure.code
+        if code == EXIT_OK and not any(self.peers.ended.values()):
+            line = f"finished: {counted(len(self.peers.ended), 'node')}, every rank ended with 0"
+            return EXIT_OK, line, EXIT_OK
         saved = "what was saved, if anything, the ranks said above"
         line = f"stopped on request ({self.peers.stop or 'a rank'}): {stopped}; {saved}"
         return EXIT_STOPPED, line, EXIT_STOPPED
 
 
 def first_failure(failures: list[Failure]) -> Failure | None:
-    """Return the failure that came first; one that is only the loss of another rank or node is
-    chosen last.
+    """Return the first failure that is a cause, or else the first one; None without any.
+
+    The loss of a node comes after causes, and the loss of another rank after both.
     """
-    return min(
-        failures,
-        key=lambda each: (each.code == EXIT_PEER_LOST) * (2 - (": lost: " in each.what)),
-        default=None,
-    )
+
+    def distance_from_cause(failure: Failure) -> int:
+        if failure.code != EXIT_PEER_LOST:
+            return 0
+        if ": lost: " in failure.what:
+            return 1
+        return 2
+
+    return min(failures, key=distance_from_cause, default=None)
 
 
 def how_ended(code: int, *, lacked_memory: bool = False) -> str:
-    """Put an exit code into words; `lacked_memory`: the kernel has counted a kill for it."""
+    """Describe an exit code; `lacked_memory`: the kernel has counted a kill for lack of memory."""
     if lacked_memory:
         return (
             f"killed by the kernel for lack of host memory ({code}); {_LESS_MEMORY} "
@@ -288,4 +300,6 @@ def how_ended(code: int, *, lacked_memory: bool = False) -> str:
         hint = _HINTS.get(code - 128, "")
         return f"killed by {signal.Signals(code - 128).name} ({code}{hint})"
     meaning = _MEANING.get(code)
-    return f"ended with {code}" + (f" ({meaning})" if meaning else "")
+    if meaning:
+        return f"ended with {code} ({meaning})"
+    return f"ended with {code}"

@@ -1,6 +1,4 @@
-"""The plain `deepspeed` command that stands for what is started, the environment it needs, and
-where train.py is.
-"""
+"""The plain `deepspeed` command for a run, the environment it needs, and the path of train.py."""
 
 from __future__ import annotations
 
@@ -23,15 +21,18 @@ from framework.launch.options import LaunchOptions
 from framework.system.ports import free_port
 
 _DEFAULT_HOSTFILE: Final = Path("/job/hostfile")
-# Up to here nodes are written out in a command, beyond it counted.
+# Up to so many nodes are written out in a command; of more there is a `seq`.
 _FEW: Final = 4
 _INCLUDE: Final = "--include=${include#@}"
 
 
 @dataclass(frozen=True)
 class PlainCommand:
-    """Command for a person to type, with what has to come before it in the shell, and variables for
-    it alone.
+    """Command for a user to type.
+
+    Attributes:
+        before: shell commands that come before it on the line.
+        variables: environment variables of this command alone.
     """
 
     words: list[str]
@@ -39,7 +40,7 @@ class PlainCommand:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def as_line(self, added: Mapping[str, str] | None = None) -> str:
-        """Format it as a line for the shell, with the variables that the run needs as well."""
+        """Format the command as a line for the shell, with the variables that the run needs."""
         return as_shell_line(self.words, added or self.variables, before=self.before)
 
 
@@ -52,7 +53,7 @@ def local_command(
     address: str | None = None,
     chosen: Sequence[int] | None = None,
 ) -> list[str]:
-    """The `deepspeed` command that trains the same on this machine.
+    """Build the `deepspeed` command that trains the same on this machine.
 
     Args:
         arguments: of train.py, which is `script`.
@@ -60,26 +61,21 @@ def local_command(
         chosen: device numbers of ``CUDA_VISIBLE_DEVICES``; without them the launcher takes the
             first.
     """
-    # With --num_gpus the launcher drops CUDA_VISIBLE_DEVICES and takes devices 0 to N-1: somebody
-    # else's, perhaps.
-    where = ["--num_gpus", str(num_ranks)]
-    if chosen is not None:
-        where = ["--include", "localhost:" + ",".join(map(str, sorted(chosen[:num_ranks])))]
+    command = deepspeed_program()
     # The launcher reads this file by default and would start its hosts, too.
     if _DEFAULT_HOSTFILE.is_file():
-        local = ["--hostfile", os.devnull]
+        command += ["--hostfile", os.devnull]
+    # With --num_gpus the launcher drops CUDA_VISIBLE_DEVICES and takes devices 0 to N-1, which
+    # another user may have.
+    if chosen is None:
+        command += ["--num_gpus", str(num_ranks)]
     else:
-        local = []
-    where += ["--master_addr", address] if address else []
-    return [
-        *deepspeed_program(),
-        *local,
-        *where,
-        "--master_port",
-        str(port),
-        str(script),
-        *arguments,
-    ]
+        numbers = sorted(chosen[:num_ranks])
+        command += ["--include", "localhost:" + ",".join(map(str, numbers))]
+    if address:
+        command += ["--master_addr", address]
+    command += ["--master_port", str(port), str(script)]
+    return command + list(arguments)
 
 
 def node_command(
@@ -90,8 +86,9 @@ def node_command(
     devices: Sequence[int] | None = None,
     hostfile: str | None = None,
 ) -> PlainCommand:
-    """The `deepspeed` command that trains the same; its hostfile is only a list of places, with
-    names of no meaning.
+    """Build the `deepspeed` command that trains the same on this node of several.
+
+    Where it makes a hostfile of its own, the names in it have no meaning.
     """
     if devices:
         numbers = sorted(devices)[: topology.slots]
@@ -99,35 +96,28 @@ def node_command(
         numbers = []
     before = ""
     path = hostfile
-    include = []
+    include: list[str] = []
     if path is None or numbers:
         if numbers:
             slots = max(numbers) + 1
         else:
             slots = topology.slots
-        few = " ".join(map(str, range(topology.nnodes)))
         if topology.nnodes <= _FEW:
-            places = few
+            nodes = " ".join(map(str, range(topology.nnodes)))
         else:
-            places = f"$(seq 0 {topology.nnodes - 1})"
-        before = f"hosts=$(mktemp) && printf 'node-%s slots={slots}\\n' {places} > $hosts && "
+            nodes = f"$(seq 0 {topology.nnodes - 1})"
+        before = f"hosts=$(mktemp) && printf 'node-%s slots={slots}\\n' {nodes} > $hosts && "
         path = "$hosts"
         if numbers:
-            before += f"include=$(printf '@node-%s:{','.join(map(str, numbers))}' {places}) && "
+            listed = ",".join(map(str, numbers))
+            before += f"include=$(printf '@node-%s:{listed}' {nodes}) && "
             include = [_INCLUDE]
-    own = [
-        f"--{name}={getattr(topology, name)}"
-        for name in ("node_rank", "master_addr", "master_port")
-    ]
-    words = [
-        *deepspeed_program(),
-        f"--hostfile={path}",
-        "--no_ssh",
-        *own,
-        *include,
-        str(script),
-        *arguments,
-    ]
+    words = [*deepspeed_program(), f"--hostfile={path}", "--no_ssh"]
+    for name in ("node_rank", "master_addr", "master_port"):
+        words.append(f"--{name}={getattr(topology, name)}")
+    words += include
+    words.append(str(script))
+    words += arguments
     return PlainCommand(words, before)
 
 
@@ -139,29 +129,29 @@ def hosts_command(
     *,
     script: Path,
 ) -> PlainCommand | None:
-    """The `deepspeed` command for the same hosts, through pdsh; None where it has no words for
-    them.
+    """Build the `deepspeed` command for the same hosts, through pdsh.
+
+    Returns:
+        None if the launcher has no options for these hosts, devices, folder or Python.
     """
     names = [item.host.name for item in chosen]
-    choice = options.choice
-    filters = [
-        f"--{name}={choice[name]}"
-        for name in ("include", "exclude", "num_nodes", "num_gpus")
-        if choice[name]
-    ]
+    filters = []
+    for name in ("include", "exclude", "num_nodes", "num_gpus"):
+        value = options.choice[name]
+        if value:
+            filters.append(f"--{name}={value}")
     before = ""
     path = options.hostfile
     if options.include or options.exclude:
-        every = [host.name for host in read_hostfile(options.hostfile or "")]
+        names_in_file = [host.name for host in read_hostfile(options.hostfile or "")]
     else:
-        every = []
-    if any(":" in name for name in names) or any(set(name) & set("@:") for name in every):
-        # pdsh reads brackets as a range, and --include takes both signs for its own.
-        if not all(
-            item.is_first and not (":" in item.host.name and "@" in item.host.name)
-            for item in chosen
-        ):
-            return None
+        names_in_file = []
+    has_ipv6 = any(":" in name for name in names)
+    if has_ipv6 or any("@" in name or ":" in name for name in names_in_file):
+        # pdsh reads brackets as a range, and --include has a meaning of its own for both signs.
+        for item in chosen:
+            if not item.is_first or (":" in item.host.name and "@" in item.host.name):
+                return None
         before = (
             f"hosts=$(mktemp) && printf '%s slots={topology.slots}\\n' {shlex.join(names)} > "
             "$hosts && "
@@ -170,25 +160,26 @@ def hosts_command(
         filters = []
     if options.remote_python or options.remote_folder:
         return None
-    # A single host would be taken for this machine; without its check the launcher needs none of
-    # our options of ssh there.
-    how = [
-        *(["--force_multi"] if topology.nnodes == 1 else []),
-        *(["--no_ssh_check"] if options.ssh_args else []),
-    ]
+    words = [*deepspeed_program(), f"--hostfile={path}", *filters]
+    # A single host would be taken for this machine.
+    if topology.nnodes == 1:
+        words.append("--force_multi")
+    # Without its check the launcher needs none of our options of ssh there.
+    if options.ssh_args:
+        words.append("--no_ssh_check")
+    words.append(f"--master_addr={topology.master_addr}")
     if topology.master_port:
-        port = [f"--master_port={topology.master_port}"]
-    else:
-        port = []
-    where = [f"--hostfile={path}", *filters, *how, f"--master_addr={topology.master_addr}", *port]
+        words.append(f"--master_port={topology.master_port}")
+    words.append(str(script))
+    words += arguments
     variables = {"PDSH_SSH_ARGS_APPEND": options.ssh_args} if options.ssh_args else {}
-    return PlainCommand([*deepspeed_program(), *where, str(script), *arguments], before, variables)
+    return PlainCommand(words, before, variables)
 
 
 def added_environment(
     environment: Mapping[str, str], *, device: str, num_ranks: int
 ) -> dict[str, str]:
-    """The variables that the run needs and the user has not set."""
+    """Return the variables that the run needs and the user has not set."""
     added: dict[str, str] = {}
     programs = str(Path(sys.executable).parent)
     if programs not in environment.get("PATH", "").split(os.pathsep):
@@ -198,40 +189,50 @@ def added_environment(
     if device == "cpu" and not environment.get("DS_ACCELERATOR"):
         added["DS_ACCELERATOR"] = "cpu"
     if not environment.get("OMP_NUM_THREADS"):
-        # Every rank would take every core, and they would wait for each other: beside GPUs in
+        # Every rank would take every core, and they would wait for each other: with GPUs, in
         # offloaded optimizers.
         added["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_ranks))
-    if device == "cuda" and not environment.get(
-        "PYTORCH_ALLOC_CONF", environment.get("PYTORCH_CUDA_ALLOC_CONF")
-    ):
-        # Batches of evaluation have other sizes than those of training: fixed segments would be
-        # left in pieces.
+    allocator = environment.get("PYTORCH_ALLOC_CONF", environment.get("PYTORCH_CUDA_ALLOC_CONF"))
+    if device == "cuda" and not allocator:
+        # Batches of evaluation have other sizes than batches of training: fixed segments would
+        # become fragmented.
         added["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return added
 
 
 def as_shell_line(command: Sequence[str], added: Mapping[str, str], *, before: str = "") -> str:
-    """Format the command as a line for the shell; `before` defines the ``$hosts`` and ``$include``
-    in it.
+    """Format the command as a line for the shell.
+
+    Args:
+        command: the program and its arguments.
+        added: variables of the run.
+        before: shell commands that define the ``$hosts`` and ``$include`` in the command.
     """
-    variables = [f"{name}={shlex.quote(value)}" for name, value in added.items() if name != "PATH"]
+    words = []
     if "PATH" in added:
-        variables.insert(0, f"PATH={shlex.quote(added['PATH'].partition(os.pathsep)[0])}:$PATH")
-    found = shutil.which("deepspeed")
-    on_path = found is not None and Path(found).absolute() == Path(command[0])
-    program = "deepspeed" if on_path else command[0]
-    words = [
-        word if before and word in ("--hostfile=$hosts", _INCLUDE) else shlex.quote(word)
-        for word in command[1:]
-    ]
-    return before + " ".join([*variables, shlex.quote(program), *words])
+        programs = added["PATH"].partition(os.pathsep)[0]
+        words.append(f"PATH={shlex.quote(programs)}:$PATH")
+    for name, value in added.items():
+        if name != "PATH":
+            words.append(f"{name}={shlex.quote(value)}")
+    program = shutil.which("deepspeed")
+    if program is not None and Path(program).absolute() == Path(command[0]):
+        words.append("deepspeed")
+    else:
+        words.append(shlex.quote(command[0]))
+    for word in command[1:]:
+        if before and word in ("--hostfile=$hosts", _INCLUDE):
+            words.append(word)
+        else:
+            words.append(shlex.quote(word))
+    return before + " ".join(words)
 
 
 def find_train_script() -> Path:
-    """train.py: next to the package in a checkout, inside it in an installed copy."""
+    """Return the path of train.py: beside the package in a checkout, in it in an installed copy."""
     package = Path(framework.__file__).resolve().parent
     checkout = package.parent
-    # Where packages are installed, a train.py next to ours is somebody else's.
+    # Among installed packages, a train.py beside this one belongs to another package.
     is_checkout = (checkout / "train.py").is_file() and (checkout / "pyproject.toml").is_file()
     if is_checkout:
         script = checkout / "train.py"
@@ -242,27 +243,29 @@ def find_train_script() -> Path:
     return script
 
 
-def usable_port(asked: int | None) -> int:
-    """A free port, or the one that was asked for; a ConfigError where something listens on that
-    one.
+def usable_port(requested: int | None) -> int:
+    """Return the requested port, or a free one for None.
+
+    Raises:
+        ConfigError: another program listens on the requested port.
     """
-    if asked is None:
+    if requested is None:
         return free_port()
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", asked))
+            probe.bind(("", requested))
         except OSError as error:
             reason = f"ranks cannot meet there: {error.strerror}"
             fix = "leave it out, and a free one is taken"
             raise ConfigError.of(
-                "port-not-usable", reason, fix, "--master_port", asked, "command line"
+                "port-not-usable", reason, fix, "--master_port", requested, "command line"
             ) from None
-    return asked
+    return requested
 
 
 def deepspeed_program() -> list[str]:
-    """The command that belongs to this Python, whatever PATH says."""
+    """Return the `deepspeed` command that belongs to this Python, not the first one on PATH."""
     script = Path(sys.executable).with_name("deepspeed")
     if script.is_file():
         return [str(script)]

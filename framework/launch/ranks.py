@@ -1,8 +1,7 @@
-"""The ranks of this machine: started with the environment that DeepSpeed's launch.py gives them,
-signalled, ended, counted.
+"""The ranks of this machine: processes with the environment that DeepSpeed's launch.py gives them.
 
-They are our own children (docs/decisions/0013). A test holds what a rank is given here against what
-the `deepspeed` command gives it.
+They are children of this process (docs/decisions/0013). A test compares their environment with that
+of ranks which the `deepspeed` command starts.
 """
 
 from __future__ import annotations
@@ -34,8 +33,12 @@ _CLEAR_SECONDS: Final = 10.0
 
 @dataclass(frozen=True)
 class RankEnd:
-    """End of a rank: its number in the job, its exit code as a shell counts, and the line that
-    explained it, if any.
+    """End of a rank.
+
+    Attributes:
+        rank: its number in the job.
+        code: exit code, as a shell counts: 128 + N after signal N.
+        reason: line that the rank reported about its end; empty if it did not.
     """
 
     rank: int
@@ -47,7 +50,7 @@ class Ranks:
     """One process per slot. Nothing runs before `start`.
 
     Attributes:
-        asked: the first of them to say that it was asked to stop, and how.
+        asked: signal and number of the first rank that reported a request to stop; empty before.
     """
 
     def __init__(
@@ -64,36 +67,31 @@ class Ranks:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._give_up_at = math.inf
         numbers = range(topology.slots) if devices is None else sorted(devices)[: topology.slots]
-        visible = {visible_variable(device): ",".join(map(str, numbers))}
-        # A line fits into a pipe whole: every rank writes its own there, and none waits for the
+        # A pipe takes a line at once: every rank writes its own there, and none waits for the
         # agent to read.
         self._reasons: dict[int, str] = {}
         self.asked = ""
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._read_end, False)
-        own = {AGENT_VARIABLE: identity(os.getpid()), REPORT_VARIABLE: str(self._write_end)}
-        self._environment = {
-            **environment,
-            **visible,
-            **own,
-            "DSF_WORLD_SIZE": str(topology.world_size),
-        }
-        # torchrun's, from a shell inside its job: the ranks would read it before LOCAL_SIZE.
+        self._environment = dict(environment)
+        self._environment[visible_variable(device)] = ",".join(map(str, numbers))
+        self._environment[AGENT_VARIABLE] = identity(os.getpid())
+        self._environment[REPORT_VARIABLE] = str(self._write_end)
+        self._environment["DSF_WORLD_SIZE"] = str(topology.world_size)
+        # torchrun sets it, if this runs in a shell inside its job: ranks would read it before
+        # LOCAL_SIZE.
         self._environment.pop("LOCAL_WORLD_SIZE", None)
 
     def start(self) -> None:
-        """Start all; after an OSError some may run."""
+        """Start all ranks; after an OSError some may run."""
         for local_rank in range(self._topology.slots):
             environment = self._environment | rank_environment(self._topology, local_rank)
-            # A session of its own: Ctrl-C reaches the agent only, so that each rank is asked once.
+            script, *arguments = self._command
+            command = [sys.executable, "-u", script, f"--local_rank={local_rank}"]
+            # A session of its own: Ctrl-C reaches the agent only, so that each rank gets one
+            # request.
             self._running[int(environment["RANK"])] = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-u",
-                    self._command[0],
-                    f"--local_rank={local_rank}",
-                    *self._command[1:],
-                ],
+                command + arguments,
                 env=environment,
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
@@ -102,25 +100,25 @@ class Ranks:
 
     @property
     def num_running(self) -> int:
-        """Ranks that have not been seen to end."""
+        """Number of ranks for which `poll` has returned no end."""
         return len(self._running)
 
     def poll(self) -> list[RankEnd]:
-        """Return the ranks that ended since; all that ended meanwhile are in one answer."""
+        """Return the ranks that have ended since the last call."""
         if os.getpid() == 1:
             _reap_orphans({process.pid for process in self._running.values()})
         codes = {rank: process.poll() for rank, process in self._running.items()}
         self._read_reports()
-        ended = [
-            RankEnd(rank, 128 - code if code < 0 else code, self._reasons.get(rank, ""))
-            for rank, code in codes.items()
-            if code is not None
-        ]
-        for end in ended:
-            del self._running[end.rank]
+        ended = []
+        for rank, code in codes.items():
+            if code is not None:
+                shell_code = 128 - code if code < 0 else code
+                ended.append(RankEnd(rank, shell_code, self._reasons.get(rank, "")))
+                del self._running[rank]
         return ended
 
     def _read_reports(self) -> None:
+        """Read what ranks wrote: RANK, tab, reason; or RANK, two tabs, signal."""
         with suppress(BlockingIOError):
             while text := os.read(self._read_end, 1 << 16):
                 for line in text.decode(errors="replace").splitlines():
@@ -131,7 +129,7 @@ class Ranks:
                         self._reasons.setdefault(int(rank), visible(reason))
 
     def signal(self, number: signal.Signals) -> None:
-        """To every rank that runs."""
+        """Send a signal to every rank that runs."""
         if number == signal.SIGKILL:
             self._give_up_at = min(self._give_up_at, time.monotonic() + KILL_SECONDS)
         for process in self._running.values():
@@ -140,22 +138,22 @@ class Ranks:
 
     @property
     def are_given_up(self) -> bool:
-        """SIGKILL has not ended all of them for so long that it will not."""
+        """True once a rank has survived SIGKILL for `KILL_SECONDS`."""
         return time.monotonic() > self._give_up_at
 
     @property
     def not_killed(self) -> list[str]:
-        """Ranks that SIGKILL did not end, with their process and its state, for people; after
-        `clear`.
-        """
-        left = {
-            rank: process.pid for rank, process in self._running.items() if process.poll() is None
-        }
-        return [f"rank {rank} (process {pid}, {_state(pid)})" for rank, pid in left.items()]
+        """Ranks that SIGKILL did not end, each with its process and state; valid after `clear`."""
+        running = {rank: each for rank, each in self._running.items() if each.poll() is None}
+        return [
+            f"rank {rank} (process {process.pid}, {_state(process.pid)})"
+            for rank, process in running.items()
+        ]
 
     def clear(self) -> None:
-        """End whatever the ranks started and left: it carries this agent's id in its environment,
-        wherever it is.
+        """End all ranks, and all processes that they have started and left.
+
+        Such a process has this agent's id in its environment, in whatever session it is.
         """
         self.signal(signal.SIGKILL)
         for process in self._running.values():
@@ -164,14 +162,10 @@ class Ranks:
         os.close(self._read_end)
         os.close(self._write_end)
         give_up_at = time.monotonic() + _CLEAR_SECONDS
-        # What is asked to end may start another process meanwhile, so we look until there is none.
-        ours = self._environment[AGENT_VARIABLE]
+        # A process that is being ended may start another one, so this looks until there is none.
+        agent = self._environment[AGENT_VARIABLE]
         stuck = {process.pid for process in self._running.values()}
-        while left := [
-            each
-            for each in psutil.process_iter()
-            if each.pid not in stuck and _has_agent(each, ours)
-        ]:
+        while left := _processes_of(agent, without=stuck):
             if time.monotonic() > give_up_at:
                 return
             _end_all(left)
@@ -192,16 +186,24 @@ def rank_environment(topology: HostTopology, local_rank: int) -> dict[str, str]:
 
 
 def _state(pid: int) -> str:
-    """The state of a process as the kernel has it, and in which of its functions the process
-    sleeps, if that may be read.
-    """
+    """Describe a process: its state, and the kernel's function in which it sleeps if readable."""
     with suppress(OSError):
         state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
         function = ""
         with suppress(OSError):
             function = Path(f"/proc/{pid}/wchan").read_text().strip("0\n")
-        return f"state {state}" + (f" in {function}" if function else "")
+        if function:
+            return f"state {state} in {function}"
+        return f"state {state}"
     return "state unknown"
+
+
+def _processes_of(agent: str, *, without: set[int]) -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.process_iter()
+        if process.pid not in without and _has_agent(process, agent)
+    ]
 
 
 def _has_agent(process: psutil.Process, agent: str) -> bool:
@@ -224,59 +226,66 @@ def _end_all(left: list[psutil.Process]) -> None:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    """A zombie is dead already; only its parent can do more for it."""
+    """Check whether a process runs; a zombie does not, and waits for its parent only."""
     with suppress(psutil.Error):
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 
-def _reap_orphans(ours: set[int]) -> None:
-    """As process 1 of a container we are the parent of every orphan."""
+def _reap_orphans(ranks: set[int]) -> None:
+    """Reap dead processes other than `ranks`: process 1 of a container gets every orphan."""
     deadline = time.monotonic() + 0.05
     while time.monotonic() < deadline:
         try:
-            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return
-        if found is None or found.si_pid in ours:
-            return  # a rank of ours is seen to by its own object; the rest waits for the next look
+        if dead is None or dead.si_pid in ranks:
+            return  # `Popen` reaps the rank; what is behind it waits for the next look
         with suppress(ChildProcessError):
-            os.waitpid(found.si_pid, 0)
+            os.waitpid(dead.si_pid, 0)
 
 
 class OomKills:
-    """Kills for lack of memory in this control group since this was made, as far as the kernel's
-    count can be read.
+    """Kills for lack of memory in this control group since this was made.
+
+    Where the kernel's count cannot be read, there are none.
     """
 
     def __init__(self, counters: Sequence[Path] | None = None) -> None:
-        """Read the first of the files that has the counter: of version 2 (``memory.events``) or 1
-        (``memory.oom_control``).
+        """Read the first of the files that has the counter.
+
+        It is in ``memory.events`` of version 2, or in ``memory.oom_control`` of version 1.
         """
-        found = ((path, _read(path)) for path in (_counters() if counters is None else counters))
-        self._path, self._before = next(
-            ((path, count) for path, count in found if count is not None), (Path(), 0)
-        )
+        self._path = Path()
+        self._before = 0
+        for path in _counters() if counters is None else counters:
+            count = _read(path)
+            if count is not None:
+                self._path = path
+                self._before = count
+                break
 
     def have_risen(self) -> bool:
-        """Return whether there has been one."""
+        """Check whether there has been one."""
         return (_read(self._path) or 0) > self._before
 
 
 def _counters() -> list[Path]:
-    """Inside a container the group is mounted as the root, whatever its name outside."""
-    found = []
+    paths = []
     for root, group, is_unified in memory_groups():
         name = "memory.events" if is_unified else "memory.oom_control"
-        found += [root / group / name, root / name]
-    return found
+        # inside a container the group is mounted as the root, and its name is that outside
+        paths += [root / group / name, root / name]
+    return paths
 
 
 def _read(path: Path) -> int | None:
     try:
-        words = [line.split() for line in path.read_text().splitlines()]
-        return next(
-            (int(line[1]) for line in words if len(line) == 2 and line[0] == "oom_kill"), None
-        )
+        for line in path.read_text().splitlines():
+            words = line.split()
+            if len(words) == 2 and words[0] == "oom_kill":
+                return int(words[1])
     except (OSError, ValueError):
-        return None
+        pass
+    return None

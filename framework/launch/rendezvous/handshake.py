@@ -1,5 +1,5 @@
-"""Values that must be the same on every node: found by comparing the HELLOs of all agents before a
-rank starts.
+"""Values that must be the same on every node: the HELLOs of all agents are compared before a rank
+starts.
 """
 
 from __future__ import annotations
@@ -60,16 +60,17 @@ _COUNTED: Final = re.compile(r"[0-9]+ hosts \([0-9a-f]{16}\)")
 
 
 def node_facts(config: RunConfig) -> dict[str, str]:
-    """Name -> value of what has to be equal everywhere: versions, config and code."""
+    """Return the values that have to be equal on all nodes, by name: versions, config and code."""
     facts = {"python": python_release(platform.python_version())}
     facts |= {name: version_of(name) or "not installed" for name in ("torch", "deepspeed")}
     return facts | {"config": config_hash(config), "code": hash_of_framework()}
 
 
 def machine_mark() -> str:
-    """Return what two agents have in common only where they are on one machine, and share its
-    devices: one kernel, and its namespaces. Containers of one host have mounts of their own. Empty
-    where that cannot be read.
+    """Return a hash that two agents have in common only if they share the devices of one machine.
+
+    It is of the kernel's boot and its namespaces: containers of one host have mounts of their own.
+    Empty where these cannot be read.
     """
     try:
         boot = _BOOT.read_text().strip()
@@ -80,35 +81,43 @@ def machine_mark() -> str:
 
 
 def is_hello(hello: object) -> bool:
-    """Check whether an agent sends such a thing; nothing in it steers a terminal."""
+    """Check whether an agent of this release can have sent this.
+
+    The host's name goes to the log, and has no character that controls a terminal.
+    """
+    if not isinstance(hello, dict):
+        return False
+    if any(type(hello.get(name)) is not kind for name, kind in HELLO.items()):
+        return False
+    if "look" in hello and not is_look(hello["look"]):
+        return False
+    if "echo" in hello and not is_place(hello["echo"]):
+        return False
+    facts = hello["facts"]
     return (
-        isinstance(hello, dict)
-        and all(type(hello.get(name)) is kind for name, kind in HELLO.items())
-        and ("look" not in hello or is_look(hello["look"]))
-        and 0 <= hello["node_rank"] < hello["nnodes"] + hello["spares"]
+        0 <= hello["node_rank"] < hello["nnodes"] + hello["spares"]
         and is_host(hello["host"])
         and math.isfinite(hello["clock"])
         and isinstance(hello.get("master_addr", ""), str)
-        and ("echo" not in hello or is_place(hello["echo"]))
-        and all(isinstance(value, str) for value in hello["facts"].values())
-        and len(hello["facts"]) <= 100
+        and len(facts) <= 100
+        and all(isinstance(value, str) for value in facts.values())
     )
 
 
 def disagreements(hellos: Sequence[Mapping[str, Any]], *, seen: set[str]) -> list[Problem]:
-    """Everything in which nodes differ, each with the node; only errors stand in the way. What many
-    have alike is told once.
+    """Return everything in which nodes differ; only errors prevent a start.
+
+    A problem that many nodes have is one, with their names.
 
     Args:
         hellos: node 0's first.
-        seen: marks that were found the last time, as `framework.doctor.node.start.differences` has
-            it.
+        seen: marks that were found the last time, see `framework.doctor.node.start.differences`.
     """
     problems = [*_rank_problems(hellos), *_machine_problems(hellos)]
     for name, fix in _SAME.items():
         problems += _differences(hellos, name, [hello[name] for hello in hellos], fix)
     for hello in hellos[1:]:
-        # it looks for node 0 at itself, and has asked here only because of its hostfile
+        # it looks for node 0 at itself, and has called here only because of its hostfile
         if "master_addr" in hello:
             reason = f"node {name_of(hellos[0])} is not there"
             value = hello["master_addr"]
@@ -117,35 +126,33 @@ def disagreements(hellos: Sequence[Mapping[str, Any]], *, seen: set[str]) -> lis
             problems.append(
                 Problem("nodes-differ", reason, fix, key="master_addr", value=value, file=file)
             )
-    for fact in sorted({name for hello in hellos for name in hello["facts"]}):
-        fix = _SAME_CONFIG if fact == "config" else "install the same on every node"
-        problems += _differences(
-            hellos, fact, [hello["facts"].get(fact, "nothing") for hello in hellos], fix
-        )
+    names: set[str] = set()
+    for hello in hellos:
+        names.update(hello["facts"])
+    for name in sorted(names):
+        fix = _SAME_CONFIG if name == "config" else "install the same on every node"
+        values = [hello["facts"].get(name, "nothing") for hello in hellos]
+        problems += _differences(hellos, name, values, fix)
     looked = {name_of(hello): hello for hello in hellos if "look" in hello}
     if len(looked) > 1:
-        problems += differences({name: hello["look"] for name, hello in looked.items()}, seen=seen)
-        problems += compare_clocks(
-            {name: hello.get("ahead", 0.0) for name, hello in looked.items()}
-        ).problems
+        looks = {name: hello["look"] for name, hello in looked.items()}
+        offsets = {name: hello.get("ahead", 0.0) for name, hello in looked.items()}
+        problems += differences(looks, seen=seen)
+        problems += compare_clocks(offsets).problems
     return _together(problems)
 
 
 def hosts_text(names: Sequence[str]) -> str:
-    """The hosts of a hostfile for a HELLO: themselves, or as many as would not fit by number and
-    hash.
-    """
+    """Return the hosts of a hostfile for a HELLO; a number and a hash if the list is too long."""
     listed = ",".join(names)
     if len(listed) <= _LONGEST_LIST:
         return listed
-    return (
-        f"{len(names)} hosts "
-        f"({hashlib.sha256(listed.encode('utf-8', 'backslashreplace')).hexdigest()[:16]})"
-    )
+    digest = hashlib.sha256(listed.encode("utf-8", "backslashreplace")).hexdigest()[:16]
+    return f"{len(names)} hosts ({digest})"
 
 
 def name_of(hello: Mapping[str, Any]) -> str:
-    """``RANK (HOST)``."""
+    """Return ``RANK (HOST)``."""
     return f"{hello['node_rank']} ({hello['host']})"
 
 
@@ -153,20 +160,23 @@ def _rank_problems(hellos: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
     by_rank = Counter(hello["node_rank"] for hello in hellos)
     for rank, count in sorted(by_rank.items()):
         if count > 1:
-            who = first_few([str(hello["host"]) for hello in hellos if hello["node_rank"] == rank])
+            hosts = [str(hello["host"]) for hello in hellos if hello["node_rank"] == rank]
             absent = sorted(set(range(hellos[0]["nnodes"])) - set(by_rank))
-            reason = f"{count} nodes have the same rank" + (
-                f", and rank {absent[0]} is missing" if absent else ""
-            )
+            reason = f"{count} nodes have the same rank"
+            if absent:
+                reason += f", and rank {absent[0]} is missing"
             fix = "give every node a rank of its own"
-            yield Problem("node-rank-duplicate", reason, fix, key="node_rank", value=rank, file=who)
+            file = first_few(hosts)
+            yield Problem(
+                "node-rank-duplicate", reason, fix, key="node_rank", value=rank, file=file
+            )
 
 
 def _machine_problems(hellos: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
     first: dict[str, Mapping[str, Any]] = {}
     for hello in hellos:
         other = first.setdefault(hello["machine"], hello)
-        # Two of one rank are an agent that has come again, or are refused as such.
+        # Two agents of one rank are one that has come again, or are refused for that.
         if hello["machine"] and other["node_rank"] != hello["node_rank"]:
             reason = (
                 f"node {name_of(other)} is on the same machine, and both would take its devices"
@@ -192,38 +202,53 @@ def _node(hello: Mapping[str, Any]) -> str:
 def _differences(
     hellos: Sequence[Mapping[str, Any]], name: str, values: Sequence[Any], fix: str
 ) -> Iterator[Problem]:
-    named = zip(map(name_of, hellos), values, strict=True)
-    shown = _first_difference if name == "hosts" else lambda *pair: pair
-    return outliers(list(named), "nodes-differ", name, fix, shown=shown)
+    names = [name_of(hello) for hello in hellos]
+    pairs = list(zip(names, values, strict=True))
+    if name == "hosts":
+        return outliers(pairs, "nodes-differ", name, fix, shown=_first_difference)
+    return outliers(pairs, "nodes-differ", name, fix)
 
 
-def _first_difference(hosts: str, usual: str) -> tuple[str, ...]:
-    """Lists of hosts are long: the first place at which they differ, where both are there to be
-    compared.
+def _first_difference(hosts: str, usual: str) -> tuple[str, str]:
+    """Describe two lists of hosts by the first entries that differ.
+
+    Lists of which one is empty, or only counted, are described by their lengths.
     """
-    texts = (hosts, usual)
-    lists = [text.split(",") for text in texts]
-    if "" in texts or any(map(_COUNTED.fullmatch, texts)):
-        return tuple(
-            text if _COUNTED.fullmatch(text) else f"{text.count(',') + 1} hosts" if text else "none"
-            for text in texts
-        )
-    place = next(place for place, pair in enumerate(zip_longest(*lists)) if pair[0] != pair[1])
-    return tuple(f"{(names[place:] or ['nothing'])[0]} as number {place + 1}" for names in lists)
+    if not hosts or not usual or _COUNTED.fullmatch(hosts) or _COUNTED.fullmatch(usual):
+        return _length_text(hosts), _length_text(usual)
+    names = hosts.split(",")
+    usual_names = usual.split(",")
+    pairs = enumerate(zip_longest(names, usual_names))
+    place = next(place for place, pair in pairs if pair[0] != pair[1])
+    return _entry_text(names, place), _entry_text(usual_names, place)
+
+
+def _entry_text(names: Sequence[str], place: int) -> str:
+    name = names[place] if place < len(names) else "nothing"
+    return f"{name} as number {place + 1}"
+
+
+def _length_text(hosts: str) -> str:
+    if not hosts:
+        return "none"
+    if _COUNTED.fullmatch(hosts):
+        return hosts
+    return f"{hosts.count(',') + 1} hosts"
 
 
 def _together(problems: Sequence[Problem]) -> list[Problem]:
-    """One problem for all nodes that have the same one: with a thousand nodes nobody reads a
-    thousand lines.
-    """
+    """Return one problem for all nodes that have the same: a thousand lines are not readable."""
     groups: dict[Problem, list[str]] = {}
     for problem in problems:
-        is_of_node = problem.file.startswith("node ")
-        group = replace(problem, file="" if is_of_node else problem.file)
-        groups.setdefault(group, []).extend(
-            [problem.file.removeprefix("node ")] if is_of_node else []
-        )
-    return [
-        replace(problem, file=node_names(nodes)) if nodes else problem
-        for problem, nodes in groups.items()
-    ]
+        if problem.file.startswith("node "):
+            group = replace(problem, file="")
+            node = problem.file.removeprefix("node ")
+            groups.setdefault(group, []).append(node)
+        else:
+            groups.setdefault(problem, [])
+    together = []
+    for problem, nodes in groups.items():
+        if nodes:
+            problem = replace(problem, file=node_names(nodes))
+        together.append(problem)
+    return together
