@@ -1,8 +1,7 @@
-"""One node of a job: ``python -m framework launch node CONFIG [...]``, and what `launch` does on
-this machine alone.
+"""One node of a job: ``python -m framework launch node CONFIG [...]``, or `launch` on one machine.
 
-environment, flags -> Topology -> checked plan -> meet the other agents -> run_attempt -> exit code,
-one last line
+environment, flags -> HostTopology -> checked plan -> meet the other agents -> run_attempt -> exit
+code, one last line
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ if TYPE_CHECKING:
     from framework.launch.ranks import Ranks
     from framework.launch.rendezvous.session import Session, Start
 
-# All nodes are known to be there when ranks start, so a collective that takes as long is stuck
-# (minutes).
+# All nodes are known to be there when ranks start, so a collective that takes longer is stuck.
 _COLLECTIVE_MINUTES: Final = "10"
 _LARGEST_TOKEN_BYTES: Final = 4096  # fits into a pipe
 _LEAST_TOKEN_BYTES: Final = 16
@@ -68,15 +66,17 @@ _TOKEN_END: Final = "DSF_TOKEN_END"
 
 
 Look = Callable[[], AbstractContextManager[Mapping[str, Any]]]
+"""The preflight of this node; its facts hold inside the context."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Be one member of a job; returns its exit code. With a FrameworkError nothing has been
-    started.
+    """Be one member of a job, and return its exit code.
+
+    After a FrameworkError nothing has been started.
     """
     hide_token()
-    # From here on: process 1 of a container never gets a signal that it does not handle, and would
-    # train on.
+    # Signals are handled from the beginning: process 1 of a container gets no signal that it does
+    # not handle, and would train on.
     with StopRequests().handling_signals() as requests:
         try:
             return _main(argv, requests)
@@ -86,23 +86,23 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str], requests: StopRequests) -> int:
-    found = parse_node(argv)
-    if found.from_stdin:
+    options = parse_node(argv)
+    if options.from_stdin:
         os.environ.update(read_order(sys.stdin.buffer.fileno(), requests))
         requests.hold(sys.stdin.buffer.fileno())
-    devices = find_devices(os.environ).only(found.devices)
-    if found.hostfile:
-        hosts = read_hostfile(found.hostfile)
+    devices = find_devices(os.environ).only(options.devices)
+    if options.hostfile:
+        hosts = read_hostfile(options.hostfile)
     else:
         hosts = ()
-    topology = _topology(found, devices, hosts)
-    is_alone = topology.nnodes + found.spares == 1
-    job = check_node(found, found.overrides, topology, devices)
-    if (found.spares or found.min_nodes) and not job.config.supervision.max_restarts:
+    topology = _topology(options, devices, hosts)
+    is_alone = topology.nnodes + options.spares == 1
+    job = check_node(options, options.overrides, topology, devices)
+    if (options.spares or options.min_nodes) and not job.config.supervision.max_restarts:
         raise UsageError(
             "launch node: --spares and --min_nodes are for restarts: set supervision.max_restarts"
         )
-    if not found.from_stdin:  # who started it through ssh has told them, once for all hosts
+    if not options.from_stdin:  # `launch -H` has printed them, once for all hosts
         job.print_notes(is_supervised=True)
     unused = unused_gpus(devices, os.environ)
     if unused:
@@ -112,18 +112,18 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
     if not is_alone and not os.environ.get("DEEPSPEED_TIMEOUT"):
         added["DEEPSPEED_TIMEOUT"] = _COLLECTIVE_MINUTES
     command = node_command(
-        topology, job.arguments, script=script, devices=devices.chosen, hostfile=found.hostfile
+        topology, job.arguments, script=script, devices=devices.chosen, hostfile=options.hostfile
     )
-    if found.from_stdin and is_alone:
-        print_line(f"ranks meet at port {topology.master_port}")  # which this host has found
-    if found.dry_run or not found.from_stdin:
+    if options.from_stdin and is_alone:
+        print_line(f"ranks meet at port {topology.master_port}")  # this host has chosen it
+    if options.dry_run or not options.from_stdin:
         show_settings(topology, command.as_line(added))
     if not is_alone:
-        require_token(found)
-    if found.dry_run:
+        require_token(options)
+    if options.dry_run:
         return EXIT_OK
     require_deepspeed()
-    token = read_token(found.token_file)
+    token = read_token(options.token_file)
     if not (token or is_alone):
         print_line(
             "no token: whoever reaches this port can end the job or take a place in it [no-token]"
@@ -131,65 +131,75 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
     environment = {**os.environ, **added}
     from framework.launch.rendezvous.handshake import node_facts
 
-    # Who started it through ssh starts all again by himself.
-    is_supervised = job.config.supervision.max_restarts and not found.from_stdin
-    looks = not is_alone and not found.no_preflight
+    save_seconds = grace_seconds(options.grace_seconds)
+    facts: Mapping[str, str] = {}
+    look = None
+    if not is_alone:
+        facts = node_facts(job.config)
+        if not options.no_preflight:
+            look = _preflight(job, topology, devices, environment)
+    # `launch -H`, which started this node through ssh, restarts the whole job itself.
+    restarts = None
+    if job.config.supervision.max_restarts and not options.from_stdin:
+        restarts = Restarts(job.config)
     return run_node(
         topology,
         [str(script), *job.arguments],
         devices=devices,
         environment=environment,
         requests=requests,
-        grace_seconds=grace_seconds(found.grace_seconds),
-        facts={} if is_alone else node_facts(job.config),
-        look=_preflight(job, topology, devices, environment) if looks else None,
+        grace_seconds=save_seconds,
+        facts=facts,
+        look=look,
         names=[host.name for host in hosts],
-        port=found.control_port or topology.master_port + 1,
+        port=options.control_port or topology.master_port + 1,
         token=token,
-        deadline_seconds=WAIT_SECONDS if found.wait_seconds is None else found.wait_seconds,
-        spares=found.spares,
-        restarts=Restarts(job.config) if is_supervised else None,
-        fits=partial(fits, found, job.overrides, topology, devices),
+        deadline_seconds=WAIT_SECONDS if options.wait_seconds is None else options.wait_seconds,
+        spares=options.spares,
+        restarts=restarts,
+        fits=partial(fits, options, job.overrides, topology, devices),
     ).code
 
 
-def _topology(found: NodeOptions, devices: LocalDevices, hosts: Sequence[Host]) -> HostTopology:
+def _topology(options: NodeOptions, devices: LocalDevices, hosts: Sequence[Host]) -> HostTopology:
     flags = {
-        name: getattr(found, name) for name in ("nnodes", "node_rank", "master_addr", "master_port")
+        "nnodes": options.nnodes,
+        "node_rank": options.node_rank,
+        "master_addr": options.master_addr,
+        "master_port": options.master_port,
+        "slots": options.num_gpus,
     }
-    flags["slots"], spelled = (
-        found.num_gpus,
-        {"nnodes": found.nnodes_flag, "slots": found.num_gpus_flag},
-    )
+    spelled = {"nnodes": options.nnodes_flag, "slots": options.num_gpus_flag}
     topology = resolve_topology(
         flags, os.environ, hosts=hosts, default_slots=slots_here(devices), spelled=spelled
     )
-    # Where a port was given, a job that is still ending may hold it: rank 0 says so, with a code
-    # that platforms retry.
+    # A port that was given stays, even if a job that is still ending holds it: rank 0 then fails
+    # with an exit code that platforms retry.
     if topology.nnodes == 1 and topology.sources["master_port"] == "default":
         sources = {**topology.sources, "master_port": "a free one"}
         topology = replace(topology, master_port=free_port(), sources=sources)
-    return _without_spares(topology, spares=found.spares, min_nodes=found.min_nodes)
+    return _without_spares(topology, spares=options.spares, min_nodes=options.min_nodes)
 
 
 def fits(
-    asked: SharedOptions,
+    options: SharedOptions,
     words: Sequence[str],
     topology: HostTopology,
     devices: LocalDevices,
     count: int,
 ) -> bool:
-    """Check whether the job may go on with so many nodes, and can, with these settings."""
-    if count < (asked.min_nodes or topology.nnodes):
+    """Check whether the job may go on with `count` nodes, and can, with these settings."""
+    if count < (options.min_nodes or topology.nnodes):
         return False
-    with suppress(ConfigError):
-        check_node(asked, words, replace(topology, nnodes=count), devices)
-        return True
-    return False
+    try:
+        check_node(options, words, replace(topology, nnodes=count), devices)
+    except ConfigError:
+        return False
+    return True
 
 
 def _without_spares(topology: HostTopology, *, spares: int, min_nodes: int | None) -> HostTopology:
-    """The nodes that train, as this node sees them; a UsageError where none would be left."""
+    """Return the topology of the nodes that train; a UsageError if there would be none."""
     trained = topology.nnodes - spares
     if trained < 1:
         raise UsageError(
@@ -214,16 +224,19 @@ def _without_spares(topology: HostTopology, *, spares: int, min_nodes: int | Non
 
 
 def check_node(
-    asked: SharedOptions, words: Sequence[str], topology: HostTopology, devices: LocalDevices
+    options: SharedOptions, words: Sequence[str], topology: HostTopology, devices: LocalDevices
 ) -> LoadedRun:
-    """The job, after everything that one node can know beforehand has been checked: a ConfigError
-    has every problem.
+    """Load the job, and check everything that one node can know beforehand.
+
+    Raises:
+        ConfigError: every problem that was found.
     """
-    job = load_run(asked.config, words, deepspeed_config=asked.deepspeed_config)
-    # A node that alone refuses lets the others wait: what it lacks, its ranks tell all.
+    job = load_run(options.config, words, deepspeed_config=options.deepspeed_config)
+    # A node that fails here alone keeps the others waiting. So missing data is left to its ranks,
+    # which report it to all.
     cluster = Cluster(topology.nnodes, topology.slots, devices.kind)
     if devices.kind == "unknown" and job.config.auto:
-        return job  # each host chooses by its own devices, and compares
+        return job  # each host chooses by its own devices, and the agents compare the choices
     job = job.started(cluster)
     job.plan_with_data(cluster, data_elsewhere=topology.nnodes > 1)
     refuse_too_few(
@@ -246,22 +259,30 @@ def run_node(
     grace_seconds: float,
     facts: Mapping[str, str] | None = None,
     look: Look | None = None,
-    **terms: Any,
+    port: int = 0,
+    token: str = "",
+    deadline_seconds: float = WAIT_SECONDS,
+    names: Sequence[str] = (),
+    restarts: Restarts | None = None,
+    spares: int = 0,
+    fits: Callable[[int], bool] = lambda count: False,
 ) -> JobEnd:
-    """Meet the other nodes, run a script on every rank, and again as long as node 0 says so; say
-    how it ended.
+    """Meet the other nodes, run a script on every rank, and again as long as node 0 decides so.
 
     Args:
         command: the script, and its arguments.
-        requests: to stop, since this process began; its signals are heeded.
-        facts: what has to be the same on every node.
-        look: this node's look at itself, for the time that they need to meet.
-        terms: further attributes of its `Session`.
+        requests: to stop, since this process began; its signals are handled already.
+        facts: values that have to be the same on every node.
+        look: this node's preflight, until the nodes have met.
+        port, token, deadline_seconds, names, restarts, spares, fits: see `Session`.
+
+    Returns:
+        The end of the job on this node.
 
     Raises:
         ConfigError, PeerLostError, RunStopped: no rank was started.
     """
-    # with what stands on it, for starts alone: a check and a dry run need none of it
+    # Imported here, with all that they import: a check and a dry run need none of it.
     import asyncio
 
     from framework.launch.rendezvous.channel import PROTOCOL
@@ -269,44 +290,77 @@ def run_node(
     from framework.launch.rendezvous.session import Session
 
     hello = {
-        name: getattr(topology, name) for name in ("node_rank", "nnodes", "slots", "master_port")
-    } | {
+        "node_rank": topology.node_rank,
+        "nnodes": topology.nnodes,
+        "slots": topology.slots,
+        "master_port": topology.master_port,
         "protocol": PROTOCOL,
         "job": environment.get("DSF_JOB_ID", ""),
-        "spares": terms.get("spares", 0),
+        "spares": spares,
         "host": socket.gethostname(),
         "machine": "" if is_loopback_name(topology.master_addr) else machine_mark(),
-        "hosts": hosts_text(terms.get("names", ())),
+        "hosts": hosts_text(names),
         "clock": time.time(),
         "facts": dict(facts or {}),
     }
     session = Session(
-        topology, hello, requests, problems=partial(_port_problems, topology), **terms
+        topology,
+        hello,
+        requests,
+        port=port,
+        token=token,
+        deadline_seconds=deadline_seconds,
+        names=names,
+        problems=partial(_port_problems, topology),
+        restarts=restarts,
+        spares=spares,
+        fits=fits,
     )
 
-    def ranks(start: Start) -> Ranks:
+    def make_ranks(start: Start) -> Ranks:
         from framework.launch.ranks import Ranks  # psutil comes with the train extra only
-        from framework.launch.rendezvous.connectivity import interface_of
 
-        own = environment
-        place = start.topology
-        if place.nnodes > 1:
-            started = f"starting {place.slots} ranks of {place.world_size}"
-            print_line(f"all {place.nnodes} nodes are here and agree; {started}")
-            # gloo takes the address that the own name resolves to, often loopback; NCCL finds its
-            # interfaces better alone.
-            if not own.get("GLOO_SOCKET_IFNAME") and (name := interface_of(session.local_address)):
-                own = {**own, "GLOO_SOCKET_IFNAME": name}
-        # Nothing that another node sends is a setting: it says whether to go on, and the setting is
-        # ours.
-        words = [command[0], *in_place(command[1:], further_settings(resumes=start.resumes))]
-        return Ranks(words, place, own, device=devices.kind, devices=devices.chosen)
+        variables = environment
+        if start.topology.nnodes > 1:
+            started = f"starting {start.topology.slots} ranks of {start.topology.world_size}"
+            print_line(f"all {start.topology.nnodes} nodes are here and agree; {started}")
+            variables = _with_gloo_interface(environment, session.local_address)
+        # No setting comes from another node: that sends whether to resume, and the setting for it
+        # is made here.
+        settings = in_place(command[1:], further_settings(resumes=start.resumes))
+        return Ranks(
+            [command[0], *settings],
+            start.topology,
+            variables,
+            device=devices.kind,
+            devices=devices.chosen,
+        )
 
-    return asyncio.run(_run(session, ranks, look=look, grace_seconds=grace_seconds))
+    return asyncio.run(_run(session, make_ranks, look=look, grace_seconds=grace_seconds))
+
+
+def _with_gloo_interface(environment: Mapping[str, str], address: str) -> Mapping[str, str]:
+    """Name the interface of an address to gloo, unless the user has.
+
+    By itself gloo takes the address to which the host's own name resolves, which is often loopback.
+    NCCL finds its interfaces better without a name.
+    """
+    from framework.launch.rendezvous.connectivity import interface_of
+
+    if environment.get("GLOO_SOCKET_IFNAME"):
+        return environment
+    name = interface_of(address)
+    if not name:
+        return environment
+    return {**environment, "GLOO_SOCKET_IFNAME": name}
 
 
 async def _run(
-    session: Session, ranks: Callable[[Start], Ranks], *, look: Look | None, grace_seconds: float
+    session: Session,
+    make_ranks: Callable[[Start], Ranks],
+    *,
+    look: Look | None,
+    grace_seconds: float,
 ) -> JobEnd:
     import asyncio
 
@@ -325,15 +379,15 @@ async def _run(
                 except JobOver as over:
                     print_line(str(over))
                     return JobEnd(over.code, str(over))
-                await asyncio.to_thread(stack.close)  # the marks of this node's look at itself
-                started = ranks(start)
+                await asyncio.to_thread(stack.close)  # removes the mark of the preflight
+                ranks = make_ranks(start)
                 code, line, cause = await run_attempt(
-                    started, start.peers, session.requests, grace_seconds=grace_seconds
+                    ranks, start.peers, session.requests, grace_seconds=grace_seconds
                 )
                 print_line(line)
                 write_termination_log(line)
-                # nothing may start beside it; the others find this node lost
-                if started.not_killed:
+                # no rank may start beside one that runs; the others find this node lost
+                if ranks.not_killed:
                     return JobEnd(code, line)
                 decision = await job.decide_restart(JobEnd(cause, line))
                 if not decision.is_again:
@@ -344,16 +398,15 @@ async def _run(
 
 
 def _port_problems(topology: HostTopology) -> Sequence[Problem]:
-    """On node 0: the others would wait for ranks that cannot listen."""
-    if topology.node_rank == 0 and topology.nnodes > 1:
-        try:
-            usable_port(topology.master_port)
-        except ConfigError as error:
-            fix = "give all nodes another --master_port"
-            return [
-                replace(problem, file=f"node 0 ({socket.gethostname()})", fix=fix)
-                for problem in error.problems
-            ]
+    """Return why ranks cannot listen on node 0; the other nodes would wait for them."""
+    if topology.node_rank != 0 or topology.nnodes == 1:
+        return ()
+    try:
+        usable_port(topology.master_port)
+    except ConfigError as error:
+        fix = "give all nodes another --master_port"
+        file = f"node 0 ({socket.gethostname()})"
+        return [replace(problem, file=file, fix=fix) for problem in error.problems]
     return ()
 
 
@@ -373,18 +426,22 @@ def _preflight(
 
 
 def require_deepspeed() -> None:
-    """Refuse what cannot train: a ConfigError where DeepSpeed is not installed."""
+    """Raise a ConfigError if DeepSpeed is not installed."""
     if importlib.util.find_spec("deepspeed") is None:
         raise missing_package("deepspeed", what="training")
 
 
-def grace_seconds(given: float | None) -> float:
-    """The flag, DSF_GRACE_SECONDS, or the default; a UsageError where the variable is no number of
-    seconds.
+def grace_seconds(flag: float | None) -> float:
+    """Return the flag's value, that of DSF_GRACE_SECONDS, or the default.
+
+    Raises:
+        UsageError: the variable is not a number of seconds.
     """
     text = os.environ.get("DSF_GRACE_SECONDS", "")
-    if given is not None or not text:
-        return GRACE_SECONDS if given is None else given
+    if flag is not None:
+        return flag
+    if not text:
+        return GRACE_SECONDS
     try:
         return seconds(text)
     except ArgumentTypeError as error:
@@ -392,8 +449,10 @@ def grace_seconds(given: float | None) -> float:
 
 
 def hide_token() -> None:
-    """Begin again without DSF_TOKEN, if that is set: ranks, and `ps`, see what a process was
-    started with. The token goes to the new program, which is this one, through a pipe.
+    """Begin again without DSF_TOKEN, if that is set.
+
+    Ranks, and `ps`, see the environment with which a process was started. The token goes through a
+    pipe to the new program, which is this one again.
     """
     token = os.environ.pop("DSF_TOKEN", "")
     if token:
@@ -409,9 +468,7 @@ def hide_token() -> None:
 
 
 def require_token(options: NodeOptions) -> None:
-    """Refuse a job of several nodes that shares no secret, unless that is asked for; a
-    ConfigError.
-    """
+    """Raise a ConfigError for a job of several nodes without a secret, except with --no_token."""
     has_token = bool(
         options.token_file or os.environ.get("DSF_TOKEN") or os.environ.get(_TOKEN_END)
     )
@@ -430,8 +487,12 @@ def require_token(options: NodeOptions) -> None:
 
 
 def read_token(path: str | None) -> str:
-    """The shared secret: of the file, of what `hide_token` has put aside, or of an ssh launcher; a
-    ConfigError where it cannot be read or could be guessed.
+    """Return the shared secret; empty if there is none.
+
+    It is in the file at `path`, in the pipe of `hide_token`, or comes from `launch -H`.
+
+    Raises:
+        ConfigError: it cannot be read, or could be guessed.
     """
     token = os.environ.pop("DSF_TOKEN", "")
     number = os.environ.pop(_TOKEN_END, "")

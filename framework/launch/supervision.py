@@ -1,15 +1,17 @@
-"""Starts after a failure (`supervision.max_restarts`): a job that lost a rank, a host or its
-storage goes on by itself from its newest sound checkpoint, and one that cannot get on is given up.
+"""Starts after a failure (`supervision.max_restarts`).
+
+A job that lost a rank, a host or its storage goes on by itself from its newest sound checkpoint. A
+job that makes no progress is given up.
 
 Each start is a job of its own, with new processes, ports and connections. Whether there is another
-one depends on what failed and on whether anything was saved since (nvidia-resiliency-ext's restart
+one depends on the failure, and on whether anything was saved since (nvidia-resiliency-ext's restart
 policy, without its attribution):
 
-asked to stop, configuration refused   no: its code
-a new checkpoint since the last start  yes, at once
-the checkpoints are gone               no: 74, it would train again what was trained
-the same error at the same step again  no: 77, it would come a third time
-three starts without a new checkpoint  no: 77
+request to stop, refused configuration  no: its code
+a new checkpoint since the last start   yes, at once
+the checkpoints are gone                no: 74, it would train from the beginning again
+the same error at the same step again   no: 77, it would come a third time
+three starts without a new checkpoint   no: 77
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from framework.system.files import open_own
 
 _LOST: Final = "[run-folder-lost]"
 _LOOK_SECONDS: Final = 5.0
-# ends the line of a job that failed after it was asked to stop, wherever that was
+# ends the line of a job that failed after a request to stop, to any of its agents and ranks
 _ASKED: Final = "[stop-asked]"
 _FINAL: Final = (EXIT_OK, EXIT_STOPPED, EXIT_CONFIG, EXIT_USAGE, EXIT_NO_PROGRESS)
 _OWN_ERRORS: Final = (EXIT_TRAINING, EXIT_STORAGE)
@@ -58,22 +60,23 @@ _VARIABLE: Final = re.compile(r"0x[0-9a-f]+|(?<!step )(?<![\d,.:])\d[\d,.:]*|; .
 
 @dataclass(frozen=True)
 class JobEnd:
-    """End of one start: the exit code of the job, and the line that said what happened."""
+    """End of one start: the exit code of the job, and the line that describes it."""
 
     code: int
     line: str = ""
 
     @property
     def fingerprint(self) -> str:
-        """The line without what differs between two ends of one cause: times, addresses, counts;
-        not the step.
+        """The line without its times, addresses and counts, but with the step.
+
+        Two ends of one cause have the same fingerprint.
         """
         return _VARIABLE.sub("#", self.line)[:_LONGEST_LAST]
 
 
 @dataclass(frozen=True)
 class Again:
-    """Another start, after so many seconds; `why`: in words."""
+    """Another start, after `seconds`, with the reason `why` for the log."""
 
     seconds: float
     why: str
@@ -88,7 +91,7 @@ class Restarts:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        """Look at the folder of the run, where this machine sees it; the first start begins now."""
+        """Read the state of the run folder, if this machine has it; the first start begins now."""
         self._most = config.supervision.max_restarts
         self._wait_seconds = config.supervision.wait_seconds
         self._folder = _Folder(config.run.folder, goes_on=config.checkpoint.resume == "auto")
@@ -114,18 +117,20 @@ class Restarts:
         return further_settings(resumes=self.resumes)
 
     def restore(self, state: object) -> None:
-        """Take the state that a node kept while node 0 was replaced; the furthest of all counts."""
-        if isinstance(state, dict) and state and is_state(state) and self._number < state["number"]:
-            self._number, self._idle, self._last = (
-                state[name] for name in ("number", "idle", "last")
-            )
+        """Take the state that a node kept while node 0 was replaced, if it is ahead of this one."""
+        if not isinstance(state, dict) or not state or not is_state(state):
+            return
+        if state["number"] > self._number:
+            self._number = state["number"]
+            self._idle = state["idle"]
+            self._last = state["last"]
             self.resumes = state["resumes"]
 
     def begin(self) -> None:
-        """Note what is saved when a start begins, and look at what it saves."""
+        """Note what is saved when a start begins, and begin to watch what it saves."""
         self._step = self._folder.newest_step()
         self._begun = time.time()
-        self._folder.look()
+        self._folder.watch()
 
     @property
     def number(self) -> int:
@@ -134,38 +139,45 @@ class Restarts:
 
     @property
     def used_up(self) -> str:
-        """Say why there is no other start, where node 0 was lost; empty where there is one."""
+        """Why there is no other start after the loss of node 0; empty if there is one."""
         gone = self._folder.gone
         if gone:
             return gone
         if self._idle >= _MOST_IDLE or self._number > self._most:
-            return (
-                "node 0 was lost: "
-                f"{_given_up(is_again=False, idle=self._idle, left=0, most=self._most)}"
-            )
+            reason = _reason_to_give_up(is_again=False, idle=self._idle, left=0, most=self._most)
+            return f"node 0 was lost: {reason}"
         return ""
 
     def count_lost(self) -> None:
-        """Count a start whose node 0 was lost, on another node: the node 0 to come is told."""
+        """Count a start that lost its node 0, on another node, which sends it to the next one."""
         self._note_saved()
         self._number += 1
 
     def _note_saved(self) -> int:
-        """Count a start that saved nothing, and note whether the next one has a checkpoint; returns
-        the newest step.
-        """
+        """Count a start that saved nothing, note whether there is a checkpoint; returns its step."""
         newest = self._folder.newest_step()
-        self._idle = 0 if newest > self._step else self._idle + 1
-        # What was named for the first start holds until this run has saved something of its own.
+        if newest > self._step:
+            self._idle = 0
+        else:
+            self._idle += 1
+        # The checkpoint named for the first start holds until this run has saved one of its own.
         self.resumes = self.resumes or newest >= 0
         return newest
 
     def after(self, end: JobEnd, *, is_asked: bool = False) -> Again | None:
-        """Decide, and log it; `is_asked`: somebody asked for the end."""
+        """Decide about another start, and log the decision.
+
+        Args:
+            end: of the last start.
+            is_asked: whether it ended because of a request to stop.
+
+        Returns:
+            None if there is no other start: `code` is then the exit code of the job.
+        """
         self.code = end.code
         if end.code in _FINAL or is_asked or end.line.endswith(_ASKED) or not self._most:
             return None
-        self._folder.look_no_more()
+        self._folder.stop_watching()
         newest = self._note_saved()
         if _LOST in end.line:
             self._folder.note_lost()
@@ -177,17 +189,20 @@ class Restarts:
             return None
         is_again = self._idle > 1 and end.code in _OWN_ERRORS and end.fingerprint == self._last
         self._last = end.fingerprint
-        why = _given_up(
+        reason = _reason_to_give_up(
             is_again=is_again, idle=self._idle, left=self._most - self._number, most=self._most
         )
-        if why:
-            print_line(f"{why}; the job ends [no-restart]")
-            write_termination_log(f"{end.line}; {why}")
+        if reason:
+            print_line(f"{reason}; the job ends [no-restart]")
+            write_termination_log(f"{end.line}; {reason}")
             self.code = end.code if self._number == self._most else EXIT_NO_PROGRESS
             return None
-        longest = _LONGEST_WAIT_SECONDS
+        return self._next_start(end, newest)
+
+    def _next_start(self, end: JobEnd, newest: int) -> Again:
+        """Count another start, log it, and write it among the events of the run."""
         if self._idle:
-            seconds = min(self._wait_seconds * 2 ** (self._idle - 1), longest)
+            seconds = min(self._wait_seconds * 2 ** (self._idle - 1), _LONGEST_WAIT_SECONDS)
         else:
             seconds = 0.0
         if newest >= 0:
@@ -209,8 +224,12 @@ class Restarts:
 def supervised(
     config: RunConfig, requests: StopRequests, start: Callable[[tuple[str, ...]], JobEnd]
 ) -> int:
-    """Start a job, and again as long as it makes sense, with further settings of the run; returns
-    its exit code.
+    """Start a job, and again as `Restarts` decides; returns its exit code.
+
+    Args:
+        config: of the run.
+        requests: to stop.
+        start: runs the job once, with further settings of the run.
     """
     restarts = Restarts(config)
     while True:
@@ -222,40 +241,35 @@ def supervised(
 
 
 def further_settings(*, resumes: bool) -> tuple[str, ...]:
-    """Return the settings that a later start of a job adds: these alone, whatever another node
-    sends.
-    """
+    """Return the settings that a later start of a job adds; another node can cause no others."""
     return (_RESUME,) if resumes else ()
 
 
 def is_state(state: Mapping[str, Any]) -> bool:
-    """Check whether this is what `Restarts.state` returns, or the empty one of a job without
-    restarts.
-    """
+    """Check whether `Restarts.state` can have returned this; it is empty without restarts."""
     if not state:
         return True
-    if state.keys() != _STATE.keys() or any(
-        type(state[name]) is not kind for name, kind in _STATE.items()
-    ):
+    if state.keys() != _STATE.keys():
+        return False
+    if any(type(state[name]) is not kind for name, kind in _STATE.items()):
         return False
     is_counted = all(0 <= state[name] <= _MOST_COUNTED for name in ("number", "idle"))
     return is_counted and len(state["last"]) <= _LONGEST_LAST
 
 
 def is_final(code: int) -> bool:
-    """Check whether no other start follows this exit code, whatever is allowed."""
+    """Check whether no other start ever follows this exit code."""
     return code in _FINAL
 
 
-def in_place(given: Sequence[str], words: Sequence[str]) -> tuple[str, ...]:
-    """The words of a command line with further settings, in the place of what it says of the same
-    keys.
-    """
-    keys = {word.partition("=")[0] for word in words}
-    return (*(one for one in given if one.partition("=")[0] not in keys), *words)
+def in_place(arguments: Sequence[str], settings: Sequence[str]) -> tuple[str, ...]:
+    """Return a command line with further settings, which replace those with the same keys."""
+    keys = {setting.partition("=")[0] for setting in settings}
+    others = [word for word in arguments if word.partition("=")[0] not in keys]
+    return (*others, *settings)
 
 
-def _given_up(*, is_again: bool, idle: int, left: int, most: int) -> str:
+def _reason_to_give_up(*, is_again: bool, idle: int, left: int, most: int) -> str:
     if is_again:
         return "the same error at the same step again"
     if idle >= _MOST_IDLE:
@@ -266,12 +280,10 @@ def _given_up(*, is_again: bool, idle: int, left: int, most: int) -> str:
 
 
 class _Folder:
-    """Run folder, as the supervisor sees it: what was saved since it began to look."""
+    """Run folder, as the supervisor sees it: what was saved since this was made."""
 
     def __init__(self, path: Path, *, goes_on: bool) -> None:
-        """Look at the folder; `goes_on`: the job continues with a checkpoint that is there
-        already.
-        """
+        """Read the folder; `goes_on`: the job resumes from a checkpoint that is there already."""
         self._path = path
         self._before = self._saved() or {}
         if goes_on:
@@ -279,33 +291,34 @@ class _Folder:
         else:
             self._seen = -1
         self._is_lost = False
-        self._looks = threading.Event()
-        self._events_before = (0, 0)  # number and size of the file
+        self._watch_is_over = threading.Event()
+        self._events_before = (0, 0)  # inode and size of the file
         with suppress(OSError):
-            found = (path / "events.jsonl").stat()
-            self._events_before = (found.st_ino, found.st_size)
+            status = (path / "events.jsonl").stat()
+            self._events_before = (status.st_ino, status.st_size)
 
     def newest_step(self) -> int:
-        """The step of the newest checkpoint that was not there before; -1 where there is none."""
+        """Return the step of the newest checkpoint that was not there before, or -1."""
         saved = self._saved() or {}
         new = [step for step, when in saved.items() if self._before.get(step) != when]
         newest = max(new, default=-1)
         self._seen = max(self._seen, newest)
         return newest
 
-    def look(self) -> None:
-        """Look every few seconds from now on: a folder that is moved away takes with it that
-        something was saved.
+    def watch(self) -> None:
+        """Read the folder every few seconds from now on.
+
+        A folder that is moved away later no longer shows that something was saved.
         """
-        self._looks.set()
-        self._looks = threading.Event()
-        threading.Thread(target=self._keep_looking, args=(self._looks,), daemon=True).start()
+        self._watch_is_over.set()
+        self._watch_is_over = threading.Event()
+        threading.Thread(target=self._watch, args=(self._watch_is_over,), daemon=True).start()
 
-    def look_no_more(self) -> None:
-        """End what `look` began."""
-        self._looks.set()
+    def stop_watching(self) -> None:
+        """End what `watch` began."""
+        self._watch_is_over.set()
 
-    def _keep_looking(self, is_over: threading.Event) -> None:
+    def _watch(self, is_over: threading.Event) -> None:
         while not is_over.wait(_LOOK_SECONDS):
             self.newest_step()
 
@@ -315,9 +328,7 @@ class _Folder:
 
     @property
     def gone(self) -> str:
-        """Describe that what was saved is no longer there; empty where it is, or where nothing was
-        saved.
-        """
+        """Description of checkpoints that are no longer there; empty if there is nothing lost."""
         saved = self._saved()
         if saved or saved is None:
             return ""
@@ -329,42 +340,40 @@ class _Folder:
         return ""
 
     def _has_saved(self) -> bool:
-        """Check whether the events of this job tell of a checkpoint."""
+        """Check whether the events of this job contain the save of a checkpoint."""
         with suppress(OSError), open_own(self._path / "events.jsonl", "rb") as file:
-            number, size = self._events_before
-            if os.fstat(file.fileno()).st_ino == number:
+            inode, size = self._events_before
+            if os.fstat(file.fileno()).st_ino == inode:
                 file.seek(size)
             return any(b'"kind": "save"' in line for line in file)
         return False
 
     def note(self, number: int, end: JobEnd, *, begun: float) -> None:
-        """Write the restart among the events of the run, which nobody else writes now."""
-        event: dict[str, Any] = {
+        """Write the restart among the events of the run; no other process writes them now."""
+        event = {
             "time_seconds": round(time.time(), 3),
             "step": max(self.newest_step(), 0),
             "kind": "restart",
-        }
-        event |= {
             "number": number,
             "code": end.code,
             "cause": end.line,
             "seconds": round(time.time() - begun, 3),
         }
+        line = json.dumps(event).encode() + b"\n"
         with suppress(OSError), (self._path / "events.jsonl").open("r+b") as file:
             size = file.seek(0, 2)
             file.seek(max(size - 1, 0))
-            broken = file.read(1) not in (b"\n", b"")
-            file.write(b"\n" * broken + json.dumps(event).encode() + b"\n")
+            if file.read(1) not in (b"\n", b""):  # the last line was not written to its end
+                line = b"\n" + line
+            file.write(line)
 
     def _saved(self) -> dict[int, int] | None:
-        """Step -> when its manifest was written, in nanoseconds; None where storage does not
-        answer.
-        """
-        found = {}
+        """Return the time of each step's manifest in nanoseconds, or None if storage fails."""
+        times = {}
         try:
             for step, path in named_folders(self._path / CHECKPOINTS):
                 with suppress(FileNotFoundError):
-                    found[step] = (path / MANIFEST).stat().st_mtime_ns
+                    times[step] = (path / MANIFEST).stat().st_mtime_ns
         except OSError:
             return None
-        return found
+        return times
