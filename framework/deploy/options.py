@@ -1,5 +1,5 @@
-"""Options of ``launch k8s`` and ``launch slurm``: fields of a request, and what they may hold.
-Whatever could break a manifest or a script, or be read by others, is refused here.
+"""Options of ``launch k8s`` and ``launch slurm``: fields of a request, and the values they take.
+A value that could break a manifest or a script, or that others could read, is refused here.
 """
 
 from __future__ import annotations
@@ -24,44 +24,46 @@ _Request = TypeVar("_Request", bound="JobRequest")
 
 
 def parse(
-    request: type[_Request], words: Sequence[str], *, command: str, description: str
+    request_type: type[_Request], words: Sequence[str], *, command: str, description: str
 ) -> _Request:
-    """The request that a command line makes; a UsageError where an option is unknown, or has a
-    wrong value.
+    """Return the request that a command line makes.
+
+    Raises UsageError for an unknown option or a wrong value.
     """
     parser = CommandParser(
         prog=f"python -m framework {command}", description=description, allow_abbrev=False
     )
     about = "the run config, and settings that win over it"
     parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help=about)
-    add_options(parser, request)
-    return request(**vars(parser.parse_intermixed_args(list(words))))
+    add_options(parser, request_type)
+    return request_type(**vars(parser.parse_intermixed_args(list(words))))
 
 
 def last_setting(words: Sequence[str], key: str) -> str | None:
-    """The value that counts of a setting ``key=value``; None where it is not given."""
-    return next(
-        (word.partition("=")[2] for word in reversed(words) if word.startswith(f"{key}=")), None
-    )
+    """Return the value of the last setting ``key=value``, or None if `words` have none."""
+    for word in reversed(words):
+        if word.startswith(f"{key}="):
+            return word.partition("=")[2]
+    return None
 
 
 def resume_setting(words: Sequence[str], config: RunConfig) -> list[str]:
-    """The setting with which a job that starts again goes on, where nobody has decided that."""
-    is_free = (
-        config.checkpoint.resume == "never" and last_setting(words, "checkpoint.resume") is None
-    )
-    return ["checkpoint.resume=auto"] if is_free else []
+    """Return the setting that lets a restarted job resume, unless config or `words` decide it."""
+    is_default = config.checkpoint.resume == "never"
+    if is_default and last_setting(words, "checkpoint.resume") is None:
+        return ["checkpoint.resume=auto"]
+    return []
 
 
 def refuse(command: str, mistakes: Iterable[tuple[object, str]]) -> None:
-    """Raise a UsageError of the first sentence whose condition holds."""
+    """Raise UsageError with the sentence of the first condition that holds."""
     for is_wrong, sentence in mistakes:
         if is_wrong:
             raise UsageError(f"{command}: {sentence}")
 
 
 def secrets_in(value: Any, key: str = "") -> Iterator[str]:
-    """The keys of a run config whose values look like secrets."""
+    """Yield the dotted keys of a run config with values that look like secrets."""
     if masked(key, value) != value:
         yield key
     elif isinstance(value, Mapping):
@@ -69,7 +71,7 @@ def secrets_in(value: Any, key: str = "") -> Iterator[str]:
             yield from secrets_in(item, f"{key}.{name}".removeprefix("."))
 
 
-# Image names that mean the same image tomorrow as today.
+# The name of an image, with its tag and its digest.
 _IMAGE: Final = re.compile(
     r"(?P<name>[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?::[0-9]+)?(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*)"
     r"(?::(?P<tag>[A-Za-z0-9_][A-Za-z0-9._-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
@@ -77,13 +79,13 @@ _IMAGE: Final = re.compile(
 
 
 def what_is_wrong_with_image(image: object) -> str:
-    """A reason to refuse the name of an image, if any: with a tag that moves, two pods may run
-    different code.
+    """Return the reason to refuse the name of an image; empty for a good one.
+
+    With a tag that moves, two pods may run different code.
     """
+    match = None
     if isinstance(image, str):
         match = _IMAGE.fullmatch(image)
-    else:
-        match = None
     if match is None:
         return "it is not the name of an image"
     if match["digest"]:
@@ -95,7 +97,7 @@ def what_is_wrong_with_image(image: object) -> str:
     return ""
 
 
-# Variables that say who a process is. Only the launcher knows it.
+# Variables that identify a process in the job. Only the launcher knows their values.
 OF_THE_LAUNCHER: Final = frozenset(
     re.findall(
         r"\w+",
@@ -103,13 +105,13 @@ OF_THE_LAUNCHER: Final = frozenset(
         "MASTER_ADDR MASTER_PORT JOB_COMPLETION_INDEX",
     )
 )
-_SECRET: Final = re.compile(
-    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|(API|ACCESS|PRIVATE|SECRET|AUTH)_?KEY)(_|$)"
-)
+_SECRET_KEY: Final = r"(API|ACCESS|PRIVATE|SECRET|AUTH)_?KEY"
+_SECRET_NOUN: Final = r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?"
+_SECRET: Final = re.compile(rf"(^|_)({_SECRET_NOUN}|{_SECRET_KEY})(_|$)")
 
 
 def looks_like_a_secret(name: str) -> bool:
-    """Check whether the value of a variable of this name is not for all who may read the job."""
+    """Return whether the name of a variable looks like that of a secret, such as ``API_TOKEN``."""
     return _SECRET.search(name.upper()) is not None
 
 
@@ -129,18 +131,17 @@ _FACTORS: Final[Mapping[str | None, Fraction]] = {
 
 
 def parse_quantity(text: object) -> Fraction | None:
-    """The bytes or cores that a quantity of Kubernetes (``64Gi``, ``500m``) stands for; None: it is
-    not one.
+    """Return the bytes or cores of a Kubernetes quantity (``64Gi``, ``500m``), or None for any
+    other value.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         return Fraction(text)
-    if isinstance(text, str):
-        match = _QUANTITY.fullmatch(text)
-    else:
-        match = None
-    if match:
-        return Fraction(match[1]) * _FACTORS[match[2]]
-    return None
+    if not isinstance(text, str):
+        return None
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        return None
+    return Fraction(match[1]) * _FACTORS[match[2]]
 
 
 LONGEST_LABEL: Final = 63
@@ -156,29 +157,33 @@ CONFIG_KEY: Final = re.compile(r"(?!\.$|\.\.)[-._a-zA-Z0-9]{1,253}")
 
 
 def as_config_key(path: str) -> str:
-    """A file's name where it fits `CONFIG_KEY`, else as close to it as may be; its end, the kind of
-    file, stays.
+    """Return a key that fits `CONFIG_KEY`, as close to the file's name as possible.
+
+    A long name loses its beginning, so that the file's ending stays.
     """
-    return re.sub(r"[^-._a-zA-Z0-9]", "-", PurePosixPath(path).name)[-_LONGEST_NAME:].lstrip(".")
+    plain = re.sub(r"[^-._a-zA-Z0-9]", "-", PurePosixPath(path).name)
+    return plain[-_LONGEST_NAME:].lstrip(".")
 
 
 def as_service_name(text: str) -> str:
-    """A name that fits `SERVICE_NAME`, as close to this text as may be."""
-    plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-    return (plain if plain[:1].isalpha() else f"run-{plain}".strip("-"))[:40].strip("-")
+    """Return a name that fits `SERVICE_NAME`, as close to this text as possible."""
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    if not name[:1].isalpha():
+        name = f"run-{name}".strip("-")
+    return name[:40].strip("-")
 
 
-# From here on: what reads the value of an option.
+# From here on: functions that read the value of an option.
 
 
 def matching(pattern: str | re.Pattern[str], what: str) -> Callable[[str], str]:
-    """A reader of text that fits a pattern; `what` completes "... is not"."""
-    return like(
-        pattern if isinstance(pattern, str) else pattern.pattern, str, f"{{!r}} is not {what}"
-    )
+    """Return a reader of text that fits a pattern; `what` completes "... is not"."""
+    if isinstance(pattern, re.Pattern):
+        pattern = pattern.pattern
+    return like(pattern, str, f"{{!r}} is not {what}")
 
 
-def _refuse(text: str, what: str) -> argparse.ArgumentTypeError:
+def _mismatch(text: str, what: str) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(f"{text!r} is not {what}")
 
 
@@ -198,19 +203,19 @@ toleration: Final = matching(
 
 whole: Final = number(0, 10**9, "{!r} is not a whole number")
 count: Final = number(1, 10**9, "{!r} is not a number above 0")
-# One that needs no rights, with another one above it.
+# A port that needs no privileges, with another one above it.
 port: Final = number(1024, 65_535, "{!r} is not a port from 1024 to 65534")
 
 
 def quantity(text: str) -> str:
-    """A quantity above 0, as it was written."""
+    """Return a quantity above 0 as it is written."""
     if not parse_quantity(text):
-        raise _refuse(text, "a quantity such as 64Gi or 8")
+        raise _mismatch(text, "a quantity such as 64Gi or 8")
     return text
 
 
 def image(text: str) -> str:
-    """The name of an image that does not move."""
+    """Return the name of an image. Refuses one with a tag that moves."""
     reason = what_is_wrong_with_image(text)
     if reason:
         raise argparse.ArgumentTypeError(
@@ -223,23 +228,23 @@ mount_path: Final = matching(r"(/(?!\.{1,2}(/|$))[^/:]+)+", "an absolute path su
 
 
 def mount(text: str) -> tuple[str, str, bool]:
-    """A claim, a path in a container, and whether it is only read."""
+    """Return a claim, a path in a container, and whether it is only read."""
     claim, _, rest = text.partition(":")
-    path, _, way = rest.partition(":")
-    if way not in ("", "ro", "rw"):
-        raise _refuse(text, "CLAIM:/PATH or CLAIM:/PATH:ro")
-    return object_name(claim), mount_path(path), way == "ro"
+    path, _, mode = rest.partition(":")
+    if mode not in ("", "ro", "rw"):
+        raise _mismatch(text, "CLAIM:/PATH or CLAIM:/PATH:ro")
+    return object_name(claim), mount_path(path), mode == "ro"
 
 
 def rdma(text: str) -> tuple[str, int]:
-    """A resource and how many of it."""
+    """Return the name of a resource and its number."""
     name, _, number = text.partition("=")
     if "/" not in name or not _QUALIFIED.fullmatch(name):
-        raise _refuse(text, "a resource such as rdma/hca_shared_devices_a")
+        raise _mismatch(text, "a resource such as rdma/hca_shared_devices_a")
     return name, count(number or "1")
 
 
-# Labels and annotations that decide what our own objects mean to each other.
+# Beginnings of labels and annotations by which our own objects refer to each other.
 _OURS: Final = (
     "app.kubernetes.io/name",
     "app.kubernetes.io/instance",
@@ -254,14 +259,12 @@ _OURS: Final = (
 def _pair(
     pattern: str, what: str, *, may_be_ours: bool = False
 ) -> Callable[[str], tuple[str, str]]:
-    """A reader of a name and its value, which fit a pattern together; `what` completes "... is
-    not".
-    """
+    """Return a reader of ``NAME=VALUE`` that fits a pattern; `what` completes "... is not"."""
 
     def read(text: str) -> tuple[str, str]:
         name, _, value = text.partition("=")
         if not re.fullmatch(pattern, text) or not value.isprintable():
-            raise _refuse(text, what)
+            raise _mismatch(text, what)
         if name.startswith(_OURS) and not may_be_ours:
             raise argparse.ArgumentTypeError(f"{name}: the launcher sets it")
         return name, value
@@ -277,7 +280,7 @@ _variable: Final = _pair(r"[A-Za-z_][A-Za-z0-9_]*=.*", "NAME=VALUE on one line")
 
 
 def variable(text: str) -> tuple[str, str]:
-    """A variable and its value, neither secret nor the launcher's own."""
+    """Return a variable and its value. Refuses secrets and the launcher's own variables."""
     name, value = _variable(text)
     if looks_like_a_secret(name):
         raise argparse.ArgumentTypeError(f"{name}: {SECRET_IS_SHOWN}")
@@ -288,8 +291,11 @@ def variable(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class JobRequest:
-    """Options of both commands; `max_restarts` and `config_text`, where it is sent along, come from
-    the run config.
+    """Options of both commands.
+
+    Attributes:
+        max_restarts: ``supervision.max_restarts`` of the run config.
+        config_text: the run config as text, if it is sent along; otherwise empty.
     """
 
     words: Sequence[str]
@@ -318,7 +324,7 @@ class JobRequest:
 
     @property
     def on_cpu(self) -> bool:
-        """Check whether there are no GPUs."""
+        """True if the nodes have no GPUs."""
         return self.gpus == 0
 
     @property
@@ -328,7 +334,7 @@ class JobRequest:
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster that the nodes make."""
+        """Cluster that the nodes form."""
         return Cluster(
             num_hosts=self.nodes,
             devices_per_host=self.ranks,
@@ -336,10 +342,8 @@ class JobRequest:
         )
 
     def refuse_mistakes(self, command: str, more: Sequence[tuple[object, str]]) -> None:
-        """Raise a UsageError for `more` mistakes, or those that options of both commands can
-        make.
-        """
-        own = (
+        """Raise UsageError for the first mistake in options of both commands, or in `more`."""
+        mistakes: list[tuple[object, str]] = [
             (not self.words, "name a run config, for example ds_configs/quickstart.yaml"),
             (
                 self.gpus is None and not self.on_cpu,
@@ -349,18 +353,19 @@ class JobRequest:
                 self.ranks_per_node and self.gpus and self.ranks_per_node != self.gpus,
                 "with GPUs there is one rank to each; leave --ranks_per_node out",
             ),
-        )
-        refuse(command, (*own, *more))
+        ]
+        mistakes += more
+        refuse(command, mistakes)
 
     def refuse_secrets(self, command: str) -> None:
-        """Raise a UsageError where a setting, or the config that is sent along, holds what looks
-        like a secret.
-        """
-        values = [
-            (parse_scalar(value), key)
-            for key, _, value in (word.partition("=") for word in self.overrides)
-        ]
+        """Raise UsageError if a setting, or the config that is sent along, looks like a secret."""
+        secret_keys: list[str] = []
+        for setting in self.overrides:
+            key, _, value = setting.partition("=")
+            secret_keys += secrets_in(parse_scalar(value), key)
         if self.config_text:
-            values.append((parse_document(self.config_text, name=self.config).value, ""))
-        found = [key for value, key in values for key in secrets_in(value, key)]
-        refuse(command, [(True, f"{key}: {SECRET_IS_SHOWN} [secret-in-the-job]") for key in found])
+            document = parse_document(self.config_text, name=self.config)
+            secret_keys += secrets_in(document.value)
+        if secret_keys:
+            key = secret_keys[0]
+            raise UsageError(f"{command}: {key}: {SECRET_IS_SHOWN} [secret-in-the-job]")

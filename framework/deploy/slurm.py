@@ -1,7 +1,7 @@
-"""``launch slurm``: prints the batch script of a run, which has the reasons of what is in it.
+"""``launch slurm``: prints the batch script of a run; comments in the script give its reasons.
 
-One task on each node is our agent. Slurm starts it: accounting, cgroups and `scancel` hold for
-every process.
+Our agent runs as one task on each node. Slurm starts it, so that accounting, cgroups and `scancel`
+cover every process.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from framework import errors
-from framework.deploy.options import JobRequest, count, matching, parse, refuse, resume_setting
+from framework.deploy.options import JobRequest, count, matching, parse, resume_setting
+from framework.errors import UsageError
 from framework.launch.job import hand_out, refuse_one_start
 from framework.launch.options import WAIT_SECONDS
 from framework.load_run import load_run
 from framework.system.arguments import option
 
-# Between the end of what our agents give the ranks and the end of the job.
-_MARK: Final = b"framework launch slurm"  # in the head of a script of ours
-_LAST_WORD_SECONDS: Final = 30
-# GPUs of one node that is taken to be the job's own.
+_MARK: Final = b"framework launch slurm"  # in the head of every script that we print
+# From the end of the time that agents give their ranks to the end of the job.
+_REPORT_SECONDS: Final = 30
+# With this number of GPUs a job is taken to have the whole node.
 _WHOLE_NODE_GPUS: Final = 8
 
-# The script; ``@name@`` stands for what `script` fills in, and a line after ``@name?`` is in it
-# where that holds.
+# The script. `script` puts a value in the place of ``@name@``, and leaves a line that begins with
+# ``@name?`` out if the value is false.
 _SCRIPT: Final = Path(__file__).with_suffix(".sh")
 _FAILED: Final = (
     errors.EXIT_USAGE,
@@ -105,32 +106,35 @@ class SlurmRequest(JobRequest):
     @property
     def cores(self) -> int:
         """Cores of a node."""
-        return self.cpus or self.ranks * (4 if self.gpus else 1)
+        if self.cpus:
+            return self.cpus
+        if self.gpus:
+            return self.ranks * 4
+        return self.ranks
 
     @property
     def outlives_nodes(self) -> bool:
-        """Check whether the job goes on without a node that is lost."""
+        """True if the job goes on without a node that is lost."""
         return bool(self.spares or self.min_nodes)
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the script that the words behind ``launch slurm`` ask for; after an error nothing has
-    been printed.
-    """
+    """Run ``launch slurm`` with these arguments; after an error nothing has been printed."""
     request = parse(
         SlurmRequest, words, command="launch slurm", description="Print the batch script of a run."
     )
     too_many = f"--min_nodes {request.min_nodes} is more than --nodes"
     request.refuse_mistakes("launch slurm", [(request.min_nodes > request.nodes, too_many)])
-    path, *overrides = request.words
+    path = request.config
+    overrides = list(request.overrides)
     config = load_run(path, overrides).config
     request.refuse_secrets("launch slurm")
     max_restarts = config.supervision.max_restarts
-    nobody = (
-        "--spares and --min_nodes are for agents that start ranks again: set "
-        "supervision.max_restarts"
-    )
-    refuse("launch slurm", [(request.outlives_nodes and not max_restarts, nobody)])
+    if request.outlives_nodes and not max_restarts:
+        raise UsageError(
+            "launch slurm: --spares and --min_nodes are for agents that start ranks again: set "
+            "supervision.max_restarts"
+        )
     if request.requeue:
         refuse_one_start(config, place="launch slurm --requeue", once="without --requeue")
         overrides += resume_setting(overrides, config)
@@ -143,76 +147,116 @@ def main(words: Sequence[str]) -> int:
 
 
 def script(request: SlurmRequest, *, made_by: str) -> str:
-    """The batch script; `made_by` is the command that made it, for its head."""
-    words = [request.python or _python(), "-m", "framework", "launch", "node", *request.words]
-    variables = dict(request.env)
-    if not request.gpus:
-        threads = str(max(1, request.cores // request.ranks))
-        variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads} | variables
-    of_losses = {"spares": request.spares, "min_nodes": request.min_nodes}
-    filled_in = {
+    """Return the batch script; `made_by` is the command that printed it, for its head."""
+    values = _values(request, made_by)
+
+    def kept_line(match: re.Match[str]) -> str:
+        name, line = match.groups()
+        return line if values[name] else ""
+
+    text = _SCRIPT.read_text(encoding="utf-8")
+    text = re.sub(r"(?m)^@(\w+)\?(.*\n)", kept_line, text)
+    return re.sub(r"@(\w+)@", lambda match: str(values[match[1]]), text)
+
+
+def _values(request: SlurmRequest, made_by: str) -> dict[str, Any]:
+    """Return the values of the script's ``@name@`` and ``@name?``."""
+    words = [request.python or _python(), "-m", "framework", "launch", "node"]
+    words += request.words
+    margin = min(_REPORT_SECONDS, request.signal_seconds // 5)
+    spares = ""
+    if request.spares:
+        spares += f" --spares {request.spares}"
+    if request.min_nodes:
+        spares += f" --min_nodes {request.min_nodes}"
+    return {
         "made_by": errors.printable(made_by),
-        "directives": "\n".join(f"#SBATCH {line}" for line in _directives(request)),
-        "exports": "".join(
-            f"export {name}={shlex.quote(value)}\n" for name, value in variables.items()
-        ),
+        "directives": "\n".join(f"#SBATCH {option}" for option in _directives(request)),
+        "exports": _exports(request),
         "stopped": errors.EXIT_STOPPED,
         "wait": _wait_seconds(request),
-        "srun": "--no-kill " * request.outlives_nodes,
+        "srun": "--no-kill " if request.outlives_nodes else "",
         "log": request.log,
         "command": shlex.join(words),
         "ranks": request.ranks,
-        "grace": request.signal_seconds - min(_LAST_WORD_SECONDS, request.signal_seconds // 5),
-        "spares": "".join(f" --{name} {value}" for name, value in of_losses.items() if value),
+        "grace": request.signal_seconds - margin,
+        "spares": spares,
         "lost": errors.EXIT_PEER_LOST,
         "failed": "|".join(map(str, _FAILED)),
         "requeue": request.requeue,
         "once": not request.requeue,
         "again": "   and come again: --signal=USR1" if request.requeue else "",
     }
-    text = _SCRIPT.read_text(encoding="utf-8")
-    text = re.sub(r"(?m)^@(\w+)\?(.*\n)", lambda line: line[2] if filled_in[line[1]] else "", text)
-    return re.sub(r"@(\w+)@", lambda name: str(filled_in[name[1]]), text)
+
+
+def _exports(request: SlurmRequest) -> str:
+    """Return the lines that set variables; the request's own variables win."""
+    variables = {}
+    if not request.gpus:
+        threads = max(1, request.cores // request.ranks)
+        variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)}
+    variables |= dict(request.env)
+    lines = [f"export {name}={shlex.quote(value)}\n" for name, value in variables.items()]
+    return "".join(lines)
 
 
 def _wait_seconds(request: SlurmRequest) -> int:
-    """The time that other agents may go on once one has ended: to save, to wait for it, or without
-    it.
+    """Return the seconds other agents may go on after the first has ended; 0 for no limit.
+
+    They save in that time. With restarts they also wait for a new agent in its place.
     """
     if request.outlives_nodes:
-        return 0  # without end
-    return max(60, request.signal_seconds) + (int(WAIT_SECONDS) if request.max_restarts else 0)
+        return 0
+    seconds = max(60, request.signal_seconds)
+    if request.max_restarts:
+        seconds += int(WAIT_SECONDS)
+    return seconds
 
 
 def _directives(request: SlurmRequest) -> list[str]:
-    """The options that sbatch reads; the user's own come last and win."""
-    is_whole = (request.gpus or 0) >= _WHOLE_NODE_GPUS or "--exclusive" in request.sbatch
-    same = {name: getattr(request, name) for name in ("time", "partition", "account", "qos", "mem")}
-    same["mem"] = request.mem or (
-        "0" if is_whole and not any(word.startswith("--mem") for word in request.sbatch) else ""
-    )
-    return [
+    """Return the options that sbatch reads; the user's own come last and win."""
+    options = [
         f"--job-name={request.name}",
         f"--nodes={request.nodes + request.spares}",
         "--ntasks-per-node=1",
-        *([f"--gpus-per-node={request.gpus}"] if request.gpus else []),
-        f"--cpus-per-task={request.cores}",
-        f"--signal=B:USR1@{request.signal_seconds}",
-        "--requeue" if request.requeue else "--no-requeue",
-        *(["--no-kill"] if request.outlives_nodes else []),
-        # Of this script; nodes may have files of their own.
-        f"--output={re.sub('-?%[Nnt]', '', request.log)}",
-        "--open-mode=append",
-        *(f"--{name}={value}" for name, value in same.items() if value),
-        *request.sbatch,
     ]
+    if request.gpus:
+        options.append(f"--gpus-per-node={request.gpus}")
+    options.append(f"--cpus-per-task={request.cores}")
+    options.append(f"--signal=B:USR1@{request.signal_seconds}")
+    options.append("--requeue" if request.requeue else "--no-requeue")
+    if request.outlives_nodes:
+        options.append("--no-kill")
+    # The log of this script; nodes may have files of their own.
+    options.append(f"--output={re.sub('-?%[Nnt]', '', request.log)}")
+    options.append("--open-mode=append")
+    limits = {
+        "time": request.time,
+        "partition": request.partition,
+        "account": request.account,
+        "qos": request.qos,
+        "mem": _memory(request),
+    }
+    options += [f"--{name}={value}" for name, value in limits.items() if value]
+    options += request.sbatch
+    return options
+
+
+def _memory(request: SlurmRequest) -> str:
+    """Return the value of sbatch's ``--mem``: 0 means all of a whole node; empty: no option."""
+    if request.mem:
+        return request.mem
+    has_whole_node = (request.gpus or 0) >= _WHOLE_NODE_GPUS or "--exclusive" in request.sbatch
+    has_memory_option = any(word.startswith("--mem") for word in request.sbatch)
+    if has_whole_node and not has_memory_option:
+        return "0"
+    return ""
 
 
 def _python() -> str:
-    """Return the name of this Python on the nodes: a path, unless the calling shell has this
-    environment active.
-    """
-    found = shutil.which("python", path=os.environ.get("DSF_SHELL_PATH") or os.environ.get("PATH"))
-    if found and Path(found).parent == Path(sys.executable).parent:
+    """Return this Python's path, or ``python`` if the calling shell finds it by that name."""
+    search_path = os.environ.get("DSF_SHELL_PATH") or os.environ.get("PATH")
+    program = shutil.which("python", path=search_path)
+    if program and Path(program).parent == Path(sys.executable).parent:
         return "python"
     return sys.executable

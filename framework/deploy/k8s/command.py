@@ -1,4 +1,4 @@
-"""``launch k8s``: prints the objects of a run, or says what is wrong with manifests."""
+"""``launch k8s``: prints the objects of a run, or the mistakes in manifests."""
 
 from __future__ import annotations
 
@@ -21,51 +21,32 @@ from framework.launch.job import hand_out, refuse_one_start
 from framework.load_run import load_run
 from framework.text.document import read_text
 
-_MARK = b"app.kubernetes.io/name: dsf-trainer"  # of our objects
+_MARK = b"app.kubernetes.io/name: dsf-trainer"  # in every object that we print
 _RESTARTS = 3
-_LOGS_AT_ONCE = 5  # `kubectl logs` follows no more pods unless it is asked to
+_LOGS_AT_ONCE = 5  # `kubectl logs` follows no more pods without --max-log-requests
 
 
 def main(words: Sequence[str]) -> int:
-    """Do what the words behind ``launch k8s`` say; after an error nothing has been printed."""
+    """Run ``launch k8s`` with these arguments; after an error nothing has been printed."""
     about = "Print the Kubernetes objects of a run, or check manifests with --lint."
     request = parse(K8sRequest, words, command="launch k8s", description=about)
     if request.lint:
         return _lint(request.words, as_json=request.json)
     request.refuse_contradictions()
     text = _render(request, words)
-    before = os.umask(0o077)  # there may be a secret in it
+    previous_umask = os.umask(0o077)  # the manifest may hold a secret
     try:
         hand_out(text, to=None if request.dry_run else request.out, mark=_MARK)
     finally:
-        os.umask(before)
+        os.umask(previous_umask)
     return EXIT_OK
 
 
 def _render(request: K8sRequest, words: Sequence[str]) -> str:
-    """The manifest, checked: the run against the cluster, the objects by our own rules."""
-    config = load_run(request.config, request.overrides).config
-    max_restarts = config.supervision.max_restarts
-    if request.restarts < 0:
-        restarts = max_restarts or _RESTARTS
-    else:
-        restarts = request.restarts
-    request = replace(request, restarts=restarts, max_restarts=max_restarts, token=token_hex(32))
-    # without a claim nothing but that path outlives a pod
-    if request.ckpt_pvc and request.restarts:
-        refuse_one_start(config, place="launch k8s --ckpt_pvc", once="with --restarts 0")
-    is_set = last_setting(request.overrides, "run.output_dir") is not None
-    if is_set:
-        added = []
-    else:
-        added = [f"run.output_dir={request.ckpt_path}"]
-    added += resume_setting(request.overrides, config) if request.ckpt_pvc else []
-    name = request.name or as_service_name(config.run.name)
-    if request.config_map:
-        text = read_text(Path(request.config), name=request.config)
-    else:
-        text = ""
-    request = replace(request, words=[*request.words, *added], name=name, config_text=text)
+    """Return the manifest. Raises ConfigError if the run cannot work on the cluster, or an object
+    breaks a rule of our own lint.
+    """
+    request = _completed(request)
     request.refuse_secrets("launch k8s")
     load_run(request.config, request.overrides).checked_plan(request.cluster)
     _refuse_lone_folders(request)
@@ -78,8 +59,38 @@ def _render(request: K8sRequest, words: Sequence[str]) -> str:
     return text
 
 
+def _completed(request: K8sRequest) -> K8sRequest:
+    """Return the request with what the run config decides and what options leave out."""
+    config = load_run(request.config, request.overrides).config
+    max_restarts = config.supervision.max_restarts
+    restarts = request.restarts
+    if restarts < 0:
+        restarts = max_restarts or _RESTARTS
+    # Without a claim the checkpoint that the config names is all that outlives a pod: each start
+    # resumes from it rightly.
+    if request.ckpt_pvc and restarts:
+        refuse_one_start(config, place="launch k8s --ckpt_pvc", once="with --restarts 0")
+    words = list(request.words)
+    if last_setting(request.overrides, "run.output_dir") is None:
+        words.append(f"run.output_dir={request.ckpt_path}")
+    if request.ckpt_pvc:
+        words += resume_setting(request.overrides, config)
+    config_text = ""
+    if request.config_map:
+        config_text = read_text(Path(request.config), name=request.config)
+    return replace(
+        request,
+        words=words,
+        name=request.name or as_service_name(config.run.name),
+        restarts=restarts,
+        max_restarts=max_restarts,
+        token=token_hex(32),
+        config_text=config_text,
+    )
+
+
 def _refuse_lone_folders(request: K8sRequest) -> None:
-    """Several nodes write one checkpoint; and what is asked for on the claim must be on it."""
+    """Raise ConfigError if nodes share no folder, or the run folder is outside the volume."""
     folder = last_setting(request.overrides, "run.output_dir") or ""
     if request.nodes > 1 and not request.ckpt_pvc:
         reason = f"{request.nodes} pods write one checkpoint together and share no folder"
@@ -96,10 +107,9 @@ def _refuse_lone_folders(request: K8sRequest) -> None:
 
 
 def _heading(request: K8sRequest, words: Sequence[str]) -> str:
+    namespace = ""
     if request.namespace:
         namespace = f"-n {request.namespace} "
-    else:
-        namespace = ""
     logs = f"kubectl logs -f -l app.kubernetes.io/instance={request.name} --prefix --tail=-1"
     if request.nodes > _LOGS_AT_ONCE:
         logs += f" --max-log-requests={request.nodes}"
@@ -148,18 +158,17 @@ def _notes(request: K8sRequest) -> list[str]:
 def _lint(files: Sequence[str], *, as_json: bool) -> int:
     if not files:
         raise UsageError("launch k8s --lint: name the manifests, all files of a job together")
+    manifests = []
     try:
-        problems = lint(
-            [
-                found
-                for file in files
-                for found in parse_manifests(read_text(Path(file), name=file), name=file)
-            ]
-        )
+        for file in files:
+            manifests += parse_manifests(read_text(Path(file), name=file), name=file)
+        problems = lint(manifests)
     except ConfigError as error:
         problems = list(error.problems)
     if as_json:
         print(json.dumps({"findings": [problem.to_dict() for problem in problems]}, indent=2))
     else:
         print("\n".join(map(str, problems)) or f"{', '.join(files)}: fine")
-    return EXIT_PROBLEMS if problems else EXIT_OK
+    if problems:
+        return EXIT_PROBLEMS
+    return EXIT_OK

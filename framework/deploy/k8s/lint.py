@@ -1,4 +1,4 @@
-"""Finds what is wrong with manifests of training jobs and what a schema does not see."""
+"""Finds mistakes in manifests of training jobs that a schema does not see."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import yaml
 
-from framework.deploy.k8s.manifests import Manifest, Part, Workload, find_workloads
+from framework.deploy.k8s.manifests import Manifest, ManifestPart, Workload, find_workloads
 from framework.deploy.k8s.render import (
     BUDGET_ANNOTATION,
     CACHE_VARIABLES,
@@ -33,74 +33,84 @@ from framework.errors import Problem, show_value
 from framework.system.output import masked
 
 _LEAST_TOKEN_BYTES: Final = 16
-# They hand signals and exit codes on, or become what they start.
+# They pass signals and exit codes on, or replace themselves by the program they start.
 _WRAPPERS: Final = ("tini", "dumb-init", "numactl", "env")
 # The dash and five characters that a controller puts behind the name of a pod.
 _POD_SUFFIX: Final = 6
 
-# What is wrong: the place, the reason, the fix.
-Findings = Iterator[tuple[Part, str, str]]
+# Each finding: the place of the mistake, the reason, the fix.
+Findings = Iterator[tuple[ManifestPart, str, str]]
 
 
 Rule = Callable[[Workload], Findings]
-# Kind, without ``k8s-`` -> what it guards, and checks; docs/kubernetes.md lists them.
+# Kind, without ``k8s-`` -> why the rule exists, and its checks; docs/kubernetes.md lists them.
 TABLE: Final = yaml.safe_load(Path(__file__).with_name("rules.yaml").read_text(encoding="utf-8"))
 CODE: Final[dict[str, Rule]] = {}
 
 
 def rule(find: Rule) -> Rule:
-    """List a function for what the table cannot say: its name, with dashes, is the kind."""
+    """Register a rule that the table cannot express; its name, with dashes, is the kind."""
     CODE[find.__name__.strip("_").replace("_", "-")] = find
     return find
 
 
 def broken(kind: str, work: Workload) -> Findings:
-    """Everything that breaks one rule."""
+    """Yield everything that breaks one rule."""
     for check in TABLE[kind].get("checks", ()):
-        yield from _of_check(check, work)
+        yield from _failures_of(check, work)
     if kind in CODE:
         yield from CODE[kind](work)
 
 
-def _of_check(check: Mapping[str, Any], work: Workload) -> Findings:
-    def is_there(part: str, *keys: str) -> bool:
-        found = getattr(work, part)
-        if found and keys:
-            value = found.get(*keys)
-        else:
-            value = found
-        return value is not None and value is not False
-
+def _failures_of(check: Mapping[str, Any], work: Workload) -> Findings:
+    """Yield the places where a check of the table fails; ``rules.yaml`` describes its keys."""
+    expected = check.get("is")
     if "of" in check:
-        wanted = getattr(work, check["of"])
-    else:
-        wanted = check.get("is")
-    part, *keys = check["at"]
-    if (
-        not is_there(part)
-        or ("of" in check and not wanted)
-        or ("where" in check and not is_there(*check["where"]))
-        or ("unless" in check and is_there(*check["unless"]))
-    ):
+        expected = getattr(work, check["of"])
+    if not _is_relevant(check, expected, work):
         return
-    for place in _places(getattr(work, part), keys):
+    attribute, *keys = check["at"]
+    for place in _places(getattr(work, attribute), keys):
         value = place.get()
-        if "of" in check:
-            is_right = str(value) == str(wanted)
-        elif "has" in check or "lacks" in check:
-            is_right = check.get("has", "") in str(value) and check.get("lacks", "\n") not in str(
-                value
-            )
-        elif "least" in check:
-            is_right = (_number(value) or 0) >= check["least"]
-        else:
-            is_right = value == wanted and type(value) is type(wanted)  # 0 is not false
-        if not is_right and not (value is None and check.get("left_out")):
-            fix = check.get("fix") or f"{keys[-1]}: {show_value(wanted)}"
+        is_left_out = value is None and check.get("left_out")
+        if not is_left_out and not _is_right(value, check, expected):
+            fix = check.get("fix") or f"{keys[-1]}: {show_value(expected)}"
             yield place, check["reason"].format(work), fix
 
 
-def _places(part: Part, keys: Sequence[str | int]) -> Iterator[Part]:
+def _is_relevant(check: Mapping[str, Any], expected: Any, work: Workload) -> bool:
+    """Return whether the manifests have the part that is checked, and fulfil its conditions."""
+    attribute = check["at"][0]
+    if not _is_there(work, attribute):
+        return False
+    if "of" in check and not expected:
+        return False
+    if "where" in check and not _is_there(work, *check["where"]):
+        return False
+    return "unless" not in check or not _is_there(work, *check["unless"])
+
+
+def _is_there(work: Workload, attribute: str, *keys: str) -> bool:
+    """Return whether a part of the job, or the value at `keys` in it, is set and not false."""
+    value = getattr(work, attribute)
+    if value and keys:
+        value = value.get(*keys)
+    return value is not None and value is not False
+
+
+def _is_right(value: Any, check: Mapping[str, Any], expected: Any) -> bool:
+    if "of" in check:
+        return str(value) == str(expected)
+    if "has" in check or "lacks" in check:
+        text = str(value)
+        return check.get("has", "") in text and check.get("lacks", "\n") not in text
+    if "least" in check:
+        return bool((_number(value) or 0) >= check["least"])
+    return value == expected and type(value) is type(expected)  # 0 is not false
+
+
+def _places(part: ManifestPart, keys: Sequence[str | int]) -> Iterator[ManifestPart]:
+    """Yield the parts at `keys`, in which "*" stands for each mapping of a list."""
     if "*" not in keys:
         yield part.at(*keys)
         return
@@ -110,27 +120,26 @@ def _places(part: Part, keys: Sequence[str | int]) -> Iterator[Part]:
 
 
 def lint(manifests: Sequence[Manifest]) -> list[Problem]:
-    """Everything found, in the order of the files."""
-    works = find_workloads(manifests)
-    if not works:
-        file = manifests[0].file if manifests else ""
-        reason = "there is no Job, JobSet or TrainJob in it"
-        return [
-            Problem(
-                kind="k8s-no-job", file=file, reason=reason, fix="name all files of a job together"
-            )
-        ]
-    found = [
-        place.problem(kind, reason, fix)
-        for work in works
-        for kind in TABLE
-        for place, reason, fix in broken(kind, work)
-    ]
-    order = {manifest.file: index for index, manifest in enumerate(reversed(manifests))}
-    return sorted(
-        {str(problem): problem for problem in found}.values(),
-        key=lambda problem: (-order[problem.file], problem.line),
-    )
+    """Return all problems, each once, in the order of the files and of the lines in them."""
+    workloads = find_workloads(manifests)
+    if not workloads:
+        problem = Problem(
+            kind="k8s-no-job",
+            file=manifests[0].file if manifests else "",
+            reason="there is no Job, JobSet or TrainJob in it",
+            fix="name all files of a job together",
+        )
+        return [problem]
+    problems: dict[str, Problem] = {}
+    for work in workloads:
+        for kind in TABLE:
+            for place, reason, fix in broken(kind, work):
+                problem = place.problem(kind, reason, fix)
+                problems[str(problem)] = problem
+    file_order: dict[str, int] = {}
+    for number, manifest in enumerate(manifests):
+        file_order.setdefault(manifest.file, number)
+    return sorted(problems.values(), key=lambda problem: (file_order[problem.file], problem.line))
 
 
 def _number(value: Any) -> int | None:
@@ -142,7 +151,7 @@ def _number(value: Any) -> int | None:
 # A Job, a JobSet and their policies.
 
 
-def _failure_rules(work: Workload) -> list[Part]:
+def _failure_rules(work: Workload) -> list[ManifestPart]:
     if work.job:
         return work.job.items("podFailurePolicy", "rules")
     return []
@@ -150,11 +159,10 @@ def _failure_rules(work: Workload) -> list[Part]:
 
 @rule
 def _policy_container(work: Workload) -> Findings:
-    names = [
-        part.get("name") for key in ("containers", "initContainers") for part in work.pod.items(key)
-    ]
-    for rule in _failure_rules(work):
-        place = rule.at("onExitCodes", "containerName")
+    containers = work.pod.items("containers") + work.pod.items("initContainers")
+    names = [container.get("name") for container in containers]
+    for failure_rule in _failure_rules(work):
+        place = failure_rule.at("onExitCodes", "containerName")
         if place.get() is not None and place.get() not in names:
             reason = "the pod has no such container; the rule never fits"
             yield place, reason, f"containerName: {work.container.get('name')}"
@@ -165,39 +173,40 @@ def _exit_codes(work: Workload) -> Findings:
     if not work.job:
         return
     place = work.job.at("podFailurePolicy", "rules")
-    pairs = (
-        (
-            "FailJob",
-            NEVER_RETRY,
-            NOT_COUNTED,
-            "what was refused or given up once would be so again",
-        ),
-        ("Ignore", NOT_COUNTED, NEVER_RETRY, "a run that was stopped is no failure"),
+    never_retry = (
+        "FailJob",
+        NEVER_RETRY,
+        NOT_COUNTED,
+        "what was refused or given up once would be so again",
     )
-    for action, codes, others, why in pairs:
-        rules = [
-            rule.at("onExitCodes") for rule in _failure_rules(work) if rule.get("action") == action
-        ]
-        texts = {
-            text
-            for exits in rules
-            if exits.get("operator") == "In"
-            for text in exits.words("values")
-        }
-        found = {int(text) for text in texts if text.isdecimal()}
-        if not set(codes) <= found or found & set(others):
-            listed = ", ".join(map(str, codes))
+    not_counted = ("Ignore", NOT_COUNTED, NEVER_RETRY, "a run that was stopped is no failure")
+    for action, codes, other_codes, why in (never_retry, not_counted):
+        listed_codes = _exit_codes_of(_failure_rules(work), action)
+        if not set(codes) <= listed_codes or listed_codes & set(other_codes):
+            expected = ", ".join(map(str, codes))
             yield (
                 place,
-                f"{action} is for [{listed}]: {why}",
-                f"action: {action}, onExitCodes values: [{listed}]",
+                f"{action} is for [{expected}]: {why}",
+                f"action: {action}, onExitCodes values: [{expected}]",
             )
+
+
+def _exit_codes_of(failure_rules: Sequence[ManifestPart], action: str) -> set[int]:
+    """Return the exit codes that the failure policy answers with this action."""
+    codes = set()
+    for failure_rule in failure_rules:
+        on_exit_codes = failure_rule.at("onExitCodes")
+        if failure_rule.get("action") == action and on_exit_codes.get("operator") == "In":
+            codes |= {int(word) for word in on_exit_codes.words("values") if word.isdecimal()}
+    return codes
 
 
 @rule
 def _disruption(work: Workload) -> Findings:
-    ignored = [rule for rule in _failure_rules(work) if rule.get("action") == "Ignore"]
-    conditions = [part.get("type") for rule in ignored for part in rule.items("onPodConditions")]
+    conditions: list[Any] = []
+    for failure_rule in _failure_rules(work):
+        if failure_rule.get("action") == "Ignore":
+            conditions += [part.get("type") for part in failure_rule.items("onPodConditions")]
     if work.job and "DisruptionTarget" not in conditions:
         yield (
             work.job.at("podFailurePolicy", "rules"),
@@ -208,12 +217,10 @@ def _disruption(work: Workload) -> Findings:
 
 @rule
 def _retries(work: Workload) -> Findings:
-    is_counted = (
-        work.job
-        and work.job.get("backoffLimitPerIndex") is None
-        and work.job.get("backoffLimit") != 0
-    )
-    if work.job and is_counted and not work.jobset and work.num_nodes > 1:
+    if not work.job or work.jobset or work.num_nodes < 2:
+        return
+    is_per_pod = work.job.get("backoffLimitPerIndex") is not None
+    if not is_per_pod and work.job.get("backoffLimit") != 0:
         reason = (
             f"one crash ends all {work.num_nodes} pods, and each doubles the wait of all, up "
             "to ten minutes"
@@ -227,17 +234,14 @@ def _retries(work: Workload) -> Findings:
 
 @rule
 def _jobset_policy(work: Workload) -> Findings:
-    if work.jobset:
-        rules = work.jobset.items("failurePolicy", "rules")
-    else:
-        rules = []
-    found = {
-        word
-        for rule in rules
-        if rule.get("action") == "FailJobSet"
-        for word in rule.words("onJobFailureReasons")
-    }
-    if work.jobset and (missing := [reason for reason in FINAL_REASONS[:2] if reason not in found]):
+    if not work.jobset:
+        return
+    final_reasons = set()
+    for failure_rule in work.jobset.items("failurePolicy", "rules"):
+        if failure_rule.get("action") == "FailJobSet":
+            final_reasons.update(failure_rule.words("onJobFailureReasons"))
+    missing = [name for name in FINAL_REASONS[:2] if name not in final_reasons]
+    if missing:
         reason = f"a job that ended with {missing[0]} would start again until maxRestarts"
         fix = (
             "rules: [{name: refused, action: FailJobSet, onJobFailureReasons: "
@@ -246,7 +250,7 @@ def _jobset_policy(work: Workload) -> Findings:
         yield work.jobset.at("failurePolicy"), reason, fix
 
 
-# Names, Service, ports and interfaces: nodes find each other.
+# Names, Service, ports and interfaces, by which nodes find each other.
 
 
 @rule
@@ -258,27 +262,28 @@ def _service(work: Workload) -> Findings:
 
 @rule
 def _selector(work: Workload) -> Findings:
-    found = work.headless
-    if found is None:
+    service = work.headless
+    if service is None:
         return
     labels = {str(key): value for key, value in work.template.mapping("metadata", "labels").items()}
     labels |= {JOB_NAME_LABEL: work.name, "job-name": work.name}
-    wanted = found.mapping("spec", "selector")
-    if not wanted or any(labels.get(str(key)) != value for key, value in wanted.items()):
+    selector = service.mapping("spec", "selector")
+    if not selector or any(labels.get(str(key)) != value for key, value in selector.items()):
         reason = "no pod of this job has these labels"
-        yield found.at("spec", "selector"), reason, f"selector: {{{JOB_NAME_LABEL}: {work.name}}}"
+        yield service.at("spec", "selector"), reason, f"selector: {{{JOB_NAME_LABEL}: {work.name}}}"
 
 
 @rule
 def _master_addr(work: Workload) -> Findings:
-    given = work.option("master_addr")
+    address = work.option("master_addr")
     pod, _, domain = work.master.partition(".")
-    hosts = [
-        f"{pod}.{each}"
-        for each in (domain, *(found.manifest.name for found in work.objects("Service")))
-    ]
-    if work.num_nodes and not any(given == host or given.startswith(f"{host}.") for host in hosts):
-        reason = f"--master_addr {given or 'is missing'}: node rank 0 is {work.master}"
+    domains = [domain]
+    domains += [service.manifest.name for service in work.objects("Service")]
+    hosts = [f"{pod}.{domain}" for domain in domains]
+    # The address may be fully qualified, with the cluster's domain at its end.
+    is_master = any(address == host or address.startswith(f"{host}.") for host in hosts)
+    if work.num_nodes and not is_master:
+        reason = f"--master_addr {address or 'is missing'}: node rank 0 is {work.master}"
         yield work.program.at("command"), reason, f"--master_addr {work.master}"
 
 
@@ -287,28 +292,25 @@ def _ports(work: Workload) -> Findings:
     text = work.option("master_port")
     if not work.num_nodes or not text.isdecimal():
         return
-    ranks = int(text)
-    agents = int(text) + 1
-    found = work.headless
-    if found:
-        listed = [(found.at("spec", "ports"), "port")]
-    else:
-        listed = []
-    listed += (
-        [(work.container.at("ports"), "containerPort")] if work.container.items("ports") else []
-    )
-    for place, key in listed:
-        if not {ranks, agents} <= {
-            number for port in place.items() if isinstance(number := port.get(key), int)
-        }:
-            reason = f"the command uses {ranks} for ranks and {agents} for agents"
-            yield place, reason, f"{key}: {ranks} and {agents}"
+    rank_port = int(text)
+    agent_port = rank_port + 1
+    places = []
+    if work.headless:
+        places.append((work.headless.at("spec", "ports"), "port"))
+    if work.container.items("ports"):
+        places.append((work.container.at("ports"), "containerPort"))
+    for place, key in places:
+        values = [port.get(key) for port in place.items()]
+        numbers = [value for value in values if isinstance(value, int)]
+        if rank_port not in numbers or agent_port not in numbers:
+            reason = f"the command uses {rank_port} for ranks and {agent_port} for agents"
+            yield place, reason, f"{key}: {rank_port} and {agent_port}"
 
 
 @rule
 def _name(work: Workload) -> Findings:
-    index = len(str(max(0, work.num_nodes - 1)))
-    length = len(work.name) + len(work.replicated) + index + _POD_SUFFIX
+    num_digits = len(str(max(0, work.num_nodes - 1)))
+    length = len(work.name) + len(work.pod_infix) + num_digits + _POD_SUFFIX
     place = work.head.at("metadata", "name")
     if not SERVICE_NAME.fullmatch(work.name):
         reason = "the Service of this name needs a label of DNS that begins with a letter"
@@ -320,7 +322,7 @@ def _name(work: Workload) -> Findings:
 
 @rule
 def _namespace(work: Workload) -> Findings:
-    own = work.head.get("metadata", "namespace")
+    namespace = work.head.get("metadata", "namespace")
     kinds = (
         "Service",
         "PersistentVolumeClaim",
@@ -329,26 +331,26 @@ def _namespace(work: Workload) -> Findings:
         "NetworkPolicy",
         "TrainingRuntime",
     )
-    for found in work.objects(*kinds):
-        place = found.at("metadata", "namespace")
-        if place.get() != own:
-            if own:
-                fix = f"namespace: {own}"
+    for item in work.objects(*kinds):
+        place = item.at("metadata", "namespace")
+        if place.get() != namespace:
+            if namespace:
+                fix = f"namespace: {namespace}"
             else:
                 fix = "leave it out"
-            yield place, f"the job is in {own or 'the default one'}", fix
+            yield place, f"the job is in {namespace or 'the default one'}", fix
 
 
 @rule
 def _socket_interface(work: Workload) -> Findings:
-    for part in work.variables():
-        value = str(part.get("value") or "")
-        if part.get("name") == "GLOO_SOCKET_IFNAME" and (
-            not value or any(sign in value for sign in "^,=")
-        ):
+    for variable in work.variables():
+        if variable.get("name") != "GLOO_SOCKET_IFNAME":
+            continue
+        value = str(variable.get("value") or "")
+        if not value or any(sign in value for sign in "^,="):
             reason = "gloo takes the name of one interface, no pattern and no list"
             yield (
-                part.at("value"),
+                variable.at("value"),
                 reason,
                 "eth0, or remove it: the agent finds the interface to the master",
             )
@@ -365,8 +367,8 @@ def _gpu_count(work: Workload) -> Findings:
     limits = work.resources.at("limits")
     gpus = limits.get(GPU_RESOURCE)
     on_cpu = any(
-        part.get("name") == "DS_ACCELERATOR" and part.get("value") == "cpu"
-        for part in work.variables()
+        variable.get("name") == "DS_ACCELERATOR" and variable.get("value") == "cpu"
+        for variable in work.variables()
     )
     if gpus is None and not on_cpu:
         reason = f"the command wants {ranks} GPUs and the pod gets none"
@@ -380,18 +382,19 @@ def _gpu_count(work: Workload) -> Findings:
 def _grace(work: Workload) -> Findings:
     budget = work.template.get("metadata", "annotations", BUDGET_ANNOTATION)
     if isinstance(budget, str) and budget.isdecimal():
-        needed = int(budget)
+        save_seconds = int(budget)
     else:
-        needed = 60
+        save_seconds = 60
     place = work.pod.at("terminationGracePeriodSeconds")
-    seconds = place.get()
-    given = work.option("grace_seconds")
-    if not isinstance(seconds, int) or seconds < needed:
-        yield place, f"a step and a save take {needed} s, then comes SIGKILL", f"{needed + 60}"
-    elif given.isdecimal() and int(given) >= seconds:
+    pod_seconds = place.get()
+    agent_seconds = work.option("grace_seconds")
+    if not isinstance(pod_seconds, int) or pod_seconds < save_seconds:
+        reason = f"a step and a save take {save_seconds} s, then comes SIGKILL"
+        yield place, reason, f"{save_seconds + 60}"
+    elif agent_seconds.isdecimal() and int(agent_seconds) >= pod_seconds:
         reason = (
-            f"--grace_seconds {given}: the kubelet kills the agent after {seconds} s, before "
-            "it has said why"
+            f"--grace_seconds {agent_seconds}: the kubelet kills the agent after {pod_seconds} s, "
+            "before it has said why"
         )
         yield work.program.at("command"), reason, "less than terminationGracePeriodSeconds"
 
@@ -401,15 +404,17 @@ def _command(work: Workload) -> Findings:
     words = work.command
     while words and (words[0].startswith("-") or PurePosixPath(words[0]).name in _WRAPPERS):
         words = words[1:]
-    program, *rest = words or [""]
-    name = PurePosixPath(program).name
-    if name == "dsf":
-        rest = rest
-    elif name in ("python", "python3") and rest[:1] == ["-m"]:
-        rest = rest[1:]
+    program = ""
+    if words:
+        program = PurePosixPath(words[0]).name
+    if program == "dsf":
+        arguments = words[1:]
+    elif program in ("python", "python3") and words[1:2] == ["-m"]:
+        arguments = words[2:]
     else:
-        rest = []
-    if rest[:2] != ["launch", "node"] and rest[:3] != ["framework", "launch", "node"]:
+        arguments = []
+    is_agent = arguments[:2] == ["launch", "node"]
+    if not is_agent and arguments[:3] != ["framework", "launch", "node"]:
         yield (
             work.program.at("command"),
             "process 1 must be our agent: a shell or launcher keeps SIGTERM to itself",
@@ -426,11 +431,11 @@ def _image(work: Workload) -> Findings:
 
 
 def _setting(work: Workload, key: str) -> object:
-    """The container's own, or else the pod's."""
-    own = work.container.get("securityContext", key)
-    if own is None:
+    """Return a setting of the container's security context, or else of the pod's."""
+    value = work.container.get("securityContext", key)
+    if value is None:
         return work.pod.get("securityContext", key)
-    return own
+    return value
 
 
 @rule
@@ -451,9 +456,9 @@ def _privileges(work: Workload) -> Findings:
 @rule
 def _literal_secret(work: Workload) -> Findings:
     reason = "everybody who may read the job reads its value"
-    for part in work.variables():
-        if looks_like_a_secret(str(part.get("name"))) and part.get("value"):
-            yield part.at("name"), reason, "valueFrom: {secretKeyRef: {name: SECRET, key: KEY}}"
+    for variable in work.variables():
+        if looks_like_a_secret(str(variable.get("name"))) and variable.get("value"):
+            yield variable.at("name"), reason, "valueFrom: {secretKeyRef: {name: SECRET, key: KEY}}"
     for word in work.command:
         key, _, value = word.partition("=")
         if masked(key, value) != value:
@@ -466,57 +471,64 @@ def _literal_secret(work: Workload) -> Findings:
 
 @rule
 def _token(work: Workload) -> Findings:
-    if work.num_nodes < 2 or any(part.get("name") == "DSF_TOKEN" for part in work.variables()):
+    has_variable = any(variable.get("name") == "DSF_TOKEN" for variable in work.variables())
+    if work.num_nodes < 2 or has_variable:
         return
     path = work.option("token_file")
-    place = work.program.at("command")
-    if path:
-        volume = work.volume(path)
-    else:
-        volume = None
+    volume = work.volume(path) if path else None
     if volume is None or not volume.mapping().keys() & {"secret", "csi", "projected"}:
         reason = f"--token_file {path or 'is left out'}: agents would take anybody for a node"
         yield (
-            place,
+            work.program.at("command"),
             reason,
             "--token_file PATH of a key in a Secret that is mounted, as `launch k8s` prints it",
         )
         return
-    for found in work.objects("Secret"):
-        if found.manifest.name == volume.get("secret", "secretName"):
-            texts = found.mapping("data"), found.mapping("stringData")
-            text = next(
-                (each[key] for each in texts if (key := PurePosixPath(path).name) in each), ""
-            )
-            if len(str(text)) < _LEAST_TOKEN_BYTES:
+    for secret in work.objects("Secret"):
+        if secret.manifest.name == volume.get("secret", "secretName"):
+            token = _secret_value(secret, PurePosixPath(path).name)
+            if len(token) < _LEAST_TOKEN_BYTES:
                 reason = f"agents take no key of less than {_LEAST_TOKEN_BYTES} bytes from {path}"
-                yield found.at("metadata", "name"), reason, "32 random bytes: openssl rand -hex 32"
+                yield secret.at("metadata", "name"), reason, "32 random bytes: openssl rand -hex 32"
+
+
+def _secret_value(secret: ManifestPart, key: str) -> str:
+    """Return the value of a Secret's key, in base64 if ``data`` holds it; empty if missing."""
+    for field in ("data", "stringData"):
+        values = secret.mapping(field)
+        if key in values:
+            return str(values[key])
+    return ""
 
 
 @rule
 def _launcher_variable(work: Workload) -> Findings:
-    for part in work.variables():
-        if str(part.get("name")) in OF_THE_LAUNCHER:
+    for variable in work.variables():
+        if str(variable.get("name")) in OF_THE_LAUNCHER:
             reason = "the same in every pod, and it contradicts what the launcher finds"
-            yield part.at("name"), reason, "remove it; the command says it all"
+            yield variable.at("name"), reason, "remove it; the command says it all"
+
+
+def _pod_selectors(work: Workload) -> list[ManifestPart]:
+    """Return the selectors of pods in the job's affinity and in network policies."""
+    selectors = []
+    for kind in ("podAntiAffinity", "podAffinity"):
+        affinity = work.pod.at("affinity", kind)
+        terms = affinity.items("requiredDuringSchedulingIgnoredDuringExecution")
+        for weighted_term in affinity.items("preferredDuringSchedulingIgnoredDuringExecution"):
+            terms.append(weighted_term.at("podAffinityTerm"))
+        selectors += [term.at("labelSelector") for term in terms]
+    for policy in work.objects("NetworkPolicy"):
+        selectors.append(policy.at("spec", "podSelector"))
+        for ingress in policy.items("spec", "ingress"):
+            selectors += [peer.at("podSelector") for peer in ingress.items("from")]
+    return selectors
 
 
 @rule
 def _own_pods(work: Workload) -> Findings:
-    selectors = []
-    for kind in ("podAntiAffinity", "podAffinity"):
-        terms = work.pod.items("affinity", kind, "requiredDuringSchedulingIgnoredDuringExecution")
-        preferred = work.pod.items(
-            "affinity", kind, "preferredDuringSchedulingIgnoredDuringExecution"
-        )
-        terms += [each.at("podAffinityTerm") for each in preferred]
-        selectors += [term.at("labelSelector") for term in terms]
-    for policy in work.objects("NetworkPolicy"):
-        callers = [
-            caller for rule in policy.items("spec", "ingress") for caller in rule.items("from")
-        ]
-        selectors += [each.at("podSelector") for each in (policy.at("spec"), *callers)]
-    for labels in (selector.at("matchLabels") for selector in selectors):
+    for selector in _pod_selectors(work):
+        labels = selector.at("matchLabels")
         for label, value in labels.mapping().items():
             if label in (JOB_NAME_LABEL, JOBSET_NAME_LABEL) and value != work.name:
                 yield (
@@ -564,10 +576,7 @@ def _shared_storage(work: Workload) -> Findings:
     if work.num_nodes < 2:
         return
     folder = last_setting(work.command, "run.output_dir") or ""
-    if folder.startswith("/"):
-        volume = work.volume(folder)
-    else:
-        volume = None
+    volume = work.volume(folder) if folder.startswith("/") else None
     if volume is None or "emptyDir" in volume.mapping():
         reason = f"run.output_dir {folder or 'is left out'}: each pod would keep its own part"
         yield (
@@ -576,29 +585,26 @@ def _shared_storage(work: Workload) -> Findings:
             "run.output_dir=PATH in a volume that all pods share",
         )
         return
-    claim = volume.get("persistentVolumeClaim", "claimName")
-    for found in work.objects("PersistentVolumeClaim"):
-        modes = found.at("spec", "accessModes")
-        if found.manifest.name == claim and "ReadWriteMany" not in modes.words():
+    claim_name = volume.get("persistentVolumeClaim", "claimName")
+    for claim in work.objects("PersistentVolumeClaim"):
+        modes = claim.at("spec", "accessModes")
+        if claim.manifest.name == claim_name and "ReadWriteMany" not in modes.words():
             yield modes, "pods on other nodes could not mount it", "accessModes: [ReadWriteMany]"
 
 
 @rule
 def _caches(work: Workload) -> Findings:
-    found = {str(part.get("name")): part.at("value") for part in work.variables()}
+    values = {str(variable.get("name")): variable.at("value") for variable in work.variables()}
     for name in CACHE_VARIABLES:
-        place = found.get(name, work.container.at("env"))
-        value = place.get()
-        if isinstance(value, str):
-            volume = work.volume(value)
-        else:
-            volume = None
+        place = values.get(name, work.container.at("env"))
+        path = place.get()
+        volume = work.volume(path) if isinstance(path, str) else None
         if volume is None or "emptyDir" not in volume.mapping():
-            of_user = (
-                "must be a folder that the user may write, on the node: locks on network "
+            reason = (
+                f"{name} must be a folder that the user may write, on the node: locks on network "
                 "volumes stay behind"
             )
-            yield place, f"{name} {of_user}", f"{name}: a path in an emptyDir"
+            yield place, reason, f"{name}: a path in an emptyDir"
 
 
 @rule
@@ -617,17 +623,14 @@ def _config_file(work: Workload) -> Findings:
         config = words[words.index("node") + 1]
     else:
         config = ""
-    if config.startswith("/"):
-        volume = work.volume(config)
-    else:
-        volume = None
-    if volume:
-        name = volume.get("configMap", "name")
-    else:
-        name = None
-    for data in (
-        found.at("data") for found in work.objects("ConfigMap") if found.manifest.name == name
-    ):
+    volume = work.volume(config) if config.startswith("/") else None
+    if volume is None:
+        return
+    name = volume.get("configMap", "name")
+    for config_map in work.objects("ConfigMap"):
+        if config_map.manifest.name != name:
+            continue
+        data = config_map.at("data")
         keys = data.mapping()
         wrong = [key for key in keys if not (isinstance(key, str) and CONFIG_KEY.fullmatch(key))]
         if wrong:

@@ -1,4 +1,4 @@
-"""Reads manifests and remembers the line of everything in them, so that a finding can say where."""
+"""Reads manifests with the line of every value in them, so that a problem can name its line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Manifest:
 
     @property
     def kind(self) -> str:
-        """As written; empty if it is not text."""
+        """Kind as written; empty if it is not text."""
         kind = self.value.get("kind")
         if isinstance(kind, str):
             return kind
@@ -32,26 +32,26 @@ class Manifest:
 
     @property
     def name(self) -> str:
-        """``metadata.name``; empty if there is none."""
-        name = Part(self).get("metadata", "name")
+        """``metadata.name``; empty if it is missing or not text."""
+        name = ManifestPart(self).get("metadata", "name")
         if isinstance(name, str):
             return name
         return ""
 
 
 @dataclass(frozen=True)
-class Part:
-    """A place in a manifest. Reading is tolerant: what is not there, or of another type, is
-    nothing.
+class ManifestPart:
+    """A manifest and a path in it. Reading never fails: a value that is missing, or has another
+    type, reads as None or as an empty collection.
     """
 
     manifest: Manifest
     path: KeyPath = ()
 
     def get(self, *keys: str | int) -> Any:
-        """The value below; None if there is none."""
+        """Return the value at `keys` below this part, or None if it is missing."""
         value: Any = self.manifest.value
-        for key in (*self.path, *keys):
+        for key in self.path + keys:
             if isinstance(value, Mapping):
                 value = value.get(key)
             elif isinstance(value, list) and isinstance(key, int) and 0 <= key < len(value):
@@ -60,89 +60,107 @@ class Part:
                 return None
         return value
 
-    def at(self, *keys: str | int) -> Part:
-        """The place below."""
-        return Part(self.manifest, (*self.path, *keys))
+    def at(self, *keys: str | int) -> ManifestPart:
+        """Return the part at `keys` below this one, which may be missing."""
+        return ManifestPart(self.manifest, self.path + keys)
 
     def mapping(self, *keys: str | int) -> Mapping[str, Any]:
-        """The mapping below; an empty one if there is none."""
+        """Return the mapping at `keys`, or an empty one."""
         value = self.get(*keys)
         if isinstance(value, Mapping):
             return value
         return {}
 
-    def items(self, *keys: str | int) -> list[Part]:
-        """The mappings in the list below."""
+    def items(self, *keys: str | int) -> list[ManifestPart]:
+        """Return the mappings in the list at `keys`, each as a part."""
         value = self.get(*keys)
-        if isinstance(value, list):
-            values = value
-        else:
-            values = []
-        return [
-            self.at(*keys, index) for index, item in enumerate(values) if isinstance(item, Mapping)
-        ]
+        if not isinstance(value, list):
+            return []
+        holder = self.at(*keys)
+        return [holder.at(index) for index, item in enumerate(value) if isinstance(item, Mapping)]
 
     def words(self, *keys: str | int) -> list[str]:
-        """The text of the list below."""
+        """Return the items of the list at `keys`, each as text."""
         value = self.get(*keys)
         if isinstance(value, list):
             return [str(item) for item in value]
         return []
 
     def problem(self, kind: str, reason: str, fix: str) -> Problem:
-        """Something wrong with the value, at its line or at the one of what should hold it."""
-        holders = (self.path[:end] for end in range(len(self.path), -1, -1))
-        dotted = "".join(
-            f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.path
-        ).removeprefix(".")
+        """Return a problem with the value of this part; secrets in a list are masked."""
         value = self.get()
-        if isinstance(value, list):  # a command: of its settings some may be secrets
-            pairs = ((word, *str(word).partition("=")[::2]) for word in value)
-            value = [
-                word if masked(key, text) == text else f"{key}=***" for word, key, text in pairs
-            ]
+        if isinstance(value, list):  # a command: its settings may hold secrets
+            value = [_without_secret(item) for item in value]
+        if value is None:
+            value = MISSING
         return Problem(
             kind=f"k8s-{kind}",
             file=self.manifest.file,
-            line=next(
-                (self.manifest.lines[path] for path in holders if path in self.manifest.lines), 0
-            ),
-            key=f"{self.manifest.kind}/{self.manifest.name} {dotted}".strip(),
-            value=MISSING if value is None else value,
+            line=self._line(),
+            key=f"{self.manifest.kind}/{self.manifest.name} {self._dotted_path()}".strip(),
+            value=value,
             reason=reason,
             fix=fix,
         )
 
+    def _line(self) -> int:
+        """Return the line of this part, or of the closest part around it that is written."""
+        for length in range(len(self.path), -1, -1):
+            line = self.manifest.lines.get(self.path[:length])
+            if line is not None:
+                return line
+        return 0
+
+    def _dotted_path(self) -> str:
+        """Return the path as text, such as ``spec.containers[0].image``."""
+        text = ""
+        for key in self.path:
+            if isinstance(key, int):
+                text += f"[{key}]"
+            else:
+                text += f".{key}"
+        return text.removeprefix(".")
+
+
+def _without_secret(item: Any) -> Any:
+    """Return an item of a command, its value masked if it looks like a secret ``key=value``."""
+    key, _, value = str(item).partition("=")
+    if masked(key, value) == value:
+        return item
+    return f"{key}=***"
+
 
 def parse_manifests(text: str, *, name: str) -> list[Manifest]:
-    """All objects of a file's text, those of a List one by one; a ConfigError where it holds
-    something else.
+    """Return all objects of a file's text; a List counts as its items.
+
+    Raises ConfigError for a document that is not a mapping.
     """
-    found: list[Manifest] = []
+    manifests: list[Manifest] = []
     line = 0
-    for part in _SEPARATOR.split(text):
-        document = parse_document("\n" * line + part, name=name)
-        line += part.count("\n")
+    for document_text in _SEPARATOR.split(text):
+        document = parse_document("\n" * line + document_text, name=name)
+        line += document_text.count("\n")
         lines = lines_of(document)
         if isinstance(document.value, dict):
-            found += _unlisted(Manifest(document.value, name, lines))
-        elif document.value is not None:  # nothing between two separators
+            manifests += _without_lists(Manifest(document.value, name, lines))
+        elif document.value is not None:  # None: nothing between two separators
             reason = "an object is a mapping with apiVersion and kind"
             fix = "compare with what `launch k8s` prints"
             raise ConfigError.of("k8s-no-object", reason, fix, file=name, line=lines[()])
-    return found
+    return manifests
 
 
 def lines_of(document: Document) -> dict[KeyPath, int]:
-    """The line of every path."""
+    """Return the line of every path."""
     return {path: line for path, (line, _) in document.places.items()}
 
 
-def _unlisted(manifest: Manifest) -> Iterator[Manifest]:
+def _without_lists(manifest: Manifest) -> Iterator[Manifest]:
+    """Yield the manifest, or the items of a List."""
     if manifest.kind != "List":
         yield manifest
         return
-    for item in Part(manifest).items("items"):
+    for item in ManifestPart(manifest).items("items"):
         depth = len(item.path)
         lines = {
             path[depth:]: line for path, line in manifest.lines.items() if path[:depth] == item.path
@@ -151,164 +169,186 @@ def _unlisted(manifest: Manifest) -> Iterator[Manifest]:
 
 
 class Workload:
-    """The parts of one training job in manifests, whichever kind of object describes it.
+    """The parts of one training job in manifests, for any kind of object that describes it.
 
     Attributes:
         head: the Job, JobSet or TrainJob itself.
         job, jobset: their specs; None for a TrainJob on a runtime that is not in the files.
         template: the pod template.
         container: the one that trains.
-        program: what holds its image, command and variables: the container, or a TrainJob's
-            trainer.
+        program: the part with image, command and variables of the trainer: the container, or
+            ``spec.trainer`` of a TrainJob.
         manifests: everything in the files.
     """
 
     def __init__(self, manifest: Manifest, manifests: Sequence[Manifest]) -> None:
-        self.head = Part(manifest)
+        self.head = ManifestPart(manifest)
         self.manifests = manifests
-        job = None
-        jobset = None
-        if manifest.kind == "Job":
-            job = self.head.at("spec")
-        elif manifest.kind == "JobSet":
-            jobset = self.head.at("spec")
-        else:
-            kinds = ("TrainingRuntime", "ClusterTrainingRuntime")
-            runtimes = {found.manifest.name: found for found in self.objects(*kinds)}
-            runtime = runtimes.get(str(self.head.get("spec", "runtimeRef", "name")))
-            jobset = runtime and runtime.at("spec", "template", "spec")
-        if jobset:
-            job = jobset.at("replicatedJobs", 0, "template", "spec")
-        patch = self.head.at("spec", "runtimePatches", 0, "trainingRuntimeSpec", "template", "spec")
-        of_patch = patch.at("replicatedJobs", 0, "template", "spec", "template")
-        self.job = job
-        self.jobset = jobset
-        self.template = job.at("template") if job else of_patch
-        containers = self.pod.items("containers")
-        ours = [container for container in containers if "framework" in _command(container)]
-        self.container = (ours or containers or [self.pod.at("containers", 0)])[0]
-        is_trainjob = manifest.kind == "TrainJob"
-        if is_trainjob:
+        self.jobset = self._find_jobset()
+        self.job = self._find_job()
+        self.template = self._find_template()
+        self.container = self._find_container()
+        if self.kind == "TrainJob":
             self.program = self.head.at("spec", "trainer")
+            self.resources = self.program.at("resourcesPerNode")
         else:
             self.program = self.container
-        self.resources = self.program.at("resourcesPerNode" if is_trainjob else "resources")
+            self.resources = self.program.at("resources")
+
+    def _find_jobset(self) -> ManifestPart | None:
+        if self.kind == "Job":
+            return None
+        if self.kind == "JobSet":
+            return self.head.at("spec")
+        runtimes = self.objects("TrainingRuntime", "ClusterTrainingRuntime")
+        runtime_by_name = {runtime.manifest.name: runtime for runtime in runtimes}
+        runtime = runtime_by_name.get(str(self.head.get("spec", "runtimeRef", "name")))
+        if runtime is None:
+            return None
+        return runtime.at("spec", "template", "spec")
+
+    def _find_job(self) -> ManifestPart | None:
+        if self.kind == "Job":
+            return self.head.at("spec")
+        if self.jobset is None:
+            return None
+        return self.jobset.at("replicatedJobs", 0, "template", "spec")
+
+    def _find_template(self) -> ManifestPart:
+        """Return the pod template; without a job it is that of a TrainJob's first patch."""
+        if self.job is not None:
+            return self.job.at("template")
+        patch = self.head.at("spec", "runtimePatches", 0, "trainingRuntimeSpec", "template", "spec")
+        return patch.at("replicatedJobs", 0, "template", "spec", "template")
+
+    def _find_container(self) -> ManifestPart:
+        """Return the first container that runs this framework, or else the first one."""
+        containers = self.pod.items("containers")
+        for container in containers:
+            if "framework" in _command(container):
+                return container
+        if containers:
+            return containers[0]
+        return self.pod.at("containers", 0)
 
     @property
     def kind(self) -> str:
-        """Job, JobSet or TrainJob."""
+        """Kind of the head: Job, JobSet or TrainJob."""
         return self.head.manifest.kind
 
     @property
     def name(self) -> str:
-        """Of the job."""
+        """Name of the job."""
         return self.head.manifest.name
 
     @property
-    def pod(self) -> Part:
-        """The pod's spec."""
+    def pod(self) -> ManifestPart:
+        """Spec of the pods."""
         return self.template.at("spec")
 
     @property
     def command(self) -> list[str]:
-        """Command of the container, arguments included."""
+        """Command of the program, arguments included."""
         return _command(self.program)
 
     def option(self, *names: str) -> str:
-        """The value of an option in the command, in either spelling; empty if it is not there."""
+        """Return the value of an option in the command, in either spelling; empty if missing."""
         words = self.command
-        for word, value in zip(words, [*words[1:], ""], strict=False):
-            given, equals, own = word.partition("=")
-            if given.startswith("--") and given[2:].replace("-", "_") in names:
-                return own if equals else value
+        next_words = words[1:]
+        next_words.append("")
+        for word, next_word in zip(words, next_words, strict=False):
+            flag, equals, value = word.partition("=")
+            if flag.startswith("--") and flag[2:].replace("-", "_") in names:
+                return value if equals else next_word
         return ""
 
     @property
     def num_nodes(self) -> int:
-        """Pods that the command expects, those in reserve included; 0 if it does not say."""
+        """Pods that the command expects, spares included; 0 if it has no such option."""
         nodes = _number(self.option("nnodes", "num_nodes"))
-        return nodes and nodes + _number(self.option("spares"))
+        if nodes == 0:
+            return 0
+        return nodes + _number(self.option("spares"))
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that the command starts in each pod; 0 if it does not say."""
+        """Ranks that the command starts in each pod; 0 if it has no such option."""
         return _number(self.option("num_gpus", "nproc_per_node"))
 
     @property
-    def headless(self) -> Part | None:
-        """The Service that gives the pods of a plain Job their names; a JobSet makes its own."""
-        named = [
-            found
-            for found in self.objects("Service")
-            if found.manifest.name == self.service and self.service
-        ]
-        return named[0] if named and self.kind == "Job" else None
+    def headless(self) -> ManifestPart | None:
+        """Service that gives the pods of a plain Job their names; a JobSet makes its own."""
+        if self.kind != "Job" or not self.service:
+            return None
+        for service in self.objects("Service"):
+            if service.manifest.name == self.service:
+                return service
+        return None
 
     @property
     def service(self) -> str:
-        """The domain of the pods."""
+        """Domain of the pods."""
         if self.kind == "Job":
             return str(self.pod.get("subdomain") or "")
-        return str((self.jobset and self.jobset.get("network", "subdomain")) or self.name)
+        subdomain = None
+        if self.jobset is not None:
+            subdomain = self.jobset.get("network", "subdomain")
+        return str(subdomain or self.name)
 
     @property
-    def replicated(self) -> str:
-        """Part of a pod's name between the job's and its number: a JobSet's job, and the number of
-        that.
+    def pod_infix(self) -> str:
+        """Text between the job's name and the pod's number in a pod's name.
+
+        In a JobSet it names the replicated job and its replica: ``-node-0-``.
         """
         if self.kind == "Job":
             return "-"
-        job = self.jobset and self.jobset.get("replicatedJobs", 0, "name")
-        return f"-{job or 'node'}-0-"
+        replicated_job = None
+        if self.jobset is not None:
+            replicated_job = self.jobset.get("replicatedJobs", 0, "name")
+        return f"-{replicated_job or 'node'}-0-"
 
     @property
     def master(self) -> str:
-        """The name of the pod with node rank 0."""
-        return f"{self.name}{self.replicated}0.{self.service}"
+        """Name of the pod with node rank 0."""
+        return f"{self.name}{self.pod_infix}0.{self.service}"
 
-    def objects(self, *kinds: str) -> list[Part]:
-        """The objects of these kinds in the files."""
-        return [Part(manifest) for manifest in self.manifests if manifest.kind in kinds]
+    def objects(self, *kinds: str) -> list[ManifestPart]:
+        """Return the objects of these kinds in the files."""
+        return [ManifestPart(manifest) for manifest in self.manifests if manifest.kind in kinds]
 
-    def variables(self) -> Iterator[Part]:
-        """The variables of the container, wherever they are written."""
+    def variables(self) -> Iterator[ManifestPart]:
+        """Yield the variables of the container, and of a TrainJob's trainer."""
         yield from self.container.items("env")
         if self.program is not self.container:
             yield from self.program.items("env")
 
-    def volume(self, mount_path: str) -> Part | None:
-        """The volume in which a path of the container lies; None: it is in the container's own file
-        system.
-        """
-        names = {str(volume.get("name")): volume for volume in self.pod.items("volumes")}
-        mounts = [
-            (str(mount.get("mountPath")).rstrip("/"), str(mount.get("name")))
-            for mount in self.container.items("volumeMounts")
-        ]
-        around = [
-            (path, name)
-            for path, name in mounts
-            if mount_path == path or mount_path.startswith(f"{path}/")
-        ]
-        if around:
-            return names.get(max(around)[1])
-        return None
+    def volume(self, mount_path: str) -> ManifestPart | None:
+        """Return the volume that holds a path of the container; None for its own file system."""
+        volume_by_name = {str(volume.get("name")): volume for volume in self.pod.items("volumes")}
+        mounts_around: list[tuple[str, str]] = []
+        for mount in self.container.items("volumeMounts"):
+            path = str(mount.get("mountPath")).rstrip("/")
+            if mount_path == path or mount_path.startswith(f"{path}/"):
+                mounts_around.append((path, str(mount.get("name"))))
+        if not mounts_around:
+            return None
+        _, innermost_name = max(mounts_around)
+        return volume_by_name.get(innermost_name)
 
 
 def find_workloads(manifests: Sequence[Manifest]) -> list[Workload]:
-    """Every job in the files."""
-    return [
-        Workload(found, manifests)
-        for found in manifests
-        if found.kind in ("Job", "JobSet", "TrainJob")
-    ]
+    """Return every training job in the files."""
+    kinds = ("Job", "JobSet", "TrainJob")
+    return [Workload(manifest, manifests) for manifest in manifests if manifest.kind in kinds]
 
 
 def _number(text: str) -> int:
+    """Return the number in `text`, or 0 if it is not one of at most six digits."""
     if text.isascii() and text.isdigit() and len(text) < 7:
         return int(text)
     return 0
 
 
-def _command(part: Part) -> list[str]:
+def _command(part: ManifestPart) -> list[str]:
     return part.words("command") + part.words("args")

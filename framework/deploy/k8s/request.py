@@ -1,6 +1,4 @@
-"""Request of ``launch k8s``: the fields are its options, and what follows from them is a
-property.
-"""
+"""Request of ``launch k8s``: its fields are the options, its properties are derived from them."""
 
 from __future__ import annotations
 
@@ -16,11 +14,11 @@ from framework.deploy.options import JobRequest
 from framework.launch.hosts.topology import DEFAULT_PORT
 from framework.system.arguments import option
 
-# What the kubelet gives a pod beyond one step and one save: start of the signal, last words,
-# unmounting.
+# Time that the kubelet gives a pod beyond one step and one save: to deliver the signal, to write
+# the last messages, to unmount.
 _GRACE_MARGIN_SECONDS: Final = 60
 _HOST_PORTS: Final = range(20_000, 29_000, 2)
-# Compilers and downloads write here. On the node itself: on a network volume a lock that is left
+# Folder of compilers and downloads, on the node itself: on a network volume a lock that is left
 # behind stops every rank.
 CACHE_PATH: Final = "/cache"
 CONFIG_PATH: Final = "/etc/dsf-trainer"
@@ -148,32 +146,33 @@ class K8sRequest(JobRequest):
     )
     run_as_user: int = option("user of the processes (1000)", "UID", options.whole, default=1000)
 
-    token: str = ""  # of a Secret that is printed along
+    token: str = ""  # for the Secret, if one is printed along
 
     @property
     def on_cpu(self) -> bool:
-        """Check whether the pods have no GPUs."""
+        """True if the pods have no GPUs."""
         return self.device == "cpu" or super().on_cpu
 
     @property
     def has_token(self) -> bool:
-        """Check whether agents prove themselves: a single one meets nobody."""
+        """True if agents authenticate each other; the agent of a single pod has no peers."""
         return self.nodes > 1 or bool(self.token_secret)
 
     @property
     def makes_token(self) -> bool:
-        """Check whether a Secret is printed along."""
+        """True if a Secret with the token is printed along."""
         return self.has_token and not self.token_secret
 
     @property
     def grace_seconds(self) -> int:
-        """Between a stop request and SIGKILL."""
+        """Seconds between a stop request and SIGKILL."""
         return self.grace or self.save_seconds + _GRACE_MARGIN_SECONDS
 
     @property
     def port(self) -> int:
-        """Port where ranks meet; the next one is the agents'. On a node's network, jobs must not
-        meet each other.
+        """Port where ranks meet; the next one is the agents'.
+
+        On a node's network it depends on the job's name, so that two jobs rarely share one.
         """
         if self.master_port is not None:
             return self.master_port
@@ -182,18 +181,19 @@ class K8sRequest(JobRequest):
         return DEFAULT_PORT
 
     def refuse_contradictions(self) -> None:
-        """Raise a UsageError where options contradict each other, or lack one."""
+        """Raise UsageError for options that contradict each other or lack another one."""
         config = "".join(self.words[:1])
-        own_only = {
+        # A TrainJob can write these into its own runtime only.
+        runtime_options = {
             "--env_secret": self.env_secret,
             "--scheduler": self.scheduler,
             "--priority_class": self.priority_class,
         }
-        idle = ", ".join(name for name, value in own_only.items() if value)
-        own_paths = ("/dev/shm", CACHE_PATH, CONFIG_PATH, TOKEN_PATH, self.ckpt_path)
-        paths = Counter([*own_paths, *(path for _, path, _ in self.mount)])
+        idle = ", ".join(name for name, value in runtime_options.items() if value)
+        paths = Counter(("/dev/shm", CACHE_PATH, CONFIG_PATH, TOKEN_PATH, self.ckpt_path))
+        paths.update(path for _, path, _ in self.mount)
         taken = ", ".join(path for path, count in paths.items() if count > 1)
-        pairs = (
+        mistakes = (
             (
                 not self.image,
                 "name the image with --image, for example --image registry.example/team/train:1",
@@ -234,4 +234,4 @@ class K8sRequest(JobRequest):
                 "--queue is Kueue's, which starts all pods or none; leave --scheduler out",
             ),
         )
-        self.refuse_mistakes("launch k8s", pairs)
+        self.refuse_mistakes("launch k8s", mistakes)
