@@ -172,7 +172,7 @@ def phases_of(engine: deepspeed.DeepSpeedEngine) -> Phases:
             phases.during, "communication", engine._backward_epilogue
         )
         if isinstance(getattr(engine.optimizer, "timers", None), NoopTimer):
-            engine.optimizer.timers = _Timers(phases)
+            engine.optimizer.timers = _PhaseTimers(phases)
     if isinstance(engine, deepspeed.PipelineEngine):
         instructions = engine._INSTRUCTION_MAP.items()
         engine._INSTRUCTION_MAP = {
@@ -203,18 +203,18 @@ def _in_phase(phases: Phases, phase: str, call: FunctionType) -> Callable[..., A
     return instruction
 
 
-class _Timers(NoopTimer):  # type: ignore[misc]
+class _PhaseTimers(NoopTimer):  # type: ignore[misc]
     """Stands in for the timers of a ZeRO optimizer that measure nothing; one of them is a phase."""
 
     def __init__(self, phases: Phases) -> None:
         super().__init__()
-        self._gathering = _Timer(phases)
+        self._gathering = _PhaseTimer(phases)
 
     def __call__(self, name: str) -> Any:
         return self._gathering if name == OPTIMIZER_ALLGATHER_TIMER else self.timer
 
 
-class _Timer(NoopTimer.Timer):  # type: ignore[misc]
+class _PhaseTimer(NoopTimer.Timer):  # type: ignore[misc]
     def __init__(self, phases: Phases) -> None:
         self._phases = phases
         self._before = ""

@@ -22,10 +22,12 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 from framework.checkpoint.state.optimizer_shards import Names, names_of
 from framework.checkpoint.state.shard_map import plain_name
+from framework.engine.base_engine import BaseEngine
 from framework.engine.distributed import claims_error_report, device, rank
-from framework.engine.initialize import BaseEngine, MakeOptimizer, Step, initialize
+from framework.engine.initialize import MakeOptimizer, initialize
 from framework.engine.metrics import EvalSums
 from framework.engine.schedules import MakeSchedule
+from framework.engine.step import Step
 from framework.engine.step_batches import StepLoss
 from framework.engine.workarounds.grad_scaler import explaining_overflow, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers

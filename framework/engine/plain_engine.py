@@ -17,13 +17,15 @@ import torch
 from framework.checkpoint.state.optimizer_shards import names_of
 from framework.config.base import Object, Target
 from framework.config.training import FAST_ROWS, slow_rows
+from framework.engine.base_engine import BaseEngine
 from framework.engine.distributed import device, device_name
 from framework.engine.gradient_sums import sum_gradients
-from framework.engine.initialize import BaseEngine, MakeOptimizer, Step, initialize
+from framework.engine.initialize import MakeOptimizer, initialize
 from framework.engine.metrics import EvalSums
 from framework.engine.rank_groups import RankGroups, make_groups
 from framework.engine.schedules import MakeSchedule
 from framework.engine.shared_positions import PositionCheck
+from framework.engine.step import Step
 from framework.engine.step_batches import StepLoss
 from framework.engine.tensor_check import GradientCheck
 from framework.engine.workarounds.grad_scaler import explaining_overflow, scale_fp16_loss

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from framework.config.training import Profile
-from framework.engine.initialize import BaseEngine
+from framework.engine.base_engine import BaseEngine
 from framework.engine.phases import Phases
 from framework.errors import in_one_line
 from framework.system.files import make_own_folder, replace_text
@@ -403,7 +403,7 @@ class _Instruments:
             own[name] = value
 
     def _time(self, engine: deepspeed.DeepSpeedEngine) -> None:
-        timers = _Timers()
+        timers = _SilentTimers()
         named = EngineTimers(enable_micro_timers=False, enable_global_timers=True)
         if isinstance(engine, deepspeed.PipelineEngine):
             self._put(engine._config, wall_clock_breakdown=True)
@@ -450,7 +450,7 @@ class _Instruments:
         self._reads.append(("modules", lambda: watch.rows(engine.name_module)))
 
 
-class _Timers(SynchronizedWallClockTimer):  # type: ignore[misc]
+class _SilentTimers(SynchronizedWallClockTimer):  # type: ignore[misc]
     def log(self, *names: Any, **options: Any) -> None: ...
 
 

@@ -26,20 +26,20 @@ from framework.data.loaders import EvalLoader, is_stream
 from framework.data.splits import Splits
 from framework.data.streams import StreamEvalLoader
 from framework.engine import random_state
+from framework.engine.base_engine import BaseEngine
 from framework.engine.collective_timeout import gather_from_disks
 from framework.engine.distributed import claims_error_report, device, from_rank0, gather, rank
 from framework.engine.expert_parallel import building_experts
-from framework.engine.initialize import BaseEngine
 from framework.engine.model_build import build_model, partition
 from framework.engine.pipeline_engine import PipelineEngine, build_pipeline
 from framework.engine.plain_engine import PlainEngine, build_engine
 from framework.engine.profile import Profiler
 from framework.engine.protocol import Engine
 from framework.engine.rank_groups import RankGroups, make_groups
+from framework.engine.spread_weights import written_while_spread
 from framework.engine.step_batches import HALF
 from framework.engine.tensor_cut import TensorCut
 from framework.engine.weights import put_layer_weights, put_weights
-from framework.engine.written_weights import written_while_spread
 from framework.errors import ConfigError, in_one_line
 from framework.models.adapters import add_adapters
 from framework.models.formats import as_fp32

@@ -15,7 +15,7 @@ import torch
 import torch.distributed
 
 from framework.config.load import config_from_values
-from framework.engine import initialize
+from framework.engine import base_engine
 from framework.engine.collective_timeout import collective_timeout, gather_from_disks
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
@@ -59,9 +59,9 @@ def test_both_halves_of_a_save_are_given_the_time(
     """What DeepSpeed waits for, and what the ranks say to each other when they have written."""
     seen: list[list[timedelta]] = []
     monkeypatch.setattr(
-        initialize, "save_bytes", lambda *arguments, **options: seen.append(limits(groups))
+        base_engine, "save_bytes", lambda *arguments, **options: seen.append(limits(groups))
     )
-    monkeypatch.setattr(initialize, "share_buffers", lambda engine: None)
+    monkeypatch.setattr(base_engine, "share_buffers", lambda engine: None)
     engine: Any = SimpleNamespace(
         device=SimpleNamespace(type="cpu"),
         module=torch.nn.Identity(),
@@ -77,7 +77,7 @@ def test_both_halves_of_a_save_are_given_the_time(
         Cluster(device="cpu"),
     )
     task: Any = SimpleNamespace()
-    initialize.BaseEngine(engine, plan, task, names=dict).save(
+    base_engine.BaseEngine(engine, plan, task, names=dict).save(
         tmp_path, "global_step1", {}, open_file=NewFile
     )
     assert seen == [[timedelta(hours=2), timedelta(hours=2), LONG]]

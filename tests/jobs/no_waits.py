@@ -17,8 +17,8 @@ import torch
 
 import framework
 from framework.engine.bad_steps import StepWatch
-from framework.engine.initialize import Step
 from framework.engine.plain_engine import PlainEngine
+from framework.engine.step import Step
 
 LOG_EVERY = 5
 _train_step, _read, _read_bad = PlainEngine.train_step, Step.read, StepWatch.read

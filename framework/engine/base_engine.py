@@ -1,0 +1,217 @@
+"""Base of both engines: what happens around DeepSpeed's step, saving and loading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+
+from framework.checkpoint.manifest import SavedCheckpoint
+from framework.checkpoint.save_stream import OpenFile
+from framework.checkpoint.state.checkpoint_engine import use_atomic_files
+from framework.checkpoint.state.optimizer_shards import Names
+from framework.checkpoint.state.tensor_split import splits_of, whole_shape
+from framework.engine.bad_steps import StepWatch
+from framework.engine.checkpoint_bytes import load_bytes, move_in, save_bytes
+from framework.engine.collective_timeout import collective_timeout
+from framework.engine.distributed import device, gather
+from framework.engine.ema import WeightAverage
+from framework.engine.freezing import StepwiseFreezing
+from framework.engine.held_weights import further_names, state_of
+from framework.engine.modes import Modes
+from framework.engine.parameter_groups import LR_RATIO
+from framework.engine.phases import phases_of
+from framework.engine.step import PassedStep
+from framework.engine.step_batches import HALF, DeviceBatches, place
+from framework.engine.stragglers import stragglers_of
+from framework.engine.tensor_check import GradientCheck
+from framework.engine.trained_weights import TrainedWeights
+from framework.engine.workarounds.grad_norm import keep_norm
+from framework.engine.workarounds.grad_scaler import may_have_been_skipped
+from framework.engine.workarounds.gradient_order import keep_gradient_order
+from framework.engine.workarounds.module_buffers import share_buffers
+from framework.engine.written_weights import WrittenWeights
+from framework.plan.plan import Plan
+from framework.system.files import FileRecord, NewFile
+from framework.tasks.task import Positions, Task
+
+
+class BaseEngine:
+    """A DeepSpeed engine, the task that defines what a batch means, and the checkpoint files."""
+
+    tensor_check: GradientCheck | None = None
+    """Compares gradients of the weights that a tensor group does not divide."""
+
+    def __init__(
+        self,
+        engine: deepspeed.DeepSpeedEngine,
+        plan: Plan,
+        task: Task,
+        *,
+        names: Callable[[], Names],
+        stages: Any = None,
+    ) -> None:
+        """Prepare the first step.
+
+        Args:
+            engine: what `deepspeed.initialize` returned.
+            plan: the plan of the run.
+            task: moved to the device.
+            names: returns the plain names of the weights and buffers that the engine holds.
+            stages: process group of a pipeline's stages; None without a pipeline.
+        """
+        place(task, device())
+        self.engine = engine
+        self._task = task
+        self._names = names
+        self._layout = plan.layout
+        training = plan.config.training
+        self.modes = Modes(engine, plain_name=self.name_module, stages=stages)
+        half = HALF.get(plan.config.precision.dtype)
+        positions = _positions_of_rank(plan)
+        self._batches = DeviceBatches(device(), half, training.channels_last, positions)
+        # First, so that all that is put between the engine and its optimizer below sees the
+        # groups that are stepped.
+        self._freezing = StepwiseFreezing(engine, training.freeze, names())
+        self._leaves_out_frozen = training.lora is not None
+        self.written = WrittenWeights(engine, names, log_every=training.log_every)
+        self._average = WeightAverage(engine, plan.config, before=self.written.carry)
+        self._files = use_atomic_files(engine)
+        self.kept_norm = keep_norm(engine, stages=stages)
+        self.phases = phases_of(engine)
+        self.stragglers = stragglers_of(plan, torch.distributed.get_world_size())
+        self.bad_steps: StepWatch | None = None
+        if training.bad_steps is not None:
+            self.bad_steps = StepWatch(
+                engine, training.bad_steps, self.kept_norm, most_steps=training.log_every
+            )
+        self.trained_weights = TrainedWeights(engine, names())
+        keep_gradient_order(engine, refuse_changes=self.trained_weights.refuse_changed_flags)
+
+    def may_be_skipped(self) -> bool:
+        """Check whether the last step may have left the weights as they were."""
+        watch = self.bad_steps
+        return (watch is not None and watch.keeps_weights) or may_have_been_skipped(self.engine)
+
+    def pass_over(self, micro_batches: Iterator[Any]) -> PassedStep:
+        """Leave out a step after a roll back: read its data, and move counters and schedule on."""
+        assert self.bad_steps is not None
+        lr = self.lr()
+        self.bad_steps.pass_over(micro_batches)
+        return PassedStep({"train/lr": lr, "train/skipped_steps": float(self.engine.skipped_steps)})
+
+    def save(
+        self, folder: Path, tag: str, state: Mapping[str, Any], *, open_file: OpenFile = NewFile
+    ) -> Mapping[str, FileRecord]:
+        self.trained_weights.refuse_changes()
+        # A resumed run starts from the saved buffers on every rank: so does the unbroken run.
+        share_buffers(self.engine)
+        self.written.carry()
+        self.written.refuse()
+        timeout: AbstractContextManager[None] = nullcontext()
+        if open_file is NewFile:
+            timeout = collective_timeout()
+        with self.written.unguarded(), timeout:
+            return save_bytes(
+                self.engine,
+                self._files,
+                folder,
+                tag,
+                state,
+                names=self._names(),
+                leaves_out_frozen=self._leaves_out_frozen,
+                open_file=open_file,
+            )
+
+    def load(self, checkpoint: SavedCheckpoint, *, moved: bool) -> Mapping[str, Any]:
+        names = self._names()
+        partly = self._leaves_out_frozen
+        if moved:
+            if partly:
+                names = {
+                    tensor: name
+                    for tensor, name in names.items()
+                    if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)
+                }
+            with self.written.unguarded():
+                state = move_in(self.engine, checkpoint, names=names, layout=self._layout)
+        else:
+            with self.written.unguarded():
+                state = load_bytes(self.engine, checkpoint.folder, checkpoint.tag, partly=partly)
+        self._average.after_load()
+        self.written.reset()
+        return state
+
+    def description(self) -> dict[str, Any]:
+        """Describe for a checkpoint's manifest which weights it holds and how tensor ranks share
+        them. Collective.
+        """
+        rank_splits = splits_of(self._names())
+        all_splits = [rank_splits]
+        if self._layout.tensor_size > 1 and self._layout.pipe_size > 1:
+            all_splits = gather(rank_splits)  # each stage has its own weights
+        tensor_splits: dict[str, Any] = {}
+        for splits in all_splits:
+            for name, split in splits.items():
+                tensor_splits[name] = [split.dim, list(split.sections)]
+        description = self._describe_weights()
+        if tensor_splits:
+            description["tensor"] = tensor_splits
+        return description
+
+    def _describe_weights(self) -> dict[str, Any]:
+        """Describe the weights that every save is compared with: at stage 3 the files alone do not
+        show them.
+        """
+        if self._layout.pipe_size > 1 or self.engine.zero_optimization_stage() < 3:
+            return {}
+        module = self.engine.module
+        partly = self._leaves_out_frozen
+        state = state_of(module, partly=partly)
+        # by identity: tied weights count once
+        sizes = {id(tensor): whole_shape(tensor).numel() for tensor in state.values()}
+        description: dict[str, Any] = {
+            "weights": {"names": len(sizes), "elements": sum(sizes.values())}
+        }
+        ties = further_names(module, partly=partly)
+        if ties:
+            description["ties"] = ties
+        return description
+
+    def lr(self) -> float:
+        """Return `optimizer.lr` as the schedule has it now, before the first group's own ratio."""
+        group = self.engine.optimizer.param_groups[0]
+        return float(self.engine.get_lr()[0]) / (group.get(LR_RATIO) or 1.0)
+
+    def close(self) -> None:
+        self._freezing.close()
+        self.written.close()
+        self.engine.destroy()
+
+    def name_module(self, name: str) -> str:
+        """Return the plain model's name of a module, given its name in DeepSpeed's model."""
+        return name
+
+    def _halves(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        """Yield inputs and targets of each batch, on the device."""
+        enter = self.phases.enter
+        before = enter("data")
+        for batch in batches:
+            enter("copy")
+            halves = self._batches.split(self._task, batch)
+            enter(before)
+            yield halves
+            before = enter("data")
+        enter(before)
+
+
+def _positions_of_rank(plan: Plan) -> Positions | None:
+    """Return this rank's part of every sequence, or None if it has all positions."""
+    size = plan.layout.sequence_size
+    if size > 1:
+        return Positions(plan.layout.sequence_rank(torch.distributed.get_rank()), size)
+    return None
