@@ -26,7 +26,7 @@ from framework.data.failures import death_of_worker
 from framework.engine.distributed import claims_error_report
 from framework.engine.extensions import failure_of_compiler, failure_of_torch_compile
 from framework.engine.process_group_errors import is_lost_peer, lost_peer
-from framework.engine.written_weights import written_while_spread
+from framework.engine.spread_weights import written_while_spread
 from framework.errors import ConfigError, TrainingError, explaining, in_one_line, printable
 from framework.plan.plan import Plan
 from framework.system.exits import refusing_exits

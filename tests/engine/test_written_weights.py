@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from framework.engine import written_weights
-from framework.engine.written_weights import written_while_spread
 from tests.launched import run_ranks
 from tests.places import ROOT
 
@@ -114,27 +113,3 @@ class TestComparison:
             written_weights._take_over(some)
         for copy, value in zip(copies, wanted, strict=True):
             assert torch.equal(copy, value)
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_sums_show_which_weight_was_written(
-        self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-    ) -> None:
-        monkeypatch.setattr(written_weights, "_MOST_BLOCKS", 50)
-        weights = [torch.nn.Parameter(torch.zeros(size)) for size in (300, 500, 4, 1196)]
-        offsets = [0, 300, 800, 804]
-        flat = torch.randn(2000).to(dtype)
-        before = written_weights._sums(flat)
-        assert before.numel() == 50
-        flat[350:360].mul_(2)
-        blocks = (written_weights._sums(flat) != before).nonzero().flatten().tolist()
-        members = [
-            (weight, weight.numel(), offset)
-            for weight, offset in zip(weights, offsets, strict=True)
-        ]
-        assert [
-            weight is weights[1] for weight in written_weights._members_in(members, blocks, flat)
-        ] == [True]
-
-    def test_errors_that_are_not_of_spread_weights_are_not_explained(self) -> None:
-        assert written_while_spread(RuntimeError("Cannot access data pointer of Tensor")) == ""
-        assert written_while_spread(ValueError("size mismatch for a")) == ""
