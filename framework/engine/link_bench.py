@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -29,7 +28,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-# What `framework.doctor.member` looks for among whatever else a rank prints.
+# `framework.doctor.member` looks for this at the beginning of the lines that a rank prints.
 RESULT: Final = "@link_bench "
 _MIB: Final = 1 << 20
 _SIZES: Final = {
@@ -53,22 +52,22 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=0.5, help="about how long each size is measured"
     )
-    asked = parser.parse_args()
-    uses_cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
-    if uses_cuda:
+    arguments = parser.parse_args()
+    backend = "gloo"
+    device = torch.device("cpu")
+    if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda":
+        backend = "nccl"
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    else:
-        device = torch.device("cpu")
-    if uses_cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if uses_cuda else "gloo", timeout=datetime.timedelta(seconds=_JOIN_SECONDS)
-    )
-    found = measure(
-        device, seconds=asked.seconds, folder=asked.folder, file_bytes=asked.file_mib * _MIB
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=_JOIN_SECONDS))
+    result = measure(
+        device,
+        seconds=arguments.seconds,
+        folder=arguments.folder,
+        file_bytes=arguments.file_mib * _MIB,
     )
     if dist.get_rank() == 0:
-        print(RESULT + json.dumps(found), flush=True)
+        print(RESULT + json.dumps(result), flush=True)
     dist.barrier()
     dist.destroy_process_group()
     return 0
@@ -77,71 +76,81 @@ def main() -> int:
 def measure(
     device: torch.device, *, seconds: float, folder: Path | None, file_bytes: int
 ) -> dict[str, Any]:
-    """Everything, as plain values, about so many seconds for each size; files only in a folder.
-    Collective.
+    """Measure all-reduces, pairs and storage, and return plain values. Collective.
+
+    Args:
+        device: this rank's.
+        seconds: about how long each size of an all-reduce is measured.
+        folder: where files are written; None leaves storage out.
+        file_bytes: size of the file that each host writes.
     """
     backend = dist.get_backend()
-    hosts = _gather((socket.gethostname(), int(os.environ.get("LOCAL_RANK", "0"))))
-    speak = [rank for rank, (_, local) in enumerate(hosts) if local == 0]
-    # on one host its ranks are compared
-    if len(speak) > 1:
-        units = speak
+    places = _gather((socket.gethostname(), int(os.environ.get("LOCAL_RANK", "0"))))
+    first_ranks = [rank for rank, (_, local_rank) in enumerate(places) if local_rank == 0]
+    hosts = [places[rank][0] for rank in first_ranks]
+    # hosts are compared; if there is only one, its ranks are
+    if len(first_ranks) > 1:
+        units = first_ranks
+        labels = hosts
     else:
-        units = list(range(len(hosts)))
-    labels = [hosts[rank][0] if len(speak) > 1 else f"rank {rank}" for rank in units]
-    return {
+        units = list(range(len(places)))
+        labels = [f"rank {rank}" for rank in units]
+    result: dict[str, Any] = {
         "backend": backend,
-        "world_size": len(hosts),
-        "hosts": [hosts[rank][0] for rank in speak],
-        "all_reduce": list(all_reduces(_SIZES[backend], device, seconds=seconds))
-        if len(hosts) > 1
-        else [],
-        "pairs": pairs(units, labels, device, num_bytes=_PAIR_BYTES[backend])
-        if len(units) > 1
-        else [],
-        "storage": storage(folder, file_bytes, speak) if folder is not None else [],
+        "world_size": len(places),
+        "hosts": hosts,
+        "all_reduce": [],
+        "pairs": [],
+        "storage": [],
     }
+    if len(places) > 1:
+        result["all_reduce"] = list(all_reduces(_SIZES[backend], device, seconds=seconds))
+    if len(units) > 1:
+        result["pairs"] = pairs(units, labels, device, num_bytes=_PAIR_BYTES[backend])
+    if folder is not None:
+        result["storage"] = storage(folder, file_bytes, first_ranks)
+    return result
 
 
 def _gather(value: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def all_reduces(
     sizes: Sequence[int], device: torch.device, *, seconds: float
 ) -> Iterator[dict[str, float]]:
-    """Each size; those beyond one that takes more than twice the time that is meant for it are left
-    out. Collective.
+    """Measure each size, up to the first one that takes more than twice the time that is meant for
+    it. Collective.
     """
     for size in sizes:
-        found = all_reduce(size, device, seconds=seconds)
-        yield found
-        if found["seconds"] > 2 * seconds:
+        result = all_reduce(size, device, seconds=seconds)
+        yield result
+        if result["seconds"] > 2 * seconds:
             return
 
 
 def all_reduce(num_bytes: int, device: torch.device, *, seconds: float) -> dict[str, float]:
-    """One size: the time of one all-reduce as the slowest rank sees it, and both bandwidths.
+    """Measure one size: the time of one all-reduce on the slowest rank, and both bandwidths.
     Collective.
     """
     tensor = torch.zeros(num_bytes // 4, device=device)
 
     def slowest(repeats: int) -> float:
-        took = torch.tensor(
-            timed(lambda: dist.all_reduce(tensor), device, repeats=repeats), dtype=torch.float64
-        )
-        dist.all_reduce(shared := took.to(device), dist.ReduceOp.MAX)
-        return float(shared)
+        rank_seconds = timed(lambda: dist.all_reduce(tensor), device, repeats=repeats)
+        most = torch.tensor(rank_seconds, dtype=torch.float64).to(device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return float(most)
 
     dist.all_reduce(tensor)  # connects
-    took = slowest(int(min(max(seconds / max(slowest(1), 1e-9), 2), 200)))
-    algorithm = num_bytes / took
+    repeats = seconds / max(slowest(1), 1e-9)
+    measured = slowest(int(min(max(repeats, 2), 200)))
+    algorithm = num_bytes / measured
     count = dist.get_world_size()
     return {
         "bytes": num_bytes,
-        "seconds": took,
+        "seconds": measured,
         "algorithm": algorithm,
         "bus": algorithm * 2 * (count - 1) / count,
     }
@@ -150,86 +159,90 @@ def all_reduce(num_bytes: int, device: torch.device, *, seconds: float) -> dict[
 def pairs(
     units: Sequence[int], labels: Sequence[str], device: torch.device, *, num_bytes: int
 ) -> list[dict[str, Any]]:
-    """Bytes per second that two of them send to each other, disjoint pairs at the same time.
-    Collective.
+    """Measure bytes per second between every two of `units` (ranks), disjoint pairs at the same
+    time. Collective.
     """
-    own: list[dict[str, Any]] = []
-    for together in itertools.islice(rounds(len(units)), _MOST_ROUNDS):
+    rank = dist.get_rank()
+    rank_results: list[dict[str, Any]] = []
+    for disjoint_pairs in itertools.islice(rounds(len(units)), _MOST_ROUNDS):
         dist.barrier()
-        for a, b in together:
-            if dist.get_rank() in (units[a], units[b]):
-                if dist.get_rank() == units[a]:
-                    other = units[b]
-                else:
-                    other = units[a]
-                speed = _exchange(other, device, num_bytes=num_bytes)
-                if dist.get_rank() == units[a]:
-                    own.append({"a": labels[a], "b": labels[b], "bytes_per_second": speed})
-    return [each for some in _gather(own) for each in some]
+        for a, b in disjoint_pairs:
+            if rank == units[a]:
+                speed = _exchange(units[b], device, num_bytes=num_bytes)
+                rank_results.append({"a": labels[a], "b": labels[b], "bytes_per_second": speed})
+            elif rank == units[b]:
+                _exchange(units[a], device, num_bytes=num_bytes)
+    return list(itertools.chain.from_iterable(_gather(rank_results)))
 
 
 def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Every pair of `count` once, in rounds in which each takes part at most once (the circle
-    method).
+    """Yield every pair of `count` numbers once, in rounds in which each number takes part at most
+    once (the circle method).
     """
-    seats: list[int | None] = [*range(count), *([None] if count % 2 else [])]
+    seats: list[int | None] = list(range(count))
+    if count % 2:
+        seats.append(None)
+    half = len(seats) // 2
     for _ in range(len(seats) - 1):
-        facing = zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True)
+        facing = zip(seats[:half], reversed(seats[half:]), strict=True)
         yield [(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None]
         seats = [seats[0], seats[-1], *seats[1:-1]]
 
 
 def storage(folder: Path, num_bytes: int, writers: Sequence[int]) -> list[dict[str, Any]]:
-    """Each host writes, flushes and reads again, all of them at the same time as in a checkpoint.
+    """Measure writing, flushing and reading on each host, all at the same time as in a checkpoint.
     Collective.
     """
     dist.barrier()
+    result = None
     if dist.get_rank() in writers:
-        found = _write_and_read(folder, num_bytes)
-    else:
-        found = None
-    return [each for each in _gather(found) if each is not None]
+        result = _write_and_read(folder, num_bytes)
+    return [host_result for host_result in _gather(result) if host_result is not None]
 
 
 def _write_and_read(folder: Path, num_bytes: int) -> dict[str, Any]:
-    place = next(each for each in (folder, *folder.parents) if each.is_dir())
+    existing = folder
+    while not existing.is_dir():
+        existing = existing.parent
     host = socket.gethostname()
-    path = place / f".preflight-bench-{host}-{os.getpid()}"
+    path = existing / f".preflight-bench-{host}-{os.getpid()}"
     # zeros would be stored in no time by a file system that compresses
     block = os.urandom(4 * _MIB)
     try:
-        began = time.perf_counter()
+        start = time.perf_counter()
         with path.open("wb") as file:
             for _ in range(num_bytes // len(block)):
                 file.write(block)
             file.flush()
             os.fsync(file.fileno())
-            wrote = time.perf_counter() - began
+            write_seconds = time.perf_counter() - start
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        began = time.perf_counter()
+        start = time.perf_counter()
         with path.open("rb", buffering=0) as file:
             while file.read(len(block)):
                 pass
+        read_seconds = time.perf_counter() - start
         return {
             "host": host,
-            "write": num_bytes / wrote,
-            "read": num_bytes / (time.perf_counter() - began),
+            "write": num_bytes / write_seconds,
+            "read": num_bytes / read_seconds,
         }
     except OSError as error:
-        return {"host": host, "error": f"{place}: {error.strerror or error}"}
+        return {"host": host, "error": f"{existing}: {error.strerror or error}"}
     finally:
         with suppress(OSError):
             path.unlink()
 
 
 def _exchange(other: int, device: torch.device, *, num_bytes: int) -> float:
-    """Bytes per second in each direction, the median of five."""
-    mine = torch.zeros(num_bytes // 4, device=device)
-    theirs = torch.empty(num_bytes // 4, device=device)
+    """Measure bytes per second in each direction, the median of five."""
+    sent = torch.zeros(num_bytes // 4, device=device)
+    received = torch.empty(num_bytes // 4, device=device)
 
     def both_ways() -> None:
-        operations = [dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, theirs, other)]
-        for request in dist.batch_isend_irecv(operations):
+        send = dist.P2POp(dist.isend, sent, other)
+        receive = dist.P2POp(dist.irecv, received, other)
+        for request in dist.batch_isend_irecv([send, receive]):
             request.wait()
 
     both_ways()  # connects
@@ -237,16 +250,18 @@ def _exchange(other: int, device: torch.device, *, num_bytes: int) -> float:
 
 
 def timed(do: Callable[[], object], device: torch.device, *, repeats: int) -> float:
-    """Seconds for one of `repeats`."""
-    synchronize = (
-        partial(torch.cuda.synchronize, device) if device.type == "cuda" else torch.cpu.synchronize
-    )
-    synchronize()
-    began = time.perf_counter()
+    """Return the seconds that one call takes, the mean of `repeats`."""
+    _synchronize(device)
+    start = time.perf_counter()
     for _ in range(repeats):
         do()
-    synchronize()
-    return (time.perf_counter() - began) / repeats
+    _synchronize(device)
+    return (time.perf_counter() - start) / repeats
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

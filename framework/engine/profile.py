@@ -1,8 +1,8 @@
-"""Steps that are looked at closely: a trace of all operations, and on request what has to wait for
-each of them.
+"""Profiled steps: a trace of all operations, and on request measurements that have to wait for each
+of them.
 
-But for a barrier, so that no rank waits within a step for one that still writes, nothing here is
-collective: a profile that fails costs itself alone.
+Nothing here is collective but a barrier, so that no rank waits within a step for one that still
+writes: a profile that fails costs itself alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -55,15 +56,17 @@ class Profiler:
         is_over: nothing is left to be profiled.
     """
 
-    def __init__(self, engine: BaseEngine, asked: Profile, folder: Path, *, stage: int) -> None:
-        """`folder` is the run's own, `stage` the one of a pipeline which this rank runs."""
+    def __init__(self, engine: BaseEngine, section: Profile, folder: Path, *, stage: int) -> None:
+        """Prepare the steps that `section` of the config names. `folder` is the run folder, `stage`
+        this rank's stage of a pipeline.
+        """
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes lines for itself
         self._engine = engine
-        self._asked = asked
+        self._section = section
         self._folder = folder / "profile"
         self._rank = torch.distributed.get_rank()
         self.is_over = False
-        self._last_traced = asked.last - asked.waits
+        self._last_traced = section.last - section.waits
         self._trace: _Trace | None = None
         self._instruments: _Instruments | None = None
         self._has_begun = False
@@ -72,24 +75,24 @@ class Profiler:
 
     def begin(self, step: int) -> None:
         """Begin what is due before a step. Collective."""
-        if not self._has_begun and self._asked.first <= step <= self._last_traced:
+        if not self._has_begun and self._section.first <= step <= self._last_traced:
             self._has_begun = True
             self._guard(self._make_trace, step)
             torch.distributed.barrier()
             self._guard(self._begin_trace)
-        elif self._asked.waits and step == self._asked.last:
+        elif self._section.waits and step == self._section.last:
             torch.distributed.barrier()
             self._guard(self._begin_instruments)
 
     def end(self, step: int) -> None:
         """End what is due after a step."""
-        if step >= self._asked.last:
+        if step >= self._section.last:
             self.close()
         elif step == self._last_traced:
             self._guard(self._end_trace)
 
     def close(self) -> None:
-        """Write what there is, also of a run that stops between two profiled steps."""
+        """Write the profile, also of a run that stops between two profiled steps."""
         if not self.is_over:
             self.is_over = True
             for end in (self._end_trace, self._end_instruments, self._write):
@@ -106,7 +109,7 @@ class Profiler:
             self._trace.begin()
 
     def _begin_instruments(self) -> None:
-        self._instruments = _Instruments(self._engine, self._asked)
+        self._instruments = _Instruments(self._engine, self._section)
 
     def _end_trace(self) -> None:
         if self._trace is not None:
@@ -146,20 +149,19 @@ class _Trace:
         self._ranges = list[Any]()
         self._sent: Mapping[str, list[int]] = {}
         self._spans: list[tuple[float, float]] = []  # Unix times of the steps
-        activity = torch.profiler.ProfilerActivity
+        self._marks: list[tuple[int, str, Any]] = []  # step, phase that begins, moment
+        activities = [torch.profiler.ProfilerActivity.CPU]
         if get_accelerator()._name == "cuda":
-            on_gpu = [activity.CUDA]
-        else:
-            on_gpu = []
-        self._marks: list[tuple[int, str, Any]] = []
-        self._profiler = torch.profiler.profile(activities=[activity.CPU, *on_gpu])
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities)
         self._profiler.prepare_trace()
 
     def begin(self) -> None:
         """Begin with the next step."""
         self._profiler.start_trace()
         get_accelerator().synchronize()
-        self._began, self._base = time.time(), self._phases.moment()
+        self._began = time.time()
+        self._base = self._phases.moment()
         self._phases.watch(self._note)
 
     def _note(self, phase: str) -> None:
@@ -207,40 +209,42 @@ class _Trace:
         """Return what the report shows of the steps that were taken."""
         if not self._steps:
             return {}
-        timeline = [interval for interval in self._timeline() if interval["step"] in self._steps][
-            -_MOST_INTERVALS:
-        ]
-        tables = {"steps": self._steps, "began_seconds": self._began, "timeline": timeline}
+        timeline = [interval for interval in self._timeline() if interval["step"] in self._steps]
+        tables: dict[str, Any] = {
+            "steps": self._steps,
+            "began_seconds": self._began,
+            "timeline": timeline[-_MOST_INTERVALS:],
+        }
         if has_operations:
-            # whose `events()` takes seconds where these take milliseconds
+            # The profiler's own `events()` takes seconds where these take milliseconds.
             profiler: Any = self._profiler.profiler
             events = profiler.kineto_results.events()
+            phases = {phase for _, phase, _ in self._marks}
             num_steps = len(self._steps)
-            tables["operations"] = operations_of(
-                events, {phase for _, phase, _ in self._marks}, num_steps=num_steps
-            )
+            tables["operations"] = operations_of(events, phases, num_steps=num_steps)
             tables["collectives"] = collectives_of(events, self._sent, num_steps=num_steps)
         return tables
 
     def _timeline(self) -> Iterator[dict[str, Any]]:
-        """Each phase that was entered: of which step and which of its micro-batches, begin and
-        length.
-        """
+        """Yield step, phase, micro-batch, begin and length of each phase that was entered."""
         counts: dict[tuple[int, str], int] = defaultdict(int)
-        names = ["", "", *(phase for _, phase, _ in self._marks)]
-        for number, ((step, phase, begin), (_, _, end)) in enumerate(pairwise(self._marks)):
+        before = ["", ""]  # the two phases before
+        for (step, phase, begin), (_, _, end) in pairwise(self._marks):
             if phase:
                 # The end of a backward pass, after the sums that it waits for, is a part of it.
-                counts[step, phase] += names[number : number + 2] != [phase, "communication"]
+                is_continued = before == [phase, "communication"]
+                if not is_continued:
+                    counts[step, phase] += 1
                 at = self._phases.between(self._base, begin)
                 length = self._phases.between(begin, end)
-                times = {"at_ms": round(1000 * at, 4), "ms": round(1000 * length, 4)}
                 yield {
                     "step": step,
                     "phase": phase,
                     "micro_batch": counts[step, phase] - 1,
-                    **times,
+                    "at_ms": round(1000 * at, 4),
+                    "ms": round(1000 * length, 4),
                 }
+            before = [before[1], phase]
 
 
 def operations_of(events: Iterable[Any], phases: Set[str], *, num_steps: int) -> Rows:
@@ -248,90 +252,109 @@ def operations_of(events: Iterable[Any], phases: Set[str], *, num_steps: int) ->
     step.
 
     Args:
-        events: of kineto, whose times are in ns.
+        events: kineto's, with times in ns.
         phases: names of the ranges that divide a step.
         num_steps: how many steps were traced.
 
     Returns:
-        the 15 largest of each place; a phase's is what none of its operations took: Python, and
-        waiting.
+        the 15 longest of each place. The time of a phase is what none of its operations took:
+        Python, and waiting.
     """
     threads: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
-    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    on_device: dict[str, _Sum] = defaultdict(_Sum)
     for event in events:
-        span = (event.start_ns(), event.end_ns())
+        start = event.start_ns()
+        end = event.end_ns()
         name = event.name()
         if event.device_type() != DeviceType.CPU:
             if not event.is_user_annotation():
-                _add(found["device", name], 1, span[1] - span[0])
+                on_device[name].add(1, end - start)
         elif not event.is_async() and event.start_thread_id() == event.end_thread_id():
-            threads[event.start_thread_id()].append((span[0], -span[1], name))
+            # sorted, an operation comes before those within it that begin at the same time
+            threads[event.start_thread_id()].append((start, -end, name))
+    on_host: dict[str, _Sum] = defaultdict(_Sum)
     for spans in threads.values():
-        open_ones: list[tuple[int, str]] = []
-        for start, end, name in sorted(spans):
-            while open_ones and open_ones[-1][0] <= start:
-                open_ones.pop()
-            if open_ones:  # takes its time from what it is in
-                _add(found["host", open_ones[-1][1]], 0, start - min(-end, open_ones[-1][0]))
-            _add(found["host", name], 1, -end - start)
-            open_ones.append((-end, name))
+        _add_own_times(on_host, sorted(spans))
     rows: Rows = []
-    for place in ("host", "device"):
-        own = [
-            (name, sums)
-            for (where, name), sums in found.items()
-            if where == place and not name.startswith(_STEP)
-        ]
-        for name, (count, time_ns) in sorted(own, key=lambda pair: -pair[1][1])[:_MOST_OPERATIONS]:
+    for place, sums in (("host", on_host), ("device", on_device)):
+        named = [pair for pair in sums.items() if not pair[0].startswith(_STEP)]
+        named.sort(key=lambda pair: -pair[1].time_ns)
+        for name, total in named[:_MOST_OPERATIONS]:
+            label = name
             if name in phases:
                 label = f"{name}: Python and waiting"
-            else:
-                label = name
             rows.append(
                 {
                     "name": label,
                     "place": place,
-                    "count": count / num_steps,
-                    "ms": time_ns / 1e6 / num_steps,
+                    "count": total.count / num_steps,
+                    "ms": total.time_ns / 1e6 / num_steps,
                 }
             )
     return rows
 
 
+@dataclass
+class _Sum:
+    """How often something was done, and how long it took in all."""
+
+    count: float = 0.0
+    time_ns: float = 0.0
+
+    def add(self, count: float, time_ns: float) -> None:
+        self.count += count
+        self.time_ns += time_ns
+
+
+def _add_own_times(sums: dict[str, _Sum], spans: Iterable[tuple[int, int, str]]) -> None:
+    """Add the times of one thread's operations, each without those within it.
+
+    `spans` are (start, -end, name), in order.
+    """
+    stack: list[tuple[int, str]] = []  # end and name of the operations that are not over
+    for start, negative_end, name in spans:
+        end = -negative_end
+        while stack and stack[-1][0] <= start:
+            stack.pop()
+        if stack:
+            outer_end, outer_name = stack[-1]
+            sums[outer_name].add(0, start - min(end, outer_end))
+        sums[name].add(1, end - start)
+        stack.append((end, name))
+
+
 def collectives_of(
     events: Iterable[Any], sizes: Mapping[str, list[int]], *, num_steps: int
 ) -> Rows:
-    """Add up what was sent by kind, as means of a step, each from where it was handed over to its
-    end. `sizes`: bytes of each by its name in torch's flight recorder.
+    """Add up collectives by kind, as means of a step. Each lasts from the call to its end.
+
+    Args:
+        events: kineto's, with times in ns.
+        sizes: bytes of every collective, by its name in torch's flight recorder.
+        num_steps: how many steps were traced.
     """
     events = list(events)
-    found = defaultdict[tuple[str, bool], list[float]](lambda: [0.0, 0.0])
+    sums: dict[tuple[str, bool], _Sum] = defaultdict(_Sum)  # by name and whether on the host
     steps = [
         (event.start_ns(), event.end_ns()) for event in events if event.name().startswith(_STEP)
     ]
     for event in events:
-        # and not of a save
+        # a save has collectives as well
         is_in_step = any(start <= event.start_ns() < end for start, end in steps)
         if is_in_step and event.name().startswith(("gloo:", "nccl:", "hccl:", "xccl:")):
             on_host = event.device_type() == DeviceType.CPU
-            _add(found[event.name(), on_host], 1, event.end_ns() - event.start_ns())
+            sums[event.name(), on_host].add(1, event.end_ns() - event.start_ns())
     rows = []
-    for (name, on_host), (count, time_ns) in found.items():
-        if not on_host or (name, False) not in found:  # the device's own times are the true ones
-            known = sizes.get(name, [])
-            count = count / num_steps
-            if known:
-                num_bytes = sum(known) / len(known) * count
-            else:
-                num_bytes = None
-            rows.append(
-                _row_of_sent(name.partition(":")[2], count, num_bytes, time_ns / 1e6 / num_steps)
-            )
+    for (name, on_host), total in sums.items():
+        if on_host and (name, False) in sums:  # the device's own times are the true ones
+            continue
+        count = total.count / num_steps
+        num_bytes = None
+        if sizes.get(name):
+            num_bytes = mean(sizes[name]) * count
+        kind = name.partition(":")[2]
+        rows.append(_row_of_sent(kind, count, num_bytes, total.time_ns / 1e6 / num_steps))
     return sorted(rows, key=lambda row: -row["ms"])
-
-
-def _add(sums: list[float], *values: float) -> None:
-    sums[:] = map(sum, zip(sums, values, strict=True))
 
 
 def _row_of_sent(
@@ -351,38 +374,36 @@ def _row_of_sent(
 
 
 def _sizes_sent(spans: Sequence[tuple[float, float]]) -> Mapping[str, list[int]]:
-    """Bytes of what was sent within some Unix times, of the larger side, as nccl-tests count
-    them.
+    """List the bytes of the collectives that began within some Unix times, by name. As in
+    nccl-tests, the larger one of input and output counts.
     """
     dump = torch._C._distributed_c10d._dump_fr_trace_json
-    found = defaultdict[str, list[int]](list)
+    sizes = defaultdict[str, list[int]](list)
     for entry in json.loads(dump(backend=torch.distributed.get_backend())).get("entries", []):
         if any(begin <= entry["time_created_ns"] / 1e9 <= end for begin, end in spans):
-            sides = [
-                zip(entry[f"{side}_dtypes"], entry[f"{side}_sizes"], strict=False)
-                for side in ("input", "output")
-            ]
-            sums = (
-                sum(_BYTES.get(dtype, 1) * torch.Size(size).numel() for dtype, size in side)
-                for side in sides
-            )
-            found[entry["profiling_name"]].append(max(sums))
-    return found
+            num_bytes = max(_side_bytes(entry, "input"), _side_bytes(entry, "output"))
+            sizes[entry["profiling_name"]].append(num_bytes)
+    return sizes
+
+
+def _side_bytes(entry: Mapping[str, Any], side: str) -> int:
+    tensors = zip(entry[f"{side}_dtypes"], entry[f"{side}_sizes"], strict=False)
+    return sum(_BYTES.get(dtype, 1) * torch.Size(size).numel() for dtype, size in tensors)
 
 
 class _Instruments:
-    """What is measured in one step by waiting for each operation."""
+    """Measurements of one step that wait for each operation."""
 
-    def __init__(self, engine: BaseEngine, asked: Profile) -> None:
+    def __init__(self, engine: BaseEngine, section: Profile) -> None:
         self._undo = ExitStack()
-        self._tables = dict[str, Any](measured_step=asked.last)
+        self._tables = dict[str, Any](measured_step=section.last)
         self._reads: list[tuple[str, Callable[[], Any]]] = []
         try:
-            if asked.deepspeed_timers:
+            if section.deepspeed_timers:
                 self._time(engine.engine)
-            if asked.communication:
+            if section.communication:
                 self._log_communication()
-            if asked.modules:
+            if section.modules:
                 self._watch_modules(engine)
         except BaseException:
             self._undo.close()
@@ -391,39 +412,46 @@ class _Instruments:
     def end(self) -> Mapping[str, Any]:
         """Put everything back, and return what was measured."""
         with self._undo:
-            return self._tables | {name: read() for name, read in self._reads}
+            for name, read in self._reads:
+                self._tables[name] = read()
+            return self._tables
 
     def _put(self, owner: Any, **values: Any) -> None:
         """Replace attributes of an object until the step has ended."""
-        own = vars(owner)
+        attributes = vars(owner)
         for name, value in values.items():
-            self._undo.callback(
-                partial(own.__setitem__, name, own[name]) if name in own else partial(own.pop, name)
-            )
-            own[name] = value
+            if name in attributes:
+                self._undo.callback(attributes.__setitem__, name, attributes[name])
+            else:
+                self._undo.callback(attributes.pop, name)
+            attributes[name] = value
 
     def _time(self, engine: deepspeed.DeepSpeedEngine) -> None:
+        """Let DeepSpeed's timers measure."""
         timers = _SilentTimers()
-        named = EngineTimers(enable_micro_timers=False, enable_global_timers=True)
+        engine_timers = EngineTimers(enable_micro_timers=False, enable_global_timers=True)
         if isinstance(engine, deepspeed.PipelineEngine):
             self._put(engine._config, wall_clock_breakdown=True)
             if not engine.is_last_stage():  # it starts these itself, and may not twice
-                named.backward_timers = named.backward_inner_timers = (
-                    named.backward_reduce_timers
-                ) = []
-        self._put(engine, timers=timers, engine_timers=named)
+                engine_timers.backward_timers = []
+                engine_timers.backward_inner_timers = []
+                engine_timers.backward_reduce_timers = []
+        self._put(engine, timers=timers, engine_timers=engine_timers)
         for name in ("_start_timers", "_stop_timers"):  # left out, as an idle measurement
             self._put(engine, **{name: partial(getattr(type(engine), name), engine)})
         if hasattr(engine.optimizer, "timers"):
             self._put(engine.optimizer, timers=timers)
-        read = timers.get_timers
-        self._reads.append(
-            ("timers", lambda: {name: timer.elapsed(reset=False) for name, timer in read().items()})
-        )
+
+        def read() -> dict[str, float]:
+            return {name: timer.elapsed(reset=False) for name, timer in timers.get_timers().items()}
+
+        self._reads.append(("timers", read))
 
     def _log_communication(self) -> None:
+        """Let DeepSpeed's communication logger measure."""
         comm = deepspeed.comm.comm
-        found = defaultdict[str, list[float]](lambda: [0.0, 0.0, 0.0])
+        # by name: count, bytes and milliseconds
+        sums = defaultdict[str, list[float]](lambda: [0.0, 0.0, 0.0])
 
         def append(raw_name: str, name: str, milliseconds: float, num_bytes: int) -> None:
             """Stand in for DeepSpeed's, which ends the process at an operation that it does not
@@ -431,7 +459,16 @@ class _Instruments:
             `timed_op`).
             """
             comm.timers(name).reset()
-            _add(found[raw_name], 1, num_bytes, milliseconds)
+            of_name = sums[raw_name]
+            of_name[0] += 1
+            of_name[1] += num_bytes
+            of_name[2] += milliseconds
+
+        def read() -> Rows:
+            return [
+                _row_of_sent(name, count, num_bytes, milliseconds)
+                for name, (count, num_bytes, milliseconds) in sums.items()
+            ]
 
         self._put(
             comm.comms_logger,
@@ -441,9 +478,7 @@ class _Instruments:
             debug=False,
             append=append,
         )
-        self._reads.append(
-            ("communication", lambda: [_row_of_sent(name, *sums) for name, sums in found.items()])
-        )
+        self._reads.append(("communication", read))
 
     def _watch_modules(self, engine: BaseEngine) -> None:
         watch = self._undo.enter_context(ModuleWatch(engine.engine.module, engine.phases))
@@ -459,9 +494,9 @@ class ModuleWatch:
 
     FLOPs, two for each multiplication with an addition, are counted by torch's formulas as
     operations arrive: DeepSpeed's flops profiler (0.19.8) misses a function that was imported by
-    its name, and counts products of stage 3 twice. What is kept is what autograd saves, without
-    weights, and each piece of memory once. Both take time, and are taken of a step's first forward
-    pass, whose times count only where it is the only one.
+    its name, and counts products of stage 3 twice. Kept activations are what autograd saves,
+    without weights, and each piece of memory once. Both take time. They are measured in a step's
+    first forward pass; the times of that pass count only if it is the only one.
     """
 
     def __init__(self, module: Module, phases: Phases) -> None:
@@ -469,11 +504,13 @@ class ModuleWatch:
         self._phases = phases
         self._undo = ExitStack()
         self._first = ExitStack()  # forward pass
-        self._flops, self._seen = _Flops(), set[int]()  # type: ignore[no-untyped-call]
-        self._inside: list[tuple[Module, float, int]] = []
+        self._flops = _Flops()  # type: ignore[no-untyped-call]
+        self._seen = set[int]()  # addresses of weights and of what was counted
+        # Modules that are running: module, start and FLOPs before.
+        self._running: list[tuple[Module, float, int]] = []
         self._seconds: list[dict[Module, float]] = []  # of each pass
-        self._counted = Counter[Module]()
-        self._kept = Counter[Module]()
+        self._counted = Counter[Module]()  # FLOPs
+        self._kept = Counter[Module]()  # bytes
 
     def __enter__(self) -> ModuleWatch:
         for module in self._module.modules():
@@ -496,24 +533,24 @@ class ModuleWatch:
                 torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
             )
             self._first.enter_context(self._flops)
-        if not self._inside:
+        if not self._running:
             self._seconds.append(defaultdict(float))
         get_accelerator().synchronize()
-        self._inside.append((module, time.perf_counter(), self._flops.total))
+        self._running.append((module, time.perf_counter(), self._flops.total))
 
     def _leave(self, module: Module, inputs: Any, output: Any) -> None:
         if self._phases.current != "forward":
             return
         get_accelerator().synchronize()
-        _, began, flops = self._inside.pop()
+        _, began, flops = self._running.pop()
         self._seconds[-1][module] += time.perf_counter() - began
         self._counted[module] += self._flops.total - flops
-        if not self._inside:
+        if not self._running:
             self._first.close()
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        modules = [module for module, *_ in self._inside]
+        modules = [module for module, _, _ in self._running]
         gathered = {
             weight.untyped_storage().data_ptr() for weight in modules[-1].parameters(recurse=False)
         }
@@ -528,32 +565,38 @@ class ModuleWatch:
         """
         rows = []
         for name, module in self._module.named_modules():
-            times = [1000 * each[module] for each in self._seconds if module in each]
-            if times:
-                row = {
+            times = [1000 * seconds[module] for seconds in self._seconds if module in seconds]
+            if not times:
+                continue
+            depth = 0
+            if name:
+                depth = name.count(".") + 1
+            num_weights = sum(
+                getattr(weight, "ds_numel", weight.numel()) for weight in module.parameters()
+            )
+            rows.append(
+                {
                     "name": name_module(name),
                     "kind": type(module).__name__,
-                    "depth": name.count(".") + bool(name),
-                }
-                row |= {
+                    "depth": depth,
                     "ms": mean(times[1:] or times),
                     "flops": self._counted[module],
                     "kept_bytes": self._kept[module],
+                    "params": num_weights,
                 }
-                weights = sum(
-                    getattr(weight, "ds_numel", weight.numel()) for weight in module.parameters()
-                )
-                rows.append(row | {"params": weights})
+            )
         return rows[:_MOST_MODULES]
 
 
 class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """FLOPs of what is called meanwhile."""
+    """Counts the FLOPs of all operations that are called while it is entered."""
 
     total = 0
 
     def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = call(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = call(*args, **kwargs)
         count = flop_registry.get(call.overloadpacket)
-        self.total += count(*args, **(kwargs or {}), out_val=result) if count is not None else 0
+        if count is not None:
+            self.total += count(*args, **kwargs, out_val=result)
         return result
