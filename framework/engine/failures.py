@@ -1,8 +1,6 @@
-"""Failures of batches and torch that can be explained, and code that exits in mid-run: one line of
-our own.
+"""Explains failures of batches and torch, and code that exits in mid-run, in one line.
 
-The traceback goes to the rank's log. Where many ranks meet the same failure, one of them reports
-it.
+The traceback goes to the rank's log. If many ranks meet the same failure, one of them reports it.
 """
 
 from __future__ import annotations
@@ -11,12 +9,13 @@ import errno
 import os
 import re
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from traceback import walk_tb
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -60,32 +59,35 @@ _CALLS: Final = {
     "measure": "the metrics",
 }
 _EXPLAINED: Final = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError)
-_FOREIGN: Final = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib"))
-_OWN: Final = str(Path(__file__).parents[1])
+_LIBRARIES: Final = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib"))
+_PACKAGE: Final = str(Path(__file__).parents[1])
 _LONGEST: Final = 300
 # Names of types in torch's messages: of ATen (Float), of C++ (float, c10::Half), of Python
 # (torch.float32).
 _HALF_TYPE: Final = re.compile(r"\b(BFloat16|Half|bfloat16|float16)\b")
 _SINGLE_TYPE: Final = re.compile(r"\b([Ff]loat|float32)\b")
-_WHOLE_TYPE: Final = re.compile(
-    r"\b(Long|Int|Short|Char|Byte|Bool|long int|int|short|signed char|unsigned char|bool|u?int(8|16|32|64))\b"
+_INTEGER_TYPE: Final = re.compile(
+    r"\b(Long|Int|Short|Char|Byte|Bool"
+    r"|long int|int|short|signed char|unsigned char|bool|u?int(8|16|32|64))\b"
 )
 _MOST_SHOWN: Final = 8
 
 
 @contextmanager
 def explaining_failures(logs: Path, plan: Plan | None = None) -> Iterator[None]:
-    """Turn failures of training that can be explained into our errors: known messages, failed
-    batches, lost peers.
+    """Turn failures of training that can be explained into errors of the framework: known messages,
+    failed batches, lost peers.
     """
+    explain_known = partial(_known_error, plan=plan)
+    explain_batch = partial(_batch_error, logs=logs)
     with (
-        explaining(partial(_known, plan=plan), partial(_of_batch, logs=logs), lost_peer),
+        explaining(explain_known, explain_batch, lost_peer),
         refusing_exits(speaks=claims_error_report),
     ):
         yield
 
 
-def _known(error: Exception, *, plan: Plan | None) -> TrainingError | None:
+def _known_error(error: Exception, *, plan: Plan | None) -> TrainingError | None:
     line = known_failure(error, plan)
     if not line:
         return None
@@ -96,85 +98,85 @@ def _known(error: Exception, *, plan: Plan | None) -> TrainingError | None:
 
 
 def known_failure(error: BaseException, plan: Plan | None = None) -> str:
-    """Return one line with the event, the way out and the kind of a known failure; empty where it
-    is not known. A plan adds what the memory was taken by.
+    """Return one line with the event, the fix and the kind of a known failure; empty for other
+    errors. A plan adds the largest parts of the memory in use.
     """
-    from framework.plan.out_of_memory import kind_of  # the planner is loaded when a run has failed
-
-    stated = str(error)
-    is_torchs = isinstance(error, RuntimeError)
-    lacks = "device" if isinstance(error, torch.OutOfMemoryError) else is_torchs and kind_of(stated)
-    if lacks == "device":
+    lack = _lack_of_memory(error)
+    if lack == "device":
+        fix = _SMALLER_STEPS
         if _is_from_evaluation(error):
-            way_out = _SMALLER_EVALUATION
-        else:
-            way_out = _SMALLER_STEPS
-        return (
-            f"the device has no memory left{_explained(lacks, error, plan)}; {way_out} "
-            "[out-of-memory]"
-        )
-    refused = (
-        failure_of_compiler(error) or failure_of_torch_compile(error) or weight_made_late(error)
-    )
-    if refused is not None:
-        return str(refused)
+            fix = _SMALLER_EVALUATION
+        shortage = _described_shortage(lack, error, plan)
+        return f"the device has no memory left{shortage}; {fix} [out-of-memory]"
+    refusal = failure_of_compiler(error) or failure_of_torch_compile(error)
+    refusal = refusal or weight_made_late(error)
+    if refusal is not None:
+        return str(refusal)
     written = written_while_spread(error, place=_place(error))
     if written:
         return written
-    if is_torchs and (operation := _NOT_DETERMINISTIC.search(stated)):
+    if isinstance(error, RuntimeError):
+        line = _torch_failure(str(error))
+        if line:
+            return line
+    if lack == "host":
+        shortage = _described_shortage(lack, error, plan)
+        return (
+            f"the host has no memory left for this process{shortage}; {_SMALLER_ON_HOST} "
+            "[out-of-host-memory]"
+        )
+    if isinstance(error, RuntimeError):
+        return death_of_worker(error)
+    return ""
+
+
+def _lack_of_memory(error: BaseException) -> str:
+    """Return ``device`` or ``host`` if memory lacks there, another kind of `kind_of`, or
+    nothing.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return "device"
+    if isinstance(error, MemoryError):
+        return "host"
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return "host"
+    if isinstance(error, RuntimeError):
+        from framework.plan.out_of_memory import kind_of  # the planner is loaded after a failure
+
+        return kind_of(str(error))
+    return ""
+
+
+def _torch_failure(message: str) -> str:
+    """Explain the message of a RuntimeError of torch; empty for other messages."""
+    operation = _NOT_DETERMINISTIC.search(message)
+    if operation:
         return (
             f"{printable(operation[1])} gives other bits in every run on this device; set "
             "training.deterministic: false, or use another operation [not-deterministic]"
         )
-    if is_torchs and (operation := _ANOMALY.search(stated)):
+    operation = _ANOMALY.search(message)
+    if operation:
         place = "the warning above has the line of the forward pass, the last one that is yours"
         return f"the gradient of {operation[1]} is NaN; {place} [gradient-not-finite]"
-    if is_torchs and _SPARSE.search(stated):
+    if _SPARSE.search(message):
         return (
             "a gradient is sparse, which DeepSpeed takes at zero.stage 0 alone; build the "
             "embedding, or call embedding(), with sparse=False (the numbers are the same) "
             "[sparse-gradient]"
         )
-    if (
-        isinstance(error, MemoryError)
-        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        or lacks == "host"
-    ):
-        where = _explained("host", error, plan)
-        return (
-            f"the host has no memory left for this process{where}; {_SMALLER_ON_HOST} "
-            "[out-of-host-memory]"
-        )
-    if is_torchs:
-        return death_of_worker(error)
     return ""
 
 
 def weight_made_late(error: BaseException) -> ConfigError | None:
-    """A refusal (kind ``weight-made-late``) where ZeRO stage 3 meets a weight that the model made
-    in its forward.
+    """Return a refusal (kind ``weight-made-late``) if ZeRO stage 3 has met a weight that the model
+    made in its forward, else None.
     """
     if not isinstance(error, AttributeError) or not _NOT_OF_ZERO.search(str(error)):
         return None
-    # DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py: both names are arguments
-    # there.
-    names = ("sub_module", "current_submodule", "submodule", "module")
-    frames = [frame.f_locals for frame, _ in walk_tb(error.__traceback__)]
-    modules = [
-        frame[name]
-        for frame in reversed(frames)
-        for name in names
-        if isinstance(frame.get(name), nn.Module)
-    ]
-    late = (
-        f"{name} of its {type(module).__name__}"
-        for module in modules
-        for name, weight in module.named_parameters()
-        if not hasattr(weight, "ds_id")
-    )
+    weight = _late_weight(error) or "of a module"
     reason = (
-        f"the model made a weight ({next(late, 'of a module')}) after it was spread over the "
-        "ranks: in its forward"
+        f"the model made a weight ({weight}) after it was spread over the ranks: in its forward"
     )
     fix = (
         "make it in the constructor, run one batch through the model where it is built, or set "
@@ -183,25 +185,41 @@ def weight_made_late(error: BaseException) -> ConfigError | None:
     return ConfigError.of("weight-made-late", reason, fix, "model")
 
 
-def _explained(lacks: str, error: BaseException, plan: Plan | None) -> str:
+def _late_weight(error: BaseException) -> str:
+    """Name the weight that DeepSpeed did not spread, from the modules in the innermost frames."""
+    # DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py: these are arguments there.
+    names = ("sub_module", "current_submodule", "submodule", "module")
+    frames = [frame.f_locals for frame, _ in walk_tb(error.__traceback__)]
+    for frame_locals in reversed(frames):
+        for argument in names:
+            module = frame_locals.get(argument)
+            if not isinstance(module, nn.Module):
+                continue
+            for name, weight in module.named_parameters():
+                if not hasattr(weight, "ds_id"):
+                    return f"{name} of its {type(module).__name__}"
+    return ""
+
+
+def _described_shortage(lack: str, error: BaseException, plan: Plan | None) -> str:
     from framework.plan.out_of_memory import in_one_sentence, shortage_of
 
     frames = [
         (frame.f_code.co_filename, frame.f_code.co_name)
         for frame, _ in walk_tb(error.__traceback__)
     ]
-    return in_one_sentence(shortage_of(lacks, str(error), frames), plan)
+    return in_one_sentence(shortage_of(lack, str(error), frames), plan)
 
 
 def _is_from_evaluation(error: BaseException) -> bool:
-    calls = (
-        (frame.f_code.co_name, frame.f_globals.get("__name__", ""))
-        for frame, _ in walk_tb(error.__traceback__)
-    )
-    return any(name == "evaluate" and module.startswith("framework.") for name, module in calls)
+    for frame, _ in walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name == "evaluate" and module.startswith("framework."):
+            return True
+    return False
 
 
-def _of_batch(error: Exception, *, logs: Path) -> TrainingError | None:
+def _batch_error(error: Exception, *, logs: Path) -> TrainingError | None:
     line = explain_failed_batch(error)
     if not line or is_lost_peer(error):
         return None
@@ -211,63 +229,61 @@ def _of_batch(error: Exception, *, logs: Path) -> TrainingError | None:
 
 
 def explain_failed_batch(error: BaseException) -> str:
-    """Explain a failure of the model or the loss: the error, the batch and the way out; empty for
-    other errors.
+    """Explain a failure of the model or the loss: the error, the batch and the fix; empty for other
+    errors.
 
     The batch is found in the frames of the error, so that a step costs nothing more.
     """
     if not isinstance(error, _EXPLAINED):
         return ""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    calls = (
-        inner for outer, inner in pairwise(frames) if outer.f_globals.get("__name__") in _ENGINES
-    )
-    call = next((inner for inner in calls if inner.f_code.co_name in _CALLS), None)
+    call = _failed_call(frames)
     if call is None:
         return ""
     name = call.f_code.co_name
     first, second = (call.f_locals.get(argument) for argument in call.f_code.co_varnames[1:3])
+    hint = ""
     if name == "forward":
-        given = describe(second)
+        batch = describe(second)
         hint = _hint_of_model(error, second)
     elif name == "count":
-        given = f"targets {describe(first)}"
-        hint = ""
+        batch = f"targets {describe(first)}"
     else:
-        given = f"outputs {describe(first)} and targets {describe(second)}"
-        is_cross_entropy = any(frame.f_code.co_name == "cross_entropy" for frame in frames)
-        if is_cross_entropy:
+        batch = f"outputs {describe(first)} and targets {describe(second)}"
+        if any(frame.f_code.co_name == "cross_entropy" for frame in frames):
             hint = _hint_of_classes(first, second)
-        else:
-            hint = ""
-    stated = printable(in_one_line(error, longest=_LONGEST))
-    text = f"{_CALLS[name]} fails on a batch{_place(error)}: {stated}; it was given {given}"
+    message = printable(in_one_line(error, longest=_LONGEST))
+    text = f"{_CALLS[name]} fails on a batch{_place(error)}: {message}; it was given {batch}"
     if hint:
         return f"{text}; {hint}"
     return text
 
 
+def _failed_call(frames: Sequence[FrameType]) -> FrameType | None:
+    """Return the frame of the task's method that an engine called, or None."""
+    for caller, frame in pairwise(frames):
+        is_of_engine = caller.f_globals.get("__name__") in _ENGINES
+        if is_of_engine and frame.f_code.co_name in _CALLS:
+            return frame
+    return None
+
+
 def describe(value: Any) -> str:
-    """Types and shapes of what is in a batch."""
+    """Return types and shapes of the tensors in a batch."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, Mapping):
-        return (
-            "{"
-            + ", ".join(
-                f"{name}: {describe(item)}" for name, item in list(value.items())[:_MOST_SHOWN]
-            )
-            + "}"
-        )
+        shown = list(value.items())[:_MOST_SHOWN]
+        entries = ", ".join(f"{name}: {describe(item)}" for name, item in shown)
+        return f"{{{entries}}}"
+    kind = type(value).__name__
     if isinstance(value, (list, tuple)):
-        inside = {describe(item) for item in value}
-        if len(inside) == 1 and len(value) > 2:
-            return f"a {type(value).__name__} of {len(value)} x {inside.pop()}"
-        return (
-            f"a {type(value).__name__} of "
-            f"({', '.join(describe(item) for item in value[:_MOST_SHOWN])})"
-        )
-    return type(value).__name__
+        descriptions = {describe(item) for item in value}
+        if len(descriptions) == 1 and len(value) > 2:
+            return f"a {kind} of {len(value)} x {descriptions.pop()}"
+        entries = ", ".join(describe(item) for item in value[:_MOST_SHOWN])
+        return f"a {kind} of ({entries})"
+    return kind
 
 
 def _hint_of_model(error: BaseException, inputs: Any) -> str:
@@ -276,18 +292,16 @@ def _hint_of_model(error: BaseException, inputs: Any) -> str:
             "samples ((a, b), target) hand it one list: write samples (a, b, target), and "
             "forward(a, b) gets both"
         )
-    parts = inputs.values() if isinstance(inputs, Mapping) else inputs
-    parts = parts if isinstance(inputs, (Mapping, list, tuple)) else (inputs,)
+    if isinstance(inputs, Mapping):
+        parts: Iterable[Any] = inputs.values()
+    elif isinstance(inputs, (list, tuple)):
+        parts = inputs
+    else:
+        parts = (inputs,)
     tensors = [part for part in parts if isinstance(part, Tensor)]
-    if isinstance(error, IndexError) and (
-        numbers := [part for part in tensors if _is_whole(part) and part.numel()]
-    ):
-        if any(part.device.type != "cpu" for part in numbers):
-            return ""
-        low = min(int(part.min()) for part in numbers)
-        high = max(int(part.max()) for part in numbers)
-        needs = "an embedding needs more rows than the largest, and none is negative"
-        return f"its whole numbers go from {low} to {high}: {needs}"
+    integers = [tensor for tensor in tensors if _is_integer(tensor) and tensor.numel()]
+    if isinstance(error, IndexError) and integers:
+        return _hint_of_rows(integers)
     # a graph's, of torch.compile
     if type(error).__name__ == "TorchRuntimeError" and "size=(0,)" in str(error):
         return (
@@ -300,10 +314,20 @@ def _hint_of_model(error: BaseException, inputs: Any) -> str:
     return ""
 
 
-def _hint_of_types(text: str, inputs: Sequence[Tensor]) -> str:
-    """Return the way out where a product met two types of numbers; torch names them in many
-    ways.
+def _hint_of_rows(integers: Sequence[Tensor]) -> str:
+    """Return the range of a model's integers, which an embedding may not have; nothing on a GPU,
+    which is not read after an error.
     """
+    if any(tensor.device.type != "cpu" for tensor in integers):
+        return ""
+    low = min(int(tensor.min()) for tensor in integers)
+    high = max(int(tensor.max()) for tensor in integers)
+    needs = "an embedding needs more rows than the largest, and none is negative"
+    return f"its whole numbers go from {low} to {high}: {needs}"
+
+
+def _hint_of_types(text: str, inputs: Sequence[Tensor]) -> str:
+    """Return the fix for a product of two types of numbers; torch names them in many ways."""
     is_half = _HALF_TYPE.search(text) is not None
     is_single = _SINGLE_TYPE.search(text) is not None
     if (is_half and is_single) or "mixed dtype" in text:
@@ -312,7 +336,7 @@ def _hint_of_types(text: str, inputs: Sequence[Tensor]) -> str:
             "type of the other (h.to(weight.dtype)), or set precision.dtype: autocast, which "
             "casts by itself"
         )
-    if _WHOLE_TYPE.search(text) and any(_is_whole(part) for part in inputs):
+    if _INTEGER_TYPE.search(text) and any(_is_integer(part) for part in inputs):
         return (
             "return floating-point inputs from the dataset: x.float(), for images x.float() / 255"
         )
@@ -332,47 +356,54 @@ def _hint_of_classes(outputs: Any, targets: Any) -> str:
     if targets.ndim == outputs.ndim and targets.ndim > 1 and targets.shape[1] == 1:
         return "class numbers have the shape (batch,): target.squeeze(-1) in the dataset"
     if targets.ndim < outputs.ndim and targets.dtype != torch.int64:
-        numbers = "class numbers are int64: int(target) or target.long() in the dataset"
-        other = "; to predict values, task: {target: 'torch.nn:MSELoss'}"
-        return f"{numbers}{other if targets.is_floating_point() else ''}"
-    classes = outputs.shape[1] if outputs.ndim > 1 else 0
-    if (
-        classes
-        and targets.ndim == outputs.ndim - 1
-        and targets.device.type == "cpu"
-        and targets.numel()
-    ):
-        low = int(targets.min())
-        high = int(targets.max())
-        if low < 0 or high >= classes:
-            numbers = (
-                f"labels go from {low} to {high}, and {classes} classes have the numbers 0 "
-                f"to {classes - 1}"
-            )
-            return f"{numbers}: change the labels, or the model's number of classes"
+        hint = "class numbers are int64: int(target) or target.long() in the dataset"
+        if targets.is_floating_point():
+            hint += "; to predict values, task: {target: 'torch.nn:MSELoss'}"
+        return hint
+    hint = _hint_of_labels(outputs, targets)
+    if hint:
+        return hint
     return (
         "the model returns one row of logits per sample, (batch, num_classes), and targets are "
         "class numbers, (batch,)"
     )
 
 
-def _is_whole(value: Tensor) -> bool:
+def _hint_of_labels(outputs: Tensor, targets: Tensor) -> str:
+    """Return the range of labels on the host, if there are not as many classes; else nothing."""
+    if outputs.ndim < 2 or targets.ndim != outputs.ndim - 1:
+        return ""
+    classes = outputs.shape[1]
+    if not classes or targets.device.type != "cpu" or not targets.numel():
+        return ""
+    low = int(targets.min())
+    high = int(targets.max())
+    if low >= 0 and high < classes:
+        return ""
+    return (
+        f"labels go from {low} to {high}, and {classes} classes have the numbers 0 to "
+        f"{classes - 1}: change the labels, or the model's number of classes"
+    )
+
+
+def _is_integer(value: Tensor) -> bool:
     return not value.is_floating_point() and not value.is_complex()
 
 
 def _place(error: BaseException) -> str:
-    """The last line of the user's own code on the way to the error."""
+    """Return the last line of the user's own code on the way to the error, `` at FILE:LINE``."""
     places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    engines = (
-        at
-        for at, (file, _) in enumerate(places)
-        if file.startswith(_OWN) and file.endswith("_engine.py")
-    )
-    after = [
-        place
-        for place in places[next(engines, 0) :]
-        if not place[0].startswith((*_FOREIGN, _OWN, "<"))
-    ]
-    if after:
-        return f" at {after[-1][0]}:{after[-1][1]}"
+    first = 0  # the frame of an engine, if there is one
+    for number, (file, _) in enumerate(places):
+        if _is_engine(file):
+            first = number
+            break
+    for file, line in reversed(places[first:]):
+        if not file.startswith((*_LIBRARIES, _PACKAGE, "<")):
+            return f" at {file}:{line}"
     return ""
+
+
+def _is_engine(file: str) -> bool:
+    name = Path(file).name
+    return file.startswith(_PACKAGE) and name.endswith("_engine.py") and name != "base_engine.py"

@@ -1,8 +1,8 @@
 """`PipelineEngine`: DeepSpeed's pipeline engine behind the five methods of
 `engine.protocol.Engine`.
 
-The layers of a model become the layers of DeepSpeed's `PipelineModule`, cut where the plan says.
-Every rank builds the layers of its own stage only, each under its own seed, so that the first
+The layers of a model become the layers of DeepSpeed's `PipelineModule`, cut where the plan cuts
+them. Every rank builds the layers of its own stage only, each under its own seed, so that the first
 weights do not depend on where the model is cut.
 """
 
@@ -51,7 +51,7 @@ ranks that run the same stage).
 
 
 class StagesModule(PipelineModule):  # type: ignore[misc]
-    """A PipelineModule that is cut where it is told, each layer built under its own seed."""
+    """A PipelineModule that is cut at given bounds, each layer built under its own seed."""
 
     def __init__(
         self,
@@ -60,10 +60,11 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         bounds: Bounds,
         seed: int,
         adapt: Adapt,
-        set_mode: SetMode | None = None,
-        **options: Any,
+        set_mode: SetMode | None,
+        loss_fn: Callable[..., torch.Tensor],
+        dynamic_shape: bool,
     ) -> None:
-        self._given_bounds = list(bounds)
+        self._bounds = list(bounds)
         self._seed = seed
         self._adapt = adapt
         self._layers = tuple(layers)
@@ -74,12 +75,13 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
             num_stages=len(bounds) - 1,
             # DeepSpeed's own function would make batch norms count every batch twice.
             activation_checkpoint_func=partial(recompute, modules=self.modules),
-            **options,
+            loss_fn=loss_fn,
+            dynamic_shape=dynamic_shape,
         )
 
     def _specs(self, layers: Sequence[Layer]) -> list[LayerSpec]:
-        """What DeepSpeed builds this stage from; layers that share weights are all built as the
-        first one is.
+        """Return the specs from which DeepSpeed builds this stage. Layers that share weights are
+        all built as the first one of them.
         """
         firsts: dict[str, partial[torch.nn.Module]] = {}
         specs: list[LayerSpec] = []
@@ -97,10 +99,9 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         return specs
 
     def _make(self, layer: Layer, number: int) -> torch.nn.Module:
-        """Called when the process groups exist."""
-        return self._adapt(
-            layer.make(number, seed=self._seed), layer.name, self._grid.get_data_parallel_group()
-        )
+        """Build a layer. DeepSpeed calls this when the process groups exist."""
+        module = layer.make(number, seed=self._seed)
+        return self._adapt(module, layer.name, self._grid.get_data_parallel_group())
 
     def train(self, mode: bool = True) -> StagesModule:
         """Set the mode, by the `train()` of each layer and of the model that was taken apart.
@@ -122,16 +123,17 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         return _contiguous(super().forward(forward_input))
 
     def plain_names(self) -> Names:
-        """Names in the plain module of what this stage holds."""
+        """Return the plain module's names of the weights and buffers of this stage."""
         return names_of(self, self.plain_name)
 
     def plain_name(self, name: str) -> str:
-        """Name in the plain module of a weight of this one."""
+        """Return the plain module's name of a weight, given its name in this module."""
+        # the first layer of each key, as it comes last here
         first = {layer.tied: layer.name for layer in reversed(self._layers) if layer.tied}
         return plain_name(name, layers=[layer.name for layer in self._layers], tied_keys=first)
 
     def _partition_layers(self, method: str = "") -> None:
-        self.parts = self._given_bounds
+        self.parts = self._bounds
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
@@ -159,14 +161,22 @@ def build_pipeline(
 ) -> PipelineEngine:
     """Build this rank's stage and wrap it with `deepspeed.initialize`. Collective.
 
-    `set_mode` is called with every change between training and evaluation, behind the layers' own
-    `train()`.
-
-    Where `varying_shapes` says that batches may differ in more than their number of samples, the
-    stages tell each other the shape of everything they send.
+    Args:
+        plan: the plan of the run.
+        ds_config: DeepSpeed's JSON.
+        layers: all layers of the model.
+        bounds: first layers of the stages, and the number of layers.
+        task: computes the loss in the last stage.
+        make_optimizer: makes the user's optimizer; None if the JSON names one.
+        make_schedule: makes the user's schedule.
+        adapt: changes each layer after it was built.
+        set_mode: called with every change between training and evaluation, after the layers' own
+            `train()`.
+        varying_shapes: whether batches may differ in more than their number of samples; the stages
+            then send each other the shape of everything they send.
     """
     loss = _LastStageLoss(task)
-    # DeepSpeed prints its layers; the plan's table says more
+    # DeepSpeed prints its layers; the plan's table has more
     with contextlib.redirect_stdout(io.StringIO()):
         module = StagesModule(
             layers,
@@ -203,16 +213,16 @@ def build_pipeline(
 
 
 @dataclass(frozen=True)
-class _Held:
-    """Targets, hidden from DeepSpeed: it would turn lists into tuples, and refuses what holds no
+class _HiddenTargets:
+    """Targets, hidden from DeepSpeed: it would turn lists into tuples, and refuses objects without
     tensors.
     """
 
     targets: Any
 
 
-def _holding(halves: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, _Held]]:
-    return ((inputs, _Held(targets)) for inputs, targets in halves)
+def _hiding_targets(halves: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, _HiddenTargets]]:
+    return ((inputs, _HiddenTargets(targets)) for inputs, targets in halves)
 
 
 class _LastStageLoss:
@@ -222,17 +232,17 @@ class _LastStageLoss:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self.of_step: StepLoss | None = None  # where this rank is of the last stage
-        self.sums: EvalSums | None = None
-        self.counts: Iterator[bool] = iter(())
+        self.of_step: StepLoss | None = None  # on ranks of the last stage
+        self.sums: EvalSums | None = None  # during an evaluation
+        self.counts: Iterator[bool] = iter(())  # whether the batches of an evaluation count
 
-    def __call__(self, outputs: Any, held: _Held) -> torch.Tensor:
+    def __call__(self, outputs: Any, hidden: _HiddenTargets) -> torch.Tensor:
         if self.sums is None:
             assert self.of_step is not None
-            loss = self.of_step(outputs, held.targets)
+            loss = self.of_step(outputs, hidden.targets)
             refuse_without_graph(loss, outputs)
             return loss
-        self.sums.add(self._task.measure(outputs, held.targets), counts=next(self.counts))
+        self.sums.add(self._task.measure(outputs, hidden.targets), counts=next(self.counts))
         return torch.zeros((), device=device())
 
 
@@ -252,25 +262,24 @@ class PipelineEngine(BaseEngine):
         self._loss = loss
         self._shapes: Any = None
         if self.bad_steps is not None and engine.is_last_stage():
-            # The ranks' mean is the loss: of all stages one has it.
-            share = engine.num_stages / engine.gradient_accumulation_steps()
-            self.bad_steps.loss = lambda: engine.total_loss.detach() * share
+            # The mean over all ranks is taken as the loss, and only one stage has it.
+            factor = engine.num_stages / engine.gradient_accumulation_steps()
+            self.bad_steps.loss = lambda: engine.total_loss.detach() * factor
 
     def train_step(self, micro_batches: Iterator[Any]) -> Step:
-        """One 1F1B pass over the step's micro-batches; the first stage takes inputs, the last one
-        targets.
+        """Run one 1F1B pass over the step's micro-batches. The first stage takes inputs, the last
+        one targets.
         """
         self.trained_weights.refuse_changed_flags()
         self.phases.begin()
         lr = self.lr()
         with explaining_overflow(self.engine), self._explaining():
             halves = self._halves(micro_batches)
-            of_step = self._loss.of_step
+            if self._loss.of_step is not None:
+                halves = self._loss.of_step.weighted(halves)
             self.engine.module.holds_modes = True
             try:
-                loss = self.engine.train_batch(
-                    _holding(of_step.weighted(halves) if of_step is not None else halves)
-                )
+                loss = self.engine.train_batch(_hiding_targets(halves))
             finally:
                 self.engine.module.holds_modes = False
         # DeepSpeed has averaged it over micro-batches and pipelines, and sent it to every stage.
@@ -279,12 +288,10 @@ class PipelineEngine(BaseEngine):
         return Step(self, lambda: loss, lr, self.may_be_skipped())
 
     def name_module(self, name: str) -> str:
-        is_layer = name.removeprefix("tied_modules.").partition(".")[0] not in ("", "tied_modules")
-        if is_layer:
-            plain: str = self.engine.module.plain_name(f"{name}.")
-        else:
-            plain = name
-        return plain.removesuffix(".")
+        first = name.removeprefix("tied_modules.").partition(".")[0]
+        if first not in ("", "tied_modules"):  # a layer, or a module in it
+            name = self.engine.module.plain_name(f"{name}.")
+        return name.removesuffix(".")
 
     def evaluate(
         self,
@@ -293,10 +300,10 @@ class PipelineEngine(BaseEngine):
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> Mapping[str, float]:
         share_buffers(self.engine)
-        sums = self._loss.sums = EvalSums(device())
-        if isinstance(batches, Sized) and not (
-            self.engine.is_first_stage() or self.engine.is_last_stage()
-        ):
+        sums = EvalSums(device())
+        self._loss.sums = sums
+        is_at_end = self.engine.is_first_stage() or self.engine.is_last_stage()
+        if isinstance(batches, Sized) and not is_at_end:
             # a stage between others needs their number only
             batches = [(None, True)] * len(batches)
         try:
@@ -311,13 +318,13 @@ class PipelineEngine(BaseEngine):
         return sums.metrics(self._task)
 
     def _evaluate_alike(self, pairs: list[tuple[Any, bool]]) -> None:
-        """Batches of one size, so that the stages need to agree only once on the size of what they
-        send. Collective.
+        """Evaluate batches of one size: the stages agree only once on the shapes that they send.
+        Collective.
         """
         self._forget_shapes()
         self._loss.counts = iter([counts for _, counts in pairs])
         self.engine.eval_batch(
-            _holding(self._halves(batch for batch, _ in pairs)),
+            _hiding_targets(self._halves(batch for batch, _ in pairs)),
             compute_loss=True,
             reduce_output=None,
             bcast_loss=False,
@@ -335,26 +342,23 @@ class PipelineEngine(BaseEngine):
         self.engine.reset_activation_shape()
 
     def _refuse_other_shapes(self, inputs: Any) -> None:
-        """The stages have sent each other their shapes once; other ones would be misread, or never
-        come.
+        """Refuse inputs of other shapes than before: the stages have sent each other their shapes
+        once, and other tensors would be misread, or never come.
         """
-        found = [
-            tuple(tensor.shape) for tensor in (inputs if isinstance(inputs, tuple) else (inputs,))
-        ]
+        tensors = inputs if isinstance(inputs, tuple) else (inputs,)
+        shapes = [tuple(tensor.shape) for tensor in tensors]
         if self._shapes is None:
-            self._shapes = found
-        if found != self._shapes:
-            way_out = (
-                "they may differ only where the dataset has a collate_fn of its own; give it one"
-            )
+            self._shapes = shapes
+        if shapes != self._shapes:
+            fix = "they may differ only where the dataset has a collate_fn of its own; give it one"
             raise TrainingError(
-                f"a micro-batch has inputs of the shapes {found}, and those before it had "
-                f"{self._shapes}: in a pipeline {way_out} [batch-shapes-differ]"
+                f"a micro-batch has inputs of the shapes {shapes}, and those before it had "
+                f"{self._shapes}: in a pipeline {fix} [batch-shapes-differ]"
             )
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Mark errors of a stage for a report by one of its ranks: the other stages do not meet
+        """Mark errors of a stage for a report by one of its ranks: the other stages do not have
         them.
         """
         try:
@@ -371,15 +375,18 @@ class PipelineEngine(BaseEngine):
 
 
 def _with_last_alone(batches: Iterable[Any], *, size: int) -> Iterator[list[Any]]:
-    """Lists of at most `size` batches; the last batch, which may be smaller, in a list of its own.
+    """Yield lists of at most `size` batches; the last batch, which may be smaller, alone.
 
-    The same on every rank for the same number of batches: `eval_batch` is collective.
+    The lists are as long on every rank for the same number of batches: `eval_batch` is collective.
     """
     remaining = iter(batches)
-    held = list(islice(remaining, 1))
-    while following := list(islice(remaining, size)):
-        *together, last = *held, *following
-        yield together
-        held = [last]
-    if held:
-        yield held
+    waiting = list(islice(remaining, 1))  # possibly the last batch
+    while True:
+        following = list(islice(remaining, size))
+        if not following:
+            break
+        waiting += following
+        yield waiting[:-1]
+        waiting = waiting[-1:]
+    if waiting:
+        yield waiting

@@ -1,5 +1,5 @@
-"""Batches of a step: on their way to the device, and their loss, over all that they count, however
-they are divided over time and ranks.
+"""Batches of a step: their way to the device, and their loss, which does not depend on how they are
+divided over micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ HALF: Final = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class DeviceBatches:
-    """Moves tensors anywhere in a batch.
+    """Moves tensors anywhere in a batch to the device.
 
     Attributes:
-        device: where to.
+        device: the device.
         half: dtype of the weights if it is not float32; floating tensors that the model reads are
             converted to it.
         channels_last: store images (4-d floating tensors) that the model reads channel by channel
@@ -59,11 +59,11 @@ class DeviceBatches:
         return self.as_read(inputs), targets
 
     def move(self, value: Any) -> Any:
-        """The same batch on the device. Does not wait for it."""
+        """Return the same batch on the device, without waiting for it."""
         return changed(value, self._moved)
 
     def as_read(self, inputs: Any) -> Any:
-        """The same inputs in the type and the layout that the model wants."""
+        """Return the same inputs in the type and the layout that the model reads."""
         if self.half is not None or self.channels_last:
             return changed(inputs, self._converted)
         return inputs
@@ -89,11 +89,11 @@ class DeviceBatches:
 
 
 def place(task: Task, device: torch.device) -> None:
-    """Move what a task holds to the device: tensors, modules, and those that a `functools.partial`
-    was given.
+    """Move tensors and modules that a task holds to the device, also those in a
+    `functools.partial`.
 
-    A task is no module, and so nothing else would: class weights would stay on the CPU, where a GPU
-    cannot read them.
+    A task is no module: without this, class weights would stay on the CPU, where a GPU cannot read
+    them.
     """
     if isinstance(task, torch.nn.Module):
         task.to(device)
@@ -106,10 +106,10 @@ def place(task: Task, device: torch.device) -> None:
 
 def _placed(value: Any, device: torch.device) -> Any:
     if isinstance(value, partial):
-        func, args, keywords = (
-            _placed(part, device) for part in (value.func, value.args, value.keywords)
-        )
-        return partial(func, *args, **keywords)
+        function = _placed(value.func, device)
+        arguments = _placed(value.args, device)
+        keywords = _placed(value.keywords, device)
+        return partial(function, *arguments, **keywords)
     if type(value) in (list, tuple):
         return type(value)(_placed(item, device) for item in value)
     if type(value) is dict:
@@ -120,8 +120,8 @@ def _placed(value: Any, device: torch.device) -> Any:
 
 
 def changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to what is in containers; a `PackedSequence`, though a tuple by its type, is
-    one thing.
+    """Return a value with `change` applied to everything that is no container: mappings, lists,
+    tuples and dataclasses are containers, a `PackedSequence` is none.
     """
     if isinstance(value, _TENSORS):
         return change(value)
@@ -131,11 +131,7 @@ def changed(value: Any, change: Callable[[Any], Any]) -> Any:
         return type(value)(*(changed(item, change) for item in value))
     if isinstance(value, list | tuple):
         return type(value)(changed(item, change) for item in value)
-    if (
-        is_dataclass(value)
-        and not isinstance(value, type)
-        and not callable(getattr(value, "to", None))
-    ):
+    if _is_record(value):
         other = copy.copy(value)
         for field in fields(value):
             object.__setattr__(other, field.name, changed(getattr(value, field.name), change))
@@ -143,110 +139,128 @@ def changed(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
+def _is_record(value: Any) -> bool:
+    """Check whether a value is a dataclass that does not move itself to a device."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return False
+    return not callable(getattr(value, "to", None))
+
+
 _NOTHING: Final = 1e-30  # less than any count, and its reciprocal a float
 
 
 class StepLoss:
-    """Losses of a step's micro-batches, weighted so that DeepSpeed's mean over them and the ranks
-    is sum over count.
+    """Losses of a step's micro-batches, weighted so that DeepSpeed's mean over micro-batches and
+    ranks is the sum of the whole step divided by its count.
 
-    DeepSpeed divides every loss by the number of micro-batches and averages over ranks: a sum is
-    multiplied by micro-batches x ranks / count of the whole step, which has to be known before the
-    first backward pass; or, where `GradientSums` divides the gradients by the count, by a number
-    that is known.
+    DeepSpeed divides every loss by the number of micro-batches and averages over ranks. So a sum is
+    multiplied by micro-batches x ranks / count of the whole step, and this count has to be known
+    before the first backward pass. If `GradientSums` divides the gradients by the count, the sum is
+    multiplied by a number that is known.
     """
 
     def __init__(
         self, task: Task, *, micro_batches: int, group: Any = None, sums: GradientSums | None = None
     ) -> None:
-        """Take the number of micro-batches in a step, and the process group whose losses are
-        averaged (None: all).
+        """Prepare the first step.
+
+        Args:
+            task: computes the losses.
+            micro_batches: how many a step has on this rank.
+            group: process group with the ranks that average their losses; None for all.
+            sums: divides gradients by counts, if that is possible.
         """
         self._task = task
         self._micro_batches = micro_batches
         self._group = group
         self._sums = sums
-        self._later: GradientSums | None = None  # divides this step's gradients
-        self._has_one_count: bool | None = None  # on every batch alike
+        self._dividing: GradientSums | None = None  # divides this step's gradients by the count
+        self._has_one_count: bool | None = None  # rather than none or several; for every batch
         self._is_checked = False
-        # One factor for each sum of a loss, once the ranks' counts are there; None where the task
-        # counts nothing.
+        # Returns one factor for each sum of a loss, once the ranks' counts are there; None for a
+        # task that counts nothing.
         self._scales: Callable[[], Sequence[torch.Tensor | float]] | None = None
 
     def weighted(self, stream: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        """Yield the step's (inputs, targets), once the ranks have agreed on what they count.
+        """Yield the step's (inputs, targets), once the ranks have agreed on the counts.
 
-        Read one by one, and no collective, where the task counts nothing or its count travels with
-        the gradients.
+        If the task counts nothing, or its count travels with the gradients, batches are read one by
+        one, without a collective.
         """
         step = islice(stream, self._micro_batches)
         first = next(step)
-        # One target for each sample: the count is nearly known, and may come when the gradients are
-        # there.
-        is_near = (
-            self._sums is not None and isinstance(first[1], torch.Tensor) and first[1].ndim == 1
-        )
-        if is_near and self._has_one_count is None:
-            self._has_one_count = isinstance(self._task.count(first[1]), torch.Tensor | int)
-        self._later = self._sums if is_near and self._has_one_count else None
-        if self._later is not None:  # by `Ratio.count`: no need to count twice
-            scale = self._micro_batches * self._later.ranks / self._later.divisor
+        self._dividing = self._dividing_sums(first[1])
+        if self._dividing is not None:  # by `Ratio.count`: no need to count twice
+            scale = self._micro_batches * self._dividing.ranks / self._dividing.divisor
             self._scales = lambda: (scale,)
             yield first
-        elif (count := self._task.count(first[1])) is None:
+            yield from step
+            return
+        count = self._task.count(first[1])
+        if count is None:
             self._scales = None
             yield first
-        else:
-            pairs = [first, *step]
-            self._scales = self._agree(
-                [count, *(self._task.count(targets) for _, targets in pairs[1:])]
-            )
-            yield from pairs
-        yield from step
+            yield from step
+            return
+        following = list(step)
+        counts: list[Any] = [count]
+        counts += [self._task.count(targets) for _, targets in following]
+        self._scales = self._agree(counts)
+        yield first
+        yield from following
+
+    def _dividing_sums(self, targets: Any) -> GradientSums | None:
+        """Return the sums that divide by the count when the gradients are there: for one target per
+        sample, as the count is nearly known then.
+        """
+        if self._sums is None or not isinstance(targets, torch.Tensor) or targets.ndim != 1:
+            return None
+        if self._has_one_count is None:
+            self._has_one_count = isinstance(self._task.count(targets), torch.Tensor | int)
+        if not self._has_one_count:
+            return None
+        return self._sums
 
     def mean(self, total: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return what computes this rank's loss of the step that was taken, of which the ranks'
-        mean is the step's, from the sum over its micro-batches.
+        """Return a function that computes this rank's loss of the step from `total`, the sum over
+        its micro-batches. The mean over ranks is the loss of the step.
         """
-        mean = total / self._micro_batches if self._micro_batches > 1 else total
-        if self._later is None:
+        mean = total
+        if self._micro_batches > 1:
+            mean = total / self._micro_batches
+        if self._dividing is None:
             return lambda: mean
-        factor = self._later.factor
-        ranks = self._later.ranks
+        factor = self._dividing.factor
+        ranks = self._dividing.ranks
         return lambda: mean * (factor * ranks)
 
     def _agree(self, counts: list[Any]) -> Callable[[], Sequence[torch.Tensor]]:
-        """Begin to add what all ranks count; the result waits for it when the first loss is
-        there.
+        """Begin to add the counts of all ranks. The function that is returned waits for the sums,
+        when the first loss is there.
         """
-        device = next(
-            (part.device for count in counts for part in _parts(count) if torch.is_tensor(part)),
-            None,
-        )
+        device = _device_of(counts)
         summands = [
             torch.stack([_number(part, device) for part in _parts(count)]) for count in counts
         ]
+        sums = summands[0]
         if len(summands) > 1:
             sums = torch.stack(summands).sum(0)
-        else:
-            sums = summands[0]
         ranks = torch.distributed.get_world_size(self._group)
+        adding: Any = None
         if ranks > 1:
             adding = torch.distributed.all_reduce(sums, group=self._group, async_op=True)
-        else:
-            adding = None
 
         @cache
         def scales() -> Sequence[torch.Tensor]:
             if adding is not None:
                 adding.wait()
-            # Where nothing counts the sums are zero as well, and so is the loss.
+            # If nothing counts, the sums are zero as well, and so is the loss.
             return (float(self._micro_batches * ranks) / sums.clamp(min=_NOTHING)).unbind()
 
         return scales
 
     def __call__(self, outputs: Any, targets: Any) -> torch.Tensor:
-        """Loss of a micro-batch, 0-d, on the device.
+        """Return the loss of a micro-batch, 0-d, on the device.
 
         Raises:
             ConfigError: kind ``task-loss-result``, where `loss` and `count` of the task do not
@@ -258,28 +272,46 @@ class StepLoss:
             refuse_first_sum(self._task, loss, outputs, targets)
         if self._scales is None and isinstance(loss, torch.Tensor):
             return loss
-        sums = _parts(loss)
-        scales = self._scales() if self._scales is not None else ()
-        if len(sums) != len(scales) or not all(isinstance(ratio, Ratio) for ratio in sums):
+        ratios = _parts(loss)
+        scales: Sequence[torch.Tensor | float] = ()
+        if self._scales is not None:
+            scales = self._scales()
+        if len(ratios) != len(scales) or not all(isinstance(ratio, Ratio) for ratio in ratios):
+            raise self._refusal()
+        if self._dividing is not None:
+            self._dividing.count(_number(ratios[0].count, self._dividing.device))
+        pairs = zip(ratios, scales, strict=True)
+        losses: list[torch.Tensor] = [ratio.total.float() * scale for ratio, scale in pairs]
+        if len(losses) == 1:
+            return losses[0]
+        return torch.stack(losses).sum()
+
+    def _refusal(self) -> ConfigError:
+        if self._scales is None:
             reason = (
                 "loss() returned a framework.Ratio, and there is no count(), which a step "
                 "needs before it begins"
             )
-            if self._scales is not None:
-                reason = (
-                    "count() says what a sum is divided by, and loss() returned no "
-                    "framework.Ratio for each number"
-                )
-                reason += " of it"
-            fix = (
-                "return Ratio(sum, count) from loss(outputs, targets), and the same count from "
-                "count(targets)"
+        else:
+            reason = (
+                "count() says what a sum is divided by, and loss() returned no "
+                "framework.Ratio for each number of it"
             )
-            raise ConfigError.of("task-loss-result", reason, fix, "task", type(self._task).__name__)
-        if self._later is not None:
-            self._later.count(_number(sums[0].count, self._later.device))
-        weighted = [ratio.total.float() * scale for ratio, scale in zip(sums, scales, strict=True)]
-        return weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
+        fix = (
+            "return Ratio(sum, count) from loss(outputs, targets), and the same count from "
+            "count(targets)"
+        )
+        return ConfigError.of("task-loss-result", reason, fix, "task", type(self._task).__name__)
+
+
+def _device_of(counts: Sequence[Any]) -> torch.device | None:
+    """Return the device of the first count that is a tensor, or None."""
+    for count in counts:
+        for part in _parts(count):
+            if torch.is_tensor(part):
+                device: torch.device = part.device
+                return device
+    return None
 
 
 def _parts(value: Any) -> tuple[Any, ...]:
@@ -289,8 +321,9 @@ def _parts(value: Any) -> tuple[Any, ...]:
 
 
 def _number(part: Any, device: torch.device | None) -> torch.Tensor:
-    """As float32, filled in on the device: copying a number from the host would wait for it."""
-    is_tensor = isinstance(part, torch.Tensor)
-    return (
-        part.to(device, torch.float32) if is_tensor else torch.full((), float(part), device=device)
-    )
+    """Return a count as float32, 0-d. A number is filled in on the device: copying it from the host
+    would wait for the device.
+    """
+    if isinstance(part, torch.Tensor):
+        return part.to(device, torch.float32)
+    return torch.full((), float(part), device=device)
