@@ -57,7 +57,8 @@ _FRAME: Final = re.compile(
 # Moment -> files and functions of which the outermost decides: an optimizer steps within
 # `initialize` as well.
 _MOMENTS: Final = {
-    "start": r"deepspeed/__init__\.py initialize$|engine/(initialize|base_engine|step|model_build)\.py |(deepspeed_light|runtime/engine)"
+    "start": r"deepspeed/__init__\.py initialize$|engine/(initialize|base_engine|step|model_build)\.py "
+    r"|(deepspeed_light|runtime/engine)"
     r"\.py (__init__|_configure\w+)$"
     r"|(partition_parameters|parameter_offload)\.py (__init__|_post_init\w*|_zero_init\w*|_convert\w*)$"
     r"|modeling_utils\.py from_pretrained$|_move_model_to_device$|stage(3|_1_and_2)\.py __init__$"

@@ -1,5 +1,5 @@
-"""What works around DeepSpeed. Of its import: MLflow, which its autotuner alone uses, is a third of
-the time.
+"""Workarounds for DeepSpeed. Here for its import: MLflow, which only its autotuner uses, takes a
+third of the time.
 """
 
 import sys

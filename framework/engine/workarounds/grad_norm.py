@@ -20,23 +20,27 @@ import torch.distributed
 
 
 class KeptNorm:
-    """Stands in for `DeepSpeedEngine.clip_fp32_gradients`, and remembers the norm before
-    clipping.
-    """
+    """Stands in for `DeepSpeedEngine.clip_fp32_gradients`, and keeps the norm before clipping."""
 
     def __init__(
-        self, engine: deepspeed.DeepSpeedEngine, *, others: Any = None, counts_whole: bool = True
+        self, engine: deepspeed.DeepSpeedEngine, *, group: Any = None, counts_whole: bool = True
     ) -> None:
+        """Measure from the next step on.
+
+        Args:
+            engine: the engine with the gradients.
+            group: process group of ranks with other weights of the model, or None.
+            counts_whole: whether this rank counts the weights that its tensor group does not
+                divide.
+        """
         self._counts_whole = counts_whole
         self._engine = engine
-        self._others = others
+        self._group = group
         self._parameters = list(engine.module.parameters())
         self.norm: torch.Tensor | None = None
 
     def __call__(self) -> None:
-        """Clip the gradients in place to the engine's limit. Collective where others have other
-        weights.
-        """
+        """Clip the gradients in place to the engine's limit. Collective within the group."""
         gradients, norm = self._measured()
         # A number divided by a tensor would be rounded twice: torch takes the reciprocal. `full`
         # fills on the device.
@@ -45,26 +49,26 @@ class KeptNorm:
             torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
 
     def measure(self) -> torch.Tensor:
-        """Measure the norm, and clip nothing. Collective where others have other weights."""
+        """Measure the norm, and clip nothing. Collective within the group."""
         return self._measured()[1]
 
     def _measured(self) -> tuple[list[torch.Tensor], torch.Tensor]:
         parameters = [parameter for parameter in self._parameters if parameter.grad is not None]
         gradients = [_dense(parameter) for parameter in parameters]
-        if self._others is None:
+        if self._group is None:
             norm = _norm(gradients, device=self._engine.device)
         else:
             pairs = zip(parameters, gradients, strict=True)
             once = [gradient for parameter, gradient in pairs if self._counts(parameter)]
             square = _norm(once, device=self._engine.device).square()
-            torch.distributed.all_reduce(square, group=self._others)
+            torch.distributed.all_reduce(square, group=self._group)
             norm = square.sqrt()
         self.norm = norm
         return gradients, norm
 
     def _counts(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether this rank counts a weight: not what another stage, or the first of a
-        tensor group, counts.
+        """Check whether this rank counts a weight, and no other stage or rank of a tensor group
+        does.
         """
         if getattr(parameter, "ds_pipe_replicated", False):
             return False
@@ -96,17 +100,17 @@ def _norm(gradients: list[torch.Tensor], *, device: torch.device) -> torch.Tenso
 
 
 def keep_norm(engine: deepspeed.DeepSpeedEngine, *, stages: Any = None) -> KeptNorm | None:
-    """Put a `KeptNorm` in place where DeepSpeed would drop the norm; None where its optimizer keeps
-    it.
+    """Put a `KeptNorm` in place if DeepSpeed would drop the norm. Return it, or None if DeepSpeed's
+    optimizer keeps the norm.
 
     `stages` is the process group of a pipeline's stages.
     """
     if engine.zero_optimization_stage() != 0 or engine.fp16_enabled() or engine.bfloat16_enabled():
         return None
-    kept = KeptNorm(engine, others=stages)
+    kept = KeptNorm(engine, group=stages)
     if stages is None and engine.mpu is not None:
         group = engine.mpu.get_model_parallel_group()
-        kept = KeptNorm(engine, others=group, counts_whole=torch.distributed.get_rank(group) == 0)
+        kept = KeptNorm(engine, group=group, counts_whole=torch.distributed.get_rank(group) == 0)
     engine.clip_fp32_gradients = kept
     engine.zero_grad = kept.forget_gradients
     return kept

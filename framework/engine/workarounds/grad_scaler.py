@@ -1,9 +1,9 @@
-"""Loss scales that DeepSpeed 0.19.8 forgets: to save (fp16 under torch.autocast), or to use (fp16
-weights at ZeRO stage 0).
+"""Loss scales that DeepSpeed 0.19.8 does not save (fp16 under torch.autocast), or does not use
+(fp16 weights at ZeRO stage 0).
 
 Under autocast it makes a `torch.amp.GradScaler`, which the engine holds at stage 0 and the
-optimizer at stages 1 to 3, and which it neither saves nor restores. The scale of fp16 weights it
-saves by itself, but at stage 0 only divides the gradients by it.
+optimizer at stages 1 to 3, and which it neither saves nor restores. It saves the scale of fp16
+weights by itself, but at stage 0 only divides the gradients by it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from framework.errors import TrainingError, explaining
 
 
 class _ScaledLoss:
-    """Stands in for the engine's GradScaler: scales the loss by what the optimizer divides the
-    gradients by.
+    """Stands in for the engine's GradScaler: scales the loss by the number that the optimizer
+    divides the gradients by.
     """
 
     def __init__(self, optimizer: FP16_Optimizer | FP16_UnfusedOptimizer) -> None:
@@ -34,7 +34,7 @@ class _ScaledLoss:
         return loss.float() * float(self._optimizer.loss_scale)
 
     def step(self, optimizer: FP16_Optimizer | FP16_UnfusedOptimizer) -> None:
-        """Step alone: the optimizer unscales and updates by itself."""
+        """Step the optimizer, which unscales and updates by itself."""
         optimizer.step()
 
     def unscale_(self, optimizer: object) -> None: ...
@@ -55,26 +55,27 @@ def scale_fp16_loss(engine: deepspeed.DeepSpeedEngine) -> None:
 
 
 def forget_autocast() -> None:
-    """Before an engine is built: DeepSpeed notes in its module that one computes in autocast, and
-    for ever, so that the next engine of the process would scale its gradients as well (at ZeRO 1 to
-    3, in whatever precision).
+    """Clear DeepSpeed's note that an earlier engine of the process computed in autocast, before an
+    engine is built. With that note, which DeepSpeed keeps in its module, the new engine would scale
+    its gradients as well (at ZeRO 1 to 3, in any precision).
     """
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     torch_autocast.TORCH_AUTOCAST_DTYPE = None
 
 
 def grad_scaler(engine: deepspeed.DeepSpeedEngine) -> torch.amp.GradScaler | None:
-    """The scaler of an engine; None where it needs none."""
-    held = getattr(engine, "torch_autocast_z0_gradscaler", None)
-    if isinstance(held, _ScaledLoss):
+    """Return the scaler of an engine, or None."""
+    scaler: torch.amp.GradScaler | None
+    scaler = getattr(engine, "torch_autocast_z0_gradscaler", None)
+    if isinstance(scaler, _ScaledLoss):
         return None
-    return (
-        held if held is not None else getattr(engine.optimizer, "torch_autocast_gradscaler", None)
-    )
+    if scaler is None:
+        scaler = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    return scaler
 
 
 def scaler_state(engine: deepspeed.DeepSpeedEngine) -> dict[str, float] | None:
-    """Scale and counters as plain values; None where there is no scaler."""
+    """Return scale and counters as plain values, or None without a scaler."""
     scaler = grad_scaler(engine)
     if scaler is None:
         return None
@@ -86,24 +87,23 @@ def restore_scaler(
 ) -> None:
     """Put back what `scaler_state` returned on every rank of the run that saved.
 
-    On as many ranks each goes on with its own: at stages 1 to 3 a rank looks for overflows in its
-    own part only. On others all take the smallest. A run without a scaler, or that goes on from one
-    without, has nothing to put back.
+    On as many ranks as before each one goes on with its own state: at stages 1 to 3 a rank looks
+    for overflows in its own part only. On another number of ranks all take the smallest scale. If
+    either run has no scaler, nothing is put back.
     """
     scaler = grad_scaler(engine)
     known = [state for state in states if state is not None]
     if scaler is None or not known:
         return
+    rank_state: Mapping[str, float] | None = None
     if len(states) == torch.distributed.get_world_size():
-        own = states[torch.distributed.get_rank()]
-    else:
-        own = None
-    scaler.load_state_dict(dict(own or min(known, key=lambda state: state["scale"])))
+        rank_state = states[torch.distributed.get_rank()]
+    scaler.load_state_dict(dict(rank_state or min(known, key=lambda state: state["scale"])))
 
 
 def explaining_overflow(engine: deepspeed.DeepSpeedEngine) -> AbstractContextManager[None]:
-    """DeepSpeed ends a run that overflows at the smallest loss scale with a plain exception, on all
-    ranks alike.
+    """Explain the plain exception by which DeepSpeed ends a run that overflows at the smallest loss
+    scale, on all ranks alike.
     """
     return explaining(partial(_diverged, engine))
 
@@ -119,7 +119,7 @@ def _diverged(engine: deepspeed.DeepSpeedEngine, error: Exception) -> TrainingEr
 
 
 def may_have_been_skipped(engine: deepspeed.DeepSpeedEngine) -> bool:
-    """Check whether the last step may have left the weights as they were; asking a scaler would
-    wait for the device.
+    """Check whether the last step may have left the weights as they were: always with a scaler, as
+    reading its decision would wait for the device.
     """
     return grad_scaler(engine) is not None or not engine.was_step_applied()

@@ -1,5 +1,5 @@
-"""Keeps ZeRO right for models whose graph differs between ranks or steps: experts chosen by the
-data, dropped layers.
+"""Keeps ZeRO correct for models with a graph that differs between ranks or steps: experts chosen by
+the data, dropped layers.
 
 DeepSpeed 0.19.8 fills its buckets in the order in which gradients arrive, leaves out weights
 without one, and reduces the buckets by position: where ranks used different weights, the gradient
@@ -23,8 +23,8 @@ from framework.errors import TrainingError
 def keep_gradient_order(
     engine: deepspeed.DeepSpeedEngine, *, refuse_changes: Callable[[], None] = lambda: None
 ) -> None:
-    """Make all ranks reduce all gradients in one order, at stages 1 to 3; at stage 3 all have to
-    call the same modules. Before other modules are refused, `refuse_changes` is asked for a reason.
+    """Make all ranks reduce all gradients in one order, at stages 1 to 3. At stage 3 refuse ranks
+    that call different modules; `refuse_changes` is called first, and may raise a better reason.
     """
     optimizer = engine.optimizer
     group = getattr(optimizer, "dp_process_group", None)
@@ -38,8 +38,8 @@ def keep_gradient_order(
     _GradientOrder(optimizer, engine.module, group, at_end=at_end)
 
 
-# Gradients that may wait before it is asked which weights have none: asking takes a microsecond for
-# each.
+# Gradients that may wait before the graph is searched for weights without one, which takes a
+# microsecond for each weight.
 _MOST_WAITING: Final = 8
 
 
@@ -66,18 +66,11 @@ class _GradientOrder:
         self._at_end = at_end
         self._pass_on = optimizer.reduce_ready_partitions_and_remove_grads
         self._finish = optimizer.independent_gradient_partition_epilogue
-        # stage 3 has others, and is not passed the group
-        groups = getattr(optimizer, "bit16_groups", None)
-        numbered = enumerate(optimizer.fp16_groups if groups is None else groups)
-        calls = {
-            id(one): (one,) if groups is None else (one, number)
-            for number, some in numbered
-            for one in some
-        }
-        parameters = reversed(list(model.parameters()))
-        self._order = [
-            calls[id(one)] for one in parameters if one.requires_grad and id(one) in calls
-        ]
+        calls = _reduce_arguments(optimizer)
+        self._order: list[tuple[Any, ...]] = []
+        for parameter in reversed(list(model.parameters())):
+            if parameter.requires_grad and id(parameter) in calls:
+                self._order.append(calls[id(parameter)])
         self._sort()
         self._knows_graph = True
         optimizer.reduce_ready_partitions_and_remove_grads = self._arrived
@@ -98,7 +91,7 @@ class _GradientOrder:
             if id(parameter) in self._positions:
                 self._called.setdefault(self._positions[id(parameter)])
                 # Layers that are called without gradients and again in the backward pass (reentrant
-                # checkpoints) have graphs of their own, of which the first one does not know.
+                # checkpoints) have graphs of their own, which are not part of the first one.
                 self._knows_graph = self._knows_graph and torch.is_grad_enabled()
 
     def _adopt_calls(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
@@ -112,8 +105,9 @@ class _GradientOrder:
         box: list[Any] = [list(reversed(self._called))]
         source = torch.distributed.get_global_rank(self._group, 0)
         torch.distributed.broadcast_object_list(box, src=source, group=self._group)
-        rest = sorted(set(range(len(self._order))) - set(box[0]))
-        self._order = [self._order[position] for position in [*box[0], *rest]]
+        positions: list[int] = box[0]
+        positions += sorted(set(range(len(self._order))) - set(positions))
+        self._order = [self._order[position] for position in positions]
         self._sort()
 
     def _sort(self) -> None:
@@ -123,12 +117,12 @@ class _GradientOrder:
     def _restart(self) -> None:
         self._waiting = set[int]()
         self._unused = set[int]()
-        self._has_asked = False
+        self._has_searched = False
         self._next = 0
 
     def _is_reduced_now(self) -> bool:
-        """Return whether DeepSpeed would reduce; at stage 1 it does at the last micro-batch of a
-        step only.
+        """Check whether DeepSpeed would reduce: at stage 1 only at the last micro-batch of a
+        step.
         """
         optimizer = self._optimizer
         return (
@@ -147,8 +141,9 @@ class _GradientOrder:
             return
         self._waiting.add(position)
         self._pass_on_next()
-        if len(self._waiting) > _MOST_WAITING and not self._has_asked:
-            self._has_asked, self._unused = True, set(self._without_gradient())
+        if len(self._waiting) > _MOST_WAITING and not self._has_searched:
+            self._has_searched = True
+            self._unused = set(self._without_gradient())
             self._pass_on_next()
 
     def _pass_on_next(self) -> None:
@@ -164,14 +159,15 @@ class _GradientOrder:
         if not self._knows_graph or torch._C._current_graph_task_id() == -1:
             return
         with torch.enable_grad():
-            for position, (parameter, *_) in enumerate(self._order):
+            for position, call in enumerate(self._order):
+                parameter = call[0]
                 if position >= self._next and not hasattr(parameter, "ds_z3_leaf_module"):
                     node = torch.autograd.graph.get_gradient_edge(parameter).node
                     if not torch._C._will_engine_execute_node(node):
                         yield position
 
     def _end(self) -> None:
-        """Pass on what is left, then what DeepSpeed does at the end of a backward pass."""
+        """Pass on the gradients that are left, then end the backward pass as DeepSpeed does."""
         if self._at_end is not None:
             self._at_end()
         if self._is_reduced_now():
@@ -181,8 +177,12 @@ class _GradientOrder:
         self._finish()
 
     def _reduce(self, parameter: torch.nn.Parameter, *group: int) -> None:
-        of = getattr(self._optimizer, "get_gradient_for_reduction", None)
-        if (of(parameter) if of is not None else parameter.grad) is None:
+        get_gradient = getattr(self._optimizer, "get_gradient_for_reduction", None)
+        if get_gradient is not None:
+            gradient = get_gradient(parameter)
+        else:
+            gradient = parameter.grad
+        if gradient is None:
             # stage 3 may have taken the weight itself away
             shape = getattr(parameter, "ds_shape", parameter.shape)
             data = parameter.data
@@ -195,12 +195,29 @@ class _GradientOrder:
         self._pass_on(parameter, *group)
 
 
+def _reduce_arguments(optimizer: Any) -> dict[int, tuple[Any, ...]]:
+    """Return the arguments of `reduce_ready_partitions_and_remove_grads` for each weight, by its
+    id: the weight, and at stages 1 and 2 the number of its group.
+    """
+    arguments: dict[int, tuple[Any, ...]] = {}
+    groups = getattr(optimizer, "bit16_groups", None)
+    if groups is None:  # stage 3
+        for group in optimizer.fp16_groups:
+            for parameter in group:
+                arguments[id(parameter)] = (parameter,)
+        return arguments
+    for number, group in enumerate(groups):
+        for parameter in group:
+            arguments[id(parameter)] = (parameter, number)
+    return arguments
+
+
 _END: Final = -1
 
 
 class _FetchOrder:
-    """Compares the order in which training needs the weights of modules with all ranks' in the
-    first pass, then with that.
+    """Compares the order in which training needs the weights of modules: in the first pass between
+    the ranks, later with the first pass.
 
     A pass is all forward passes with gradients up to the end of a backward pass. Evaluations are
     not compared: they may differ from batch to batch, and a model that chooses by the data is
@@ -219,7 +236,7 @@ class _FetchOrder:
     ) -> None:
         self._group = group
         self._refuse_changes = refuse_changes
-        # of modules whose weights are gathered when they are called, with a first weight
+        # By id of a module: name of its first weight that is gathered when the module is called.
         names: dict[int, str] = {}
         for name, module in model.named_modules():
             for weight, value in module.named_parameters(recurse=False):
@@ -244,11 +261,14 @@ class _FetchOrder:
         # also where layers are computed again
         in_backward = torch._C._current_graph_task_id() != -1
         if id(module) in self._numbers and (self._trains or in_backward):
-            self._see(2 * self._numbers[id(module)] + (not forward))
+            entry = 2 * self._numbers[id(module)]
+            if not forward:
+                entry += 1
+            self._see(entry)
         self._fetch(module, forward)
 
     def end(self) -> None:
-        """End a backward pass: it has called all that the first one called."""
+        """End a backward pass, and refuse it if it has called fewer modules than the first one."""
         self._see(_END)
         self._known = self._known or self._seen
         self._seen = []
@@ -257,24 +277,31 @@ class _FetchOrder:
     def _see(self, entry: int) -> None:
         """Compare an entry; collective in the first pass."""
         if not self._known:
-            everyone: list[Any] = [None] * torch.distributed.get_world_size(self._group)
-            torch.distributed.all_gather_object(everyone, entry, group=self._group)
-            for rank, other in enumerate(everyone):
-                if other != everyone[0]:
-                    self._refuse(
-                        f"rank 0 {self._text(everyone[0])} where rank {rank} {self._text(other)}"
-                    )
-        elif entry != (expected := self._known[len(self._seen)]):
-            own = self._text(entry)
-            known = self._text(expected).replace("calls", "called")
-            rank = torch.distributed.get_rank()
-            self._refuse(f"rank {rank} {own} where the first step {known}", is_of_one_rank=True)
+            entries: list[Any] = [None] * torch.distributed.get_world_size(self._group)
+            torch.distributed.all_gather_object(entries, entry, group=self._group)
+            first = self._text(entries[0])
+            for rank, other in enumerate(entries):
+                if other != entries[0]:
+                    self._refuse(f"rank 0 {first} where rank {rank} {self._text(other)}")
+        else:
+            expected = self._known[len(self._seen)]
+            if entry != expected:
+                known = self._text(expected).replace("calls", "called")
+                rank = torch.distributed.get_rank()
+                self._refuse(
+                    f"rank {rank} {self._text(entry)} where the first step {known}",
+                    is_of_one_rank=True,
+                )
         self._seen.append(entry)
 
     def _text(self, entry: int) -> str:
+        """Describe an entry: 2 x number of a module, + 1 in the backward pass."""
         if entry == _END:
             return "ends its pass"
-        return f"calls {self._names[entry // 2]}{' in the backward pass' if entry % 2 else ''}"
+        call = f"calls {self._names[entry // 2]}"
+        if entry % 2:
+            call += " in the backward pass"
+        return call
 
     def _refuse(self, what: str, *, is_of_one_rank: bool = False) -> NoReturn:
         # a weight that was frozen or thawed has other modules called in the backward pass

@@ -1,5 +1,5 @@
-"""The time limit of collectives in the groups that DeepSpeed makes: ZeRO's, and those of pipelines,
-experts and parts.
+"""The time limit of collectives in the groups that DeepSpeed makes: for ZeRO, pipelines, experts
+and tensor parts.
 
 DeepSpeed up to 0.19.8 gives DEEPSPEED_TIMEOUT to the first group alone (comm/torch.py `new_group`
 names none), and the others have torch's own limits: with gloo a rank that hangs was found after
@@ -18,8 +18,8 @@ from deepspeed.comm.torch import TorchBackend
 
 
 def limit_of_ranks() -> timedelta | None:
-    """The limit of the group of all ranks; None where its backend names none, and torch's own is as
-    good.
+    """Return the limit of the group of all ranks, or None if its backend names none: torch's own is
+    as good then.
     """
     group = torch.distributed.group.WORLD
     assert group is not None, "DeepSpeed makes groups of ranks that have met"
@@ -33,7 +33,7 @@ def limit_of_ranks() -> timedelta | None:
 
 @contextmanager
 def limiting_groups() -> Iterator[None]:
-    """Give the groups that DeepSpeed makes meanwhile the limit of all ranks' group."""
+    """Give groups that DeepSpeed makes within the block the limit of the group of all ranks."""
     make = TorchBackend.new_group
 
     def new_group(backend: Any, ranks: Any) -> Any:

@@ -2,8 +2,8 @@
 fused_optimizer.py).
 
 It makes an optimizer's state by an empty step: AdamW takes the first gradient for the second, and
-weights decay once more. Its norm counts weights of several stages as often, and stays multiplied by
-the loss scale.
+weights decay once more. Its norm counts a weight that several stages share once for each of them,
+and stays multiplied by the loss scale.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _split: Final = unfused_optimizer.split_params_grads_into_shared_and_expert_para
 
 @contextmanager
 def taking_no_empty_step() -> Iterator[None]:
-    """Leave the state of optimizers that are wrapped meanwhile to their first step."""
-    unfused_optimizer.split_params_grads_into_shared_and_expert_params = _split_and_marked
+    """Have optimizers that are wrapped within the block make their state at their first step."""
+    unfused_optimizer.split_params_grads_into_shared_and_expert_params = _split_and_mark
     kinds = FP16_Optimizer, FP16_UnfusedOptimizer
     before = [kind.initialize_optimizer_states for kind in kinds]
     for kind in kinds:
@@ -31,11 +31,12 @@ def taking_no_empty_step() -> Iterator[None]:
     try:
         yield
     finally:
-        for kind, own in zip(kinds, before, strict=True):
-            kind.initialize_optimizer_states = own
+        for kind, initialize_states in zip(kinds, before, strict=True):
+            kind.initialize_optimizer_states = initialize_states
 
 
-def _split_and_marked(group: list[Any]) -> Any:
+def _split_and_mark(group: list[Any]) -> Any:
+    """Mark the gradients of weights that another stage counts, as DeepSpeed marks the weights."""
     for parameter in group:
         if getattr(parameter, "ds_pipe_replicated", False) and parameter.grad is not None:
             parameter.grad.ds_pipe_replicated = True
@@ -43,7 +44,7 @@ def _split_and_marked(group: list[Any]) -> Any:
 
 
 def norm_of(engine: deepspeed.DeepSpeedEngine) -> float | None:
-    """The gradient norm of the engine's last step, before clipping."""
+    """Return the gradient norm of the engine's last step, before clipping."""
     norm: float | None = engine.get_global_grad_norm()
     is_scaled = isinstance(engine.optimizer, FP16_UnfusedOptimizer)
     if norm is not None and is_scaled:

@@ -2,9 +2,9 @@
 ranks.
 
 DeepSpeed up to 0.19.8 broadcasts parameters only (runtime/engine.py `_broadcast_model`). Each
-rank's own micro-batches move buffers apart, and a checkpoint holds those of the first rank. Made
-equal before they are measured or saved, as torch's DistributedDataParallel does before every step,
-what was measured is what stands in the checkpoint.
+rank's own micro-batches move buffers apart, and a checkpoint holds those of the first rank. Here
+they are made equal before they are measured or saved, as torch's DistributedDataParallel does
+before every step: the checkpoint has the buffers that were measured.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def share_buffers(engine: deepspeed.DeepSpeedEngine, *, unsaved: bool = False) -
 
     Args:
         engine: its module holds a whole model, or a stage of a pipeline.
-        unsaved: those as well that no checkpoint holds; they are made when the model is, and can be
-            large (masks).
+        unsaved: share buffers as well that no checkpoint holds. They are made with the model, and
+            can be large (masks).
     """
     group = engine.data_parallel_group
     if torch.distributed.get_world_size(group) == 1:
@@ -34,45 +34,41 @@ def share_buffers(engine: deepspeed.DeepSpeedEngine, *, unsaved: bool = False) -
     first = torch.distributed.get_global_rank(group, 0)
     with torch.no_grad():
         for buffers in _buckets(_buffers(engine.module, unsaved=unsaved)):
-            together = torch.cat(
-                [
-                    buffer.contiguous().view(-1).view(torch.uint8).to(engine.device)
-                    for buffer in buffers
-                ]
-            )
-            torch.distributed.broadcast(together, first, group=group)
-            pieces = torch.split(together, [buffer.nbytes for buffer in buffers])
+            flat = torch.cat([_as_bytes(buffer).to(engine.device) for buffer in buffers])
+            torch.distributed.broadcast(flat, first, group=group)
+            pieces = torch.split(flat, [buffer.nbytes for buffer in buffers])
             for buffer, piece in zip(buffers, pieces, strict=True):
                 buffer.copy_(piece.view(buffer.dtype).view(buffer.shape))
 
 
+def _as_bytes(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.contiguous().view(-1).view(torch.uint8)
+
+
 def _buffers(module: torch.nn.Module, *, unsaved: bool) -> list[torch.Tensor]:
-    """Each once; the widest numbers first, so that end to end all of them lie at multiples of their
-    size.
+    """List each buffer once, the widest numbers first: so each of them begins at a multiple of its
+    element size when they lie end to end.
     """
-    found = {
-        buffer: None
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None
-        and buffer.numel()
-        and (unsaved or name not in part._non_persistent_buffers_set)
-        and not _is_expanded(buffer)
-    }
-    return sorted(found, key=lambda buffer: -buffer.element_size())
+    buffers: dict[torch.Tensor, None] = {}
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is None or not buffer.numel() or _is_expanded(buffer):
+                continue
+            if unsaved or name not in part._non_persistent_buffers_set:
+                buffers[buffer] = None
+    return sorted(buffers, key=lambda buffer: -buffer.element_size())
 
 
 def _is_expanded(buffer: torch.Tensor) -> bool:
-    """One number seen in many places cannot be written to as many; it is the constant that the
-    model was made with.
+    """Check whether several elements are one number in memory, which cannot be written: a constant
+    that the model was made with.
     """
-    return any(
-        stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
-    )
+    strides = zip(buffer.stride(), buffer.shape, strict=True)
+    return any(stride == 0 and size > 1 for stride, size in strides)
 
 
 def _buckets(buffers: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Few messages, and little memory for what is sent."""
+    """Cut buffers into lists of at most `_BUCKET_BYTES`, or one buffer."""
     bucket: list[torch.Tensor] = []
     size = 0
     for buffer in buffers:

@@ -1,7 +1,7 @@
-"""Optimizer state on NVMe, put back: DeepSpeed 0.19.8's `load_checkpoint` copies the swapper's
+"""Restores optimizer state on NVMe: DeepSpeed 0.19.8's `load_checkpoint` copies the swapper's
 files, and nothing else.
 
-Left out are the optimizer's moments (a fresh engine does not know that there are files of them, and
+It leaves out the optimizer's moments (a fresh engine does not know of the files with them, and
 begins with zeros), its step, its parameter groups with the learning rate, the loss scale, and every
 group that is too small to be swapped, weights included. All of it is in the checkpoint, and is
 taken from there.
@@ -9,7 +9,7 @@ taken from there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from framework.errors import StorageError
 
 
 def complete_nvme_state(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str) -> None:
-    """After DeepSpeed's load: what it has left out; nothing for an engine whose optimizer is not on
-    NVMe. Collective.
+    """Restore what DeepSpeed's load has left out, if the engine's optimizer is on NVMe. Collective.
 
     Raises:
         StorageError: the swapper's files of a moment are not there.
@@ -36,54 +35,61 @@ def complete_nvme_state(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: st
     optimizer.dynamic_loss_scale = saved["dynamic_loss_scale"]
     inner = saved["optimizer_state_dict"]
     optimizer._set_fp32_optimizer_param_groups()
-    numbered = [
+    flat_tensors = [
         parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]
     ]
     optimizer._clear_fp32_optimizer_param_groups()
-    for group, known in zip(optimizer.optimizer.param_groups, inner["param_groups"], strict=True):
-        group.update({key: value for key, value in known.items() if key != "params"})
+    for group, saved_group in zip(
+        optimizer.optimizer.param_groups, inner["param_groups"], strict=True
+    ):
+        group.update({key: value for key, value in saved_group.items() if key != "params"})
     # small weights are whole on every rank, and are put together anew at the end
     optimizer.checkpoint_event_prologue()
     for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
-        state = inner["state"].get(
-            next(place for place, one in enumerate(numbered) if one is flat), {}
-        )
+        state = inner["state"].get(_index_of(flat, flat_tensors), {})
         if optimizer._swappable_optimizer_subgroup(number):
-            _make_known(
-                optimizer,
-                flat,
-                state,
-                num=int(optimizer.fp16_partitioned_groups_flat_numel[number]),
-            )
+            num_elements = int(optimizer.fp16_partitioned_groups_flat_numel[number])
+            _register_moments(optimizer, flat, state, num_elements=num_elements)
         else:
             flat.data.copy_(saved["fp32_flat_groups"][number].data)
-            # The optimizer's step stays where it is kept, on the host.
-            optimizer.optimizer.state[flat] = {
-                key: value.clone().to(flat.device if value.ndim else value.device)
-                if torch.is_tensor(value)
-                else value
-                for key, value in state.items()
-            }
+            optimizer.optimizer.state[flat] = _on_device(state, flat.device)
             optimizer._reassign_or_swap_out_partitioned_parameters(number)
     optimizer.checkpoint_event_epilogue()
 
 
-def _make_known(optimizer: Any, flat: torch.Tensor, state: Mapping[str, Any], *, num: int) -> None:
-    """The swapper learns of a parameter's moments from tensors of their size, and lets go of them
+def _index_of(tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> int:
+    """Return the position of a tensor, by identity: `list.index` would compare elements."""
+    return next(index for index, other in enumerate(tensors) if other is tensor)
+
+
+def _on_device(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Copy an optimizer's state to a device; its step stays where it is kept, on the host."""
+    copy = dict(state)
+    for key, value in state.items():
+        if torch.is_tensor(value):
+            value = value.clone()
+            copy[key] = value.to(device) if value.ndim else value
+    return copy
+
+
+def _register_moments(
+    optimizer: Any, flat: torch.Tensor, state: Mapping[str, Any], *, num_elements: int
+) -> None:
+    """Make a parameter's moments known to the swapper by tensors of their size, and release these
     again.
     """
-    swapped = {
-        key: isinstance(value, torch.Tensor) and value.ndim > 0 for key, value in state.items()
-    }
-    optimizer.optimizer.state[flat] = {
-        key: torch.empty(num, dtype=flat.dtype, device=flat.device) if swapped[key] else value
-        for key, value in state.items()
-    }
-    known = optimizer.optimizer_swapper._get_param_swap_info(flat)
-    missing = [path for path in known.get_swap_paths() if not Path(path).is_file()]
-    if missing or known.num_tensors() != 1 + sum(swapped.values()):
-        raise StorageError(
-            "the swapper's files are not as DeepSpeed 0.19.8 writes them "
-            f"({Path([*missing, '?'][0]).name})"
-        )
-    known.release_memory()
+    moments = [
+        key for key, value in state.items() if isinstance(value, torch.Tensor) and value.ndim > 0
+    ]
+    registered = dict(state)
+    for key in moments:
+        registered[key] = torch.empty(num_elements, dtype=flat.dtype, device=flat.device)
+    optimizer.optimizer.state[flat] = registered
+    swapped = optimizer.optimizer_swapper._get_param_swap_info(flat)
+    missing = [path for path in swapped.get_swap_paths() if not Path(path).is_file()]
+    if missing or swapped.num_tensors() != 1 + len(moments):
+        name = "?"
+        if missing:
+            name = Path(missing[0]).name
+        raise StorageError(f"the swapper's files are not as DeepSpeed 0.19.8 writes them ({name})")
+    swapped.release_memory()

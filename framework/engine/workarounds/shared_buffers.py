@@ -1,9 +1,10 @@
 """Files of 66 MiB per rank that DeepSpeed's shared-memory op makes in /dev/shm and leaves there:
-nobody in DeepSpeed up to 0.19.8 calls what unlinks them (csrc/cpu/comm/shm.cpp `shared_close`).
-Where they do not fit, it maps what it has not written, and the rank ends by SIGSEGV or SIGBUS.
+DeepSpeed up to 0.19.8 never calls the function that unlinks them (csrc/cpu/comm/shm.cpp
+`shared_close`). If they do not fit, it maps what it has not written, and the rank ends by SIGSEGV
+or SIGBUS.
 
-A run removes its own at its end. What a killed run left is removed at the start of the next one on
-that host. A start looks first whether they fit.
+A run removes its own files at its end. Files of a killed run are removed at the start of the next
+one on that host. A start checks first whether they fit.
 """
 
 from __future__ import annotations
@@ -20,18 +21,17 @@ from framework.errors import ConfigError, counted
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 _NAME: Final = "deepspeed_allreduce_buffer"
-# Between the making of a file and the moment at which its ranks have mapped it; then it shows in
-# /proc.
+# A file is made before its ranks have mapped it; only then does it show in /proc.
 _YOUNG_SECONDS: Final = 60.0
-# Of a rank: two small buffers and two large ones (csrc/cpu/comm/shm.cpp `struct
+# A rank has two small buffers and two large ones (csrc/cpu/comm/shm.cpp `struct
 # allreduce_workspace`).
 _BUFFER_BYTES: Final = 66 << 20
 _TO_BE_REMOVED_SECONDS: Final = 2.0
 
 
 def refuse_small_memory(environment: Mapping[str, str], *, folder: Path = SHARED_MEMORY) -> None:
-    """Refuse to start where the buffers of this host's ranks do not fit; before the ranks meet, so
-    that none of them has made its own yet.
+    """Refuse to start if the buffers of this host's ranks do not fit. Called before the ranks meet,
+    when none of them has made its own yet.
 
     Raises:
         ConfigError: kind ``shm-small``.
@@ -43,9 +43,10 @@ def refuse_small_memory(environment: Mapping[str, str], *, folder: Path = SHARED
         return  # ranks on several hosts, or not counted: the op makes none
     needed = int(local_size) * _BUFFER_BYTES
     deadline = time.monotonic() + _TO_BE_REMOVED_SECONDS
-    while (
-        free := _free_bytes(folder, own=_own_pattern(environment))
-    ) is not None and free < needed:
+    while True:
+        free = _free_bytes(folder, job_pattern=_job_pattern(environment))
+        if free is None or free >= needed:
+            return
         if environment.get("LOCAL_RANK", "0") == "0" or time.monotonic() > deadline:
             raise ConfigError.of(
                 "shm-small",
@@ -58,21 +59,21 @@ def refuse_small_memory(environment: Mapping[str, str], *, folder: Path = SHARED
         time.sleep(0.1)  # the first rank removes what a killed run left
 
 
-def _free_bytes(folder: Path, *, own: str) -> int | None:
-    """Space in a folder, that of files which this job will write anew included: those of its start
-    before.
+def _free_bytes(folder: Path, *, job_pattern: str) -> int | None:
+    """Return the free space in a folder, or None if it cannot be read. Files of an earlier start of
+    this job count as free: this one overwrites them.
     """
     try:
-        found = os.statvfs(folder)
-        taken = sum(path.stat().st_blocks * 512 for path in folder.glob(own))
+        system = os.statvfs(folder)
+        overwritten = sum(path.stat().st_blocks * 512 for path in folder.glob(job_pattern))
     except OSError:
         return None
-    return found.f_bavail * found.f_frsize + taken
+    return system.f_bavail * system.f_frsize + overwritten
 
 
 def remove_own_buffers(environment: Mapping[str, str], *, folder: Path = SHARED_MEMORY) -> None:
-    """Remove those of this job, when no rank needs them any more."""
-    for buffer in folder.glob(_own_pattern(environment)):
+    """Remove the buffers of this job, when no rank needs them any more."""
+    for buffer in folder.glob(_job_pattern(environment)):
         with suppress(OSError):
             buffer.unlink()
 
@@ -80,22 +81,23 @@ def remove_own_buffers(environment: Mapping[str, str], *, folder: Path = SHARED_
 def remove_dead_buffers(
     *, folder: Path = SHARED_MEMORY, processes: Path = Path("/proc"), now: float | None = None
 ) -> list[Path]:
-    """Remove this user's buffers that no process has mapped; returns them.
+    """Remove this user's buffers that no process has mapped, and return their paths.
 
-    One that is younger than a minute stays: its ranks may be about to map it. And where one is
-    removed that a process out of sight has mapped, in another container, that process keeps what it
-    mapped.
+    A buffer that is younger than a minute stays: its ranks may be about to map it. If a process in
+    another container, which is not seen here, has mapped a removed buffer, it keeps its mapping.
     """
-    latest = (time.time() if now is None else now) - _YOUNG_SECONDS
-    old = [
-        path for path in folder.glob(f"{_NAME}_{os.getuid()}_*") if _is_ours_and_older(path, latest)
+    if now is None:
+        now = time.time()
+    paths = [
+        path
+        for path in folder.glob(f"{_NAME}_{os.getuid()}_*")
+        if _is_own_and_older(path, now - _YOUNG_SECONDS)
     ]
-    if old:
-        mapped = _mapped(processes)
-    else:
-        mapped = set()
+    if not paths:
+        return []
+    mapped = _mapped(processes)
     removed = []
-    for path in old:
+    for path in paths:
         if str(path) not in mapped:
             with suppress(OSError):
                 path.unlink()
@@ -103,27 +105,26 @@ def remove_dead_buffers(
     return removed
 
 
-def _own_pattern(environment: Mapping[str, str]) -> str:
+def _job_pattern(environment: Mapping[str, str]) -> str:
     address = environment.get("MASTER_ADDR", "")
     port = environment.get("MASTER_PORT", "")
     return f"{_NAME}_{os.getuid()}_{address}_{port}_*"
 
 
-def _is_ours_and_older(path: Path, latest: float) -> bool:
+def _is_own_and_older(path: Path, latest: float) -> bool:
     with suppress(OSError):
-        facts = path.lstat()
-        return (
-            stat.S_ISREG(facts.st_mode) and facts.st_uid == os.getuid() and facts.st_mtime < latest
-        )
+        status = path.lstat()
+        is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
+        return is_own and status.st_mtime < latest
     return False
 
 
 def _mapped(processes: Path) -> set[str]:
-    """Paths of the buffers that a process of this user, who owns them, has mapped."""
-    found: set[str] = set()
+    """Return the paths of the buffers that processes of this user, who owns them, have mapped."""
+    mapped: set[str] = set()
     for process in processes.iterdir():
         if process.name.isdigit():
             with suppress(OSError):  # it has just ended, or is another user's
                 lines = (process / "maps").read_text(errors="replace").splitlines()
-                found |= {line.split(maxsplit=5)[5] for line in lines if _NAME in line}
-    return found
+                mapped |= {line.split(maxsplit=5)[5] for line in lines if _NAME in line}
+    return mapped
