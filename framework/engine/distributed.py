@@ -1,5 +1,5 @@
-"""The device and the process group: facts of the machine, start from a launcher's environment, end
-in good order.
+"""The device and the process group: facts of the machine, the start from a launcher's environment,
+and the end.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from framework.system.log import write_to
 from framework.system.ports import free_port
 from framework.system.waiting import waiting
 
-# Rank 0 mostly holds the store: ended at once, it could answer no other rank that asks who tells of
+# Rank 0 mostly holds the store: if it ended at once, other ranks could not find out that it reports
 # a failure.
 _OTHERS_KNOW_SECONDS: Final = 2.0
 _LOOK_SECONDS: Final = 0.05
@@ -74,18 +74,20 @@ _PACKAGES: Final = (
 
 
 def device_name() -> str:
-    """DeepSpeed's accelerator on this machine: ``cuda``, ``cpu``, ``npu``..."""
+    """Return the name of DeepSpeed's accelerator on this machine: ``cuda``, ``cpu``, ``npu``..."""
     return str(get_accelerator()._name)
 
 
 def device() -> torch.device:
-    """This rank's device."""
+    """Return this rank's device."""
     return torch.device(get_accelerator().current_device_name())
 
 
 @cache
 def describe_environment() -> dict[str, Any]:
-    """Versions, device and host of rank 0. No environment variables: they may hold secrets."""
+    """Return versions, device and host of rank 0, without environment variables, which may hold
+    secrets.
+    """
     accelerator = get_accelerator()
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in _PACKAGES:
@@ -93,15 +95,18 @@ def describe_environment() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
+    device_memory_bytes = None
     if accelerator._name == "cuda":
         gpu = torch.cuda.get_device_properties("cuda")
+        device_type = gpu.name
+        device_memory_bytes = gpu.total_memory
     else:
-        gpu = None
+        device_type = _processor()
     return {
         "versions": versions,
         "accelerator": accelerator._name,
-        "device": gpu.name if gpu else _processor(),
-        "device_memory_bytes": gpu and gpu.total_memory,
+        "device": device_type,
+        "device_memory_bytes": device_memory_bytes,
         "devices_on_host": accelerator.device_count(),
         "cuda": torch.version.cuda,
         "host": socket.gethostname(),
@@ -120,8 +125,8 @@ def _processor() -> str:
 
 
 def check_device(dtype: str, backend: str | None = None) -> None:
-    """Refuse a precision that the device at hand cannot compute in, or a backend that does not
-    drive it.
+    """Refuse a precision that this machine's devices cannot compute in, or a backend that does not
+    drive them.
 
     Raises:
         ConfigError: kind ``precision-unsupported`` or ``backend-unsupported``.
@@ -148,14 +153,13 @@ def check_device(dtype: str, backend: str | None = None) -> None:
 
 
 def take_device_of_rank(environment: Mapping[str, str]) -> None:
-    """Make this rank's device the current one: what is asked of CUDA before would be done on the
-    first, by all ranks.
+    """Make this rank's device the current one. Before that, all ranks would use the first one.
 
     Raises:
-        ConfigError: kind ``more-ranks-than-devices``, told by the first rank for which this host
-            shows no device: the others of its host would wait for it in NCCL.
+        ConfigError: kind ``more-ranks-than-devices``, reported by the first rank for which this
+            host shows no device: the others of its host would wait for it in NCCL.
     """
-    if device_name() == "cpu":  # whose number DeepSpeed asks another program for
+    if device_name() == "cpu":  # to count CPUs, DeepSpeed starts another program
         return
     local_rank = environment.get("LOCAL_RANK", "0")
     num_devices = get_accelerator().device_count()
@@ -165,13 +169,12 @@ def take_device_of_rank(environment: Mapping[str, str]) -> None:
         get_accelerator().set_device(int(local_rank))
         return
     visible = environment.get("CUDA_VISIBLE_DEVICES")
+    devices = counted(num_devices, "device")
     if visible is not None:
-        of = f" (CUDA_VISIBLE_DEVICES={visible})"
-    else:
-        of = ""
+        devices += f" (CUDA_VISIBLE_DEVICES={visible})"
     error = ConfigError.of(
         "more-ranks-than-devices",
-        f"this process sees {counted(num_devices, 'device')}{of}, and the first one's number is 0",
+        f"this process sees {devices}, and the first one's number is 0",
         "start no more ranks on a host than it has devices, or show every rank all of them",
         "LOCAL_RANK",
         int(local_rank),
@@ -192,7 +195,7 @@ def process_group(backend: str | None) -> Iterator[None]:
     process is about to end.
 
     Raises:
-        ConfigError: the environment does not say where ranks meet.
+        ConfigError: the environment does not name the place where ranks meet.
         PeerLostError: they did not meet there.
         TrainingError: NCCL refuses to connect them.
     """
@@ -230,17 +233,17 @@ def process_group(backend: str | None) -> Iterator[None]:
         yield
     gc.collect()  # engines are cyclic: what is left of them must go before the group that they use
     barrier()
-    # not torch's own: DeepSpeed keeps groups that it has made
+    # not torch's function: DeepSpeed keeps groups that it has made
     deepspeed.comm.destroy_process_group()
-    # its own handle on the group, which it would believe to be still there
+    # DeepSpeed's handle on the group: with it the group would seem to be still there
     deepspeed.comm.comm.cdb = None
     remove_own_buffers(os.environ)
 
 
 def quiet_cpp_stacks(environment: Mapping[str, str]) -> None:
-    """Keep torch's warnings from C++ off the terminal, each with its stack, when another rank or
-    the store has gone: what has happened is in one line of ours. Errors stay, and
-    `TORCH_CPP_LOG_LEVEL` decides where it is set.
+    """Keep torch's warnings from C++ off the terminal. When another rank or the store has gone,
+    each has a stack, and one line of the framework explains it. Errors stay, and
+    `TORCH_CPP_LOG_LEVEL` decides if it is set.
     """
     if "TORCH_CPP_LOG_LEVEL" in environment:
         return
@@ -251,7 +254,7 @@ def quiet_cpp_stacks(environment: Mapping[str, str]) -> None:
 
 
 def rank() -> int:
-    """This process's rank."""
+    """Return this process's rank."""
     return torch.distributed.get_rank()
 
 
@@ -261,14 +264,16 @@ def barrier() -> None:
 
 
 def gather(value: Any) -> list[Any]:
-    """Every rank's value, in the order of ranks. Collective."""
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, value)
-    return everyone
+    """Return every rank's value, in the order of ranks. Collective."""
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
 
 
 def from_rank0(value: Any) -> Any:
-    """The value that rank 0 passed, on every rank; an exception is raised there. Collective."""
+    """Return the value that rank 0 passed, or raise it if it is an exception, on every rank.
+    Collective.
+    """
     box = [value]
     torch.distributed.broadcast_object_list(box, src=0)
     if isinstance(box[0], Exception):
@@ -277,17 +282,19 @@ def from_rank0(value: Any) -> Any:
 
 
 def refuse_different_ranks(fingerprint: Mapping[str, Any]) -> None:
-    """Compare what must be the same on every rank: hashes first, and the plain values where those
-    differ. Collective.
+    """Compare values that must be the same on every rank: hashes first, and the values themselves
+    if their hashes differ. Collective.
 
     Raises:
         ConfigError: on all ranks, naming what differs and the first rank on which it does.
     """
-    own = dict(fingerprint)
-    if len(set(gather(hashlib.sha256(repr(own).encode("utf-8", "surrogatepass")).digest()))) == 1:
+    values = dict(fingerprint)
+    digest = hashlib.sha256(repr(values).encode("utf-8", "surrogatepass")).digest()
+    if len(set(gather(digest))) == 1:
         return
-    first, *others = gather(own)
-    for number, other in enumerate(others, start=1):
+    all_values = gather(values)
+    first = all_values[0]
+    for number, other in enumerate(all_values[1:], start=1):
         for name in sorted(first.keys() | other.keys()):
             if other.get(name) != first.get(name):
                 raise ConfigError.of(
@@ -300,8 +307,8 @@ def refuse_different_ranks(fingerprint: Mapping[str, Any]) -> None:
 
 
 def claims_error_report(text: str, *, wait_seconds: float = 3.0) -> bool:
-    """Check whether this rank reports a failure that others may have met too: rank 0 always, else
-    the first to ask.
+    """Check whether this rank reports a failure that others may have met too: rank 0 always, or the
+    first rank to claim it if rank 0 does not within `wait_seconds`.
 
     No collective: ranks that have not failed need not take part.
     """
@@ -320,30 +327,31 @@ def claims_error_report(text: str, *, wait_seconds: float = 3.0) -> bool:
         # no `store.wait`: torch writes pages about one that times out
         is_reported = _wait_until(lambda: store.check([key]), wait_seconds)
         store.add(f"{key}-known", 1)
-        me = str(rank())
-        is_first = (
-            not is_reported and str(store.compare_set(f"{key}-elsewhere", "", me).decode()) == me
-        )
-        # A launcher that sees this rank end stops the one that speaks before it has spoken.
-        time.sleep(0.0 if is_first else _OTHERS_KNOW_SECONDS + 1.0)
+        is_first = False
+        if not is_reported:
+            name = str(rank())
+            claimed_by = store.compare_set(f"{key}-elsewhere", "", name).decode()
+            is_first = str(claimed_by) == name
+        if not is_first:
+            # A launcher that sees this rank end stops the rank that reports before it has done so.
+            time.sleep(_OTHERS_KNOW_SECONDS + 1.0)
         return is_first
-    except (
-        RuntimeError
-    ):  # the store has gone with rank 0, which then had its own failure, or has spoken
+    except RuntimeError:
+        # The store has gone with rank 0, which then had its own failure, or has reported this one.
         return not is_reported
 
 
-def _wait_until(is_so: Callable[[], bool], seconds: float) -> bool:
+def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if is_so():
+        if condition():
             return True
         time.sleep(_LOOK_SECONDS)
     return False
 
 
 def quiet_deepspeed(log_file: Path) -> None:
-    """Send DeepSpeed's own messages to the rank's log file, beside ours; the terminal keeps its
+    """Send DeepSpeed's messages to the rank's log file, as the framework's; the terminal keeps its
     errors.
     """
     # on hosts that do not share the run folder with rank 0
@@ -352,17 +360,17 @@ def quiet_deepspeed(log_file: Path) -> None:
         make_own_folder(log_file.parent)
         handler = _LogFile(log_file)
     except OSError as error:
-        refused = (
-            f"{log_file}: this log cannot be written: {error.strerror or error} [log-not-opened]"
-        )
-        raise StorageError(refused, is_of_one_rank=True) from error
+        raise StorageError(
+            f"{log_file}: this log cannot be written: {error.strerror or error} [log-not-opened]",
+            is_of_one_rank=True,
+        ) from error
     logger = logging.getLogger("DeepSpeed")
-    for before in list(logger.handlers):
-        if isinstance(before, logging.FileHandler):
-            logger.removeHandler(before)
-            before.close()
+    for earlier in list(logger.handlers):
+        if isinstance(earlier, logging.FileHandler):
+            logger.removeHandler(earlier)
+            earlier.close()
         else:
-            before.setLevel(logging.ERROR)
+            earlier.setLevel(logging.ERROR)
     write_to(handler)
     file_writer.start()
     logger.addHandler(handler)
@@ -373,11 +381,11 @@ def quiet_deepspeed(log_file: Path) -> None:
 
 
 class _LogFile(logging.FileHandler):
-    """On a full disk lines wait for it, and one warning names it; `logging` itself would print a
-    traceback for each.
+    """A log file for which lines wait while the disk is full, with one warning; `logging` itself
+    would print a traceback for each line.
 
-    Lines are made here and written by the thread that writes, past buffers, whose locks a forked
-    process would share.
+    Lines are formatted here and written by the writing thread, without buffers: a forked process
+    would share their locks.
     """
 
     def __init__(self, path: Path) -> None:
@@ -390,7 +398,9 @@ class _LogFile(logging.FileHandler):
         return self._kept.file
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Without the handler's lock, for which the thread that writes would wait when it warns."""
+        """Format a record and hand it to the writing thread, without the handler's lock: that
+        thread would wait for the lock when it warns.
+        """
         if not self.filter(record):
             return False
         try:
@@ -402,11 +412,11 @@ class _LogFile(logging.FileHandler):
         return True
 
     def flush(self) -> None:
-        """Try again what is not written."""
+        """Try again to write the lines that wait."""
         self._kept.flush()
 
     def close(self) -> None:
-        """When the lines that were handed over are written."""
+        """Close the file, after the lines that were handed over are written."""
         file_writer.settle()
         self._kept.close()
         self.stream = None

@@ -1,15 +1,15 @@
-"""Divides the weights of a model over the ranks of a tensor group, when it was built whole and
-before DeepSpeed has it.
+"""Divides the weights of a model over the ranks of a tensor group, after it was built whole and
+before DeepSpeed wraps it.
 
-Every rank builds the same weights as one process and keeps its part of them: what a run starts from
-does not depend on `parallel.tensor`. A parameter that was cut has the attribute `split`
+Every rank builds the same weights as one process and keeps its part of them: the first weights do
+not depend on `parallel.tensor`. A parameter that was cut has the attribute `split`
 (`checkpoint.state.tensor_split.Split`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import torch
@@ -32,8 +32,8 @@ from framework.tasks.causal_lm import CausalLM
 from framework.tasks.masked_lm import MaskedLM
 from framework.tasks.task import Task
 
-# Words of transformers' `tp_plan` -> ours.
-_OF_TRANSFORMERS: Final = {
+# Names of splits in transformers' `tp_plan` -> here.
+_TRANSFORMERS_SPLITS: Final = {
     "colwise": "column",
     "rowwise": "row",
     "colwise_gather_output": "column_gathered",
@@ -42,26 +42,29 @@ _OF_TRANSFORMERS: Final = {
     "replicated_with_grad_allreduce": "summed",
 }
 _KEY: Final = "parallel.tensor_plan"
-_LEAST_DIVIDED: Final = 0.5  # of the numbers in matrices, without a warning
-_LEAST_WORTH: Final = 0.1  # with one, where the plan is the model's own
+# Shares of the numbers in matrices: below the first one a warning, and below the second one a
+# refusal if the plan is the model's own.
+_LEAST_DIVIDED: Final = 0.5
+_LEAST_WORTH: Final = 0.1
 Plan = Mapping[str, TensorSplit]
 
 
 class TensorCut:
-    """Cuts one model; given a `task` that computes its loss from divided logits, leaves these
+    """Cuts one model. For a `task` that computes its loss from divided logits, they stay
     divided.
     """
 
-    def __init__(self, group: Any, given: Plan | None, task: Task) -> None:
+    def __init__(self, group: Any, config_plan: Plan | None, task: Task) -> None:
+        """Prepare to cut for a tensor group, by the plan of the config or else the model's own."""
         self.part = TensorPart(group)
-        self._given = given
+        self._config_plan = config_plan
         self._task = task
         self._keeps_logits = type(task) in (CausalLM, MaskedLM)  # a subclass may read them
-        self._columns: list[tuple[str, ColumnLinear]] = []  # whose row layer is yet to come
-        self._cut: set[int] = set()  # modules
+        self._columns: list[tuple[str, ColumnLinear]] = []  # column layers before their row layer
+        self._cut: set[int] = set()  # ids of modules
 
     def after(self, build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        """`build`, then the cut."""
+        """Return a function that builds a model and cuts it."""
         return lambda: self(build())
 
     def __call__(self, model: nn.Module) -> nn.Module:
@@ -69,29 +72,22 @@ class TensorCut:
 
         Raises:
             ConfigError: kind ``tensor-plan``: it has no plan, a pattern of it matches nothing, or a
-                layer cannot be divided as it wants.
+                layer cannot be divided as the plan names.
         """
-        plan = self._given or _own_plan(model, size=self.part.size)
-        if not plan:
-            reason = f"{type(model).__name__} has no plan of its own for parallel.tensor"
-            fix = 'name its layers, such as {"blocks.*.up": column, "blocks.*.down": row}'
-            raise ConfigError.of("tensor-plan", reason, fix, _KEY, None)
-        is_ours = hasattr(type(model), "tensor_plan")
-        self.part.has_draws = not is_ours or any(
-            isinstance(one, nn.Dropout) and one.p for one in model.modules()
-        )
+        plan = self._plan_of(model)
+        is_shipped = hasattr(type(model), "tensor_plan")
+        self.part.has_draws = not is_shipped or _has_dropout(model)
         self._columns.clear()
         modules = dict(model.named_modules())
         weights = dict(model.named_parameters())
         sizes = {weight: weight.numel() for weight in weights.values() if weight.ndim > 1}
-        wanted = _matched(plan, [*modules, *weights], may_be_idle=self._given is None)
-        shared = [name for name, entry in wanted.items() if entry.split == "shared_input"]
+        entries = _matched(plan, [*modules, *weights], may_be_idle=self._config_plan is None)
         for name, module in modules.items():
-            if name in wanted:
-                self._cut_module(model, name, module, wanted[name])
-        for name in wanted.keys() - modules.keys():
+            if name in entries:
+                self._cut_module(model, name, module, entries[name])
+        for name in entries.keys() - modules.keys():
             # a bias of the output layer
-            if wanted[name].split == "vocabulary" and self._keeps_logits:
+            if entries[name].split == "vocabulary" and self._keeps_logits:
                 self._divide(name, weights[name], Split(0, (len(weights[name]),)))
                 self._cut.add(id(model.get_submodule(name.rpartition(".")[0])))
         if self._columns:
@@ -100,52 +96,61 @@ class TensorCut:
                 "no row layer follows this column layer",
                 "name the row layer as well",
             )
-        for name in shared:
-            modules[name].register_forward_pre_hook(self._copy_input, with_kwargs=True)
-            for inner, module in modules[name].named_modules(prefix=name):
-                if isinstance(module, ColumnLinear) and wanted[inner].split == "column":
-                    module.copies = False
+        self._share_inputs(modules, entries)
         self._refuse_other_users(modules)
-        self._weigh(model, sizes)
+        self._judge(model, sizes)
         return model
 
-    def _weigh(self, model: nn.Module, sizes: Mapping[nn.Parameter, int]) -> None:
-        """Warn of a plan that leaves most numbers whole; one of the model's own that saves next to
-        nothing is refused.
+    def _plan_of(self, model: nn.Module) -> Plan:
+        plan = self._config_plan or _own_plan(model, size=self.part.size)
+        if not plan:
+            reason = f"{type(model).__name__} has no plan of its own for parallel.tensor"
+            fix = 'name its layers, such as {"blocks.*.up": column, "blocks.*.down": row}'
+            raise ConfigError.of("tensor-plan", reason, fix, _KEY, None)
+        return plan
 
-        `sizes` are those of its matrices before the cut.
+    def _share_inputs(
+        self, modules: Mapping[str, nn.Module], entries: Mapping[str, TensorSplit]
+    ) -> None:
+        """Copy the inputs of modules with a shared input once, instead of in each column layer."""
+        for name, entry in entries.items():
+            if entry.split != "shared_input":
+                continue
+            modules[name].register_forward_pre_hook(self._copy_input, with_kwargs=True)
+            for inner, module in modules[name].named_modules(prefix=name):
+                if isinstance(module, ColumnLinear) and entries[inner].split == "column":
+                    module.copies = False
+
+    def _judge(self, model: nn.Module, sizes: Mapping[nn.Parameter, int]) -> None:
+        """Warn of a plan that leaves most numbers whole, and refuse a plan of the model's own that
+        saves next to nothing.
+
+        `sizes` has the numbers of elements of the model's matrices before the cut.
         """
         divided = sum(size for weight, size in sizes.items() if "split" in vars(weight))
         share = divided / max(1, sum(sizes.values()))
         if share >= _LEAST_DIVIDED:
             return
-        named = [
+        names = [
             name
             for name, weight in model.named_parameters()
             if "split" in vars(weight) and weight.ndim > 1
         ]
+        example = names[0] if names else "none"
         reason = (
             f"the plan of {type(model).__name__} divides {share:.1%} of the numbers in its "
-            f"matrices ({counted(len(named), 'weight')}, such as "
-            f"{named[0] if named else 'none'}): every rank holds and computes all others"
+            f"matrices ({counted(len(names), 'weight')}, such as {example}): every rank holds and "
+            "computes all others"
         )
         fix = f"write a plan that names its layers as {_KEY}, or set parallel.tensor: 1"
-        if share < _LEAST_WORTH and self._given is None:
+        if share < _LEAST_WORTH and self._config_plan is None:
             raise ConfigError.of("tensor-plan", reason, fix, _KEY, None)
         warn(f"{_KEY}: {reason}; {fix} [tensor-plan]", is_of_all_ranks=True)
 
     def _cut_module(
         self, model: nn.Module, name: str, module: nn.Module, entry: TensorSplit
     ) -> None:
-        for attribute in entry.divide:
-            value = getattr(module, attribute, None)
-            if not isinstance(value, int) or value % self.part.size:
-                self._refuse(
-                    name,
-                    f"its attribute {attribute} is {value}, which cannot be divided",
-                    "name another",
-                )
-            setattr(module, attribute, value // self.part.size)
+        self._divide_attributes(name, module, entry)
         kind = entry.split
         if kind == "summed":
             for parameter in module.parameters(recurse=False):
@@ -155,39 +160,50 @@ class TensorCut:
         self._cut.add(id(module))
         if isinstance(module, nn.Embedding):
             self._cut_embedding(model, name, module, kind)
-        elif not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-            self._refuse(
-                name,
-                f"it is a {type(module).__name__}, and only nn.Linear can be cut so",
-                "leave it out",
-            )
-        elif module._parameters.get("weight") is None:
-            self._refuse(name, "its weight is computed from others", "leave it out")
-        elif isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
-            self._refuse(
-                name,
-                "nn.MultiheadAttention takes the weight and does not call the layer",
-                "leave it out",
-            )
-        elif kind == "row":
-            self._cut_row(model, name, module)
+            return
+        linear = self._linear(model, name, module)
+        if kind == "row":
+            self._cut_row(model, name, linear)
         else:
-            self._cut_column(name, module, entry)
+            self._cut_column(name, linear, entry)
+
+    def _divide_attributes(self, name: str, module: nn.Module, entry: TensorSplit) -> None:
+        """Divide the attributes of a module that the plan names, such as a number of heads."""
+        for attribute in entry.divide:
+            value = getattr(module, attribute, None)
+            if not isinstance(value, int) or value % self.part.size:
+                reason = f"its attribute {attribute} is {value}, which cannot be divided"
+                self._refuse(name, reason, "name another")
+            setattr(module, attribute, value // self.part.size)
+
+    def _linear(self, model: nn.Module, name: str, module: nn.Module) -> nn.Linear:
+        """Return a module that can be cut as an nn.Linear, or refuse it."""
+        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+            reason = f"it is a {type(module).__name__}, and only nn.Linear can be cut so"
+            self._refuse(name, reason, "leave it out")
+        if module._parameters.get("weight") is None:
+            self._refuse(name, "its weight is computed from others", "leave it out")
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
+            reason = "nn.MultiheadAttention takes the weight and does not call the layer"
+            self._refuse(name, reason, "leave it out")
+        return module
 
     def _cut_column(self, name: str, linear: nn.Linear, entry: TensorSplit) -> None:
         width = linear.out_features
-        is_last = entry.split in ("vocabulary", "column_gathered")
-        unit = entry.sections * (1 if is_last else self.part.size)
-        if width % unit or (is_last and (entry.sections > 1 or width < self.part.size)):
-            self._refuse(
-                name,
-                f"its {width} outputs cannot be divided over {self.part.size} ranks",
-                "leave it out",
-            )
+        is_last = entry.split in ("vocabulary", "column_gathered")  # may be divided unevenly
+        if is_last:
+            is_divisible = entry.sections == 1 and width >= self.part.size
+        else:
+            is_divisible = width % (entry.sections * self.part.size) == 0
+        if not is_divisible:
+            reason = f"its {width} outputs cannot be divided over {self.part.size} ranks"
+            self._refuse(name, reason, "leave it out")
         split = Split(0, (width // entry.sections,) * entry.sections)
-        for weight in filter(None.__ne__, (linear.weight, linear.bias)):
-            self._divide(name, weight, split)
-        linear.__class__, linear.out_features = ColumnLinear, len(linear.weight)
+        self._divide(name, linear.weight, split)
+        if linear.bias is not None:
+            self._divide(name, linear.bias, split)
+        linear.__class__ = ColumnLinear
+        linear.out_features = len(linear.weight)
         assert isinstance(linear, ColumnLinear)
         linear.part = self.part
         linear.is_last = is_last
@@ -200,65 +216,54 @@ class TensorCut:
 
     def _cut_row(self, model: nn.Module, name: str, linear: nn.Linear) -> None:
         if linear.in_features % self.part.size:
-            what = f"its {linear.in_features} inputs cannot be divided over {self.part.size} ranks"
-            self._refuse(name, what, "leave it and its column layers out")
-        if not self._columns:
-            self._refuse(
-                name,
-                "no column layer stands before this row layer",
-                "name its column layers as well",
+            reason = (
+                f"its {linear.in_features} inputs cannot be divided over {self.part.size} ranks"
             )
+            self._refuse(name, reason, "leave it and its column layers out")
+        if not self._columns:
+            reason = "no column layer stands before this row layer"
+            self._refuse(name, reason, "name its column layers as well")
         self._divide(name, linear.weight, Split(1, (linear.in_features,)))
         linear.__class__ = RowLinear
         linear.in_features = linear.weight.shape[1]
         assert isinstance(linear, RowLinear)
         linear.part = self.part
-        around = _around(name, *(column for column, _ in self._columns))
+        names = [name]
+        names += [column for column, _ in self._columns]
         # When it has run, however it ended: a layer that is computed again may stop in between.
-        model.get_submodule(around).register_forward_hook(self.part.end, always_call=True)
+        model.get_submodule(_around(names)).register_forward_hook(self.part.end, always_call=True)
         self._columns.clear()
 
     def _cut_embedding(self, model: nn.Module, name: str, module: nn.Embedding, kind: str) -> None:
         size = module.num_embeddings
         if kind != "vocabulary":
             self._refuse(name, f"an embedding cannot be split as {kind}", "write vocabulary")
-        if (
-            size < self.part.size
-            or module.max_norm is not None
-            or module.sparse
-            or module.scale_grad_by_freq
-        ):
-            self._refuse(
-                name,
-                "an embedding with max_norm, sparse or scale_grad_by_freq stays whole",
-                "leave it out",
-            )
-        is_head = isinstance(model, LayeredModel) and any(
-            layer.call is not None and model.place_of(layer) == name for layer in model.recipes
-        )
+        has_options = module.max_norm is not None or module.sparse or module.scale_grad_by_freq
+        if size < self.part.size or has_options:
+            reason = "an embedding with max_norm, sparse or scale_grad_by_freq stays whole"
+            self._refuse(name, reason, "leave it out")
         self._divide(name, module.weight, Split(0, (size,)))
         part = VocabularyPart(self.part, self._widths(size), joins=not self._keeps_logits)
         if isinstance(module, TokenEmbedding):
             module.vocabulary = part
-            if is_head and self._keeps_logits:
+            if self._keeps_logits and _is_head(model, name):
                 self._hand_to_task(size)
         else:
             self._divide_look_up(name, module, part)
         module.num_embeddings = part.size
 
     def _divide_look_up(self, name: str, module: nn.Embedding, part: VocabularyPart) -> None:
-        """Have an embedding look tokens up in all ranks' parts; where it has a forward of its own,
-        such as one that scales the vectors, inside of that.
+        """Have an embedding look tokens up in all ranks' parts; if it has a forward of its own,
+        such as one that scales the vectors, inside of that forward.
         """
         kind = type(module)
         look_ups = _LookUps()
         if kind.forward is nn.Embedding.forward:
             module.__class__ = VocabularyEmbedding
         else:
-            # What it calls as `super().forward` is the divided one then.
-            module.__class__ = type(
-                kind.__name__, (kind, VocabularyEmbedding), {"__module__": kind.__module__}
-            )
+            # Its `super().forward` is the divided one then.
+            bases = (kind, VocabularyEmbedding)
+            module.__class__ = type(kind.__name__, bases, {"__module__": kind.__module__})
             module.vocabulary = look_ups  # type: ignore[assignment]
             with torch.no_grad():
                 module(torch.zeros(1, 2, dtype=torch.long, device=module.weight.device))
@@ -288,15 +293,14 @@ class TensorCut:
             )
         if known is None:
             weight.data = split.part(weight.data, self.part.rank, self.part.size).clone()
-            # The second is what DeepSpeed's norms look for: what others have as well is counted
-            # once.
+            # DeepSpeed's norms look for the second one, and count a weight without it once.
             vars(weight).update(split=split, tensor_model_parallel=True)
 
     def _copy_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             return (self.part.copy(args[0]), *args[1:]), kwargs
         first = next(iter(kwargs))
-        return args, {**kwargs, first: self.part.copy(kwargs[first])}
+        return args, kwargs | {first: self.part.copy(kwargs[first])}
 
     def _summed(self, gradient: torch.Tensor) -> torch.Tensor:
         total = gradient.clone(memory_format=torch.contiguous_format)
@@ -304,21 +308,22 @@ class TensorCut:
         return total
 
     def _refuse_other_users(self, modules: Mapping[str, nn.Module]) -> None:
+        """Refuse modules that the plan leaves whole, and that share a weight with a cut one."""
         for name, module in modules.items():
-            for own, weight in module.named_parameters(recurse=False):
+            for weight_name, weight in module.named_parameters(recurse=False):
                 if "split" in vars(weight) and id(module) not in self._cut:
-                    what = (
-                        f"its {own} is that of a layer that is divided, and the plan leaves it "
-                        "whole"
+                    reason = (
+                        f"its {weight_name} is that of a layer that is divided, and the plan "
+                        "leaves it whole"
                     )
-                    self._refuse(name, what, "divide both: an embedding as vocabulary")
+                    self._refuse(name, reason, "divide both: an embedding as vocabulary")
 
     def _refuse(self, name: str, reason: str, fix: str) -> NoReturn:
         raise ConfigError.of("tensor-plan", f"{name}: {reason}", fix, _KEY, name)
 
 
 class _LookUps:
-    """Stands in for a `VocabularyPart`, and counts what is asked of it."""
+    """Stands in for a `VocabularyPart`, and counts its calls."""
 
     number = 0
 
@@ -329,44 +334,58 @@ class _LookUps:
         return weight.new_zeros(*tokens.shape, weight.shape[1])
 
 
-def _around(*names: str) -> str:
-    """Name of the innermost module that holds all of these."""
-    parts = [name.split(".")[:-1] for name in names]
-    common = [one[0] for one in zip(*parts, strict=False) if len(set(one)) == 1]
-    while common and not all(each[: len(common)] == common for each in parts):
+def _has_dropout(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
+
+
+def _is_head(model: nn.Module, name: str) -> bool:
+    """Check whether a layered model uses an embedding as its output layer as well."""
+    if not isinstance(model, LayeredModel):
+        return False
+    return any(layer.call is not None and model.place_of(layer) == name for layer in model.recipes)
+
+
+def _around(names: Sequence[str]) -> str:
+    """Return the name of the innermost module that holds all of these modules."""
+    parents = [name.split(".")[:-1] for name in names]
+    common = [parts[0] for parts in zip(*parents, strict=False) if len(set(parts)) == 1]
+    while common and not all(parts[: len(common)] == common for parts in parents):
         common.pop()
     return ".".join(common)
 
 
-def _own_plan(model: nn.Module, *, size: int) -> dict[str, TensorSplit]:
-    """The plan that a model brings along: ours, or the one of the model of transformers that it is
-    or holds.
+def _own_plan(model: nn.Module, *, size: int) -> Plan:
+    """Return the plan of a model's own: of a shipped model, or of the model of transformers that it
+    is or holds; empty without one.
     """
-    own = getattr(type(model), "tensor_plan", None)
-    if own is not None:
-        return {name: TensorSplit(split=word) for name, word in own.items()}
+    shipped = getattr(type(model), "tensor_plan", None)
+    if shipped is not None:
+        return {name: TensorSplit(split=split) for name, split in shipped.items()}
     for name, module in model.named_modules():
-        found = getattr(module, "_tp_plan", None)
-        if found:
-            unknown = sorted(set(found.values()) - _OF_TRANSFORMERS.keys())
-            if unknown:
-                reason = (
-                    f"the plan of {type(module).__name__} splits layers as {unknown[0]}, "
-                    "which is not done here"
-                )
-                raise ConfigError.of(
-                    "tensor-plan", reason, "set parallel.tensor: 1, or write a plan", _KEY, None
-                )
-            _refuse_heads(getattr(module, "config", None), size)
-            if name:
-                prefix = f"{name}."
-            else:
-                prefix = ""
-            return {
-                f"{prefix}{key}": TensorSplit.model_validate({"split": _OF_TRANSFORMERS[word]})
-                for key, word in found.items()
-            }
+        splits = getattr(module, "_tp_plan", None)
+        if splits:
+            return _transformers_plan(module, splits, prefix=f"{name}." if name else "", size=size)
     return {}
+
+
+def _transformers_plan(
+    module: nn.Module, splits: Mapping[str, str], *, prefix: str, size: int
+) -> Plan:
+    """Return the plan that a model of transformers has, with names that begin with a prefix."""
+    unknown = sorted(set(splits.values()) - _TRANSFORMERS_SPLITS.keys())
+    if unknown:
+        reason = (
+            f"the plan of {type(module).__name__} splits layers as {unknown[0]}, which is not "
+            "done here"
+        )
+        fix = "set parallel.tensor: 1, or write a plan"
+        raise ConfigError.of("tensor-plan", reason, fix, _KEY, None)
+    _refuse_heads(getattr(module, "config", None), size)
+    plan: dict[str, TensorSplit] = {}
+    for key, split in splits.items():
+        entry = TensorSplit.model_validate({"split": _TRANSFORMERS_SPLITS[split]})
+        plan[f"{prefix}{key}"] = entry
+    return plan
 
 
 def _refuse_heads(config: Any, size: int) -> None:
@@ -380,8 +399,10 @@ def _refuse_heads(config: Any, size: int) -> None:
 
 
 def _matched(plan: Plan, names: Iterable[str], *, may_be_idle: bool) -> dict[str, TensorSplit]:
-    """Entry by name of a module or weight; of several patterns the last."""
-    found: dict[str, TensorSplit] = {}
+    """Return the plan's entry by name of a module or weight; the last pattern that matches
+    counts.
+    """
+    entries: dict[str, TensorSplit] = {}
     names = list(names)
     for pattern, entry in plan.items():
         regex = re.compile(re.escape(pattern).replace(r"\*", r"[^.]*"))
@@ -390,5 +411,5 @@ def _matched(plan: Plan, names: Iterable[str], *, may_be_idle: bool) -> dict[str
             reason = "nothing in the model has such a name"
             fix = "write names as named_modules() has them, * for a part"
             raise ConfigError.of("tensor-plan", reason, fix, f"{_KEY}.{pattern}", entry.split)
-        found |= dict.fromkeys(matches, entry)
-    return found
+        entries |= dict.fromkeys(matches, entry)
+    return entries
