@@ -36,7 +36,7 @@ class LayerFacts:
         seconds: forward and backward of one micro-batch; None when not measured.
         tied: key of the layers that share its weights; empty for none.
         may_start_stage: whether a stage may begin with it.
-        groups: the parameter groups of the optimizer that it has trained weights of.
+        groups: the optimizer's parameter groups that its trained weights are in.
     """
 
     name: str
@@ -83,36 +83,43 @@ class StageTable:
         return [self._stage(start, stop) for start, stop in pairwise(self.bounds)]
 
     def _stage(self, start: int, stop: int) -> Stage:
-        own = self.layers[start:stop]
-        firsts = [
-            layer
-            for n, layer in enumerate(own)
-            if not layer.tied or layer.tied not in {o.tied for o in own[:n]}
-        ]
+        layers = self.layers[start:stop]
+        num_params = 0
+        param_bytes = 0
+        counted_ties = set()
+        for layer in layers:
+            if layer.tied not in counted_ties:
+                num_params += layer.num_params
+                param_bytes += layer.param_bytes
+            if layer.tied:
+                counted_ties.add(layer.tied)
         return Stage(
             start,
             stop,
-            num_params=sum(layer.num_params for layer in firsts),
-            param_bytes=sum(layer.param_bytes for layer in firsts),
-            output_bytes=None if stop == len(self.layers) else own[-1].output_bytes,
-            seconds=_total([layer.seconds for layer in own]),
-            flops=_total([layer.flops for layer in own]),
+            num_params=num_params,
+            param_bytes=param_bytes,
+            output_bytes=None if stop == len(self.layers) else layers[-1].output_bytes,
+            seconds=_total([layer.seconds for layer in layers]),
+            flops=_total([layer.flops for layer in layers]),
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The table as plain values, as written to ``plan.json``."""
-        firsts = {layer.tied: layer.name for layer in reversed(self.layers) if layer.tied}
-        later = [layer for layer in self.layers if layer.tied and firsts[layer.tied] != layer.name]
+        """Return the table as plain values, as written to ``plan.json``."""
+        first_of = {layer.tied: layer.name for layer in reversed(self.layers) if layer.tied}
+        tied = {}
+        for layer in self.layers:
+            if layer.tied and first_of[layer.tied] != layer.name:
+                tied[layer.name] = first_of[layer.tied]
         return {
             "layers": [layer.name for layer in self.layers],
-            "tied": {layer.name: firsts[layer.tied] for layer in later},
-            "tied_keys": firsts,
+            "tied": tied,
+            "tied_keys": first_of,
             "bounds": list(self.bounds),
             "stages": [asdict(stage) for stage in self.stages()],
         }
 
     def lines(self) -> Iterator[str]:
-        """One line per stage for a person; what was not timed is estimated by its share of the
+        """Yield one line per stage for a person; a stage that was not timed has its share of the
         FLOPs.
         """
         total = sum(layer.flops or 0 for layer in self.layers)
@@ -120,7 +127,8 @@ class StageTable:
             first = self.layers[stage.start].name
             last = self.layers[stage.stop - 1].name
             count = stage.stop - stage.start
-            span = f"{counted(count, 'layer')} ({first if count == 1 else f'{first} .. {last}'})"
+            names = first if count == 1 else f"{first} .. {last}"
+            span = f"{counted(count, 'layer')} ({names})"
             parts = [span, f"{stage.num_params:,} parameters", f"{stage.param_bytes / 1e6:,.1f} MB"]
             if stage.seconds is not None:
                 parts.append(f"{1000 * stage.seconds:,.2f} ms per micro-batch")
@@ -141,17 +149,18 @@ def _total(values: Sequence[Number | None]) -> Number | None:
 def cut(
     layers: Sequence[LayerFacts], parallel: Parallel, *, same_groups: bool = False
 ) -> StageTable | Problem:
-    """Decide where the stages begin, or say why it cannot be done.
+    """Decide where the stages begin, or return the problem.
 
     Args:
-        layers: what is known of them.
+        layers: of the model.
         parallel: how many stages, and how they are chosen.
         same_groups: every stage must have weights of every parameter group. ZeRO and fp16 without
             it reduce the gradient norm once per group, over all stages
             (runtime/zero/stage_1_and_2.py `scaled_global_norm`, runtime/fp16/unfused_optimizer.py
             `step`): stages with one group and stages with two would wait for each other for ever.
     """
-    problem = next(stage_problems(parallel, len(layers), [layer.name for layer in layers]), None)
+    names = [layer.name for layer in layers]
+    problem = next(stage_problems(parallel, len(layers), names), None)
     if problem:
         return problem
     all_groups = _has_all_groups(layers)
@@ -163,22 +172,20 @@ def cut(
         return bounds
     table = StageTable(tuple(layers), bounds)
     for number, stage in enumerate(table.stages()):
-        own = layers[stage.start : stage.stop]
+        stage_layers = layers[stage.start : stage.stop]
+        stage_names = names[stage.start : stage.stop]
         if not stage.num_params:
-            key, value = (
-                ("stages", parallel.stages)
-                if parallel.stages
-                else ("partition", parallel.partition)
-            )
-            reason = (
-                f"stage {number} ({', '.join(layer.name for layer in own)}) would have "
-                "nothing to train"
-            )
+            key = "parallel.partition"
+            value: Any = parallel.partition
+            if parallel.stages:
+                key = "parallel.stages"
+                value = parallel.stages
+            reason = f"stage {number} ({', '.join(stage_names)}) would have nothing to train"
             fix = "set parallel.partition: parameters, or fewer stages"
-            return Problem("stage-without-parameters", reason, fix, f"parallel.{key}", value)
+            return Problem("stage-without-parameters", reason, fix, key, value)
         if same_groups and not all_groups(stage.start, stage.stop):
-            only = " and ".join(sorted(frozenset().union(*(layer.groups for layer in own))))
-            span = f"stage {number} ({own[0].name} .. {own[-1].name})"
+            only = " and ".join(sorted(_all_groups(stage_layers)))
+            span = f"stage {number} ({stage_names[0]} .. {stage_names[-1]})"
             key = "optimizer.weight_decay_on"
             reason = f"{span} has only {only}, and with ZeRO or in fp16 every stage must have both"
             return Problem(
@@ -188,28 +195,30 @@ def cut(
 
 
 def needs_same_groups(config: RunConfig) -> bool:
-    """Check whether every stage must have weights of both groups, matrices and others, as
-    `parameter_groups` has them: with ZeRO and in fp16 DeepSpeed reduces the gradient norm once per
-    group over all stages.
+    """Check whether every stage must have weights of both groups of `parameter_groups`, matrices
+    and others: with ZeRO and in fp16 DeepSpeed reduces the gradient norm once per group over all
+    stages.
     """
     optimizer = config.optimizer
-    has_two = (
-        getattr(optimizer, "weight_decay", 0.0)
-        and getattr(optimizer, "weight_decay_on", "all") == "matrices"
-    )
-    return bool(has_two) and (config.zero.stage > 0 or isinstance(config.precision, FP16))
+    if not getattr(optimizer, "weight_decay", 0.0):
+        return False
+    if getattr(optimizer, "weight_decay_on", "all") != "matrices":
+        return False
+    return config.zero.stage > 0 or isinstance(config.precision, FP16)
 
 
 def stage_problems(
     parallel: Parallel, num_layers: int | None, names: Sequence[str] = ()
 ) -> Iterator[Problem]:
-    """Find what is wrong with the cut as it is written; `num_layers` None: not known yet."""
+    """Find what is wrong with the cut that a config sets; `num_layers` None: not known yet."""
     stages = parallel.stages
     pipe = parallel.pipe
     key = "parallel.stages"
     if num_layers is not None and num_layers < pipe:
         reason = f"the model has only {counted(num_layers, 'layer')}"
-        fix = f"set parallel.pipe: {num_layers}{' or less' if num_layers > 1 else ''}"
+        fix = f"set parallel.pipe: {num_layers}"
+        if num_layers > 1:
+            fix += " or less"
         yield Problem("pipe-exceeds-layers", reason, fix, "parallel.pipe", pipe)
     if stages is None:
         fix = "write for example type:Linear"
@@ -218,11 +227,9 @@ def stage_problems(
             method.removeprefix("type:"), key="parallel.partition", value=method, fix=fix
         )
     elif num_layers is not None and len(stages) != num_layers:
+        reason = f"it names {len(stages)} layers and the model has {num_layers}"
         if names:
-            reported = f": {', '.join(names)}"
-        else:
-            reported = ""
-        reason = f"it names {len(stages)} layers and the model has {num_layers}{reported}"
+            reason += f": {', '.join(names)}"
         yield Problem("stages-differ-from-layers", reason, "write one stage for each", key, stages)
     elif sorted(stages) != stages or set(stages) != set(range(pipe)):
         wanted = ", ".join(map(str, range(pipe)))
@@ -237,7 +244,7 @@ def stage_problems(
 
 
 def pattern_problem(pattern: str, *, key: str, value: str, fix: str) -> Iterator[Problem]:
-    """Text that is no regular expression."""
+    """Find a text that is no regular expression."""
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
@@ -246,24 +253,35 @@ def pattern_problem(pattern: str, *, key: str, value: str, fix: str) -> Iterator
 
 def _explicit(layers: Sequence[LayerFacts], parallel: Parallel) -> Bounds | Problem:
     stages = parallel.stages or []
-    bounds = (*(stages.index(number) for number in range(parallel.pipe)), len(layers))
-    for start in bounds[1:-1]:
+    starts = [stages.index(number) for number in range(parallel.pipe)]
+    for start in starts[1:]:
         if not layers[start].may_start_stage:
             reason = f"a stage cannot begin with {layers[start].name}"
             fix = f"put it on the stage of {layers[start - 1].name}"
             return Problem("stage-cannot-start", reason, fix, "parallel.stages", stages)
-    return bounds
+    return (*starts, len(layers))
+
+
+def _all_groups(layers: Sequence[LayerFacts]) -> set[str]:
+    groups = set[str]()
+    for layer in layers:
+        groups |= layer.groups
+    return groups
 
 
 def _has_all_groups(layers: Sequence[LayerFacts]) -> MayBe:
-    """Check whether a stage from one layer up to another has weights of all groups that the model
-    has.
+    """Return a check whether a stage, from its first layer up to but without another one, has
+    weights of all groups that the model has.
     """
-    counts = [
-        [0, *accumulate(group in layer.groups for layer in layers)]
-        for group in frozenset[str]().union(*(layer.groups for layer in layers))
-    ]
-    return lambda start, stop: all(count[start] < count[stop] for count in counts)
+    counts = []  # for each group: how many of the first layers have it
+    for group in _all_groups(layers):
+        has_group = [group in layer.groups for layer in layers]
+        counts.append(list(accumulate(has_group, initial=0)))
+
+    def may_be(start: int, stop: int) -> bool:
+        return all(count[start] < count[stop] for count in counts)
+
+    return may_be
 
 
 def _chosen(
@@ -280,14 +298,14 @@ def _chosen(
             fix = f"the layers are of {kinds}"
             return Problem("type-matches-too-few", reason, fix, "parallel.partition", method)
     elif method == "uniform":
-        costs = [1.0] * len(layers)
+        costs = [1.0 for _ in layers]
     elif method == "measured" and all(layer.seconds is not None for layer in layers):
         costs = [layer.seconds or 0.0 for layer in layers]
-    else:  # `measured` before the measurement: what is known so far
+    else:  # also `measured` before the measurement
         costs = [float(layer.num_params) for layer in layers]
     may_start = [layer.may_start_stage for layer in layers]
     bounds = balanced(costs, pipe, may_start=may_start, may_be=may_be)
-    if bounds is None and may_be is not None:  # no cut will do, and one of them tells why
+    if bounds is None and may_be is not None:  # no cut will do: the caller reports one of them
         bounds = balanced(costs, pipe, may_start=may_start)
     if bounds is None:
         reason = "there are not enough places where a stage may begin"
@@ -302,7 +320,7 @@ def balanced(
     may_start: Sequence[bool] | None = None,
     may_be: MayBe | None = None,
 ) -> Bounds | None:
-    """Cut a row of costs into contiguous, non-empty parts whose largest sum is as small as
+    """Cut a row of costs into contiguous, non-empty parts so that their largest sum is as small as
     possible.
 
     Among the cuts with the same largest sum the one with the smallest sum of squares is taken, so
@@ -310,11 +328,16 @@ def balanced(
     (Linear partition: Skiena, "The Algorithm Design Manual", 3rd ed., section 10.7).
 
     Returns:
-        ``parts + 1`` bounds; None where `may_start`, of the first item of a part, and `may_be`, of
-        the items from one up to but without another, leave no cut.
+        ``parts + 1`` bounds; None if there is no cut in which each part may start with its first
+        item (`may_start`) and may have its items (`may_be`, from one up to but without another).
     """
-    allowed = may_start or [True] * len(costs)
-    fits = cache(may_be or (lambda start, stop: True))
+
+    @cache
+    def fits(start: int, stop: int) -> bool:
+        if start > 0 and may_start and not may_start[start]:
+            return False
+        return may_be is None or may_be(start, stop)
+
     sums = list(accumulate(costs, initial=0.0))
     ends = range(1, len(sums))
     # End of the last part -> largest sum, sum of squares and bounds of the best cut up to there.
@@ -323,17 +346,14 @@ def balanced(
     for _ in range(1, parts):
         cuts: dict[int, tuple[float, float, Bounds]] = {}
         for stop in ends:
-            found = [
-                (
-                    max(largest, sums[stop] - sums[start]),
-                    squares + (sums[stop] - sums[start]) ** 2,
-                    (*bounds, stop),
-                )
-                for start, (largest, squares, bounds) in best.items()
-                if start < stop and allowed[start] and fits(start, stop)
-            ]
-            if found:
-                cuts[stop] = min(found)
+            candidates = []
+            for start, (largest, squares, bounds) in best.items():
+                if start < stop and fits(start, stop):
+                    cost = sums[stop] - sums[start]
+                    cut_here = (max(largest, cost), squares + cost**2, (*bounds, stop))
+                    candidates.append(cut_here)
+            if candidates:
+                cuts[stop] = min(candidates)
         best = cuts
     if len(costs) in best:
         return best[len(costs)][2]
@@ -341,5 +361,5 @@ def balanced(
 
 
 def with_seconds(layers: Sequence[LayerFacts], seconds: Sequence[float]) -> list[LayerFacts]:
-    """The same layers with their measured times."""
+    """Return the layers with their measured times."""
     return [replace(layer, seconds=time) for layer, time in zip(layers, seconds, strict=True)]

@@ -62,7 +62,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices of one kind, so many in a host, and what connects the hosts.
+    """Hosts with devices of one kind, and what connects the hosts.
 
     Attributes:
         device: its rates.
@@ -71,9 +71,9 @@ class Machine:
         step_overhead_seconds: time of an optimizer step that is no device's: measured, else None.
         all_reduce_latency_seconds: of one small sum over the devices of a host: measured, else
             None.
-        engine_seconds: ZeRO stage -> what the engine takes beside the model, measured where nothing
-            hides it: as ``plan --measure`` names it. Empty: not known, or hidden behind a device's
-            work.
+        engine_seconds: ZeRO stage -> what the engine takes beside the model, named as in ``plan
+            --measure`` and measured where nothing hides it. Empty: not known, or hidden behind a
+            device's work.
         measured: names of figures that were measured; all others are listed.
     """
 
@@ -88,7 +88,7 @@ class Machine:
     def overhead_seconds(
         self, stage: int, *, sizes: Sequence[int], micro_batches: int, persistent: int
     ) -> float:
-        """Seconds of an optimizer step that are spent in Python and not in operations.
+        """Return the seconds of an optimizer step that are spent in Python and not in operations.
 
         Args:
             stage: of ZeRO.
@@ -98,14 +98,12 @@ class Machine:
         """
         if not self.engine_seconds:
             return self.step_overhead_seconds or 0.0
-        own = self.engine_seconds[stage]
-        per_weight = (
-            own["seconds_per_weight"] + (micro_batches - 1) * own["seconds_per_weight_again"]
-        )
-        gathered = own.get("seconds_per_gathered_weight", 0.0) * sum(
-            size > persistent for size in sizes
-        )
-        return own["seconds"] + len(sizes) * per_weight + micro_batches * gathered
+        seconds = self.engine_seconds[stage]
+        again = (micro_batches - 1) * seconds["seconds_per_weight_again"]
+        per_weight = seconds["seconds_per_weight"] + again
+        num_gathered = sum(size > persistent for size in sizes)
+        gathered = seconds.get("seconds_per_gathered_weight", 0.0) * num_gathered
+        return seconds["seconds"] + len(sizes) * per_weight + micro_batches * gathered
 
     @staticmethod
     def listed(gpu: str, *, devices_per_host: int = 8, network: str | None = None) -> Machine:
@@ -117,7 +115,9 @@ class Machine:
         """
         device = find_device(gpu)
         fabric = network or device.network
-        return Machine(device, None if fabric is None else find_network(fabric), devices_per_host)
+        if fabric is None:
+            return Machine(device, None, devices_per_host)
+        return Machine(device, find_network(fabric), devices_per_host)
 
     @staticmethod
     def from_measured(
@@ -134,69 +134,70 @@ class Machine:
             devices_per_host: without a base.
         """
         base = base or Machine(Device("measured"), None, devices_per_host)
-        known = {key: value for key, value in found.items() if value is not None}
-        flops = {
-            dtype: float(value)
-            for dtype, value in known.get("flops_per_second", {}).items()
-            if value is not None
-        }
-        rates: dict[str, Any] = {
-            name: float(known[key]) for key, name in _MEASURED_RATES.items() if key in known
-        }
+        known = _without_none(found)
+        flops = _without_none(known.get("flops_per_second", {}))
+        flops = {dtype: float(value) for dtype, value in flops.items()}
+        rates: dict[str, Any] = _renamed(known, _MEASURED_RATES)
         if flops:  # they were reached, by no more than themselves
             rates["matmul_flops_per_second"] = flops.get("bf16")
-        device = replace(
-            base.device, flops_per_second={**base.device.flops_per_second, **flops}, **rates
-        )
-        own: dict[str, Any] = {
-            name: float(known[key]) for key, name in _MEASURED_TIMES.items() if key in known
-        }
+        all_flops = {**base.device.flops_per_second, **flops}
+        device = replace(base.device, flops_per_second=all_flops, **rates)
+        times: dict[str, Any] = _renamed(known, _MEASURED_TIMES)
         if not known.get("hides_overhead", True):
             stages = known["step_overhead_by_stage"].items()
-            own["engine_seconds"] = {int(stage): dict(times) for stage, times in stages}
-        names = {*(f"flops_per_second.{dtype}" for dtype in flops), *rates, *own}
-        return replace(base, device=device, measured=base.measured | names, **own)
+            times["engine_seconds"] = {int(stage): dict(seconds) for stage, seconds in stages}
+        names = {f"flops_per_second.{dtype}" for dtype in flops} | rates.keys() | times.keys()
+        return replace(base, device=device, measured=base.measured | names, **times)
 
     def origin(self, figure: str) -> Literal["listed", "measured"]:
-        """Whether a figure, such as ``flops_per_second.bf16``, was measured here or is listed."""
-        return "measured" if figure in self.measured else "listed"
+        """Return whether a figure, such as ``flops_per_second.bf16``, was measured or is listed."""
+        if figure in self.measured:
+            return "measured"
+        return "listed"
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures as plain values, each with its origin; those that are not known are left
-        out.
-        """
+        """Return the figures that are known as plain values, each with its origin."""
         device = self.device
-        network = self.network
-        figures: dict[str, float | None] = {
-            "memory_bytes": device.memory_bytes,
-            **{
-                f"flops_per_second.{dtype}": value
-                for dtype, value in device.flops_per_second.items()
-            },
-            **{name: getattr(device, name) for name in _RATES},
-            **{name: getattr(self, name) for name in _MEASURED_TIMES.values()},
-            "network_bytes_per_second": network.bytes_per_second if network else None,
-            "network_latency_seconds": network.latency_seconds if network else None,
-        }
-        known = {name: value for name, value in figures.items() if value is not None}
+        figures: dict[str, float | None] = {"memory_bytes": device.memory_bytes}
+        for dtype, flops in device.flops_per_second.items():
+            figures[f"flops_per_second.{dtype}"] = flops
+        for name in _RATES:
+            figures[name] = getattr(device, name)
+        for name in _MEASURED_TIMES.values():
+            figures[name] = getattr(self, name)
+        network = None
+        if self.network:
+            network = self.network.name
+            figures["network_bytes_per_second"] = self.network.bytes_per_second
+            figures["network_latency_seconds"] = self.network.latency_seconds
+        known = {}
+        for name, value in _without_none(figures).items():
+            known[name] = {"value": value, "origin": self.origin(name)}
         return {
             "device": device.name,
-            "network": network and network.name,
+            "network": network,
             "devices_per_host": self.devices_per_host,
-            "figures": {
-                name: {"value": value, "origin": self.origin(name)} for name, value in known.items()
-            },
+            "figures": known,
         }
 
 
-_RATES: Final = (
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _renamed(known: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:
+    """Return the measured values that are known, under the names of fields."""
+    return {name: float(known[key]) for key, name in names.items() if key in known}
+
+
+_LISTED_RATES: Final = (
     "memory_bytes_per_second",
     "link_bytes_per_second",
     "collective_bytes_per_second",
     "host_bytes_per_second",
     "host_memory_bytes_per_second",
-    "matmul_flops_per_second",
 )
+_RATES: Final = (*_LISTED_RATES, "matmul_flops_per_second")
 _MEASURED_RATES: Final = {
     "memory_bytes_per_second": "memory_bytes_per_second",
     "all_reduce_bytes_per_second": "collective_bytes_per_second",
@@ -211,38 +212,44 @@ _MEASURED_TIMES: Final = {
 
 @cache
 def tables() -> Mapping[str, Any]:
-    """The file of devices and networks, as it stands."""
+    """Return the contents of the file of devices and networks."""
     text = Path(__file__).with_name("devices.json").read_text(encoding="utf-8")
     return MappingProxyType(json.loads(text))
 
 
 def value_of(figure: Any) -> Any:
-    """A figure without its sources."""
+    """Return a figure without its sources."""
     if isinstance(figure, dict):
         return figure["value"]
     return figure
 
 
 def find_device(name: str) -> Device:
-    """A device by its name, such as ``h100-80gb``.
+    """Return a device by its name, such as ``h100-80gb``.
 
     Raises:
         UsageError: it is not listed.
     """
     figures = _listed("devices", "--gpu", name)
-    peaks = {dtype: 1e12 * peak for dtype in _DTYPES if (peak := figures[f"tflops_{dtype}"])}
+    peaks = {}
+    for dtype in _DTYPES:
+        teraflops = figures[f"tflops_{dtype}"]
+        if teraflops:
+            peaks[dtype] = 1e12 * teraflops
     best = figures["matmul_tflops_bf16"]
     return Device(
         name.lower(),
         flops_per_second=peaks,
         matmul_flops_per_second=1e12 * best if best else None,
         capability=tuple(figures["capability"]) if figures["capability"] else None,
-        **{key: figures[key] for key in ("memory_bytes", *_RATES[:-1], "network")},
+        memory_bytes=figures["memory_bytes"],
+        network=figures["network"],
+        **{key: figures[key] for key in _LISTED_RATES},
     )
 
 
 def find_network(name: str) -> Network:
-    """A network by its name, such as ``infiniband-hdr``.
+    """Return a network by its name, such as ``infiniband-hdr``.
 
     Raises:
         UsageError: it is not listed.
@@ -254,12 +261,9 @@ def _listed(table: str, what: str, name: str) -> dict[str, Any]:
     listed = tables()[table]
     wanted = name.lower()
     if wanted not in listed:
-        meant = nearest(wanted, listed) or next(
-            (known for known in listed if known.startswith(wanted)), None
-        )
-        if meant:
-            guess = f"did you mean {meant}? "
-        else:
-            guess = ""
+        meant = nearest(wanted, listed)
+        if not meant:
+            meant = next((known for known in listed if known.startswith(wanted)), None)
+        guess = f"did you mean {meant}? " if meant else ""
         raise UsageError(f"{what} {name}: not known; {guess}known are {', '.join(listed)}")
     return {key: value_of(figure) for key, figure in listed[wanted].items()}

@@ -42,52 +42,60 @@ class Layout:
 
     @property
     def num_replicas(self) -> int:
-        """Ranks that hold the same weights and sum their gradients: of other samples, or of other
-        positions.
-        """
+        """Ranks that hold the same weights and sum their gradients, of other samples or positions."""
         return self.data_parallel_size * self.sequence_size
 
     def data_parallel_rank(self, rank: int) -> int:
-        """Return the data-parallel rank, which decides the samples that a rank sees. Ranks are
-        ordered (stage, data, sequence, tensor), as in DeepSpeed's PipeModelDataParallelTopology:
-        what talks most stands closest.
+        """Return the data-parallel rank, which decides the samples that a rank sees.
+
+        Ranks are ordered (stage, data, sequence, tensor), as in DeepSpeed's
+        PipeModelDataParallelTopology: ranks that communicate most are closest.
         """
         return rank // (self.sequence_size * self.tensor_size) % self.data_parallel_size
 
     def stage_of(self, rank: int) -> int:
-        """The pipeline stage that a rank runs."""
+        """Return the pipeline stage that a rank runs."""
         return rank // (self.world_size // self.pipe_size)
 
     def sequence_rank(self, rank: int) -> int:
-        """The part of every sequence that a rank sees."""
+        """Return the number of the part of every sequence that a rank sees."""
         return rank // self.tensor_size % self.sequence_size
 
     def tensor_rank(self, rank: int) -> int:
-        """The part of every split weight that a rank holds."""
+        """Return the number of the part of every split weight that a rank holds."""
         return rank % self.tensor_size
 
     def __str__(self) -> str:
-        return (
+        text = (
             f"{self.global_size} samples per step = {self.micro_size} x {self.accumulation_steps} "
             f"accumulation x {self.data_parallel_size} data-parallel"
-            + (f", {self.pipe_size} pipeline stages" if self.pipe_size > 1 else "")
-            + (f", {self.tensor_size} tensor-parallel" if self.tensor_size > 1 else "")
-            + (f", {self.sequence_size} sequence-parallel" if self.sequence_size > 1 else "")
-            + (f", {self.expert_size} expert-parallel" if self.expert_size > 1 else "")
         )
+        for size, kind in (
+            (self.pipe_size, "pipeline stages"),
+            (self.tensor_size, "tensor-parallel"),
+            (self.sequence_size, "sequence-parallel"),
+            (self.expert_size, "expert-parallel"),
+        ):
+            if size > 1:
+                text += f", {size} {kind}"
+        return text
 
 
 def implied_data_parallel_size(batch: Batch) -> int | None:
-    """The data-parallel size that three given numbers leave no choice about; None otherwise."""
+    """Return the data-parallel size that follows from the three numbers of a batch; None if one of
+    them is not set, or they do not divide.
+    """
     if batch.global_size is None or batch.micro_size is None or batch.accumulation_steps is None:
         return None
     size, remainder = divmod(batch.global_size, batch.micro_size * batch.accumulation_steps)
-    return size if size and not remainder else None
+    if size and not remainder:
+        return size
+    return None
 
 
 def largest_global_size(batch: Batch, *, parallel: int, at_most: int) -> int:
-    """The largest global size up to a limit that fits what else is given on `parallel`
-    data-parallel ranks; 0 if none.
+    """Return the largest global size up to a limit that fits the batch's other numbers on
+    `parallel` data-parallel ranks; 0 if no size does.
     """
     unit = _unit(batch, parallel)
     return at_most // unit * unit
@@ -101,44 +109,43 @@ def make_layout(
     tensor_size: int = 1,
     sequence_size: int = 1,
 ) -> Layout | Problem:
-    """Fill in the numbers that were left out, or say why they cannot fit."""
+    """Fill in the numbers that were left out, or return the problem if they cannot fit."""
     together = pipe_size * tensor_size * sequence_size  # ranks that train on the same samples
     parallel, remainder = divmod(world_size, together)
     sizes = {"pipe_size": pipe_size, "tensor_size": tensor_size, "sequence_size": sequence_size}
     if remainder:
         return _devices_do_not_divide(world_size, sizes)
-    given_global = batch.global_size
+    global_size = batch.global_size
     micro = batch.micro_size
     accumulation = batch.accumulation_steps
-    if given_global is None:
+    if global_size is None:
         micro = micro or DEFAULT_MICRO_SIZE
         accumulation = accumulation or 1
-        return Layout(
-            world_size, parallel, micro * accumulation * parallel, micro, accumulation, **sizes
-        )
-    samples = counted(given_global, "sample")
+        global_size = micro * accumulation * parallel
+        return Layout(world_size, parallel, global_size, micro, accumulation, **sizes)
+    samples = counted(global_size, "sample")
     devices = counted(parallel, "device")
-    if given_global % parallel:
+    if global_size % parallel:
         return _does_not_divide(batch, parallel, f"{samples} cannot be split evenly over {devices}")
     if micro is None:
         accumulation = accumulation or 1
-        micro, remainder = divmod(given_global, parallel * accumulation)
+        micro, remainder = divmod(global_size, parallel * accumulation)
         reason = (
             f"{samples} cannot be split over {devices} x "
             f"{counted(accumulation, 'accumulation step')}"
         )
     elif accumulation is None:
-        accumulation, remainder = divmod(given_global, parallel * micro)
+        accumulation, remainder = divmod(global_size, parallel * micro)
         reason = f"{samples} cannot be split over {devices} x micro-batches of {micro}"
     else:
-        remainder = given_global - micro * accumulation * parallel
+        remainder = global_size - micro * accumulation * parallel
         reason = (
-            f"{given_global} is not micro_size {micro} x accumulation_steps {accumulation} x "
+            f"{global_size} is not micro_size {micro} x accumulation_steps {accumulation} x "
             f"{devices}"
         )
     if remainder or not micro or not accumulation:
         return _does_not_divide(batch, parallel, reason)
-    return Layout(world_size, parallel, given_global, micro, accumulation, **sizes)
+    return Layout(world_size, parallel, global_size, micro, accumulation, **sizes)
 
 
 def _devices_do_not_divide(world_size: int, sizes: Mapping[str, int]) -> Problem:
@@ -149,15 +156,18 @@ def _devices_do_not_divide(world_size: int, sizes: Mapping[str, int]) -> Problem
     else:
         counts = str(together)
     pipe, tensor, sequence = sizes.values()
+    factors = []
+    if tensor > 1:
+        factors.append(f"{tensor} tensor-parallel")
+    if sequence > 1:
+        factors.append(f"{sequence} sequence-parallel")
+    parts = "groups"
     if pipe > 1:
         parts = f"pipelines of {counted(pipe, 'stage')}"
-    else:
-        parts = "groups"
-    parts += f" of {tensor} tensor-parallel" if tensor > 1 else ""
-    parts += f"{' x' if tensor > 1 else ' of'} {sequence} sequence-parallel" if sequence > 1 else ""
-    parts += " ranks" if tensor * sequence > 1 else ""
+    if factors:
+        parts += f" of {' x '.join(factors)} ranks"
     reason = f"{counted(world_size, 'device')} cannot be split into {parts}"
-    if tensor * sequence == 1:
+    if not factors:
         return Problem(
             "pipe-not-divisible",
             reason,
@@ -165,9 +175,13 @@ def _devices_do_not_divide(world_size: int, sizes: Mapping[str, int]) -> Problem
             "parallel.pipe",
             pipe,
         )
-    name, size = ("tensor", tensor) if tensor > 1 else ("sequence", sequence)
+    key = "parallel.sequence"
+    size = sequence
+    if tensor > 1:
+        key = "parallel.tensor"
+        size = tensor
     fix = f"use {counts} devices, or smaller groups"
-    return Problem("parallel-not-divisible", reason, fix, f"parallel.{name}", size)
+    return Problem("parallel-not-divisible", reason, fix, key, size)
 
 
 def _does_not_divide(batch: Batch, parallel: int, reason: str) -> Problem:
@@ -175,14 +189,18 @@ def _does_not_divide(batch: Batch, parallel: int, reason: str) -> Problem:
     unit = _unit(batch, parallel)
     key = "batch.global_size"
     below = largest_global_size(batch, parallel=parallel, at_most=batch.global_size)
-    fix = f"set {key}: {f'{below} or {below + unit}' if below else unit}"
     if batch.micro_size is not None and batch.accumulation_steps is not None:
-        devices = implied_data_parallel_size(batch)
         fix = f"set {key}: {unit}, or leave one of the three out"
-        fix += f", or use {counted(devices, 'device')}" if devices else ""
+        devices = implied_data_parallel_size(batch)
+        if devices:
+            fix += f", or use {counted(devices, 'device')}"
+    elif below:
+        fix = f"set {key}: {below} or {below + unit}"
+    else:
+        fix = f"set {key}: {unit}"
     return Problem("batch-not-divisible", reason, fix, key, batch.global_size)
 
 
 def _unit(batch: Batch, parallel: int) -> int:
-    """The smallest step between global sizes that fit what else was given."""
+    """Return the smallest step between global sizes that fit the batch's other numbers."""
     return parallel * (batch.micro_size or 1) * (batch.accumulation_steps or 1)

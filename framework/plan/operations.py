@@ -8,7 +8,7 @@ less.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil, prod
@@ -27,10 +27,10 @@ class Value:
     """A tensor without numbers.
 
     Attributes:
-        shape: of it.
+        shape: sizes of its dimensions.
         width: bytes of an element.
         has_gradient: whether a gradient flows back to it.
-        of: the tensor whose memory it shows; None: it has its own.
+        of: the tensor that this one is a view of; None: it has memory of its own.
         is_split: whether tensor parallelism divides it.
     """
 
@@ -43,7 +43,9 @@ class Value:
     @property
     def storage(self) -> Value:
         """The tensor that has the memory."""
-        return self if self.of is None else self.of.storage
+        if self.of is None:
+            return self
+        return self.of.storage
 
     @property
     def num_bytes(self) -> int:
@@ -51,14 +53,21 @@ class Value:
         return prod(self.shape) * self.width
 
     def view(self, *shape: int) -> Value:
-        """The same memory in another shape, or a part of it."""
+        """Return a view of the same memory in another shape, or of a part of it."""
         return Value(shape, self.width, self.has_gradient, self, self.is_split)
 
 
 @dataclass
 class _Operation:
-    """`temporary`: bytes that its backward pass takes beside gradients; `passes`: its gradient goes
-    on as it is; `holds`: what is still there, though nobody reads it.
+    """One operation of a tape.
+
+    Attributes:
+        reads: values that it takes.
+        made: the value that it returns.
+        saves: values that autograd saves for its backward pass.
+        temporary: bytes that its backward pass takes beside gradients.
+        passes: whether its gradient is passed on unchanged.
+        holds: values that are still alive, though nothing reads them later.
     """
 
     reads: tuple[Value, ...]
@@ -84,9 +93,9 @@ class Tape:
         saved: what parts up to here have saved.
         weights: name -> shape of all weights up to here, in the model's order, shared ones once.
         products: matrix products and convolutions of the part.
-        count: linear layers alike that one operation stands for, each on its own rows.
+        count: equal linear layers that one operation stands for, each on its own rows.
         lora: which modules have adapters; None: none have.
-        buffer_bytes: bytes of what is kept beside them: the statistics of batch norms, fp32, and
+        buffer_bytes: bytes of what is kept beside weights: the statistics of batch norms, fp32, and
             their counts, int64.
     """
 
@@ -109,7 +118,7 @@ class Tape:
     _operations: list[_Operation] = field(default_factory=list)
 
     def start(self, prefix: str) -> None:
-        """Begin a part, whose weights' names begin like this."""
+        """Begin a part; the names of its weights begin with the prefix."""
         self.prefix = prefix
         self.flops = 0
         self.masked_flops = 0
@@ -145,34 +154,42 @@ class Tape:
         is_split: bool | None = None,
         holds: Sequence[Value] = (),
     ) -> Value:
-        """Write an operation down; returns what it makes. `width` 0: as what it reads first."""
+        """Record an operation and return the value that it makes.
+
+        Args:
+            reads: values that it takes.
+            shape: of what it makes.
+            width: bytes of an element of what it makes; 0: as of the first value that it takes.
+            saves: values that autograd saves, if a gradient flows.
+            flops: floating-point operations; 0: it counts by the bytes that it moves.
+            temporary: bytes that its backward pass takes beside gradients.
+            has_gradient: whether a gradient flows; None: if one flows to a value that it takes.
+            passes: whether its gradient is passed on unchanged.
+            is_split: whether tensor parallelism divides it; None: if a value that it takes is.
+            holds: values that are still alive, though nothing reads them later.
+        """
         if has_gradient is None:
-            flows = any(value.has_gradient for value in reads)
-        else:
-            flows = has_gradient
+            has_gradient = any(value.has_gradient for value in reads)
         if is_split is None:
-            split = any(value.is_split for value in reads)
+            is_split = any(value.is_split for value in reads)
+        made = Value(shape, width or reads[0].width, has_gradient, is_split=is_split)
+        saved = tuple(saves) if has_gradient else ()
+        self._save(saved)
+        self._operations.append(_Operation(reads, made, saved, temporary, passes, tuple(holds)))
+        if flops:
+            self.flops += flops
+            self.products += 1
         else:
-            split = is_split
-        made = Value(shape, width or reads[0].width, flows, is_split=split)
-        self._save(saves if flows else ())
-        if flows:
-            kept = tuple(saves)
-        else:
-            kept = ()
-        self._operations.append(_Operation(reads, made, kept, temporary, passes, tuple(holds)))
-        self.flops = self.flops + flops
-        self.products = self.products + (flops > 0)
-        if not flops:
-            beside = {*saves} - {*reads}
-            self.moved_bytes += sum(value.num_bytes for value in (*reads, made, *beside))
+            beside = set(saves) - set(reads)
+            self.moved_bytes += _num_bytes(reads) + made.num_bytes + _num_bytes(beside)
         return made
 
     def _save(self, saves: Sequence[Value]) -> None:
-        for value in (each.storage for each in saves):
-            if value not in self.saved:
-                self.saved.add(value)
-                self._new.append(value)
+        for value in saves:
+            storage = value.storage
+            if storage not in self.saved:
+                self.saved.add(storage)
+                self._new.append(storage)
 
     def save_output(self, made: Value) -> Value:
         """Let the last operation save what it made, too."""
@@ -183,79 +200,80 @@ class Tape:
         return made
 
     def forward_bytes(self, *ends: Value, keeps: bool = True) -> int:
-        """Bytes at most in the forward pass, beside what the part saves; or in one that saves
-        nothing. What is given to it and what it returns, `ends`, stays.
+        """Return the bytes at the fullest moment of the forward pass, beside what the part saves.
+
+        Args:
+            ends: what the part is given and what it returns: it stays.
+            keeps: whether the pass saves values for a backward pass.
         """
-        last: dict[Value, int] = {}
-        stays = {end.storage for end in ends}
+        last_use: dict[Value, int] = {}
         for number, operation in enumerate(self._operations):
             for value in (*operation.reads, operation.made, *operation.holds):
-                last[value.storage] = number
+                last_use[value.storage] = number
+        stays = {end.storage for end in ends}
         kept = self.saved if keeps else set[Value]()
         live = set[Value]()
         most = 0
         for number, operation in enumerate(self._operations):
-            live |= {
-                value.storage for value in (*operation.reads, operation.made, *operation.saves)
-            }
-            most = max(most, sum(v.num_bytes for v in live if v not in kept or v in self._new))
-            live -= {
-                v
-                for v in live
-                if last.get(v, number) <= number and v not in kept and v not in stays
-            }
-        return most - (self.saved_bytes if keeps else 0)
+            for value in (*operation.reads, operation.made, *operation.saves):
+                live.add(value.storage)
+            counted = [value for value in live if value not in kept or value in self._new]
+            most = max(most, _num_bytes(counted))
+            for value in live - kept - stays:
+                if last_use.get(value, number) <= number:
+                    live.remove(value)
+        if keeps:
+            return most - self.saved_bytes
+        return most
 
     def backward_bytes(self, *outputs: Value) -> int:
-        """Bytes at most in the backward pass, beside what the part has saved: gradients, without
-        those of weights.
+        """Return the bytes at the fullest moment of the backward pass, beside what the part has
+        saved: gradients, without those of weights.
         """
-        firsts: dict[Value, int] = {}
+        first_save: dict[Value, int] = {}
         for number, operation in enumerate(self._operations):
             for value in operation.saves:
-                firsts.setdefault(value.storage, number)
-        gradients = {
-            output.storage: output.num_bytes if output.has_gradient else 0 for output in outputs
-        }
+                first_save.setdefault(value.storage, number)
+        gradients: dict[Value, int] = {}
+        for output in outputs:
+            gradients[output.storage] = output.num_bytes if output.has_gradient else 0
         saved = self.saved_bytes
         most = saved + sum(gradients.values())
-        for number in range(len(self._operations) - 1, -1, -1):
+        for number in reversed(range(len(self._operations))):
             operation = self._operations[number]
-            if operation.made.storage in gradients:
-                reads = [v for v in operation.reads if v.has_gradient]
-            else:
-                reads = []
-            given = gradients.pop(operation.made.storage, 0)
-            if operation.passes:
-                made = 0
-            else:
-                made = sum(value.num_bytes for value in reads)
-            most = max(most, saved + sum(gradients.values()) + given + made + operation.temporary)
-            # where it is passed on, one of them stands for all
-            for place, value in enumerate(reads):
-                if operation.passes:
-                    size = given if place == 0 else 0
-                else:
+            is_reached = operation.made.storage in gradients
+            output_gradient = gradients.pop(operation.made.storage, 0)
+            inputs = [value for value in operation.reads if is_reached and value.has_gradient]
+            made = 0 if operation.passes else _num_bytes(inputs)
+            here = saved + sum(gradients.values()) + output_gradient + made
+            most = max(most, here + operation.temporary)
+            for value in inputs:
+                if not operation.passes:
                     size = value.num_bytes
+                elif value is inputs[0]:
+                    size = output_gradient  # it is passed on, and one stands for all inputs
+                else:
+                    size = 0
                 gradients[value.storage] = max(gradients.get(value.storage, 0), size)
-            saved -= sum(value.num_bytes for value in self._new if firsts[value] == number)
+            saved -= _num_bytes([value for value in self._new if first_save[value] == number])
         return most - self.saved_bytes
 
     # Operations, named as torch names them.
 
     def place(self, name: str, weight: str = "weight") -> str:
-        """The full name of a weight of this part."""
-        return ".".join(filter(None, (self.prefix, name, weight)))
+        """Return the full name of a weight of this part."""
+        return ".".join(word for word in (self.prefix, name, weight) if word)
 
     def own(
         self, shape: Shape, name: str = "", weight: str = "weight", *, has_bias: bool = False
     ) -> bool:
-        """Note a weight of this part, and its bias; returns whether one of them has a gradient."""
-        own = {self.place(name, weight): shape} | (
-            {self.place(name, "bias"): shape[:1]} if has_bias else {}
-        )
-        self.weights |= {full: each for full, each in own.items() if full not in self.weights}
-        return any(map(self.is_trained, own))
+        """Record a weight of this part, and its bias; return whether one of them has a gradient."""
+        shapes = {self.place(name, weight): shape}
+        if has_bias:
+            shapes[self.place(name, "bias")] = shape[:1]
+        for full_name, weight_shape in shapes.items():
+            self.weights.setdefault(full_name, weight_shape)
+        return any(self.is_trained(full_name) for full_name in shapes)
 
     def embedding(self, tokens: Value, count: int, size: int, name: str = "") -> Value:
         flows = self.own((count, size), name)
@@ -266,8 +284,8 @@ class Tape:
         lora = self._adapts(name, is_linear=False)
         if lora is None:
             return made
-        first, second = (self.place(name, f"lora_embedding_{each}.default") for each in "AB")
-        self.weights |= {first: (lora.r, count), second: (size, lora.r)}
+        self.weights[self.place(name, "lora_embedding_A.default")] = (lora.r, count)
+        self.weights[self.place(name, "lora_embedding_B.default")] = (size, lora.r)
         rows = self.run(
             tokens,
             shape=(*tokens.shape, lora.r),
@@ -275,8 +293,8 @@ class Tape:
             saves=[tokens],
             has_gradient=True,
         )
-        more = self.run(rows, shape=shape, saves=[rows], flops=2 * prod(shape) * lora.r)
-        return self.add(made, self.run(more, shape=shape))
+        added = self.run(rows, shape=shape, saves=[rows], flops=2 * prod(shape) * lora.r)
+        return self.add(made, self.run(added, shape=shape))
 
     def linear(
         self,
@@ -287,14 +305,18 @@ class Tape:
         has_bias: bool = True,
         split: bool | None = None,
     ) -> Value:
-        """(..., inputs) to (..., outputs); `split`: whether tensor parallelism divides its outputs,
-        or its inputs.
+        """Map (..., inputs) to (..., outputs).
+
+        `split`: whether tensor parallelism divides the outputs; None: as the inputs are.
         """
         shape = (*value.shape[:-1], outputs)
         is_first = self.place(name) not in self.weights
         weight = (outputs, value.shape[-1])
         made = self._product(value, shape, weight, name, has_bias=has_bias, split=split)
-        if not is_first or (lora := self._adapts(name)) is None:  # a tied head is an embedding
+        if not is_first:  # a tied head is an embedding
+            return made
+        lora = self._adapts(name)
+        if lora is None:
             return made
         low = self._low(value, name, (*value.shape[:-1], lora.r), (lora.r, weight[1]))
         return self._adapted(made, low, name, (outputs, lora.r))
@@ -310,12 +332,13 @@ class Tape:
         padding: int | None = None,
         has_bias: bool = False,
     ) -> Value:
-        """(batch, channels, height, width) to (batch, outputs, ...); `padding` left out: half of
-        the kernel.
+        """Map (batch, channels, height, width) to (batch, outputs, ...).
+
+        `padding` left out: half of the kernel.
         """
-        sizes = convolved(
-            value.shape[2:], kernel, stride, kernel // 2 if padding is None else padding
-        )
+        if padding is None:
+            padding = kernel // 2
+        sizes = convolved(value.shape[2:], kernel, stride, padding)
         weight = (outputs, value.shape[1], kernel, kernel)
         made = self._product(
             value, (value.shape[0], outputs, *sizes), weight, name, has_bias=has_bias
@@ -327,27 +350,27 @@ class Tape:
         return self._adapted(made, low, name, (outputs, lora.r, 1, 1))
 
     def _adapts(self, name: str, *, is_linear: bool = True) -> LoRA | None:
-        """How a module of this part is adapted, if it is."""
-        if self.lora is None or self.lora.target_modules == ALL_LINEAR:
-            return self.lora if is_linear else None
-        if is_named(self.place(name, ""), self.lora.target_modules):
-            return self.lora
-        return None
+        """Return the adapters' section if it adapts this module of the part, else None."""
+        if self.lora is None:
+            return None
+        if self.lora.target_modules == ALL_LINEAR:
+            is_adapted = is_linear
+        else:
+            is_adapted = is_named(self.place(name, ""), self.lora.target_modules)
+        return self.lora if is_adapted else None
 
     def _low(self, value: Value, name: str, shape: Shape, weight: Shape) -> Value:
-        """What an adapter's A makes of the inputs of its module."""
+        """Apply an adapter's A to the inputs of its module."""
         assert self.lora is not None
-        given = self.dropout(value, self.lora.lora_dropout)
-        return self._product(
-            given, shape, weight, f"{name}.lora_A.default".lstrip("."), has_bias=False
-        )
+        dropped = self.dropout(value, self.lora.lora_dropout)
+        full_name = f"{name}.lora_A.default".lstrip(".")
+        return self._product(dropped, shape, weight, full_name, has_bias=False)
 
     def _adapted(self, made: Value, low: Value, name: str, weight: Shape) -> Value:
-        """What a module makes, with what its adapter's B adds, scaled."""
-        more = self._product(
-            low, made.shape, weight, f"{name}.lora_B.default".lstrip("."), has_bias=False
-        )
-        return self.add(made, self.run(more, shape=more.shape))
+        """Add what an adapter's B makes, scaled, to what its module makes."""
+        full_name = f"{name}.lora_B.default".lstrip(".")
+        added = self._product(low, made.shape, weight, full_name, has_bias=False)
+        return self.add(made, self.run(added, shape=added.shape))
 
     def _product(
         self,
@@ -361,25 +384,26 @@ class Tape:
     ) -> Value:
         flows = self.own(weight, name, has_bias=has_bias)
         is_trained = self.is_trained(self.place(name))
-        given = value
-        value = self.cast(value, self.product_width)
-        saves = [value] if is_trained else []
+        cast_value = self.cast(value, self.product_width)
+        saves = [cast_value] if is_trained else []
         temporary = 0
-        # which is no linear layer
-        if self.keeps_inputs and len(weight) == 2 and self.place(name) != "embed.weight":
-            saves = [given]
+        # a head that is tied to `embed` is not a linear layer of DeepSpeed's
+        is_linear = len(weight) == 2 and self.place(name) != "embed.weight"
+        if self.keeps_inputs and is_linear:
+            saves = [value]
         elif self.product_width < self.weight_width:  # autograd keeps the copy of the weight
             copy = Value((self.count, *weight), self.product_width, is_split=split is not None)
             self.moved_bytes += self.count * prod(weight) * (self.weight_width + self.product_width)
-            saves += [copy] if value.has_gradient or len(weight) > 2 else []
+            if cast_value.has_gradient or len(weight) > 2:
+                saves.append(copy)
             temporary = copy.num_bytes
         return self.run(
-            value,
+            cast_value,
             shape=shape,
             saves=saves,
             flops=2 * prod(shape) * prod(weight[1:]),
             temporary=temporary,
-            has_gradient=flows or value.has_gradient,
+            has_gradient=flows or cast_value.has_gradient,
             is_split=split,
         )
 
@@ -389,20 +413,23 @@ class Tape:
         return self.run(value, shape=value.shape, width=width)
 
     def add(self, *values: Value) -> Value:
-        return self.run(
-            *values, shape=values[0].shape, width=max(each.width for each in values), passes=True
-        )
+        width = max(value.width for value in values)
+        return self.run(*values, shape=values[0].shape, width=width, passes=True)
 
-    def multiply(self, one: Value, other: Value) -> Value:
-        saves = [each for each, beside in ((one, other), (other, one)) if beside.has_gradient]
-        return self.run(one, other, shape=one.shape, saves=saves)
+    def multiply(self, first: Value, second: Value) -> Value:
+        saves = []  # the gradient of each factor takes the other one
+        if second.has_gradient:
+            saves.append(first)
+        if first.has_gradient:
+            saves.append(second)
+        return self.run(first, second, shape=first.shape, saves=saves)
 
     def gelu(self, value: Value) -> Value:
-        """GELU, SiLU and others whose derivative takes their input."""
+        """Apply GELU, SiLU or another function with a derivative that takes its input."""
         return self.run(value, shape=value.shape, saves=[value])
 
     def relu(self, value: Value) -> Value:
-        """ReLU, tanh and others whose derivative takes their output."""
+        """Apply ReLU, tanh or another function with a derivative that takes its output."""
         return self.save_output(self.run(value, shape=value.shape))
 
     def dropout(self, value: Value, probability: float) -> Value:
@@ -421,7 +448,7 @@ class Tape:
         flows = self.own(value.shape[-1:], name)
         if self.device == "cuda":
             return self._norm(value, flows, statistics)
-        # on a processor it is made of several operations, all in fp32
+        # on CPUs it is several operations, all in fp32
         wide = self.cast(value, _FP32)
         scaled = self.run(wide, shape=value.shape, saves=[wide, statistics])
         return self.cast(self._norm(scaled, flows), value.width)
@@ -442,17 +469,21 @@ class Tape:
         return self.run(value, shape=shape, saves=[value, Value(shape, _INT64, has_gradient=False)])
 
     def mean(self, value: Value) -> Value:
-        """(batch, channels, height, width) to (batch, channels, 1, 1)."""
+        """Map (batch, channels, height, width) to (batch, channels, 1, 1)."""
         return self.run(value, shape=(*value.shape[:2], 1, 1))
 
     def rotate(self, *heads: Value) -> list[Value]:
-        """Rotary positions: computed in fp32, with angles that are kept."""
+        """Apply rotary positions: computed in fp32, with angles that are kept."""
         angles = Value((heads[0].shape[-2], heads[0].shape[-1]), _FP32, has_gradient=False)
-        wide = [self.cast(each, _FP32) for each in heads]
+        wide = [self.cast(head, _FP32) for head in heads]
         # products, sums and a copy, one after the other
-        self.moved_bytes += 5 * sum(each.num_bytes for each in wide)
-        halves = [self.run(each, shape=each.shape, saves=[angles]) for each in wide]
-        return [self.cast(self.run(each, shape=each.shape), heads[0].width) for each in halves]
+        self.moved_bytes += 5 * _num_bytes(wide)
+        products = [self.run(head, shape=head.shape, saves=[angles]) for head in wide]
+        rotated = []
+        for product in products:
+            summed = self.run(product, shape=product.shape)
+            rotated.append(self.cast(summed, heads[0].width))
+        return rotated
 
     def attention(
         self,
@@ -464,94 +495,145 @@ class Tape:
         mask: Value | None = None,
         is_causal: bool = False,
     ) -> Value:
-        """(batch, heads, sequence, head size), with fewer heads of key and value, to the shape of
-        the query.
+        """Map queries (batch, heads, sequence, head size), and fewer heads of keys and values, to
+        the shape of the queries.
         """
-        batch, heads, length, size = query.shape
-        flops = 4 * batch * heads * length * length * size
-        saves = [query, key, value]
-        if mask is None:
-            bias = []
-        else:
-            bias = [Value(mask.shape, query.width, has_gradient=False)]
-        if self.device == "cuda" or not dropout:  # fused: keeps its output, and a sum for each row
-            self.masked_flops += masked(flops, length) if is_causal else 0
-            sums = Value((batch, heads, length), _FP32, has_gradient=False)
-            made = self.run(*saves, shape=query.shape, saves=[*saves, sums, *bias], flops=flops)
-            return self.save_output(made)
-        # Without dropout alone it is fused on processors; else in steps, in fp32, of which each
-        # keeps its inputs.
-        wide = [self.cast(each, _FP32) for each in (query, key, value)]
-        copies = [self.run(each, shape=query.shape) for each in wide]
+        # Without dropout it is fused on CPUs, too.
+        if self.device == "cuda" or not dropout:
+            return self._fused_attention(query, key, value, mask, is_causal=is_causal)
+        return self._attention_in_steps(query, key, value)
+
+    def _fused_attention(
+        self, query: Value, key: Value, value: Value, mask: Value | None, *, is_causal: bool
+    ) -> Value:
+        """Apply attention in one kernel, which keeps its output, and a sum for each row."""
+        batch, heads, length, _ = query.shape
+        flops = _attention_flops(query)
+        if is_causal:
+            self.masked_flops += masked(flops, length)
+        inputs = [query, key, value]
+        sums = Value((batch, heads, length), _FP32, has_gradient=False)
+        saves = [*inputs, sums]
+        if mask is not None:
+            saves.append(Value(mask.shape, query.width, has_gradient=False))
+        made = self.run(*inputs, shape=query.shape, saves=saves, flops=flops)
+        return self.save_output(made)
+
+    def _attention_in_steps(self, query: Value, key: Value, value: Value) -> Value:
+        """Apply attention step by step in fp32, as CPUs do with dropout; each step keeps its
+        inputs.
+        """
+        batch, heads, length, _ = query.shape
+        product_flops = _attention_flops(query) // 2
+        wide = [self.cast(tensor, _FP32) for tensor in (query, key, value)]
+        queries, keys, values = [self.run(tensor, shape=query.shape) for tensor in wide]
         square = (batch, heads, length, length)
-        scores = self.run(*copies[:2], shape=square, saves=copies[:2], flops=flops // 2)
+        scores = self.run(queries, keys, shape=square, saves=[queries, keys], flops=product_flops)
         weights = self.relu(scores)
         noise = Value(square, _FP32, has_gradient=False)
         dropped = self.run(weights, shape=square, saves=[noise])
-        kept = [dropped, copies[2]]
         mixed = self.run(
-            *kept, shape=query.shape, saves=kept, flops=flops // 2, holds=[*wide, *copies[:2]]
+            dropped,
+            values,
+            shape=query.shape,
+            saves=[dropped, values],
+            flops=product_flops,
+            holds=[*wide, queries, keys],
         )
         return self.run(self.cast(mixed, query.width), shape=query.shape)
 
     def cross_entropy(self, logits: Value, targets: Value) -> Value:
-        """Logits (samples, classes) and class numbers to a sum, in fp32; of divided logits
-        probabilities are kept, and become the gradient (`models.split`).
+        """Map logits (samples, classes) and class numbers to a sum, in fp32.
+
+        Of divided logits probabilities are kept, and become the gradient (`models.split`).
         """
-        if logits.is_split:
-            kept = Value(logits.shape, _FP32)
-            instead = -kept.num_bytes if logits.width == _FP32 else 0
-            return self.run(logits, shape=(), saves=[kept, targets], temporary=instead)
-        return self.run(self.relu(self.cast(logits, _FP32)), shape=(), saves=[targets])
+        if not logits.is_split:
+            log_probabilities = self.relu(self.cast(logits, _FP32))
+            return self.run(log_probabilities, shape=(), saves=[targets])
+        probabilities = Value(logits.shape, _FP32)
+        temporary = 0
+        if logits.width == _FP32:
+            temporary = -probabilities.num_bytes
+        return self.run(logits, shape=(), saves=[probabilities, targets], temporary=temporary)
 
     def tiled_loss(self, value: Value, outputs: int, tile: int) -> Value:
-        """(..., inputs) to the loss of so many logits of each position, 0-d, by tiles
-        (`models.tiled_loss`): what is kept are gradients of the inputs and, in fp32, of the weight.
+        """Map (..., inputs) to the loss of `outputs` logits of each position, 0-d, by tiles
+        (`models.tiled_loss`).
+
+        What is kept are gradients of the inputs and, in fp32, of the weight.
         """
-        weight = (outputs, value.shape[-1])
+        inputs = value.shape[-1]
         rows = prod(value.shape[:-1])
+        weight = (outputs, inputs)
         is_trained = self.own(weight)
         is_half = self.product_width < _FP32
         flows = value.has_gradient
-        filled = outputs + is_half * (-outputs % HALF_ROWS), weight[1]
-        value = self.cast(value, self.product_width)
-        work = rows * prod(weight)
-        of_rows = Value((rows, weight[1]), value.width)
-        of_weight = Value(filled, _FP32)
-        made = partial(self.run, has_gradient=False)
-        before = self.moved_bytes
-        copies = [made(value, shape=weight)] * (self.product_width < self.weight_width)
-        copies += [made(value, shape=filled)] * (filled != weight)
-        logits = made(value, shape=(tile, filled[0]), flops=work)
+        filled = weight
         if is_half:
-            # Processors convert numbers of two kinds before they meet.
-            converted = [made(logits, shape=logits.shape, width=_FP32)] * (self.device == "cpu")
-            exponentials = made(logits, *converted, shape=logits.shape, width=_FP32)
-            logits = made(exponentials, logits, *converted, shape=logits.shape, width=value.width)
-        product = [made(logits, shape=filled)] * (is_half and is_trained)
+            filled = (outputs + -outputs % HALF_ROWS, inputs)
+        value = self.cast(value, self.product_width)
+        flops = rows * prod(weight)
+        input_gradient = Value((rows, inputs), value.width)
+        weight_gradient = Value(filled, _FP32)
+        before = self.moved_bytes
+        make = partial(self.run, has_gradient=False)
+        copies = []
+        if self.product_width < self.weight_width:
+            copies.append(make(value, shape=weight))
+        if filled != weight:
+            copies.append(make(value, shape=filled))
+        logits = make(value, shape=(tile, filled[0]), flops=flops)
+        if is_half:
+            converted = []
+            if self.device == "cpu":  # converts numbers of two types before they meet
+                converted.append(make(logits, shape=logits.shape, width=_FP32))
+            exponentials = make(logits, *converted, shape=logits.shape, width=_FP32)
+            logits = make(exponentials, logits, *converted, shape=logits.shape, width=value.width)
         # Of every logit largest, difference, exponential, sum and gradient; of each tile the sum of
-        # the weight's gradient. Half of it: a backward pass is taken to move as much again, and
-        # here there is none.
+        # the weight's gradient.
         moved = rows * filled[0] * (26 if is_half else 32)
-        moved += ceil(rows / tile) * 10 * prod(filled) * (is_half and is_trained)
+        products = []
+        temporary = 0
+        if is_half and is_trained:
+            products.append(make(logits, shape=filled))
+            moved += ceil(rows / tile) * 10 * prod(filled)
+            temporary += prod(filled) * value.width
+        # Half of it: a backward pass is taken to move as much again, and here there is none.
         self.moved_bytes = before + moved // 2
+        saves = []
+        if flows:
+            saves.append(input_gradient)
+            temporary -= input_gradient.num_bytes
+        if is_trained:
+            saves.append(weight_gradient)
         return self.run(
-            *(value, logits, *product, *copies),
+            value,
+            logits,
+            *products,
+            *copies,
             shape=(),
             width=_FP32,
-            saves=[of_rows] * flows + [of_weight] * is_trained,
-            flops=work,
-            temporary=prod(filled) * value.width * (is_half and is_trained)
-            - of_rows.num_bytes * flows,
+            saves=saves,
+            flops=flops,
+            temporary=temporary,
             has_gradient=flows or is_trained,
         )
 
 
+def _num_bytes(values: Iterable[Value]) -> int:
+    return sum(value.num_bytes for value in values)
+
+
+def _attention_flops(query: Value) -> int:
+    batch, heads, length, size = query.shape
+    return 4 * batch * heads * length * length * size
+
+
 def masked(flops: int, length: int) -> int:
-    """Operations of causal attention that fused kernels leave out."""
+    """Return the operations of causal attention that fused kernels leave out."""
     return flops * (length - 1) // (2 * length)
 
 
 def convolved(sizes: Shape, kernel: int, stride: int, padding: int) -> Shape:
-    """Height and width after a convolution or pooling."""
+    """Return height and width after a convolution or pooling."""
     return tuple((size + 2 * padding - kernel) // stride + 1 for size in sizes)

@@ -22,25 +22,39 @@ from framework.plan.work import ModelWork
 # after the first.
 _KINDS: Final = {
     "device": re.compile(
-        r"(CUDA|HIP|NPU) (error: )?out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED|Failed to CUDA calloc"
+        r"(CUDA|HIP|NPU) (error: )?out of memory"
+        r"|CU(BLAS|DNN)_STATUS_ALLOC_FAILED"
+        r"|Failed to CUDA calloc"
         r"|Cuda failure \d* ?'out of memory'"
     ),
     "shared": re.compile(
-        r"out of shared memory|creating shared memory segment|/dev/shm.*No space left on device"
+        r"out of shared memory"
+        r"|creating shared memory segment"
+        r"|/dev/shm.*No space left on device"
     ),
     "host": re.compile(
-        r"DefaultCPUAllocator: (can't allocate memory|not enough memory)|Cannot allocate memory|std::bad_alloc"
-        r"|MemoryError|Unable to allocate [\d.]+ \w+ for an array|Killed process \d+|OOMKilled|oom-kill|Out of memory: "
+        r"DefaultCPUAllocator: (can't allocate memory|not enough memory)"
+        r"|Cannot allocate memory"
+        r"|std::bad_alloc"
+        r"|MemoryError"
+        r"|Unable to allocate [\d.]+ \w+ for an array"
+        r"|Killed process \d+|OOMKilled|oom-kill|Out of memory: "
         r"|memory allocation of \d+ bytes failed"
     ),
     "killed": re.compile(
-        r"(return code|exit ?code)\W+(-9|137)\b|Signal 9 \(SIGKILL\)|killed by SIGKILL|signal: Killed|code 137"
+        r"(return code|exit ?code)\W+(-9|137)\b"
+        r"|Signal 9 \(SIGKILL\)"
+        r"|killed by SIGKILL"
+        r"|signal: Killed"
+        r"|code 137"
     ),
 }
 # With bounds: a search for more digits begins anew at each of them.
 _SIZE: Final = r"([\d.]{1,32} ?(?:bytes|[KMGT]iB))"
 _NUMBERS: Final = {
-    "asked": rf"[Tt]ried to allocate {_SIZE}|Unable to allocate {_SIZE} for|calloc(?: async)? {_SIZE}",
+    "asked": rf"[Tt]ried to allocate {_SIZE}"
+    rf"|Unable to allocate {_SIZE} for"
+    rf"|calloc(?: async)? {_SIZE}",
     "capacity": rf"total capaci?ty ?of {_SIZE}|{_SIZE} total capacity",
     "free": rf"of which {_SIZE} is free|{_SIZE} free",
     "allocated": rf"{_SIZE} is allocated by PyTorch|{_SIZE} already allocated",
@@ -54,25 +68,36 @@ _FRAME: Final = re.compile(
     r'File "([^"]+)", line \d+, in (\S+)|(\S{1,300}?\.py):\d+,? in\s+(?:\w+\.)?(\w+)'
 )
 
-# Moment -> files and functions of which the outermost decides: an optimizer steps within
-# `initialize` as well.
+# Moment -> pattern of a frame, "FILE FUNCTION". The outermost frame decides: an optimizer steps
+# within `initialize` as well.
 _MOMENTS: Final = {
-    "start": r"deepspeed/__init__\.py initialize$|engine/(initialize|base_engine|step|model_build)\.py "
-    r"|(deepspeed_light|runtime/engine)"
-    r"\.py (__init__|_configure\w+)$"
-    r"|(partition_parameters|parameter_offload)\.py (__init__|_post_init\w*|_zero_init\w*|_convert\w*)$"
-    r"|modeling_utils\.py from_pretrained$|_move_model_to_device$|stage(3|_1_and_2)\.py __init__$"
+    "start": r"deepspeed/__init__\.py initialize$"
+    r"|engine/(initialize|base_engine|step|model_build)\.py "
+    r"|(deepspeed_light|runtime/engine)\.py (__init__|_configure\w+)$"
+    r"|(partition_parameters|parameter_offload)\.py "
+    r"(__init__|_post_init\w*|_zero_init\w*|_convert\w*)$"
+    r"|modeling_utils\.py from_pretrained$"
+    r"|_move_model_to_device$"
+    r"|stage(3|_1_and_2)\.py __init__$"
     r"|nn/modules/module\.py (_apply|to|cuda|half|bfloat16)$",
-    "save": r"(runtime/engine|serialization|checkpoint_bytes)\.py (save\w*|_save\w*|_zero3_consolidated\w+)$"
+    "save": r"(runtime/engine|serialization|checkpoint_bytes)\.py "
+    r"(save\w*|_save\w*|_zero3_consolidated\w+)$"
     r"| _save_checkpoint$",
-    "load": r"runtime/engine\.py _?load\w*checkpoint\w*$|serialization\.py load$",
-    "evaluation": r"_engine\.py evaluate$|trainer\w*\.py (evaluat\w+|predict\w*|prediction_step)$",
-    "step": r"runtime/(engine|\w+_optimizer|fp16/\w+|zero/\w+)\.py (step|_take_model_step|_optimizer_step)$"
+    "load": r"runtime/engine\.py _?load\w*checkpoint\w*$"
+    r"|serialization\.py load$",
+    "evaluation": r"_engine\.py evaluate$"
+    r"|trainer\w*\.py (evaluat\w+|predict\w*|prediction_step)$",
+    "step": r"runtime/(engine|\w+_optimizer|fp16/\w+|zero/\w+)\.py "
+    r"(step|_take_model_step|_optimizer_step)$"
     r"|(optim|optimizers|adam|lion|lamb|muon)/\w+\.py (step|_use_grad)$",
     "backward": r"(runtime/engine|zero/\w+|_tensor|loss_scaler)\.py backward$"
-    r"|autograd/\w+\.py (backward|_engine_run\w+)$|pipe/engine\.py _exec_backward\w*$",
-    "forward": r"runtime/engine\.py forward$|engine/step_batches\.py (__call__|weighted|mean|scales|_agree|_number)$"
-    r"|nn/modules/module\.py (_call_impl|_wrapped_call_impl)$|functional\.py |pipe/engine\.py _exec_forward\w*$",
+    r"|autograd/\w+\.py (backward|_engine_run\w+)$"
+    r"|pipe/engine\.py _exec_backward\w*$",
+    "forward": r"runtime/engine\.py forward$"
+    r"|engine/step_batches\.py (__call__|weighted|mean|scales|_agree|_number)$"
+    r"|nn/modules/module\.py (_call_impl|_wrapped_call_impl)$"
+    r"|functional\.py "
+    r"|pipe/engine\.py _exec_forward\w*$",
 }
 IN_WORDS: Final = {
     "start": "before the first step (deepspeed.initialize)",
@@ -84,13 +109,14 @@ IN_WORDS: Final = {
     "forward": "in the forward pass",
 }
 _LIBRARIES: Final = re.compile(r"(^|/)(torch|deepspeed)/|^<")
-# Components, by names of the estimate, of the function that asked; the innermost decides.
+# Component of the estimate -> pattern of a frame that allocates it; the innermost frame decides.
 _COMPONENTS: Final = {
     "fp32 weights": r"_create_fp32_partitions$",
     "optimizer state": r"initialize_optimizer_states$|_init_group$|_init_state$",
     "gathered weights": r"zero/\w+\.py \w*(all_?gather|fetch_sub_module)\w*$",
     "reduce bucket": r"zero/\w+\.py \w*(bucket|ipg)\w*$",
-    "gradients": r"zero/\w+\.py (\w*fp32_grad\w*|get_flat_partition|average_tensor|partition_grads|\w+_sub_group)$",
+    "gradients": r"zero/\w+\.py "
+    r"(\w*fp32_grad\w*|get_flat_partition|average_tensor|partition_grads|\w+_sub_group)$",
     "optimizer copies": r"_(multi|single)_tensor_\w+$|(optim|optimizers|adam|lion|lamb)/\w+\.py step$",
     "logits and loss": r"(cross_entropy|nll_loss|log_softmax|compute_loss_func|ForCausalLMLoss)$",
 }
@@ -108,11 +134,11 @@ class Shortage:
         kind: what lacked it: ``device``, ``pinned`` (host memory that a device reads), ``shared``
             (/dev/shm), ``host``, or ``killed``: a process was killed, as the kernel does for lack
             of host memory.
-        stated: the line that says so.
+        stated: the line with the message.
         moment: a key of `IN_WORDS`, or empty.
-        place: file and function in it: the innermost outside torch and deepspeed, or where it
-            begins.
-        component: of the estimate, where the function that asked shows it.
+        place: file and function in that moment: the innermost outside torch and deepspeed, or the
+            first one.
+        component: of the estimate, if the function that allocates shows it.
         is_stage_3: whether ZeRO's stage 3 is in the traceback.
         sizes: name -> bytes as the text has them: ``asked``, ``capacity``, ``free``, ``allocated``,
             ``unused`` (held by torch, in pieces), ``others`` (of other processes on the device).
@@ -131,82 +157,97 @@ class Shortage:
         """Whether what torch holds unused would have been enough, or is a tenth of the device."""
         sizes = self.sizes or {}
         unused = sizes.get("unused", 0)
-        return bool(unused) and (
-            unused >= sizes.get("asked", unused + 1) or unused >= sizes.get("capacity", 0) / 10 > 0
-        )
+        if not unused:
+            return False
+        if unused >= sizes.get("asked", unused + 1):
+            return True
+        capacity = sizes.get("capacity", 0)
+        return capacity > 0 and unused >= capacity / 10
 
 
 def read_shortage(text: str) -> Shortage | None:
-    """Find the first message of memory that is not there, and the traceback before it; None where
-    there is none.
+    """Find the first message of memory that is not there, and the traceback before it; None if the
+    text has no such message.
     """
-    if "│" in text:
-        plain = re.sub(r"\s*│\s*\n\s*│\s*|[│❱╭╮╰╯]", " ", text)
-    else:
-        plain = text
-    lines = plain.splitlines()
+    if "│" in text:  # a traceback in a frame, as rich draws it
+        text = re.sub(r"\s*│\s*\n\s*│\s*|[│❱╭╮╰╯]", " ", text)
+    lines = text.splitlines()
     for kind, pattern in _KINDS.items():
-        at = next((number for number, line in enumerate(lines) if pattern.search(line)), None)
-        if at is not None:
-            if kind == "device":
-                message = " ".join(lines[at : at + 3])
-            else:
-                message = lines[at]
-            return shortage_of(kind, message, _frames_before(lines, at))
+        for number, line in enumerate(lines):
+            if pattern.search(line):
+                message = line
+                if kind == "device":
+                    message = " ".join(lines[number : number + 3])
+                return shortage_of(kind, message, _frames_before(lines, number))
     return None
 
 
 def kind_of(message: str) -> str:
-    """Return what lacks memory by a message; empty where it is of something else."""
-    return next((kind for kind, pattern in _KINDS.items() if pattern.search(message)), "")
+    """Return what lacks memory by a message; empty if it is about something else."""
+    for kind, pattern in _KINDS.items():
+        if pattern.search(message):
+            return kind
+    return ""
 
 
 def shortage_of(kind: str, message: str, frames: Frames) -> Shortage:
     """Place a message by the frames that led to it, outermost first."""
-    moment, own = next(
-        (
-            (name, frames[number:])
-            for number, (file, function) in enumerate(frames)
-            for name, pattern in _MOMENTS.items()
-            if re.search(pattern, f"{file} {function}")
-        ),
-        ("", [("", "")]),
-    )
-    # The model's own code, where it is there, and else what shows the moment.
-    place = next((frame for frame in reversed(own) if not _LIBRARIES.search(frame[0])), own[0])
-    component = next(
-        (
-            name
-            for file, function in reversed(frames)
-            for name, pattern in _COMPONENTS.items()
-            if re.search(pattern, f"{file} {function}")
-        ),
-        "activations" if moment == "forward" else "",
-    )
-    if any(function == "pin_memory" for _, function in frames) and kind in ("device", "host"):
+    moment, place = _moment_of(frames)
+    component = "activations" if moment == "forward" else ""
+    for frame in reversed(frames):
+        name = _matching(_COMPONENTS, frame)
+        if name:
+            component = name
+            break
+    is_pinned = any(function == "pin_memory" for _, function in frames)
+    if is_pinned and kind in ("device", "host"):
         kind = "pinned"
         component = ""
     elif "NCCL" in message or "calloc" in message or "Cuda failure" in message:
         component = "buffers of NCCL"
-    if moment:
-        short = f"{'/'.join(place[0].rsplit('/', 3)[-3:])}: {place[1]}"
-    else:
-        short = ""
     is_stage_3 = any(file.endswith("zero/stage3.py") for file, _ in frames)
-    return Shortage(kind, message.strip(), moment, short, component, is_stage_3, _sizes(message))
+    return Shortage(kind, message.strip(), moment, place, component, is_stage_3, _sizes(message))
+
+
+def _moment_of(frames: Frames) -> tuple[str, str]:
+    """Return a key of `IN_WORDS` and the place in it (`Shortage.place`); both empty if the frames
+    show no moment.
+    """
+    for number, frame in enumerate(frames):
+        moment = _matching(_MOMENTS, frame)
+        if moment:
+            # The model's own code, if it is there, and else what shows the moment.
+            file, function = frame
+            for inner in reversed(frames[number:]):
+                if not _LIBRARIES.search(inner[0]):
+                    file, function = inner
+                    break
+            short = "/".join(file.rsplit("/", 3)[-3:])
+            return moment, f"{short}: {function}"
+    return "", ""
+
+
+def _matching(patterns: Mapping[str, str], frame: tuple[str, str]) -> str:
+    """Return the name of the first pattern that a frame matches, or an empty one."""
+    file, function = frame
+    for name, pattern in patterns.items():
+        if re.search(pattern, f"{file} {function}"):
+            return name
+    return ""
 
 
 def _frames_before(lines: Sequence[str], at: int) -> Frames:
-    """Frames of the last traceback before a line, of the same rank where the launcher marks
-    them.
+    """Return the frames of the last traceback before a line, of the same rank if the launcher marks
+    ranks.
     """
     prefix = _prefix(lines[at])
-    own = [line for line in lines[: at + 1] if _prefix(line) == prefix]
-    begins = [
-        number for number, line in enumerate(own) if "Traceback (most recent call last)" in line
-    ]
-    found = _FRAME.findall("\n".join(own[begins[-1] if begins else 0 :]))
-    return [(file or other, function or name) for file, function, other, name in found]
+    rank_lines = [line for line in lines[: at + 1] if _prefix(line) == prefix]
+    start = 0
+    for number, line in enumerate(rank_lines):
+        if "Traceback (most recent call last)" in line:
+            start = number
+    matches = _FRAME.findall("\n".join(rank_lines[start:]))
+    return [(file or other, function or name) for file, function, other, name in matches]
 
 
 def _prefix(line: str) -> str:
@@ -218,26 +259,30 @@ def _prefix(line: str) -> str:
 
 
 def _sizes(message: str) -> dict[str, int]:
+    """Return the sizes in a message (`Shortage.sizes`)."""
     found = {}
     for name, pattern in _NUMBERS.items():
         match = re.search(pattern, message)
         if match:
-            size = _bytes(next(filter(None, match.groups())))
+            number = next(group for group in match.groups() if group)
+            size = _bytes(number)
             if size is not None:
                 found[name] = size
     if "reserved" in found:
         found["unused"] = max(found.pop("reserved") - found.get("allocated", 0), 0)
     held = found.get("allocated", 0) + found.get("unused", 0)
-    sizes = map(_bytes, _OF_PROCESS.findall(message))
+    sizes = [_bytes(number) for number in _OF_PROCESS.findall(message)]
     processes = sorted(size for size in sizes if size is not None)
     own = found.pop("own", None)
-    if own is None and processes:  # in a container torch does not know its own number again
+    if own is None and processes:  # in a container torch does not know its own process number
         own = next((size for size in processes if size >= held), None)
         processes = [size for size in processes if size != own]
     others = sum(processes)
-    if own is not None and not processes and {"free", "capacity"} <= found.keys():
+    if own is not None and not processes and "free" in found and "capacity" in found:
         others = found["capacity"] - found["free"] - own
-    return found | ({"others": others} if others >= _SIZABLE else {})
+    if others >= _SIZABLE:
+        found["others"] = others
+    return found
 
 
 def _bytes(text: str) -> int | None:
@@ -255,11 +300,11 @@ class Explanation:
     """Shortage beside a plan's estimate.
 
     Attributes:
-        memory: the estimate, or None; `unknown` says why.
-        at: the moment of the estimate that is nearest to that of the shortage.
+        memory: the estimate, or None.
+        at: the moment of the estimate that is nearest to the moment of the shortage.
         fixes: settings that take less then, the largest gain first.
-        on_host: whether it is the memory of offloading that counts; on processors the host is the
-            device.
+        unknown: why there is no estimate.
+        on_host: whether it is the memory of offloading that counts; on CPUs the host is the device.
     """
 
     shortage: Shortage
@@ -270,24 +315,27 @@ class Explanation:
     on_host: bool = False
 
     def gain(self, other: Alternative) -> int:
-        """Bytes that an alternative takes less at that moment, on the device or, where that is what
-        lacks, the host.
+        """Return the bytes that an alternative takes less at that moment, on the device or, if the
+        host lacks memory, there.
         """
         return self.total - sum(self._of(other.memory).values())
 
     def is_enough(self, other: Alternative) -> bool:
-        """Check whether what was asked for would have been there with an alternative, and all fits
+        """Check whether the requested bytes would have been there with an alternative, and all fits
         by estimate.
         """
         sizes = self.shortage.sizes or {}
-        left = sum(self._of(other.memory).values())
-        fits = left <= sizes.get("capacity", left) - sizes.get("others", 0)
-        return (
-            "asked" in sizes and fits and self.gain(other) >= sizes["asked"] - sizes.get("free", 0)
-        )
+        if "asked" not in sizes:
+            return False
+        total = sum(self._of(other.memory).values())
+        if total > sizes.get("capacity", total) - sizes.get("others", 0):
+            return False
+        return self.gain(other) >= sizes["asked"] - sizes.get("free", 0)
 
     def _of(self, memory: Memory) -> Mapping[str, int]:
-        return memory.host if self.on_host else memory.moments[self.at]
+        if self.on_host:
+            return memory.host
+        return memory.moments[self.at]
 
     @property
     def total(self) -> int:
@@ -296,9 +344,7 @@ class Explanation:
 
     @property
     def beyond_bytes(self) -> int:
-        """Bytes that torch held beyond the estimate, where these are a tenth of it or more; else
-        0.
-        """
+        """Bytes that torch held beyond the estimate; 0 if these are less than a tenth of it."""
         held = (self.shortage.sizes or {}).get("allocated", 0)
         more = held - self.total
         if self.memory is not None and not self.on_host and 10 * more >= self.total:
@@ -314,8 +360,9 @@ class Explanation:
 
 
 def explain(shortage: Shortage, plan: Plan, *, work: ModelWork | None = None) -> Explanation:
-    """Find the components of that moment, and the settings that would have taken less; `work`: of a
-    model of the user's own.
+    """Find the components of the moment of a shortage, and the settings that would have taken less.
+
+    `work`: of a model of the user's own.
     """
     try:
         memory = estimate(plan, work=work and work.of_samples(plan.layout.micro_size))
@@ -323,75 +370,78 @@ def explain(shortage: Shortage, plan: Plan, *, work: ModelWork | None = None) ->
         return Explanation(shortage, None, unknown=str(error))
     near = {"save": "between", "load": "between", "evaluation": "between", "": memory.peak}
     on_host = shortage.kind != "device" and plan.cluster.device != "cpu"
-    found = Explanation(
-        shortage, memory, near.get(shortage.moment, shortage.moment), on_host=on_host
-    )
-    tried = alternatives(plan, _choices(plan), work=work)
-    others = [other for other in tried if found.gain(other) * 100 >= max(found.total, 1)]
-    return replace(found, fixes=tuple(sorted(others, key=found.gain, reverse=True)))
+    moment = near.get(shortage.moment, shortage.moment)
+    explanation = Explanation(shortage, memory, moment, on_host=on_host)
+    fixes = []
+    for alternative in alternatives(plan, _choices(plan), work=work):
+        if explanation.gain(alternative) * 100 >= max(explanation.total, 1):
+            fixes.append(alternative)
+    fixes.sort(key=explanation.gain, reverse=True)
+    return replace(explanation, fixes=tuple(fixes))
 
 
 def _choices(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Settings that may take less, one knob at a time but for the last."""
+    """Yield settings that may take less, one knob at a time but for the last."""
     batch = plan.config.batch
     zero = plan.config.zero
     layout = plan.layout
     if layout.micro_size > 1:
         part = 2 if layout.micro_size % 2 == 0 else layout.micro_size
-        accumulates = batch.accumulation_steps is not None or batch.global_size is None
-        if accumulates:
-            further = {"batch.accumulation_steps": layout.accumulation_steps * part}
-        else:
-            further = {}
-        yield {"batch.micro_size": layout.micro_size // part} | further
+        smaller = {"batch.micro_size": layout.micro_size // part}
+        if batch.accumulation_steps is not None or batch.global_size is None:
+            smaller["batch.accumulation_steps"] = layout.accumulation_steps * part
+        yield smaller
     yield {"training.recompute_every": 1}
-    yield from ({"zero.stage": stage} for stage in range(zero.stage + 1, 4))
+    for stage in range(zero.stage + 1, 4):
+        yield {"zero.stage": stage}
     yield {"zero.offload_optimizer.device": "cpu"}
     yield {"zero.offload_optimizer.device": "none"}
-    yield from ({key: after} for key, _, after in knobs(plan))
+    for key, _, after in knobs(plan):
+        yield {key: after}
     yield {"zero.stage": 3, "zero.offload_optimizer.device": "cpu"}
 
 
 def in_one_sentence(shortage: Shortage, plan: Plan | None, *, most: int = 3) -> str:
-    """Sizes, moment, components and settings, to follow "no memory left" in an error message."""
+    """Return sizes, moment, components and settings, to follow "no memory left" in an error
+    message.
+    """
     sizes = {name: size_text(size) for name, size in (shortage.sizes or {}).items()}
+    parts = []
     if "asked" in sizes:
-        parts = [f"{sizes['asked']} were asked for"]
-    else:
-        parts = []
-    parts += (
-        [f"{sizes['free']} of {sizes['capacity']} are free"]
-        if {"free", "capacity"} <= sizes.keys()
-        else []
-    )
+        parts.append(f"{sizes['asked']} were asked for")
+    if "free" in sizes and "capacity" in sizes:
+        parts.append(f"{sizes['free']} of {sizes['capacity']} are free")
+    text = ""
     if parts:
-        text = f" ({', '.join(parts)})"
-    else:
-        text = ""
-    text += f" {IN_WORDS[shortage.moment]}" if shortage.moment else ""
+        text += f" ({', '.join(parts)})"
+    if shortage.moment:
+        text += f" {IN_WORDS[shortage.moment]}"
     if plan is not None:
-        found = explain(shortage, plan)
-    else:
-        found = None
-    if found is not None and (components := found.components):
-        named = ", ".join(f"{name} {size_text(size)}" for name, size in components[:most])
-        text += f"; by estimate {size_text(found.total)} then: {named}"
-        fixes = " or ".join(
-            f"{each} ({size_text(found.gain(each))} less)" for each in found.fixes[:most]
-        )
-        text += f"; set {fixes}" if fixes else ""
+        text += _estimate_text(explain(shortage, plan), most)
     if shortage.is_fragmented:
         pieces = next(iter(advice(shortage)), "")
-    else:
-        pieces = ""
-    if pieces:
-        return f"{text}; {pieces}"
+        if pieces:
+            text += f"; {pieces}"
+    return text
+
+
+def _estimate_text(explanation: Explanation, most: int) -> str:
+    components = explanation.components
+    if not components:
+        return ""
+    largest = ", ".join(f"{name} {size_text(size)}" for name, size in components[:most])
+    text = f"; by estimate {size_text(explanation.total)} then: {largest}"
+    fixes = []
+    for fix in explanation.fixes[:most]:
+        fixes.append(f"{fix} ({size_text(explanation.gain(fix))} less)")
+    if fixes:
+        text += f"; set {' or '.join(fixes)}"
     return text
 
 
 def advice(shortage: Shortage, plan: Plan | None = None) -> Iterable[str]:
-    """Explain what lies beside the config: pieces, other processes, and where the host's memory
-    goes.
+    """Yield advice on what lies beside the config: pieces, other processes, and where the host's
+    memory goes.
     """
     sizes = shortage.sizes or {}
     if shortage.is_fragmented:

@@ -48,8 +48,8 @@ class Length:
     """Length of the run, in optimizer steps.
 
     Attributes:
-        steps_per_epoch: whole global batches in one pass over the training data; None when its size
-            is not known yet.
+        steps_per_epoch: complete global batches in one pass over the training data; None when its
+            size is not known yet.
         total_steps: optimizer steps of the run; None when it is given in epochs and the size of the
             data is not known.
         num_train_samples: size of the training data; None when not known yet.
@@ -74,17 +74,17 @@ class Length:
         # a loop with data of its own
         if self.steps_per_epoch is None or self.total_steps < self.steps_per_epoch / 1e6:
             return steps
-        left = self.unused_samples_per_epoch
         epochs = self.total_steps / self.steps_per_epoch
-        if epochs.is_integer():
+        if epochs < 0.01:
+            in_words = "less than 0.01 epochs"
+        elif epochs.is_integer():
             in_words = counted(int(epochs), "epoch")
         else:
             in_words = f"{epochs:.2f} epochs"
-        in_words = "less than 0.01 epochs" if epochs < 0.01 else in_words
-        return (
-            f"{steps} = {in_words} of "
-            f"{self.steps_per_epoch}{f', {left} samples left out of each' if left else ''}"
-        )
+        text = f"{steps} = {in_words} of {self.steps_per_epoch}"
+        if self.unused_samples_per_epoch:
+            text += f", {self.unused_samples_per_epoch} samples left out of each"
+        return text
 
 
 @dataclass(frozen=True)
@@ -98,18 +98,22 @@ class Plan:
     findings: tuple[Problem, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain values, as written to ``plan.json``."""
-        found = ((key, *key.split(".")) for key in sorted(self.config.was_auto))
+        """Return the plan as plain values, as written to ``plan.json``."""
+        values: dict[str, Any] = {}
+        chosen = {}
+        for key in sorted(self.config.was_auto):
+            section, name = key.split(".")
+            chosen[key] = getattr(getattr(self.config, section), name)
+        if chosen:
+            values["auto"] = chosen
+        values["cluster"] = asdict(self.cluster) | {"world_size": self.cluster.world_size}
+        values["layout"] = asdict(self.layout)
         tile = loss_tile(self.config, self.layout.micro_size)
-        chosen = {key: getattr(getattr(self.config, section), name) for key, section, name in found}
-        return {
-            **({"auto": chosen} if chosen else {}),
-            "cluster": asdict(self.cluster) | {"world_size": self.cluster.world_size},
-            "layout": asdict(self.layout),
-            **({"loss_tile": tile} if tile else {}),
-            "length": asdict(self.length),
-            "findings": [finding.to_dict() for finding in self.findings],
-        }
+        if tile:
+            values["loss_tile"] = tile
+        values["length"] = asdict(self.length)
+        values["findings"] = [finding.to_dict() for finding in self.findings]
+        return values
 
     def on_device(self, device: Device, source: Source) -> Plan:
         """Return the plan for a kind of device that has become known: layout and length are the
@@ -119,50 +123,59 @@ class Plan:
             ConfigError: the run cannot work on it.
         """
         cluster = replace(self.cluster, device=device)
-        findings = [
-            *_findings_of_rules(self.config, cluster, source),
-            *_findings_of_layout(self.config, cluster, self.layout, self.length),
-        ]
+        findings = _findings_of_rules(self.config, cluster, source)
+        findings += _findings_of_layout(self.config, cluster, self.layout, self.length)
         return replace(self, cluster=cluster, findings=accepted(findings, source))
 
     def with_data(self, num_train_samples: int | None, source: Source) -> Plan:
-        """The plan with the real size of the training data, None of a stream; a ConfigError where
-        that is too small for a step, or a stream has no length.
+        """Return the plan with the real size of the training data.
+
+        Args:
+            num_train_samples: size of the data; None: of a stream.
+            source: where the config's values came from.
+
+        Raises:
+            ConfigError: the data is too small for a step, or a stream has no length.
         """
-        if num_train_samples is None:
+        size = num_train_samples
+        if size is None:
             size = self.config.data.num_train_samples()
-        else:
-            size = num_train_samples
         length = _length(self.config, self.layout, size)
         if length.total_steps is None:
             raise ConfigError(source.locate(_WITHOUT_LENGTH))
-        if size is None:  # an epoch would be the whole run
-            asked = [
-                ("evaluation", self.config.evaluation.every_epochs),
-                ("checkpoint", self.config.checkpoint.every_epochs),
-            ]
-            fix = "set every_steps or every_minutes; or data.train_samples, the samples of an epoch"
-            found = [
-                replace(_WITHOUT_LENGTH, fix=fix, key=f"{key}.every_epochs", value=every)
-                for key, every in asked
-                if every
-            ]
-            if found:
-                raise ConfigError(list(map(source.locate, found)))
-        before = list(map(source.locate, _length_findings(self.config, self.layout, self.length)))
-        kept = [finding for finding in self.findings if finding not in before]
-        found = [*kept, *_length_findings(self.config, self.layout, length)]
-        return replace(self, length=length, findings=accepted(found, source))
+        if size is None:
+            _refuse_epochs(self.config, source)
+        old_findings = _length_findings(self.config, self.layout, self.length)
+        before = [source.locate(finding) for finding in old_findings]
+        findings = [finding for finding in self.findings if finding not in before]
+        findings += _length_findings(self.config, self.layout, length)
+        return replace(self, length=length, findings=accepted(findings, source))
+
+
+def _refuse_epochs(config: RunConfig, source: Source) -> None:
+    """Raise ConfigError for what happens every few epochs of a stream: an epoch is the entire run."""
+    fix = "set every_steps or every_minutes; or data.train_samples, the samples of an epoch"
+    problems = []
+    for section, every in (
+        ("evaluation", config.evaluation.every_epochs),
+        ("checkpoint", config.checkpoint.every_epochs),
+    ):
+        if every:
+            key = f"{section}.every_epochs"
+            problems.append(replace(_WITHOUT_LENGTH, fix=fix, key=key, value=every))
+    if problems:
+        raise ConfigError([source.locate(problem) for problem in problems])
 
 
 def default_cluster(config: RunConfig) -> Cluster:
-    """The smallest cluster that the config alone allows: what it says it is meant for, or what its
-    batch implies.
+    """Return the smallest cluster that the config alone allows: the one it names, or the one that
+    its batch implies.
     """
-    parallel = implied_data_parallel_size(config.batch) or config.parallel.expert
-    return Cluster(
-        devices_per_host=config.run.world_size or parallel * prod(config.parallel.sizes().values())
-    )
+    world_size = config.run.world_size
+    if not world_size:
+        parallel = implied_data_parallel_size(config.batch) or config.parallel.expert
+        world_size = parallel * prod(config.parallel.sizes().values())
+    return Cluster(devices_per_host=world_size)
 
 
 def make_plan(
@@ -176,12 +189,11 @@ def make_plan(
     """Decide everything that follows from a config and a cluster.
 
     Args:
-        config: what was asked.
+        config: of the run.
         cluster: where it will run.
-        num_train_samples: real size of the training data; left out: as published, where that is
-            known.
+        num_train_samples: real size of the training data; left out: as published, if that is known.
         source: where the config's values came from, so that problems name file and line.
-        further: what else was found, to be reported with the plan's findings.
+        further: problems to be reported with the plan's findings.
 
     Raises:
         ConfigError: with every problem found.
@@ -190,8 +202,9 @@ def make_plan(
     if config.auto:
         reason = "it has not been chosen"
         fix = "write a number, or let `check`, `plan`, `launch` or `fit` choose it"
-        found = [Problem("auto-not-chosen", reason, fix, key, AUTO) for key in sorted(config.auto)]
-        raise ConfigError(map(source.locate, found))
+        keys = sorted(config.auto)
+        problems = [Problem("auto-not-chosen", reason, fix, key, AUTO) for key in keys]
+        raise ConfigError(map(source.locate, problems))
     findings = _findings_of_rules(config, cluster, source)
     layout = make_layout(config.batch, world_size=cluster.world_size, **config.parallel.sizes())
     if isinstance(layout, Problem):
@@ -200,33 +213,35 @@ def make_plan(
         num_train_samples = config.data.num_train_samples()
     layout = replace(layout, expert_size=config.parallel.expert)
     length = _length(config, layout, num_train_samples)
-    findings += [*_findings_of_layout(config, cluster, layout, length), *further]
+    findings += _findings_of_layout(config, cluster, layout, length)
+    findings += further
     return Plan(config, cluster, layout, length, accepted(findings, source))
 
 
 def _findings_of_rules(config: RunConfig, cluster: Cluster, source: Source) -> list[Problem]:
-    return [*rules.apply_rules(config, cluster), *overruled(config, source)]
+    findings = list(rules.apply_rules(config, cluster))
+    findings += overruled(config, source)
+    return findings
 
 
 def _findings_of_layout(
     config: RunConfig, cluster: Cluster, layout: Layout, length: Length
 ) -> list[Problem]:
-    return [
-        *_length_findings(config, layout, length),
-        *half_precision_without_zero(config, cluster, layout),
-        *_slow_vocabulary(config, cluster, layout),
-    ]
+    findings = list(_length_findings(config, layout, length))
+    findings += half_precision_without_zero(config, cluster, layout)
+    findings += _slow_vocabulary(config, cluster, layout)
+    return findings
 
 
 def errors_of_known(
     config: RunConfig, unknown: Set[str], cluster: Cluster | None, *, source: Source
 ) -> list[Problem]:
-    """Find errors that follow from the sections that could be read; a rule ends where it asks for
+    """Find errors that follow from the sections that could be read; a rule ends where it reads
     another one.
 
     Args:
         config: the run config without the sections that cannot be read.
-        unknown: their names; what stands in `config` under them means nothing.
+        unknown: their names; the values of these sections in `config` mean nothing.
         cluster: where it is to run; None: on what the config implies.
         source: where the config's values came from.
     """
@@ -242,12 +257,11 @@ def errors_of_known(
         if isinstance(layout, Problem):
             yield layout
 
+    checks: list[Iterable[Problem]] = [rule(known, where) for rule in rules.ALL]
+    checks.append(overruled(known, source))
+    checks.append(layout_problem())
     found: list[Problem] = []
-    for problems in (
-        *(rule(known, where) for rule in rules.ALL),
-        overruled(known, source),
-        layout_problem(),
-    ):
+    for problems in checks:
         with suppress(AttributeError):
             found.extend(problems)
     return _errors(found, source)
@@ -258,17 +272,18 @@ def _errors(findings: Iterable[Problem], source: Source) -> list[Problem]:
 
 
 def accepted(findings: Iterable[Problem], source: Source) -> tuple[Problem, ...]:
-    """The findings with their places; a ConfigError where some of them are errors."""
+    """Return the findings with their places in the config; raises ConfigError if some are errors."""
     errors = _errors(findings, source)
     if errors:
         raise ConfigError(errors)
-    return tuple(map(source.locate, findings))
+    return tuple(source.locate(finding) for finding in findings)
 
 
 def _length(config: RunConfig, layout: Layout, num_samples: int | None) -> Length:
-    steps_per_epoch, unused = (
-        (None, 0) if num_samples is None else divmod(num_samples, layout.global_size)
-    )
+    steps_per_epoch = None
+    unused = 0
+    if num_samples is not None:
+        steps_per_epoch, unused = divmod(num_samples, layout.global_size)
     total = config.training.max_steps
     if total is None and steps_per_epoch is not None:
         total = steps_per_epoch * (config.training.max_epochs or 1)
@@ -298,13 +313,15 @@ def _length_findings(config: RunConfig, layout: Layout, length: Length) -> Itera
 
 def one_line(plan: Plan) -> str:
     """Summarise a plan without problems: how a step is made and how long it takes to the end."""
-    known = plan.length.total_steps is not None
-    return f"fine on {plan.cluster}: {plan.layout}, {'' if known else 'length '}{plan.length}"
+    length = str(plan.length)
+    if plan.length.total_steps is None:
+        length = f"length {length}"
+    return f"fine on {plan.cluster}: {plan.layout}, {length}"
 
 
 def loss_tile(config: RunConfig, micro_size: int) -> int:
-    """Positions whose logits are there at once, as `training.loss_tile` has it for a micro-batch of
-    so many samples; 0: all, and where the model or the task is the user's own.
+    """Return the positions that have logits at once, as `training.loss_tile` sets it for a
+    micro-batch of `micro_size` samples; 0: all, and if the model or the task is the user's own.
     """
     model = config.model
     lora = config.training.lora
@@ -323,50 +340,47 @@ def loss_tile(config: RunConfig, micro_size: int) -> int:
 
 def _slow_vocabulary(config: RunConfig, cluster: Cluster, layout: Layout) -> Iterator[Problem]:
     """Find an output layer that GPUs compute slowly in half precision: tiles would be filled up,
-    and there are none.
+    and the loss has none.
     """
     model = config.model
     is_half = config.precision.dtype != "fp32"
     if cluster.device != "cuda" or not is_half or not isinstance(model, GPT | BERT):
         return
+    if not isinstance(config.task, CausalLM | MaskedLM):
+        return
     tokens = ceil(model.vocab_size / layout.tensor_size)
-    if (
-        isinstance(config.task, CausalLM | MaskedLM)
-        and tokens % FAST_ROWS
-        and not loss_tile(config, layout.micro_size)
-    ):
-        filled = (model.vocab_size + -model.vocab_size % HALF_ROWS) * (layout.tensor_size == 1)
-        if filled:
-            size = f"{filled}"
-        else:
-            size = f"a multiple of {HALF_ROWS * layout.tensor_size}"
-        reason = f"{slow_rows(tokens)}; no text has the tokens that fill it up"
-        yield Problem(
-            "slow-vocabulary",
-            reason,
-            f"set it to {size}",
-            "model.vocab_size",
-            model.vocab_size,
-            severity="note",
-        )
+    if not tokens % FAST_ROWS or loss_tile(config, layout.micro_size):
+        return
+    filled = model.vocab_size + -model.vocab_size % HALF_ROWS
+    if layout.tensor_size == 1 and filled:
+        size = f"{filled}"
+    else:
+        size = f"a multiple of {HALF_ROWS * layout.tensor_size}"
+    reason = f"{slow_rows(tokens)}; no text has the tokens that fill it up"
+    yield Problem(
+        "slow-vocabulary",
+        reason,
+        f"set it to {size}",
+        "model.vocab_size",
+        model.vocab_size,
+        severity="note",
+    )
 
 
 def rows(plan: Plan) -> dict[str, str]:
-    """Label -> what is planned."""
-    tile = loss_tile(plan.config, plan.layout.micro_size)
-    return {
+    """Return label -> what is planned."""
+    planned = {
         "run": plan.config.run.name,
         "cluster": f"{plan.cluster} = {counted(plan.cluster.world_size, 'rank')}",
         "batch": str(plan.layout),
         "length": str(plan.length),
         "precision": plan.config.precision.dtype,
         "ZeRO": _zero(plan),
-        **(
-            {"loss": f"tile by tile, the logits of {counted(tile, 'position')} at once"}
-            if tile
-            else {}
-        ),
     }
+    tile = loss_tile(plan.config, plan.layout.micro_size)
+    if tile:
+        planned["loss"] = f"tile by tile, the logits of {counted(tile, 'position')} at once"
+    return planned
 
 
 def _zero(plan: Plan) -> str:
@@ -377,16 +391,11 @@ def _zero(plan: Plan) -> str:
         "optimizer state and gradients are spread",
         "optimizer state, gradients and weights are spread",
     )
+    text = f"stage {zero.stage}: {spread[zero.stage]}"
     if zero.stage:
-        over = f" over {counted(plan.layout.num_replicas, 'rank')}"
-    else:
-        over = ""
-    offloads = [
-        f"{what} on {device}"
-        for what, device in (
-            ("optimizer", zero.offload_optimizer.device),
-            ("weights", zero.offload_param.device),
-        )
-        if device != "none"
-    ]
-    return ", ".join([f"stage {zero.stage}: {spread[zero.stage]}{over}", *offloads])
+        text += f" over {counted(plan.layout.num_replicas, 'rank')}"
+    if zero.offload_optimizer.device != "none":
+        text += f", optimizer on {zero.offload_optimizer.device}"
+    if zero.offload_param.device != "none":
+        text += f", weights on {zero.offload_param.device}"
+    return text

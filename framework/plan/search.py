@@ -1,10 +1,10 @@
 """Search for a strategy: which ZeRO stage, offload, recomputation, micro-batch and pipeline serve a
 run best.
 
-Every candidate is a run config that the house's own validation and rules accept, on its cluster;
-there is no second set of rules. One costs about two milliseconds, so that few are left out:
-micro-batches beyond the first that does not fit, because memory grows with them, and those of a
-strategy that a rule refuses, whatever the batch.
+Every candidate is a run config that validation and rules accept on its cluster; there is no second
+set of rules. A candidate costs about two milliseconds, so that few are left out: micro-batches
+beyond the first that does not fit, because memory grows with them, and all micro-batches of a
+strategy that a rule refuses for every batch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _LARGEST_MICRO: Final = 4096
 # What makes a difference: estimates are not that exact. Twice the micro-batch has to gain it, where
 # that is free.
 _LEAST_GAIN: Final = 1.02
-# What the estimate cannot tell apart: the plainest of those comes first.
+# Estimates this close are equal: of such candidates the plainest comes first.
 _TIE: Final = 1.03
 _LONGEST_SEQUENCE: Final = 1 << 24
 _UNKNOWN: Final = "its memory is not known"
@@ -66,7 +66,7 @@ class Hardware:
     """Devices that a strategy is searched for.
 
     Attributes:
-        name: of the device, such as ``h100-80gb``; empty where none is named.
+        name: of the device, such as ``h100-80gb``; empty if no device is named.
         memory_bytes: of one device; None: not known, so that everything fits.
         host_bytes: memory of a host, which the ranks on it share; None: not known.
         machine: rates of devices and network; None: how fast they are is not known.
@@ -81,22 +81,22 @@ class Hardware:
 
     @property
     def text(self) -> str:
-        """The devices, and whence their rates."""
-        return ", ".join(filter(None, (self.name, self.rates)))
+        """The devices, and where their rates come from."""
+        return ", ".join(text for text in (self.name, self.rates) if text)
 
     def usable_bytes(self, memory: Memory) -> int | None:
-        """Memory that is left to tensors, beside what else a run takes of a GPU."""
+        """Return the memory that is left to tensors, beside what else a run takes of a GPU."""
         if self.memory_bytes is None:
             return None
         return max(self.memory_bytes - sum(memory.beside.values()), 0)
 
     def with_beside(self, memory: Memory, plan: Plan) -> Memory:
-        """A plan's memory with what it takes of these devices beside its tensors."""
+        """Add to a plan's memory what it takes of these devices beside its tensors."""
         return replace(memory, beside=beside_tensors(memory, plan, self.name))
 
     def lacking(self, memory: Memory) -> str:
-        """Reason why a run does not fit; empty where it does, or where the memory of the devices is
-        not known.
+        """Return the reason why a run does not fit; empty if it does, or if the memory of the
+        devices is not known.
         """
         limit = self.usable_bytes(memory)
         peak_bytes = memory.total(memory.peak)
@@ -113,12 +113,12 @@ class Request:
     """Question to a search.
 
     Attributes:
-        config: what was asked; keys that are not `free` stay as they are.
+        config: of the run; keys that are not `free` stay as they are.
         cluster: where it is to run.
         target: its devices; left out: not known.
-        free: dotted keys that may be chosen. `batch.global_size` stays where it is given; else
+        free: dotted keys that may be chosen. `batch.global_size` stays if it is set; else
             micro-batches grow as long as doubling them gains 2 %.
-        num_train_samples: size of the training data, where it is known.
+        num_train_samples: size of the training data, if it is known.
         work: of a model of the user's own, on any micro-batch.
     """
 
@@ -153,9 +153,7 @@ class Candidate:
 
     @property
     def choice(self) -> dict[str, Any]:
-        """What was chosen, or would be: every key of a strategy and its batch, with its value in
-        the plan.
-        """
+        """Every key of a strategy and its batch, with its value in the plan."""
         config = self.plan.config
         layout = self.plan.layout
         return {
@@ -170,20 +168,24 @@ class Candidate:
         }
 
     def changes(self, planned: Candidate) -> dict[str, Any]:
-        """The part of the choice in which this one differs."""
+        """Return the part of the choice that differs from a planned candidate's."""
         before = planned.choice
         return {key: value for key, value in self.choice.items() if value != before[key]}
 
     @property
     def samples_per_second(self) -> float | None:
         """Samples of all devices together; None where the device's speed is not known."""
-        return None if self.time is None else self.time.samples_per_second
+        if self.time is None:
+            return None
+        return self.time.samples_per_second
 
     @cached_property
     def traffic_bytes(self) -> float:
-        """Bytes that a rank sends for each sample of the run, as DeepSpeed 0.19.8 does it: at stage
-        0 an all-reduce in a step, at 1 the gathering of weights as well, at 2 an all-reduce for
-        each micro-batch, at 3 two gatherings and a reduction for each.
+        """Bytes that a rank sends for each sample of the run.
+
+        DeepSpeed 0.19.8 runs at stage 0 an all-reduce in a step, at 1 the gathering of weights as
+        well, at 2 an all-reduce for each micro-batch, at 3 two gatherings and a reduction for each
+        micro-batch, and a third gathering with recomputation.
         """
         config = self.plan.config
         layout = self.plan.layout
@@ -191,8 +193,8 @@ class Candidate:
             return 0.0
         steps = layout.accumulation_steps
         width = 2 if config.precision.dtype in ("bf16", "fp16") else 4
-        again = bool(config.training.recompute_every)
-        passes = (2, 3, 2 * steps + 1, (3 + again) * steps)[config.zero.stage]
+        passes_at_stage_3 = 4 if config.training.recompute_every else 3
+        passes = (2, 3, 2 * steps + 1, passes_at_stage_3 * steps)[config.zero.stage]
         return width * passes * self.memory.num_params / layout.global_size
 
 
@@ -201,7 +203,7 @@ class Loser:
     """Strategies that lost, all for the same reason.
 
     Attributes:
-        settings: what they have in common.
+        settings: dotted keys and values that all of them share.
         why: the reason, in words.
         kind: ``refused`` or ``too-large``.
         count: how many strategies.
@@ -235,9 +237,9 @@ class SearchResult:
 
     Attributes:
         target: devices.
-        ranked: the best candidate of each strategy, the best one first; empty where nothing fits.
-        losers: why others are not among them.
-        smallest: the candidate that takes least, where nothing fits.
+        ranked: the best candidate of each strategy, the best one first; empty if nothing fits.
+        losers: why other strategies are not ranked.
+        smallest: the candidate that takes least, if nothing fits.
     """
 
     target: Hardware
@@ -247,99 +249,129 @@ class SearchResult:
 
     @property
     def block(self) -> str:
-        """The one constraint that blocks, in words; empty where something fits."""
+        """The one constraint that blocks, in words; empty if something fits."""
         if self.ranked:
             return ""
         if self.smallest is None:
             if self.losers:
                 return self.losers[0].why
             return "there is nothing to choose from"
-        found = self.smallest
-        memory = self.smallest.memory
+        smallest = self.smallest
+        memory = smallest.memory
         limit = self.target.usable_bytes(memory)
-        host = self.target.host_bytes
-        if limit is None or found.peak_bytes <= limit:
-            ranks = found.plan.cluster.devices_per_host
+        if limit is None or smallest.peak_bytes <= limit:
+            ranks = smallest.plan.cluster.devices_per_host
             on_host = sum(memory.host.values())
             return (
                 f"{counted(ranks, 'rank')} take {size_text(ranks * on_host)} of a host that "
-                f"has {size_text(host or 0)}"
+                f"has {size_text(self.target.host_bytes or 0)}"
             )
-        least = settings_text({key: found.settings[key] for key in STRATEGY})
-        takes = f"the least is {size_text(found.peak_bytes)}, with {least}: {fullest(memory)}"
+        least = settings_text(_strategy_of(smallest))
+        takes = f"the least is {size_text(smallest.peak_bytes)}, with {least}: {fullest(memory)}"
         return f"{takes}; {size_text(limit)} are usable"
 
 
-def search(asked: Request, *, is_quick: bool = False) -> SearchResult:
-    """Rank the strategies of a run on a cluster: by samples per second, or by costs where speed is
-    not known. A quick search drops what cannot fit, and so does not know what takes least. A
-    NotEstimatedError where the model's memory is not known.
+def _strategy_of(candidate: Candidate) -> dict[str, Any]:
+    return {key: candidate.settings[key] for key in STRATEGY}
+
+
+def search(request: Request, *, is_quick: bool = False) -> SearchResult:
+    """Rank the strategies of a run on a cluster: by samples per second, or by costs if speed is not
+    known.
+
+    Args:
+        request: what to search for.
+        is_quick: drop what cannot fit without an estimate; what takes least is not known then.
+
+    Raises:
+        NotEstimatedError: the model's memory is not known.
     """
-    judges = _Judge(asked, is_quick=is_quick)
-    found = [best for strategy in _strategies(asked) if (best := judges.best(strategy))]
-    smallest = min(judges.too_large, key=lambda each: each.peak_bytes, default=None)
-    if not (found or smallest or is_quick) and judges.unknown is not None:
+    judges = _Judge(request, is_quick=is_quick)
+    candidates = []
+    for strategy in _strategies(request):
+        best = judges.best(strategy)
+        if best is not None:
+            candidates.append(best)
+    smallest = None
+    if not candidates:
+        smallest = min(judges.too_large, key=lambda large: large.peak_bytes, default=None)
+    is_empty = not candidates and smallest is None
+    if is_empty and not is_quick and judges.unknown is not None:
         raise judges.unknown
     return SearchResult(
-        asked.target, tuple(_ranked(found)), tuple(judges.losers()), None if found else smallest
+        request.target, tuple(_ranked(candidates)), tuple(judges.losers()), smallest
     )
 
 
-def search_fewest_devices(asked: Request) -> SearchResult:
-    """The search on the smallest part of a cluster on which something fits: whole hosts, or devices
-    of one host in powers of two; on the whole cluster where nothing does. A UsageError where the
-    device's memory is not known.
+def search_fewest_devices(request: Request) -> SearchResult:
+    """Search on the smallest part of a cluster on which something fits.
+
+    Parts are whole hosts, or devices of one host in powers of two. If nothing fits, this is the
+    search on the whole cluster.
+
+    Raises:
+        UsageError: the device's memory is not known.
     """
-    cluster = asked.cluster
-    if asked.target.memory_bytes is None:
+    cluster = request.cluster
+    if request.target.memory_bytes is None:
         raise UsageError("the fewest devices take the device, as --gpu names it")
-    hosts = sorted({*_powers(cluster.num_hosts), cluster.num_hosts})
-    devices = sorted({*_powers(cluster.devices_per_host), cluster.devices_per_host})
-    sizes = [
-        *((1, count) for count in devices),
-        *((count, cluster.devices_per_host) for count in hosts[1:]),
-    ]
-    parts = [
-        replace(asked, cluster=replace(cluster, num_hosts=num, devices_per_host=count))
-        for num, count in sizes
-    ]
-    enough = (part for part in parts[:-1] if search(part, is_quick=True).ranked)
-    return search(next(enough, parts[-1]))
+    for num_hosts, devices_per_host in _smaller_sizes(cluster):
+        part = replace(cluster, num_hosts=num_hosts, devices_per_host=devices_per_host)
+        smaller = replace(request, cluster=part)
+        if search(smaller, is_quick=True).ranked:
+            return search(smaller)
+    return search(request)
 
 
-def search_longest_sequence(asked: Request) -> SearchResult:
-    """The search with the longest sequence on which something fits, to an eighth of its length; a
-    UsageError where the length is no key of the data, or the device's memory is not known.
+def _smaller_sizes(cluster: Cluster) -> Iterator[tuple[int, int]]:
+    """Yield hosts and devices per host of the smaller parts of a cluster, the smallest first."""
+    for count in _powers(cluster.devices_per_host):
+        if count < cluster.devices_per_host:
+            yield 1, count
+    for count in _powers(cluster.num_hosts):
+        if count < cluster.num_hosts:
+            yield count, cluster.devices_per_host
+
+
+def search_longest_sequence(request: Request) -> SearchResult:
+    """Search with the longest sequence on which something fits, to an eighth of its length.
+
+    Raises:
+        UsageError: the length is no key of the data, or the device's memory is not known.
     """
-    config = asked.config
-    memory = asked.target.memory_bytes
+    config = request.config
     length = getattr(config.data, "sequence_length", None)
     positions = getattr(config.model, "max_positions", None)
-    if length is None or positions is None or memory is None:
-        if memory is None:
-            missing = "the device, as --gpu names it"
-        else:
-            missing = "data and a model with a length"
-        raise UsageError(f"the longest sequence takes {missing}")
+    if request.target.memory_bytes is None:
+        raise UsageError("the longest sequence takes the device, as --gpu names it")
+    if length is None or positions is None:
+        raise UsageError("the longest sequence takes data and a model with a length")
 
     def at(tokens: int) -> SearchResult:
         lengths = {LENGTH: tokens, POSITIONS: max(tokens, positions)}
-        found = search(replace(asked, config=with_settings(config, lengths)))
-        named = (replace(each, settings={LENGTH: tokens, **each.settings}) for each in found.ranked)
-        return replace(found, ranked=tuple(named))
+        result = search(replace(request, config=with_settings(config, lengths)))
+        ranked = [
+            replace(candidate, settings={LENGTH: tokens, **candidate.settings})
+            for candidate in result.ranked
+        ]
+        return replace(result, ranked=tuple(ranked))
 
     best = at(length)
-    step = length
-    while best.ranked and length < _LONGEST_SEQUENCE and (longer := at(2 * length)).ranked:
+    if not best.ranked:
+        return best
+    while length < _LONGEST_SEQUENCE:
+        longer = at(2 * length)
+        if not longer.ranked:
+            break
         best = longer
-        length = 2 * length
-        step = length
-    while best.ranked and step > max(length // 8, 1):
+        length *= 2
+    step = length
+    while step > max(length // 8, 1):
         step //= 2
         longer = at(length + step)
         if longer.ranked:
             best = longer
-            length = length + step
+            length += step
     return best
 
 
@@ -350,34 +382,36 @@ def judge(
     settings: Settings | None = None,
     work: ModelWork | None = None,
 ) -> Candidate:
-    """Estimate what a plan takes; `work`: of its model on any micro-batch, left out: as the named
-    model has it.
+    """Estimate what a plan takes.
+
+    Args:
+        plan: of the run.
+        target: its devices.
+        settings: that the plan has and the run's config has not.
+        work: of the model on any micro-batch; left out: as the named model has it.
 
     Raises:
-        NotEstimatedError: its memory is not known.
+        NotEstimatedError: the memory is not known.
     """
     if work is None:
         work = work_of(plan)
     else:
         work = work.of_samples(plan.layout.micro_size)
     memory = estimate(plan, work=work)
-    machine = target and target.machine
     time = None
-    if target:
+    if target is not None:
         memory = target.with_beside(memory, plan)
-    else:
-        memory = memory
-    if machine and work:
-        with suppress(NotEstimatedError):  # a figure of the device that nobody has published
-            time = estimate_time(plan, work, machine)
+        if target.machine and work:
+            with suppress(NotEstimatedError):  # a figure of the device is not published
+                time = estimate_time(plan, work, target.machine)
     return Candidate(settings or {}, plan, memory, time)
 
 
 class _Judge:
-    """Tries candidates on one cluster, and remembers why they lost."""
+    """Candidates of one request on one cluster, and the reasons why they lost."""
 
-    def __init__(self, asked: Request, *, is_quick: bool) -> None:
-        self.asked = asked
+    def __init__(self, request: Request, *, is_quick: bool) -> None:
+        self.request = request
         self.is_quick = is_quick
         self.too_large: list[Candidate] = []
         self.unknown: NotEstimatedError | None = None
@@ -386,41 +420,39 @@ class _Judge:
         self._works: dict[tuple[int, bool], ModelWork | None] = {}
 
     def best(self, strategy: Settings) -> Candidate | None:
-        """The best candidate of one strategy that fits, its micro-batches tried from the smallest
-        on.
+        """Return the best candidate of one strategy that fits; micro-batches are tried from the
+        smallest on.
         """
-        best = None
-        smallest = None
+        best: Candidate | None = None
+        smallest: Candidate | None = None
         reasons = []
-        batch = self.asked.config.batch
-        grows = self.asked.target.memory_bytes is not None
+        target = self.request.target
+        batch = self.request.config.batch
         is_free = batch.global_size is None
+        least_gain = _LEAST_GAIN if is_free else 1.0
         plain = batch.micro_size or DEFAULT_MICRO_SIZE
-        for sizes in _batches(self.asked, strategy, grows=grows):
-            if smallest is not None and sizes.get(ACCUMULATION, 1) > (
-                1 if self.is_quick else strategy[PIPE]
-            ):
+        most_steps = 1 if self.is_quick else strategy[PIPE]
+        for sizes in _batches(self.request, strategy, grows=target.memory_bytes is not None):
+            if smallest is not None and sizes.get(ACCUMULATION, 1) > most_steps:
                 # larger micro-batches, as many of them in flight, and gradients are kept as well
                 continue
-            tried = self.candidate({**strategy, **sizes})
-            if isinstance(tried, str):
-                reasons.append(tried)
-                if tried.startswith(("batch.", _UNKNOWN)):
+            candidate = self.candidate({**strategy, **sizes})
+            if isinstance(candidate, str):
+                reasons.append(candidate)
+                if candidate.startswith(("batch.", _UNKNOWN)):
                     continue
-                break  # whatever the batch
-            if not self.fits(tried):
-                if smallest is None:
-                    smallest = tried
-                else:
-                    smallest = min(smallest, tried, key=lambda each: each.peak_bytes)
+                break  # refused for every batch
+            if not self.fits(candidate):
+                if smallest is None or candidate.peak_bytes < smallest.peak_bytes:
+                    smallest = candidate
                 # no larger one will; with a fixed global size more micro-batches may take more
                 if is_free:
                     break
-            elif best is None or _is_better(tried, best, by=_LEAST_GAIN if is_free else 1.0):
-                best = tried
-            elif is_free and tried.time is not None:
+            elif best is None or _is_better(candidate, best, by=least_gain):
+                best = candidate
+            elif is_free and candidate.time is not None:
                 break
-            if is_free and tried.time is None and tried.plan.layout.micro_size >= plain:
+            if is_free and candidate.time is None and candidate.plan.layout.micro_size >= plain:
                 break  # what more would gain is not known
         if best is None and smallest is not None:
             self.too_large.append(smallest)
@@ -429,24 +461,17 @@ class _Judge:
         return best
 
     def candidate(self, settings: Settings) -> Candidate | str:
-        """The candidate, or the reason why there is none."""
-        asked = self.asked
+        """Return the candidate, or the reason why there is none."""
+        request = self.request
         try:
-            changed = with_settings(asked.config, settings)
-            plan = make_plan(changed, asked.cluster, num_train_samples=asked.num_train_samples)
-            micro = plan.layout.micro_size
-            work = asked.work
-            key = (micro, plan.config.zero.stage == 3)
-            if key not in self._works:
-                self._works[key] = work_of(plan) if work is None else work.of_samples(micro)
-            found = self._works[key]
-            if (
-                self.is_quick
-                and found
-                and least_bytes(plan, found) > (asked.target.memory_bytes or inf)
-            ):
-                return "too large, whatever the batch"
-            return judge(plan, asked.target, settings=settings, work=found)
+            config = with_settings(request.config, settings)
+            plan = make_plan(config, request.cluster, num_train_samples=request.num_train_samples)
+            work = self._work(plan)
+            if self.is_quick and work:
+                memory_bytes = request.target.memory_bytes or inf
+                if least_bytes(plan, work) > memory_bytes:
+                    return "too large, whatever the batch"
+            return judge(plan, request.target, settings=settings, work=work)
         except ConfigError as error:
             problem = error.problems[0]
             return f"{problem.key}: {problem.reason} [{problem.kind}]"
@@ -454,229 +479,258 @@ class _Judge:
             self.unknown = self.unknown or error
             return f"{_UNKNOWN}: {error}"
 
+    def _work(self, plan: Plan) -> ModelWork | None:
+        micro_size = plan.layout.micro_size
+        key = (micro_size, plan.config.zero.stage == 3)
+        if key not in self._works:
+            if self.request.work is None:
+                self._works[key] = work_of(plan)
+            else:
+                self._works[key] = self.request.work.of_samples(micro_size)
+        return self._works[key]
+
     def fits(self, candidate: Candidate) -> bool:
         """Check whether the device, and the host with its other ranks, hold it."""
-        limit = self.asked.target.usable_bytes(candidate.memory)
-        host = self.asked.target.host_bytes
-        on_host = sum(candidate.memory.host.values()) * self.asked.cluster.devices_per_host
-        return (limit is None or candidate.peak_bytes <= limit) and (
-            host is None or on_host <= host
-        )
+        target = self.request.target
+        limit = target.usable_bytes(candidate.memory)
+        if limit is not None and candidate.peak_bytes > limit:
+            return False
+        on_host = sum(candidate.memory.host.values()) * self.request.cluster.devices_per_host
+        return target.host_bytes is None or on_host <= target.host_bytes
 
     def losers(self) -> Iterator[Loser]:
-        """Those that fit on no device, the smallest first, then those that are refused, by
-        reason.
+        """Yield the strategies that fit on no device, the smallest first, then the refused ones;
+        those with the same reason are one loser.
         """
-        large: dict[str, list[Settings]] = {}
-        for found in sorted(self.too_large, key=lambda found: found.peak_bytes):
-            layout = found.plan.layout
-            size = size_text(found.peak_bytes)
-            why = f"{size} with micro-batches of {layout.micro_size}: {fullest(found.memory)}"
-            large.setdefault(why, []).append({key: found.settings[key] for key in STRATEGY})
-        for why, those in large.items():
-            yield Loser(_common(those), why, "too-large", len(those))
-        for why, those in self._refused.items():
-            yield Loser(_common(those), why, "refused", len(those))
+        too_large: dict[str, list[Settings]] = {}
+        for candidate in sorted(self.too_large, key=lambda large: large.peak_bytes):
+            size = size_text(candidate.peak_bytes)
+            micro_size = candidate.plan.layout.micro_size
+            why = f"{size} with micro-batches of {micro_size}: {fullest(candidate.memory)}"
+            too_large.setdefault(why, []).append(_strategy_of(candidate))
+        for why, strategies in too_large.items():
+            yield Loser(_common(strategies), why, "too-large", len(strategies))
+        for why, strategies in self._refused.items():
+            yield Loser(_common(strategies), why, "refused", len(strategies))
 
 
-def _is_better(one: Candidate, other: Candidate, *, by: float) -> bool:
-    """Check whether one is faster, by a factor where speeds are known."""
-    if one.samples_per_second is None or other.samples_per_second is None:
-        return _rank(one) < _rank(other)
-    return one.samples_per_second > by * other.samples_per_second
+def _is_better(candidate: Candidate, best: Candidate, *, by: float) -> bool:
+    """Check whether a candidate is faster than the best one, by a factor if speeds are known."""
+    if candidate.samples_per_second is None or best.samples_per_second is None:
+        return _rank(candidate) < _rank(best)
+    return candidate.samples_per_second > by * best.samples_per_second
 
 
 def least_bytes(plan: Plan, work: ModelWork) -> int:
-    """Bytes that the fullest rank takes at least, whatever the batch: its share of weights,
-    optimizer state and, at stages 0 and 1, of gradients. The fullest stage of a pipeline has no
-    less than the mean.
+    """Return the least bytes that the fullest rank takes with any batch.
+
+    They are its share of weights, optimizer state and, at stages 0 and 1, of gradients. The fullest
+    stage of a pipeline has no less than the mean.
     """
     by = Parallelism.from_plan(plan)
     ranks = by.data * by.sequence
-    weights = 0 if by.weights_offloaded else by.weight_bytes / (ranks if by.zero_stage == 3 else 1)
-    each = weights + (by.weight_bytes if by.zero_stage < 2 else 0)
-    # that of the user's own may have none
+    bytes_per_param = 0.0
+    if not by.weights_offloaded:
+        bytes_per_param += by.weight_bytes / (ranks if by.zero_stage == 3 else 1)
+    if by.zero_stage < 2:
+        bytes_per_param += by.weight_bytes
+    # an optimizer of the user's own may have no state
     if not by.is_offloaded and hasattr(plan.config.optimizer, "kind"):
-        each += by.state_bytes / (ranks if by.zero_stage else 1)
-    return int(each * work.num_params / by.pipe / by.tensor)
+        bytes_per_param += by.state_bytes / (ranks if by.zero_stage else 1)
+    return int(bytes_per_param * work.num_params / by.pipe / by.tensor)
 
 
-def search_more_devices(asked: Request, *, most: int = 16_384) -> SearchResult | None:
-    """The search on the smallest cluster of twice as many hosts, or four times and so on, on which
-    something fits.
+def search_more_devices(request: Request, *, most: int = 16_384) -> SearchResult | None:
+    """Search on the smallest cluster of 2, 4, 8 ... times as many hosts on which something fits;
+    None if nothing fits on `most` devices.
     """
-    hosts = 2 * asked.cluster.num_hosts
-    while hosts * asked.cluster.devices_per_host <= most:
-        found = search(
-            replace(asked, cluster=replace(asked.cluster, num_hosts=hosts)), is_quick=True
-        )
-        if found.ranked:
-            return found
-        hosts *= 2
+    num_hosts = 2 * request.cluster.num_hosts
+    while num_hosts * request.cluster.devices_per_host <= most:
+        larger = replace(request.cluster, num_hosts=num_hosts)
+        result = search(replace(request, cluster=larger), is_quick=True)
+        if result.ranked:
+            return result
+        num_hosts *= 2
     return None
 
 
 def nearest_plan(
     config: RunConfig, cluster: Cluster, *, num_train_samples: int | None = None
 ) -> tuple[str, Plan] | None:
-    """The plan that is nearest to one that cannot be, and what it changes, in words; None where
-    none is near.
+    """Return the plan that is nearest to one that cannot be, and what it changes, in words; None if
+    no plan is near.
 
     Tried in this order: another micro-batch, another global size, fewer pipeline stages, fewer
     devices.
     """
-    batch = config.batch
-    pipe = config.parallel.pipe
-    tries: list[tuple[Settings, Cluster]] = []
-    for stages in (
-        pipe,
-        *(count for count in range(pipe - 1, 0, -1) if cluster.world_size % count == 0),
-    ):
-        below = (batch.global_size or 0) // (ranks := max(cluster.world_size // stages, 1)) * ranks
-        if batch.global_size is None:
-            sizes = []
-        else:
-            sizes = [{GLOBAL: below or ranks}, {GLOBAL: below + ranks}]
-        own = {} if stages == pipe else {PIPE: stages}
-        free = {MICRO: None, ACCUMULATION: None}
-        tries += [
-            ({**own, **size, **more}, cluster) for size in ({}, *sizes) for more in ({}, free)
-        ]
-    fewer = range(cluster.devices_per_host - 1, 0, -1)
-    tries += [({}, replace(cluster, devices_per_host=count)) for count in fewer]
-    for settings, where in tries:
+    for settings, tried_cluster in _near(config, cluster):
         with suppress(ConfigError):
             changed = with_settings(config, settings)
-            plan = make_plan(changed, where, num_train_samples=num_train_samples)
-            shown = {key: value for key, value in settings.items() if value}
-            micro = plan.layout.micro_size
-            shown |= (
-                {MICRO: micro}
-                if MICRO in settings and batch.micro_size not in (None, micro)
-                else {}
-            )
-            return settings_text(shown) or (
-                str(where) if where != cluster else str(plan.layout)
-            ), plan
+            plan = make_plan(changed, tried_cluster, num_train_samples=num_train_samples)
+            return _changes_text(config, cluster, settings, plan), plan
     return None
 
 
-def _ranked(found: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates, the best one first; of those that the estimate cannot tell from the fastest,
-    the plainest.
+def _near(config: RunConfig, cluster: Cluster) -> Iterator[tuple[Settings, Cluster]]:
+    """Yield settings and clusters that are near to what a config has, the nearest first."""
+    global_size = config.batch.global_size
+    pipe = config.parallel.pipe
+    fewer_stages = [stages for stages in range(pipe - 1, 0, -1) if cluster.world_size % stages == 0]
+    for stages in [pipe, *fewer_stages]:
+        settings: dict[str, Any] = {}
+        if stages != pipe:
+            settings[PIPE] = stages
+        variants = [settings]
+        if global_size is not None:
+            ranks = max(cluster.world_size // stages, 1)
+            below = global_size // ranks * ranks
+            variants.append(settings | {GLOBAL: below or ranks})
+            variants.append(settings | {GLOBAL: below + ranks})
+        for variant in variants:
+            yield variant, cluster
+            yield variant | {MICRO: None, ACCUMULATION: None}, cluster
+    for count in range(cluster.devices_per_host - 1, 0, -1):
+        yield {}, replace(cluster, devices_per_host=count)
+
+
+def _changes_text(config: RunConfig, cluster: Cluster, settings: Settings, plan: Plan) -> str:
+    """Return what a plan changes: settings, else the cluster, else the layout."""
+    changes = {key: value for key, value in settings.items() if value}
+    micro_size = plan.layout.micro_size
+    if MICRO in settings and config.batch.micro_size not in (None, micro_size):
+        changes[MICRO] = micro_size
+    if changes:
+        return settings_text(changes)
+    if plan.cluster != cluster:
+        return str(plan.cluster)
+    return str(plan.layout)
+
+
+def _ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Sort candidates, the best one first; of those that are as fast as the fastest, within the
+    estimate's error, the plainest.
     """
-    most = max((each.samples_per_second or 0.0 for each in found), default=0.0)
+    speeds = [candidate.samples_per_second or 0.0 for candidate in candidates]
+    fastest = max(speeds, default=0.0)
 
     def order(candidate: Candidate) -> tuple[float, ...]:
-        speed, *costs = _rank(candidate)
-        return (-most if most and -speed * _TIE >= most else speed, *costs, speed)
+        negative_speed, *costs = _rank(candidate)
+        is_tied = fastest > 0 and -negative_speed * _TIE >= fastest
+        return (-fastest if is_tied else negative_speed, *costs, negative_speed)
 
-    return sorted(found, key=order)
+    return sorted(candidates, key=order)
 
 
 def _rank(candidate: Candidate) -> tuple[float, ...]:
-    """Order of candidates, the best one first: by speed, else by what costs time, traffic and
-    memory.
+    """Return a candidate's sort key, the least for the best one: by speed, else by what costs time,
+    traffic and memory.
     """
     config = candidate.plan.config
-    speed = candidate.samples_per_second
-    costs = (config.zero.offload_optimizer.device != "none", bool(config.training.recompute_every))
     layout = candidate.plan.layout
-    together = layout.world_size // layout.data_parallel_size
-    order = (
-        *costs,
-        together,
+    speed = candidate.samples_per_second
+    return (
+        inf if speed is None else -speed,
+        config.zero.offload_optimizer.device != "none",
+        bool(config.training.recompute_every),
+        layout.world_size // layout.data_parallel_size,
         candidate.traffic_bytes,
         layout.accumulation_steps,
         candidate.peak_bytes,
     )
-    return (-speed if speed is not None else inf, *order)
 
 
-def _strategies(asked: Request) -> Iterator[Settings]:
-    """Every combination of what is free beside the batch."""
-    config = asked.config
-    free = asked.free
+def _strategies(request: Request) -> Iterator[Settings]:
+    """Yield every combination of what is free beside the batch."""
+    config = request.config
     offload = config.zero.offload_optimizer.device
     recompute = config.training.recompute_every
-    values: dict[str, Sequence[Any]] = {
-        STAGE: range(4) if STAGE in free else [config.zero.stage],
-        OFFLOAD: ["none", "cpu"] if OFFLOAD in free and offload != "nvme" else [offload],
-        RECOMPUTE: sorted({0, 1, recompute}) if RECOMPUTE in free else [recompute],
-    }
-    for chosen, sizes in product(product(*values.values()), _sizes(asked)):
-        yield dict(zip(values, chosen, strict=True)) | sizes
+    stages: Sequence[int] = [config.zero.stage]
+    if STAGE in request.free:
+        stages = range(4)
+    offloads = [offload]
+    if OFFLOAD in request.free and offload != "nvme":
+        offloads = ["none", "cpu"]
+    recomputes = [recompute]
+    if RECOMPUTE in request.free:
+        recomputes = sorted({0, 1, recompute})
+    for values in product(stages, offloads, recomputes, _sizes(request)):
+        *chosen, sizes = values
+        yield dict(zip((STAGE, OFFLOAD, RECOMPUTE), chosen, strict=True)) | sizes
 
 
-def _sizes(asked: Request) -> Iterator[dict[str, int]]:
-    """Ranks that train on the same samples: in one direction at a time, or as the config has it.
+def _sizes(request: Request) -> Iterator[dict[str, int]]:
+    """Yield parallel sizes: those of the config, and then one of them changed at a time.
 
     Tensor and sequence groups stay on a host: what they send between is on the way of every block.
     """
-    config = asked.config
-    free = asked.free
-    given = {key: getattr(config.parallel, key.rpartition(".")[2]) for key in SIZES}
-    yield given
-    plain = {key: 1 if key in free else size for key, size in given.items()}
+    config = request.config
+    devices = request.cluster.devices_per_host
+    sizes = {key: getattr(config.parallel, key.rpartition(".")[2]) for key in SIZES}
+    yield sizes
+    plain = {key: 1 if key in request.free else size for key, size in sizes.items()}
     heads = int(getattr(config.model, "num_kv_heads", 0) or getattr(config.model, "num_heads", 1))
-    on_host = [
-        size
-        for size in _powers(asked.cluster.devices_per_host)
-        if asked.cluster.devices_per_host % size == 0
-    ]
-    choices = {PIPE: _pipes(config, asked.cluster), **dict.fromkeys((TENSOR, SEQUENCE), on_host)}
-    for key in SIZES:
-        for size in choices[key] if key in free else []:
-            if (
-                plain | {key: size} != given
-                and (size > 1 or key == PIPE)
-                and (key == PIPE or heads % size == 0)
-            ):
+    if PIPE in request.free:
+        for size in _pipes(config, request.cluster):
+            if plain | {PIPE: size} != sizes:
+                yield plain | {PIPE: size}
+    for key in (TENSOR, SEQUENCE):
+        if key not in request.free:
+            continue
+        for size in _powers(devices):
+            divides = devices % size == 0 and heads % size == 0
+            if size > 1 and divides and plain | {key: size} != sizes:
                 yield plain | {key: size}
 
 
 def _pipes(config: RunConfig, cluster: Cluster) -> list[int]:
-    """Numbers of stages that divide the ranks and that the model has layers for; its own where that
-    is not known.
+    """List the numbers of stages that divide the ranks and that the model has layers for; the
+    config's own if the layers are not known.
     """
     most = min(num_layers(config.model) or 1, cluster.world_size)
     divisors = {pipe for pipe in range(1, most + 1) if cluster.world_size % pipe == 0}
     return sorted(divisors | {config.parallel.pipe})
 
 
-def _batches(asked: Request, strategy: Settings, *, grows: bool) -> Iterator[Settings]:
-    """Micro-batches and their number in a step, the smallest first; whether they divide is the
-    layout's to judge.
+def _batches(request: Request, strategy: Settings, *, grows: bool) -> Iterator[Settings]:
+    """Yield micro-batches and their number in a step, the smallest first; whether they divide is
+    checked by the layout.
     """
-    batch = asked.config.batch
-    pipe = strategy[PIPE]
-    free = asked.free
-    together = prod(strategy[key] for key in SIZES)
-    if MICRO not in free:
+    batch = request.config.batch
+    if MICRO not in request.free:
         yield {}
         return
-    fixed = None if ACCUMULATION in free else batch.accumulation_steps
-    if batch.micro_size:
-        given = {batch.micro_size}
-    else:
-        given = set[int]()
+    steps = None if ACCUMULATION in request.free else batch.accumulation_steps
     if batch.global_size is not None:
-        share = max(batch.global_size * together // asked.cluster.world_size, 1)
-        if fixed:
-            sizes = {max(share // fixed, 1)}
-        else:
-            sizes = {share, *_powers(share), *given}
-        for size in sorted(size for size in sizes if fixed or share % size == 0):
-            yield {MICRO: size, ACCUMULATION: fixed or share // size}
+        ranks_per_sample = prod(strategy[key] for key in SIZES)
+        share = max(batch.global_size * ranks_per_sample // request.cluster.world_size, 1)
+        yield from _batches_of(share, steps, batch.micro_size)
         return
-    steps = fixed or batch.accumulation_steps or (1 if pipe == 1 else _PER_STAGE * pipe)
-    for size in sorted(
-        {*_powers(_LARGEST_MICRO if grows else batch.micro_size or DEFAULT_MICRO_SIZE), *given}
-    ):
+    pipe = strategy[PIPE]
+    if steps is None:
+        steps = batch.accumulation_steps or (1 if pipe == 1 else _PER_STAGE * pipe)
+    most = _LARGEST_MICRO if grows else batch.micro_size or DEFAULT_MICRO_SIZE
+    sizes = set(_powers(most))
+    if batch.micro_size:
+        sizes.add(batch.micro_size)
+    for size in sorted(sizes):
         yield {MICRO: size, ACCUMULATION: steps}
 
 
+def _batches_of(share: int, steps: int | None, micro_size: int | None) -> Iterator[Settings]:
+    """Yield the divisions of a rank's share of a fixed global size."""
+    if steps is not None:
+        yield {MICRO: max(share // steps, 1), ACCUMULATION: steps}
+        return
+    sizes = {share, *_powers(share)}
+    if micro_size:
+        sizes.add(micro_size)
+    for size in sorted(sizes):
+        if share % size == 0:
+            yield {MICRO: size, ACCUMULATION: share // size}
+
+
 def _powers(most: int) -> Iterator[int]:
+    """Yield the powers of two up to a size."""
     size = 1
     while size <= most:
         yield size
@@ -686,21 +740,18 @@ def _powers(most: int) -> Iterator[int]:
 def find_knob(
     plan: Plan, target: Hardware | None = None, *, work: ModelWork | None = None
 ) -> Knob | None:
-    """Find the setting beside the strategy that frees most on the fullest rank; None where none
-    frees one part in a hundred.
+    """Find the setting beside the strategy that frees most on the fullest rank; None if each frees
+    less than one part in a hundred.
     """
     planned = judge(plan, work=work).peak_bytes
-    found = []
     machine = target.machine if target else None
-    if machine is None or "bf16" in machine.device.flops_per_second:
-        half = "bf16"
-    else:
+    half = "bf16"
+    if machine is not None and "bf16" not in machine.device.flops_per_second:
         half = "fp16"
+    found = []
     for key, before, after in knobs(plan, half=half):
-        freed = (
-            planned - each.peak_bytes for each in alternatives(plan, [{key: after}], work=work)
-        )
-        found += [Knob(key, before, after, size) for size in freed]
+        for alternative in alternatives(plan, [{key: after}], work=work):
+            found.append(Knob(key, before, after, planned - alternative.peak_bytes))
     best = max(found, key=lambda knob: knob.freed_bytes, default=None)
     if best is not None and best.freed_bytes >= planned / 100:
         return best
@@ -714,15 +765,14 @@ def _number(value: Any) -> str:
 
 
 def fullest(memory: Memory) -> str:
-    """The largest component at the fullest moment, in words."""
+    """Return the largest component at the fullest moment, in words."""
     name, size = max(memory.moments[memory.peak].items(), key=lambda item: item[1])
     return f"{name} {size_text(size)}"
 
 
-def _common(those: Sequence[Settings]) -> Settings:
-    """The settings that all of them share."""
-    return {
-        key: value
-        for key, value in those[0].items()
-        if all(other.get(key) == value for other in those)
-    }
+def _common(strategies: Sequence[Settings]) -> Settings:
+    """Return the settings that all strategies share."""
+    common = dict(strategies[0])
+    for strategy in strategies:
+        common = {key: value for key, value in common.items() if strategy.get(key) == value}
+    return common

@@ -39,12 +39,12 @@ class LayerWork:
         moved_bytes: bytes that all its other operations read and write.
         saved_bytes: bytes that autograd keeps for the backward pass, without weights, and without
             what an earlier part keeps already.
-        split_bytes: those of `saved_bytes` that tensor parallelism splits.
+        split_bytes: the part of `saved_bytes` that tensor parallelism splits.
         peak_bytes: bytes at most at any moment of its forward pass, beside what it keeps in the
             end.
         output_bytes: bytes of its output: what recomputation keeps, and a pipeline sends.
-        count: so many parts alike, one after the other; every figure is of one of them.
-        input_bytes: those of `saved_bytes` that are its input, which recomputation keeps as the
+        count: how many equal parts there are, one after the other; every figure is of one of them.
+        input_bytes: the part of `saved_bytes` that is its input, which recomputation keeps as the
             output before it.
         backward_bytes: bytes at most at any moment of its backward pass, beside what it has saved:
             gradients of values, without those of weights.
@@ -52,9 +52,9 @@ class LayerWork:
         shared_params: trained elements that it shares with an earlier part.
         shares: name of that part.
         may_start_stage: whether a pipeline may be cut before it.
-        masked_flops: those of `flops` that fused kernels of causal attention leave out.
-        is_product: whether it is one product with one weight, whose gradient is made beside that of
-            its output.
+        masked_flops: the part of `flops` that fused kernels of causal attention leave out.
+        is_product: whether it is one product with one weight: the weight's gradient is made while
+            its output's is there.
     """
 
     name: str
@@ -77,12 +77,8 @@ class LayerWork:
 
 
 # What grows with the samples of a micro-batch: all but weights.
-_GROWS: Final = frozenset(
-    {
-        "flops",
-        "masked_flops",
-        *(name for name in LayerWork.__dataclass_fields__ if name.endswith("_bytes")),
-    }
+_GROWS: Final = tuple(
+    name for name in LayerWork.__dataclass_fields__ if name.endswith(("flops", "_bytes"))
 )
 
 
@@ -112,27 +108,21 @@ class ModelWork:
         return sum(part.flops * part.count for part in self.parts)
 
     def of_samples(self, count: int) -> ModelWork:
-        """The same of a micro-batch of so many samples: all but its weights grows with them, and so
-        do, here alone, the copies of weights that autocast keeps.
+        """Return the work on a micro-batch of another number of samples.
+
+        All but the weights grows with it; here alone the copies of weights that autocast keeps grow
+        too.
         """
         if count == self.num_samples or not self.num_samples:
             return self
-
-        def grown(part: LayerWork) -> LayerWork:
-            sizes = {
-                name: size * count // self.num_samples
-                for name, size in vars(part).items()
-                if name in _GROWS
-            }
-            return replace(part, **sizes)
-
-        if self.num_tokens is None:
-            tokens = None
-        else:
-            tokens = self.num_tokens * count // self.num_samples
-        return replace(
-            self, parts=tuple(map(grown, self.parts)), num_samples=count, num_tokens=tokens
-        )
+        parts = []
+        for part in self.parts:
+            sizes = {name: getattr(part, name) * count // self.num_samples for name in _GROWS}
+            parts.append(replace(part, **sizes))
+        num_tokens = None
+        if self.num_tokens is not None:
+            num_tokens = self.num_tokens * count // self.num_samples
+        return replace(self, parts=tuple(parts), num_samples=count, num_tokens=num_tokens)
 
     @cached_property
     def num_params(self) -> int:
@@ -146,102 +136,105 @@ class ModelWork:
 
     @cached_property
     def _names(self) -> dict[str, list[str]]:
-        """Layer, or any other part of a dotted name -> the weights under it."""
-        found: dict[str, list[str]] = {}
-        for name in (*self.weights, *self.frozen):
-            place = name
-            while place := place.rpartition(".")[0]:
-                found.setdefault(place, []).append(name)
-        return found
+        """Layer, or any other prefix of dotted names -> names of the weights under it."""
+        names: dict[str, list[str]] = {}
+        for name in self.places:
+            prefix = name.rpartition(".")[0]
+            while prefix:
+                names.setdefault(prefix, []).append(name)
+                prefix = prefix.rpartition(".")[0]
+        return names
 
     def names_of(self, layer: LayerWork) -> list[str]:
-        """Names of the weights of a layer, with those that it shares."""
-        return [
-            *self._names.get(layer.name, ()),
-            *(self._names.get(layer.shares, ()) if layer.shares else ()),
-        ]
+        """Return the names of a layer's weights, shared ones included."""
+        names = list(self._names.get(layer.name, ()))
+        if layer.shares:
+            names += self._names.get(layer.shares, ())
+        return names
 
     @cached_property
     def facts(self) -> tuple[LayerFacts, ...]:
         """Facts about each layer, without the loss, as a cut into stages takes them."""
-        found = []
+        facts = []
         for layer in list(self.layers())[:-1]:
-            shapes = [self.weights[name] for name in self.names_of(layer) if name in self.weights]
-            groups = frozenset(
-                "matrices" if len(shape) > 1 else "biases and norms" for shape in shapes
-            )
-            num_params = layer.num_params + layer.shared_params
-            may_start = layer.may_start_stage
-            found.append(
+            groups = set()
+            for name in self.names_of(layer):
+                if name in self.weights:
+                    is_matrix = len(self.weights[name]) > 1
+                    groups.add("matrices" if is_matrix else "biases and norms")
+            facts.append(
                 LayerFacts(
-                    layer.name, layer.name, num_params, may_start_stage=may_start, groups=groups
+                    layer.name,
+                    layer.name,
+                    layer.num_params + layer.shared_params,
+                    may_start_stage=layer.may_start_stage,
+                    groups=frozenset(groups),
                 )
             )
-        return tuple(found)
+        return tuple(facts)
 
     def layers(self) -> Iterator[LayerWork]:
-        """Every part by itself, as often as it is there; of several alike the names count on."""
+        """Yield every part by itself, as often as it is there; the names of equal ones are numbered
+        from the first one's number on.
+        """
         for part in self.parts:
+            if part.count == 1:
+                yield part
+                continue
             path, _, first = part.name.rpartition(".")
             for number in range(part.count):
-                if part.count == 1:
-                    name = part.name
-                else:
-                    name = f"{path}.{int(first) + number}"
-                yield replace(part, name=name, count=1)
+                yield replace(part, name=f"{path}.{int(first) + number}", count=1)
 
 
 def named_work(
     config: RunConfig, micro_size: int, *, device: Device = "cuda", share: RankShare = UNDIVIDED
 ) -> ModelWork | None:
-    """Work of a run's model, or of a rank's share of it, on a micro-batch of so many samples; None
-    as `model_work`.
+    """Return the work of a run's model, or of a rank's share of it, on a micro-batch of `micro_size`
+    samples; None as `model_work`.
 
-    Where only the user's own data knows the length of sequences, the model's longest is taken; a
-    loss of the user's own counts as the one that belongs to the model.
+    If only the user's own data has the length of sequences, the model's longest is taken; a loss of
+    the user's own counts as the one that belongs to the model.
     """
-    shape = config.data.image_shape()
     model = config.model
-    image_size = getattr(model, "image_size", None) or (shape.size if shape else None)
-    share = replace(share, tile=loss_tile(config, micro_size))
+    image_size = getattr(model, "image_size", None)
+    if not image_size:
+        image_shape = config.data.image_shape()
+        image_size = image_shape.size if image_shape else None
+    arithmetic: Arithmetic = "fp32"
     if isinstance(config.precision, BF16 | FP16):
-        in_half: Arithmetic = "half"
-    else:
-        in_half = "fp32"
+        arithmetic = "half"
+    elif isinstance(config.precision, Autocast):
+        arithmetic = "autocast"
     return model_work(
         model,
         micro_size=micro_size,
         sequence_length=getattr(config.data, "sequence_length", None),
         image_size=image_size,
-        arithmetic="autocast" if isinstance(config.precision, Autocast) else in_half,
+        arithmetic=arithmetic,
         device=device,
         freeze=always_frozen(config.training.freeze),
         lora=config.training.lora,
         zero_stage=config.zero.stage,
-        share=share,
+        share=replace(share, tile=loss_tile(config, micro_size)),
     )
 
 
 def work_of_rank(plan: Plan) -> ModelWork | None:
-    """`work_of` a rank of a tensor or sequence group; None as that, and where the model is not
-    divided.
-    """
+    """Return `work_of` a rank of a tensor or sequence group; None also if the model is not divided."""
     layout = plan.layout
-    config = plan.config
-    device: Device = "cpu" if plan.cluster.device == "cpu" else "cuda"
     share = RankShare(layout.tensor_size, layout.sequence_size)
-    return named_work(config, layout.micro_size, device=device, share=share)
+    return named_work(plan.config, layout.micro_size, device=_device_of(plan), share=share)
 
 
 def work_of(plan: Plan) -> ModelWork | None:
-    """Work of a plan's model on its micro-batch and kind of device, GPUs where it names none; None
-    as `named_work`.
+    """Return the work of a plan's model on its micro-batch and kind of device, GPUs if it names
+    none; None as `named_work`.
     """
-    return named_work(
-        plan.config,
-        plan.layout.micro_size,
-        device="cpu" if plan.cluster.device == "cpu" else "cuda",
-    )
+    return named_work(plan.config, plan.layout.micro_size, device=_device_of(plan))
+
+
+def _device_of(plan: Plan) -> Device:
+    return "cpu" if plan.cluster.device == "cpu" else "cuda"
 
 
 def model_work(
@@ -257,7 +250,7 @@ def model_work(
     zero_stage: int = 0,
     share: RankShare = UNDIVIDED,
 ) -> ModelWork | None:
-    """Work of a named model of any shape, by its forward pass on a tape.
+    """Return the work of a named model of any shape, by its forward pass on a tape.
 
     Args:
         model: the section of a run config that describes it.
@@ -270,15 +263,15 @@ def model_work(
         freeze: patterns of the whole names of weights that are not trained.
         lora: adapters, which are trained in place of all others.
         zero_stage: at 3 DeepSpeed has linear layers of its own.
-        share: how many ranks share it; of one of them is the work.
+        share: how many ranks share the model; the work is one rank's.
 
     Returns:
         The work; None for a model of the user's own, and for images of unknown size.
     """
-    asked = _Asked(f"{model!r} {lora!r}", model, lora)
+    sections = _Sections(f"{model!r} {lora!r}", model, lora)
     is_stage3 = zero_stage == 3
     return _work(
-        asked,
+        sections,
         micro_size,
         sequence_length,
         image_size,
@@ -291,17 +284,17 @@ def model_work(
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """Sections of a config, equal where they are written alike."""
+class _Sections:
+    """Sections of a config, which are equal if their texts are."""
 
     text: str
     model: ModelSection = field(compare=False)
     lora: LoRA | None = field(compare=False)
 
 
-@lru_cache(maxsize=256)  # a search asks for few works, thousands of times
+@lru_cache(maxsize=256)  # a search needs few works, thousands of times
 def _work(
-    asked: _Asked,
+    sections: _Sections,
     micro_size: int,
     sequence_length: int | None,
     image_size: int | None,
@@ -311,19 +304,21 @@ def _work(
     is_stage3: bool,
     share: RankShare,
 ) -> ModelWork | None:
-    model = asked.model
-    lora = asked.lora
+    model = sections.model
+    lora = sections.lora
     layers = forward_of(model, share)
     if layers is None:
         return None
-    tokens = getattr(model, "max_positions", None) and (sequence_length or model.max_positions)  # type: ignore[union-attr]
-    tokens = tokens and ceil(tokens / share.sequence)
-    half = 2 if arithmetic == "half" else 4
-    if tokens:
-        inputs = Value((micro_size, tokens), 8, has_gradient=False)
+    width = 2 if arithmetic == "half" else 4
+    num_tokens = None
+    max_positions = getattr(model, "max_positions", None)
+    if max_positions:
+        length = ceil((sequence_length or max_positions) / share.sequence)
+        num_tokens = micro_size * length
+        inputs = Value((micro_size, length), 8, has_gradient=False)
     elif image_size:
         channels = model.in_channels  # type: ignore[union-attr]
-        inputs = Value((micro_size, channels, image_size, image_size), half, has_gradient=False)
+        inputs = Value((micro_size, channels, image_size, image_size), width, has_gradient=False)
     else:
         return None
 
@@ -333,64 +328,64 @@ def _work(
             return not any(re.fullmatch(pattern, name) for pattern in freeze)
         return LORA in name or is_inside_saved(name, lora)
 
-    tape = Tape(half, half if arithmetic != "autocast" else 2, device, is_trained, is_stage3, lora)
+    product_width = 2 if arithmetic == "autocast" else width
+    tape = Tape(width, product_width, device, is_trained, is_stage3, lora)
     parts = tuple(_parts(tape, layers, inputs))
-    trained, frozen = (
-        {name: shape for name, shape in tape.weights.items() if is_trained(name) is kind}
-        for kind in (True, False)
+    return ModelWork(
+        weights={name: shape for name, shape in tape.weights.items() if is_trained(name)},
+        buffer_bytes=tape.buffer_bytes,
+        parts=parts,
+        num_samples=micro_size,
+        num_tokens=num_tokens,
+        frozen={name: shape for name, shape in tape.weights.items() if not is_trained(name)},
     )
-    num_tokens = micro_size * tokens if tokens else None
-    return ModelWork(trained, tape.buffer_bytes, parts, micro_size, num_tokens, frozen)
 
 
 def weights_alone(
     model: ModelSection, freeze: Sequence[str] = (), lora: LoRA | None = None
 ) -> ModelWork | None:
-    """Weights and buffers of a named model, the same for images of every size; None for a model of
-    the user's own.
+    """Return the weights and buffers of a named model, the same for images of every size; None for
+    a model of the user's own.
     """
-    work = model_work(
-        model, micro_size=1, image_size=getattr(model, "image_size", 32), freeze=freeze, lora=lora
-    )
-    return work and replace(work, parts=(LayerWork(""),), num_samples=0)
+    image_size = getattr(model, "image_size", 32)
+    work = model_work(model, micro_size=1, image_size=image_size, freeze=freeze, lora=lora)
+    if work is None:
+        return None
+    return replace(work, parts=(LayerWork(""),), num_samples=0)
 
 
 def _parts(tape: Tape, layers: Layers, inputs: Value) -> Iterator[LayerWork]:
-    """Parts of all layers and of the loss; like layers with the same trained weights are one part
-    with a count.
+    """Yield the parts of all layers and of the loss; equal layers with the same trained weights are
+    one part with a count.
     """
     value: Any = inputs
     for name, run, count in layers:
-        parts: list[LayerWork] = []
-        key: Any = None
-        own: dict[str, Shape] = {}
+        part: LayerWork | None = None
+        shapes: dict[str, Shape] = {}  # of the last part's weights, named within it
+        kind: Any = None  # which of its weights are trained, and whether its input has a gradient
         for number in range(count):
             place = name.format(number)
-            weights = {f"{place}.{weight}": shape for weight, shape in own.items()}
-            same = ([*map(tape.is_trained, weights)], getattr(value, "has_gradient", True))
-            if parts and same == key:
-                tape.weights |= weights
-                parts[-1] = replace(parts[-1], count=parts[-1].count + 1)
-                continue
-            before = len(tape.weights)
+            weights = {f"{place}.{weight}": shape for weight, shape in shapes.items()}
             flows = getattr(value, "has_gradient", True)
+            if part is not None and kind == ([tape.is_trained(full) for full in weights], flows):
+                tape.weights |= weights
+                part = replace(part, count=part.count + 1)
+                continue
+            if part is not None:
+                yield part
+            before = len(tape.weights)
             part, value = _part(tape, place, run, value)
-            parts.append(part)
-            own = {
-                full.removeprefix(f"{place}."): tape.weights[full]
-                for full in [*tape.weights][before:]
-            }
-            key = ([tape.is_trained(f"{place}.{weight}") for weight in own], flows)
-        yield from parts
-    if isinstance(value, tuple):
-        outputs = value
-    else:
-        outputs = (value,)
+            new_names = list(tape.weights)[before:]
+            shapes = {full.removeprefix(f"{place}."): tape.weights[full] for full in new_names}
+            kind = ([tape.is_trained(f"{place}.{weight}") for weight in shapes], flows)
+        if part is not None:
+            yield part
+    outputs = value if isinstance(value, tuple) else (value,)
     yield _part(tape, "loss", _loss, outputs)[0]
 
 
 def _loss(tape: Tape, outputs: tuple[Value, ...]) -> Value:
-    """Cross-entropy of each output, whose last dimension is classes."""
+    """Add up the cross-entropies of the outputs, with classes in their last dimension."""
     sums = []
     for logits in outputs:
         if not logits.shape:  # a loss already
@@ -403,28 +398,36 @@ def _loss(tape: Tape, outputs: tuple[Value, ...]) -> Value:
 
 
 def _part(tape: Tape, name: str, run: Run, value: Any) -> tuple[LayerWork, Any]:
+    """Run one layer on the tape; return its work and its outputs."""
     before = len(tape.weights)
     tape.start(name)
     made = run(tape, value)
-    inputs, outputs = (each if isinstance(each, tuple) else (each,) for each in (value, made))
-    shares = tape.prefix if tape.prefix != name else ""
-    shared = tape.place("")
-    is_new = bool(inputs) and tape.saves_first(inputs[0])
+    inputs = value if isinstance(value, tuple) else (value,)
+    outputs = made if isinstance(made, tuple) else (made,)
+    new_names = [full for full in list(tape.weights)[before:] if tape.is_trained(full)]
+    input_bytes = 0
+    if inputs and tape.saves_first(inputs[0]):
+        input_bytes = inputs[0].storage.num_bytes
+    shares = ""
+    shared_params = 0
+    if tape.prefix != name:  # the layer uses the weights of an earlier one
+        shares = tape.prefix
+        shared = tape.place("")
+        if shares and tape.is_trained(shared):
+            shared_params = prod(tape.weights[shared])
     part = LayerWork(
         name,
-        num_params=sum(
-            prod(tape.weights[full]) for full in [*tape.weights][before:] if tape.is_trained(full)
-        ),
+        num_params=sum(prod(tape.weights[full]) for full in new_names),
         flops=tape.flops,
         moved_bytes=tape.moved_bytes,
         saved_bytes=tape.saved_bytes,
         split_bytes=tape.split_bytes,
         peak_bytes=tape.forward_bytes(*inputs, *outputs),
         output_bytes=sum(output.num_bytes for output in outputs),
-        input_bytes=inputs[0].storage.num_bytes if is_new else 0,
+        input_bytes=input_bytes,
         backward_bytes=tape.backward_bytes(*outputs),
         passing_bytes=tape.forward_bytes(*inputs, *outputs, keeps=False),
-        shared_params=prod(tape.weights[shared]) if shares and tape.is_trained(shared) else 0,
+        shared_params=shared_params,
         shares=shares,
         may_start_stage=not isinstance(value, tuple),
         masked_flops=tape.masked_flops,

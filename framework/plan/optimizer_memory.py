@@ -1,0 +1,108 @@
+"""Memory of an optimizer: the state that it keeps of each weight, and what it takes in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Final
+
+from framework.config.base import Object, Target
+from framework.config.groups import stepped_by_muon
+from framework.config.optimizer import (
+    SGD,
+    Adafactor,
+    Adagrad,
+    AdamW,
+    Lamb,
+    Lion,
+    Muon,
+    OptimizerSection,
+)
+from framework.plan.measured import OptimizerState, kept_state
+from framework.plan.operations import Shape
+
+_FP32: Final = 4
+
+
+def state_of(optimizer: OptimizerSection, shapes: Mapping[str, Shape]) -> OptimizerState | None:
+    """Return the optimizer's state per element, as the mean over these weights.
+
+    None for an optimizer of the user's own that has not been measured.
+    """
+    if isinstance(optimizer, Target):
+        return kept_state(optimizer)
+    if isinstance(optimizer, Object):
+        return None
+    if isinstance(optimizer, SGD):
+        return OptimizerState(_FP32 if optimizer.momentum else 0)
+    if isinstance(optimizer, Muon | Adafactor) and shapes:
+        num_numbers = sum(_state_numbers(name, shape, optimizer) for name, shape in shapes.items())
+        num_params = sum(map(prod, shapes.values()))
+        return OptimizerState(_FP32 * num_numbers / num_params)
+    if isinstance(optimizer, Adagrad | Lion):
+        return OptimizerState(_FP32)
+    return OptimizerState(2 * _FP32)
+
+
+def _state_numbers(name: str, shape: Shape, optimizer: Muon | Adafactor) -> int:
+    """Count the numbers kept of a weight: Adafactor keeps the means of a matrix's rows and columns."""
+    if isinstance(optimizer, Muon):
+        if stepped_by_muon(name, shape, optimizer):
+            return prod(shape)
+        return 2 * prod(shape)
+    if len(shape) < 2:
+        return prod(shape)
+    return prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]
+
+
+def copies_per_element(optimizer: OptimizerSection, *, is_on_cpu: bool) -> int:
+    """Return the bytes that a step takes for each element that is stepped at once.
+
+    torch's loop over weights, on CPU, holds two copies of one weight. Its `foreach` form, on GPUs,
+    holds one copy of all weights. Fused kernels hold none.
+
+    Args:
+        optimizer: section of the run config.
+        is_on_cpu: whether the step runs on the CPU.
+    """
+    if isinstance(optimizer, Target):
+        state = kept_state(optimizer)
+        return state.copies_per_element if state else 0
+    if _is_fused(optimizer):
+        return 0
+    decayed = 0
+    # Adam, which derives from AdamW, adds the decay to gradients: one more copy
+    has_decoupled_decay = type(optimizer) in (AdamW, Adafactor)
+    if not has_decoupled_decay and optimizer.weight_decay:  # type: ignore[union-attr]
+        decayed = _FP32
+    if isinstance(optimizer, SGD):
+        return decayed
+    if is_on_cpu and isinstance(optimizer, AdamW):
+        return decayed + 2 * _FP32
+    return decayed + _FP32
+
+
+def _is_fused(optimizer: object) -> bool:
+    if isinstance(optimizer, Lion | Lamb):
+        return True
+    return getattr(optimizer, "implementation", "torch") != "torch"
+
+
+def muon_copies(muon: Muon, weights: Mapping[str, Shape], *, is_cpu: bool) -> int:
+    """Return the bytes of a step of Muon at its fullest.
+
+    A matrix is there in fp32 and twice in bf16, with two of its products with itself. The other
+    weights are stepped as by AdamW.
+    """
+    matrices = []
+    others = []
+    for name, shape in weights.items():
+        if stepped_by_muon(name, shape, muon):
+            matrices.append(8 * prod(shape) + 4 * min(shape) ** 2)
+        else:
+            others.append(prod(shape))
+    if is_cpu:
+        other_bytes = 2 * _FP32 * max(others, default=0)
+    else:
+        other_bytes = _FP32 * sum(others)
+    return max([other_bytes, *matrices])

@@ -1,0 +1,705 @@
+"""Bytes of one rank on its device at five moments of a run, derived quantity by quantity from a
+plan and the rank's weights.
+
+What DeepSpeed 0.19.8 allocates was read in `runtime/zero/stage_1_and_2.py`, `stage3.py`,
+`partition_parameters.py`, `runtime/fp16/unfused_optimizer.py` and our `engine/gradient_sums.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import ceil, prod
+from typing import Final
+
+from framework.config.groups import group_values, has_groups, in_order
+from framework.config.optimizer import Adagrad, Lamb, Muon
+from framework.config.precision import BF16, FP16
+from framework.config.run_config import RunConfig
+from framework.plan.activations import Moment, Passes
+from framework.plan.offload import Shares
+from framework.plan.operations import Shape
+from framework.plan.optimizer_memory import copies_per_element, muon_copies, state_of
+from framework.plan.plan import Plan
+from framework.plan.rules.devices import sums_of
+from framework.plan.work import ModelWork
+
+Bytes = Mapping[str, int]
+EXPERTS: Final = ".experts."
+"""Part of the names of all weights of experts."""
+_FP32: Final = 4
+# Elements of the buckets of `engine/gradient_sums.py`.
+_STAGE_0_BUCKET: Final = 25 * 2**20 // 4
+# The same of DeepSpeed's pipeline (`MEMORY_OPT_ALLREDUCE_SIZE`).
+_PIPELINE_BUCKET: Final = 500_000_000
+
+
+@dataclass(frozen=True)
+class PipelineStage:
+    """What a pipeline adds to a rank (DeepSpeed's `runtime/pipe/engine.py`).
+
+    Attributes:
+        in_flight: micro-batches whose values are held at once.
+        received: bytes that the stage receives for each micro-batch.
+        sent: bytes that it sends for each.
+        is_last: whether the loss is on this stage.
+        shared: elements of weights that an earlier stage has too.
+    """
+
+    in_flight: int
+    received: int
+    sent: int
+    is_last: bool
+    shared: int = 0
+
+    def buffers(self, micro_batches: int) -> int:
+        """Return the bytes of the buffers that stay.
+
+        Values and gradients are received into them. The last stage has two slots for its outputs,
+        with a graph that holds what came in, and its gradient.
+        """
+        if self.is_last:
+            slots = min(2, micro_batches) * (self.sent + 2 * self.received)
+        else:
+            slots = self.sent
+        return self.received + slots
+
+    @property
+    def passing(self) -> int:
+        """Bytes of inputs, and of outputs that wait for their gradients."""
+        if self.is_last:
+            return self.in_flight * self.received
+        return self.in_flight * (self.received + self.sent)
+
+
+@dataclass(frozen=True)
+class _ParameterGroup:
+    """Weights that the optimizer steps with the same settings and the same ranks hold.
+
+    Attributes:
+        sizes: elements of each weight, in order.
+        num_ranks: ranks that hold the same weights: ZeRO divides the group over them.
+    """
+
+    sizes: list[int]
+    num_ranks: int
+
+    @property
+    def padded_share(self) -> int:
+        """Elements of a rank at stages 1 and 2: DeepSpeed pads to a multiple of 2 x ranks."""
+        return ceil(sum(self.sizes) / (2 * self.num_ranks)) * 2
+
+
+class RankMemory:
+    """Bytes of one rank on its device.
+
+    A ``width`` is bytes of an element; `sizes`, shares and ``num_*`` count elements of weights.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        work: ModelWork,
+        passes: Passes,
+        pipeline: PipelineStage | None = None,
+        num_elsewhere: int = 0,
+    ) -> None:
+        """Take what the derivation starts from.
+
+        Args:
+            plan: of the run.
+            work: weights and buffers that the rank has.
+            passes: moments of its forward and backward pass.
+            pipeline: what its pipeline stage adds.
+            num_elsewhere: elements of experts on other ranks, which the model's file has too.
+        """
+        layout = plan.layout
+        self.config = plan.config
+        self.zero = plan.config.zero
+        self.stage = plan.config.zero.stage
+        self.layout = layout
+        self.work = work
+        self.passes = passes
+        self.pipeline = pipeline
+        self.num_elsewhere = num_elsewhere
+        self.ranks = layout.num_replicas  # they hold the same weights
+        self.steps = layout.accumulation_steps
+        self.is_cpu = plan.cluster.device == "cpu"
+        self.is_half = isinstance(plan.config.precision, BF16 | FP16)
+        self.is_offloaded = self.stage > 0 and self.zero.offload_optimizer.device != "none"
+        self.overlaps = self.zero.overlap_comm is True
+
+    # Bytes of an element.
+
+    @property
+    def width(self) -> int:
+        """Bytes of a weight's element, and of its gradient's."""
+        return 2 if self.is_half else _FP32
+
+    @cached_property
+    def sum_width(self) -> int:
+        """Bytes of an element of the sum of gradients over micro-batches."""
+        accumulation, _ = sums_of(self.config, self.layout)
+        return _FP32 if accumulation else self.width
+
+    @cached_property
+    def reduce_width(self) -> int:
+        """Bytes of an element of the sum of gradients over ranks."""
+        _, reduction = sums_of(self.config, self.layout)
+        return _FP32 if reduction else self.width
+
+    @cached_property
+    def state_width(self) -> float:
+        """Bytes of the optimizer's state for an element, on average."""
+        state = state_of(self.config.optimizer, self.work.weights)
+        assert state is not None  # `estimate` has refused such an optimizer
+        return state.bytes_per_element
+
+    # Elements of weights, and the rank's share of them.
+
+    @cached_property
+    def groups(self) -> list[_ParameterGroup]:
+        """The optimizer's groups; experts that are divided have groups of their own, over the ranks
+        that hold the same ones.
+        """
+        shapes_of: dict[int, dict[str, Shape]] = {}  # by the number of ranks that hold them
+        for name, shape in self.work.weights.items():
+            num_ranks = self.ranks
+            if EXPERTS in name:
+                num_ranks //= self.layout.expert_size
+            shapes_of.setdefault(num_ranks, {})[name] = shape
+        groups = []
+        for num_ranks, shapes in shapes_of.items():
+            for sizes in _group_sizes(shapes, self.config):
+                groups.append(_ParameterGroup(sizes, num_ranks))
+        return groups
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Elements of each trained weight."""
+        return [size for group in self.groups for size in group.sizes]
+
+    @cached_property
+    def frozen(self) -> list[int]:
+        """Elements of each frozen weight: it has no gradient and no state, and at stage 3 is spread
+        as the others are.
+        """
+        return [prod(shape) for shape in self.work.frozen.values()]
+
+    @cached_property
+    def total(self) -> int:
+        """Trained elements."""
+        return sum(self.sizes)
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of the largest trained weight."""
+        return max(self.sizes)
+
+    def share_of(self, size: int) -> int:
+        """Return the rank's share of one weight at stage 3, padded to a multiple of ranks."""
+        return ceil(size / self.ranks)
+
+    @cached_property
+    def share(self) -> int:
+        """The rank's share of the trained elements, padding included."""
+        if self.stage == 0:
+            return self.total
+        if self.stage == 3:
+            return sum(self.share_of(size) for size in self.sizes)
+        return sum(group.padded_share for group in self.groups)
+
+    @cached_property
+    def parts(self) -> list[int]:
+        """Elements that the optimizer steps at once, one part after the other."""
+        if self.stage == 0:
+            return self.sizes
+        if self.stage == 3:
+            return self.sub_groups()
+        return [group.padded_share for group in self.groups]
+
+    @cached_property
+    def largest_part(self) -> int:
+        """Elements of the largest part."""
+        return max(self.parts)
+
+    def sub_groups(self) -> list[int]:
+        """List the parts of stage 3: shares of weights, joined up to `sub_group_size`."""
+        joined = []
+        for group in self.groups:
+            size = 0
+            for weight_size in group.sizes:
+                size += self.share_of(weight_size)
+                if size >= self.zero.sub_group_size:
+                    joined.append(size)
+                    size = 0
+            if size:
+                joined.append(size)
+        return joined
+
+    @cached_property
+    def touched(self) -> int:
+        """Elements of the weights that have a part in a rank's share, on the fullest rank: their
+        gradients stay whole at stages 1 and 2.
+        """
+        return max(self._touched_by_rank(self.groups))
+
+    @cached_property
+    def touched_before(self) -> int:
+        """`touched` without the last group: DeepSpeed frees the gradients that it has copied, but not
+        the gradients of an earlier group.
+        """
+        return max(self._touched_by_rank(self.groups[:-1]))
+
+    def _touched_by_rank(self, groups: list[_ParameterGroup]) -> list[int]:
+        changes = Counter[int]()  # rank -> difference to the rank before
+        for group in groups:
+            share = group.padded_share
+            alike = self.ranks // group.num_ranks
+            for size, end in zip(group.sizes, accumulate(group.sizes), strict=True):
+                first = (end - size) // share
+                last = (end - 1) // share
+                changes[first * alike] += size
+                changes[(last + 1) * alike] -= size
+        return list(accumulate(changes[rank] for rank in range(self.ranks)))
+
+    # What is there all the time.
+
+    def moments(self) -> dict[str, Bytes]:
+        """Return the bytes by component at each moment (`Memory.moments`)."""
+        start = self.weights() | self.buckets()
+        if isinstance(self.config.optimizer, Adagrad):
+            start |= self.optimizer_state()  # torch makes it where the optimizer is built
+        states = start | self.optimizer_state()
+        if self.pipeline is not None:
+            states |= {"pipeline buffers": self.pipeline.buffers(self.steps)}
+        small_weights = self.persistent()
+        between = _largest_first(states | small_weights)
+        kept = self.kept_gradients()
+        moments = {
+            "start": start | small_weights,
+            "between": between,
+            "forward": between | kept | self.forward(),
+            "backward": self.backward(between, kept),
+            "step": self.step(states),  # for which stage 3 frees small weights too
+        }
+        return {name: positive(components) for name, components in moments.items()}
+
+    def weights(self) -> dict[str, int]:
+        """Return the bytes of weights and of their fp32 copies; ZeRO copies fp32 weights too."""
+        if self.stage == 0:
+            num_held = self.total + sum(self.frozen)
+        elif self.stage == 3:
+            num_held = self.share + sum(self.share_of(size) for size in self.frozen)
+        else:
+            padded = sum(group.padded_share * group.num_ranks for group in self.groups)
+            num_held = padded + sum(self.frozen)
+        if self.stage == 3 and self.zero.offload_param.device != "none":
+            num_held = 0
+        components = {"weights": self.width * num_held + self.work.buffer_bytes}
+        has_copies = self.is_half or self.stage > 0
+        if has_copies and not self.is_offloaded:
+            components["fp32 weights"] = _FP32 * self.share
+        return components
+
+    def optimizer_state(self) -> dict[str, int]:
+        """Return the bytes of the optimizer's state and of the moving average of weights."""
+        if self.is_offloaded:
+            return {}
+        state = int(self.state_width * self.share)
+        # Adagrad makes its state where it is built, for the weights before ZeRO replaced them.
+        if isinstance(self.config.optimizer, Adagrad) and self.stage in (1, 2):
+            state += self.width * self.total
+        return {"optimizer state": state, "weight average": self.average_width * self.share}
+
+    @property
+    def average_width(self) -> int:
+        """Bytes of the moving average of an element."""
+        return 0 if self.config.training.ema is None else _FP32
+
+    def buckets(self) -> dict[str, int]:
+        """Return the bytes of buffers that stay: at stage 3 for gradients of the rank's share, and
+        one bucket, as large as configured.
+        """
+        if self.stage == 3:
+            gradients = 0 if self.is_offloaded else self.sum_width * self.share
+            bucket = self.width * self.zero.reduce_bucket_size
+            return {"gradient buffer": gradients, "reduce bucket": bucket}
+        if self.is_offloaded:
+            return {"copy buffer": self.width * self.largest}
+        return {}
+
+    @property
+    def bucket(self) -> int:
+        """Bytes of the buckets of stages 1 and 2, however small the model is; two where sums
+        overlap.
+        """
+        num_buckets = 2 if self.overlaps else 1
+        return num_buckets * self.sum_width * int(self.zero.reduce_bucket_size)
+
+    @cached_property
+    def shares(self) -> Shares:
+        """The rank's shares, for what is elsewhere than on its device."""
+        if self.stage == 3:
+            groups = [[self.share_of(size) for size in group.sizes] for group in self.groups]
+        else:
+            groups = [[part] for part in self.parts]
+        return Shares(
+            stage=self.stage,
+            ranks=self.ranks,
+            zero=self.zero.model_dump(),
+            width=self.width,
+            sum_width=self.sum_width,
+            has_copies=self.is_half or self.stage > 0,
+            state_bytes=self.state_width + self.average_width,
+            copies=self.copies_per_element * self.largest_part,
+            groups=groups,
+            parts=self.parts,
+            weights=self.sizes,
+            touched=self.touched if self.stage in (1, 2) else 0,
+            frozen=self.frozen,
+            saves_frozen=self.config.training.lora is None,
+            shared=0 if self.pipeline is None else self.pipeline.shared,
+            buffers=self.work.buffer_bytes + self.width * self.num_elsewhere,
+            pins=not self.is_cpu,
+            accumulates=self.steps > 1,
+        )
+
+    # Weights that stage 3 gathers.
+
+    @cached_property
+    def held(self) -> list[int]:
+        """Elements of each weight, trained or frozen."""
+        return self.sizes + self.frozen
+
+    def persistent(self) -> dict[str, int]:
+        """Return the bytes of small weights, which stay whole at stage 3."""
+        if not self.gathers:
+            return {}
+        threshold = self.zero.stage3_param_persistence_threshold
+        return {"small weights": self.width * sum(size for size in self.held if size <= threshold)}
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights of other ranks are gathered."""
+        return self.stage == 3 and self.ranks > 1
+
+    @cached_property
+    def spread(self) -> list[int]:
+        """Elements of each weight that is gathered."""
+        threshold = self.zero.stage3_param_persistence_threshold
+        return [size for size in self.held if size > threshold]
+
+    @property
+    def num_prefetched(self) -> int:
+        """Elements that are fetched ahead of their use."""
+        return min(self.zero.stage3_prefetch_bucket_size, self.zero.stage3_max_live_parameters)
+
+    @property
+    def num_live(self) -> int:
+        """Elements of gathered weights that stay after their use."""
+        live = self.zero.stage3_max_live_parameters
+        if self.num_prefetched or live >= sum(self.spread):
+            return live
+        return 0
+
+    def gathered_in_backward(self) -> dict[str, int]:
+        """Return the bytes of gathered weights in the backward pass: those that stay, beside those
+        that are fetched.
+        """
+        if not self.gathers:
+            return {}
+        largest = max(self.spread, default=0)
+        gathered = self.num_live + self.num_prefetched + 2 * largest
+        return {"gathered weights": self.width * min(sum(self.spread), gathered)}
+
+    def gathered_in_forward(self) -> dict[str, int]:
+        """Return the bytes of gathered weights in the forward pass, where several weights are
+        gathered into one buffer, and copied out of it.
+        """
+        if not self.gathers:
+            return {}
+        num_spread = sum(self.spread)
+        largest = max(self.spread, default=0)
+        live = self.num_live or min(self.zero.stage3_max_live_parameters, 2 * largest)
+        elements = min(num_spread, max(live, largest))
+        if len(self.spread) > 1:
+            elements += min(num_spread, self.num_prefetched + largest)
+        return {"gathered weights": self.width * elements}
+
+    # The forward pass.
+
+    def forward(self) -> dict[str, int]:
+        """Return the bytes of values and gathered weights at the fullest moment of the forward
+        pass.
+        """
+        fullest = max(self.passes.forward, key=lambda moment: moment.activations + moment.loss)
+        values = self.values(fullest)
+        gathered = self.gathered_in_forward()
+        all_weights = self.width * sum(self.spread)
+        if gathered.get("gathered weights", 0) <= all_weights:
+            return gathered | values
+        # The buffer that weights are fetched into is freed when the last of them was copied out of
+        # it, before the loss.
+        before_loss = [moment.activations for moment in self.passes.forward if not moment.loss]
+        copying = gathered | values | self.values(Moment(max(before_loss, default=0)))
+        with_loss = values | {"gathered weights": all_weights}
+        return max(copying, with_loss, key=_total)
+
+    def values(self, moment: Moment) -> dict[str, int]:
+        """Return the bytes of values at one moment, other micro-batches in flight included."""
+        components = {"activations": moment.activations, "logits and loss": moment.loss}
+        stage = self.pipeline
+        if stage is not None:
+            components["activations"] += (stage.in_flight - 1) * self.passes.kept_bytes
+            components["pipeline buffers"] = stage.buffers(self.steps) + stage.passing
+        return components
+
+    # Gradients.
+
+    def kept_gradients(self) -> dict[str, int]:
+        """Return the bytes of gradients that wait for the next micro-batch."""
+        in_flight = 1 if self.pipeline is None else self.pipeline.in_flight
+        if self.steps <= in_flight or self.stage == 3:
+            return {}
+        if self.stage == 2:
+            if self.is_offloaded:
+                return {"gradients": 0}
+            num_kept = self.share if self.sum_width > self.width else self.touched
+            return {"gradients": self.sum_width * num_kept}
+        components = {"gradients": self.sum_width * self.total}
+        if self.stage == 1 and self.pipeline is None:
+            components["reduce bucket"] = self.bucket
+        return components
+
+    def backward(self, between: Bytes, kept: Bytes) -> Bytes:
+        """Return the bytes at the fullest moment of the backward pass.
+
+        It is one of these: the beginning, with all activations; a later moment, when some of them
+        are freed and the gradients of later layers are there; the sum of gradients, when all
+        activations are freed.
+
+        Args:
+            between: what is there between two steps.
+            kept: gradients of earlier micro-batches.
+        """
+        gathered = self.gathered_in_backward()
+        within = dict(between) | dict(kept) | gathered
+        if self.stage in (1, 2) and self.pipeline is None:
+            within["reduce bucket"] = self.bucket
+        if self.stage == 3:
+            summed = dict(between) | gathered
+            reduced = self.reduced_with(gathered.get("gathered weights", 0))
+            summed["gradients"] = reduced + _FP32 * self.shares.unswapped_gradients
+        else:
+            summed = dict(between) | self.summed_gradients(kept)
+        before = within.get("gradients", 0)
+        room = max(summed.get("gradients", 0) - before, 0)
+        fullest = max(
+            self.passes.backward,
+            key=lambda moment: moment.activations + moment.loss + self.new_gradients(moment, room),
+        )
+        within["gradients"] = before + self.new_gradients(fullest, room)
+        within |= self.values(fullest)
+        return max(within, summed, key=_total)
+
+    def new_gradients(self, moment: Moment, room: int) -> int:
+        """Return the bytes of gradients that a backward pass has made at a moment, at most `room`.
+
+        Below stage 2 each gradient stays. At stage 2 gradients lie in the bucket up to the first
+        sum, which allocates all of the rank's share, and are there twice later.
+        """
+        if self.stage != 2:
+            width = self.sum_width if self.stage else self.reduce_width
+            return min(room, width * (moment.gradients + moment.beside))
+        bucket = self.zero.reduce_bucket_size
+        num_filled = moment.gradients - moment.waiting
+        if num_filled > bucket:
+            return room
+        num_gradients = moment.waiting
+        overflows = num_filled + moment.own > bucket
+        if overflows and not self.is_offloaded and self.sum_width == self.width:
+            num_gradients += self.touched
+        return self.width * num_gradients
+
+    @property
+    def flight(self) -> int:
+        """Elements whose gradients are reduced at once: a bucket, or a weight that is larger."""
+        return self.sent_at_once(self.zero.reduce_bucket_size)
+
+    def sent_at_once(self, bucket: int) -> int:
+        """Return the elements of a bucket's sum over ranks: a larger weight is summed alone."""
+        return min(max(bucket, self.largest), self.total)
+
+    def reduced_with(self, gathered: int) -> int:
+        """Return the bytes of gradients at stage 3 at their fullest, beside `gathered` bytes of
+        whole weights.
+
+        It is one of these: a bucket that fills and one more weight; a full bucket and its copy, or
+        the first weight, when the other weights are freed.
+        """
+        bucket = self.zero.reduce_bucket_size
+        filling = min(self.flight + min(self.largest, bucket), self.total)
+        first = 0
+        if self.sizes[0] > bucket:
+            num_copies = 3 if self.ranks > 1 else 2
+            first = num_copies * self.sizes[0]
+        full = self.width * max(2 * self.flight, first) - gathered
+        return max(self.width * filling, full)
+
+    def summed_gradients(self, kept: Bytes) -> dict[str, int]:
+        """Return the bytes of gradients, their copies and buckets in the sum, below stage 3."""
+        if self.stage == 0:
+            return self._summed_without_zero()
+        if self.stage == 1 and not (self.overlaps and self.steps == 1):
+            return self._summed_at_stage_1()
+        return self._summed_as_made(kept)
+
+    def _summed_without_zero(self) -> dict[str, int]:
+        components = {"gradients": self.reduce_width * self.total}
+        if self.pipeline is not None:
+            components["reduce bucket"] = self.width * self.sent_at_once(_PIPELINE_BUCKET)
+        elif self.ranks > 1:
+            components["reduce bucket"] = self.width * self.sent_at_once(_STAGE_0_BUCKET)
+        return components
+
+    @property
+    def num_summed(self) -> int:
+        """Elements of the sums that stay on the device at stages 1 and 2."""
+        return 0 if self.is_offloaded else self.touched
+
+    def _summed_at_stage_1(self) -> dict[str, int]:
+        """Return the bytes of a sum after the backward pass, when all gradients are there."""
+        beyond_bucket = max(self.num_summed - self.zero.reduce_bucket_size, 0)
+        copied = self.flight if self.sum_width > self.width else 0
+        return {
+            "gradients": self.sum_width * (self.total + beyond_bucket + copied),
+            "reduce bucket": self.bucket,
+        }
+
+    def _summed_as_made(self, kept: Bytes) -> dict[str, int]:
+        """Return the bytes of sums within the backward pass, as gradients are made.
+
+        What is reduced is there twice; where a weight is larger than a bucket its gradient stays
+        beside the copy.
+        """
+        if self.largest > self.zero.reduce_bucket_size:
+            num_reduced = 2 * self.flight
+        else:
+            num_reduced = min(2 * self.flight, self.total)
+        if self.is_offloaded:  # on its way to the host
+            num_reduced += self.flight
+        if self.sum_width > self.width:  # summed into the rank's own share, which is kept
+            gradients = self.sum_width * self.share + self.width * num_reduced
+        else:
+            num_left = 2 * self.total if self.overlaps else self.total
+            num_done = self.num_summed * (num_left - self.flight) // num_left
+            gradients = kept.get("gradients", 0) + self.sum_width * (num_done + num_reduced)
+        return {"gradients": gradients, "reduce bucket": self.bucket}
+
+    # The optimizer's step.
+
+    @cached_property
+    def copies_per_element(self) -> int:
+        """Bytes that the step takes for each element that is stepped at once."""
+        is_on_cpu = self.is_cpu or self.is_offloaded
+        return copies_per_element(self.config.optimizer, is_on_cpu=is_on_cpu)
+
+    def step(self, states: Bytes) -> Bytes:
+        """Return the bytes in the step: gradients in fp32 and the optimizer's own copies, beside
+        what stays.
+        """
+        if self.is_offloaded:
+            waiting = _FP32 * self.shares.unswapped_gradients
+            return {**states, "gradients": waiting} if waiting else dict(states)
+        if self.stage == 0:
+            return dict(states) | self._step_without_zero()
+        return dict(states) | self._step_with_zero()
+
+    def _step_without_zero(self) -> dict[str, int]:
+        optimizer = self.config.optimizer
+        if isinstance(optimizer, Muon):
+            copies = muon_copies(optimizer, self.work.weights, is_cpu=self.is_cpu)
+        elif self.is_cpu:
+            copies = self.copies_per_element * self.largest_part
+        else:
+            copies = self.copies_per_element * self.total
+        return {"gradients": self.stepped_gradients(), "optimizer copies": copies}
+
+    def stepped_gradients(self) -> int:
+        """Return the bytes of gradients in a step without ZeRO.
+
+        In half precision there are fp32 copies: FP16_UnfusedOptimizer makes them, or
+        FP16_Optimizer for DeepSpeed's fused Adam, group by group, first apart and then joined; for
+        Lamb gradients are joined as they are.
+        """
+        optimizer = self.config.optimizer
+        if not self.is_half:
+            return self.width * self.total
+        if isinstance(optimizer, Lamb):
+            return 2 * self.width * self.total
+        if getattr(optimizer, "implementation", "") != "deepspeed":
+            return (self.width + _FP32) * self.total
+        most = 0
+        num_joined = 0
+        for group in self.groups:
+            size = sum(group.sizes)
+            in_half = self.width * (self.total - num_joined)
+            most = max(most, in_half + _FP32 * num_joined + 2 * _FP32 * size)
+            num_joined += size
+        return most
+
+    def _step_with_zero(self) -> dict[str, int]:
+        """Return the bytes of a step of the largest part.
+
+        It is fullest either while gradients are copied into a flat one and then to fp32, or while
+        the optimizer computes.
+        """
+        part = self.largest_part
+        stays = 0
+        num_whole = 0
+        if self.stage < 3:
+            stays = self.sum_width * self.touched_before
+            num_whole = self.touched
+        if self.stage == 1 and self.steps > 1 and self.sum_width == _FP32:
+            num_whole = self.total
+        flat = self.sum_width * part
+        in_fp32 = _FP32 * part if self.sum_width < _FP32 else 0
+        copied = self.sum_width * num_whole + flat + in_fp32
+        # of one weight alone nothing is copied: it stays whole
+        if self.stage < 3 and self.largest > part:
+            flat = self.sum_width * self.largest
+        computed_on = stays + (in_fp32 or flat)
+        gradients = max(copied, computed_on)
+        copies = self.copies_per_element * part
+        return {
+            "gradients": gradients,
+            "optimizer copies": max(computed_on + copies - gradients, 0),
+        }
+
+
+def positive(components: Bytes) -> Bytes:
+    """Return the components without empty ones."""
+    return {name: size for name, size in components.items() if size}
+
+
+def _total(components: Bytes) -> int:
+    return sum(components.values())
+
+
+def _largest_first(components: Bytes) -> dict[str, int]:
+    return dict(sorted(components.items(), key=lambda item: item[1], reverse=True))
+
+
+def _group_sizes(shapes: Mapping[str, Shape], config: RunConfig) -> list[list[int]]:
+    """List the elements of each weight, in order, for each of the optimizer's parameter groups."""
+    if not has_groups(config.optimizer):
+        return [[prod(shape) for shape in shapes.values()]]
+    value_of = group_values(shapes, config.optimizer)
+    return [
+        [prod(shape) for name, shape in shapes.items() if value_of[name] == value]
+        for value in in_order(value_of.values())
+    ]
