@@ -1,5 +1,5 @@
-"""The `bench` command: how fast variants of a run train, for real and in turn, and what of it is no
-noise.
+"""The `bench` command: how fast variants of a run train, for real and in turn, and which
+differences are more than noise.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from math import ceil, nan
+from math import ceil, isnan, nan
 from operator import sub
 from pathlib import Path
 from typing import Any, Final
@@ -49,54 +49,67 @@ _MOST_BUSY: Final = 0.1  # of the cores, with other work
 
 
 def bench(argv: Sequence[str]) -> int:
-    """Check all variants, time them in turn, and write what was found; returns the exit code.
+    """Check all variants, time them in turn, and write the results; returns the exit code.
 
     Raises:
         UsageError: the command line is wrong.
         ConfigError: a variant cannot train here; nothing has been started.
         StorageError: the results cannot be written.
     """
-    asked = _parser().parse_intermixed_args(list(argv))
-    every, dropped = points_of(asked.steps, asked.warmup)
-    variants = _checked(asked, every)
-    out = _folder(asked, variants)
-    num = min(asked.starts, asked.repeats)
-    starts = [asked.repeats // num + (number < asked.repeats % num) for number in range(num)]
-    environment, is_interrupted = _measure(asked, variants, starts, every, dropped)
-    notes = [
-        *_doubts(variants, environment),
-        f"Started {counted(num, 'time')} each, in turn, for {' + '.join(map(str, starts))} "
-        f"windows of {asked.steps} steps after {every * dropped} of warm-up; medians of samples "
-        "per second, means of the rest, memory of rank 0",
-    ]
+    arguments = _parser().parse_intermixed_args(list(argv))
+    log_every, warmup_points = points_of(arguments.steps, arguments.warmup)
+    variants = _checked_variants(arguments, log_every)
+    out = _results_folder(arguments, variants)
+    windows_of_starts = _share_windows(arguments.repeats, arguments.starts)
+    environment, is_interrupted = _measure(
+        arguments, variants, windows_of_starts, log_every, warmup_points
+    )
+    notes = list(_doubts(variants, environment))
+    notes.append(
+        f"Started {counted(len(windows_of_starts), 'time')} each, in turn, for "
+        f"{' + '.join(map(str, windows_of_starts))} windows of {arguments.steps} steps after "
+        f"{log_every * warmup_points} of warm-up; medians of samples per second, means of the "
+        "rest, memory of rank 0"
+    )
     comparisons = compare(variants)
-    sentences = [str(each["sentence"]) for each in comparisons]
-    found = {
-        "variants": [each.to_dict() for each in variants],
+    sentences = [str(comparison["sentence"]) for comparison in comparisons]
+    results = {
+        "variants": [variant.to_dict() for variant in variants],
         "comparisons": comparisons,
         "notes": notes,
+        "environment": environment,
     }
-    text = json.dumps(found | {"environment": environment}, indent=2)
-    if asked.json:
+    text = json.dumps(results, indent=2)
+    if out is not None:
+        title = ", ".join(dict.fromkeys(variant.plan.config.run.name for variant in variants))
+        html = bench_page(title, variants, sentences, notes, environment)
+        _write_results(out, text, html, speed_chart(variants))
+    if arguments.json:
         lines = [text]
     else:
-        lines = [*_table(variants), *sentences, *(f"note: {note}" for note in notes)]
-    if out is not None:
-        title = ", ".join(dict.fromkeys(each.plan.config.run.name for each in variants))
-        _write(
-            out,
-            text,
-            bench_page(title, variants, sentences, notes, environment),
-            speed_chart(variants),
-        )
-        lines += [] if asked.json else [f"page: {out / 'bench.html'}"]
+        lines = list(_table(variants)) + sentences
+        lines += [f"note: {note}" for note in notes]
+        if out is not None:
+            lines.append(f"page: {out / 'bench.html'}")
     write(sys.stdout, "".join(f"{visible(line)}\n" for line in lines))
-    has_failed = any(each.failure for each in variants)
     if is_interrupted:
         return 130
-    if has_failed:
+    if any(variant.failure for variant in variants):
         return EXIT_TRAINING
     return EXIT_OK
+
+
+def _share_windows(num_windows: int, most_starts: int) -> list[int]:
+    """Return the number of windows of each start: all of them, shared as evenly as they go."""
+    num_starts = min(most_starts, num_windows)
+    share, rest = divmod(num_windows, num_starts)
+    windows_of_starts = []
+    for number in range(num_starts):
+        if number < rest:
+            windows_of_starts.append(share + 1)
+        else:
+            windows_of_starts.append(share)
+    return windows_of_starts
 
 
 def _parser() -> CommandParser:
@@ -108,14 +121,19 @@ def _parser() -> CommandParser:
     )
     option = bench.option
     numbers = like(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", _numbers, "{}: write numbers such as 1,2")
-    count, steps = (
-        whole(least, 1_000_000, f"{{}} is no number from {least} on") for least in (1, 0)
-    )
+    from_1 = whole(1, 1_000_000, "{} is no number from 1 on")
+    from_0 = whole(0, 1_000_000, "{} is no number from 0 on")
     words = "run configs, and settings for all variants"
     bench.add_argument("words", nargs="*", default=[], metavar="CONFIG key=value", help=words)
-    terms: dict[str, Any] = {"action": "append", "nargs": "+", "dest": "variants", "default": []}
-    about = "what a variant of each config is called, and its own settings"
-    option("--variant", **terms, metavar=("NAME", "key=value"), help=about)
+    option(
+        "--variant",
+        action="append",
+        nargs="+",
+        dest="variants",
+        default=[],
+        metavar=("NAME", "key=value"),
+        help="what a variant of each config is called, and its own settings",
+    )
     option(
         "--num_gpus",
         type=numbers,
@@ -125,24 +143,24 @@ def _parser() -> CommandParser:
     bench.add_argument(
         "-H", "--hostfile", metavar="FILE", help="hosts and their devices, in DeepSpeed's format"
     )
-    option("--steps", type=count, default=50, metavar="S", help="of a measured window; default 50")
+    option("--steps", type=from_1, default=50, metavar="S", help="of a measured window; default 50")
     option(
         "--warmup",
-        type=steps,
+        type=from_0,
         default=10,
         metavar="W",
         help="first steps of a start, left out; default 10",
     )
     option(
         "--repeats",
-        type=count,
+        type=from_1,
         default=5,
         metavar="R",
         help="windows of a variant, in all; default 5",
     )
     option(
         "--starts",
-        type=count,
+        type=from_1,
         default=3,
         metavar="N",
         help="of a variant, which share its windows; default 3",
@@ -161,57 +179,64 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def points_of(steps: int, warmup: int) -> tuple[int, int]:
-    """Steps of a logged point, of which a window has a whole number, and points of the warm-up."""
-    every = max(each for each in range(1, min(steps, warmup or steps) + 1) if steps % each == 0)
-    return every, ceil(warmup / every)
+    """Return the steps of a logged point, and the points of the warm-up.
+
+    A window has a whole number of points.
+    """
+    most_steps = min(steps, warmup or steps)
+    log_every = max(count for count in range(1, most_steps + 1) if steps % count == 0)
+    return log_every, ceil(warmup / log_every)
 
 
-def _checked(asked: argparse.Namespace, every: int) -> list[Variant]:
-    settings, configs = (
-        [word for word in asked.words if is_setting(word) is sort] for sort in (True, False)
-    )
-    for label, *own in asked.variants:
-        if is_setting(label) or not all(map(is_setting, own)):
+def _checked_variants(arguments: argparse.Namespace, log_every: int) -> list[Variant]:
+    """Make a variant of every config, ``--variant`` and number of devices.
+
+    Raises:
+        UsageError: the command line is wrong.
+        ConfigError: with the problems of all variants.
+    """
+    settings = [word for word in arguments.words if is_setting(word)]
+    configs = [word for word in arguments.words if not is_setting(word)]
+    for label, *own_settings in arguments.variants:
+        if is_setting(label) or not all(map(is_setting, own_settings)):
             reason = "a name and its key=value settings follow --variant; configs stand before it"
-            raise UsageError(f"bench: --variant {' '.join([label, *own])}: {reason}")
+            raise UsageError(f"bench: --variant {' '.join([label, *own_settings])}: {reason}")
     if not configs:
         raise UsageError("bench: name a run config, for example ds_configs/quickstart.yaml")
-    if asked.hostfile and asked.num_gpus:
+    if arguments.hostfile and arguments.num_gpus:
         raise UsageError("bench: --num_gpus and --hostfile exclude each other")
-    found = []
+    variants = []
     problems = []
-    taken = Counter[str]()
-    for path, (label, *own), num in product(
-        configs, asked.variants or [[""]], asked.num_gpus or (None,)
+    names = Counter[str]()
+    for path, (label, *own_settings), num_devices in product(
+        configs, arguments.variants or [[""]], arguments.num_gpus or (None,)
     ):
+        parts = []
         if len(configs) > 1 or not label:
-            stem = Path(path).stem
-        else:
-            stem = ""
-        if num and len(asked.num_gpus) > 1:
-            devices = counted(num, "device")
-        else:
-            devices = ""
-        name = ", ".join(filter(None, (stem, label, devices)))
-        taken[name] += 1
-        name += f" ({taken[name]})" if taken[name] > 1 else ""
-        keys = {word.partition("=")[0] for word in own}
-        words = [word for word in settings if word.partition("=")[0] not in keys] + own
+            parts.append(Path(path).stem)
+        parts.append(label)
+        if num_devices and len(arguments.num_gpus) > 1:
+            parts.append(counted(num_devices, "device"))
+        name = ", ".join(filter(None, parts))
+        names[name] += 1
+        if names[name] > 1:
+            name += f" ({names[name]})"
+        own_keys = {word.partition("=")[0] for word in own_settings}
+        words = [word for word in settings if word.partition("=")[0] not in own_keys]
+        words += own_settings
         try:
-            found.append(
-                _variant(name, LaunchOptions(path, (*words,), num, hostfile=asked.hostfile), every)
-            )
+            options = LaunchOptions(path, tuple(words), num_devices, hostfile=arguments.hostfile)
+            variants.append(_make_variant(name, options, log_every))
         except ConfigError as error:
-            problems += [
-                replace(each, reason=f"{each.reason} (variant {name})") for each in error.problems
-            ]
+            for problem in error.problems:
+                problems.append(replace(problem, reason=f"{problem.reason} (variant {name})"))
     if problems:
         raise ConfigError(problems)
-    return found
+    return variants
 
 
-def _variant(name: str, options: LaunchOptions, every: int) -> Variant:
-    """A variant with its plan, checked as its start will be."""
+def _make_variant(name: str, options: LaunchOptions, log_every: int) -> Variant:
+    """Plan a variant, and check it as its start will be checked."""
     if options.hostfile:
         cluster = cluster_of(read_hostfile(options.hostfile), path=options.hostfile)
         run = load_run(options.config, options.overrides).chosen(cluster, is_proposal=True)
@@ -220,19 +245,23 @@ def _variant(name: str, options: LaunchOptions, every: int) -> Variant:
         run, ranks = check(options, devices)
         cluster = Cluster(devices_per_host=int(ranks.value), device=devices.kind)
     plan = run.plan_with_data(cluster)
-    make_plan(config_alone(plan.config, steps=every, log_every=every), cluster)
+    make_plan(config_alone(plan.config, steps=log_every, log_every=log_every), cluster)
     return Variant(name, " ".join(options.overrides), plan)
 
 
-def _folder(asked: argparse.Namespace, variants: Sequence[Variant]) -> Path | None:
-    """See that results can be written, before anything is measured."""
-    if asked.json and not asked.out:
+def _results_folder(arguments: argparse.Namespace, variants: Sequence[Variant]) -> Path | None:
+    """Return the folder for the results, or None without one.
+
+    Raises:
+        StorageError: they cannot be written there; nothing has been measured.
+    """
+    if arguments.out:
+        out = Path(arguments.out)
+    elif arguments.json:
         return None
-    out = Path(asked.out or variants[0].plan.config.run.output_dir)
-    if asked.out:
-        out = out
     else:
-        out = out / time.strftime("bench-%Y%m%d-%H%M%S")
+        name = time.strftime("bench-%Y%m%d-%H%M%S")
+        out = Path(variants[0].plan.config.run.output_dir) / name
     with suppress(OSError):
         out.mkdir(parents=True, exist_ok=True)
     for name, mark in _MARKS.items():
@@ -248,95 +277,110 @@ def _folder(asked: argparse.Namespace, variants: Sequence[Variant]) -> Path | No
     return out
 
 
-def _write(out: Path, text: str, page: str, chart: Chart | None) -> None:
-    for name, content in (
-        ("bench.json", text + "\n"),
-        ("bench.html", page),
-        ("bench.svg", chart and chart.file()),
-    ):
-        if content:
-            write_file(out / name, content, name=f"{out}/{name}")
+def _write_results(out: Path, text: str, html: str, chart: Chart | None) -> None:
+    write_file(out / "bench.json", f"{text}\n", name=f"{out}/bench.json")
+    write_file(out / "bench.html", html, name=f"{out}/bench.html")
     if chart:
+        svg = chart.file()
+        write_file(out / "bench.svg", svg, name=f"{out}/bench.svg")
         try:
-            replace_bytes(out / "bench.png", png_of(chart.file()))
+            replace_bytes(out / "bench.png", png_of(svg))
         except (ConfigError, OSError) as error:
             write(sys.stderr, f"note: bench.png is left out: {error}\n")
 
 
 def _measure(
-    asked: argparse.Namespace,
+    arguments: argparse.Namespace,
     variants: Sequence[Variant],
-    starts: Sequence[int],
-    every: int,
-    dropped: int,
+    windows_of_starts: Sequence[int],
+    log_every: int,
+    warmup_points: int,
 ) -> tuple[Mapping[str, Any], bool]:
-    """Start all in turn, but what has failed; returns a run's environment, and whether Ctrl-C ended
-    it, of which whole windows are kept.
+    """Start all variants in turn, without those that have failed, and add what they measure.
+
+    Returns:
+        a run's environment, and whether Ctrl-C ended a run; its whole windows are kept.
     """
     environment: Mapping[str, Any] = {}
-    for number, num_windows in enumerate(starts, start=1):
-        for each in (each for each in variants if not each.failure):
+    num_starts = len(windows_of_starts)
+    for number, num_windows in enumerate(windows_of_starts, start=1):
+        steps = log_every * warmup_points + arguments.steps * num_windows
+        for variant in variants:
+            if variant.failure:
+                continue
             before = _clocks()
-            steps = every * dropped + asked.steps * num_windows
             run, failure = run_alone(
-                each.plan, steps=steps, log_every=every, hostfile=asked.hostfile
+                variant.plan, steps=steps, log_every=log_every, hostfile=arguments.hostfile
             )
             wall, busy, own = map(sub, _clocks(), before)
             environment = environment or run.environment
-            windows = windows_of(run, dropped=dropped, size=asked.steps // every)
+            windows = windows_of(run, dropped=warmup_points, size=arguments.steps // log_every)
             if failure in ("", INTERRUPTED):
-                each.rounds += [windows] if windows else []
-                each.busy_cores += [max(0.0, busy - own) / (wall or 1.0)] if busy == busy else []
+                if windows:
+                    variant.rounds.append(windows)
+                if not isnan(busy):
+                    variant.busy_cores.append(max(0.0, busy - own) / (wall or 1.0))
             else:
-                each.failure = failure
-            took = (
-                failure
-                or ", ".join(f"{window['time/step_ms']:,.1f}" for window in windows) + " ms a step"
-            )
-            write(sys.stderr, visible(f"start {number} of {len(starts)}: {each.name}: {took}\n"))
+                variant.failure = failure
+            outcome = failure
+            if not failure:
+                times = [f"{window['time/step_ms']:,.1f}" for window in windows]
+                outcome = f"{', '.join(times)} ms a step"
+            line = f"start {number} of {num_starts}: {variant.name}: {outcome}\n"
+            write(sys.stderr, visible(line))
             if failure == INTERRUPTED:
                 return environment, True
     return environment, False
 
 
 def _clocks() -> tuple[float, float, float]:
-    """Seconds: of the wall, of all cores' work (NaN: not known), and of that for this process and
-    those it started.
+    """Return seconds of the wall clock, of all cores' work (NaN: not known), and of the work of
+    this process and those it started.
     """
     times = os.times()
     try:
         words = Path("/proc/stat").read_text(encoding="ascii").split()[1:9]
-        # the rest: interrupts, and what the host took
-        user, nice, system, _idle, _waiting, *rest = map(int, words)
-        busy = (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+        # the others: interrupts, and time that the host took
+        user, nice, system, _idle, _waiting, *others = map(int, words)
+        busy = (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError):
         busy = nan
     return times.elapsed, busy, sum(times[:4])
 
 
 def _doubts(variants: Sequence[Variant], environment: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note on everything that makes the results less certain."""
     cores = os.cpu_count() or 1
-    busiest = max([0.0, *(busy for each in variants for busy in each.busy_cores)])
+    busiest = max((max(variant.busy_cores, default=0.0) for variant in variants), default=0.0)
     if busiest > _MOST_BUSY * cores:
         yield (
             f"Other work took up to {busiest:.1f} of {cores} cores: all was slower, and is less "
             "certain"
         )
-    ranks = {each.plan.cluster.devices_per_host for each in variants}
-    if environment.get("device") == "cpu" and max(ranks) > cores:
-        yield f"{max(ranks)} ranks shared {cores} cores"
-    elif (
-        environment.get("device") == "cpu"
-        and len(ranks) > 1
-        and "OMP_NUM_THREADS" not in os.environ
-    ):
-        yield "Fewer ranks had more threads each; OMP_NUM_THREADS=1 makes every device one core"
-    if len({each.plan.layout.global_size for each in variants}) > 1:
+    if environment.get("device") == "cpu":
+        rank_counts = {variant.plan.cluster.devices_per_host for variant in variants}
+        most_ranks = max(rank_counts)
+        if most_ranks > cores:
+            yield f"{most_ranks} ranks shared {cores} cores"
+        elif len(rank_counts) > 1 and "OMP_NUM_THREADS" not in os.environ:
+            yield "Fewer ranks had more threads each; OMP_NUM_THREADS=1 makes every device one core"
+    if len({variant.plan.layout.global_size for variant in variants}) > 1:
         yield "Steps have different numbers of samples; samples per second are compared"
 
 
 def _table(variants: Sequence[Variant]) -> Iterator[str]:
-    rows = [list(COLUMNS), *(row for row in rows_of(variants) if row[2])]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    yield from ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    yield from (f"{row[0]}: {row[1]}" for row in rows_of(variants) if not row[2])
+    """Yield the aligned rows of the variants that ran, then the failures of the others."""
+    rows = [list(COLUMNS)]
+    failures = []
+    for row in rows_of(variants):
+        if row[2]:
+            rows.append(row)
+        else:
+            failures.append(f"{row[0]}: {row[1]}")
+    columns = []
+    for cells in zip(*rows, strict=True):
+        width = max(len(cell) for cell in cells)
+        columns.append([cell.ljust(width) for cell in cells])
+    for line in zip(*columns, strict=True):
+        yield "  ".join(line).rstrip()
+    yield from failures

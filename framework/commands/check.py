@@ -1,4 +1,4 @@
-"""The `check` command: options, and what is printed where: for people, for tools, and for GitHub.
+"""The `check` command: its options, and what it prints for people, for tools, and for GitHub.
 Exit code 0: fine, 2: problems.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from framework.commands.check_result import (
     CheckContext,
-    Verdict,
+    CheckResult,
     check_document,
     check_file,
     find_gpu,
@@ -50,8 +50,8 @@ def add_options(check: argparse.ArgumentParser) -> None:
     change.add_argument(
         "--resolve",
         action="store_true",
-        help='print a DeepSpeed JSON with every "auto" filled in as Hugging Face\'s Trainer would; key=value '
-        "are its arguments, such as learning_rate=3e-4 hidden_size=4096",
+        help='print a DeepSpeed JSON with every "auto" filled in as Hugging Face\'s Trainer would; '
+        "key=value are its arguments, such as learning_rate=3e-4 hidden_size=4096",
     )
     option("-o", "--output", metavar="OUT", help="with --resolve: write there instead of printing")
     option("--deepspeed", metavar="RELEASE", help="judge against this release, for example 0.18.9")
@@ -70,34 +70,40 @@ def add_options(check: argparse.ArgumentParser) -> None:
 
 
 def run_check(arguments: argparse.Namespace, *, find_cluster: FindCluster) -> int:
-    """Judge every file, after mending or resolving it where that was asked for."""
+    """Check every file, after fixing or resolving it if the options request that."""
     settings = [word for word in arguments.words if is_setting(word)]
     files = [word for word in arguments.words if not is_setting(word)]
     _refuse_odd_words(arguments, files)
     release = arguments.deepspeed
-    elsewhere = arguments.data_elsewhere
-    if release is not None:  # before a file is read, whatever is in it
+    if release is not None:  # an unknown release is refused before any file is read
         from framework.dslint.keys import load_table
 
         load_table(release)
     try:
         against = CheckContext(
-            find_cluster(arguments), find_gpu(arguments.gpu), release, arguments.reader, elsewhere
+            cluster=find_cluster(arguments),
+            gpu=find_gpu(arguments.gpu),
+            release=release,
+            reader=arguments.reader,
+            data_elsewhere=arguments.data_elsewhere,
         )
     except ConfigError as error:  # the hostfile
-        return _report([Verdict("", tuple(error.problems))], arguments.format)
+        return _report([CheckResult("", tuple(error.problems))], arguments.format)
     if arguments.resolve:
         return _resolve(files[0], settings, against, arguments)
-    failures = [
-        failed
-        for file in files
-        if arguments.fix and (failed := _fix(file, against, arguments.format)) is not None
-    ]
-    verdicts = [check_file(file, settings, against) for file in files]
-    code = _report(verdicts, arguments.format)
+    failures: list[StorageError] = []
+    if arguments.fix:
+        for file in files:
+            failure = _fix(file, against, arguments.format)
+            if failure is not None:
+                failures.append(failure)
+    results = [check_file(file, settings, against) for file in files]
+    exit_code = _report(results, arguments.format)
     for failure in failures:
         write(sys.stderr, f"{failure}\n")
-    return failures[0].exit_code if failures else code
+    if failures:
+        return failures[0].exit_code
+    return exit_code
 
 
 def _refuse_odd_words(arguments: argparse.Namespace, files: Sequence[str]) -> None:
@@ -117,28 +123,29 @@ def _refuse_odd_words(arguments: argparse.Namespace, files: Sequence[str]) -> No
         )
 
 
-def _report(verdicts: Sequence[Verdict], format_: str, *, on_stdout: bool = True) -> int:
-    problems = [problem for verdict in verdicts for problem in verdict.problems]
+def _report(results: Sequence[CheckResult], format_: str, *, on_stdout: bool = True) -> int:
+    """Print the results in a format; returns the exit code. Without `on_stdout` only problems."""
+    fine_files = [result for result in results if result.is_fine]
+    problems: list[Problem] = []
+    for result in results:
+        problems += result.problems
     if format_ == "json":
         print(json.dumps([problem.to_dict() for problem in problems], indent=2))
     elif format_ == "github":
         print("\n".join(map(_as_github, problems)))
     else:
-        fine = [
-            f"{verdict.file}: {verdict.summary}"
-            for verdict in verdicts
-            if verdict.is_fine and on_stdout
-        ]
-        for lines, stream in ((fine, sys.stdout), (list(map(_as_text, problems)), sys.stderr)):
-            if lines:
-                print(visible("\n".join(lines)), file=stream)
-    if all(verdict.is_fine for verdict in verdicts):
+        if fine_files and on_stdout:
+            summaries = [f"{result.file}: {result.summary}" for result in fine_files]
+            print(visible("\n".join(summaries)), file=sys.stdout)
+        if problems:
+            print(visible("\n".join(map(_as_text, problems))), file=sys.stderr)
+    if len(fine_files) == len(results):
         return EXIT_OK
     return EXIT_PROBLEMS
 
 
 def _as_text(problem: Problem) -> str:
-    """With the column, which many editors and terminals open a file at."""
+    """Return the problem's text with its column: many editors and terminals open a file there."""
     text = str(problem)
     place = f"{problem.file}:{problem.line}:"
     if problem.column and text.startswith(place):
@@ -149,19 +156,21 @@ def _as_text(problem: Problem) -> str:
 
 
 def _as_github(problem: Problem) -> str:
-    """A workflow command: GitHub shows it beside the line in a pull request."""
-
-    def escaped(text: str, characters: str = "%\r\n") -> str:
-        return "".join(f"%{ord(each):02X}" if each in characters else each for each in text)
-
+    """Return a workflow command, which GitHub shows beside the line in a pull request."""
     command = {"error": "error", "warning": "warning", "note": "notice"}[problem.severity]
-    file, title = (escaped(text, "%\r\n:,") for text in (problem.file, problem.kind))
+    file = _escaped(problem.file, "%\r\n:,")
+    title = _escaped(problem.kind, "%\r\n:,")
     place = f"file={file},line={problem.line or 1},col={problem.column or 1}"
-    return f"::{command} {place},title={title}::{escaped(str(problem))}"
+    message = _escaped(str(problem), "%\r\n")
+    return f"::{command} {place},title={title}::{message}"
+
+
+def _escaped(text: str, characters: str) -> str:
+    return text.translate({ord(character): f"%{ord(character):02X}" for character in characters})
 
 
 def _fix(file: str, against: CheckContext, format_: str) -> StorageError | None:
-    """Mend one file; what cannot be read is for the check after it to tell."""
+    """Fix one file in place. The check after it reports a file that cannot be read."""
     from framework.commands.check_fix import fix_file
 
     try:
@@ -170,40 +179,42 @@ def _fix(file: str, against: CheckContext, format_: str) -> StorageError | None:
         return None
     except StorageError as error:
         return error
-    # What tools read stays what they can read.
     if diff:
-        print(diff.removesuffix("\n"), file=sys.stdout if format_ == "text" else sys.stderr)
+        # stdout is for tools in the other formats
+        if format_ == "text":
+            out = sys.stdout
+        else:
+            out = sys.stderr
+        print(diff.removesuffix("\n"), file=out)
     return None
 
 
 def _refuse_other_config(path: Path, document: Document) -> None:
-    """Raise a StorageError where a file is there that is no DeepSpeed JSON: of another one no key
-    would be the same.
+    """Refuse to write a document over a file that is no DeepSpeed JSON: one with no key in common.
+
+    Raises:
+        StorageError: the path holds such a file.
     """
     from framework.text.hjson import parse_hjson
 
-    keys: set[object] = set()
+    present_keys: set[object] = set()
     try:
         if not path.is_file():
             return
         text = path.read_text(encoding="utf-8")
+        present_value = document.value
         if text.strip():
-            there = parse_hjson(text, name=str(path)).value
-        else:
-            there = document.value
-        if isinstance(there, dict):
-            keys = set(there)
-        else:
-            keys = set()
-    except OSError:  # as the writing of it will find
+            present_value = parse_hjson(text, name=str(path)).value
+        if isinstance(present_value, dict):
+            present_keys = set(present_value)
+    except OSError:  # write_file meets it again, and reports it
         return
     except (ValueError, ConfigError):
-        keys = set()
+        pass
+    written_keys: set[object] = set()
     if isinstance(document.value, dict):
-        written = document.value
-    else:
-        written = {}
-    if keys.isdisjoint(written):
+        written_keys = set(document.value)
+    if present_keys.isdisjoint(written_keys):
         reason = "a file of another origin is there, and is left alone"
         raise StorageError(
             f"{path}: cannot be written ({reason}); name another file [file-not-written]"
@@ -218,7 +229,7 @@ def _resolve(
     from framework.dslint.readers import read_deepspeed_json
     from framework.text.hjson import parse_hjson
 
-    stated = dict(map(_stated, settings))
+    trainer_arguments = dict(map(_parsed_setting, settings))
     try:
         document = read_deepspeed_json(Path(file), name=file)
         if document is None:
@@ -226,29 +237,36 @@ def _resolve(
                 f'{file}: this is a run config, which knows no "auto"; --resolve takes DeepSpeed '
                 "JSON"
             )
-        world_size = against.cluster.world_size if against.cluster is not None else None
-        found = resolve(document, stated, world_size=world_size, release=against.release)
-        if found.problems:
-            return _report([Verdict(file, found.problems)], arguments.format)
-        # The number of devices may be said as an argument too.
-        world = stated.get("world_size", stated.get("num_processes"))
         cluster = against.cluster
-        if cluster is None and isinstance(world, int):
-            cluster = Cluster(devices_per_host=world)
-        document = parse_hjson(found.text, name=arguments.output or file)
-        verdict = check_document(document, replace(against, cluster=cluster, reader="deepspeed"))
+        world_size = None
+        if cluster is not None:
+            world_size = cluster.world_size
+        resolved = resolve(
+            document, trainer_arguments, world_size=world_size, release=against.release
+        )
+        if resolved.problems:
+            return _report([CheckResult(file, resolved.problems)], arguments.format)
+        # The number of devices may be given as an argument of the Trainer too.
+        given_world_size = trainer_arguments.get(
+            "world_size", trainer_arguments.get("num_processes")
+        )
+        if cluster is None and isinstance(given_world_size, int):
+            cluster = Cluster(devices_per_host=given_world_size)
+        document = parse_hjson(resolved.text, name=arguments.output or file)
+        result = check_document(document, replace(against, cluster=cluster, reader="deepspeed"))
     except ConfigError as error:
-        return _report([Verdict(file, tuple(error.problems))], arguments.format)
+        return _report([CheckResult(file, tuple(error.problems))], arguments.format)
     if arguments.output is None:
-        print(found.text, end="" if found.text.endswith("\n") else "\n")
+        print(resolved.text.removesuffix("\n"))
     else:
         _refuse_other_config(Path(arguments.output), document)
-        write_file(Path(arguments.output), found.text, name=arguments.output)
-    verdict = replace(verdict, problems=(*found.notes, *verdict.problems))
-    return _report([verdict], arguments.format, on_stdout=arguments.output is not None)
+        write_file(Path(arguments.output), resolved.text, name=arguments.output)
+    result = replace(result, problems=(*resolved.notes, *result.problems))
+    return _report([result], arguments.format, on_stdout=arguments.output is not None)
 
 
-def _stated(word: str) -> tuple[str, Any]:
+def _parsed_setting(word: str) -> tuple[str, Any]:
+    """Split ``key=value``; a value that is no YAML stays text."""
     name, _, text = word.partition("=")
     try:
         return name, parse_scalar(text, name=COMMAND_LINE)

@@ -1,7 +1,6 @@
-"""`check --fix` and `check --resolve -o`: changes files, whole or not at all.
+"""`check --fix` and `check --resolve -o`: files are changed completely or not at all.
 
-A symbolic link is written through: the file that it leads to changes, and the link stays one.
-Permissions stay as well.
+A symbolic link stays a link: the file that it leads to is replaced. Permissions stay as well.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ _SECTION: Final = "deepspeed"
 
 
 def fix_file(file: str, *, release: str | None = None) -> str:
-    """Mend what has one safe answer, in place; returns the change as a unified diff, empty when
-    there was none.
+    """Fix in place what has one safe answer; returns the change as a unified diff, empty if there
+    is none.
 
     Raises:
         ConfigError: the file cannot be read.
-        StorageError: it cannot be written; it is then as it was.
+        StorageError: the file cannot be written; it is then as it was.
     """
     path = Path(file)
     before = read_text(path, name=file)
@@ -38,9 +37,8 @@ def fix_file(file: str, *, release: str | None = None) -> str:
     if document:
         after = fixed_text(document, release=release)
     else:
-        after = _fixed_passed_keys(
-            fixed_run_config(before, path, name=file), path, name=file, release=release
-        )
+        after = fixed_run_config(before, path, name=file)
+        after = _fixed_passed_keys(after, path, name=file, release=release)
     if after == before:
         return ""
     write_file(path, after, name=file)
@@ -48,28 +46,37 @@ def fix_file(file: str, *, release: str | None = None) -> str:
 
 
 def _fixed_passed_keys(text: str, path: Path, *, name: str, release: str | None) -> str:
-    """Fix the keys under `deepspeed:` as those of DeepSpeed JSON, as far as no typed section
-    decides the result.
+    """Fix the keys under `deepspeed:` as in DeepSpeed JSON, unless a typed section decides the
+    result.
     """
     for _ in range(_MOST_EDITS):
-        document = document_of(text, path, name=name)
-        if isinstance(document.value, dict):
-            passed = document.value.get(_SECTION)
-        else:
-            passed = None
-        if not isinstance(passed, dict):
-            break
-        found = (_in_run_config(edit) for edit in safe_edits(Document("", passed), release=release))
-        attempts = (edited(document, [edit]) for edit in found if edit is not None)
-        after = next((attempt for attempt in attempts if attempt is not None), None)
+        after = _with_one_fix(document_of(text, path, name=name), release=release)
         if after is None:
             break
         text = after
     return text
 
 
+def _with_one_fix(document: Document, *, release: str | None) -> str | None:
+    """Return the text with the first fix that can be made, or None without one."""
+    if not isinstance(document.value, dict):
+        return None
+    section = document.value.get(_SECTION)
+    if not isinstance(section, dict):
+        return None
+    for edit in safe_edits(Document("", section), release=release):
+        edit_of_config = _in_run_config(edit)
+        if edit_of_config is not None:
+            after = edited(document, [edit_of_config])
+            if after is not None:
+                return after
+    return None
+
+
 def _in_run_config(edit: Edit) -> Edit | None:
-    """The same edit of a run config; None for what would say what a typed section says."""
+    """Return an edit of the section as one of the run config, or None if it would set what a typed
+    section sets.
+    """
     if isinstance(edit, RenameKey):
         after = ".".join(map(str, (*edit.path[:-1], edit.name)))
         if after in TYPED or (after in OWNED and after not in SHARED):
@@ -80,24 +87,30 @@ def _in_run_config(edit: Edit) -> Edit | None:
 
 
 def write_file(path: Path, text: str, *, name: str, marks: Sequence[bytes] = ()) -> None:
-    """Replace a file, or make it; after a StorageError it is as it was. `marks`: one that is there
-    has one of them, or is left alone.
+    """Replace or create a file.
+
+    Args:
+        path: of the file.
+        text: its contents.
+        name: of the file in messages.
+        marks: a present file without any of these is not replaced.
+
+    Raises:
+        StorageError: the file cannot be written, or has no mark; it is as it was.
     """
     try:
         if marks:
             refuse_foreign(path, marks=marks)
         real = path.resolve()
-        if real.exists() and not real.is_file():
-            raise StorageError(f"{name}: it is no file to write to; name one [file-not-written]")
+        mode = None
         if real.exists():
+            if not real.is_file():
+                raise StorageError(
+                    f"{name}: it is no file to write to; name one [file-not-written]"
+                )
             mode = real.stat().st_mode & 0o7777
-        else:
-            mode = None
         replace_text(real, text, mode=mode)
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # RuntimeError: a loop of links, in Python 3.12 and older
-        stated = getattr(error, "strerror", None) or error
-        raise StorageError(f"{name}: cannot be written ({stated}) [file-not-written]") from error
+    # RuntimeError: a loop of links, in Python 3.12 and older
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise StorageError(f"{name}: cannot be written ({reason}) [file-not-written]") from error

@@ -1,4 +1,4 @@
-"""Judges one file: a run config or any DeepSpeed JSON. What is wrong with it is in the verdict,
+"""The check of one file: a run config or any DeepSpeed JSON. Its problems are in the result, and
 never raised.
 
 Either kind of file needs modules that the other does not, and importing them is most of the time
@@ -8,7 +8,6 @@ that checking one file takes (`benchmarks/check_speed.py`): they are imported wh
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,11 +28,11 @@ class CheckContext:
     """Context that files are judged against.
 
     Attributes:
-        cluster: where they are to run; None: not said.
-        gpu: which GPU; None: not said.
+        cluster: where they are to run, or None if the command line does not name it.
+        gpu: which GPU, or None if the command line does not name it.
         release: DeepSpeed's version; None: the newest known.
-        reader: who reads DeepSpeed JSON first; None: the file shows it.
-        data_elsewhere: data that is not here is a warning, no error.
+        reader: the program that reads DeepSpeed JSON first; None: the file shows it.
+        data_elsewhere: data that is not here is a warning, not an error.
     """
 
     cluster: Cluster | None = None
@@ -43,17 +42,19 @@ class CheckContext:
     data_elsewhere: bool = False
 
     def topology(self) -> Topology:
-        """As the rules of DeepSpeed JSON take it."""
+        """Return cluster and GPU in the form that the rules of DeepSpeed JSON take."""
         from framework.dslint.facts import Topology
 
-        if self.cluster is None:
-            return Topology(device=self.gpu.device if self.gpu else "unknown", gpu=self.gpu)
-        return Topology.from_cluster(self.cluster, self.gpu)
+        if self.cluster is not None:
+            return Topology.from_cluster(self.cluster, self.gpu)
+        if self.gpu is not None:
+            return Topology(device=self.gpu.device, gpu=self.gpu)
+        return Topology(device="unknown", gpu=None)
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Verdict on one file; `summary` is the line to print where nothing stops it."""
+class CheckResult:
+    """What is wrong with one file; `summary` is the line to print if nothing stops it."""
 
     file: str
     problems: tuple[Problem, ...]
@@ -61,15 +62,15 @@ class Verdict:
 
     @property
     def is_fine(self) -> bool:
-        """Check whether nothing would stop it."""
+        """Check that no problem is an error."""
         return all(problem.severity != "error" for problem in self.problems)
 
 
 def find_gpu(name: str | None) -> GpuKind | None:
-    """A GPU by its name, such as ``h100-80gb``.
+    """Find a GPU by its name, such as ``h100-80gb``; None has none.
 
     Raises:
-        UsageError: it is not known.
+        UsageError: the name is not known.
     """
     if name is None:
         return None
@@ -79,8 +80,8 @@ def find_gpu(name: str | None) -> GpuKind | None:
     return gpu_kinds()[find_device(name).name]
 
 
-def check_file(file: str, overrides: Sequence[str], against: CheckContext) -> Verdict:
-    """Judge one file. It is read once: it may be a pipe, which can be read only once."""
+def check_file(file: str, overrides: Sequence[str], against: CheckContext) -> CheckResult:
+    """Check one file. It is read once, because it may be a pipe."""
     try:
         text = read_text(Path(file), name=file)
         document = None
@@ -91,14 +92,14 @@ def check_file(file: str, overrides: Sequence[str], against: CheckContext) -> Ve
         if document is None:
             return _check_run_config(file, overrides, against, text)
     except ConfigError as error:
-        return Verdict(file, tuple(error.problems))
+        return CheckResult(file, tuple(error.problems))
     if overrides:
         raise UsageError(f"{file}: settings apply to run configs; this is DeepSpeed JSON")
     return check_document(document, against)
 
 
-def check_document(document: Document, against: CheckContext) -> Verdict:
-    """Judge DeepSpeed JSON that was read."""
+def check_document(document: Document, against: CheckContext) -> CheckResult:
+    """Check DeepSpeed JSON that was read."""
     from framework.dslint.keys import load_table
     from framework.dslint.lint import lint, placed
     from framework.dslint.other_tools import without_placeholders
@@ -106,39 +107,43 @@ def check_document(document: Document, against: CheckContext) -> Verdict:
 
     foreign = foreign_problem(document)
     if foreign is not None:
-        return Verdict(document.name, (foreign,))
+        return CheckResult(document.name, (foreign,))
     table = load_table(against.release)
-    reader, assumed = reader_of(document) if against.reader is None else (against.reader, None)
-    as_it_reads, further = as_read(document, document.text, reader, table)
-    found = [
-        *(problem if problem.line else placed(document, problem) for problem in further),
-        *lint(as_it_reads, release=against.release, topology=against.topology(), reader=reader),
-    ]
-    found = without_placeholders(found, file=document.name)
+    reader = against.reader
+    assumed_reader = None
+    if reader is None:
+        reader, assumed_reader = reader_of(document)
+    document_as_read, reading_problems = as_read(document, document.text, reader, table)
+    problems = []
+    for problem in reading_problems:
+        if not problem.line:
+            problem = placed(document, problem)
+        problems.append(problem)
+    problems += lint(
+        document_as_read, release=against.release, topology=against.topology(), reader=reader
+    )
+    problems = without_placeholders(problems, file=document.name)
+
+    notes = list(_release_note(document.name, against))
+    notes += assumption(document, as_run_config=False)
+    if assumed_reader:
+        notes.append(assumed_reader)
     if reader == "deepspeed":
-        first = ""
+        programs = "DeepSpeed"
     else:
-        first = f"{NAMES[reader]} and "
-    notes = [
-        *_release_note(document.name, against),
-        *assumption(document, as_run_config=False),
-        *([assumed] if assumed else ()),
-    ]
-    return Verdict(
+        programs = f"{NAMES[reader]} and DeepSpeed"
+    return CheckResult(
         document.name,
-        (*notes, *sorted(found, key=_place)),
-        f"fine for {first}DeepSpeed {table.release}",
+        tuple(notes + sorted(problems, key=_place)),
+        f"fine for {programs} {table.release}",
     )
 
 
 def _check_run_config(
     file: str, overrides: Sequence[str], against: CheckContext, text: str
-) -> Verdict:
+) -> CheckResult:
     from framework.commands.target_search import missing_sinks, missing_targets
-    from framework.config.load import Source
-    from framework.dslint.judge import judge_passed_alone, judge_rendered
-    from framework.dslint.other_tools import without_placeholders
-    from framework.dslint.readers import assumption, foreign_problem, with_last_of_duplicates
+    from framework.dslint.judge import judge_rendered
     from framework.load_run import load_run
     from framework.plan.plan import one_line
 
@@ -149,34 +154,55 @@ def _check_run_config(
         source = run.source
         plan = run.plan_with_data(against.cluster, data_elsewhere=against.data_elsewhere)
     except ConfigError as error:
-        is_yaml = Path(file).suffix.lower() in YAML_ENDINGS
-        document = with_last_of_duplicates(text, error, name=file, is_yaml=is_yaml) or _document(
-            text, file
-        )
-        foreign = foreign_problem(document)
-        if foreign is not None:
-            return Verdict(file, (foreign,))
-        if isinstance(document.value, dict):
-            passed = document.value.get("deepspeed")
-        else:
-            passed = None
-        further = judge_passed_alone(passed, release=against.release)
-        reported = sorted(
-            _all(error.problems, _errors_of_known(document, overrides, against)), key=_place
-        )
-        found = without_placeholders(
-            _all(reported, map(Source(document).locate, further)), file=file
-        )
-        return Verdict(file, (*assumption(document, as_run_config=True), *found))
-    absent = map(source.locate, (*missing_targets(run.config), *missing_sinks(run.config)))
-    problems = [*source.notes, *plan.findings, *absent]
+        return _check_refused_config(file, overrides, against, text, error)
+    problems = list(_release_note(file, against))
+    problems += source.notes
+    problems += plan.findings
+    problems += map(source.locate, missing_targets(run.config))
+    problems += map(source.locate, missing_sinks(run.config))
     problems += judge_rendered(plan, source=source, release=against.release, gpu=against.gpu)
     problems += map(source.locate, _too_large(plan, target))
-    return Verdict(
-        file,
-        (*_release_note(file, against), *problems),
-        "; ".join(filter(None, (one_line(plan), run.choice))),
-    )
+    summary = one_line(plan)
+    if run.choice:
+        summary += f"; {run.choice}"
+    return CheckResult(file, tuple(problems), summary)
+
+
+def _check_refused_config(
+    file: str, overrides: Sequence[str], against: CheckContext, text: str, error: ConfigError
+) -> CheckResult:
+    """Find everything else that is wrong with a run config that cannot be planned.
+
+    Args:
+        file: its name.
+        overrides: settings of the command line.
+        against: what it is judged against.
+        text: what it holds.
+        error: why it cannot be planned.
+    """
+    from framework.config.load import Source
+    from framework.dslint.judge import judge_passed_alone
+    from framework.dslint.other_tools import without_placeholders
+    from framework.dslint.readers import assumption, foreign_problem, with_last_of_duplicates
+
+    is_yaml = Path(file).suffix.lower() in YAML_ENDINGS
+    document = with_last_of_duplicates(text, error, name=file, is_yaml=is_yaml)
+    if not document:
+        document = _document(text, file)
+    foreign = foreign_problem(document)
+    if foreign is not None:
+        return CheckResult(file, (foreign,))
+    if isinstance(document.value, dict):
+        deepspeed_section = document.value.get("deepspeed")
+    else:
+        deepspeed_section = None
+    passed_problems = judge_passed_alone(deepspeed_section, release=against.release)
+    further_errors = _errors_of_known(document, overrides, against)
+    problems = sorted(_once_per_key(error.problems, further_errors), key=_place)
+    problems = _once_per_key(problems, map(Source(document).locate, passed_problems))
+    problems = without_placeholders(problems, file=file)
+    notes = list(assumption(document, as_run_config=True))
+    return CheckResult(file, tuple(notes + problems))
 
 
 def _document(text: str, file: str) -> Document:
@@ -190,25 +216,25 @@ def _document(text: str, file: str) -> Document:
         raise ConfigError(template or error.problems) from None
 
 
-def _too_large(plan: Plan, target: Hardware | None) -> Iterator[Problem]:
-    """A plan of a known model that does not fit the device."""
+def _too_large(plan: Plan, target: Target | None) -> Iterator[Problem]:
+    """Warn of a plan of a known model that does not fit the device."""
     from framework.plan.memory import NotEstimatedError, estimate
 
     if target is None:
         return
-    with suppress(NotEstimatedError):
+    try:
         reason = target.lacking(target.with_beside(estimate(plan), plan))
-        if reason:
-            fix = f"`plan --search --gpu {target.name}` finds what fits"
-            stage = plan.config.zero.stage
-            yield Problem(
-                "memory-too-small",
-                f"{reason}, by estimate",
-                fix,
-                "zero.stage",
-                stage,
-                severity="warning",
-            )
+    except NotEstimatedError:
+        return
+    if reason:
+        yield Problem(
+            "memory-too-small",
+            f"{reason}, by estimate",
+            f"`plan --search --gpu {target.name}` finds what fits",
+            "zero.stage",
+            plan.config.zero.stage,
+            severity="warning",
+        )
 
 
 def _target(against: CheckContext) -> Hardware | None:
@@ -216,16 +242,17 @@ def _target(against: CheckContext) -> Hardware | None:
         return None
     from framework.plan.auto import listed_target
 
-    return listed_target(
-        against.gpu.name,
-        devices_per_host=against.cluster.devices_per_host if against.cluster else 1,
-    )
+    if against.cluster is not None:
+        devices_per_host = against.cluster.devices_per_host
+    else:
+        devices_per_host = 1
+    return listed_target(against.gpu.name, devices_per_host=devices_per_host)
 
 
 def _errors_of_known(
     document: Document, overrides: Sequence[str], against: CheckContext
 ) -> list[Problem]:
-    """Those of the sections that can be read, beside those that cannot."""
+    """Return the errors of the sections that can be read, beside others that cannot."""
     from framework.config.load import load_known
     from framework.plan.plan import errors_of_known
 
@@ -253,7 +280,7 @@ def _place(problem: Problem) -> tuple[str, int, int]:
     return problem.file or "", problem.line, problem.column
 
 
-def _all(found: Sequence[Problem], further: Iterable[Problem]) -> tuple[Problem, ...]:
-    """Both, each key once."""
-    reported = {problem.key for problem in found}
-    return (*found, *(problem for problem in further if problem.key not in reported))
+def _once_per_key(problems: Sequence[Problem], further: Iterable[Problem]) -> list[Problem]:
+    """Add the problems of `further` that are of a key without one."""
+    reported_keys = {problem.key for problem in problems}
+    return [*problems, *(problem for problem in further if problem.key not in reported_keys)]

@@ -21,7 +21,7 @@ from framework.doctor.node.findings import Check, Report
 from framework.doctor.node.machine import examine
 from framework.doctor.node.requirements import Requirements
 from framework.errors import EXIT_CONFIG, EXIT_OK, ConfigError, UsageError
-from framework.launch.hosts.hostfile import choose_hosts, cluster_of, is_this_machine
+from framework.launch.hosts.hostfile import Chosen, choose_hosts, cluster_of, is_this_machine
 from framework.launch.hosts.topology import DEFAULT_PORT
 from framework.launch.options import LaunchOptions, refuse_choice, refuse_idle
 from framework.launch.ssh import split_ssh_args
@@ -40,68 +40,73 @@ _ONLY_WITH_HOSTS: Final = (
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Look, say what was found, and return the exit code.
+    """Check config and machines, print a report, and return the exit code.
 
     Raises:
         UsageError: the command line is wrong.
     """
     arguments = _parser().parse_intermixed_args(list(argv))
     try:
-        asked = _asked(arguments)
-        report, requirements = look(asked)
-    except ConfigError as error:  # the hostfile: nobody knows where to look
+        options = _options(arguments)
+        report, need = look(options)
+    except ConfigError as error:  # the hostfile: it is not known which hosts to check
         report = Report(before=[Check("hostfile", "cannot be used", error.problems)])
-        requirements = None
-    if arguments.bench and requirements is not None and report.is_fine:
-        report = replace(report, measured=bench(asked, requirements))
-    # Not print: the exit code stays what was found, also where the reader has left.
-    write(
-        sys.stdout,
-        f"{json.dumps(report.to_dict(), indent=2) if arguments.json else report.as_text()}\n",
-    )
-    return EXIT_OK if report.is_fine else EXIT_CONFIG
+        need = None
+    if arguments.bench and need is not None and report.is_fine:
+        report = replace(report, measured=bench(options, need))
+    if arguments.json:
+        text = json.dumps(report.to_dict(), indent=2)
+    else:
+        text = report.as_text()
+    # Not print: the exit code is the report's, also if the reader of stdout has left.
+    write(sys.stdout, f"{text}\n")
+    if report.is_fine:
+        return EXIT_OK
+    return EXIT_CONFIG
 
 
-def look(asked: DoctorOptions) -> tuple[Report, Requirements]:
-    """Config, then machines; what is wrong with the config does not hide what is wrong with the
-    machines.
+def look(options: DoctorOptions) -> tuple[Report, Need]:
+    """Check the config, then the machines: problems of the config do not hide the machines'.
 
     Raises:
         ConfigError: the hosts of the hostfile do not go together.
     """
-    if asked.chosen:  # each of them says itself what it has; this machine may be another one
-        cluster = cluster_of(asked.hosts)
+    if options.chosen:  # each host reports its own devices; this machine may be another one
+        cluster = cluster_of(options.hosts)
     else:
         device, count = local_devices()
-        cluster = Cluster(devices_per_host=asked.num_ranks or count or RANKS_ON_CPU, device=device)
-    before, requirements = judge_config(
-        asked.config, asked.overrides, cluster, is_chosen=bool(asked.num_ranks or asked.chosen)
-    )
-    if not asked.chosen:
-        node = examine(requirements, os.environ, counts_replaced=True)
-        return Report(before, [node]), requirements
-    nodes, across = look_at_hosts(asked, requirements)
-    return Report(before, nodes, across), requirements
+        num_ranks = options.num_ranks or count or RANKS_ON_CPU
+        cluster = Cluster(devices_per_host=num_ranks, device=device)
+    is_chosen = bool(options.num_ranks or options.chosen)
+    before, need = judge_config(options.config, options.overrides, cluster, is_chosen=is_chosen)
+    if not options.chosen:
+        return Report(before, [examine(need, os.environ, counts_replaced=True)]), need
+    nodes, across = look_at_hosts(options, need)
+    return Report(before, nodes, across), need
 
 
-def _asked(arguments: argparse.Namespace) -> DoctorOptions:
+def _options(arguments: argparse.Namespace) -> DoctorOptions:
     words: list[str] = list(arguments.words)
+    config = None
     if words and ("=" not in words[0] or Path(words[0]).exists()):
         config = words.pop(0)
-    else:
-        config = None
     if config is None and words:
         raise UsageError(f"doctor: {words[0]} is a setting; name the run config before it")
-    idle = [f"--{name}" for name in _ONLY_WITH_HOSTS if getattr(arguments, name)]
-    refuse_idle("doctor", () if arguments.hostfile else idle)
+    if not arguments.hostfile:
+        idle_flags = [f"--{name}" for name in _ONLY_WITH_HOSTS if getattr(arguments, name)]
+        refuse_idle("doctor", idle_flags)
     refuse_choice("doctor", arguments)
     master_port = arguments.master_port or DEFAULT_PORT
-    names = ("include", "exclude", "num_nodes", "num_gpus", "num_gpus_flag")
-    choice = {name: getattr(arguments, name) for name in names}
+    chosen: tuple[Chosen, ...] = ()
     if arguments.hostfile:
-        chosen = choose_hosts(arguments.hostfile, **choice)
-    else:
-        chosen = ()
+        chosen = choose_hosts(
+            arguments.hostfile,
+            include=arguments.include,
+            exclude=arguments.exclude,
+            num_nodes=arguments.num_nodes,
+            num_gpus=arguments.num_gpus,
+            num_gpus_flag=arguments.num_gpus_flag,
+        )
     if is_this_machine(chosen, ssh_args=arguments.ssh_args):
         return DoctorOptions(config, tuple(words), (), len(chosen[0].devices), "", master_port)
     split_ssh_args(arguments.ssh_args, command="doctor")  # refuses what asks

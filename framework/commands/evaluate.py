@@ -1,9 +1,9 @@
 """``evaluate CHECKPOINT [key=value ...]``: the metrics of a checkpoint, on its run's evaluation
 data or on other data.
 
-The model is assembled as its run assembled it, so that as many ranks measure what training has
-logged, to the bit; but adapters are merged. Sizes of `parallel` that do not divide the ranks at
-hand become 1. Nothing is written.
+The model is assembled as its run assembled it, but for adapters, which are merged: the same number
+of ranks measures the numbers that training has logged, to the bit. If the sizes of `parallel` do
+not divide the number of ranks, they become 1. Nothing is written.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def main(words: Sequence[str]) -> int:
     take_rank(os.environ)
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     config, source = config_to_evaluate(checkpoint, arguments.settings, num_ranks=num_ranks)
-    sections = [
-        name
-        for name in ("model", "data", "task")
-        if source.place((name, "target"))[0] != COMMAND_LINE
-    ]
+    # a target of the command line needs no --trust
+    sections = []
+    for name in ("model", "data", "task"):
+        if source.place((name, "target"))[0] != COMMAND_LINE:
+            sections.append(name)
     saved = saved_config(checkpoint, *sections, trust=arguments.trust)
     weights = arguments.weights or saved.evaluation.weights
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -62,9 +62,9 @@ def main(words: Sequence[str]) -> int:
         prepared = agreed_weights(measure_cut(prepared, checkpoint), None, average=weights == "ema")
         if checkpoint.has_adapters:
             saved = saved.model_copy(update={"model": config.model})
-            whole = module_of(checkpoint, saved, average=weights == "ema").state_dict()
-            read = {name: partial(whole.__getitem__, name) for name in whole}
-            prepared = replace(prepared, weights=LazyWeights(shapes_of(whole), read))
+            merged = module_of(checkpoint, saved, average=weights == "ema").state_dict()
+            read = {name: partial(merged.__getitem__, name) for name in merged}
+            prepared = replace(prepared, weights=LazyWeights(shapes_of(merged), read))
         sets = make_eval_loaders(prepared.plan, prepared.parts.splits, rank=rank())
         if not sets:
             reason = "the data has no evaluation set"
@@ -75,12 +75,13 @@ def main(words: Sequence[str]) -> int:
         engine = assemble_engine(prepared)
         metrics = evaluate_sets(engine, sets)
         if rank() == 0:
-            found = {
+            section = {
                 "checkpoint": str(checkpoint.path),
                 "step": checkpoint.step,
                 "weights": weights,
+                "metrics": metrics,
             }
-            print(json.dumps({**found, "metrics": metrics}, indent=2))
+            print(json.dumps(section, indent=2))
         engine.close()
     return EXIT_OK
 
@@ -88,7 +89,9 @@ def main(words: Sequence[str]) -> int:
 def config_to_evaluate(
     checkpoint: SavedCheckpoint, settings: Sequence[str], *, num_ranks: int
 ) -> tuple[RunConfig, Source]:
-    """The checkpoint's config for a measurement alone, on so many ranks; `settings` win over it."""
+    """Return the checkpoint's config for an evaluation alone, on `num_ranks` ranks; `settings` win
+    over it.
+    """
     values = saved_config(checkpoint).to_dict()
     layout = checkpoint.manifest["layout"]
     sizes = {name: values["parallel"][name] for name in ("pipe", "tensor", "sequence", "expert")}
@@ -108,7 +111,9 @@ def config_to_evaluate(
         "profile": None,
     }
     values["monitors"] = {"tensorboard": False, "csv": False, "report": False, "progress": "off"}
-    values["checkpoint"] = {} if checkpoint.has_adapters else {"init_weights": str(checkpoint.path)}
+    values["checkpoint"] = {}
+    if not checkpoint.has_adapters:
+        values["checkpoint"]["init_weights"] = str(checkpoint.path)
     return load_with_source(checkpoint.path, settings, text=json.dumps(values))
 
 

@@ -1,5 +1,4 @@
-"""``export CHECKPOINT OUT``: the weights of a checkpoint of any layout, for programs that know
-nothing of it.
+"""``export CHECKPOINT OUT``: the weights of a checkpoint of any layout, for other programs.
 
 Names are those of the plain module, or with ``--format hf`` those that the model gives for Hugging
 Face's loaders, in a folder ready for the Hub; fp32 copies are taken where the checkpoint has any.
@@ -17,7 +16,7 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -59,9 +58,10 @@ _UNITS: Final = {
     "MIB": 2**20,
     "GIB": 2**30,
 }
+# names of the files that an export writes
+_STEMS: Final = r"(adapter_)?(model|config)|generation_config|.*token.*|vocab|special_tokens_map"
 _OURS: Final = re.compile(
-    r"((adapter_)?(model|config)|generation_config|.*token.*|vocab|special_tokens_map).*\.(safetensors|pt2?|json)"
-    r"|README\.md|merges\.txt|.*\.jinja|.*\.model"
+    rf"({_STEMS}).*\.(safetensors|pt2?|json)|README\.md|merges\.txt|.*\.jinja|.*\.model"
 )
 _PLAIN: Final = "leave --hf out"
 _WEIGHTS: Final = "export its weights: --format safetensors"
@@ -106,7 +106,7 @@ def export(
     Args:
         source: a checkpoint, or a run folder: its newest checkpoint.
         weights: trained, or ema for their moving average.
-        dtype: fp32, bf16 or fp16, of everything with a point.
+        dtype: fp32, bf16 or fp16, of every floating-point tensor.
         shard_bytes: largest size of a file.
         file_format: safetensors; torch or pt for one file that `torch.load` reads; hf for `hf`; or
             torch_export for a program of `torch.export`.
@@ -115,8 +115,7 @@ def export(
         trust: the folder of the checkpoint, where `hf`, and merging adapters, may run the code that
             its manifest names as ``model.target``.
         adapter: only the adapters, for peft.
-        base: where the weights are now that adapters were trained on; left out: where the run found
-            them.
+        base: folder of the weights that the adapters were trained on; left out: the run's.
         allow_unverified: read a checkpoint that DeepSpeed wrote without a manifest.
 
     Raises:
@@ -125,68 +124,70 @@ def export(
     """
     _clear_left_over(out)
     _refuse_taken(out, force=force)
-    hf |= file_format == "hf"
+    hf = hf or file_format == "hf"
     checkpoint = find_source(source, allow_unverified=allow_unverified)
     if checkpoint.path.resolve() in (out.resolve(), *out.resolve().parents):
         reason = "it lies in the checkpoint, where every further file counts as damage"
         raise _taken(out, reason, "name a folder elsewhere")
     merged = MergedWeights(checkpoint, average=weights == "ema")
     if adapter:
-        return _write(_adapter, out, merged, dtype=_DTYPES[dtype])
+        with _complete_folder(out) as folder:
+            return _write_adapter(folder, merged, dtype=_DTYPES[dtype])
     if file_format == "torch_export":
         config = saved_config(
             checkpoint, "model", "data", "task", trust=trust, key="--format", otherwise=_WEIGHTS
         )
-        model = module_of(checkpoint, config, average=weights == "ema", base=base).to(
-            _DTYPES[dtype]
-        )
-        return _write(write_program, out, model, config)
-    whole, stored, ties = _plain_weights(merged, average=weights == "ema", trust=trust, base=base)
+        model = module_of(checkpoint, config, average=weights == "ema", base=base)
+        model = model.to(_DTYPES[dtype])
+        with _complete_folder(out) as folder:
+            return write_program(folder, model, config)
+    tensors, stored, ties = _plain_weights(merged, average=weights == "ema", trust=trust, base=base)
     names = dict[str, str]()
     described = dict[str, Any]()
-    if hf and (form := form_of(_config(merged.checkpoint).model)):
-        whole, stored = as_theirs(whole, stored, form)
-        names = form.table["weights"]
-        described = form.described()
-    elif hf:
-        names, described = hf_names(merged.checkpoint, stored=stored, trust=trust)
-    ties = {
-        names.get(name, name): names.get(first, first)
-        for name, first in ties.items()
-        if name in names or not hf
-    }
-    found = entries(stored, dtype=_DTYPES[dtype], names=names)
-    num_bytes = sum(entry.num_bytes for entry in found)
-    with _appearing_whole(out) as aside, _showing_progress(aside, num_bytes):
-        of_run = partial(
-            write_hub_files, aside, checkpoint, described=described, dtype=_DTYPES[dtype]
-        )
-        if hf:
-            written = of_run(_config(checkpoint))
+    if hf:
+        form = form_of(_config(merged.checkpoint).model)
+        if form:
+            tensors, stored = as_theirs(tensors, stored, form)
+            names = form.table["weights"]
+            described = form.described()
         else:
-            written = {}
+            names, described = hf_names(merged.checkpoint, stored=stored, trust=trust)
+        ties = {name: first for name, first in ties.items() if name in names}
+    ties = {names.get(name, name): names.get(first, first) for name, first in ties.items()}
+    file_entries = entries(stored, dtype=_DTYPES[dtype], names=names)
+    num_bytes = sum(entry.num_bytes for entry in file_entries)
+    with _complete_folder(out) as folder, _showing_progress(folder, num_bytes):
+        written = dict[str, int]()
+        if hf:
+            written = write_hub_files(
+                folder, checkpoint, _config(checkpoint), described, dtype=_DTYPES[dtype]
+            )
         if file_format in ("torch", "pt"):
-            return written | {PICKLED: write_pt(aside / PICKLED, whole, found, ties=ties)}
-        run = merged.checkpoint.manifest["config"]["run"]
-        metadata = {
-            "source": f"{run['name']}/{merged.checkpoint.tag}",
-            "step": str(merged.checkpoint.step),
-        }
-        metadata |= {"dtype": dtype} | ({"weights": weights} if weights != "trained" else {})
-        metadata |= {TIES: json.dumps(ties)} if ties else {}
-        return written | write_safetensors(
-            aside, whole, split(found, shard_bytes=shard_bytes), metadata=metadata
-        )
+            written[PICKLED] = write_pt(folder / PICKLED, tensors, file_entries, ties=ties)
+            return written
+        metadata = _metadata(merged.checkpoint, dtype=dtype, weights=weights, ties=ties)
+        shards = split(file_entries, shard_bytes=shard_bytes)
+        return written | write_safetensors(folder, tensors, shards, metadata=metadata)
 
 
-def _write(
-    write: Callable[..., dict[str, int]], out: Path, *of: Any, **options: Any
-) -> dict[str, int]:
-    with _appearing_whole(out) as aside:
-        return write(aside, *of, **options)
+def _metadata(
+    checkpoint: SavedCheckpoint, *, dtype: str, weights: str, ties: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the text that a safetensors file has about its origin."""
+    run = checkpoint.manifest["config"]["run"]
+    metadata = {
+        "source": f"{run['name']}/{checkpoint.tag}",
+        "step": str(checkpoint.step),
+        "dtype": dtype,
+    }
+    if weights != "trained":
+        metadata["weights"] = weights
+    if ties:
+        metadata[TIES] = json.dumps(ties)
+    return metadata
 
 
-def _adapter(folder: Path, merged: MergedWeights, *, dtype: torch.dtype) -> dict[str, int]:
+def _write_adapter(folder: Path, merged: MergedWeights, *, dtype: torch.dtype) -> dict[str, int]:
     if not merged.checkpoint.has_adapters:
         reason = "its run trained all weights (training.lora)"
         fix = "leave --adapter out"
@@ -198,8 +199,8 @@ def _adapter(folder: Path, merged: MergedWeights, *, dtype: torch.dtype) -> dict
 def _plain_weights(
     merged: MergedWeights, *, average: bool, trust: str | None, base: str | None
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Any], Mapping[str, str]]:
-    """The weights under plain names, their shapes and types, and further names; adapters are merged
-    into them.
+    """Return the tensors by plain name, with adapters merged into them, their shapes and types, and
+    further names of some -> the first name.
     """
     if not merged.checkpoint.has_adapters:
         merged.refuse_lacking()
@@ -207,44 +208,44 @@ def _plain_weights(
     config = saved_config(
         merged.checkpoint, "model", trust=trust, key="training.lora", otherwise=_ALONE
     )
-    whole, ties = each_once(
-        module_of(merged.checkpoint, config, average=average, base=base).state_dict()
-    )
-    return whole, whole, ties
+    module = module_of(merged.checkpoint, config, average=average, base=base)
+    tensors, ties = each_once(module.state_dict())
+    return tensors, tensors, ties
 
 
 def each_once(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of a state dict, and further names of some of them -> the first name."""
-    first: dict[Any, str] = {}
-    places = {
-        name: (one.data_ptr(), one.shape, one.stride())
-        for name, one in state.items()
-        if one.numel()
-    }
-    ties = {
-        name: first[place]
-        for name, place in places.items()
-        if first.setdefault(place, name) != name
-    }
-    return {name: tensor for name, tensor in state.items() if name not in ties}, ties
+    """Return the tensors of a state dict without repetitions, and further names of some -> the
+    first name.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    ties: dict[str, str] = {}
+    first_names: dict[Any, str] = {}
+    for name, tensor in state.items():
+        if tensor.numel():
+            memory = (tensor.data_ptr(), tensor.shape, tensor.stride())
+            if memory in first_names:
+                ties[name] = first_names[memory]
+                continue
+            first_names[memory] = name
+        tensors[name] = tensor
+    return tensors, ties
 
 
 @contextlib.contextmanager
-def _appearing_whole(out: Path) -> Iterator[Path]:
-    """A folder beside `out` to write to, which takes its name when the block ends well; otherwise
-    all is as it was.
+def _complete_folder(out: Path) -> Iterator[Path]:
+    """Yield a folder beside `out` to write to. It takes the name `out` if the block ends without an
+    error; otherwise all is as it was.
     """
-    aside, earlier = (
-        out.with_name(f".{out.name}.{socket.gethostname()}.{os.getpid()}.{kind}")
-        for kind in ("tmp", "earlier")
-    )
+    prefix = f".{out.name}.{socket.gethostname()}.{os.getpid()}"
+    folder = out.with_name(f"{prefix}.tmp")
+    earlier = out.with_name(f"{prefix}.earlier")
     try:
-        aside.mkdir(parents=True)
-        yield aside
-        sync_folder(aside)
+        folder.mkdir(parents=True)
+        yield folder
+        sync_folder(folder)
         if out.exists():
             out.rename(earlier)
-        aside.rename(out)
+        folder.rename(out)
         sync_folder(out.parent)
     except OSError as error:
         reason = f"{out}: the export cannot be written ({error.strerror or error})"
@@ -254,15 +255,13 @@ def _appearing_whole(out: Path) -> Iterator[Path]:
     finally:
         if earlier.exists() and not out.exists():
             earlier.rename(out)
-        for folder in (aside, earlier):
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(earlier, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _showing_progress(folder: Path, num_bytes: int) -> Iterator[None]:
-    """Show on a terminal how much of the files is written: their sizes say it, whoever writes
-    them.
-    """
+    """Show on a terminal how much is written, by the sizes of the folder's files."""
     if not sys.stderr.isatty():
         yield
         return
@@ -272,13 +271,9 @@ def _showing_progress(folder: Path, num_bytes: int) -> Iterator[None]:
         while not is_over.wait(_SECONDS_BETWEEN_LOOKS):
             with contextlib.suppress(OSError):  # renamed meanwhile
                 done = sum(path.stat().st_size for path in folder.iterdir())
-                print(
-                    f"\rexport: {done / 1e9:.1f} of {num_bytes / 1e9:.1f} GB",
-                    end="",
-                    file=sys.stderr,
-                    flush=True,
-                )
-        print("\r" + " " * 40 + "\r", end="", file=sys.stderr, flush=True)
+                line = f"\rexport: {done / 1e9:.1f} of {num_bytes / 1e9:.1f} GB"
+                print(line, end="", file=sys.stderr, flush=True)
+        print(f"\r{'':40}\r", end="", file=sys.stderr, flush=True)
 
     thread = Thread(target=show, name="export-progress", daemon=True)
     thread.start()
@@ -290,13 +285,13 @@ def _showing_progress(folder: Path, num_bytes: int) -> Iterator[None]:
 
 
 def _clear_left_over(out: Path) -> None:
-    """Remove what exports of ended processes of this host left beside OUT; restore what one had set
-    aside.
+    """Remove folders that exports of ended processes of this host left beside OUT, and restore an
+    earlier export that one had set aside.
     """
     pattern = re.compile(
         rf"\.{re.escape(out.name)}\.{re.escape(socket.gethostname())}\.(\d+)\.(tmp|earlier)"
     )
-    # another user's, or a file system that cannot be written: the export will tell
+    # a folder of another user, or a file system that cannot be written: the export reports it
     with contextlib.suppress(OSError):
         for path in list(out.parent.iterdir()):
             match = pattern.fullmatch(path.name)
@@ -309,20 +304,21 @@ def _clear_left_over(out: Path) -> None:
 
 
 def _refuse_taken(out: Path, *, force: bool) -> None:
-    """Whoever mistypes OUT must not lose a folder of other things."""
+    """Refuse an OUT that exists, unless it is empty, or an earlier export and `force`: a mistyped
+    name must not cost a folder of other things.
+    """
     if not (out.exists() or out.is_symlink()):
         return
-    is_folder = out.is_dir() and not out.is_symlink()
-    if is_folder:
+    is_export = False
+    if out.is_dir() and not out.is_symlink():
         names = [path.name for path in out.iterdir()]
-    else:
-        names = [""]
-    ours = all(_OURS.fullmatch(name) for name in names)
-    if not names or (force and ours):
-        return
-    reason = "it exists" if ours else "it exists and is not an earlier export"
-    fix = "name a new folder" + (", or give --force to replace it" if ours else "")
-    raise _taken(out, reason, fix)
+        if not names:
+            return
+        is_export = all(_OURS.fullmatch(name) for name in names)
+    if not is_export:
+        raise _taken(out, "it exists and is not an earlier export", "name a new folder")
+    if not force:
+        raise _taken(out, "it exists", "name a new folder, or give --force to replace it")
 
 
 def _taken(out: Path, reason: str, fix: str) -> ConfigError:
@@ -390,11 +386,10 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _size(text: str) -> int:
+    size = 0
     match = _SIZE.fullmatch(text.strip())
     if match and match[2].upper() in _UNITS:
         size = int(float(match[1]) * _UNITS[match[2].upper()])
-    else:
-        size = 0
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a size; write for example 500MB or 5GB")
     return size
@@ -406,13 +401,15 @@ _config = partial(saved_config, key="--hf", otherwise=_PLAIN, kind="hf-names-mis
 def hf_names(
     checkpoint: SavedCheckpoint, *, stored: Collection[str], trust: str | None = None
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Its name -> Hugging Face's, for everything that is stored, and for further names of it; and
-    the config.json of a model of transformers. The model is built on torch's meta device, and
-    asked; `trust` as for `saved_config`.
+    """Return name in the model -> Hugging Face's, for all stored weights and their further names,
+    and the config.json of a model of transformers, or an empty dict.
+
+    The model is built on torch's meta device, and its `hf_names()` is called; `trust` as for
+    `saved_config`.
 
     Raises:
-        ConfigError: it cannot be built, has no such method, or its names are not whole; kinds
-            ``target-not-trusted``, ``hf-names-missing`` and ``hf-names-wrong``.
+        ConfigError: the model cannot be built, has no such method, or the names are incomplete;
+            kinds ``target-not-trusted``, ``hf-names-missing`` and ``hf-names-wrong``.
     """
 
     def refused(kind: str, reason: str, fix: str = _PLAIN) -> ConfigError:
@@ -425,38 +422,47 @@ def hf_names(
         raise refused("missing", f"a {model.kind} of this shape has no counterpart in transformers")
     try:
         with torch.device("meta"):
-            built: Any = call_factory(model.factory(), key="model")
-    except ConfigError:  # transformers reads no files there
-        built = call_factory(model.factory(), key="model")
-    asked = getattr(built, "hf_names", None)
-    if not callable(asked):
-        if any(cls.__module__.partition(".")[0] == "transformers" for cls in type(built).__mro__):
-            return {name: name for name in stored}, json.loads(built.config.to_json_string())
+            module: Any = call_factory(model.factory(), key="model")
+    except ConfigError:  # transformers reads no files on that device
+        module = call_factory(model.factory(), key="model")
+    make_names = getattr(module, "hf_names", None)
+    if not callable(make_names):
+        if any(cls.__module__.partition(".")[0] == "transformers" for cls in type(module).__mro__):
+            return {name: name for name in stored}, json.loads(module.config.to_json_string())
         fix = "give it one that returns {its name of a weight: Hugging Face's}, or leave --hf out"
-        raise refused("missing", f"{type(built).__name__} has no method hf_names()", fix)
-    names = asked()
-    wrong = _wrong(names, stored)
+        raise refused("missing", f"{type(module).__name__} has no method hf_names()", fix)
+    names = make_names()
+    wrong = _fault_of(names, stored)
     if wrong:
         raise refused(
-            "wrong", f"hf_names() of {type(built).__name__} {wrong}", "mend it, or leave --hf out"
+            "wrong", f"hf_names() of {type(module).__name__} {wrong}", "mend it, or leave --hf out"
         )
     return dict(names), {}
 
 
-def _wrong(names: Any, stored: Collection[str]) -> str:
-    """Describe what keeps the names from being used; empty where they can be."""
-    if not isinstance(names, Mapping) or not all(
-        isinstance(name, str) for pair in names.items() for name in pair
-    ):
+def _is_text_to_text(names: Any) -> bool:
+    if not isinstance(names, Mapping):
+        return False
+    return all(isinstance(name, str) and isinstance(hf, str) for name, hf in names.items())
+
+
+def _fault_of(names: Any, stored: Collection[str]) -> str:
+    """Describe what is wrong with the result of `hf_names()`; empty if nothing is."""
+    if not _is_text_to_text(names):
         return (
             "does not return a dict of text to text: its architecture has no counterpart, or "
             "it is not one"
         )
     missing = [name for name in stored if name not in names]
     if missing:
-        return f"lacks {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
-    first: dict[str, str] = {}
+        fault = f"lacks {missing[0]}"
+        if len(missing) > 1:
+            fault += f" and {len(missing) - 1} more"
+        return fault
+    first_names: dict[str, str] = {}
     for name in stored:
-        if first.setdefault(names[name], name) != name:
-            return f"gives {first[names[name]]} and {name} one name, {names[name]}"
+        hf_name = names[name]
+        if hf_name in first_names:
+            return f"gives {first_names[hf_name]} and {name} one name, {hf_name}"
+        first_names[hf_name] = name
     return ""

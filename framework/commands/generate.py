@@ -1,8 +1,8 @@
-"""``generate CHECKPOINT``: samples of text from a checkpoint of a GPT, of whatever layout.
+"""``generate CHECKPOINT``: samples of text from a checkpoint of a GPT, of any layout.
 
-The model is the one that the checkpoint's manifest names, the tokenizer that which the run has
-kept. Behind as many tokens as the model was trained to see at once its window moves, and each costs
-a forward pass over the window.
+The checkpoint's manifest names the model, and the run has kept the tokenizer. After as many tokens
+as the model was trained to see at once its window moves, and each further token costs a forward
+pass over the window.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
-from itertools import chain, takewhile, tee
-from operator import itemgetter
+from itertools import tee
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,26 +49,48 @@ def main(words: Sequence[str]) -> int:
     config = _config_of(checkpoint, arguments.config)
     assert isinstance(config.model, GPT)
     tokenizer = tokenizer_of(config, checkpoint, asked=arguments.tokenizer)
-    asked = arguments.prompt or [""]
-    prompts = [tokens_of(os.fsencode(prompt), tokenizer, "--prompt") for prompt in asked]
+    texts = arguments.prompt or [""]
+    prompts = [tokens_of(os.fsencode(text), tokenizer, "--prompt") for text in texts]
     model = module_to_ask(checkpoint, config, average=arguments.weights == "ema")
-    copies = tee(sample(model, prompts, **terms_of(arguments, config, tokenizer)), len(prompts))
-    is_terminal = sys.stdout.isatty()
-    # the first one as it comes; what the others have meanwhile is kept
-    for row, drawn in enumerate(copies):
-        tokens = takewhile(lambda token: token is not None, map(itemgetter(row), drawn))
-        texts = as_text(tokens, tokenizer.decode, after=prompts[row])
-        shown = asked[row] + ("\n" if isinstance(tokenizer, Answers) else "")
-        for text in chain((shown,), texts):
-            # A model may draw the codes that move a terminal's cursor, or worse.
-            print(visible(text) if is_terminal else text, end="", flush=is_terminal)
-        print(end="\n\n" if row + 1 < len(copies) else "\n")
+    steps = sample(model, prompts, **terms_of(arguments, config, tokenizer))
+    # The first sample is printed as it is drawn; the tokens of the others are kept meanwhile.
+    for row, steps_again in enumerate(tee(steps, len(prompts))):
+        if row:
+            print("\n")
+        _print_text(texts[row])
+        if isinstance(tokenizer, Answers):
+            _print_text("\n")
+        tokens = _tokens_of_row(steps_again, row)
+        for text in as_text(tokens, tokenizer.decode, after=prompts[row]):
+            _print_text(text)
+    print()
     return EXIT_OK
 
 
+def _tokens_of_row(steps: Iterator[list[int | None]], row: int) -> Iterator[int]:
+    for tokens in steps:
+        token = tokens[row]
+        if token is None:
+            return
+        yield token
+
+
+def _print_text(text: str) -> None:
+    """Print a part of a sample at once on a terminal, without the codes that move its cursor or do
+    worse: a model may draw them.
+    """
+    if sys.stdout.isatty():
+        print(visible(text), end="", flush=True)
+    else:
+        print(text, end="")
+
+
 def tokens_of(prompt: bytes, tokenizer: Tokenizer | Answers, key: str) -> list[int]:
-    """Tokens to go on from. A document begins behind the end of the one before: so does a sample
-    without a prompt.
+    """Return the tokens of the prompt. For an empty one it is the token that ends a document, after
+    which the next document begins.
+
+    Raises:
+        ConfigError: the tokenizer takes UTF-8 only, and the prompt is not.
     """
     try:
         if tokenizer.needs_utf8:
@@ -86,18 +106,19 @@ def terms_of(
     arguments: argparse.Namespace, config: RunConfig, tokenizer: Tokenizer | Answers
 ) -> dict[str, Any]:
     """Return the options of `sample`."""
-    asked = {
-        name: getattr(arguments, name)
-        for name in ("max_new_tokens", "temperature", "top_k", "seed")
-    }
-    # As many as it was trained to see at once: further positions it has, and has never met.
-    sizes = (
+    # The model may have more positions than it was trained with, and has learned nothing of those.
+    window = sys.maxsize
+    for size in (
         getattr(config.model, "max_positions", None),
         getattr(config.data, "sequence_length", None),
-    )
-    window = min((size for size in sizes if size is not None), default=sys.maxsize)
+    ):
+        if size is not None:
+            window = min(window, size)
     return {
-        **asked,
+        "max_new_tokens": arguments.max_new_tokens,
+        "temperature": arguments.temperature,
+        "top_k": arguments.top_k,
+        "seed": arguments.seed,
         "window": window,
         "vocab_size": tokenizer.vocab_size,
         "end": tokenizer.special.end,
@@ -118,8 +139,7 @@ def sample(
     end: int,
     remembers: bool = True,
 ) -> Iterator[list[int | None]]:
-    """Draw the next token of every prompt at once, each from what the model makes of those before
-    it in its row.
+    """Draw the next token of every prompt at once, each by the logits of the tokens before it.
 
     Args:
         model: tokens (rows, sequence) to logits (rows, sequence, vocabulary), in evaluation mode.
@@ -138,42 +158,47 @@ def sample(
     # On the CPU, so that a sample does not depend on the device.
     generators = [torch.Generator().manual_seed(seed + row) for row in range(len(prompts))]
     rows = [list(prompt) for prompt in prompts]
-    ended = [False] * len(prompts)
+    ended: set[int] = set()  # numbers of rows
+    past = None
     if remembers:
         past = Past(min(window, max(map(len, rows)) + max_new_tokens))
-    else:
-        past = None
     for _ in range(max_new_tokens):
         logits = _next_logits(model, rows, past, window=window)[:, :vocab_size].float().cpu()
-        drawn = [
-            _draw(*pair, temperature=temperature, top_k=top_k)
-            for pair in zip(logits, generators, strict=True)
-        ]
-        ended = [was or token == end for was, token in zip(ended, drawn, strict=True)]
-        if all(ended):
+        tokens: list[int | None] = []
+        for number, row in enumerate(rows):
+            token = _draw(logits[number], generators[number], temperature=temperature, top_k=top_k)
+            if token == end:
+                ended.add(number)
+            if number in ended:
+                tokens.append(None)
+            else:
+                tokens.append(token)
+                row.append(token)
+        if len(ended) == len(rows):
             return
-        for row, token, is_over in zip(rows, drawn, ended, strict=True):
-            row += [] if is_over else [token]
-        yield [None if is_over else token for token, is_over in zip(drawn, ended, strict=True)]
+        yield tokens
 
 
 def _next_logits(
     model: torch.nn.Module, rows: Sequence[Sequence[int]], past: Past | None, *, window: int
 ) -> torch.Tensor:
-    """Logits (rows, vocabulary) of what follows each row, from its last token where the others are
-    remembered.
+    """Return the logits (rows, vocabulary) of each row's next token. The model gets only the last
+    token of each row if `past` remembers the others.
     """
     device = next(model.parameters()).device
     ends = torch.tensor([len(row) - 1 for row in rows])
-    fits = past is not None and int(ends.max()) < window
-    if past is not None and past.held and fits:
+    if int(ends.max()) >= window:
+        past = None
+    if past is not None and past.held:
         with past.read(ends[:, None].to(device)):
             logits: torch.Tensor = model(torch.tensor([[row[-1]] for row in rows], device=device))
             return logits[:, 0]
-    padded = pad_sequence([torch.tensor(row[-window:]) for row in rows], batch_first=True).to(
-        device
-    )
-    with past.read() if past is not None and fits else nullcontext():
+    windows = [torch.tensor(row[-window:]) for row in rows]
+    padded = pad_sequence(windows, batch_first=True).to(device)
+    if past is not None:
+        with past.read():
+            outputs = model(padded)
+    else:
         outputs = model(padded)
     logits = getattr(outputs, "logits", outputs)
     return logits[torch.arange(len(rows)), ends.clamp(max=window - 1)]
@@ -193,38 +218,38 @@ def _draw(
 def as_text(
     tokens: Iterator[int], decode: Callable[[Sequence[int]], str], *, after: Sequence[int]
 ) -> Iterator[str]:
-    """Text in whole characters: a token may be a part of one, and its text may depend on the token
-    before.
+    """Yield text in whole characters: a token may be a part of a character, and its text may depend
+    on the token before.
     """
-    seen = list(after)
-    start = 0
-    shown = len(after)
+    all_tokens = list(after)
+    start = 0  # of the tokens that are decoded together
+    shown = len(after)  # number of tokens with text that has been yielded
     for token in tokens:
-        seen.append(token)
-        before = decode(seen[start:shown])
-        now = decode(seen[start:])
-        if len(now) > len(before) and not now.endswith(_NO_CHARACTER):
-            yield now[len(before) :]
+        all_tokens.append(token)
+        shown_text = decode(all_tokens[start:shown])
+        text = decode(all_tokens[start:])
+        if len(text) > len(shown_text) and not text.endswith(_NO_CHARACTER):
+            yield text[len(shown_text) :]
             start = shown
-            shown = len(seen)
-    yield decode(seen[start:])[len(decode(seen[start:shown])) :]
+            shown = len(all_tokens)
+    yield decode(all_tokens[start:])[len(decode(all_tokens[start:shown])) :]
 
 
 def find_gpt(path: str, *, allow_unverified: bool = False) -> SavedCheckpoint:
-    """The checkpoint of a GPT that a path names: any other kind of model has no text to go on with.
+    """Find the checkpoint of a GPT that a path names; other models have no text to go on with.
 
     Raises:
         ConfigError: kind ``checkpoint-not-found``, ``checkpoint-unverified`` or ``not-a-gpt``.
     """
-    found = find_source(path, allow_unverified=allow_unverified)
-    if found.verified:
-        _refuse_other_models(found.manifest["config"]["model"], file=str(found.path))
-    return found
+    checkpoint = find_source(path, allow_unverified=allow_unverified)
+    if checkpoint.verified:
+        _refuse_other_models(checkpoint.manifest["config"]["model"], file=str(checkpoint.path))
+    return checkpoint
 
 
 def _config_of(checkpoint: SavedCheckpoint, file: str | None) -> RunConfig:
-    """The config that names model and tokenizer: the manifest's, or without one that which the user
-    gives.
+    """Return the config that names model and tokenizer: the manifest's, or without a manifest the
+    user's.
     """
     if checkpoint.verified:
         config = saved_config(checkpoint, kind="not-a-gpt")
@@ -234,7 +259,7 @@ def _config_of(checkpoint: SavedCheckpoint, file: str | None) -> RunConfig:
         )
     else:
         config = load_config(file)
-    # nothing that a manifest names is called, but for this kind
+    # of the models that a manifest may name, only this one is built
     if not isinstance(config.model, GPT):
         _refuse_other_models(config.to_dict()["model"], file=file or str(checkpoint.path))
     return config
@@ -251,16 +276,27 @@ def _refuse_other_models(model: Mapping[str, Any], *, file: str) -> None:
 def tokenizer_of(
     config: RunConfig, checkpoint: SavedCheckpoint, *, asked: str | None
 ) -> Tokenizer | Answers:
-    """The one asked for; what the run has kept beside its checkpoints; or that of the folder that
-    it was trained on.
+    """Return the tokenizer that the command line names, or that the run has kept beside its
+    checkpoints, or that of the folder it was trained on.
+
+    Args:
+        config: of the run.
+        checkpoint: of the run.
+        asked: path of a tokenizer, ``bytes``, or None.
+
+    Raises:
+        ConfigError: there is none, it cannot be read, or the model has fewer tokens.
     """
-    # a relative path may end at the folder
+    # absolute: a relative path may end at the folder
     kept = checkpoint.folder.absolute().parent / KEPT_TOKENIZER
     key = "data.path"
     path = getattr(config.data, "path", None)
-    if asked is not None:
+    if asked == "bytes":
         key = "--tokenizer"
-        path = None if asked == "bytes" else asked
+        path = None
+    elif asked is not None:
+        key = "--tokenizer"
+        path = asked
     elif isinstance(config.data, Conversations):
         return Answers(open_tokenizer(str(kept)))
     elif not isinstance(config.data, (Text, TextPairs)):
@@ -284,9 +320,11 @@ def tokenizer_of(
 def _read_tokenizer(path: str | None, key: str) -> Tokenizer:
     if path is None:
         return ByteTokenizer()
+    if Path(path).is_file():
+        return load_tokenizer(path)
     file = Path(path, TOKENIZER_FILE)
-    if Path(path).is_file() or (file.is_file() and not file.with_name(META_FILE).exists()):
-        return load_tokenizer(path if Path(path).is_file() else str(file))
+    if file.is_file() and not file.with_name(META_FILE).exists():
+        return load_tokenizer(str(file))
     if key == "--tokenizer" and not Path(path).exists():
         reason = "there is no such file or folder"
         fix = "name a tokenizer.json, a folder with one, or bytes"

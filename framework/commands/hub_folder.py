@@ -23,7 +23,7 @@ from framework.system.files import replace_text
 from framework.system.log import warn
 
 _GENERATION: Final = "generation_config.json"
-_PIPELINES: Final = {
+_PIPELINES: Final[Mapping[type, str]] = {
     CausalLM: "text-generation",
     MaskedLM: "fill-mask",
     Classification: "image-classification",
@@ -41,67 +41,88 @@ def write_hub_files(
     *,
     dtype: torch.dtype,
 ) -> dict[str, int]:
-    """Write all but the weights: config.json, `described`, where there is one, tokenizer,
-    generation_config.json and a model card; returns file -> bytes.
+    """Write every file of the folder but the weights; returns file -> bytes.
+
+    These are config.json with `described`, unless that is empty, the tokenizer,
+    generation_config.json, and a model card.
     """
     base = config.checkpoint.init_weights or getattr(config.model, "args", {}).get(
         "pretrained_model_name_or_path"
     )
-    numbers = dict[str, Any]()
+    token_ids = dict[str, Any]()
     tokenizer = _tokenizer_of_run(checkpoint, config)
     if tokenizer is not None:
-        names = tokenizer.init_kwargs.pop("classes", None)
-        described = dict(described) | (
-            {"id2label": dict(enumerate(names))} if names and described else {}
-        )
+        class_names = tokenizer.init_kwargs.pop("classes", None)
+        if class_names and described:
+            described = dict(described) | {"id2label": dict(enumerate(class_names))}
         tokenizer.save_pretrained(folder)
-        numbers = {
-            f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos")
-        }
-        numbers["pad_token_id"] = pad_of(tokenizer)
+        token_ids["bos_token_id"] = tokenizer.bos_token_id
+        token_ids["eos_token_id"] = tokenizer.eos_token_id
+        token_ids["pad_token_id"] = pad_of(tokenizer)
     if described:
         values = {**described, "dtype": str(dtype).removeprefix("torch.")}
-        values |= {key: number for key, number in numbers.items() if described.get(key) is None}
+        for key, token_id in token_ids.items():
+            if described.get(key) is None:
+                values[key] = token_id
         replace_text(folder / CONFIG, json.dumps(values, indent=2) + "\n")
-    if numbers and isinstance(config.task, CausalLM):
-        of_base = Path(str(base), _GENERATION)
-        values = numbers | (
-            json.loads(of_base.read_text(encoding="utf-8")) if of_base.is_file() else {}
-        )
-        if isinstance(values["eos_token_id"], list):
-            ends = values["eos_token_id"]
-        else:
-            ends = [values["eos_token_id"]]
-        values["eos_token_id"] = [
-            *dict.fromkeys(end for end in (numbers["eos_token_id"], *ends) if end is not None)
-        ]
+    if token_ids and isinstance(config.task, CausalLM):
+        values = _generation_config(token_ids, Path(str(base), _GENERATION))
         replace_text(folder / _GENERATION, json.dumps(values, indent=2) + "\n")
-    replace_text(
-        folder / "README.md", _card(checkpoint, config, described, str(base) if base else None)
-    )
+    base_name = None
+    if base:
+        base_name = str(base)
+    replace_text(folder / "README.md", _card(checkpoint, config, described, base_name))
     return {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
 
 
+def _generation_config(token_ids: Mapping[str, Any], base_file: Path) -> dict[str, Any]:
+    """Add the base model's generation_config.json, if there is one, to the tokenizer's ids; a
+    sample ends at the tokenizer's end or at one of the base model's.
+    """
+    values = dict(token_ids)
+    if base_file.is_file():
+        values |= json.loads(base_file.read_text(encoding="utf-8"))
+    ends = [token_ids["eos_token_id"]]
+    if isinstance(values["eos_token_id"], list):
+        ends += values["eos_token_id"]
+    else:
+        ends.append(values["eos_token_id"])
+    values["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None))
+    return values
+
+
 def _tokenizer_of_run(checkpoint: SavedCheckpoint, config: RunConfig) -> Any:
-    """The tokenizer of transformers of a run on text; where it cannot be read, None and a
-    warning.
+    """Return the tokenizer of transformers of a run on text, or None; warns if it cannot be
+    read.
     """
     if not isinstance(config.data, (Text, TextPairs, Conversations, LabelledText)):
         return None
     kept = checkpoint.folder.absolute().parent / KEPT_TOKENIZER
+    path = None
+    if (kept / TOKENIZER_FILE).is_file():
+        path = str(kept)
     try:
-        found = open_tokenizer(str(kept) if (kept / TOKENIZER_FILE).is_file() else None)
+        tokenizer = open_tokenizer(path)
     except ConfigError as error:
         warn(f"the tokenizer is left out: {error}")
         return None
-    found.model_max_length = getattr(config.model, "max_positions", found.model_max_length)
-    return found
+    tokenizer.model_max_length = getattr(config.model, "max_positions", tokenizer.model_max_length)
+    return tokenizer
+
+
+def _pipeline_tag(config: RunConfig) -> str | None:
+    if isinstance(config.data, LabelledText):
+        return "text-classification"
+    for task, tag in _PIPELINES.items():
+        if isinstance(config.task, task):
+            return tag
+    return None
 
 
 def _card(
     checkpoint: SavedCheckpoint, config: RunConfig, described: Mapping[str, Any], base: str | None
 ) -> str:
-    """Metadata as YAML, then what was trained, on what, how, and what came of it."""
+    """Return a model card: metadata as YAML, then model, data, steps, metrics, settings."""
     manifest = checkpoint.manifest
     data = config.data
     kind = str(
@@ -110,47 +131,45 @@ def _card(
     metrics = {
         key: value for key, value in sorted(manifest["metrics"].items()) if key.startswith("eval/")
     }
-    pipeline = next(
-        (tag for task, tag in _PIPELINES.items() if isinstance(config.task, task)), None
-    )
-    if isinstance(data, LabelledText):
-        pipeline = "text-classification"
-    else:
-        pipeline = pipeline
-    head: dict[str, Any] = {"library_name": "transformers" if described else "pytorch"}
-    head |= {"tags": ["dsf-trainer", "deepspeed"]} | (
-        {"pipeline_tag": pipeline} if pipeline else {}
-    )
-    is_here = base is not None and Path(base).exists()
-    if base is not None and not is_here and _ON_THE_HUB.fullmatch(base):
+    is_local = base is not None and Path(base).exists()
+    head: dict[str, Any] = {"library_name": "pytorch", "tags": ["dsf-trainer", "deepspeed"]}
+    if described:
+        head["library_name"] = "transformers"
+    pipeline = _pipeline_tag(config)
+    if pipeline:
+        head["pipeline_tag"] = pipeline
+    if base is not None and not is_local and _ON_THE_HUB.fullmatch(base):
         head["base_model"] = base
-    found = [
-        {"type": key.partition("/")[2], "name": key, "value": value}
-        for key, value in metrics.items()
-    ]
-    if found and pipeline:
+    if metrics and pipeline:
         result = {
             "task": {"type": pipeline},
             "dataset": {"name": kind, "type": kind},
-            "metrics": found,
+            "metrics": [
+                {"type": key.partition("/")[2], "name": key, "value": value}
+                for key, value in metrics.items()
+            ],
         }
         head["model-index"] = [{"name": config.run.name, "results": [result]}]
+
     if base is None:
         origin = "random weights"
+    elif is_local:
+        origin = f"`{Path(base).name}`"
     else:
-        origin = f"`{Path(base).name if is_here else base}`"
+        origin = f"`{base}`"
     if checkpoint.has_adapters:
-        adapters = " by low-rank adapters, which are merged into its weights"
-    else:
-        adapters = ""
+        origin += " by low-rank adapters, which are merged into its weights"
+    data_name = kind
+    path = getattr(data, "path", None)
+    if path:
+        data_name += f" ({Path(path).name})"
     layout = manifest["layout"]
     samples = manifest["num_train_samples"]
-    path = getattr(data, "path", None)
-    about = [
+    paragraphs = [
         f"# {config.run.name}",
-        f"{described.get('architectures', ['A model'])[0]}, trained from {origin}{adapters} with "
+        f"{described.get('architectures', ['A model'])[0]}, trained from {origin} with "
         "dsf-trainer.",
-        f"- data: {kind}{f' ({Path(path).name})' if path else ''}, {counted(samples, 'sample')} "
+        f"- data: {data_name}, {counted(samples, 'sample')} "
         f"of training\n- steps: {manifest['step']:,} of "
         f"{counted(layout['global_size'], 'sample')} ({manifest['samples'] / samples:.2f} epochs) "
         f"on {counted(layout['world_size'], 'rank')}",
@@ -160,22 +179,25 @@ def _card(
         "## Versions",
         _table("package", manifest["versions"]),
     ]
-    return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n" + "\n\n".join(about) + "\n"
+    return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n" + "\n\n".join(paragraphs) + "\n"
 
 
 def _settings(config: RunConfig) -> dict[str, str]:
-    """Everything that is not as a section has it by default, and what is always asked."""
+    """Return the settings that are not a section's defaults, and a few that are always shown."""
     values = config.to_dict()
-    return {
-        f"{name}.{key}": json.dumps(values[name][key])
-        for name in _SECTIONS
-        for key, field in type(getattr(config, name)).model_fields.items()
-        if key in _ALWAYS
-        or getattr(getattr(config, name), key) != field.get_default(call_default_factory=True)
-    }
+    settings = {}
+    for name in _SECTIONS:
+        section = getattr(config, name)
+        for key, field in type(section).model_fields.items():
+            default = field.get_default(call_default_factory=True)
+            if key in _ALWAYS or getattr(section, key) != default:
+                settings[f"{name}.{key}"] = json.dumps(values[name][key])
+    return settings
 
 
 def _table(first: str, rows: Mapping[str, str]) -> str:
-    return "\n".join(
-        f"| {one} | {other} |" for one, other in ((first, "value"), ("---", "---"), *rows.items())
-    )
+    """Return a table of Markdown with the columns `first` and "value"."""
+    lines = [f"| {first} | value |", "| --- | --- |"]
+    for name, value in rows.items():
+        lines.append(f"| {name} | {value} |")
+    return "\n".join(lines)

@@ -1,8 +1,8 @@
-"""``inspect CHECKPOINT|RUN``: what a checkpoint is, whether its files are as written, and hold all
-weights.
+"""``inspect CHECKPOINT|RUN``: what a checkpoint is, whether its files are as they were written, and
+whether they hold all weights.
 
-Nothing is deserialised here. Manifests of earlier releases do not count the weights: of their
-checkpoints a process with torch reads the names.
+Nothing is deserialised here. Manifests of earlier releases do not count the weights: a process with
+torch reads the names of the weights in such checkpoints.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from framework.errors import (
 )
 from framework.train.best import best_in
 
-# their versions decide who can read a checkpoint
+# a checkpoint can be read or not by their versions
 _PACKAGES: Final = ("dsf-trainer", "deepspeed", "torch", "python")
 # the names of one checkpoint take a second, and the imports some more
 _LONGEST_SECONDS: Final = 300.0
@@ -64,10 +64,10 @@ class Inspected:
     """One folder that bears the name of a checkpoint.
 
     Attributes:
-        checkpoint: None where its manifest cannot be trusted.
-        damage: what is not as it was written, a line for each file; None where nobody has looked.
-        lacking: weights that it has no numbers of.
-        unknown: why it is not known whether there are such.
+        checkpoint: None if its manifest cannot be trusted.
+        damage: a line for each file that is not as it was written; None: the files were not read.
+        lacking: weights that no file has numbers of.
+        unknown: why it is not known whether weights are lacking.
     """
 
     path: Path
@@ -78,43 +78,33 @@ class Inspected:
 
     @property
     def faults(self) -> list[str]:
-        """A line for each file that is not as it was written, and one for all weights that are
-        nowhere.
-        """
-        found = list(self.damage or ())
+        """A line for each damaged file, and one for all weights that no file has."""
+        lines = list(self.damage or ())
         if self.lacking:
-            if self.lacking[1:]:
-                more = f" and {len(self.lacking) - 1} more"
-            else:
-                more = ""
-            found.append(f"weights: no file has the numbers of {self.lacking[0]}{more}")
-        return found
+            line = f"weights: no file has the numbers of {self.lacking[0]}"
+            if len(self.lacking) > 1:
+                line += f" and {len(self.lacking) - 1} more"
+            lines.append(line)
+        return lines
 
 
 def run_inspect(source: str, *, as_json: bool, verify: bool, allow_unverified: bool = False) -> int:
-    """Print what is there; returns 0 where it is sound and 74 where something is damaged.
+    """Print a checkpoint, or all of a run; returns 0 if all are sound and 74 if one is damaged.
 
-    With `allow_unverified`, what DeepSpeed wrote without a manifest is described by the names of
-    its files.
+    With `allow_unverified`, a checkpoint that DeepSpeed wrote without a manifest is described by
+    the names of its files.
 
     Raises:
-        ConfigError: there is no checkpoint, or one without a manifest that nobody asked for; exit
-            code 78.
-        StorageError: the folder is there and does not answer.
+        ConfigError: there is no checkpoint, or one without a manifest and not `allow_unverified`;
+            exit code 78.
+        StorageError: the folder is there and cannot be read.
     """
     try:
-        paths = _checkpoints_at(Path(source))
-        if not paths:
-            lines, stated, is_sound = _raw(Path(source), allowed=allow_unverified)
-        else:
-            found = _with_lacking([_inspect(path, verify=verify) for path in paths])
-            lines = _lines(found[0]) if len(found) == 1 else _table(found)
-            stated = map(_as_json, found)
-            is_sound = not any(one.faults for one in found)
+        report = _make_report(Path(source), verify=verify, allow_unverified=allow_unverified)
         if as_json:  # JSON escapes all control characters by itself, but for one
-            text = json.dumps(list(stated), indent=2).replace("\x7f", "\\u007f")
+            text = json.dumps(list(report.sections), indent=2).replace("\x7f", "\\u007f")
         else:
-            text = "\n".join(map(printable, lines))
+            text = "\n".join(map(printable, report.lines))
     except OSError as error:
         reason = (
             f"inspect: {show_value(error.filename or source)}: it cannot be read: "
@@ -122,51 +112,94 @@ def run_inspect(source: str, *, as_json: bool, verify: bool, allow_unverified: b
         )
         raise StorageError(f"{reason} [checkpoint-not-read]") from error
     print(text)
-    return EXIT_OK if is_sound else EXIT_STORAGE
+    if report.is_sound:
+        return EXIT_OK
+    return EXIT_STORAGE
 
 
-def _raw(path: Path, *, allowed: bool) -> tuple[Iterator[str], Iterator[dict[str, Any]], bool]:
-    """Describe a checkpoint by the names of its files; nothing of them is read."""
+@dataclass(frozen=True)
+class _Report:
+    """Lines for a person, and sections for JSON; each is computed when it is read."""
+
+    lines: Iterator[str]
+    sections: Iterator[dict[str, Any]]
+    is_sound: bool
+
+
+def _make_report(path: Path, *, verify: bool, allow_unverified: bool) -> _Report:
+    paths = _checkpoints_at(path)
+    if not paths:
+        return _report_by_names(path, allow_unverified=allow_unverified)
+    inspected = _with_lacking([_inspect(checkpoint, verify=verify) for checkpoint in paths])
+    if len(inspected) == 1:
+        lines = _lines(inspected[0])
+    else:
+        lines = _table(inspected)
+    is_sound = not any(checkpoint.faults for checkpoint in inspected)
+    return _Report(lines, map(_as_json, inspected), is_sound)
+
+
+def _report_by_names(path: Path, *, allow_unverified: bool) -> _Report:
+    """Describe a checkpoint without a manifest by the names of its files, which are not read."""
     folder = find_raw(path)
     assert folder is not None
-    if not allowed:
+    if not allow_unverified:
         raise refused_unverified(folder, key="inspect")
     names = read_names(folder)
     damage = list(irregular(folder))
-    ranks = f"{names.ranks or 'any number of'} rank{'' if names.ranks == 1 else 's'}"
-    stages = f"ZeRO stage {' or '.join(map(str, names.stages))}"
+    step = ""
+    if names.step is not None:
+        step = f"{names.step:,} (its name)"
+    if names.ranks:
+        layout = counted(names.ranks, "rank")
+    else:
+        layout = "any number of ranks"
+    if names.has_layers:
+        layout += ", pipeline"
+    layout += f", ZeRO stage {' or '.join(map(str, names.stages))}"
     rows = {
         "checkpoint": str(folder),
         "written by": "DeepSpeed itself, without a manifest",
-        "step": f"{names.step:,} (its name)" if names.step is not None else "",
-        "layout": f"{ranks}{', pipeline' if names.has_layers else ''}, {stages}",
+        "step": step,
+        "layout": layout,
         "files": f"{names.num_files:,}, {_size(names.num_bytes)}",
         "verified": "no: there are no checksums to hold the files against",
     }
-    stated = {"path": str(folder), "verified": False, "damage": damage, **asdict(names)}
-    return _lined(rows, damage), iter([stated]), not damage
+    section = {"path": str(folder), "verified": False, "damage": damage, **asdict(names)}
+    return _Report(_labelled(rows, damage), iter([section]), is_sound=not damage)
 
 
-def _lined(rows: Mapping[str, str], damage: Iterable[str]) -> Iterator[str]:
-    yield from (f"{label:<11}{text}" for label, text in rows.items() if text)
-    yield from (f"damaged    {line}" for line in damage)
+def _labelled(rows: Mapping[str, str], damage: Iterable[str]) -> Iterator[str]:
+    """Yield a line for each row that has text, and one for each damaged file."""
+    for label, text in rows.items():
+        if text:
+            yield f"{label:<11}{text}"
+    for line in damage:
+        yield f"{'damaged':<11}{line}"
+
+
+def _has_manifest(path: Path) -> bool:
+    for folder in holders(path):
+        for _ in folder.glob(f"global_step*/{MANIFEST}"):
+            return True
+    return False
 
 
 def _checkpoints_at(path: Path) -> list[Path]:
-    """Folders with the name of a checkpoint: the path, or those in it, oldest first; none where
-    there is a raw one.
+    """Return the folders with the name of a checkpoint: the path, or those in it, oldest first.
+
+    Empty for a checkpoint that DeepSpeed wrote without a manifest. Raises a ConfigError if there is
+    none at all.
     """
-    if find_raw(path) and not any(
-        next(folder.glob(f"global_step*/{MANIFEST}"), None) for folder in holders(path)
-    ):
+    if find_raw(path) and not _has_manifest(path):
         return []
     for named in own_names(path):
         if (TAG.match(named.name) or REPLACED.match(named.name)) and named.is_dir():
             return [named]
     for folder in holders(path):
-        found = [child for _, child in named_folders(folder) if child.is_dir()]
-        if found:
-            return found
+        checkpoints = [child for _, child in named_folders(folder) if child.is_dir()]
+        if checkpoints:
+            return checkpoints
     if path.exists():
         reason = "there is no checkpoint"
     else:
@@ -182,38 +215,43 @@ def _inspect(path: Path, *, verify: bool) -> Inspected:
         checkpoint = None
     if checkpoint is None:
         return Inspected(path, None, (diagnose(path),))
-    return Inspected(path, checkpoint, tuple(checkpoint.damage()) if verify else None)
+    if not verify:
+        return Inspected(path, checkpoint, None)
+    return Inspected(path, checkpoint, tuple(checkpoint.damage()))
 
 
-def _with_lacking(found: list[Inspected]) -> list[Inspected]:
-    """Look for weights that are nowhere, in checkpoints whose manifest does not count what they
-    hold.
+def _may_lack_weights(inspected: Inspected) -> bool:
+    """Check that a sound checkpoint of ZeRO stage 3 has a manifest that does not count its weights.
 
-    Only ZeRO stage 3 writes a weight's numbers apart from its name, and may write none.
+    Only that stage writes a weight's numbers apart from its name, and may write none.
     """
-    asked = [
-        number
-        for number, one in enumerate(found)
-        if one.checkpoint is not None
-        and one.damage == ()
-        and one.checkpoint.manifest["config"]["zero"]["stage"] == 3
-        and "weights" not in one.checkpoint.manifest
-    ]
-    if asked:
-        answers = _ask_for_lacking([found[number].path for number in asked])
-    else:
-        answers = []
-    result = list(found)
-    for number, answer in zip(asked, answers, strict=True):
+    if inspected.checkpoint is None or inspected.damage != ():
+        return False
+    manifest = inspected.checkpoint.manifest
+    return manifest["config"]["zero"]["stage"] == 3 and "weights" not in manifest
+
+
+def _with_lacking(checkpoints: list[Inspected]) -> list[Inspected]:
+    """Look for weights without numbers in the checkpoints that may lack some."""
+    paths = [checkpoint.path for checkpoint in checkpoints if _may_lack_weights(checkpoint)]
+    if not paths:
+        return checkpoints
+    lacking = dict(zip(paths, _find_lacking(paths), strict=True))
+    result = []
+    for checkpoint in checkpoints:
+        answer = lacking.get(checkpoint.path, ())
         if isinstance(answer, str):
-            result[number] = replace(found[number], unknown=answer)
+            checkpoint = replace(checkpoint, unknown=answer)
         else:
-            result[number] = replace(found[number], lacking=tuple(answer))
+            checkpoint = replace(checkpoint, lacking=tuple(answer))
+        result.append(checkpoint)
     return result
 
 
-def _ask_for_lacking(paths: list[Path]) -> list[list[str] | str]:
-    """Ask a process with torch; a text for each where it has no answer."""
+def _find_lacking(paths: list[Path]) -> list[list[str] | str]:
+    """Return the weights that each checkpoint lacks, as a process with torch reads them, or why
+    that fails.
+    """
     words = ["-m", "framework.checkpoint.state.lacking"]
     environment = {"DS_ACCELERATOR": "cpu", **os.environ}
     try:
@@ -225,53 +263,62 @@ def _ask_for_lacking(paths: list[Path]) -> list[list[str] | str]:
             reason = str(error)
         else:
             reason = "it takes torch and deepspeed, which do not answer"
-        return [reason] * len(paths)
+        return [reason for _ in paths]
     return answers
 
 
-def _lines(one: Inspected) -> Iterator[str]:
-    rows = {"checkpoint": str(one.path)}
-    replaced = REPLACED.match(one.path.name)
+def _lines(inspected: Inspected) -> Iterator[str]:
+    """Return the lines on one checkpoint."""
+    path = inspected.path
+    rows = {"checkpoint": str(path)}
+    replaced = REPLACED.match(path.name)
     if replaced:
-        back = (
-            f"mv {one.path} {one.path.with_name(replaced['tag'])} brings it back, where "
-            "nothing has that name"
+        rows["replaced"] = (
+            f"set aside by a resume from an earlier step; mv {path} "
+            f"{path.with_name(replaced['tag'])} brings it back, where nothing has that name"
         )
-        rows["replaced"] = f"set aside by a resume from an earlier step; {back}"
-    if one.checkpoint is not None:
-        rows |= _rows(one.checkpoint)
-    rows["verified"] = "every file is as it was written"
-    if one.damage is None:
+    if inspected.checkpoint is not None:
+        rows |= _rows(inspected.checkpoint)
+    if inspected.damage is None:
         rows["verified"] = "no (--no-verify)"
-    elif count := len(one.damage):
-        rows["verified"] = f"{count} file{'s are' if count > 1 else ' is'} not as written"
-    if one.unknown:
-        rows["weights"] = f"not looked at: {one.unknown}"
-    elif one.lacking:
+    elif len(inspected.damage) > 1:
+        rows["verified"] = f"{len(inspected.damage)} files are not as written"
+    elif inspected.damage:
+        rows["verified"] = "1 file is not as written"
+    else:
+        rows["verified"] = "every file is as it was written"
+    if inspected.unknown:
+        rows["weights"] = f"not looked at: {inspected.unknown}"
+    elif inspected.lacking:
         rows["weights"] = "not all of them are in its files"
-    return _lined(rows, one.faults)
+    return _labelled(rows, inspected.faults)
 
 
 def _rows(checkpoint: SavedCheckpoint) -> dict[str, str]:
+    """Return label -> text from a manifest; empty text for what it does not have."""
     manifest = checkpoint.manifest
     config = manifest["config"]
-    sizes = _sizes(checkpoint)
-    versions = checkpoint.versions
-    parts = " + ".join(f"{name} {_size(size)}" for name, size in sizes.items() if size)
-    total_steps = manifest.get("total_steps")
+    step = f"{checkpoint.step:,}"
+    if manifest.get("total_steps"):
+        step += f" of {manifest['total_steps']:,}"
+    step += _place(manifest)
+    average = ""
     ema = config.get("training", {}).get("ema")
+    if ema:
+        average = f"of the weights, decay {ema['decay']:g}"
+    sizes = _sizes(checkpoint)
+    parts = " + ".join(f"{name} {_size(size)}" for name, size in sizes.items() if size)
+    versions = [(name, checkpoint.versions.get(name)) for name in _PACKAGES]
     return {
-        "step": f"{checkpoint.step:,}{f' of {total_steps:,}' if total_steps else ''}{_place(manifest)}",
+        "step": step,
         "model": _name_of(config["model"]),
         "layout": _layout(manifest),
         "pipeline": _pipeline(manifest.get("pipeline")),
         "optimizer": _optimizer(config["optimizer"]),
         "metrics": _metrics(manifest),
         "best": str(best_in(manifest) or ""),
-        "average": f"of the weights, decay {ema['decay']:g}" if ema else "",
-        "versions": ", ".join(
-            f"{name} {versions[name]}" for name in _PACKAGES if versions.get(name)
-        ),
+        "average": average,
+        "versions": ", ".join(f"{name} {version}" for name, version in versions if version),
         "written": _written(checkpoint),
         "weights": _weights(manifest.get("weights")),
         "files": f"{len(manifest['files']):,}, {_size(sum(sizes.values()))}: {parts}",
@@ -279,8 +326,8 @@ def _rows(checkpoint: SavedCheckpoint) -> dict[str, str]:
 
 
 def _weights(weights: Mapping[str, int] | None) -> str:
-    """What every save of the run was held against; a checkpoint that lacked some of it was not
-    written.
+    """Describe the weights that every save of the run was checked for: a checkpoint that lacked
+    one was not written.
     """
     if weights is None:
         return ""
@@ -291,105 +338,106 @@ def _weights(weights: Mapping[str, int] | None) -> str:
 
 
 def _name_of(section: Mapping[str, Any]) -> str:
-    """A section's object: a kind, one's own code's import path, or the type of what was handed over
-    from Python.
-    """
+    """Return a section's kind, the import path of its code, or the type of its Python object."""
     return next(str(section[key]) for key in ("kind", "target", "object") if section.get(key))
 
 
 def _place(manifest: Mapping[str, Any]) -> str:
-    words = {"epoch": "epoch {:,}", "step_in_epoch": "step {:,} in it", "samples": "{:,} samples"}
-    place = [
-        text.format(manifest[name])
-        for name, text in words.items()
-        if manifest.get(name) is not None
-    ]
-    if place:
-        return f" ({', '.join(place)})"
+    parts = []
+    if manifest.get("epoch") is not None:
+        parts.append(f"epoch {manifest['epoch']:,}")
+    if manifest.get("step_in_epoch") is not None:
+        parts.append(f"step {manifest['step_in_epoch']:,} in it")
+    if manifest.get("samples") is not None:
+        parts.append(f"{manifest['samples']:,} samples")
+    if parts:
+        return f" ({', '.join(parts)})"
     return ""
 
 
 def _layout(manifest: Mapping[str, Any]) -> str:
     config = manifest["config"]
     layout = manifest.get("layout", {})
-    ranks = layout.get("world_size")
-    if ranks:
-        stated = [counted(ranks, "rank")]
-    else:
-        stated = []
+    parts = []
+    if layout.get("world_size"):
+        parts.append(counted(layout["world_size"], "rank"))
     sizes = [f"{layout[name]} {noun}" for name, noun in _SIZES.items() if layout.get(name, 1) > 1]
-    stated += (
-        [" x ".join([*sizes, f"{layout['data_parallel_size']} data-parallel"])] if sizes else []
-    )
-    stated += [f"ZeRO stage {config['zero']['stage']}", str(config["precision"]["dtype"])]
+    if sizes:
+        sizes.append(f"{layout['data_parallel_size']} data-parallel")
+        parts.append(" x ".join(sizes))
+    parts.append(f"ZeRO stage {config['zero']['stage']}")
+    parts.append(str(config["precision"]["dtype"]))
     if layout:
-        stated.append(
+        parts.append(
             f"{layout['global_size']:,} samples per step = {layout['micro_size']} x "
             f"{layout['accumulation_steps']} accumulation x {layout['data_parallel_size']}"
         )
-    return ", ".join(stated)
+    return ", ".join(parts)
 
 
 def _pipeline(pipeline: Mapping[str, Any] | None) -> str:
-    """First and last layer of every stage."""
+    """Describe every stage by its first and last layer."""
     if pipeline is None:
         return ""
     layers = pipeline["layers"]
-    bounds = pipeline.get("bounds") or [0, len(pipeline["layers"])]
-    spans = (layers[start:stop] for start, stop in itertools.pairwise(bounds))
-    return " | ".join(
-        f"{span[0]} .. {span[-1]}" if len(span) > 1 else span[0] for span in spans if span
-    )
+    bounds = pipeline.get("bounds") or [0, len(layers)]
+    stages = []
+    for start, stop in itertools.pairwise(bounds):
+        stage_layers = layers[start:stop]
+        if len(stage_layers) > 1:
+            stages.append(f"{stage_layers[0]} .. {stage_layers[-1]}")
+        elif stage_layers:
+            stages.append(stage_layers[0])
+    return " | ".join(stages)
 
 
 def _optimizer(optimizer: Mapping[str, Any]) -> str:
-    lr = optimizer.get("lr")
-    return f"{_name_of(optimizer)}{f', lr {lr:g}' if lr is not None else ''}"
+    text = _name_of(optimizer)
+    if optimizer.get("lr") is not None:
+        text += f", lr {optimizer['lr']:g}"
+    return text
 
 
 def _metrics(manifest: Mapping[str, Any]) -> str:
-    """The metrics that rate a checkpoint; one that is not finite is text in the manifest: JSON has
-    no number for it.
+    """Return the metrics that rate a checkpoint. One that is not finite is text in the manifest,
+    because JSON has no number for it.
     """
-    found = manifest.get("metrics", {})
-    shown = (name for name in found if name == "train/loss" or name.startswith("eval/"))
-    return ", ".join(f"{name} {float(found[name]):.4g}" for name in shown)
+    metrics = manifest.get("metrics", {})
+    rating = [name for name in metrics if name == "train/loss" or name.startswith("eval/")]
+    return ", ".join(f"{name} {float(metrics[name]):.4g}" for name in rating)
 
 
 def _written(checkpoint: SavedCheckpoint) -> str:
-    """When it was saved; of an older release, which does not say so, the date of the file, of a
-    copy perhaps.
+    """Return when it was saved. Manifests of older releases have no time: then it is the date of
+    the file, which may be a copy's.
     """
-    stated = checkpoint.manifest.get("saved_at")
-    if stated:
-        when = datetime.fromisoformat(stated)
+    saved_at = checkpoint.manifest.get("saved_at")
+    if saved_at:
+        time = datetime.fromisoformat(saved_at)
     else:
-        when = datetime.fromtimestamp((checkpoint.path / MANIFEST).stat().st_mtime)
-    return when.astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
+        time = datetime.fromtimestamp((checkpoint.path / MANIFEST).stat().st_mtime)
+    return time.astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
 
 
 def _sizes(checkpoint: SavedCheckpoint) -> dict[str, int]:
-    """Bytes by what the files hold, told by their names."""
-    piped = "pipeline" in checkpoint.manifest
-    whole = checkpoint.manifest["config"]["zero"]["stage"] == 0 and not piped
+    """Return bytes by the contents of the files, as their names show them."""
+    if "pipeline" in checkpoint.manifest:
+        model_files = "optimizer"  # a pipeline's weights lie in the files of its layers
+    elif checkpoint.manifest["config"]["zero"]["stage"] == 0:
+        model_files = "weights and optimizer"
+    else:
+        model_files = "weights"
     sizes = {"weights": 0, "optimizer": 0, "weights and optimizer": 0, "rest": 0}
     for name, record in checkpoint.manifest["files"].items():
         if OPTIMIZER_FILE.fullmatch(name) or name.startswith(f"{SWAPPED}/"):
-            kind = "optimizer"
+            contents = "optimizer"
         elif LAYER_FILE.fullmatch(name):
-            kind = "weights"
-        elif MODEL_FILE.fullmatch(
-            name
-        ):  # a pipeline's weights lie in its layers, and its optimizer here
-            if whole:
-                kind = "weights and optimizer"
-            elif piped:
-                kind = "optimizer"
-            else:
-                kind = "weights"
+            contents = "weights"
+        elif MODEL_FILE.fullmatch(name):
+            contents = model_files
         else:
-            kind = "rest"
-        sizes[kind] += record["num_bytes"]
+            contents = "rest"
+        sizes[contents] += record["num_bytes"]
     return sizes
 
 
@@ -403,37 +451,47 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TB"
 
 
-def _table(found: list[Inspected]) -> Iterator[str]:
-    """A line for each checkpoint of a run, and one more for each damaged file."""
-    latest = latest_tag(found[0].path.parent)
-    for one in found:
-        stated = [f"{one.path.name:<20}"]
-        if one.checkpoint is not None:
-            size = _size(sum(_sizes(one.checkpoint).values()))
-            stated += [f"{size:>10}", _written(one.checkpoint), _metrics(one.checkpoint.manifest)]
-        stated.append("latest" if one.path.name == latest else "")
-        if one.damage is not None:
-            stated.append("damaged" if one.faults else "sound")
-        yield "  ".join(filter(None, stated))
-        yield from (f"  damaged: {one.path.name}/{line}" for line in one.faults)
-    for path in replaced_folders(found[0].path.parent):
-        yield (
-            f"{path.name:<20}  {_size(size_of(path)):>10}  set aside by a resume from an "
-            "earlier step"
-        )
+def _table(checkpoints: list[Inspected]) -> Iterator[str]:
+    """Yield a line for each checkpoint of a run, and one more for each damaged file."""
+    folder = checkpoints[0].path.parent
+    latest = latest_tag(folder)
+    for inspected in checkpoints:
+        name = inspected.path.name
+        cells = [f"{name:<20}"]
+        if inspected.checkpoint is not None:
+            size = _size(sum(_sizes(inspected.checkpoint).values()))
+            cells.append(f"{size:>10}")
+            cells.append(_written(inspected.checkpoint))
+            metrics = _metrics(inspected.checkpoint.manifest)
+            if metrics:
+                cells.append(metrics)
+        if name == latest:
+            cells.append("latest")
+        if inspected.faults and inspected.damage is not None:
+            cells.append("damaged")
+        elif inspected.damage is not None:
+            cells.append("sound")
+        yield "  ".join(cells)
+        for line in inspected.faults:
+            yield f"  damaged: {name}/{line}"
+    for path in replaced_folders(folder):
+        size = _size(size_of(path))
+        yield f"{path.name:<20}  {size:>10}  set aside by a resume from an earlier step"
 
 
-def _as_json(one: Inspected) -> dict[str, Any]:
-    """The manifest without its list of files, whose sizes are summed up, and the verdict."""
-    stated = {"path": str(one.path), "verified": one.damage is not None, "damage": one.faults}
-    if one.checkpoint is None:
-        return stated
-    manifest = dict(one.checkpoint.manifest)
-    num_files = len(manifest.pop("files"))
-    _ = manifest.pop("sha256", None)
-    sums = {
-        "num_files": num_files,
-        "num_bytes": _sizes(one.checkpoint),
-        "written": _written(one.checkpoint),
+def _as_json(inspected: Inspected) -> dict[str, Any]:
+    """Return the manifest, with sums in place of its list of files, and the result of the check."""
+    section: dict[str, Any] = {
+        "path": str(inspected.path),
+        "verified": inspected.damage is not None,
+        "damage": inspected.faults,
     }
-    return stated | manifest | sums
+    if inspected.checkpoint is None:
+        return section
+    section |= inspected.checkpoint.manifest
+    files = section.pop("files")
+    _ = section.pop("sha256", None)
+    section["num_files"] = len(files)
+    section["num_bytes"] = _sizes(inspected.checkpoint)
+    section["written"] = _written(inspected.checkpoint)
+    return section

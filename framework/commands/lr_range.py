@@ -39,9 +39,11 @@ _EXPLODED: Final = 4.0  # times the least, as fastai's and Lightning's finders h
 _FEWEST: Final = 10
 
 
-class Found:
-    """Losses over rates, as a callback of the run notes them, and what they suggest; `exploded`
-    when the mean of the last three is four times the least such mean, or a loss is not finite.
+class RangeTest:
+    """Losses over learning rates, collected by a callback of the run, and the rates they suggest.
+
+    `exploded` is true once the mean of the last three losses is four times the least such mean, or
+    a loss is not finite.
     """
 
     def __init__(self) -> None:
@@ -51,97 +53,101 @@ class Found:
         self._least = math.inf
 
     def on_log(self, state: State) -> None:
-        """Take a step, and end the run where the loss explodes."""
+        """Add a step's rate and loss, and end the run if the loss explodes."""
         self.add(state.metrics["train/lr"], state.metrics["train/loss"])
         if self.exploded:
             state.stop("the loss exploded")
 
     def add(self, rate: float, loss: float) -> None:
-        """Take a rate and a loss."""
+        """Add a rate and its loss."""
         self.rates.append(rate)
         self.losses.append(loss)
         recent = fmean(self.losses[-3:])
         self._least = min(self._least, recent)
-        risen = recent - self._least > (_EXPLODED - 1) * abs(self._least)  # losses may be below 0
-        self.exploded = not math.isfinite(loss) or (len(self.losses) >= _FEWEST and risen)
+        rise = recent - self._least
+        has_risen = rise > (_EXPLODED - 1) * abs(self._least)  # losses may be below 0
+        self.exploded = not math.isfinite(loss) or (len(self.losses) >= _FEWEST and has_risen)
 
     @cached_property
     def smoothed(self) -> dict[int, tuple[float, float]]:
-        """Number of a step -> mean and slope of the line of least squares through the losses around
-        it, a twelfth of all on each side: a mean of earlier losses would lag behind the rate.
+        """Step number -> mean and slope of the least-squares line through the losses around it.
+
+        The window has a twelfth of all losses on each side: a mean of earlier losses alone would
+        lag behind the rate.
         """
         losses = [loss for loss in self.losses if math.isfinite(loss)]
         reach = max(1, len(losses) // 12)
-        squares = reach * (reach + 1) * (2 * reach + 1) / 3
-        windows = {
-            at: losses[at - reach : at + reach + 1] for at in range(reach, len(losses) - reach)
-        }
-        return {
-            at: (
-                fmean(near),
-                sum(place * loss for place, loss in enumerate(near, -reach)) / squares,
-            )
-            for at, near in windows.items()
-        }
+        sum_of_squares = reach * (reach + 1) * (2 * reach + 1) / 3
+        means_and_slopes = {}
+        for step in range(reach, len(losses) - reach):
+            window = losses[step - reach : step + reach + 1]
+            moment = sum(offset * loss for offset, loss in enumerate(window, -reach))
+            means_and_slopes[step] = (fmean(window), moment / sum_of_squares)
+        return means_and_slopes
 
     @property
     def minimum(self) -> int:
         """Number of the step around which the mean is least."""
-        return min(self.smoothed, key=lambda at: self.smoothed[at][0], default=0)
+        return min(self.smoothed, key=lambda step: self.smoothed[step][0], default=0)
 
     @property
     def steepest(self) -> int | None:
-        """Number of the step at which the loss falls fastest over log(rate); None where it falls at
-        no rate.
+        """Number of the step at which the loss falls fastest over log(rate), or None if it falls
+        at no rate.
         """
-        before = (at for at in self.smoothed if at < self.minimum)
-        at = min(before, key=lambda at: self.smoothed[at][1], default=None)
-        return None if at is None or self.smoothed[at][1] >= 0 else at
+        steps = [step for step in self.smoothed if step < self.minimum]
+        if not steps:
+            return None
+        steepest = min(steps, key=lambda step: self.smoothed[step][1])
+        if self.smoothed[steepest][1] >= 0:
+            return None
+        return steepest
 
     def sentences(self) -> list[str]:
-        """Describe what was found, and the rates to take."""
-        ran = f"{len(self.rates)} steps from {self.rates[0]:.3g} to {self.rates[-1]:.3g}"
-        ran += ", where the loss exploded" if self.exploded else ""
+        """Describe the steps and the rates to take, a line for each."""
+        steps = f"{len(self.rates)} steps from {self.rates[0]:.3g} to {self.rates[-1]:.3g}"
+        if self.exploded:
+            steps += ", where the loss exploded"
         if self.steepest is None:
             return [
-                f"{ran}: the loss falls at no rate; begin lower with --from, or take more steps "
+                f"{steps}: the loss falls at no rate; begin lower with --from, or take more steps "
                 "with --steps"
             ]
-        still = ", where the loss still falls: go on beyond it with --to"
+        if self.minimum == max(self.smoothed):
+            steps += ", where the loss still falls: go on beyond it with --to"
         return [
-            f"{ran}{still if self.minimum == max(self.smoothed) else ''}",
+            steps,
             f"optimizer.lr: {self.rates[self.steepest]:.2g}  where the loss falls fastest",
             f"optimizer.lr: {self.rates[self.minimum] / 10:.2g}  a tenth of the rate of the least "
             "loss",
         ]
 
     def write(self, folder: Path) -> list[Path]:
-        """Draw the picture beside the table, metrics.csv; returns the places of both."""
-        curves = {
-            "loss": dict(enumerate(self.losses)),
-            "mean": {at: mean for at, (mean, _) in self.smoothed.items()},
-        }
-        if self.steepest is None:
-            marks = {}
-        else:
-            marks = {"falls fastest": self.steepest, "least": self.minimum}
-        curves |= {
-            f"{name}: {self.rates[at]:.2g}": {at: self.smoothed[at][0]}
-            for name, at in marks.items()
-        }
+        """Draw the picture beside the table, metrics.csv; returns the paths of both."""
         lines = []
-        for style, (name, curve) in enumerate(curves.items()):
-            # where other charts have steps
-            powers: list[Any] = [math.log10(self.rates[at]) for at in curve]
-            lines.append(
-                Line(name, Series(powers, [*curve.values()]), style, shows_points=len(curve) == 1)
-            )
+        for style, (name, curve) in enumerate(self._curves().items()):
+            # the x axis has powers of ten where other charts have steps
+            powers: list[Any] = [math.log10(self.rates[step]) for step in curve]
+            series = Series(powers, list(curve.values()))
+            lines.append(Line(name, series, style, shows_points=len(curve) == 1))
         across = ("learning rate", lambda power: tick(10.0**power))
         chart = line_chart(
             "lr-range", "Loss over the learning rate", "loss", lines, has_wide=True, across=across
         )
-        replace_text(folder / "lr-range.svg", chart.file() if chart else "")
+        text = ""
+        if chart:
+            text = chart.file()
+        replace_text(folder / "lr-range.svg", text)
         return [folder / "metrics.csv", folder / "lr-range.svg"]
+
+    def _curves(self) -> dict[str, dict[int, float]]:
+        """Name of a curve -> step number -> loss; the suggested rates are curves of one point."""
+        means = {step: mean for step, (mean, _) in self.smoothed.items()}
+        curves = {"loss": dict(enumerate(self.losses)), "mean": means}
+        if self.steepest is not None:
+            for name, step in (("falls fastest", self.steepest), ("least", self.minimum)):
+                curves[f"{name}: {self.rates[step]:.2g}"] = {step: means[step]}
+        return curves
 
 
 def main(words: Sequence[str]) -> int:
@@ -150,22 +156,19 @@ def main(words: Sequence[str]) -> int:
     low = arguments.low
     high = arguments.high
     steps = arguments.steps
-    found = Found()
+    range_test = RangeTest()
     if not 0 < low < high < math.inf:
         raise UsageError(
             f"lr-range: --from {low:g} --to {high:g}: the rates are to grow, from more than 0"
         )
-    asked, _ = load_with_source(arguments.config, arguments.settings)
-    values = config_alone(asked, steps=steps, log_every=1).to_dict() | {
-        "scheduler": {"kind": "constant"}
-    }
+    training_config, _ = load_with_source(arguments.config, arguments.settings)
+    values = config_alone(training_config, steps=steps, log_every=1).to_dict()
+    values["scheduler"] = {"kind": "constant"}
     values["run"]["name"] += "-lr-range"
     values["monitors"]["csv"] = True
-    values["evaluation"]["weights"], values["training"]["ema"], values["callbacks"] = (
-        "trained",
-        None,
-        [],
-    )
+    values["evaluation"]["weights"] = "trained"
+    values["training"]["ema"] = None
+    values["callbacks"] = []
     values["training"]["bad_steps"] = None
     config, source = load_with_source(arguments.config, (), text=json.dumps(values))
 
@@ -174,22 +177,24 @@ def main(words: Sequence[str]) -> int:
             "lr-range-from-zero", "it cannot grow", "set one above 0", "optimizer.lr", 0
         )
 
-    def growing(optimizer: torch.optim.Optimizer) -> StepSchedule:
-        first = optimizer.param_groups[0]["lr"]
-        return StepSchedule(
-            optimizer, factor=lambda step: low * (high / low) ** (step / (steps - 1)) / first
-        )
+    def make_growing_schedule(optimizer: torch.optim.Optimizer) -> StepSchedule:
+        configured_lr: float = optimizer.param_groups[0]["lr"]
+
+        def factor(step: int) -> float:
+            lr: float = low * (high / low) ** (step / (steps - 1))
+            return lr / configured_lr
+
+        return StepSchedule(optimizer, factor=factor)
 
     try:
-        prepared = prepare(
-            config, objects=Objects(callbacks=[found], scheduler=growing), source=source
-        )
+        objects = Objects(callbacks=[range_test], scheduler=make_growing_schedule)
+        prepared = prepare(config, objects=objects, source=source)
         run_prepared(prepared, StopRequest())
     except TrainingError:
-        if not found.exploded:
+        if not range_test.exploded:
             raise
     if os.environ.get("RANK", "0") == "0":
-        print(*found.sentences(), *found.write(config.run.folder), sep="\n")
+        print(*range_test.sentences(), *range_test.write(config.run.folder), sep="\n")
     return EXIT_OK
 
 

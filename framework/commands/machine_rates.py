@@ -50,48 +50,53 @@ _MICRO_BATCHES = 5
 def main(words: list[str]) -> int:
     """Measure in the group of all ranks."""
     with process_group(None):
-        found = measure()
+        rates = measure()
         if rank() == 0:
-            Path(words[0]).write_text(json.dumps(found), encoding="utf-8")
+            Path(words[0]).write_text(json.dumps(rates), encoding="utf-8")
     return 0
 
 
 def measure() -> dict[str, Any]:
-    """Everything, as `Machine.from_measured` reads it, with what it was made of under ``details``.
-    Collective.
+    """Return all rates, as `Machine.from_measured` reads them, with the measurements under
+    ``details``. Collective.
     """
     of_device = device()
     num_ranks = len(gather(None))
     is_cpu = of_device.type == "cpu"
-    steady = _repeated()
-    products = {
-        name: _products(dtype) for name, dtype in _DTYPES.items() if not (is_cpu and name == "fp16")
-    }
-    if not is_cpu:
-        torch.backends.cuda.matmul.allow_tf32 = True
-        products["tf32"] = _products(torch.float32)
-        torch.backends.cuda.matmul.allow_tf32 = False
-    sizes = [4096, *(_MIB * 4**power for power in range(4 if is_cpu else 6))]
+    repetitions = _repeated()
+    products = _products_by_dtype(is_cpu=is_cpu)
+    sums = []
     if num_ranks > 1:
+        if is_cpu:
+            num_sizes = 4
+        else:
+            num_sizes = 6
+        sizes = [4096] + [_MIB * 4**power for power in range(num_sizes)]
         sums = list(all_reduces(sizes, of_device, seconds=_SECONDS))
-    else:
-        sums = []
+    bus_rate = None
+    latency = None
+    if sums:
+        bus_rate = max(measured["bus"] for measured in sums)
+        latency = sums[0]["seconds"]
     steps = {stage: _step_overhead(stage) for stage in range(4)}
-    memory = _bandwidth()
-    steady += _repeated()
+    memory_rate = _bandwidth()
+    repetitions += _repeated()
+    host_rate = memory_rate
+    if not is_cpu:
+        host_rate = _host_bandwidth()
     return {
         "is_measured": True,
         "flops_per_second": {name: max(rates.values()) for name, rates in products.items()},
-        "memory_bytes_per_second": memory,
-        "host_bytes_per_second": memory if is_cpu else _host_bandwidth(),
-        "all_reduce_bytes_per_second": max((found["bus"] for found in sums), default=None),
-        "all_reduce_latency_seconds": sums[0]["seconds"] if sums else None,
+        "memory_bytes_per_second": memory_rate,
+        "host_bytes_per_second": host_rate,
+        "all_reduce_bytes_per_second": bus_rate,
+        "all_reduce_latency_seconds": latency,
         "per_step_overhead_seconds": steps[0]["seconds"],
         "step_overhead_by_stage": steps,
         # On processors the engine's own work takes the cores that the model computes on, so that
         # nothing hides it.
         "hides_overhead": not is_cpu,
-        "spread": max(steady) / min(steady) - 1,
+        "spread": max(repetitions) / min(repetitions) - 1,
         "details": {
             "products": products,
             "all_reduce": sums,
@@ -100,8 +105,21 @@ def measure() -> dict[str, Any]:
     }
 
 
+def _products_by_dtype(*, is_cpu: bool) -> dict[str, dict[int, float]]:
+    """Return name of a type -> size of square matrices -> operations per second. Collective."""
+    rates = {}
+    for name, dtype in _DTYPES.items():
+        if not (is_cpu and name == "fp16"):
+            rates[name] = _products(dtype)
+    if not is_cpu:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        rates["tf32"] = _products(torch.float32)
+        torch.backends.cuda.matmul.allow_tf32 = False
+    return rates
+
+
 def _repeated() -> list[float]:
-    """Seconds of the same product, five times over, which differ by what else the machine does.
+    """Return seconds of the same product, five times: they differ by other work on the machine.
     Collective.
     """
     left = torch.randn(1024, 1024, device=device())
@@ -109,13 +127,14 @@ def _repeated() -> list[float]:
 
 
 def _products(dtype: torch.dtype) -> dict[int, float]:
-    """Size of square matrices -> operations per second."""
+    """Return size of square matrices -> operations per second. Collective."""
     rates: dict[int, float] = {}
     if device().type == "cpu":
-        largest = 11
+        largest_power = 11
     else:
-        largest = 13
-    for size in (2**power for power in range(8, largest + 1)):
+        largest_power = 13
+    for power in range(8, largest_power + 1):
+        size = 2**power
         left = torch.randn(size, size, device=device(), dtype=dtype)
         seconds = _slowest(partial(torch.mm, left, left, out=torch.empty_like(left)))
         rates[size] = 2 * size**3 / seconds
@@ -125,26 +144,32 @@ def _products(dtype: torch.dtype) -> dict[int, float]:
 
 
 def _bandwidth() -> float:
-    """Bytes per second of a sum of two large arrays: two are read, one is written."""
-    elements = (64 if device().type == "cpu" else 512) * _MIB // 4
-    left, right, out = (torch.zeros(elements, device=device()) for _ in range(3))
-    return 3 * 4 * elements / _slowest(partial(torch.add, left, right, out=out))
+    """Return bytes per second of a sum of two large arrays: two are read, one is written."""
+    if device().type == "cpu":
+        num_mib = 64
+    else:
+        num_mib = 512
+    num_elements = num_mib * _MIB // 4
+    left = torch.zeros(num_elements, device=device())
+    right = torch.zeros_like(left)
+    out = torch.zeros_like(left)
+    return 3 * 4 * num_elements / _slowest(partial(torch.add, left, right, out=out))
 
 
 def _host_bandwidth() -> float:
-    """Bytes per second from pinned memory of the host to the device."""
+    """Return bytes per second from pinned memory of the host to the device."""
     host = torch.empty(256 * _MIB, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(host, device=device())
     return host.numel() / _slowest(partial(target.copy_, host, non_blocking=True))
 
 
 def _slowest(operation: Callable[[], object]) -> float:
-    """Seconds of one of several operations, on the slowest rank, all at the same time: the best of
-    three tries, which other work on the machine has met least. Collective.
+    """Return seconds of an operation on the slowest rank, all ranks at the same time. The best of
+    three tries: other work on the machine has met it least. Collective.
     """
     operation()
-    once = max(gather(_timed(operation, 1)))
-    repeats = int(min(max(_SECONDS / _TRIES / max(once, 1e-7), 1), 1000))
+    seconds_of_one = max(gather(_timed(operation, 1)))
+    repeats = int(min(max(_SECONDS / _TRIES / max(seconds_of_one, 1e-7), 1), 1000))
     return float(min(max(gather(_timed(operation, repeats))) for _ in range(_TRIES)))
 
 
@@ -154,30 +179,33 @@ def _timed(operation: Callable[[], object], repeats: int) -> float:
 
 
 def _step_overhead(stage: int) -> dict[str, float]:
-    """Seconds of a step with next to no arithmetic: of any step, of each weight in it, of each
-    weight in each further micro-batch, and of each weight that stage 3 gathers and lets go of again
-    in a micro-batch. Collective.
+    """Return seconds of a step with next to no arithmetic: of any step, of each weight in it, of
+    each weight in each further micro-batch, and of each weight that stage 3 gathers and releases in
+    a micro-batch. Collective.
     """
-    few, more = (_step_seconds(stage, layers=layers) for layers in (_FEW_LAYERS, _MORE_LAYERS))
+    few = _step_seconds(stage, layers=_FEW_LAYERS)
+    more = _step_seconds(stage, layers=_MORE_LAYERS)
     further = _step_seconds(stage, layers=_MORE_LAYERS, micro_batches=_MICRO_BATCHES)
-    weights = 2 * (_MORE_LAYERS + 1)
-    found = {
+    num_weights = 2 * (_MORE_LAYERS + 1)
+    num_more_weights = 2 * (_MORE_LAYERS - _FEW_LAYERS)
+    overhead = {
         "seconds": few,
-        "seconds_per_weight": max((more - few) / (2 * (_MORE_LAYERS - _FEW_LAYERS)), 0.0),
-        "seconds_per_weight_again": max((further - more) / weights / (_MICRO_BATCHES - 1), 0.0),
+        "seconds_per_weight": max((more - few) / num_more_weights, 0.0),
+        "seconds_per_weight_again": max((further - more) / num_weights / (_MICRO_BATCHES - 1), 0.0),
     }
     if stage == 3:
         gathering = _step_seconds(stage, layers=_MORE_LAYERS, stage3_param_persistence_threshold=0)
-        found["seconds_per_gathered_weight"] = max((gathering - more) / weights, 0.0)
-    return found
+        overhead["seconds_per_gathered_weight"] = max((gathering - more) / num_weights, 0.0)
+    return overhead
 
 
 def _step_seconds(stage: int, *, layers: int, micro_batches: int = 1, **zero: int) -> float:
-    """Seconds of an optimizer step of a narrow perceptron, through our engine: the lower
-    quartile.
+    """Return seconds of an optimizer step of a narrow perceptron, through our engine: the lower
+    quartile. `zero`: further keys of the section. Collective.
     """
+    hidden_sizes = [8 for _ in range(layers)]
     config = {
-        "model": {"kind": "mlp", "image_size": 8, "hidden_sizes": [8] * layers},
+        "model": {"kind": "mlp", "image_size": 8, "hidden_sizes": hidden_sizes},
         "data": {"kind": "digits", "image_size": 8, "num_workers": 0},
         "batch": {"micro_size": 1, "accumulation_steps": micro_batches},
         "zero": {"stage": stage, "reduce_bucket_size": 100_000, **zero},
@@ -193,7 +221,8 @@ def _step_seconds(stage: int, *, layers: int, micro_batches: int = 1, **zero: in
         with closing(built) as engine:
             batches = make_train_loader(prepared.plan, prepared.parts.splits, rank=rank()).stream(0)
             times = [_timed(partial(engine.train_step, batches), 1) for _ in range(2 * _STEPS)]
-            return float(max(gather(sorted(times[_STEPS:])[_STEPS // 4])))
+            steady_times = sorted(times[_STEPS:])
+            return float(max(gather(steady_times[_STEPS // 4])))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""``plan CONFIG --measure``: rates of this machine, found by a short job of as many ranks as the
+"""``plan CONFIG --measure``: rates of this machine, measured by a short job of as many ranks as the
 plan has on one host.
 
-The job, `framework.commands.machine_rates`, is a process of its own, because this half imports no
+The job, `framework.commands.machine_rates`, is a process of its own, because `plan` imports no
 torch.
 """
 
@@ -29,7 +29,7 @@ _OF_LAUNCHERS: Final = frozenset(
 
 
 def measure(cluster: Cluster) -> list[str]:
-    """Measure this machine with a cluster's ranks, keep the result, and return lines for a person.
+    """Measure this machine with a cluster's ranks, keep the result, and return lines to print.
 
     Raises:
         UsageError: there are several hosts.
@@ -44,40 +44,43 @@ def measure(cluster: Cluster) -> list[str]:
     for name in ("torch", "deepspeed"):
         if importlib.util.find_spec(name) is None:
             raise missing_package(name, what="plan --measure")
-    found = measure_machine(num_ranks)
+    rates = measure_machine(num_ranks)
+    lines = list(_lines(rates, num_ranks))
     try:
-        kept = f"kept in {keep(found, num_ranks)}"
+        lines.append(f"          kept in {keep(rates, num_ranks)}")
     except OSError as error:
-        kept = f"not kept, so that no plan will use it: {error}"
-    return [*_lines(found, num_ranks), f"          {kept}"]
+        lines.append(f"          not kept, so that no plan will use it: {error}")
+    return lines
 
 
 def environment_of_ranks(num_ranks: int) -> dict[str, str]:
-    """This process's environment for ranks that it starts: of no other job, and with cores shared
-    as `launch` does.
+    """Return the environment of ranks that this process starts: without the variables of another
+    job, and with the cores shared among them as `launch` does.
     """
-    kept = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
+    inherited = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
-    return {"OMP_NUM_THREADS": str(max(1, cores // num_ranks))} | kept
+    return {"OMP_NUM_THREADS": str(max(1, cores // num_ranks))} | inherited
 
 
 def measure_machine(num_ranks: int) -> dict[str, Any]:
-    """Run the job and return what it found; a TrainingError where it failed."""
+    """Run the job and return its rates, with time and load average before it; raises a
+    TrainingError if it fails.
+    """
     before = {"time_seconds": time.time(), "load_average": os.getloadavg()[0]}
-    job = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rates.json")
-        words = [*job, "-m", "framework.commands.machine_rates", str(out)]
+        words += ["-m", "framework.commands.machine_rates", str(out)]
         try:
             done = run_child(
                 words, environment_of_ranks(num_ranks), longest_seconds=_LONGEST_SECONDS
             )
             if done.returncode == 0:
-                found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-                return found | before
+                rates: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+                return rates | before
             reason = failure_of(done.stderr)
         except NoAnswerError as error:
             reason = str(error)
@@ -86,26 +89,24 @@ def measure_machine(num_ranks: int) -> dict[str, Any]:
     )
 
 
-def _lines(found: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
-    environment = found["details"]["environment"]
-    rates = ", ".join(
-        f"{name} {rate / 1e12:.3g}" for name, rate in found["flops_per_second"].items()
-    )
-    yield (
-        f"measured  {environment['device']}, {counted(num_ranks, 'rank')} at work at the same time"
-    )
-    yield f"          matrix products, TFLOP/s of a rank: {rates}"
-    yield f"          memory: {found['memory_bytes_per_second'] / 1e9:.1f} GB/s of a rank"
-    if found["all_reduce_bytes_per_second"]:
-        bandwidth = found["all_reduce_bytes_per_second"]
-        latency = found["all_reduce_latency_seconds"]
+def _lines(rates: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
+    device = rates["details"]["environment"]["device"]
+    yield f"measured  {device}, {counted(num_ranks, 'rank')} at work at the same time"
+    products = [f"{name} {rate / 1e12:.3g}" for name, rate in rates["flops_per_second"].items()]
+    yield f"          matrix products, TFLOP/s of a rank: {', '.join(products)}"
+    yield f"          memory: {rates['memory_bytes_per_second'] / 1e9:.1f} GB/s of a rank"
+    bandwidth = rates["all_reduce_bytes_per_second"]
+    if bandwidth:
+        latency = rates["all_reduce_latency_seconds"]
         yield (
             f"          all-reduce: {bandwidth / 1e9:.2f} GB/s (bus), {latency * 1e6:.0f} µs "
             "for 4 KiB"
         )
-    steps = found["step_overhead_by_stage"]
-    each = ", ".join(
-        f"{1e3 * steps[stage]['seconds']:.1f} at ZeRO {stage}" for stage in sorted(steps)
-    )
-    yield f"          a step with next to no arithmetic, ms: {each}"
-    yield f"          {conditions(found)}{'; measure again at rest' * (found['spread'] > MOST_SPREAD)}"
+    steps = []
+    for stage, overhead in sorted(rates["step_overhead_by_stage"].items()):
+        steps.append(f"{1e3 * overhead['seconds']:.1f} at ZeRO {stage}")
+    yield f"          a step with next to no arithmetic, ms: {', '.join(steps)}"
+    line = f"          {conditions(rates)}"
+    if rates["spread"] > MOST_SPREAD:
+        line += "; measure again at rest"
+    yield line

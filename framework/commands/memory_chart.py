@@ -11,19 +11,20 @@ from framework.report.figures import size
 
 
 def draw_chart(candidates: Sequence[Candidate], *, limit_bytes: int | None, title: str) -> str:
-    """Draw each candidate's fullest moment as a bar of its components, the first one on top; an SVG
-    file.
+    """Draw each candidate's fullest moment as a bar of its components; returns an SVG file.
 
     Args:
-        candidates: strategies, the best one first.
+        candidates: strategies, the best one first; it is drawn on top.
         limit_bytes: usable memory of a device, drawn as a line; None: not known.
-        title: what is planned.
+        title: name of the run.
     """
-    moments = [(_name(each), each.memory.moments[each.memory.peak]) for each in candidates]
-    bars = [(name, [*grouped(parts, MEMORY_GROUPS, BUFFERS).items()]) for name, parts in moments]
-    if limit_bytes is None:
-        limit = None
-    else:
+    bars = []
+    for candidate in candidates:
+        memory = candidate.memory
+        groups = grouped(memory.moments[memory.peak], MEMORY_GROUPS, BUFFERS)
+        bars.append((_name(candidate), list(groups.items())))
+    limit = None
+    if limit_bytes is not None:
         limit = (f"usable {size(limit_bytes)}", limit_bytes)
     about = f"{title}: memory of a device at its fullest, estimated"
     chart = bar_chart("memory", about, "GiB", bars, show=size, shown_unit=2**30, limit=limit)
@@ -34,12 +35,13 @@ def draw_chart(candidates: Sequence[Candidate], *, limit_bytes: int | None, titl
 def _name(candidate: Candidate) -> str:
     settings = candidate.settings
     layout = candidate.plan.layout
-    words = [f"ZeRO {settings.get(STAGE, candidate.plan.config.zero.stage)}"]
-    words += [
-        "host" if settings.get(OFFLOAD) == "cpu" else "",
-        "recompute" if settings.get(RECOMPUTE) else "",
-    ]
-    words += [
-        f"{key.rpartition('.')[2]} {settings[key]}" for key in SIZES if settings.get(key, 1) > 1
-    ]
-    return ", ".join([*filter(None, words), f"{layout.micro_size} x {layout.accumulation_steps}"])
+    parts = [f"ZeRO {settings.get(STAGE, candidate.plan.config.zero.stage)}"]
+    if settings.get(OFFLOAD) == "cpu":
+        parts.append("host")
+    if settings.get(RECOMPUTE):
+        parts.append("recompute")
+    for key in SIZES:
+        if settings.get(key, 1) > 1:
+            parts.append(f"{key.rpartition('.')[2]} {settings[key]}")
+    parts.append(f"{layout.micro_size} x {layout.accumulation_steps}")
+    return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""`new`: writes a small project that trains at once, to put a model and data of one's own in."""
+"""`new`: a small project that trains at once, in which the user replaces model and data."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ def new(name: str) -> list[Path]:
     """Write the project into a new folder of its name; returns its files.
 
     Args:
-        name: of the project, and of the run; the Python package has it with ``_`` for ``-``.
+        name: of the project and of the run; the Python package has ``_`` for ``-`` in it.
 
     Raises:
-        UsageError: it is no name of a package, another package has it, or the folder holds
-            something.
-        StorageError: it cannot be written there.
+        UsageError: it is no name of a package, another package has it, or the folder is not empty.
+        StorageError: the project cannot be written there.
     """
     try:
         return _write(name)
@@ -75,6 +74,7 @@ def _write(name: str) -> list[Path]:
         )
         place.write_text(text, encoding="utf-8")
         written.append(place)
-    empty = folder / package / "__init__.py"
-    empty.touch()
-    return [*written, empty]
+    init_file = folder / package / "__init__.py"
+    init_file.touch()
+    written.append(init_file)
+    return written

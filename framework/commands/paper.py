@@ -31,12 +31,12 @@ _HOUR: Final = 3600.0
 
 
 def formula_bytes(num_params: int, ranks: int, *, largest_layer: int) -> Mapping[str, float]:
-    """Bytes on each rank by the usual formulas, which know no buckets, no copies and no
+    """Return bytes on each rank by the usual formulas, which have no buckets, copies or
     activations.
 
     Args:
         num_params: of the model.
-        ranks: among which state is spread.
+        ranks: number of ranks that state is spread over.
         largest_layer: parameters of the largest layer, which DeepSpeed's estimator of stage 3
             gathers.
     """
@@ -53,8 +53,8 @@ def formula_bytes(num_params: int, ranks: int, *, largest_layer: int) -> Mapping
 
 
 def best_interval_seconds(save_seconds: float, failure_seconds: float) -> float:
-    """Time between checkpoints that loses least, sqrt(2 x save x mean time between failures): Young
-    1974, "A first order approximation to the optimum checkpoint interval".
+    """Return the time between checkpoints that loses least: sqrt(2 x save x mean time between
+    failures), Young 1974, "A first order approximation to the optimum checkpoint interval".
     """
     return sqrt(2 * save_seconds * failure_seconds)
 
@@ -62,9 +62,11 @@ def best_interval_seconds(save_seconds: float, failure_seconds: float) -> float:
 def goodput(
     interval_seconds: float, save_seconds: float, failure_seconds: float, restart_seconds: float
 ) -> float:
-    """Share of time that trains on: without saves, without what each failure takes back, half an
-    interval in the mean, and without restarts. First order, as Daly 2006, "A higher order estimate
-    of the optimum checkpoint interval for restart dumps"; 0 where nothing is left.
+    """Return the share of time in which training advances, at least 0: without saves, restarts, and
+    steps that a failure loses, half an interval on average.
+
+    First order, as Daly 2006, "A higher order estimate of the optimum checkpoint interval for
+    restart dumps".
     """
     saves = save_seconds / (interval_seconds + save_seconds)
     lost = ((interval_seconds + save_seconds) / 2 + restart_seconds) / failure_seconds
@@ -72,7 +74,7 @@ def goodput(
 
 
 def paper_section(plan: Plan) -> dict[str, Any]:
-    """The figures as plain values; none of a model that is not known by name."""
+    """Return the figures as plain values; empty for a model that is not known by name."""
     work = weights_alone(plan.config.model)
     if work is None:
         return {}
@@ -86,53 +88,59 @@ def paper_section(plan: Plan) -> dict[str, Any]:
             between = memory.total("between")
             most = memory.total(memory.peak)
             stages[str(stage)] = {"is_estimate": True, "between_bytes": between, "most_bytes": most}
-    failures = 1 / (FAILURES_PER_SECOND * ranks)
+    failure_seconds = 1 / (FAILURES_PER_SECOND * ranks)
     saves = []
-    for save in _SAVE_SECONDS:
-        every = best_interval_seconds(save, failures)
-        share = goodput(every, save, failures, _RESTART_SECONDS)
-        saves.append({"save_seconds": save, "interval_seconds": every, "goodput": share})
+    for save_seconds in _SAVE_SECONDS:
+        interval_seconds = best_interval_seconds(save_seconds, failure_seconds)
+        share = goodput(interval_seconds, save_seconds, failure_seconds, _RESTART_SECONDS)
+        saves.append(
+            {
+                "save_seconds": save_seconds,
+                "interval_seconds": interval_seconds,
+                "goodput": share,
+            }
+        )
     return {
         "num_params": sum(sizes),
         "formula_bytes": dict(formula_bytes(sum(sizes), ranks, largest_layer=max(sizes))),
         "stages": stages,
-        "failure_seconds": failures,
+        "failure_seconds": failure_seconds,
         "restart_seconds": _RESTART_SECONDS,
         "goodput": saves,
     }
 
 
 def paper_lines(plan: Plan) -> Iterator[str]:
-    """The same for a person."""
-    found = paper_section(plan)
-    if not found:
+    """Yield the figures of `paper_section` as lines to print."""
+    section = paper_section(plan)
+    if not section:
         yield "paper     the model is one of your own: its weights are not known by name"
         return
-    total = found["num_params"]
+    total = section["num_params"]
     yield (
         f"paper     {total:,} weights: {size_text(4 * total)} in fp32, {16 * total / 1e9:,.0f} "
         "GB to train at 16 each"
     )
-    for name, size in found["formula_bytes"].items():
+    for name, size in section["formula_bytes"].items():
         yield f"          {name:<40}{size_text(size):>14}"
-    for stage, sizes in found["stages"].items():
+    for stage, sizes in section["stages"].items():
         between = size_text(sizes["between_bytes"])
         most = size_text(sizes["most_bytes"])
         name = f"DeepSpeed, stage {stage}, as planned here"
         yield f"          {name:<40}{between:>14} between steps, {most} at most, estimated"
     yield (
-        f"goodput   {counted_hours(found['failure_seconds'])} between failures of "
+        f"goodput   {counted_hours(section['failure_seconds'])} between failures of "
         f"{plan.cluster.world_size:,} devices, as Llama 3's failed; {_RESTART_SECONDS:g} s to "
         "start again"
     )
-    for save in found["goodput"]:
+    for save in section["goodput"]:
         every = counted_hours(save["interval_seconds"])
         stops = f"a save stops training for {save['save_seconds']:g} s"
         yield f"          {save['goodput']:.1%} where {stops} and comes every {every}"
 
 
 def counted_hours(seconds: float) -> str:
-    """Hours with one digit, or minutes."""
+    """Return a time in hours with one digit, or in minutes if it is less than an hour."""
     if seconds >= _HOUR:
         return f"{seconds / _HOUR:,.1f} h"
     return f"{seconds / 60:.0f} min"

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -61,7 +61,7 @@ from framework.text.document import COMMAND_LINE
 
 _TOP: Final = 5
 _MOST_LOSERS: Final = 10
-# What a plan of another batch, of fewer stages or devices would not have.
+# Kinds of problems that a plan with another batch, fewer stages or fewer devices would not have.
 _NO_LAYOUT: Final = frozenset(
     {
         "batch-not-divisible",
@@ -71,8 +71,7 @@ _NO_LAYOUT: Final = frozenset(
     }
 )
 _MOMENTS: Final = IN_WORDS | {"start": "after the start", "between": "between steps"}
-
-
+_INDENT: Final = "          "  # in place of a label
 _SEARCHES: Final = {
     None: search,
     "longest-sequence": search_longest_sequence,
@@ -82,7 +81,16 @@ _SEARCHES: Final = {
 
 @dataclass(frozen=True)
 class _Question:
-    """The plan that was asked for, and what is asked beside it."""
+    """The plan of the command line, and what the options request beside it.
+
+    Attributes:
+        arguments: the command line.
+        run: the run config with its settings.
+        plan: its plan.
+        target: the devices, and their rates as far as they are known.
+        work: of a model of the user's own.
+        why: the reason why the memory of an optimizer of the user's own is not known.
+    """
 
     arguments: argparse.Namespace
     run: LoadedRun
@@ -94,11 +102,13 @@ class _Question:
     @property
     def is_wide(self) -> bool:
         """Whether everything that the command line does not set may be chosen."""
-        asked = self.arguments
-        return bool(asked.search or asked.goal or asked.apply or asked.chart or asked.trials)
+        options = self.arguments
+        return bool(
+            options.search or options.goal or options.apply or options.chart or options.trials
+        )
 
     def _is_set_here(self, key: str) -> bool:
-        """Whether the command line gives the key a value, by itself or within its section."""
+        """Check whether the command line gives the key a value, alone or with its section."""
         names = key.split(".")
         section = self.run.config
         if self.run.source.place(tuple(names))[0] != COMMAND_LINE:
@@ -111,11 +121,19 @@ class _Question:
 
     @property
     def request(self) -> Request:
-        """What may be chosen: beside a plan what leaves its batch as it is."""
-        wide = {key for key in EVERYTHING if not self._is_set_here(key)}
-        size = self.plan.length.num_train_samples
-        free = wide if self.is_wide else {STAGE, OFFLOAD, RECOMPUTE}
-        return Request(self.run.config, self.plan.cluster, self.target, free, size, self.work)
+        """The search's request: without a wide one only settings that leave the batch as it is."""
+        if self.is_wide:
+            free_keys = {key for key in EVERYTHING if not self._is_set_here(key)}
+        else:
+            free_keys = {STAGE, OFFLOAD, RECOMPUTE}
+        return Request(
+            self.run.config,
+            self.plan.cluster,
+            self.target,
+            free_keys,
+            self.plan.length.num_train_samples,
+            self.work,
+        )
 
 
 def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | None) -> int:
@@ -126,7 +144,56 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
     gpu = find_gpu(arguments.gpu)
     if gpu:
         cluster = replace(cluster, device=gpu.device)
-    if gpu and (arguments.measure or arguments.trials):
+    _refuse_odd_options(arguments)
+    if arguments.measure:
+        # imported here, as other modules below: most plans need none of them
+        from framework.commands.measure import measure
+
+        if arguments.json:
+            out = sys.stderr
+        else:
+            out = sys.stdout
+        for line in measure(cluster):
+            print(line, file=out)
+    target = _find_target(arguments, cluster)
+    try:
+        work, why = _own_work(run, cluster)
+        run = run.chosen(cluster, target, is_proposal=True, work=work)
+        plan = run.plan_with_data(cluster)
+    except ConfigError as error:
+        kinds = {problem.kind for problem in error.problems}
+        if kinds & _NO_LAYOUT and not run.config.auto:
+            _print_nearest(run, cluster)
+        raise
+    if arguments.explain_oom:
+        from framework.commands.explain_oom import explain_oom
+
+        return explain_oom(arguments.explain_oom, plan, work=work, as_json=arguments.json)
+    question = _Question(arguments, run, plan, target, work, why)
+    answer = _answer(question)
+    if arguments.trials:
+        answer = _ordered_by_trials(answer, arguments.trials)
+    balance = StageBalance()
+    if plan.layout.pipe_size > 1:
+        balance = find_stage_balance(plan, source=run.source)
+    findings = list(plan.findings)
+    findings += map(run.source.locate, missing_targets(plan.config))
+    findings += map(run.source.locate, balance.notes)
+    findings += map(run.source.locate, answer.findings)
+    if gpu:
+        from framework.dslint.judge import judge_rendered
+
+        findings += judge_rendered(plan, source=run.source, gpu=gpu)
+    if arguments.json:
+        _print_json(question, answer, balance, findings)
+    else:
+        _print_lines(question, answer, balance, findings)
+    _write_files(question, answer)
+    return EXIT_OK
+
+
+def _refuse_odd_options(arguments: argparse.Namespace) -> None:
+    if arguments.gpu and (arguments.measure or arguments.trials):
         raise UsageError(
             "plan: --measure and --trials use the devices of this machine; leave --gpu out"
         )
@@ -134,93 +201,65 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
         raise UsageError("plan: --network goes with --gpu")
     if arguments.chart and not arguments.chart.lower().endswith(".svg"):
         raise UsageError(f"plan: --chart {arguments.chart}: what is drawn is SVG; name it .svg")
-    if arguments.measure:
-        # as others below: loaded where it is asked for
-        from framework.commands.measure import measure
 
-        print(*measure(cluster), sep="\n", file=sys.stderr if arguments.json else sys.stdout)
+
+def _find_target(arguments: argparse.Namespace, cluster: Cluster) -> Target:
+    """Return the devices of ``--gpu`` as they are listed, or those of this machine as measured."""
     if arguments.gpu:
-        target = listed_target(
+        return listed_target(
             arguments.gpu, devices_per_host=cluster.devices_per_host, network=arguments.network
         )
-    else:
-        target = measured_target(cluster) or Hardware()
-    try:
-        own = _own_work(run, cluster)
-        run = run.chosen(cluster, target, is_proposal=True, work=own[0])
-        plan = run.plan_with_data(cluster)
-    except ConfigError as error:
-        if {problem.kind for problem in error.problems} & _NO_LAYOUT and not run.config.auto:
-            _print_nearest(run, cluster)
-        raise
-    if arguments.explain_oom:
-        from framework.commands.explain_oom import explain_oom
+    return measured_target(cluster) or Target()
 
-        return explain_oom(arguments.explain_oom, plan, work=own[0], as_json=arguments.json)
-    question = _Question(arguments, run, plan, target, *own)
-    answer = _answer(question)
-    if arguments.trials:
-        answer = _tried(answer, arguments.trials)
-    if plan.layout.pipe_size == 1:
-        balance = StageBalance()
-    else:
-        balance = find_stage_balance(plan, source=run.source)
-    notes = map(
-        run.source.locate, (*missing_targets(plan.config), *balance.notes, *answer.findings)
-    )
-    findings = [*plan.findings, *notes]
-    if gpu:
-        from framework.dslint.judge import judge_rendered
 
-        findings += judge_rendered(plan, source=run.source, gpu=gpu)
-    if arguments.json:
-        further = ({"paper": paper_section(plan)} if arguments.paper else {}) | answer.section
-        further |= {"pipeline": balance.pipeline} if balance.pipeline else {}
-        print(
-            json.dumps(
-                plan.to_dict() | further | {"findings": [found.to_dict() for found in findings]},
-                indent=2,
-            )
-        )
-    else:
-        if run.choice:
-            choice = [f"{'auto':<10}{run.choice.removeprefix('auto: ')}"]
-        else:
-            choice = []
-        print(
-            *(f"{label:<10}{text}" for label, text in rows(plan).items()),
-            *choice,
-            *answer.head,
-            sep="\n",
-        )
-        print(
-            *balance.lines,
-            *answer.lines,
-            sep="\n",
-            end="\n" if balance.lines or answer.lines else "",
-        )
-        if arguments.paper:
-            print(*paper_lines(plan), sep="\n")
-        for finding in findings:
-            print(f"{finding.severity}: {finding}")
-    _act(question, answer)
-    return EXIT_OK
+def _print_json(
+    question: _Question, answer: _Answer, balance: StageBalance, findings: Sequence[Problem]
+) -> None:
+    plan = question.plan
+    document = plan.to_dict()
+    if question.arguments.paper:
+        document["paper"] = paper_section(plan)
+    document |= answer.section
+    if balance.pipeline:
+        document["pipeline"] = balance.pipeline
+    document["findings"] = [finding.to_dict() for finding in findings]
+    print(json.dumps(document, indent=2))
+
+
+def _print_lines(
+    question: _Question, answer: _Answer, balance: StageBalance, findings: Sequence[Problem]
+) -> None:
+    plan = question.plan
+    for label, text in rows(plan).items():
+        print(f"{label:<10}{text}")
+    if question.run.choice:
+        print(f"{'auto':<10}{question.run.choice.removeprefix('auto: ')}")
+    for line in answer.head:
+        print(line)
+    for line in balance.lines:
+        print(line)
+    for line in answer.lines:
+        print(line)
+    if question.arguments.paper:
+        for line in paper_lines(plan):
+            print(line)
+    for finding in findings:
+        print(f"{finding.severity}: {finding}")
 
 
 def _own_work(run: LoadedRun, cluster: Cluster) -> tuple[ModelWork | None, str]:
-    """Work of a model of the user's own, or why it, or the memory of an optimizer, is not known;
-    neither for named ones.
+    """Return the work of a model of the user's own, or None, and why that, or the memory of an
+    optimizer, is not known. Named models and optimizers need neither.
     """
     is_named = isinstance(run.config.model, ModelKind)
     if is_named and not isinstance(run.config.optimizer, TargetSection):
         return None, ""
-    # What is to be chosen does not change the model; these are values that go with everything.
+    # The keys to be chosen do not change the model; these values go with every config.
     plain = {"zero.stage": 1, "parallel.pipe": 1, "batch.micro_size": None}
     settings = {key: value for key, value in plain.items() if key in run.config.auto}
+    config = run.config
     if settings:
-        config = with_settings(run.config, settings)
-    else:
-        config = run.config
+        config = with_settings(config, settings)
     plan = make_plan(config, cluster, source=run.source)
     why = find_own_optimizer(plan)
     try:
@@ -231,8 +270,15 @@ def _own_work(run: LoadedRun, cluster: Cluster) -> tuple[ModelWork | None, str]:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What is known of memory, time and strategies: lines for a person, a section for tools, and
-    what is wrong.
+    """Memory, time and strategies of a plan.
+
+    Attributes:
+        section: all of it as plain values, for JSON.
+        head: lines on memory and time.
+        lines: lines on the strategies.
+        findings: warnings.
+        candidates: the strategies that are shown, the best one first.
+        planned: the plan itself as a candidate; None if its memory is not estimated.
     """
 
     section: dict[str, Any]
@@ -244,57 +290,77 @@ class _Answer:
 
 
 def _answer(question: _Question) -> _Answer:
+    """Estimate the plan's memory and time, and search for strategies."""
     plan = question.plan
     target = question.target
-    wide = question.is_wide
     try:
         planned = judge(plan, target, work=question.work)
-        found = _SEARCHES[question.arguments.goal](question.request)
+        result = _SEARCHES[question.arguments.goal](question.request)
     except NotEstimatedError as error:
-        reason = f"{error}{question.why and f' ({question.why})'}"
+        reason = str(error)
+        if question.why:
+            reason += f" ({question.why})"
         return _Answer({"memory": {"unknown": reason}}, (f"{'memory':<10}not estimated: {reason}",))
-    shown = [each for each in found.ranked if wide or _is_alternative(each, planned)]
-    shown = shown[: question.arguments.top or _TOP]
-    head = [
-        *_memory_lines(planned.memory, target, kept=plan.config.checkpoint.keep_last),
-        *_time_lines(planned.time, target),
-    ]
-    lines = [
-        f"{'best':<10}{_order([*shown, planned], target)}; * as planned; batch: micro x steps x "
-        "ranks"
-    ]
-    in_order = [each for each in found.ranked if each in shown or is_same(each, planned)]
-    lines += [f"          {line}" for line in table_lines(in_order, planned=planned)]
-    knob = find_knob(shown[0].plan if wide and shown else plan, target, work=question.work)
-    if target.memory_bytes is not None or wide:
-        lost = list(loser_lines(found, shown=in_order))
-        if len(lost) > _MOST_LOSERS:
-            more = [f"and {len(lost) - _MOST_LOSERS} more: --json has all"]
-        else:
-            more = []
-        rest = [*lost[:_MOST_LOSERS], *more]
-        lines += [f"{'' if number else 'others':<10}{line}" for number, line in enumerate(rest)]
-    lines += [f"{'knob':<10}{knob}"] if knob else []
-    section = {"memory": planned.memory.to_dict(), "strategies": strategies_section(found, shown)}
-    section |= {"time": planned.time.to_dict()} if planned.time else {}
-    section |= (
-        {"machine": target.machine.to_dict() | {"rates": target.rates}} if target.machine else {}
-    )
-    section |= {} if knob is None else {"knob": vars(knob) | {"text": str(knob)}}
+    candidates = list(result.ranked)
+    if not question.is_wide:
+        candidates = [each for each in candidates if _is_alternative(each, planned)]
+    candidates = candidates[: question.arguments.top or _TOP]
+    best_plan = plan
+    if question.is_wide and candidates:
+        best_plan = candidates[0].plan
+    knob = find_knob(best_plan, target, work=question.work)
+
+    head = list(_memory_lines(planned.memory, target, kept=plan.config.checkpoint.keep_last))
+    head += _time_lines(planned.time, target)
+    lines = list(_strategy_lines(question, planned, result, candidates))
+    if knob:
+        lines.append(f"{'knob':<10}{knob}")
+
+    section: dict[str, Any] = {
+        "memory": planned.memory.to_dict(),
+        "strategies": strategies_section(result, candidates),
+    }
+    if planned.time:
+        section["time"] = planned.time.to_dict()
+    if target.machine:
+        section["machine"] = target.machine.to_dict() | {"rates": target.rates}
+    if knob is not None:
+        section["knob"] = vars(knob) | {"text": str(knob)}
     return _Answer(
         section,
-        tuple(head),
-        tuple(lines),
-        tuple(_findings(question, planned, found)),
-        tuple(shown),
-        planned,
+        head=tuple(head),
+        lines=tuple(lines),
+        findings=tuple(_findings(question, planned, result)),
+        candidates=tuple(candidates),
+        planned=planned,
     )
 
 
-def _tried(answer: _Answer, count: int) -> _Answer:
-    """The answer with its best strategies, and the plan as it stands, in the order in which they
-    were measured.
-    """
+def _strategy_lines(
+    question: _Question, planned: Candidate, result: Found, candidates: Sequence[Candidate]
+) -> Iterator[str]:
+    """Yield the table of the candidates, and why other strategies lost."""
+    target = question.target
+    order = _order([*candidates, planned], target)
+    yield f"{'best':<10}{order}; * as planned; batch: micro x steps x ranks"
+    shown = [each for each in result.ranked if each in candidates or is_same(each, planned)]
+    for line in table_lines(shown, planned=planned):
+        yield f"{_INDENT}{line}"
+    if target.memory_bytes is None and not question.is_wide:
+        return
+    lost = list(loser_lines(result, shown=shown))
+    num_left_out = len(lost) - _MOST_LOSERS
+    if num_left_out > 0:
+        lost = lost[:_MOST_LOSERS]
+        lost.append(f"and {num_left_out} more: --json has all")
+    label = "others"
+    for line in lost:
+        yield f"{label:<10}{line}"
+        label = ""
+
+
+def _ordered_by_trials(answer: _Answer, count: int) -> _Answer:
+    """Run the best `count` strategies and the plan itself, and put the fastest one first."""
     from framework.commands.trials import fastest, run_trials, table
 
     tried = list(answer.candidates[:count])
@@ -303,22 +369,26 @@ def _tried(answer: _Answer, count: int) -> _Answer:
         tried.append(planned)
     trials = run_trials(tried)
     best = tried[fastest(trials)]
-    rest = [each for each in answer.candidates if each is not best]
-    section = answer.section | {"trials": [each.to_dict() for each in trials]}
+    others = [candidate for candidate in answer.candidates if candidate is not best]
     return replace(
-        answer, section=section, lines=(*answer.lines, *table(trials)), candidates=(best, *rest)
+        answer,
+        section=answer.section | {"trials": [trial.to_dict() for trial in trials]},
+        lines=answer.lines + tuple(table(trials)),
+        candidates=(best, *others),
     )
 
 
-def _is_alternative(one: Candidate, planned: Candidate) -> bool:
-    """Beside a plan stands what takes less memory, or is faster."""
-    speeds = one.samples_per_second, planned.samples_per_second
-    is_faster = speeds[0] is not None and speeds[1] is not None and speeds[0] > 1.02 * speeds[1]
-    return is_faster or one.peak_bytes < 0.99 * planned.peak_bytes
+def _is_alternative(candidate: Candidate, planned: Candidate) -> bool:
+    """Check that a candidate is clearly faster than the plan, or takes clearly less memory."""
+    speed = candidate.samples_per_second
+    planned_speed = planned.samples_per_second
+    if speed is not None and planned_speed is not None and speed > 1.02 * planned_speed:
+        return True
+    return candidate.peak_bytes < 0.99 * planned.peak_bytes
 
 
-def _order(shown: Sequence[Candidate], target: Hardware) -> str:
-    if any(each.time is not None for each in shown):
+def _order(shown: Sequence[Candidate], target: Target) -> str:
+    if any(candidate.time is not None for candidate in shown):
         return "the fastest first, estimated"
     if target.name:
         why = f"not all rates of {target.name} are listed"
@@ -327,146 +397,144 @@ def _order(shown: Sequence[Candidate], target: Hardware) -> str:
     return f"the least traffic first, speed unknown: {why}"
 
 
-def _memory_lines(memory: Memory, target: Hardware, *, kept: int) -> Iterator[str]:
+def _memory_lines(memory: Memory, target: Target, *, kept: int) -> Iterator[str]:
+    """Yield lines on the memory of a rank; `kept`: number of checkpoints that stay on disk."""
     peak = memory.peak
-    host = sum(memory.host.values())
-    if memory.stage is None:
-        stage = ""
-    else:
-        stage = f", stage {memory.stage}, the fullest"
-    if memory.lacks:
-        lacks = f", without activations: {memory.lacks}"
-    else:
-        lacks = ""
+    between = size_text(memory.total("between"))
+    at_most = size_text(memory.total(peak))
+    line = f"{between} on each rank between steps, {at_most} at most ({_MOMENTS[peak]})"
     usable = target.usable_bytes(memory)
     if usable:
-        of = f" of {size_text(usable)} usable"
-    else:
-        of = ""
-    yield (
-        f"{'memory':<10}{size_text(memory.total('between'))} on each rank between steps, "
-        f"{size_text(memory.total(peak))} at most ({_MOMENTS[peak]}){of}"
-        f"{f', {size_text(host)} on the host' if host else ''}; estimated{stage}{lacks}"
-    )
-    for label, found in (
+        line += f" of {size_text(usable)} usable"
+    host = sum(memory.host.values())
+    if host:
+        line += f", {size_text(host)} on the host"
+    line += "; estimated"
+    if memory.stage is not None:
+        line += f", stage {memory.stage}, the fullest"
+    if memory.lacks:
+        line += f", without activations: {memory.lacks}"
+    yield f"{'memory':<10}{line}"
+    for label, components in (
         ("at most", memory.moments[peak]),
         ("beside tensors", memory.beside),
         ("host", memory.host),
         ("drive", memory.drive),
     ):
-        sizes = sorted(found.items(), key=lambda item: -item[1])
+        sizes = [f"{name} {size_text(size)}" for name, size in _largest_first(components)]
         if sizes:
-            yield (
-                f"          {label}: "
-                f"{', '.join(f'{name} {size_text(size)}' for name, size in sizes)}"
-            )
-    one = size_text(memory.saved_bytes)
-    most = size_text((kept + 1) * memory.saved_bytes)
-    yield f"          on disk: {one} a checkpoint, {most} for {kept} kept and one being written"
+            yield f"{_INDENT}{label}: {', '.join(sizes)}"
+    saved = size_text(memory.saved_bytes)
+    all_saved = size_text((kept + 1) * memory.saved_bytes)
+    on_disk = f"{saved} a checkpoint, {all_saved} for {kept} kept and one being written"
+    yield f"{_INDENT}on disk: {on_disk}"
 
 
 def _time_lines(time: StepTime | None, target: Hardware) -> Iterator[str]:
     if time is None:
         return
+    line = f"{time.total:.3g} s a step, {time.samples_per_second:,.1f} samples per second"
     tokens = time.tokens_per_second_per_device
-    yield (
-        f"{'time':<10}{time.total:.3g} s a step, {time.samples_per_second:,.1f} samples per second"
-        f"{'' if tokens is None else f', {tokens:,.0f} tokens per second and device'}, "
-        f"model FLOPs utilization {time.mfu:.0%}; estimated for {target.text}"
-    )
-    parts = sorted(time.seconds.items(), key=lambda item: -item[1])
-    yield f"          {', '.join(f'{name} {part:.3g} s' for name, part in parts)}"
+    if tokens is not None:
+        line += f", {tokens:,.0f} tokens per second and device"
+    line += f", model FLOPs utilization {time.mfu:.0%}; estimated for {target.text}"
+    yield f"{'time':<10}{line}"
+    parts = [f"{name} {seconds:.3g} s" for name, seconds in _largest_first(time.seconds)]
+    yield f"{_INDENT}{', '.join(parts)}"
 
 
-def _findings(question: _Question, planned: Candidate, found: SearchResult) -> Iterator[Problem]:
-    """A plan that does not fit, with the nearest that does."""
-    target = question.target
-    key = "zero.stage"
-    reason = target.lacking(planned.memory)
+def _largest_first(components: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(components.items(), key=lambda item: -item[1])
+
+
+def _findings(question: _Question, planned: Candidate, result: Found) -> Iterator[Problem]:
+    """Warn of a plan that does not fit, with the nearest that does as the fix."""
+    reason = question.target.lacking(planned.memory)
     if not reason:
         return
-    if found.ranked:
-        best = found.ranked[0]
-        cluster = found.ranked[0].plan.cluster
-        if cluster == planned.plan.cluster:
-            where = ""
-        else:
-            where = f"use {cluster}, and "
-        fix = f"{where}set {settings_text(best.changes(planned)) or 'as above'}"
+    if result.ranked:
+        best = result.ranked[0]
+        fix = f"set {settings_text(best.changes(planned)) or 'as above'}"
+        if best.plan.cluster != planned.plan.cluster:
+            fix = f"use {best.plan.cluster}, and {fix}"
     else:
-        reason = f"{reason}; nothing fits: {found.block}"
+        reason = f"{reason}; nothing fits: {result.block}"
         fix = _devices_that_fit(question, planned)
     stage = planned.plan.config.zero.stage
-    yield Problem("memory-too-small", reason, fix, key, stage, severity="warning")
+    yield Problem("memory-too-small", reason, fix, "zero.stage", stage, severity="warning")
 
 
 def _devices_that_fit(question: _Question, planned: Candidate) -> str:
-    asked = replace(question.request, free=EVERYTHING)
-    if not question.is_wide and (found := search(asked)).ranked:
-        return f"set {settings_text(found.ranked[0].changes(planned))}"
-    more = search_more_devices(asked)
-    if more is None:
+    """Return the fix for a plan that no strategy makes fit: settings, or more devices."""
+    request = replace(question.request, free=EVERYTHING)
+    if not question.is_wide:
+        result = search(request)
+        if result.ranked:
+            return f"set {settings_text(result.ranked[0].changes(planned))}"
+    on_more_devices = search_more_devices(request)
+    if on_more_devices is None:
         return "use a smaller model, or devices with more memory"
-    best = more.ranked[0]
-    return (
-        f"use {best.plan.cluster.world_size} devices with {settings_text(unusual(best.settings))}"
-    )
+    best = on_more_devices.ranked[0]
+    settings = settings_text(unusual(best.settings))
+    return f"use {best.plan.cluster.world_size} devices with {settings}"
 
 
 def _print_nearest(run: LoadedRun, cluster: Cluster) -> None:
     _, size = look_at_data(run.config, data_elsewhere=True)
-    found = nearest_plan(run.config, cluster, num_train_samples=size)
-    if found:
-        change = found[0]
-        layout = str(found[1].layout)
-        write(
-            sys.stdout, f"{'nearest':<10}{layout if change == layout else f'{change}: {layout}'}\n"
-        )
+    nearest = nearest_plan(run.config, cluster, num_train_samples=size)
+    if nearest:
+        change, plan = nearest
+        layout = str(plan.layout)
+        if change != layout:
+            layout = f"{change}: {layout}"
+        write(sys.stdout, f"{'nearest':<10}{layout}\n")
 
 
-def _act(question: _Question, answer: _Answer) -> None:
-    """Write what was asked for: the choice into the file, and the chart."""
+def _write_files(question: _Question, answer: _Answer) -> None:
+    """Write the best strategy into the run config (--apply), and the chart (--chart)."""
     arguments = question.arguments
-    run = question.run
-    out = sys.stderr if arguments.json else sys.stdout
     if not (arguments.apply or arguments.chart):
         return
     if not answer.candidates:
         raise UsageError("plan: there is no strategy that fits, so that nothing is written")
     if arguments.apply:
-        if arguments.goal == "fewest-devices":
-            write(out, f"devices   {answer.candidates[0].plan.cluster}\n")
-        best = answer.candidates[0]
-        planned = answer.planned
-        source = run.source
-        before = planned.choice if planned else {}
-        asked = {
-            key
-            for key in best.settings
-            if source.is_override(tuple(key.split("."))) or key in run.config.was_auto
-        }
-        settings = {
-            key: value
-            for key, value in best.settings.items()
-            if key in asked or before.get(key) != value
-        }
-        diff = write_choice(run.config_path, arguments.words, settings)
-        write(out, f"{diff or f'{run.config_path}: it says so already'}\n")
-        further = [word for word in arguments.words if word.partition("=")[0] not in settings]
-        if further:
-            write(
-                out,
-                f"note      chosen with {' '.join(further)}, which {run.config_path} does not "
-                "hold\n",
-            )
+        _apply_best(question, answer)
     if arguments.chart:
         from framework.commands.check_fix import write_file
         from framework.commands.memory_chart import draw_chart
         from framework.report.draw import Chart
 
         limit = question.target.usable_bytes(answer.candidates[0].memory)
-        chart = draw_chart(
-            answer.candidates, limit_bytes=limit, title=question.plan.config.run.name
-        )
-        place = Path(arguments.chart)
-        write_file(place, chart, name=arguments.chart, marks=[Chart.MARK])
+        title = question.plan.config.run.name
+        chart = draw_chart(answer.candidates, limit_bytes=limit, title=title)
+        write_file(Path(arguments.chart), chart, name=arguments.chart, marks=[Chart.MARK])
+
+
+def _apply_best(question: _Question, answer: _Answer) -> None:
+    """Write the settings of the best strategy that the file does not imply, and print the diff."""
+    arguments = question.arguments
+    run = question.run
+    if arguments.json:
+        out = sys.stderr
+    else:
+        out = sys.stdout
+    best = answer.candidates[0]
+    if arguments.goal == "fewest-devices":
+        write(out, f"devices   {best.plan.cluster}\n")
+    planned_choice: Mapping[str, Any] = {}
+    if answer.planned:
+        planned_choice = answer.planned.choice
+    settings = {}
+    for key, value in best.settings.items():
+        is_override = run.source.is_override(tuple(key.split(".")))
+        was_auto = key in run.config.was_auto
+        if is_override or was_auto or planned_choice.get(key) != value:
+            settings[key] = value
+    diff = write_choice(run.config_path, arguments.words, settings)
+    if not diff:
+        diff = f"{run.config_path}: it says so already"
+    write(out, f"{diff}\n")
+    further = [word for word in arguments.words if word.partition("=")[0] not in settings]
+    if further:
+        words = " ".join(further)
+        write(out, f"note      chosen with {words}, which {run.config_path} does not hold\n")

@@ -1,8 +1,8 @@
-"""``predict CHECKPOINT INPUT... --out FILE``: what a trained model makes of images, rows of numbers
-or lines of text.
+"""``predict CHECKPOINT INPUT... --out FILE``: the outputs of a trained model for images, rows of
+numbers or lines of text.
 
-FILE gets a line of JSON for each input, in order; a command that was broken off goes on behind
-those that it has. On several ranks each takes every n-th batch, and rank 0 writes.
+FILE gets a line of JSON for each input, in order; a command that was interrupted continues behind
+the lines that FILE has. Each of n ranks takes every n-th batch, and rank 0 writes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 
+from framework.checkpoint.manifest import SavedCheckpoint
 from framework.commands.generate import add_sampling, sample, terms_of, tokenizer_of, tokens_of
 from framework.config.data import ImageFolder, LabelledText
 from framework.config.run_config import RunConfig
@@ -63,41 +64,53 @@ def main(words: Sequence[str]) -> int:
     names = list(inputs)
     label = f"{config.run.name}/{checkpoint.tag} {arguments.weights}"
     with process_group(config.run.backend):
+        rows_or_error = None
         if rank() == 0:
-            found = _attempt(str(out), find_rows, out, names, label)
-        else:
-            found = None
-        rows = from_rank0(found)
+            rows_or_error = _attempt(str(out), lambda: find_rows(out, names, label))
+        rows = from_rank0(rows_or_error)
         start = rows.count
         model = module_to_ask(checkpoint, config, average=arguments.weights == "ema")
-        kept = checkpoint.folder.absolute().parent / KEPT_TOKENIZER
-        if isinstance(config.data, LabelledText):
-            reads = open_tokenizer(str(kept))
-        else:
-            reads = None
-        ask = partial(_outputs, model, config, reads)
-        if isinstance(config.task, CausalLM):
-            tokenizer = tokenizer_of(config, checkpoint, asked=arguments.tokenizer)
-            ask = partial(_texts, model, tokenizer, terms_of(arguments, config, tokenizer))
+        predict = _make_predict(arguments, checkpoint, config, model)
         for first in range(start, len(names), size * len(gather(0))):
             place = first + rank() * size
-            own = {name: inputs[name] for name in names[place : place + size]}
-            parts = gather(
-                _attempt(f"{next(iter(own))} and its batch", ask, place, own) if own else []
-            )
-            written = None
+            batch = {name: inputs[name] for name in names[place : place + size]}
+            predictions = []
+            if batch:
+                about = f"{next(iter(batch))} and its batch"
+                predictions = _attempt(about, partial(predict, place, batch))
+            of_all_ranks = gather(predictions)
+            error = None
             if rank() == 0:
-                written = _attempt(str(out), rows.append, names[first:], parts)
-            from_rank0(written)
+                error = _attempt(str(out), partial(rows.append, names[first:], of_all_ranks))
+            from_rank0(error)
         if rank() == 0:
             print(f"{out}: {len(names)} rows, {len(names) - start} of them new")
     return EXIT_OK
 
 
-def _attempt(place: str, work: Callable[..., Any], *args: Any) -> Any:
-    """The result, or the error, which the other ranks have to know."""
+def _make_predict(
+    arguments: argparse.Namespace,
+    checkpoint: SavedCheckpoint,
+    config: RunConfig,
+    model: torch.nn.Module,
+) -> Callable[[int, Mapping[str, Any]], list[dict[str, Any]]]:
+    """Return the function from the place of a batch among the inputs, and the batch by name, to the
+    batch's rows.
+    """
+    if isinstance(config.task, CausalLM):
+        tokenizer = tokenizer_of(config, checkpoint, asked=arguments.tokenizer)
+        return partial(_texts, model, tokenizer, terms_of(arguments, config, tokenizer))
+    text_tokenizer = None
+    if isinstance(config.data, LabelledText):
+        kept = checkpoint.folder.absolute().parent / KEPT_TOKENIZER
+        text_tokenizer = open_tokenizer(str(kept))
+    return partial(_outputs, model, config, text_tokenizer)
+
+
+def _attempt(place: str, work: Callable[[], Any]) -> Any:
+    """Return the result, or the error, because the other ranks have to know it."""
     try:
-        return work(*args)
+        return work()
     except FrameworkError as error:
         return error
     except OSError as error:
@@ -107,26 +120,33 @@ def _attempt(place: str, work: Callable[..., Any], *args: Any) -> Any:
 
 
 def find_inputs(paths: Sequence[str], config: RunConfig) -> dict[str, Any]:
-    """Samples by ``path:number``, from 1: lines of text for a causal language model, rows of
-    ``.csv``, float32, or of all arrays of ``.npz``; and images, as paths. A ConfigError of kind
-    ``input-not-read`` where that fails.
+    """Return ``path:number`` -> sample, numbered from 1; of images path -> path.
+
+    Samples are lines of text for a causal language model, rows of ``.csv``, float32, or rows of all
+    arrays of ``.npz``.
+
+    Raises:
+        ConfigError: one cannot be read; kind ``input-not-read``.
     """
-    found: dict[str, Any] = {}
+    samples: dict[str, Any] = {}
     for path in map(Path, paths):
-        inside = (
-            file
-            for file in path.rglob("*")
-            if (guess_type(file.name)[0] or "").startswith("image/")
-        )
         try:
-            for file in sorted(inside) if path.is_dir() else [path]:
-                found |= _samples(file, config)
+            files = [path]
+            if path.is_dir():
+                files = sorted(file for file in path.rglob("*") if _is_image(file))
+            for file in files:
+                samples |= _samples(file, config)
         except Exception as error:  # a damaged archive fails in a dozen ways
             reason = in_one_line(error, longest=200)
             raise ConfigError.of(
                 "input-not-read", reason, "name another file", "INPUT", str(path)
             ) from error
-    return found
+    return samples
+
+
+def _is_image(file: Path) -> bool:
+    media_type = guess_type(file.name)[0]
+    return media_type is not None and media_type.startswith("image/")
 
 
 def _samples(file: Path, config: RunConfig) -> dict[str, Any]:
@@ -139,9 +159,8 @@ def _samples(file: Path, config: RunConfig) -> dict[str, Any]:
         rows = np.loadtxt(file, np.float32, delimiter=",", ndmin=2)
     elif file.suffix == ".npz":
         arrays = dict(np.load(file))
-        rows = [dict(zip(arrays, row, strict=True)) for row in zip(*arrays.values(), strict=True)]
         if len(arrays) > 1:
-            rows = rows
+            rows = _rows_of(arrays)
         else:
             rows = arrays.popitem()[1]
     elif isinstance(config.data, ImageFolder):
@@ -153,19 +172,26 @@ def _samples(file: Path, config: RunConfig) -> dict[str, Any]:
     return {f"{file}:{number}": row for number, row in enumerate(rows, start=1)}
 
 
+def _rows_of(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Turn name -> column into a list of name -> value; the columns have one length."""
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
 def read_sample(sample: Any, config: RunConfig) -> Any:
-    """Read what is the path of an image as the evaluation of the run reads it."""
+    """Read an image from its path, as the evaluation of the run reads it; other samples pass."""
     if not isinstance(sample, Path):
         return sample
-    from framework.data.image_sets import read_image, transform  # which take torchvision
+    from framework.data.image_sets import read_image, transform  # which import torchvision
 
-    return transform(config.data.image_size, augment=False)(read_image(str(sample)))  # type: ignore[union-attr]
+    assert isinstance(config.data, ImageFolder)
+    to_tensor = transform(config.data.image_size, augment=False)
+    return to_tensor(read_image(str(sample)))
 
 
 @dataclass
 class Rows:
-    """A file of predictions: the rows that it has, and their bytes; what is behind them was cut
-    off.
+    """A file of predictions: number and bytes of its complete rows. Further bytes are a row that
+    was cut off.
     """
 
     file: Path
@@ -173,27 +199,35 @@ class Rows:
     count: int = 0
     num_bytes: int = 0
 
-    def append(self, names: Sequence[str], parts: Sequence[Any]) -> None:
-        """Write the rows of all ranks, up to the first error, and raise that; a disk that takes
-        only a part of them leaves whole rows.
+    def append(self, names: Sequence[str], of_all_ranks: Sequence[Any]) -> None:
+        """Write the rows of all ranks, up to the first error, and raise that. If the disk takes
+        only a part of them, they are cut off again.
+
+        Args:
+            names: of the inputs, in the order of ranks.
+            of_all_ranks: rows of each rank, or its error.
         """
-        left = iter(names)
+        input_names = iter(names)
         lines = []
         failure = None
-        for part in parts:
-            if isinstance(part, FrameworkError):
-                failure = part
+        for predictions in of_all_ranks:
+            if isinstance(predictions, FrameworkError):
+                failure = predictions
                 break
-            for row in part:
-                lines.append(json.dumps({"input": next(left), "checkpoint": self.label, **row}))
+            for row in predictions:
+                row = {"input": next(input_names), "checkpoint": self.label, **row}
+                lines.append(json.dumps(row))
         if lines:
             self._write("".join(f"{line}\n" for line in lines).encode())
         if failure is not None:
             raise failure
 
     def _write(self, text: bytes) -> None:
-        is_new = not os.path.lexists(self.file)
-        with open_own(self.file, "ab" if is_new else "r+b") as file:
+        if os.path.lexists(self.file):
+            mode = "r+b"
+        else:
+            mode = "ab"
+        with open_own(self.file, mode) as file:
             try:
                 file.truncate(self.num_bytes)
                 file.seek(self.num_bytes)
@@ -207,10 +241,10 @@ class Rows:
 
 
 def find_rows(out: Path, names: Sequence[str], label: str) -> Rows:
-    """Read the rows that `out` has, and leave it as it is.
+    """Read the rows that `out` has, without changing it.
 
     Raises:
-        ConfigError: it is no file, or has something else than rows of these inputs by this
+        ConfigError: it is no file, or has other contents than rows of these inputs by this
             checkpoint.
     """
     rows = Rows(out, label)
@@ -221,11 +255,9 @@ def find_rows(out: Path, names: Sequence[str], label: str) -> Rows:
     try:
         with open_own(out, "r+b") as file:
             while line := file.readline(_LONGEST_ROW):
-                if rows.count < len(names):
-                    name = names[rows.count]
-                else:
-                    name = None
-                if not _is_row(line, name, label, is_first=not rows.count):
+                if rows.count == len(names) or not _is_row(
+                    line, names[rows.count], label, is_first=not rows.count
+                ):
                     raise _of_others(out, f"it holds something else than these inputs by {label}")
                 if line.endswith(b"\n"):
                     rows.count += 1
@@ -238,21 +270,18 @@ def find_rows(out: Path, names: Sequence[str], label: str) -> Rows:
     return rows
 
 
-def _is_row(line: bytes, name: str | None, label: str, *, is_first: bool) -> bool:
-    """Check whether a line is the row of an input, or how such a row begins where the line was cut
-    off.
-    """
-    if name is None:
-        return False
+def _is_row(line: bytes, name: str, label: str, *, is_first: bool) -> bool:
+    """Check that a line is the row of an input, or the begin of one that was cut off."""
     if line.endswith(b"\n"):
-        with suppress(ValueError, LookupError, TypeError, RecursionError):
+        try:
             row = json.loads(line)
-            return bool((row["input"], row["checkpoint"]) == (name, label))
-        return False
+            return bool(row["input"] == name and row["checkpoint"] == label)
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return False
     begin = json.dumps({"input": name, "checkpoint": label})[:-1].encode()
     if line.startswith(begin):
         return True
-    # A file that has nothing but a brace may be anybody's.
+    # A file that has nothing but a brace may be of any program.
     return begin.startswith(line) and not (is_first and len(line) < _SHORTEST_BEGIN)
 
 
@@ -264,34 +293,42 @@ def _of_others(out: Path, reason: str) -> ConfigError:
 def _outputs(
     model: torch.nn.Module, config: RunConfig, tokenizer: Any, place: int, inputs: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Classes and their probabilities; otherwise the outputs as they are."""
-    like = next(model.parameters())
-    names = getattr(tokenizer, "init_kwargs", {}).get("classes")
+    """Return a row for each input: class and probabilities, or the outputs of another task."""
+    weight = next(model.parameters())
     if tokenizer is None:
-        batch = default_collate([read_sample(one, config) for one in inputs.values()])
+        batch = default_collate([read_sample(sample, config) for sample in inputs.values()])
     else:
-        batch = inputs_of(list(inputs.values()), tokenizer, config.data.sequence_length)  # type: ignore[union-attr]
-    batch = tree_map_only(
-        Tensor,
-        lambda one: one.to(like.device, like.dtype if one.is_floating_point() else None),
-        batch,
-    )
+        assert isinstance(config.data, LabelledText)
+        texts = list(inputs.values())
+        batch = inputs_of(texts, tokenizer, config.data.sequence_length)
+
+    def move(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            return tensor.to(weight.device, weight.dtype)
+        return tensor.to(weight.device)
+
+    batch = tree_map_only(Tensor, move, batch)
     outputs = as_task(load_task(config)).forward(model, batch)
     outputs = getattr(outputs, "logits", outputs)
     if isinstance(config.task, Classification):
-        rows = [
-            {"class": row.index(max(row)), "probabilities": row}
-            for row in outputs.float().softmax(1).tolist()
-        ]
-        if names:
-            return [{**row, "name": names[row["class"]]} for row in rows]
-        return rows
-    if isinstance(outputs, Mapping):
-        named = outputs
-    else:
-        named = {"output": outputs}
-    columns = {name: value.float().tolist() for name, value in named.items()}
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        class_names = getattr(tokenizer, "init_kwargs", {}).get("classes")
+        return _rows_of_classes(outputs.float().softmax(1).tolist(), class_names)
+    if not isinstance(outputs, Mapping):
+        outputs = {"output": outputs}
+    return _rows_of({name: value.float().tolist() for name, value in outputs.items()})
+
+
+def _rows_of_classes(
+    probabilities: Sequence[list[float]], class_names: Sequence[str] | None
+) -> list[dict[str, Any]]:
+    rows = []
+    for of_sample in probabilities:
+        number = of_sample.index(max(of_sample))
+        row: dict[str, Any] = {"class": number, "probabilities": of_sample}
+        if class_names:
+            row["name"] = class_names[number]
+        rows.append(row)
+    return rows
 
 
 def _texts(
@@ -301,13 +338,15 @@ def _texts(
     place: int,
     inputs: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
+    """Return a row for each line of text: the text that the model writes after it."""
     prompts = [tokens_of(line, tokenizer, name) for name, line in inputs.items()]
-    drawn = zip(*sample(model, prompts, **{**terms, "seed": terms["seed"] + place}), strict=True)
-    columns = list(drawn) or [()] * len(prompts)
-    return [
-        {"generated": tokenizer.decode([one for one in column if one is not None])}
-        for column in columns
-    ]
+    seed = terms["seed"] + place  # an input has one seed, however the inputs are batched
+    generated: list[list[int]] = [[] for _ in prompts]
+    for step in sample(model, prompts, **{**terms, "seed": seed}):
+        for tokens, token in zip(generated, step, strict=True):
+            if token is not None:
+                tokens.append(token)
+    return [{"generated": tokenizer.decode(tokens)} for tokens in generated]
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:

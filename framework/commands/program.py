@@ -23,52 +23,65 @@ PROGRAM: Final = "model.pt2"
 
 
 def write_program(folder: Path, model: torch.nn.Module, config: RunConfig) -> dict[str, int]:
-    """Write ``model.pt2`` of a module in evaluation mode; returns file -> bytes. Two samples of the
-    run's data are the example, as its task gives them to the model. Another number of them may
-    follow, and another length of tokens (batch, length), where the model lets it. A ConfigError of
-    kind ``not-exportable`` has torch's reason.
+    """Write ``model.pt2`` of a module in evaluation mode; returns file -> bytes.
+
+    The example inputs are two samples of the run's data, as its task gives them to the model. The
+    program takes another number of samples, and of tokens (batch, length) another length if the
+    model allows it.
+
+    Raises:
+        ConfigError: torch cannot export the model; kind ``not-exportable``, with torch's reason.
     """
     args, named = _example(config, next(model.parameters()).dtype)
-    takes_any = isinstance(model, LayeredModel)  # values by their order
-    if takes_any:
-        args = (*args, *named.values())
+    is_layered = isinstance(model, LayeredModel)  # it takes named inputs by their order
+    if is_layered:
+        args += tuple(named.values())
         named = {}
-    described = getattr(model, "config", config)
-    if hasattr(described, "use_cache"):
-        described.use_cache = False  # of transformers; a cache is no output of a program
-    is_text = all(
-        one.ndim == 2 and not one.is_floating_point() for one in tree_leaves((args, named))
-    )
-    dimensions = [(0, 1), (0,)] if is_text else [(0,)]
-    for dims in dimensions:
-        dynamic = dict.fromkeys(dims, torch.export.Dim.DYNAMIC)
+    model_config = getattr(model, "config", config)
+    if hasattr(model_config, "use_cache"):
+        model_config.use_cache = False  # of transformers; a cache is no output of a program
+    dynamic_dimensions: list[tuple[int, ...]] = [(0,)]
+    if all(_is_tokens(tensor) for tensor in tree_leaves((args, named))):
+        dynamic_dimensions = [(0, 1), (0,)]
+    for dimensions in dynamic_dimensions:
+        dynamic = dict.fromkeys(dimensions, torch.export.Dim.DYNAMIC)
         shapes: Any = tree_map_only(Tensor, lambda _, dynamic=dynamic: dynamic, named or args)
+        if is_layered:
+            shapes = {"inputs": shapes}
         try:
             with torch.no_grad():
-                program = torch.export.export(
-                    model, args, named, dynamic_shapes={"inputs": shapes} if takes_any else shapes
-                )
+                program = torch.export.export(model, args, named, dynamic_shapes=shapes)
             torch.export.save(program, folder / PROGRAM)
             return {PROGRAM: (folder / PROGRAM).stat().st_size}
-        except Exception as error:  # torch has a dozen
+        except Exception as error:  # torch raises a dozen classes
             first = in_one_line(error, longest=300).partition(". ")[0]
             reason = f"torch.export does not take {type(model).__name__}: {first}"
     fix = "export its weights: --format safetensors"
     raise ConfigError.of("not-exportable", reason, fix, "--format", "torch_export")
 
 
+def _is_tokens(tensor: Tensor) -> bool:
+    return tensor.ndim == 2 and not tensor.is_floating_point()
+
+
 def _example(config: RunConfig, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and named inputs."""
-    if hasattr(config.data, "packing"):
-        section = config.data.model_copy(update={"packing": False})
-    else:
-        section = config.data
+    """Return positional and named inputs of the model for two samples of the training data."""
+    section = config.data
+    if hasattr(section, "packing"):
+        section = section.model_copy(update={"packing": False})
     dataset = as_splits(call_factory(section.factory(), key="data")).train
-    batch = (own_collate(dataset) or collate)([dataset[0], dataset[min(1, len(dataset) - 1)]])
+    make_batch = own_collate(dataset) or collate
+    batch = make_batch([dataset[0], dataset[min(1, len(dataset) - 1)]])
     inputs, _ = as_task(load_task(config)).split(batch)
-    inputs = tree_map_only(
-        Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, inputs
-    )
+
+    def cast(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            return tensor.to(dtype)
+        return tensor
+
+    inputs = tree_map_only(Tensor, cast, inputs)
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
-    return inputs if isinstance(inputs, tuple) else (inputs,), {}
+    if isinstance(inputs, tuple):
+        return inputs, {}
+    return (inputs,), {}

@@ -13,14 +13,14 @@ from framework.errors import EXIT_OK, StorageError, UsageError
 from framework.system.arguments import whole
 from framework.system.output import visible, write
 
-if TYPE_CHECKING:  # every command lists the options of this one, and needs nothing else of it
-    from framework.report.records import RunRecords
+if TYPE_CHECKING:  # the parser of every command imports this module for its options
+    from framework.report.records import Run
 
 _REFRESH_SECONDS = 10
 
 
 def add_options(report: argparse.ArgumentParser) -> None:
-    """Add what `report` takes, and what it does."""
+    """Add the arguments of `report`, and the function that runs it."""
     report.set_defaults(command=run_report)
     port = whole(0, 65536, "{} is not a port; write 0 to 65535")
     report.add_argument(
@@ -52,9 +52,9 @@ def run_report(arguments: argparse.Namespace) -> int:
     """Write, print or serve the report; returns the exit code.
 
     Raises:
-        ConfigError: a folder is no run's.
+        ConfigError: a folder is not a run's.
         StorageError: the page cannot be written.
-        UsageError: options that do not go together.
+        UsageError: options exclude each other.
     """
     from framework.report.figures import summary
     from framework.report.page import MARK, REPORT, page
@@ -69,7 +69,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     if arguments.serve:
 
         def newest_page() -> str:
-            """Make the page anew; of files that grow only what is new is read."""
+            """Make the page again; only the new part of a growing file is read."""
             for number, folder in enumerate(folders):
                 runs[number] = read_run(folder, before=runs[number])
             return page(runs, refresh_seconds=_REFRESH_SECONDS)
@@ -104,20 +104,22 @@ def run_report(arguments: argparse.Namespace) -> int:
 def _lines(runs: list[RunRecords], out: Path) -> list[str]:
     from framework.report.figures import state, verdict_of
 
-    return [
-        *(f"{run.name}: {state(run)}; {verdict_of(run).sentence}" for run in runs),
-        f"report: {out}",
-    ]
+    lines = [f"{run.name}: {state(run)}; {verdict_of(run).sentence}" for run in runs]
+    lines.append(f"report: {out}")
+    return lines
 
 
-def _write_charts(runs: list[RunRecords], *, svg: str | None, png: str | None) -> None:
+def _write_charts(runs: list[Run], *, svg: str | None, png: str | None) -> None:
+    """Write the charts into the folders `svg` and `png`, after a check that all can be written."""
+    if not (svg or png):
+        return
     from framework.report.charts import charts_of
     from framework.report.draw import Chart
     from framework.report.png import MARK, png_of
     from framework.system.files import refuse_foreign, replace_bytes
 
     files: list[tuple[Path, bytes]] = []
-    for chart in chain(*charts_of(runs).values()) if svg or png else ():
+    for chart in chain.from_iterable(charts_of(runs).values()):
         if svg:
             place = Path(svg, f"{chart.slug}.svg")
             refuse_foreign(place, marks=[Chart.MARK])
@@ -126,7 +128,8 @@ def _write_charts(runs: list[RunRecords], *, svg: str | None, png: str | None) -
             place = Path(png, f"{chart.slug}.png")
             refuse_foreign(place, marks=[MARK])
             files.append((place, png_of(chart.file())))
-    for folder in filter(None, (svg, png)):
-        Path(folder).mkdir(parents=True, exist_ok=True)
+    for folder in (svg, png):
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
     for place, content in files:
         replace_bytes(place, content)

@@ -1,6 +1,6 @@
-"""The balance of a pipeline's stages, for the command `plan`: a child process,
-`framework.setup.pipeline_stages`, builds the model on processors and looks at it, because that takes torch.
-Nothing trains, and no device is touched.
+"""The balance of a pipeline's stages, for the command `plan`. A child process with torch,
+`framework.setup.pipeline_stages`, builds the model on processors and reports its stages. Nothing
+trains, and no device is touched.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from framework.config.load import Source
 from framework.errors import ConfigError, Problem
 from framework.plan.plan import Plan
 
-# Building a model of a billion weights on one core takes about as long; `plan` is for somebody who
-# waits.
+# Building a model of a billion weights on one core takes about as long; the user of `plan` waits.
 _LONGEST_SECONDS: Final = 120.0
 
 
 @dataclass(frozen=True)
 class StageBalance:
-    """Facts about the stages before the run, where any are known: lines for a person, the table as
-    ``plan.json`` has it, and notes on why nothing is known, or what may still change.
+    """Facts about the stages before the run.
+
+    Attributes:
+        lines: to print; empty if the stages are not known.
+        pipeline: the same as plain values, as in ``plan.json``.
+        notes: why the stages are not known, or what may still change.
     """
 
     lines: tuple[str, ...] = ()
@@ -51,33 +54,20 @@ def find_stage_balance(
     parallel = plan.config.parallel
     notes = []
     if parallel.partition == "measured" and parallel.stages is None:
-        # Times on another machine say nothing of those on the devices of the run, so nothing is
-        # timed here.
+        # Nothing is timed here: the run's devices are others.
         reason = (
             "the layers are timed on the device when the run starts; until then the stages "
             "share the parameters"
         )
-        notes = [
-            _note(
-                "stages-measured-at-start",
-                "partition",
-                "measured",
-                reason,
-                "the run tells where it cuts",
-            )
-        ]
+        fix = "the run tells where it cuts"
+        notes = [_note("stages-measured-at-start", "partition", "measured", reason, fix)]
     return StageBalance(tuple(reported["lines"]), reported["pipeline"], tuple(notes))
 
 
 def _unknown(plan: Plan, reason: str) -> StageBalance:
-    unknown = f"what each stage will hold is not known here: {reason}"
-    note = _note(
-        "stages-unknown",
-        "pipe",
-        plan.config.parallel.pipe,
-        unknown,
-        "the run tells it when it starts",
-    )
+    reason = f"what each stage will hold is not known here: {reason}"
+    fix = "the run tells it when it starts"
+    note = _note("stages-unknown", "pipe", plan.config.parallel.pipe, reason, fix)
     return StageBalance(notes=(note,))
 
 

@@ -1,5 +1,5 @@
-"""Strategies for a person: an aligned table of the best, why others lost, and a file with a choice
-written into it.
+"""Text and data about strategies: an aligned table of the best, why others lost, and the edit that
+writes a choice into a run config.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _TIME_GROUPS: Final[Mapping[str, frozenset[str]]] = {
     "bubble": frozenset({"pipeline bubble"}),
     "update": frozenset({"optimizer", "offload transfers", "step overhead"}),
 }
-_SENT: Final = "traffic"
-# Columns that are left out where all of them say this.
-_USUAL: Final = {
+_TRAFFIC: Final = "traffic"
+# Column -> usual cell: a column is left out if every row has that.
+_USUAL_CELLS: Final = {
     "": " ",
     "offload": "none",
     "recompute": "0",
@@ -58,65 +58,80 @@ _USUAL: Final = {
 
 
 def grouped(
-    found: Mapping[str, float], groups: Mapping[str, frozenset[str]], rest: str
+    components: Mapping[str, float], groups: Mapping[str, frozenset[str]], rest: str
 ) -> dict[str, float]:
-    """Sums of components by group, in the groups' order; what is in none comes last."""
-    sums = dict.fromkeys((*groups, rest), 0.0)
-    for name, value in found.items():
-        sums[next((group for group, names in groups.items() if name in names), rest)] += value
+    """Sum components by group, in the groups' order; the sum of the others is last, as `rest`."""
+    sums = dict.fromkeys(groups, 0.0)
+    sums[rest] = 0.0
+    for name, value in components.items():
+        sums[_group_of(name, groups, rest)] += value
     return sums
 
 
+def _group_of(name: str, groups: Mapping[str, frozenset[str]], rest: str) -> str:
+    for group, names in groups.items():
+        if name in names:
+            return group
+    return rest
+
+
 def table_lines(candidates: Sequence[Candidate], *, planned: Candidate | None) -> Iterator[str]:
-    """The candidates as an aligned table with memory and time split; the plan itself is marked, and
-    last if it is not among them.
+    """Yield the lines of an aligned table of candidates, with memory and time split into parts.
+
+    The plan itself is marked, and is the last row if it is not among the candidates.
     """
-    shown = [
-        *candidates,
-        *([planned] if planned and not any(is_same(planned, each) for each in candidates) else []),
-    ]
-    if any(each.peak_bytes >= 2**30 for each in shown):
-        unit = ("GiB", 2**30)
-    else:
-        unit = ("MiB", 2**20)
-    is_longest = any(LENGTH in each.settings for each in shown)
-    rows = [
-        _row(
-            each,
-            *unit,
-            is_planned=planned is not None and is_same(planned, each),
-            has_tokens=is_longest,
-        )
-        for each in shown
-    ]
-    titles = [
-        title
-        for title in max(rows, key=len)
-        if title not in _USUAL
-        or any(row.get(title, _USUAL[title]) != _USUAL[title] for row in rows)
-    ]
-    cells = [titles, *([row.get(title, "?") for title in titles] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        yield " ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+    shown = list(candidates)
+    if planned and not any(is_same(planned, candidate) for candidate in candidates):
+        shown.append(planned)
+    unit = "MiB"
+    unit_bytes = 2**20
+    if any(candidate.peak_bytes >= 2**30 for candidate in shown):
+        unit = "GiB"
+        unit_bytes = 2**30
+    has_tokens = any(LENGTH in candidate.settings for candidate in shown)
+    rows = []
+    for candidate in shown:
+        is_planned = planned is not None and is_same(planned, candidate)
+        row = _row(candidate, unit, unit_bytes, is_planned=is_planned, has_tokens=has_tokens)
+        rows.append(row)
+    columns = []
+    for title in max(rows, key=len):
+        if _is_shown(title, rows):
+            cells = [title] + [row.get(title, "?") for row in rows]
+            width = max(len(cell) for cell in cells)
+            columns.append([cell.rjust(width) for cell in cells])
+    for line in zip(*columns, strict=True):
+        yield " ".join(line)
+
+
+def _is_shown(title: str, rows: Sequence[Mapping[str, str]]) -> bool:
+    """Check that a row has another cell than the usual one in the column."""
+    if title not in _USUAL_CELLS:
+        return True
+    usual = _USUAL_CELLS[title]
+    return any(row.get(title, usual) != usual for row in rows)
 
 
 def is_same(one: Candidate, other: Candidate) -> bool:
     """Check whether two candidates are one choice."""
-    is_longer = LENGTH in {*one.settings, *other.settings}
-    return one.plan.cluster == other.plan.cluster and one.choice == other.choice and not is_longer
+    has_length = LENGTH in one.settings or LENGTH in other.settings
+    return one.plan.cluster == other.plan.cluster and one.choice == other.choice and not has_length
 
 
 def _row(
     candidate: Candidate, unit: str, unit_bytes: int, *, is_planned: bool, has_tokens: bool
 ) -> dict[str, str]:
+    """Return title -> cell of the candidate's row, in the table's order of columns."""
     plan = candidate.plan
     memory = candidate.memory
     time = candidate.time
     config = plan.config
     layout = plan.layout
+    mark = " "
+    if is_planned:
+        mark = "*"
     row = {
-        "": "*" if is_planned else " ",
+        "": mark,
         "ZeRO": str(config.zero.stage),
         "offload": config.zero.offload_optimizer.device,
         "recompute": str(config.training.recompute_every),
@@ -128,20 +143,18 @@ def _row(
     if has_tokens:
         row["tokens"] = f"{getattr(config.data, 'sequence_length', 0):,}"
     row[unit] = _in_units(candidate.peak_bytes / unit_bytes)
-    parts = grouped(memory.moments[memory.peak], MEMORY_GROUPS, BUFFERS)
-    row |= {name: _in_units(size / unit_bytes) for name, size in parts.items()}
+    sizes = grouped(memory.moments[memory.peak], MEMORY_GROUPS, BUFFERS)
+    for name, size in sizes.items():
+        row[name] = _in_units(size / unit_bytes)
     row["host"] = _in_units(sum(memory.host.values()) / unit_bytes)
     if time is not None:
         row["step s"] = f"{time.total:.3g}"
-        row |= {
-            name: f"{part / time.total:.0%}"
-            for name, part in grouped(time.seconds, _TIME_GROUPS, _SENT).items()
-        }
-        row["samples/s"], tokens = (
-            f"{time.samples_per_second:,.0f}",
-            time.tokens_per_second_per_device,
-        )
-        row |= {"tokens/s/device": f"{tokens:,.0f}"} if tokens is not None else {}
+        for name, seconds in grouped(time.seconds, _TIME_GROUPS, _TRAFFIC).items():
+            row[name] = f"{seconds / time.total:.0%}"
+        row["samples/s"] = f"{time.samples_per_second:,.0f}"
+        tokens = time.tokens_per_second_per_device
+        if tokens is not None:
+            row["tokens/s/device"] = f"{tokens:,.0f}"
     return row
 
 
@@ -151,67 +164,83 @@ def _in_units(size: float) -> str:
     return f"{size:,.0f}"
 
 
-def loser_lines(found: SearchResult, *, shown: Sequence[Candidate]) -> Iterator[str]:
-    """Why each strategy that is not shown lost: slower ones first, then what does not fit, then
-    what is refused.
+def loser_lines(result: Found, *, shown: Sequence[Candidate]) -> Iterator[str]:
+    """Yield why each strategy that is not shown lost: slower ones first, then what does not fit,
+    then what is refused.
     """
-    best = next(iter(found.ranked), None)
-    for slower in (each for each in found.ranked if each not in shown):
-        yield f"{settings_text(unusual(slower.settings))}: {_why_slower(slower, best or slower)}"
-    for loser in found.losers:
+    for candidate in result.ranked:
+        if candidate not in shown:
+            words = settings_text(unusual(candidate.settings))
+            yield f"{words}: {_why_slower(candidate, result.ranked[0])}"
+    for loser in result.losers:
         words = settings_text(unusual(loser.settings)) or "all others"
-        reason = "does not fit" if loser.kind == "too-large" else "refused"
-        yield f"{words}{f' ({loser.count})' if loser.count > 1 else ''}: {reason}: {loser.why}"
+        if loser.count > 1:
+            words += f" ({loser.count})"
+        if loser.kind == "too-large":
+            reason = "does not fit"
+        else:
+            reason = "refused"
+        yield f"{words}: {reason}: {loser.why}"
 
 
-def _why_slower(one: Candidate, best: Candidate) -> str:
-    """Say how much slower, and the part of the step that makes most of it, for each sample."""
-    if one.time is None and best.time is not None:
-        return f"speed unknown, a rate is not listed; {size_text(one.peak_bytes)} at most"
-    if one.time is None or best.time is None:
-        return f"more traffic, or more to compute; {size_text(one.peak_bytes)} at most"
-    share = 1 - one.time.samples_per_second / best.time.samples_per_second
+def _why_slower(candidate: Candidate, best: Candidate) -> str:
+    """Return how much slower a candidate is, and the part of the step that costs most of that."""
+    time = candidate.time
+    peak = f"{size_text(candidate.peak_bytes)} at most"
+    if time is None and best.time is not None:
+        return f"speed unknown, a rate is not listed; {peak}"
+    if time is None or best.time is None:
+        return f"more traffic, or more to compute; {peak}"
+    share = 1 - time.samples_per_second / best.time.samples_per_second
     if share < 0.02:
-        return f"as fast, and sends or takes more; {size_text(one.peak_bytes)} at most"
-    each, other = (grouped(time.seconds, _TIME_GROUPS, _SENT) for time in (one.time, best.time))
-    samples = one.time.num_samples
-    others = best.time.num_samples
-    name = max(each, key=lambda part: each[part] / samples - other[part] / others)
-    return f"{share:.0%} slower: {name} {each[name]:.3g} s of {one.time.total:.3g} s"
+        return f"as fast, and sends or takes more; {peak}"
+    seconds = grouped(time.seconds, _TIME_GROUPS, _TRAFFIC)
+    best_seconds = grouped(best.time.seconds, _TIME_GROUPS, _TRAFFIC)
+    losses = {
+        part: seconds[part] / time.num_samples - best_seconds[part] / best.time.num_samples
+        for part in seconds
+    }
+    part = max(losses, key=lambda part: losses[part])
+    return f"{share:.0%} slower: {part} {seconds[part]:.3g} s of {time.total:.3g} s"
 
 
 def unusual(settings: Settings) -> Settings:
-    """Settings of a strategy without those that are as ever."""
+    """Return the settings of a strategy that differ from the usual ones."""
     return {
         key: value for key, value in settings.items() if key in STRATEGY and USUAL.get(key) != value
     }
 
 
-def strategies_section(found: SearchResult, candidates: Sequence[Candidate]) -> dict[str, Any]:
-    """The result of a search as plain values."""
+def strategies_section(result: Found, candidates: Sequence[Candidate]) -> dict[str, Any]:
+    """Return the result of a search, with these of its candidates, as plain values for JSON."""
+    ranked = []
+    for candidate in candidates:
+        row: dict[str, Any] = {
+            "settings": dict(candidate.settings),
+            "devices": candidate.plan.cluster.world_size,
+            "memory": candidate.memory.to_dict(),
+            "time": None,
+        }
+        if candidate.time is not None:
+            row["time"] = candidate.time.to_dict()
+        ranked.append(row)
     section: dict[str, Any] = {
-        "ranked": [
-            {
-                "settings": dict(each.settings),
-                "devices": each.plan.cluster.world_size,
-                "memory": each.memory.to_dict(),
-                "time": None if each.time is None else each.time.to_dict(),
-            }
-            for each in candidates
-        ],
-        "losers": [asdict(lost) for lost in found.losers],
+        "ranked": ranked,
+        "losers": [asdict(loser) for loser in result.losers],
     }
-    return section | ({"block": found.block} if found.block else {})
+    if result.block:
+        section["block"] = result.block
+    return section
 
 
 def write_choice(file: str, words: Sequence[str], settings: Settings) -> str:
-    """Write settings into a run config; returns the change as a unified diff, empty where nothing
-    changes.
+    """Write settings into a run config; returns the change as a unified diff, empty if there is
+    none.
 
     Raises:
         UsageError: settings of the command line are not in the file, so that the choice may not
-            hold there; or the file's layout does not let itself be edited.
-        StorageError: it cannot be written; it is then as it was.
+            hold there; or a file of this layout cannot be edited.
+        StorageError: the file cannot be written; it is then as it was.
     """
     from framework.commands.check_fix import write_file
     from framework.config.load import load_with_source
@@ -220,15 +249,18 @@ def write_choice(file: str, words: Sequence[str], settings: Settings) -> str:
 
     before = read_text(Path(file), name=file)
     document = document_of(before, Path(file), name=file)
+    values: Mapping[str, Any] = {}
     if isinstance(document.value, dict):
         values = document.value
-    else:
-        values = {}
     batch = values.get("batch") or {}
-    if "accumulation_steps" not in batch and "global_size" in batch:  # it follows
+    if "accumulation_steps" not in batch and "global_size" in batch:  # they follow from it
         settings = {key: value for key, value in settings.items() if key != ACCUMULATION}
-    edits = [edit for key, value in settings.items() for edit in _edits(values, key, value)]
-    after = before if not edits else edited(document, edits)
+    edits: list[Edit] = []
+    for key, value in settings.items():
+        edits += _edits(values, key, value)
+    after: str | None = before
+    if edits:
+        after = edited(document, edits)
     if after is None:
         raise UsageError(
             f"{file}: --apply cannot edit a file of this layout; write {settings_text(settings)} "
@@ -245,29 +277,30 @@ def write_choice(file: str, words: Sequence[str], settings: Settings) -> str:
 
 
 def _edits(values: Mapping[str, Any], key: str, value: Any) -> Iterator[Edit]:
-    """Edits that make a file say a setting; none where it does already, by its defaults too."""
+    """Yield the edits by which a file sets a key; none if it does already, also by a default."""
     from framework.text.edits import InsertMember, RemoveMember, ReplaceValue
 
     path = tuple(key.split("."))
-    section: Any = values
+    current: Any = values
     for depth, name in enumerate(path):
-        if not isinstance(section, dict):  # such as `parallel: auto`
+        if not isinstance(current, dict):  # such as `parallel: auto`
             yield ReplaceValue(path[:depth], {path[depth]: value})
             return
-        if name not in section:
+        if name not in current:
             usual = {**USUAL, STAGE: 0, ACCUMULATION: 1}
-            if usual.get(key, 0) != value:
-                # a new section inside of another one goes in as a value
-                is_inner = 0 < depth < len(path) - 1
-                yield (
-                    InsertMember(path[:-1], {path[-1]: value})
-                    if is_inner
-                    else InsertMember(path, value)
-                )
+            if usual.get(key, 0) == value:
+                return
+            # a new section inside of another one goes in as a value
+            if 0 < depth < len(path) - 1:
+                yield InsertMember(path[:-1], {path[-1]: value})
+            else:
+                yield InsertMember(path, value)
             return
-        home = section
-        section = section[name]
-    if section != value:
+        section = current
+        current = current[name]
+    if current != value:
         if key == OFFLOAD:  # the other keys of the section belong to the other kind
-            yield from (RemoveMember((*path[:-1], other)) for other in home if other != path[-1])
+            for other in section:
+                if other != path[-1]:
+                    yield RemoveMember((*path[:-1], other))
         yield ReplaceValue(path, value)

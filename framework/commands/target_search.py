@@ -1,8 +1,8 @@
-"""Looks for the modules that a run config names, without importing anything: `check` executes
-nobody's code.
+"""A search for the modules that a run config names, without importing anything: `check` executes no
+code of the user.
 
-What is not found is a warning: the machine that trains may have it. Only what names its place for
-sure is said; a package that computes its contents when it is imported is believed.
+A missing module is a warning: the machine that trains may have it. A package that computes its
+contents when it is imported is taken to have the module.
 """
 
 from __future__ import annotations
@@ -19,25 +19,22 @@ from framework.config.base import Target
 from framework.config.run_config import RunConfig
 from framework.errors import Problem
 
-# Come with the train extra, which a laptop need not have.
+# Packages of the train extra, which a laptop need not have.
 _OF_TRAINING: Final = frozenset({"torch", "torchvision", "deepspeed", "numpy", "sklearn", "PIL"})
 
 
 def missing_targets(config: RunConfig) -> Iterator[Problem]:
-    """A warning for each target whose module is nowhere that train.py would look."""
+    """Yield a warning for each target with a module that train.py would not find here."""
     sections = {name: getattr(config, name) for name in type(config).model_fields}
-    sections |= {
-        f"monitors.others.{number}": other for number, other in enumerate(config.monitors.others)
-    }
+    for number, monitor in enumerate(config.monitors.others):
+        sections[f"monitors.others.{number}"] = monitor
     for name, section in sections.items():
-        if isinstance(section, Target):
-            target = getattr(section, "target", None)
-        else:
-            target = None
-        if isinstance(target, str):
-            missing = _missing_module(target.partition(":")[0])
-        else:
-            missing = None
+        if not isinstance(section, Target):
+            continue
+        target = getattr(section, "target", None)
+        if not isinstance(target, str):
+            continue
+        missing = _missing_module(target.partition(":")[0])
         if missing is not None:
             reason = f"there is no module {missing} here"
             fix = f"check the spelling, or start where {missing.partition('.')[0]} can be imported"
@@ -52,8 +49,8 @@ def missing_targets(config: RunConfig) -> Iterator[Problem]:
 
 
 def missing_sinks(config: RunConfig) -> Iterator[Problem]:
-    """A warning for each monitor whose package is not here, but for TensorBoard: that comes with
-    the train extra.
+    """Yield a warning for each monitor with a package that is not installed here, except
+    TensorBoard, which comes with the train extra.
     """
     for key, name in config.monitors.missing_packages(but="tensorboard"):
         reason = f"{name} is not installed here"
@@ -62,31 +59,26 @@ def missing_sinks(config: RunConfig) -> Iterator[Problem]:
 
 
 def _missing_module(module: str) -> str | None:
-    """The first part of a dotted name that is nowhere; None where all of it is found, or nobody can
-    tell.
+    """Return the dotted name up to its first part that is missing, or None if all parts are found,
+    or that cannot be known without an import.
     """
     parts = module.split(".")
     if parts[0] in _OF_TRAINING:
         return None
-    # train.py looks in its own and the current folder first. Of a name without dots, finding
-    # imports nothing.
+    # train.py looks in the current folder and in its own first
     places = [os.getcwd(), str(Path(framework.__file__).parents[1])]
     try:
         for depth, part in enumerate(parts, start=1):
+            spec = None
             if places:
                 spec = importlib.machinery.PathFinder.find_spec(part, places)
-            else:
-                spec = None
-            spec = spec or (importlib.util.find_spec(part) if depth == 1 else None)
+            if spec is None and depth == 1:
+                spec = importlib.util.find_spec(part)  # imports nothing for a name without dots
             if spec is None:
                 return ".".join(parts[:depth])
-            places = list(spec.submodule_search_locations or ())  # none of a single file
+            places = list(spec.submodule_search_locations or ())  # empty for a single file
             if places and not any(Path(place).is_dir() for place in places):
                 return None  # in an archive, or made up by a finder
-    except (
-        ImportError,
-        ValueError,
-        AttributeError,
-    ):  # a finder of somebody's own, or a module without a spec
-        return None
+    except (ImportError, ValueError, AttributeError):
+        return None  # an import hook of the user, or a module without a spec
     return None

@@ -1,5 +1,5 @@
-"""Short training runs for their times: through the launcher, with nothing beside the steps, in a
-folder that goes with them.
+"""Short training runs that measure times: through the launcher, with steps alone, in a temporary
+folder.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ INTERRUPTED: Final = "interrupted"
 
 
 def config_alone(config: RunConfig, *, steps: int, log_every: int) -> RunConfig:
-    """The config for so many steps and nothing else: no evaluation, no checkpoint, no sink, no
-    profile.
-    """
+    """Return the config for `steps` steps alone: no evaluation, checkpoint, sink or profile."""
     values = config.to_dict()
     values["evaluation"] |= _NEVER | {"at_start": False}
     values["checkpoint"] |= _NEVER | {"keep_best": None, "resume": "never", "mode": "sync"}
@@ -47,16 +45,17 @@ def run_alone(
     log_every: int,
     longest_seconds: float | None = None,
     hostfile: str | None = None,
-) -> tuple[RunRecords, str]:
-    """Train a plan for so many steps, on this machine or on hosts that share the current folder,
-    and wait.
+) -> tuple[Run, str]:
+    """Train a plan for `steps` steps, on this machine or on the hosts of a file, and wait.
 
     Returns:
-        its records, and why it did not end well: `INTERRUPTED` after Ctrl-C, nothing where it did.
+        the run's records, and why it failed: `INTERRUPTED` after Ctrl-C, "" if it did not.
     """
     if hostfile:
-        base = Path.cwd()
+        where = ["-H", hostfile]
+        base = Path.cwd()  # the hosts share it
     else:
+        where = ["--num_gpus", str(plan.cluster.devices_per_host)]
         base = None
     with tempfile.TemporaryDirectory(
         prefix="dsf-timed-", dir=base, ignore_cleanup_errors=True
@@ -66,13 +65,9 @@ def run_alone(
         values = config_alone(plan.config, steps=steps, log_every=log_every).to_dict()
         values["run"] |= {"name": out.name, "output_dir": folder}
         config.write_text(json.dumps(values), encoding="utf-8")
-        if hostfile:
-            where = ["-H", hostfile]
-        else:
-            where = ["--num_gpus", str(plan.cluster.devices_per_host)]
+        words = ["-m", "framework", "launch", str(config), *where]
         failure = ""
         try:
-            words = ["-m", "framework", "launch", str(config), *where]
             done = run_child(words, os.environ, longest_seconds=longest_seconds)
             if done.returncode:
                 failure = f"exit code {done.returncode}: {failure_of(done.stderr)}"

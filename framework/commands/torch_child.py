@@ -1,5 +1,5 @@
-"""Questions about a run's model that take torch: a child process answers them, on processors;
-nothing trains, and no device is touched.
+"""Questions about a run's model that take torch: a child process answers them on processors.
+Nothing trains, and no device is touched.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class NoAnswerError(Exception):
 def ask_child(
     module: str, plan: Plan, *, longest_seconds: float, needs: tuple[str, ...], **further: Any
 ) -> Any:
-    """Answer of ``python -m framework.setup.<module>`` to a question about a plan.
+    """Ask ``python -m framework.setup.<module>`` a question about a plan, and return its answer.
 
     Args:
-        module: that writes its answer to stdout, as `framework.setup.pipeline_stages.answer` does.
-        plan: whose config and cluster it gets.
-        longest_seconds: after which it is ended.
-        needs: packages that it takes.
-        further: what else it gets, as plain values.
+        module: writes its answer to stdout, as `framework.setup.pipeline_stages.answer` does.
+        plan: the module gets its config and cluster.
+        longest_seconds: the child is killed after this time.
+        needs: packages that the module imports.
+        further: further values of the question, as plain values.
 
     Raises:
-        NoAnswerError: there is none.
+        NoAnswerError: there is no answer.
     """
     for name in needs:
         if importlib.util.find_spec(name) is None:
@@ -53,7 +53,9 @@ def ask_child(
         return json.loads(done.stdout)
     except ValueError:
         last = done.stderr.strip().rpartition("\n")[2]
-        reason = f"looking at the model ended with code {done.returncode}{last and f': {last}'}"
+        reason = f"looking at the model ended with code {done.returncode}"
+        if last:
+            reason += f": {last}"
         raise NoAnswerError(reason) from None
 
 
@@ -64,11 +66,11 @@ def run_child(
     longest_seconds: float | None,
     text: str = "",
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with these words and wait; `text` is its stdin. After Ctrl-C it has some seconds
-    to end by itself.
+    """Run Python with these arguments and wait; `text` is its stdin. After Ctrl-C it has
+    `_LEAVE_SECONDS` to end by itself.
 
     Raises:
-        NoAnswerError: it cannot be started, or takes longer.
+        NoAnswerError: it cannot be started, or takes longer than `longest_seconds`.
     """
     command = [sys.executable, *words]
     pipe = subprocess.PIPE
@@ -86,7 +88,7 @@ def run_child(
         raise NoAnswerError(f"{sys.executable} cannot be started: {error.strerror}") from error
     with child:
         try:
-            out, err = child.communicate(text, timeout=longest_seconds)
+            stdout, stderr = child.communicate(text, timeout=longest_seconds)
         except subprocess.TimeoutExpired:
             child.kill()
             raise NoAnswerError(f"it took more than {longest_seconds:g} s") from None
@@ -96,13 +98,20 @@ def run_child(
                 child.communicate(timeout=_LEAVE_SECONDS)
             child.kill()
             raise
-    return subprocess.CompletedProcess(command, child.returncode, out, err)
+    return subprocess.CompletedProcess(command, child.returncode, stdout, stderr)
 
 
 def failure_of(stderr: str) -> str:
     """Return the reason of a process that failed: a rank's own error, which has a kind in brackets,
     or the last line before torchrun's summary.
     """
-    own = stderr.partition("torch.distributed.elastic.multiprocessing")[0].strip() or stderr.strip()
-    lines = own.splitlines() or ["it printed nothing"]
-    return next((line for line in lines if line.endswith("]") and "[" in line), lines[-1])[-300:]
+    before_summary = stderr.partition("torch.distributed.elastic.multiprocessing")[0].strip()
+    lines = (before_summary or stderr.strip()).splitlines()
+    if not lines:
+        return "it printed nothing"
+    reason = lines[-1]
+    for line in lines:
+        if line.endswith("]") and "[" in line:
+            reason = line
+            break
+    return reason[-300:]

@@ -1,6 +1,7 @@
-"""Work of a model of the user's own, and memory of an optimizer, for the command `plan`: found by a
-child process (`framework.setup.trace`), and kept in the user's cache until the code, the config or
-torch changes.
+"""Work of a model of the user's own, and memory of an optimizer, for the command `plan`.
+
+A child process (`framework.setup.trace`) measures them. They are kept in the user's cache until
+the code, the config or torch changes.
 """
 
 from __future__ import annotations
@@ -31,23 +32,26 @@ from framework.plan.plan import Plan
 from framework.plan.work import Device, LayerWork, ModelWork
 from framework.system.files import replace_text
 
-# A pass over fake tensors takes milliseconds for each operation; `plan` is for somebody who waits.
+# A pass over fake tensors takes milliseconds for each operation; the user of `plan` waits for it.
 _LONGEST_SECONDS: Final = 120.0
 # Sections that the work of a micro-batch depends on.
 _SECTIONS: Final = ("model", "data", "task", "precision", "batch", "parallel")
 
 
 def find_own_work(plan: Plan) -> ModelWork | None:
-    """Work of a plan's model on one micro-batch; None for a named model, which needs no pass.
+    """Return the work of a plan's model on one micro-batch, or None for a named model, which needs
+    no pass.
 
     Raises:
-        NoAnswerError: it cannot be found here.
+        NoAnswerError: it cannot be measured here.
     """
     if isinstance(plan.config.model, Object):
         raise NoAnswerError("it was handed over in Python")
     if not isinstance(plan.config.model, Target):
         return None
-    device: Device = "cpu" if plan.cluster.device == "cpu" else "cuda"
+    device: Device = "cuda"
+    if plan.cluster.device == "cpu":
+        device = "cpu"
     place = _cache_file(plan, device)
     try:
         if place is not None:
@@ -69,8 +73,8 @@ def find_own_work(plan: Plan) -> ModelWork | None:
 
 
 def find_own_optimizer(plan: Plan) -> str:
-    """Measure the memory of an optimizer of the user's own, unless it is known; returns why it is
-    not known then.
+    """Measure the memory of an optimizer of the user's own, unless it is known; returns why it
+    cannot be, or "".
     """
     optimizer = plan.config.optimizer
     if isinstance(optimizer, Object):
@@ -79,7 +83,7 @@ def find_own_optimizer(plan: Plan) -> str:
     if not isinstance(optimizer, Target) or kept_state(optimizer) is not None:
         return ""
     try:
-        found = ask_child(
+        state = ask_child(
             "trace",
             plan,
             longest_seconds=_LONGEST_SECONDS,
@@ -88,51 +92,45 @@ def find_own_optimizer(plan: Plan) -> str:
         )
     except NoAnswerError as error:
         return str(error)
-    if "unknown" in found:
-        return str(found["unknown"])
-    keep_state(optimizer, OptimizerState(**found))
+    if "unknown" in state:
+        return str(state["unknown"])
+    keep_state(optimizer, OptimizerState(**state))
     return ""
 
 
 def _work_of(values: Mapping[str, Any]) -> ModelWork:
-    shapes = {
-        kind: {name: tuple(shape) for name, shape in values[kind].items()}
-        for kind in ("weights", "frozen")
-    }
-    return ModelWork(
-        **{**values, **shapes, "parts": tuple(LayerWork(**part) for part in values["parts"])}
-    )
+    fields = dict(values)
+    for kind in ("weights", "frozen"):
+        fields[kind] = {name: tuple(shape) for name, shape in values[kind].items()}
+    fields["parts"] = tuple(Part(**part) for part in values["parts"])
+    return ModelWork(**fields)
 
 
 def _cache_file(plan: Plan, device: Device) -> Path | None:
-    """The place of a model's work, by a hash of all that it depends on; None where that is not
-    known.
+    """Return the file of a model's work, named by a hash of everything that the work depends on, or
+    None if that is not known.
     """
     try:
         versions = [metadata.version("torch"), sys.version, str(framework.__version__)]
         config = plan.config.to_dict()
-        training = config["training"]
-        sections = {name: config.get(name) for name in _SECTIONS} | {
-            key: training[key] for key in ("freeze", "lora")
-        }
-        names = [
-            getattr(getattr(plan.config, name), "target", None)
-            for name in ("model", "data", "task")
-        ]
-        files = [found for name in names if isinstance(name, str) for found in code_of(name)]
-        own = [
-            found
-            for room in ("setup", "plan", "models")
-            for found in stamps_of(Path(framework.__file__).parent / room)
-        ]
+        sections = {name: config.get(name) for name in _SECTIONS}
+        sections["freeze"] = config["training"]["freeze"]
+        sections["lora"] = config["training"]["lora"]
+        user_files: list[Any] = []
+        for section in (plan.config.model, plan.config.data, plan.config.task):
+            target = getattr(section, "target", None)
+            if isinstance(target, str):
+                user_files += code_of(target)
+        package = Path(framework.__file__).parent
+        package_files: list[Any] = []
+        for room in ("setup", "plan", "models"):
+            package_files += stamps_of(package / room)
     except (OSError, LookupError, metadata.PackageNotFoundError):
         return None
-    known = json.dumps(
-        [versions, sections, asdict(plan.layout), device, files, own], sort_keys=True, default=str
+    dependencies = json.dumps(
+        [versions, sections, asdict(plan.layout), device, user_files, package_files],
+        sort_keys=True,
+        default=str,
     )
-    return (
-        cache_folder(os.environ)
-        / "dsf-trainer"
-        / "work"
-        / f"{hashlib.sha256(known.encode()).hexdigest()}.json"
-    )
+    digest = hashlib.sha256(dependencies.encode()).hexdigest()
+    return cache_folder(os.environ) / "dsf-trainer" / "work" / f"{digest}.json"

@@ -1,7 +1,6 @@
-"""``plan CONFIG --trials 4``: the best strategies of the search for some steps each, on the devices
-at hand.
+"""``plan CONFIG --trials 4``: train some steps of each of the best strategies, on this machine.
 
-They take turns, so that what else the machine does meets them alike.
+They take turns, so that other work on the machine meets them alike.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import median
 from typing import Any, Final
 
@@ -28,14 +28,15 @@ _LONGEST_SECONDS: Final = 600.0
 
 @dataclass
 class Trial:
-    """One strategy: its steps as they were measured, or why there are none.
+    """One strategy, with the times of its steps or the reason why it does not run.
 
     Attributes:
         name: the settings in words.
         plan: of the run.
-        estimate_seconds: of a step; None where it is not known.
-        rounds: of each run seconds of a step, one for every few steps, without the first few.
-        failure: why it does not run; empty where it does.
+        estimate_seconds: of a step; None if it is not known.
+        rounds: one list for each run: seconds of a step, one for every few steps, without the
+            first few.
+        failure: why it does not run; empty if it does.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Trial:
 
     @property
     def median_seconds(self) -> float | None:
-        """Median of the rounds' medians; None where it does not run."""
+        """Median of the rounds' medians; None if the strategy does not run."""
         if self.medians and not self.failure:
             return median(self.medians)
         return None
@@ -57,35 +58,34 @@ class Trial:
         return sorted(median(seconds) for seconds in self.rounds)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, each named as what it is."""
+        """Return plain values for JSON."""
         return {
             "settings": self.name,
             "estimate_seconds": self.estimate_seconds,
             "measured_seconds": self.median_seconds,
-            "measurements": [seconds for one in self.rounds for seconds in one],
+            "measurements": list(chain.from_iterable(self.rounds)),
             "round_seconds": self.medians,
             "failure": self.failure,
         }
 
 
 def run_trials(candidates: Sequence[Candidate]) -> list[Trial]:
-    """Try strategies in turn; each line of progress goes to stderr.
+    """Run strategies in turn, with progress on stderr; returns their trials.
 
     Raises:
         UsageError: they are for several hosts.
         TrainingError: none of them runs.
     """
-    if any(each.plan.cluster.num_hosts > 1 for each in candidates):
+    if any(candidate.plan.cluster.num_hosts > 1 for candidate in candidates):
         raise UsageError(
             "--trials runs on this machine alone; give --num_gpus N, the ranks on one host"
         )
     trials = [trial_of(candidate) for candidate in candidates]
     measure_trials(trials, note=lambda line: write(sys.stderr, f"{line}\n"))
     if not any(trial.median_seconds for trial in trials):
-        failures = (
-            "; ".join(f"{trial.name}: {trial.failure}" for trial in trials)
-            or "the search has found none"
-        )
+        failures = "; ".join(f"{trial.name}: {trial.failure}" for trial in trials)
+        if not failures:
+            failures = "the search has found none"
         raise TrainingError(
             f"--trials: no strategy runs on this machine: {failures} [trials-failed]"
         )
@@ -93,80 +93,89 @@ def run_trials(candidates: Sequence[Candidate]) -> list[Trial]:
 
 
 def fastest(trials: Sequence[Trial]) -> int:
-    """Place of the trial with the shortest median step."""
-    found = (
-        (each.median_seconds, number)
-        for number, each in enumerate(trials)
-        if each.median_seconds is not None
-    )
-    return min(found)[1]
+    """Return the index of the trial with the shortest median step."""
+    times = [
+        (trial.median_seconds, number)
+        for number, trial in enumerate(trials)
+        if trial.median_seconds is not None
+    ]
+    return min(times)[1]
 
 
 def within_noise(trials: Sequence[Trial]) -> bool:
     """Check whether the two fastest differ by no more than the rounds of one of them do."""
-    found = sorted(
-        (each.median_seconds, each.medians) for each in trials if each.median_seconds is not None
-    )[:2]
-    return len(found) > 1 and found[1][0] - found[0][0] <= max(
-        medians[-1] - medians[0] for _, medians in found
+    times = sorted(
+        (trial.median_seconds, trial.medians)
+        for trial in trials
+        if trial.median_seconds is not None
     )
+    if len(times) < 2:
+        return False
+    (fastest_seconds, fastest_rounds), (second_seconds, second_rounds) = times[:2]
+    spread = max(fastest_rounds[-1] - fastest_rounds[0], second_rounds[-1] - second_rounds[0])
+    return second_seconds - fastest_seconds <= spread
 
 
 def trial_of(candidate: Candidate) -> Trial:
     """Make the trial of a strategy."""
-    seconds = candidate.time.total if candidate.time else None
-    return Trial(
-        settings_text(unusual(candidate.settings)) or "as planned", candidate.plan, seconds
-    )
+    name = settings_text(unusual(candidate.settings)) or "as planned"
+    trial = Trial(name, candidate.plan)
+    if candidate.time:
+        trial.estimate_seconds = candidate.time.total
+    return trial
 
 
 def measure_trials(
     trials: Sequence[Trial], *, note: Callable[[str], None], rounds: int = _ROUNDS
 ) -> None:
-    """Run all of them in turn, as often as there are rounds; what fails is left out of later
-    rounds.
-    """
-    for number in range(rounds):
+    """Run all trials in turn, in every round; one that fails is left out of later rounds."""
+    for number in range(1, rounds + 1):
         for trial in trials:
             if not trial.failure:
-                _run(trial)
-                took = trial.failure or f"{1000 * median(trial.rounds[-1]):.1f} ms a step"
-                note(f"round {number + 1} of {rounds}: {trial.name}: {took}")
+                outcome = _run_round(trial)
+                note(f"round {number} of {rounds}: {trial.name}: {outcome}")
 
 
-def _run(trial: Trial) -> None:
-    """One run more; its intervals are a round."""
-    done, trial.failure = run_alone(
+def _run_round(trial: Trial) -> str:
+    """Train some steps, and add their times as a round; returns the outcome in words."""
+    run, trial.failure = run_alone(
         trial.plan, steps=_STEPS, log_every=_LOG_EVERY, longest_seconds=_LONGEST_SECONDS
     )
     if trial.failure == INTERRUPTED:
         raise KeyboardInterrupt
-    if not trial.failure:
-        steps = [0.001 * took for took in done.metrics["time/step_ms"].values]
-        trial.rounds.append(steps[1:] or steps)
+    if trial.failure:
+        return trial.failure
+    seconds = [0.001 * step_ms for step_ms in run.metrics["time/step_ms"].values]
+    trial.rounds.append(seconds[1:] or seconds)
+    return f"{1000 * median(trial.rounds[-1]):.1f} ms a step"
 
 
 def table(trials: Sequence[Trial]) -> Iterator[str]:
-    """Lines for a person: estimate and measurement of each, the fastest marked."""
-    best = fastest(trials)
-    is_noise = within_noise(trials)
+    """Yield lines with the estimate and the measurement of each trial; the fastest is marked."""
+    mark_of_fastest = "  <- fastest"
+    if within_noise(trials):
+        mark_of_fastest += ", within noise: try again, or take either of the two"
+    best = trials[fastest(trials)]
     yield (
         f"{'trials':<10}step of each: median of {_ROUNDS} rounds of {_STEPS} steps, the first "
         f"{_LOG_EVERY} left out"
     )
-    for number, trial in enumerate(trials):
+    for trial in trials:
         if trial.estimate_seconds is None:
             estimate = "not known"
         else:
-            estimate = f"{1000 * trial.estimate_seconds:,.1f} ms"
-        seconds = trial.median_seconds
-        low, *_, high = [f"{1000 * each:,.1f}" for each in trial.medians * 2 or [0.0, 0.0]]
-        if seconds is None:
-            measured = trial.failure
+            estimate = _milliseconds(trial.estimate_seconds)
+        line = f"          {trial.name}: estimate {estimate}, measured "
+        if trial.median_seconds is None:
+            line += trial.failure
         else:
-            measured = f"{1000 * seconds:,.1f} ms ({low} to {high})"
-        mark = (
-            f"  <- fastest{', within noise: try again, or take either of the two' * is_noise}"
-            * (number == best)
-        )
-        yield f"          {trial.name}: estimate {estimate}, measured {measured}{mark}"
+            low = f"{1000 * trial.medians[0]:,.1f}"
+            high = f"{1000 * trial.medians[-1]:,.1f}"
+            line += f"{_milliseconds(trial.median_seconds)} ({low} to {high})"
+        if trial is best:
+            line += mark_of_fastest
+        yield line
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f} ms"

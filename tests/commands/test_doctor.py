@@ -112,7 +112,7 @@ def test_it_looks_at_the_hosts_that_a_start_would_take(
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     arguments = command._parser().parse_intermixed_args(["-H", str(tmp_path / "hosts"), *words])
-    asked = command._asked(arguments)
+    asked = command._options(arguments)
     # nobody here knows what is there
     by_kind = {"CUDA_VISIBLE_DEVICES": visible, "ASCEND_RT_VISIBLE_DEVICES": visible}
     assert asked.own_variables == ({"b": by_kind} if visible else {})
@@ -138,7 +138,7 @@ def test_this_machine_is_known_as_a_start_knows_it(
 ) -> None:
     (tmp_path / "hosts").write_text(f"{host} slots=2\n")
     where = ["-H", str(tmp_path / "hosts"), *words]
-    asked = command._asked(command._parser().parse_intermixed_args(where))
+    asked = command._options(command._parser().parse_intermixed_args(where))
     assert ([item.host.name for item in asked.chosen] == []) == here
     assert (local._alone_in_hostfile(parse(["a.yaml", *where])) is not None) == here
 

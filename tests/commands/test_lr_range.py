@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from framework.cli import main
-from framework.commands.lr_range import Found
+from framework.commands.lr_range import RangeTest
 from framework.errors import EXIT_USAGE
 from tests.commands.test_after_training import run_jobs
 from tests.engine.oracle import digit_batches, plain_losses
 
 
-def found(losses: list[float]) -> Found:
+def found(losses: list[float]) -> RangeTest:
     """Take losses until they explode, over rates of two steps to a power of ten."""
-    result = Found()
+    result = RangeTest()
     for step, loss in enumerate(losses):
         if not result.exploded:
             result.add(10 ** (step / 2 - 6), loss)

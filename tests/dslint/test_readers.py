@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from framework.commands.check_result import CheckContext, Verdict, check_document
+from framework.commands.check_result import CheckContext, CheckResult, check_document
 from framework.dslint.readers import FILLED, Reader
 from framework.text.hjson import parse_hjson
 from tests.dslint.rules.cases import merged
@@ -75,7 +75,7 @@ FILES: list[str] = [
 ]
 
 
-def judged(text: str, reader: Reader | None = None) -> Verdict:
+def judged(text: str, reader: Reader | None = None) -> CheckResult:
     return check_document(parse_hjson(text, name="x.json"), CheckContext(reader=reader))
 
 
