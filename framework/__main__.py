@@ -8,7 +8,7 @@ from framework.errors import EXIT_CONFIG, EXIT_STOPPED
 
 
 def main() -> int:
-    """The command line; without the base install one line that says so."""
+    """Run the command line, or print one line if a package of the base install is missing."""
     try:
         from framework.cli import main as run
 
@@ -30,7 +30,6 @@ if __name__ == "__main__":
         # Process 1 of a container never gets a signal that it does not handle, and the imports take
         # half a second.
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(EXIT_STOPPED))
-    os.environ.setdefault(
-        "DSF_SHELL_PATH", os.environ.get("PATH", "")
-    )  # before a launcher adds to it; see report/summary.py
+    # before a launcher adds to it; see report/summary.py
+    os.environ.setdefault("DSF_SHELL_PATH", os.environ.get("PATH", ""))
     sys.exit(main())

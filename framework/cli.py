@@ -1,4 +1,6 @@
-"""The command line. What needs more than the base install is imported when it is asked for."""
+"""The command line. Modules that need more than the base install are imported when their command is
+given.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,14 @@ from framework.system.arguments import CommandParser, add_option, whole
 from framework.system.exits import refusing_exits
 from framework.system.output import write
 
-# a check of DeepSpeed JSON needs none of it, and importing it takes a tenth of a second
+# a check of DeepSpeed JSON needs neither, and their import takes a tenth of a second
 if TYPE_CHECKING:
     from framework.config.load import Source
     from framework.plan.plan import Plan
 
-# Commands that need more than the base install. Their modules stand beyond the torch line, are
-# imported by name when the command is given, and by nothing else here; each has `main(words) ->
-# exit code`.
-_BELOW_THE_LINE: Final[Mapping[str, str]] = {
+# Commands that need more than the base install. Their modules may import torch: they are imported
+# by name when the command is given, and by nothing else here. Each has `main(words) -> exit code`.
+_WITH_TORCH: Final[Mapping[str, str]] = {
     "prepare": "framework.data.prepare",
     "generate": "framework.commands.generate",
     "export": "framework.commands.export",
@@ -47,7 +48,7 @@ _BELOW_THE_LINE: Final[Mapping[str, str]] = {
     "predict": "framework.commands.predict",
     "lr-range": "framework.commands.lr_range",
 }
-# Commands that read their own words, as the list of all commands tells them.
+# Commands with a parser of their own -> their line in the list of all commands.
 _ELSEWHERE: Final[Mapping[str, str]] = {
     "prepare": "turn text into numbered tokens: prepare INPUT... OUT_DIR",
     "generate": "print a sample of text from a checkpoint of a GPT: generate CHECKPOINT --prompt "
@@ -69,17 +70,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a file name may be any bytes
-    words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        argv = sys.argv[1:]
+    words = list(argv)
     try:
         code = _run(words)
-        # here, and not at exit, where a reader that left would be an error message
+        # here, and not at exit, where it would be an error message if the reader has left
         sys.stdout.flush()
-    except (
-        BrokenPipeError
-    ):  # the reader, such as `head`, has seen enough; of a run he has not seen how it ended
+    except BrokenPipeError:  # the reader, such as `head`, has closed its end
         for stream in (sys.stdout, sys.stderr):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        if _starts_a_run(words):
+        if _starts_a_run(words):  # the reader has not seen how the run ended
             return EXIT_TRAINING
         return EXIT_OK
     except KeyboardInterrupt:
@@ -113,8 +114,8 @@ def _run(words: Sequence[str]) -> int:
             from framework.commands.doctor import doctor
 
             return doctor(words[1:])
-        if words and words[0] in _BELOW_THE_LINE:
-            return _run_below_the_line(*words)
+        if words and words[0] in _WITH_TORCH:
+            return _run_with_torch(words[0], words[1:])
         if not words:
             print(_parser().format_help(), end="", file=sys.stderr)
             return EXIT_USAGE
@@ -126,29 +127,31 @@ def _run(words: Sequence[str]) -> int:
         return error.exit_code
 
 
-def _run_below_the_line(command: str, *words: str) -> int:
+def _run_with_torch(command: str, words: Sequence[str]) -> int:
     try:
-        # where it is imported, DeepSpeed tells which device it found
+        # DeepSpeed prints the device that it found when it is imported
         with contextlib.redirect_stdout(io.StringIO()):
-            module = importlib.import_module(_BELOW_THE_LINE[command])
+            module = importlib.import_module(_WITH_TORCH[command])
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "framework":
             raise
         raise missing_package(error.name, what=command) from error
-    with refusing_exits():  # a model's own code runs there
+    with refusing_exits():  # the user's code runs there
         code: int = module.main(words)
     return code
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    """argparse takes positional words in one run only; settings may also stand behind options."""
+    """Parse the command line. Settings may also stand behind options: argparse alone takes
+    positional words from one place only.
+    """
     parser = _parser()
     arguments, rest = parser.parse_known_args(words)
-    unexpected_files = [
-        word for word in rest if word.startswith("-") or not hasattr(arguments, "words")
-    ]
-    if unexpected_files:
-        parser.error(f"unrecognized arguments: {' '.join(unexpected_files)}")
+    unrecognized = rest
+    if hasattr(arguments, "words"):
+        unrecognized = [word for word in rest if word.startswith("-")]
+    if unrecognized:
+        parser.error(f"unrecognized arguments: {' '.join(unrecognized)}")
     if rest:
         arguments.words += rest
     return arguments
@@ -204,7 +207,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_plan_options(plan: argparse.ArgumentParser) -> None:
-    """Add the options that `plan` takes beside file, settings and cluster."""
+    """Add the options of `plan` beside file, settings and cluster."""
     option = plan.add_argument
     option("--json", action="store_true", help="print the plan as JSON")
     about = "explain an out-of-memory message by this plan: a rank's log, or - for stdin"
@@ -248,7 +251,7 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
 
 
 def _add_others(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """The commands that plan nothing."""
+    """Add the commands that plan nothing."""
     about = "print the JSON Schema of run configs or DeepSpeed JSON, for editors"
     schema = commands.add_parser("schema", help=about)
     schema.set_defaults(command=_schema)
@@ -347,14 +350,17 @@ def _import(arguments: argparse.Namespace) -> int:
 
     path = Path(arguments.file)
     name = arguments.file
-    document = read_arguments(path, name=name)
-    if document is not None:
-        imported = import_arguments(document)
-    elif (document := read_deepspeed_json(path, name=name)) is not None:
-        imported = import_document(document, release=arguments.deepspeed)
+    trainer_arguments = read_arguments(path, name=name)
+    if trainer_arguments is not None:
+        imported = import_arguments(trainer_arguments)
     else:
-        takes = "DeepSpeed JSON, TrainingArguments, an accelerate config or Lightning's CLI config"
-        raise UsageError(f"{name}: this is a run config already; import takes {takes}")
+        document = read_deepspeed_json(path, name=name)
+        if document is None:
+            takes = (
+                "DeepSpeed JSON, TrainingArguments, an accelerate config or Lightning's CLI config"
+            )
+            raise UsageError(f"{name}: this is a run config already; import takes {takes}")
+        imported = import_document(document, release=arguments.deepspeed)
     print(run_config_text(imported, name=name), end="")
     return EXIT_OK
 
@@ -371,10 +377,11 @@ def _new(arguments: argparse.Namespace) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     from framework.commands.inspect import run_inspect
 
-    verify = not arguments.no_verify
-    unverified = arguments.allow_unverified
     return run_inspect(
-        arguments.path, as_json=arguments.json, verify=verify, allow_unverified=unverified
+        arguments.path,
+        as_json=arguments.json,
+        verify=not arguments.no_verify,
+        allow_unverified=arguments.allow_unverified,
     )
 
 
@@ -386,9 +393,10 @@ def _make_plan(arguments: argparse.Namespace) -> tuple[Plan, Source]:
     if run.config.auto and arguments.gpu:
         from framework.plan.auto import listed_target
 
-        target = listed_target(
-            arguments.gpu, devices_per_host=cluster.devices_per_host if cluster else 1
-        )
+        devices_per_host = 1
+        if cluster:
+            devices_per_host = cluster.devices_per_host
+        target = listed_target(arguments.gpu, devices_per_host=devices_per_host)
         run = run.chosen(cluster, target)
     run = run.chosen(cluster)
     if run.choice:

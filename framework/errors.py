@@ -6,10 +6,10 @@
     |- TrainingError               70   training started and failed
     |  `- PeerLostError            76   another rank or node has ended or cannot be reached
     |- StorageError                74   the run folder or a checkpoint cannot be read or written
-    `- RunStopped                  75   somebody asked the run to stop, and it did so in good order
+    `- RunStopped                  75   the run was asked to stop, and stopped in good order
 
 A `Problem` is one line: place, key, value, reason, fix, and a stable kind in brackets. Exit codes
-follow sysexits(3) where a number exists there, so that a job scheduler can tell "never retry" (64,
+follow sysexits(3) where a number exists there: a job scheduler can distinguish "never retry" (64,
 78) from "may work next time".
 """
 
@@ -40,12 +40,11 @@ Severity = Literal["error", "warning", "note"]
 _LONGEST_VALUE: Final = 80
 _LARGEST_SHOWN: Final = 10**80
 _DEEPEST_SHOWN: Final = 2
-# Text that YAML would read as a number, a truth value or nothing, and text that ends where nobody
-# sees it.
-_NEEDS_QUOTES: Final = re.compile(
-    r"|[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?|(?i:true|false|null|~|[-+]?\.(inf|nan))|\s.*|.*\s",
-    re.DOTALL,
-)
+# Text that YAML would read as a number, a truth value or nothing, and text with blanks at an end,
+# which a reader would not see.
+_NUMBER: Final = r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?"
+_OTHER_SCALAR: Final = r"(?i:true|false|null|~|[-+]?\.(inf|nan))"
+_NEEDS_QUOTES: Final = re.compile(rf"|{_NUMBER}|{_OTHER_SCALAR}|\s.*|.*\s", re.DOTALL)
 _BREAKS_FLOW: Final = re.compile(r"[,\[\]{}]|: ")
 
 
@@ -56,15 +55,15 @@ class _Missing:
         return "<left out>"
 
     def __reduce__(self) -> str:
-        return "MISSING"  # stays the one object when an error travels between ranks
+        return "MISSING"  # the same object after an error was sent between ranks
 
 
 MISSING: Final = _Missing()
 
 
 class Written(str):
-    """A number as its document writes it, such as ``007`` or ``1e3``; shown like that, without the
-    quotes of text.
+    """A number as its document has it, such as ``007`` or ``1e3``; it is shown like that, without
+    the quotes of text.
     """
 
 
@@ -76,10 +75,10 @@ class Problem:
         kind: stable name for tools, for example ``batch-not-divisible``.
         reason: why it cannot work.
         fix: what to write instead.
-        key: dotted path in the run config, for example ``zero.stage``; empty when no single key is
+        key: dotted path in the run config, for example ``zero.stage``; empty if no single key is
             at fault.
-        value: what was found there; `MISSING` when nothing was.
-        file: the file that holds the value, or ``command line``; empty when it came from Python.
+        value: of the key; `MISSING` if it has none.
+        file: the file that holds the value, or ``command line``; empty if it came from Python.
         line: 1-based line in `file`, 0 when unknown.
         column: 1-based column in `file`, 0 when unknown.
         severity: only an ``error`` stops a run.
@@ -107,34 +106,36 @@ class Problem:
             sentence = f"{self.reason}; {self.fix}"
         else:
             sentence = self.reason
-        return (
-            printable(": ".join(part for part in (place, subject, sentence) if part))
-            + f" [{self.kind}]"
-        )
+        line = ": ".join(part for part in (place, subject, sentence) if part)
+        return f"{printable(line)} [{self.kind}]"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: the attributes, `value` only where there is one, and the line
-        itself as ``text``.
+        """Return plain values for JSON: the attributes, `value` only if there is one, and the line
+        as ``text``.
         """
         names = ("kind", "severity", "file", "line", "column", "key", "reason", "fix")
-        shown: dict[str, Any] = {name: getattr(self, name) for name in names}
+        attributes: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.value is not MISSING:
             value = masked(self.key, self.value)
-            is_json = value is None or isinstance(value, (str, int)) or _is_finite(value)
-            shown["value"] = value if is_json else show_value(value)
-        return shown | {"text": str(self)}
+            if value is None or isinstance(value, (str, int)) or _is_finite(value):
+                attributes["value"] = value
+            else:
+                attributes["value"] = show_value(value)
+        attributes["text"] = str(self)
+        return attributes
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Problem:
-        """Build a problem from the result of `to_dict`, made in another process; unknown keys are
+        """Build a problem from the result of `to_dict` in another process; unknown keys are
         skipped.
         """
-        return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in names})
 
 
 def show_value(value: Any) -> str:
-    """A value as YAML writes it, on one line of at most 80 characters; in quotes where text would
-    read as a number.
+    """Return a value as YAML, on one line of at most 80 characters; text that would read as a
+    number is in quotes.
     """
     text = printable(_yaml(value, depth=0))
     if len(text) <= _LONGEST_VALUE:
@@ -143,40 +144,41 @@ def show_value(value: Any) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 step``, ``2 steps``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """Return a number with its noun: ``1 step``, ``2 steps``."""
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {noun}s"
 
 
 def _yaml(value: Any, *, depth: int) -> str:
-    """Flow style, cut off where nobody would read on: a value may be a megabyte or hold itself."""
+    """Return a value in flow style, of bounded length and depth: a value may be a megabyte, or hold
+    itself.
+    """
     if isinstance(value, Written):
         return value[: _LONGEST_VALUE + 1]
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, str):
-        value = value[: _LONGEST_VALUE + 1]
-        return (
-            f'"{value}"'
-            if _NEEDS_QUOTES.fullmatch(value) or (depth and _BREAKS_FLOW.search(value))
-            else value
-        )
+        text = value[: _LONGEST_VALUE + 1]
+        breaks_flow = depth > 0 and _BREAKS_FLOW.search(text)
+        if breaks_flow or _NEEDS_QUOTES.fullmatch(text):
+            return f'"{text}"'
+        return text
     if isinstance(value, int) and abs(value) >= _LARGEST_SHOWN:
         return "a number of more than 80 digits"
     if isinstance(value, (Mapping, list, tuple)) and depth > _DEEPEST_SHOWN:
         return "..."
     if isinstance(value, Mapping):
-        pairs = islice(value.items(), _LONGEST_VALUE)
-        shown = (
-            f"{_yaml(key, depth=depth + 1)}: {_yaml(masked(key, item), depth=depth + 1)}"
-            for key, item in pairs
-        )
-        return "{" + ", ".join(shown) + "}"
+        members = []
+        for key, item in islice(value.items(), _LONGEST_VALUE):
+            text = _yaml(masked(key, item), depth=depth + 1)
+            members.append(f"{_yaml(key, depth=depth + 1)}: {text}")
+        return f"{{{', '.join(members)}}}"
     if isinstance(value, (list, tuple)):
-        return (
-            "["
-            + ", ".join(_yaml(item, depth=depth + 1) for item in islice(value, _LONGEST_VALUE))
-            + "]"
-        )
+        items = [_yaml(item, depth=depth + 1) for item in islice(value, _LONGEST_VALUE)]
+        return f"[{', '.join(items)}]"
     return repr(value)
 
 
@@ -185,12 +187,12 @@ def _is_finite(value: Any) -> bool:
 
 
 def printable(text: str) -> str:
-    """One line whose control characters are visible, so that no value can write to the terminal."""
+    """Make all control characters visible, line ends as well: no value may control a terminal."""
     return visible(text, keeps="")
 
 
 def in_one_line(error: BaseException, *, longest: int = 200) -> str:
-    """Type and text of an error that somebody else raised; their texts may fill pages."""
+    """Return type and text of an error that another package raised; such a text may fill pages."""
     text = " ".join(str(error).split())[:longest]
     if text:
         return f"{type(error).__name__}: {text}"
@@ -198,13 +200,12 @@ def in_one_line(error: BaseException, *, longest: int = 200) -> str:
 
 
 class FrameworkError(Exception):
-    """Base of all errors meant for a user: its text is complete, no traceback is needed to
-    understand it.
+    """Base of all errors for a user: the text is complete, and no traceback is needed.
 
     Attributes:
-        exit_code: what the process ends with.
-        is_of_one_rank: other ranks do not meet it, so this one must tell it. Otherwise one rank
-            speaks for all.
+        exit_code: of the process.
+        is_of_one_rank: other ranks do not meet the error, so that this one has to report it;
+            otherwise one rank reports it for all.
     """
 
     exit_code: int = EXIT_TRAINING
@@ -214,7 +215,7 @@ class FrameworkError(Exception):
         self.is_of_one_rank = is_of_one_rank
 
     def _render_traceback_(self) -> list[str]:
-        """In a notebook IPython shows this in place of a traceback."""
+        """Return the lines that IPython shows in place of a traceback."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -225,13 +226,13 @@ class UsageError(FrameworkError):
 
 
 class ConfigError(FrameworkError):
-    """The run cannot work as described. `problems` holds everything found, not only the first."""
+    """The run cannot work as described. `problems` has all problems, not only the first one."""
 
     exit_code = EXIT_CONFIG
 
     def __init__(self, problems: Problem | Iterable[Problem] | str) -> None:
-        """From a text it has no problems, only their lines: so torch makes the error of a worker
-        anew.
+        """Make the error of problems, or of their lines alone: torch makes the error of a data
+        worker again from its text.
         """
         if isinstance(problems, str):
             self.problems: Sequence[Problem] = ()
@@ -263,8 +264,8 @@ class ConfigError(FrameworkError):
 
 
 def missing_package(name: str, *, what: str, extra: str = "train") -> ConfigError:
-    """A package that `what` takes is not installed: the command line is right, and trying again
-    does not help.
+    """Make the error for a package that `what` needs and that is not installed. It is a ConfigError:
+    the command line is right, and a retry does not help.
     """
     reason = f"{what} needs the package {name}, which {sys.executable} does not have"
     fix = f"in the checkout: ./launch.sh setup {extra}, or pip install -e '.[{extra}]'"
@@ -273,16 +274,16 @@ def missing_package(name: str, *, what: str, extra: str = "train") -> ConfigErro
 
 @contextmanager
 def explaining(*explanations: Callable[[Exception], FrameworkError | None]) -> Iterator[None]:
-    """Raise what the first of the functions makes of an error, with that error as its cause; other
-    errors pass.
+    """Replace an error by the explanation of the first function that has one, with the error as its
+    cause; other errors pass.
     """
     try:
         yield
     except Exception as error:
         for explain in explanations:
-            explained = explain(error)
-            if explained is not None:
-                raise explained from error
+            explanation = explain(error)
+            if explanation is not None:
+                raise explanation from error
         raise
 
 
@@ -299,14 +300,14 @@ class StorageError(FrameworkError):
 
 
 class PeerLostError(TrainingError):
-    """Another rank or node has ended or cannot be reached; what that one said last tells why."""
+    """Another rank or node has ended or cannot be reached; its own last message has the reason."""
 
     exit_code = EXIT_PEER_LOST
 
 
 class RunStopped(FrameworkError):  # noqa: N818 - it is no error
-    """The run was asked to stop, and stopped in good order. Not a failure, and never an end like
-    any other: exit code 75.
+    """The run was asked to stop, and stopped in good order. It is no failure, and no completed run
+    either: exit code 75.
     """
 
     exit_code = EXIT_STOPPED

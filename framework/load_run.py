@@ -1,5 +1,5 @@
-"""Loading of a run: from the path of a run config and its settings to its plan, for every command
-and for training.
+"""The load of a run: from the path of a run config and settings to its plan, for every command and
+for training.
 """
 
 from __future__ import annotations
@@ -17,15 +17,22 @@ from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, accepted, default_cluster, make_plan
 from framework.system.output import write
 
-if TYPE_CHECKING:  # most configs leave nothing to be chosen
-    from framework.plan.search import Hardware
+if TYPE_CHECKING:  # needed for keys that are ``auto``, which most configs do not have
+    from framework.plan.search import Target
     from framework.plan.work import ModelWork
 
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run config with its settings: as they were given, what they make, and where its values came
-    from.
+    """A run config with the settings of the command line.
+
+    Attributes:
+        config_path: of the run config.
+        overrides: the settings, as ``key=value``.
+        config: both together.
+        source: the place of every value.
+        deepspeed_config: path of a DeepSpeed JSON that decides a part of the run, or None.
+        choice: one line on the values that were chosen for ``auto``, or "".
     """
 
     config_path: str
@@ -38,17 +45,16 @@ class LoadedRun:
     @property
     def words(self) -> list[str]:
         """Arguments of `launch`."""
-        return [self.config_path, *self.overrides, *deepspeed_words(self.deepspeed_config)]
+        words = [self.config_path, *self.overrides]
+        return words + deepspeed_words(self.deepspeed_config)
 
     @property
     def arguments(self) -> list[str]:
         """Arguments of train.py."""
-        return [
-            "--config",
-            self.config_path,
-            *deepspeed_words(self.deepspeed_config),
-            *self.overrides,
-        ]
+        words = ["--config", self.config_path]
+        words += deepspeed_words(self.deepspeed_config)
+        words += self.overrides
+        return words
 
     def chosen(
         self,
@@ -58,15 +64,16 @@ class LoadedRun:
         is_proposal: bool = False,
         work: ModelWork | None = None,
     ) -> LoadedRun:
-        """The run with plain settings for what its config leaves to be chosen: for a device, or for
-        those of this machine; `choice` says it in one line.
+        """Return the run with a value for every key that its config leaves ``auto``, and `choice`.
 
         Args:
+            cluster: left out: as the config implies.
+            target: devices to choose for; left out: those of this machine.
             is_proposal: nothing is started, so that the device may be unknown.
             work: of a model of the user's own.
 
         Raises:
-            ConfigError: nothing can be chosen.
+            ConfigError: no values work.
         """
         if not self.config.auto:
             return self
@@ -85,12 +92,12 @@ class LoadedRun:
             is_proposal=is_proposal,
             work=work,
         )
-        words = (*self.overrides, *(f"{key}={value}" for key, value in settings.items()))
-        return replace(self, config=config, overrides=words, choice=line)
+        chosen_words = tuple(f"{key}={value}" for key, value in settings.items())
+        return replace(self, config=config, overrides=self.overrides + chosen_words, choice=line)
 
     def started(self, cluster: Cluster) -> LoadedRun:
-        """As `chosen` for the devices of this machine, and print the choice to stderr, on one
-        rank.
+        """Return the run as `chosen` does, for the devices of this machine, and print the choice to
+        stderr on rank 0.
         """
         run = self.chosen(cluster)
         if run.choice and os.environ.get("RANK", "0") == "0":
@@ -98,58 +105,59 @@ class LoadedRun:
         return run
 
     def print_notes(self, *, is_supervised: bool = False) -> None:
-        """Print notes on what is allowed in the file, and seldom intended; `is_supervised`: by who
-        starts the run.
+        """Print notes on what the file may have and is seldom intended to.
+
+        Args:
+            is_supervised: the process that starts the run starts it again after a failure.
         """
         notes = list(self.source.notes)
-        most = self.config.supervision.max_restarts
-        if most and not is_supervised:
+        max_restarts = self.config.supervision.max_restarts
+        if max_restarts and not is_supervised:
             reason = "nobody starts the run again here"
             fix = "start it by `python -m framework launch`"
             key = "supervision.max_restarts"
-            notes.append(
-                self.source.locate(
-                    Problem("not-supervised", reason, fix, key, most, severity="warning")
-                )
-            )
+            problem = Problem("not-supervised", reason, fix, key, max_restarts, severity="warning")
+            notes.append(self.source.locate(problem))
         for note in notes:
             write(sys.stderr, f"{note.severity}: {note}\n")
 
     def plan(self, cluster: Cluster | None = None) -> Plan:
-        """Plan the run on a cluster, or on the one that its config implies; a ConfigError has every
-        problem found.
+        """Plan the run on a cluster, or on the one that its config implies; raises a ConfigError
+        with all problems.
         """
         return make_plan(self.config, cluster or default_cluster(self.config), source=self.source)
 
     def plan_with_data(
         self, cluster: Cluster | None = None, *, data_elsewhere: bool = True
     ) -> Plan:
-        """Plan the run as `plan` does, with the size of its text, and with what is wrong with its
-        data.
+        """Plan the run as `plan` does, with the number of samples and the problems of its data.
+
+        With `data_elsewhere`, data that is not on this machine is a warning.
         """
         from framework.checkpoint.huggingface import published_problems
         from framework.plan.token_folder import look_at_data
 
-        found, size = look_at_data(self.config, data_elsewhere=data_elsewhere)
-        found += published_problems(self.config)
+        problems, size = look_at_data(self.config, data_elsewhere=data_elsewhere)
+        problems += published_problems(self.config)
         cluster = cluster or default_cluster(self.config)
         return make_plan(
-            self.config, cluster, num_train_samples=size, source=self.source, further=found
+            self.config, cluster, num_train_samples=size, source=self.source, further=problems
         )
 
     def checked_plan(self, cluster: Cluster) -> Plan:
-        """Plan the run for a cluster that is elsewhere, its DeepSpeed JSON checked as well;
-        warnings and notes go to stderr, and a ConfigError has everything for which it could not
-        work there.
+        """Plan the run for a cluster that is elsewhere, and check its DeepSpeed JSON as well.
+
+        Warnings and notes go to stderr; raises a ConfigError with all reasons for which the run
+        cannot work there.
         """
         plan = self.chosen(cluster, is_proposal=True).plan(cluster)
-        found = [*self.source.notes, *plan.findings]
+        problems = [*self.source.notes, *plan.findings]
         if self.config.deepspeed:
             from framework.dslint.judge import judge_passed_through
             from framework.plan.render import render
 
-            found += judge_passed_through(plan, render(plan), source=self.source, release=None)
-        for problem in accepted(found, self.source):
+            problems += judge_passed_through(plan, render(plan), source=self.source, release=None)
+        for problem in accepted(problems, self.source):
             print(f"{problem.severity}: {problem}", file=sys.stderr)
         return plan
 
@@ -166,11 +174,11 @@ def load_run(
     Args:
         overrides: ``key=value`` settings.
         deepspeed_config: path of that JSON, if there is one.
-        text: what the run config holds, where it has been read already.
+        text: contents of the run config, if it has been read already.
 
     Raises:
-        ConfigError: with every problem found.
-        UsageError: a setting that is none.
+        ConfigError: with all problems.
+        UsageError: a word is no setting.
     """
     config, source = load_with_source(path, overrides, text=text)
     if deepspeed_config is not None:
@@ -181,5 +189,7 @@ def load_run(
 
 
 def deepspeed_words(path: str | None) -> list[str]:
-    """Return the option of that JSON, which `launch` and train.py have alike."""
-    return [] if path is None else ["--deepspeed_config", path]
+    """Return the option, of `launch` and of train.py, for the path of a DeepSpeed JSON."""
+    if path is None:
+        return []
+    return ["--deepspeed_config", path]

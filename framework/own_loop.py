@@ -1,6 +1,4 @@
-"""`open_engine`: a run whose loop is the user's own, around the engine, the checkpoints and the
-sinks of `fit`.
-"""
+"""`open_engine`: a run with the user's own loop, and the engine, checkpoints and sinks of `fit`."""
 
 from __future__ import annotations
 
@@ -40,15 +38,15 @@ from framework.system.log import warn
 from framework.system.stopping import EVALUATE, SAVE, StopRequest
 from framework.train.monitors.base import Point, Sinks
 
-# Of weights that are spread: their places hold vectors without elements.
-_SPREAD: Final = re.compile(r"1-D|1D|shape|size")
+# Words of torch's errors about partitioned weights, which are vectors without elements.
+_PARTITIONED: Final = re.compile(r"1-D|1D|shape|size")
 # Engines that are open, the first one first: requests to stop are for all of them.
 _OPEN: Final[list[OpenEngine]] = []
 
 
 class _OfTheLoop:
-    """Stands where data would; of one length, which a run that goes on compares, whatever the run's
-    is.
+    """Placeholder for training data that only the loop has. It always has the same length, because
+    a resumed run compares lengths. Checkpoints have the class's name in their config.
     """
 
     def __len__(self) -> int:
@@ -60,9 +58,11 @@ class _OfTheLoop:
 
 @contextmanager
 def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator[OpenEngine]:
-    """A run for a loop of one's own, on every rank, from where `checkpoint.resume` says. At the end
-    of the block it is saved as `checkpoint.at_end` says; where `should_stop` was true, it is, and
-    RunStopped is raised. Several may be open, each with a run folder of its own.
+    """Open a run for a loop of the user's own, on every rank, as `checkpoint.resume` sets its start.
+
+    At the end of the block it is saved if `checkpoint.at_end` is set. After `should_stop` was true
+    it is always saved, and RunStopped is raised. Several may be open, each with a run folder of its
+    own.
 
     Args:
         config: as `fit` takes it.
@@ -70,59 +70,73 @@ def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator
             without data, here or in the config, the loop has its own.
 
     Raises:
-        ConfigError: as `fit`; or nothing says how long the run is; or ranks share samples; or the
-            config sets what the loop of `fit` does.
+        ConfigError: as `fit`; or the length of the run is not set; or ranks share samples; or the
+            config sets what only the loop of `fit` does.
     """
     end_in_one_line()
     if _OPEN:
         request = _OPEN[0].request
+        handling: AbstractContextManager[object] = nullcontext()  # the first engine handles it
     else:
         request = StopRequest()
+        handling = request.handling()
     with refusing_exits():
         take_rank(os.environ)
-        given = config.model_fields_set if isinstance(config, RunConfig) else config
-        own = "train_data" not in parts and "data" not in given
-        if own:
+        if isinstance(config, RunConfig):
+            has_data_section = "data" in config.model_fields_set
+        else:
+            has_data_section = "data" in config
+        has_own_data = "train_data" not in parts and not has_data_section
+        if has_own_data:
             parts["train_data"] = _OfTheLoop()
         objects = Objects(**parts)
-        asked = config_with_objects(config, objects)
-        # a loop may do for long what nobody sees
-        if "hang_seconds" not in asked.supervision.model_fields_set:
-            waits = asked.supervision.model_copy(update={"hang_seconds": 0})
-            asked = asked.model_copy(update={"supervision": waits})
-        _refuse_work_of_fit(asked, has_own_data=own, has_callbacks=bool(objects.callbacks))
-        prepared = prepare(asked, objects=objects)
-    with request.handling() if not _OPEN else nullcontext(), opened(prepared, request) as run:
+        config = _without_hang_watch(config_with_objects(config, objects))
+        has_callbacks = bool(objects.callbacks)
+        _refuse_work_of_fit(config, has_own_data=has_own_data, has_callbacks=has_callbacks)
+        prepared = prepare(config, objects=objects)
+    with handling, opened(prepared, request) as run:
         engine = OpenEngine(run, request)
         engine._refuse_shared_weights()
         _OPEN.append(engine)
-        if not run.start_step:
-            engine._evaluate_if(prepared.plan.config.evaluation.at_start)
-        error = "interrupted"
+        if not run.start_step and prepared.plan.config.evaluation.at_start:
+            engine._evaluate_once()
+        reason = "interrupted"
         try:
-            # of an engine that was opened later: this one ends as that did
+            # RunStopped is of an engine that was opened later: this one ends as that one did
             with suppress(RunStopped):
                 yield engine
-            error = ""
-        except Exception as found:
-            error = str(found) or type(found).__name__
+            reason = ""
+        except Exception as error:
+            reason = str(error) or type(error).__name__
             raise
         finally:
             _OPEN.remove(engine)
-            engine._close(error)
+            engine._close(reason)
+
+
+def _without_hang_watch(config: RunConfig) -> RunConfig:
+    """Set `supervision.hang_seconds` to 0 unless the config sets it: a loop may work for long
+    without a call of the engine.
+    """
+    if "hang_seconds" in config.supervision.model_fields_set:
+        return config
+    supervision = config.supervision.model_copy(update={"hang_seconds": 0})
+    return config.model_copy(update={"supervision": supervision})
 
 
 def _refuse_work_of_fit(config: RunConfig, *, has_own_data: bool, has_callbacks: bool) -> None:
-    """Refuse what a config sets and no call of an open engine does."""
-    sizes = {
-        f"parallel.{name}": getattr(config.parallel, name)
-        for name in ("pipe", "tensor", "sequence")
+    """Refuse keys that only the loop of `fit` serves."""
+    are_set = {
+        "parallel.pipe": config.parallel.pipe > 1,
+        "parallel.tensor": config.parallel.tensor > 1,
+        "parallel.sequence": config.parallel.sequence > 1,
+        "model.moe": bool(getattr(config.model, "moe", None)),
+        "training.bad_steps": bool(config.training.bad_steps),
     }
-    sizes["model.moe"] = 2 if getattr(config.model, "moe", None) else 1
-    sizes["training.bad_steps"] = 2 if config.training.bad_steps else 1
-    for key in (key for key, size in sizes.items() if size > 1):
-        reason = "its steps are more than the passes of each rank's own batch"
-        raise ConfigError.of("own-loop-divided", reason, "use fit()", key)
+    for key, is_set in are_set.items():
+        if is_set:
+            reason = "its steps are more than the passes of each rank's own batch"
+            raise ConfigError.of("own-loop-divided", reason, "use fit()", key)
     if has_own_data and not config.training.max_steps:
         reason = "without train_data nothing says how long the run is"
         raise ConfigError.of("max-steps-not-given", reason, "set it", "training.max_steps")
@@ -149,9 +163,11 @@ def _refuse_work_of_fit(config: RunConfig, *, has_own_data: bool, has_callbacks:
             key = f"monitors.tensorboard.{name}"
             refuse(key, "the loop of fit() looks at them", "leave it out, or use fit()")
     if has_own_data:
-        for section in (config.checkpoint, config.evaluation):
-            name = "checkpoint" if section is config.checkpoint else "evaluation"
-            if section.every_epochs:
+        for name, every_epochs in (
+            ("checkpoint", config.checkpoint.every_epochs),
+            ("evaluation", config.evaluation.every_epochs),
+        ):
+            if every_epochs:
                 reason = "without train_data nothing says how long an epoch is"
                 refuse(f"{name}.every_epochs", reason, "set every_steps")
         for name in ("every_steps", "every_minutes", "at_start"):
@@ -168,7 +184,7 @@ def _refuse_work_of_fit(config: RunConfig, *, has_own_data: bool, has_callbacks:
 
 class OpenEngine:
     """One model with its optimizer, run folder and sinks, on this `rank` of `world_size`, for
-    `max_steps`. What meets weights is collective.
+    `max_steps`. Every method that reads or writes weights is collective.
     """
 
     def __init__(self, run: OpenRun, request: StopRequest) -> None:
@@ -176,48 +192,53 @@ class OpenEngine:
         self.request = request
         self._run = run
         self._engine = run.engine
-        self._of = run.engine.engine
+        self._deepspeed = run.engine.engine
         self._plan = run.prepared.plan
-        self._passes = BackwardPasses(self._of)
+        self._passes = BackwardPasses(self._deepspeed)
         self.rank = rank()
         self.world_size = self._plan.layout.world_size
         self.max_steps = self._plan.length.total_steps or 0
         monitors, self._events, _ = run.open_monitors()
-        run.stop.enter("")  # a loop may do for long what nobody sees
+        run.stop.enter("")  # no hang watch: a loop may work for long without a call of the engine
         self._sinks = Sinks(monitors)
         self._eval_sets = make_eval_loaders(self._plan, run.prepared.parts.splits, rank=self.rank)
-        self._measured: dict[str, float] = {}  # at step `_measured_at`
-        self._measured_at = self._saved_at = self._done_at = run.start_step
-        self._asked_at = -1  # the step before which the loop has called `should_stop`
-        self._waits = True  # for `should_stop`, with what is due
-        self._agenda = make_schedule(self._plan)
+        self._schedule = make_schedule(self._plan)
+        self._logged: dict[str, float] = {}  # metrics of step `_logged_at`
+        # steps at which metrics were logged, a checkpoint was saved, and due work was done last
+        self._logged_at = run.start_step
+        self._saved_at = run.start_step
+        self._done_at = run.start_step
+        # the number of steps at the last call of `should_stop`
+        self._should_stop_at = -1
+        # due work waits for the next call of `should_stop`
+        self._leaves_due_work = True
 
     @property
     def steps_taken(self) -> int:
-        """Optimizer steps so far, those of earlier starts included."""
-        return int(self._of.global_steps)
+        """Optimizer steps so far, including earlier starts."""
+        return int(self._deepspeed.global_steps)
 
     @property
     def module(self) -> torch.nn.Module:
-        """The model as it is trained; at ZeRO stage 3 its weights are spread."""
-        return self._of.module  # type: ignore[no-any-return]
+        """The model in training; at ZeRO stage 3 its weights are partitioned."""
+        return self._deepspeed.module  # type: ignore[no-any-return]
 
     def gathered(
         self, module: torch.nn.Module | None = None
     ) -> AbstractContextManager[torch.nn.Module]:
-        """Return a context in which the weights of the model, or of one of its modules, are whole
-        at every ZeRO stage. What all ranks write into them alike is kept. Collective.
+        """Return a context in which the weights of the model, or of one of its modules, are
+        complete at every ZeRO stage. Numbers that all ranks write into them are kept. Collective.
         """
         return self._engine.written.gathered(module)
 
     def move(self, batch: Any) -> Any:
-        """A batch on this rank's device, in the type that the model wants."""
+        """Move a batch to this rank's device, in the type that the model takes."""
         batches = self._engine._batches
         return batches.as_read(batches.move(batch))
 
     def batches(self) -> Iterator[Any]:
-        """This rank's micro-batches of the training data from `steps_taken` on, without end: those
-        of `fit`.
+        """Return this rank's micro-batches of the training data from `steps_taken` on, without end:
+        the same as in `fit`.
         """
         return self._run.train_data().stream(self.steps_taken)
 
@@ -225,52 +246,52 @@ class OpenEngine:
         """Take one step on `batch.accumulation_steps` batches of (inputs, target), by the task's
         loss; `read()` of the result waits for the device.
         """
-        if len(batches) != (wanted := self._plan.layout.accumulation_steps):
+        accumulation_steps = self._plan.layout.accumulation_steps
+        if len(batches) != accumulation_steps:
             raise UsageError(
-                f"train_step: {len(batches)} batches, and batch.accumulation_steps is {wanted}"
+                f"train_step: {len(batches)} batches, and batch.accumulation_steps is "
+                f"{accumulation_steps}"
             )
         if self._passes.num_passes:
             raise UsageError(
                 "train_step: a backward before it was not stepped with; call step() behind it"
             )
         self._passes.refuse_broken("train_step")
-        self._catch_up()
-        with self._passes.running(self._others()):
+        self._do_left_work()
+        with self._passes.running(self._passes_of_others()):
             result = self._engine.train_step(iter(batches))
         self._follow_step()
         return result
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Outputs of the model, for a loss that goes to `backward`."""
-        return self._of(*inputs, **named)
+        """Return outputs of the model, for a loss that goes to `backward`."""
+        return self._deepspeed(*inputs, **named)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        """Backward pass of a micro-batch's mean loss, 0-d; gradients are averaged over ranks and
-        micro-batches. Those of several passes before one `step` are added. Weights of other open
+        """Run the backward pass of a micro-batch's mean loss, 0-d. Gradients are averaged over
+        ranks and micro-batches; several passes before one `step` add theirs. Weights of other open
         engines get none.
         """
-        with explaining_overflow(self._of), explaining(self._double_backward):
-            self._passes.run(loss, self._others(), retain_graph=retain_graph)
+        with explaining_overflow(self._deepspeed), explaining(self._explain_double_backward):
+            self._passes.run(loss, self._passes_of_others(), retain_graph=retain_graph)
 
     def _refuse_shared_weights(self) -> None:
-        own = {weight: name for name, weight in self.module.named_parameters()}
+        names = {weight: name for name, weight in self.module.named_parameters()}
         for engine in _OPEN:
             for weight in engine._passes.parameters:
-                if weight in own:
-                    reason = (
-                        f"{own[weight]} is a weight of {engine._plan.config.run.name}'s "
-                        "model as well"
-                    )
+                if weight in names:
+                    name = names[weight]
+                    reason = f"{name} is a weight of {engine._plan.config.run.name}'s model as well"
                     fix = "give one engine a model that holds both, with a loss for each part"
                     raise ConfigError.of("weights-of-two-engines", reason, fix, "model")
 
-    def _others(self) -> list[BackwardPasses]:
+    def _passes_of_others(self) -> list[BackwardPasses]:
         return [engine._passes for engine in _OPEN if engine is not self]
 
-    def _double_backward(self, error: Exception) -> TrainingError | None:
+    def _explain_double_backward(self, error: Exception) -> TrainingError | None:
         if isinstance(error, FrameworkError):  # explained already
             return None
-        if self._plan.config.zero.stage < 3 or not _SPREAD.search(str(error)):
+        if self._plan.config.zero.stage < 3 or not _PARTITIONED.search(str(error)):
             return None
         reason = (
             "gradients of gradients (create_graph=True), and a second pass through one graph "
@@ -279,85 +300,94 @@ class OpenEngine:
         return TrainingError(f"backward: zero.stage = 3: {reason} [double-backward]")
 
     def step(self) -> None:
-        """Clip and step, behind the last of `batch.accumulation_steps` micro-batches; nothing
-        behind the others.
+        """Clip gradients and step, after the last of `batch.accumulation_steps` micro-batches; does
+        nothing after the others.
         """
         before = self.steps_taken
         self._passes.end()
-        self._catch_up()
-        with explaining_overflow(self._of):
-            self._of.step()
-        if (
-            self.steps_taken > before
-            and self.steps_taken % self._plan.config.training.log_every == 0
-        ):
+        self._do_left_work()
+        with explaining_overflow(self._deepspeed):
+            self._deepspeed.step()
+        has_stepped = self.steps_taken > before
+        if has_stepped and self.steps_taken % self._plan.config.training.log_every == 0:
             self._engine.written.refuse()
         self._follow_step()
 
-    def _catch_up(self) -> None:
-        """Do what was left to a `should_stop` that has not come since the last step, and leave
-        nothing to it again.
+    def _do_left_work(self) -> None:
+        """Do work that was left to a `should_stop` which was not called since the last step; from
+        then on none is left to it.
         """
-        if self._asked_at < self.steps_taken and self._done_at != self.steps_taken:
-            self._do_what_is_due()
-            self._waits = False
+        if self._should_stop_at < self.steps_taken and self._done_at != self.steps_taken:
+            self._do_due_work()
+            self._leaves_due_work = False
 
     def _follow_step(self) -> None:
-        """Do what is due, unless the loop asks `should_stop` before every step: there all engines
-        are between steps, and what the loop has logged at this one is known.
+        """Do the work that is due, unless the loop calls `should_stop` before every step: then all
+        engines are between steps, and the loop has logged its metrics of this one.
         """
-        if not self._waits or self._asked_at < self.steps_taken - 1:
-            self._do_what_is_due()
+        if not self._leaves_due_work or self._should_stop_at < self.steps_taken - 1:
+            self._do_due_work()
 
-    def _do_what_is_due(self) -> None:
+    def _do_due_work(self) -> None:
+        """Evaluate and save if this step's schedule has it, once a step."""
         step = self.steps_taken
         if step == self._done_at:
             return
         self._done_at = step
-        self._evaluate_if(self._agenda.evaluate.is_due(step, total_steps=-1))
-        if self._agenda.save.is_due(step, total_steps=-1) and self._saved_at != step:
+        if self._schedule.evaluate.is_due(step, total_steps=-1):
+            self._evaluate_once()
+        if self._schedule.save.is_due(step, total_steps=-1) and self._saved_at != step:
             self.save()
             self._run.minutes.restart(SAVE)
 
-    def _evaluate_if(self, is_due: bool) -> None:
-        is_measured = self._measured_at == self.steps_taken and any(
-            name.startswith("eval/") for name in self._measured
-        )
-        if is_due and self._eval_sets and not is_measured:
+    def _evaluate_once(self) -> None:
+        """Evaluate, unless there is no data for it, or metrics of this step are logged already."""
+        logged = self._metrics_of_step(self.steps_taken)
+        is_evaluated = any(name.startswith("eval/") for name in logged)
+        if self._eval_sets and not is_evaluated:
             self.evaluate()
             self._run.minutes.restart(EVALUATE)
 
     def evaluate(self, batches: Iterable[Any] | None = None) -> dict[str, float]:
-        """Measure the evaluation data, or other batches, as many on every rank; ``eval/...``,
-        logged.
+        """Measure the evaluation data, or other batches, the same number on every rank; returns and
+        logs the metrics ``eval/...``.
         """
-        sets = self._eval_sets if batches is None else {"": ((batch, True) for batch in batches)}
+        sets: Mapping[str, Iterable[tuple[Any, bool]]] = self._eval_sets
+        if batches is not None:
+            sets = {"": ((batch, True) for batch in batches)}
         with self._run.stop.during(EVALUATING):
-            metrics = evaluate_sets(self._engine, sets, is_stopping=self._lives)
+            metrics = evaluate_sets(self._engine, sets, is_stopping=self._beat)
         self.log(metrics)
         return metrics
 
-    def _lives(self) -> bool:
-        for engine in [*_OPEN, self]:  # any may be the one that is asked; one that ends is not open
+    def _beat(self) -> bool:
+        """Give a sign of life to the hang watch of every engine; the evaluation does not stop."""
+        for engine in _OPEN:  # `should_stop` may have been called on any of them
             engine._run.stop.live()
+        self._run.stop.live()  # one that ends is not open any more
         return False
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Hand numbers of this step, or 0-d tensors, to the run's sinks; rank 0's count."""
+        """Write numbers of this step, or 0-d tensors, to the run's sinks; those of rank 0 count."""
         step = self.steps_taken
-        found = {name: float(value) for name, value in metrics.items()}
-        self._measured = (self._measured if self._measured_at == step else {}) | found
-        self._measured_at = step
-        self._run.outcome.metrics.update(found)
-        self._sinks.write(
-            Point(step, step / (self._plan.length.steps_per_epoch or 1), now(), found)
-        )
+        values = {name: float(value) for name, value in metrics.items()}
+        self._logged = self._metrics_of_step(step) | values
+        self._logged_at = step
+        self._run.outcome.metrics.update(values)
+        epoch = step / (self._plan.length.steps_per_epoch or 1)
+        self._sinks.write(Point(step, epoch, now(), values))
+
+    def _metrics_of_step(self, step: int) -> dict[str, float]:
+        if self._logged_at == step:
+            return self._logged
+        return {}
 
     def save(self) -> None:
-        """Write a checkpoint of this step, with what was logged at it."""
-        step = self._saved_at = self.steps_taken
+        """Write a checkpoint of this step, with the metrics that were logged at it."""
+        step = self.steps_taken
+        self._saved_at = step
         with self._run.stop.during(SAVING):
-            self._run.save(step, self._measured if self._measured_at == step else {})
+            self._run.save(step, self._metrics_of_step(step))
         self._note("save")
 
     def should_stop(self) -> bool:
@@ -365,39 +395,53 @@ class OpenEngine:
         or `training.max_minutes`; evaluates and saves all that is due, by steps, epochs or minutes.
         """
         for engine in _OPEN:
-            engine._do_what_is_due()
-            engine._asked_at = engine.steps_taken
-        asked = self._run.stop(self.steps_taken)
-        for engine in _OPEN if asked else ():
-            if asked in (EVALUATE, SAVE):
-                engine.save() if asked == SAVE else engine.evaluate()
-                engine._run.minutes.restart(asked)
-            else:
-                engine._run.outcome.stopped = asked
+            engine._do_due_work()
+            engine._should_stop_at = engine.steps_taken
+        agreed = self._run.stop(self.steps_taken)
+        if agreed:
+            for engine in _OPEN:
+                engine._follow_request(agreed)
         return bool(self._run.outcome.stopped)
 
+    def _follow_request(self, agreed: str) -> None:
+        """Save, evaluate or note the stop that all ranks have agreed on."""
+        if agreed == SAVE:
+            self.save()
+            self._run.minutes.restart(SAVE)
+        elif agreed == EVALUATE:
+            self.evaluate()
+            self._run.minutes.restart(EVALUATE)
+        else:
+            self._run.outcome.stopped = agreed
+
     def _close(self, error: str) -> None:
+        """End the run: after a loop without an error do what is due at the end; close the sinks."""
         outcome = self._run.outcome
-        asked = self._plan.config.checkpoint
         outcome.step = self.steps_taken
         if not error:
-            self._do_what_is_due()
-            ends = (
-                "at_end" in self._plan.config.evaluation.model_fields_set
-                and self._agenda.evaluate.at_end
-            )
-            self._evaluate_if(ends and not outcome.stopped)
-        if self._passes.num_passes and not error:
-            name = self._plan.config.run.name
+            self._do_work_at_end()
+        if outcome.stopped:
+            self._note("stop", signal=outcome.stopped)
+        if error:
+            self._note("end", error=error)
+        else:
+            self._note("end", is_finished=not outcome.stopped)
+        self._sinks.close(hurries=bool(error or outcome.stopped))
+
+    def _do_work_at_end(self) -> None:
+        config = self._plan.config
+        outcome = self._run.outcome
+        self._do_due_work()
+        is_at_end_set = "at_end" in config.evaluation.model_fields_set
+        if is_at_end_set and self._schedule.evaluate.at_end and not outcome.stopped:
+            self._evaluate_once()
+        if self._passes.num_passes:
+            name = config.run.name
             warn(
                 f"{name}: the loop ends with a backward that no step() followed: it changed nothing"
             )
-        if not error and outcome.step > self._saved_at and (outcome.stopped or asked.at_end):
+        if outcome.step > self._saved_at and (outcome.stopped or config.checkpoint.at_end):
             self.save()
-        if outcome.stopped:
-            self._note("stop", signal=outcome.stopped)
-        self._note("end", **({"error": error} if error else {"is_finished": not outcome.stopped}))
-        self._sinks.close(hurries=bool(error or outcome.stopped))
 
     def _note(self, kind: str, **details: Any) -> None:
         if self._events is not None:

@@ -1,11 +1,12 @@
-"""The story of a run: from what `prepare` has found, before this process waited for any other, to
-`Trainer.fit()` and its end, top to bottom. From `process_group` on, all ranks walk the same way.
+"""The story of a run, top to bottom: from the result of `prepare`, for which no process waits for
+another, to `Trainer.fit()` and its end. From `process_group` on, all ranks do the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from typing import Any
 
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.data.streams import StreamPlaces
@@ -42,7 +43,7 @@ from framework.train.trainer import Minutes, Outcome
 
 
 def run_prepared(prepared: Prepared, request: StopRequest) -> RunResult:
-    """Train what was prepared, to its end or to where the request stops it."""
+    """Train a prepared run to its end, or until the request stops it."""
     with opened(prepared, request) as run:
         run.outcome = train(run)
     return run.result
@@ -50,23 +51,25 @@ def run_prepared(prepared: Prepared, request: StopRequest) -> RunResult:
 
 @contextmanager
 def opened(prepared: Prepared, request: StopRequest) -> Iterator[OpenRun]:
-    """A run for the time of its loop: all ranks together, its folder held, its engine where it goes
-    on from. Collective, as is the end of the block, which reports what the loop has left in
-    `outcome`.
+    """Open a run for the time of its loop: with the process group of all ranks, the run folder
+    locked, and the engine at the start or at a loaded checkpoint.
+
+    Collective, as is the end of the block, which reports the run's `outcome` as the loop has left
+    it.
 
     Raises:
-        RunStopped: the outcome says that the loop was stopped.
+        RunStopped: by the outcome the loop was stopped.
     """
-    config, folder = prepared.plan.config, RunFolder(prepared.plan.config.run.folder)
+    config = prepared.plan.config
+    folder = RunFolder(config.run.folder)
     with noting_errors():
         with explaining_failures(folder.logs, prepared.plan), process_group(config.run.backend):
             end_in_one_line()
             refuse_different_ranks(prepared.fingerprint())
             with closing(folder):
                 start = start_point.choose_together(folder, config)
-                prepared = start_point.agreed_weights(
-                    start_point.measure_cut(prepared, start), start
-                )
+                prepared = start_point.measure_cut(prepared, start)
+                prepared = start_point.agreed_weights(prepared, start)
                 start_point.open_folder(folder, prepared, start)
                 quiet_deepspeed(folder.logs / f"rank{rank()}.log")
                 with (
@@ -80,7 +83,7 @@ def opened(prepared: Prepared, request: StopRequest) -> Iterator[OpenRun]:
                     _at_work(prepared, folder, start, request, watch) as run,
                 ):
                     yield run
-        if run.outcome.stopped:  # here, where all ranks have left the group in good order
+        if run.outcome.stopped:  # only now: all ranks have left the group in good order
             raise RunStopped(describe_stop(run.result, run.outcome.stopped, prepared.plan))
 
 
@@ -92,48 +95,61 @@ def _at_work(
     request: StopRequest,
     watch: HangWatch,
 ) -> Iterator[OpenRun]:
-    plan, of_checkpoint = prepared.plan, prepared.plan.config.checkpoint
+    """Assemble the engine and everything around it, load the start, and close all of it in order at
+    the end of the block.
+    """
+    plan = prepared.plan
+    config = plan.config
     with waiting("the model and DeepSpeed's engine"):
         engine = assemble_engine(prepared)
-    # Ranks of a tensor group draw alike; where their layers are divided, `models.split.TensorPart`
-    # sees to it.
-    first = rank() - plan.layout.tensor_rank(rank())
-    seed_ranks(plan.config.run.seed, rank=first, step=start.step if start else 0)
-    best = BestSoFar(of_checkpoint.keep_best, best_is=of_checkpoint.best_is)
-    described = prepared.description(order=order_of(start)) | engine.description()
-    described |= start_point.describe_frozen(engine, plan.config)
+    _seed(prepared, start)
+    best = BestSoFar(config.checkpoint.keep_best, best_is=config.checkpoint.best_is)
+    description = prepared.description(order=order_of(start)) | engine.description()
+    description |= start_point.describe_frozen(engine, config)
     callbacks = make_callbacks(engine, prepared)
     places = StreamPlaces(gather)
-    left_out = start_point.steps_left_out(folder, start, plan.config)
-    kept = start_point.Kept(places, best, callbacks, left_out, *filter(None, [engine.bad_steps]))
+    left_out = start_point.steps_left_out(folder, start, config)
+    with_state: list[Any] = [best, callbacks, left_out]
+    if engine.bad_steps:
+        with_state.append(engine.bad_steps)
+    kept = start_point.Kept(places, *with_state)
 
-    def load(chosen: SavedCheckpoint | None) -> int:
-        with watch.during(LOADING), waiting(f"the load of {chosen.path if chosen else 'nothing'}"):
-            return start_point.load_start(engine, chosen, kept=kept, description=described)
+    def load(checkpoint: SavedCheckpoint | None) -> int:
+        name = "nothing"
+        if checkpoint:
+            name = str(checkpoint.path)
+        with watch.during(LOADING), waiting(f"the load of {name}"):
+            return start_point.load_start(engine, checkpoint, kept=kept, description=description)
 
     start_step = load(start)
     checkpointer = make_checkpointer(
-        engine, folder.checkpoints, plan=plan, description=described, further=kept.state
+        engine, folder.checkpoints, plan=plan, description=description, further=kept.state
     )
-    often = {"evaluate": plan.config.evaluation.every_minutes, "save": of_checkpoint.every_minutes}
-    minutes = Minutes(often, most=plan.config.training.max_minutes, began=request.began)
+    intervals = {
+        "evaluate": config.evaluation.every_minutes,
+        "save": config.checkpoint.every_minutes,
+    }
+    minutes = Minutes(intervals, most=config.training.max_minutes, began=request.began)
     with (
         closing(checkpointer),
         agreed_stops(request, start_step=start_step, due=minutes.due) as ask,
     ):
-        parts = (
-            prepared,
-            engine,
-            folder,
-            checkpointer,
-            best,
-            callbacks,
-            start,
-            places,
-            Watched(watch, ask),
-            minutes,
+        run = OpenRun(
+            prepared=prepared,
+            engine=engine,
+            folder=folder,
+            checkpointer=checkpointer,
+            best=best,
+            callbacks=callbacks,
+            start=start,
+            places=places,
+            stop=Watched(watch, ask),
+            minutes=minutes,
+            left_out=left_out,
+            load=load,
+            outcome=Outcome(step=start_step),
+            began=request.began,
         )
-        run = OpenRun(*parts, left_out, load, outcome=Outcome(step=start_step), began=request.began)
         if rank() == 0:
             run.print_start()
         yield run
@@ -146,3 +162,15 @@ def _at_work(
     engine.close()
     if rank() == 0:
         run.print_end()
+
+
+def _seed(prepared: Prepared, start: SavedCheckpoint | None) -> None:
+    """Seed this rank by its tensor group, and by the step it starts at: ranks of one group draw the
+    same numbers, and `models.split.TensorPart` takes care of layers that are divided among them.
+    """
+    plan = prepared.plan
+    first_of_group = rank() - plan.layout.tensor_rank(rank())
+    step = 0
+    if start:
+        step = start.step
+    seed_ranks(plan.config.run.seed, rank=first_of_group, step=step)

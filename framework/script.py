@@ -1,8 +1,7 @@
 """Entry of train.py on every rank: reads its command line, trains, and turns every end into an exit
 code.
 
-Torch is imported when everything has been checked that can be without it, and requests to stop are
-heard before that.
+Torch is imported after every check that does not need it; requests to stop are handled before that.
 """
 
 from __future__ import annotations
@@ -44,29 +43,29 @@ def _parser() -> CommandParser:
 
 
 def _train(request: StopRequest, arguments: argparse.Namespace) -> None:
-    # Imported here, where requests to stop are heard already.
+    # Imported here, where requests to stop are handled already.
     from framework.load_run import load_run
     from framework.plan.cluster import Cluster
 
-    job = load_run(
+    run = load_run(
         arguments.config, arguments.overrides, deepspeed_config=arguments.deepspeed_config
     )
-    # else the launcher has told them
-    if AGENT_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":
-        job.print_notes()
+    has_launcher = AGENT_VARIABLE in os.environ  # which has printed the notes
+    if not has_launcher and os.environ.get("RANK", "0") == "0":
+        run.print_notes()
     cluster = Cluster.from_environment(os.environ)
-    if job.config.auto:
+    if run.config.auto:
         from framework.launch.hosts.devices import find_devices
 
-        job = job.started(replace(cluster, device=find_devices(os.environ).kind))
-    plan = job.plan(cluster)  # before the seconds that torch takes to import
+        run = run.started(replace(cluster, device=find_devices(os.environ).kind))
+    plan = run.plan(cluster)  # before the seconds that torch takes to import
     from framework.training import fit_loaded
 
-    fit_loaded(plan, job.source, request, words=job.words)
+    fit_loaded(plan, run.source, request, words=run.words)
 
 
 def exit_code() -> int:
-    """Train; returns what the process ends with."""
+    """Train, and return the exit code of the process."""
     request = StopRequest()
     request.listen()
     try:
@@ -79,23 +78,23 @@ def exit_code() -> int:
             _train(request, arguments)
         return EXIT_OK
     except FrameworkError as error:
-        report(error, wait=partial(_let_the_other_report, request))
+        report(error, wait=partial(_wait_for_other_reports, request))
         return error.exit_code
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name in _OF_TRAINING:
             missing = missing_package(error.name, what="training")
-            report(missing, wait=partial(_let_the_other_report, request))
+            report(missing, wait=partial(_wait_for_other_reports, request))
             return missing.exit_code
         report_end(in_one_line(error))
         write(sys.stderr, traceback.format_exc())
         return EXIT_TRAINING
 
 
-def _let_the_other_report(request: StopRequest) -> None:
-    """A launcher ends all ranks when the first one ends: the one that speaks is given the time to,
-    or until we are to end.
+def _wait_for_other_reports(request: StopRequest) -> None:
+    """Wait until the rank that reports the error has had time to, or this one is to stop: a
+    launcher ends all ranks when the first one ends.
     """
-    if request.is_over:  # the run has ended, and rank 0 has told how
+    if request.is_over:  # the run has ended, and rank 0 has reported it
         return
     request.run_has_failed()
     deadline = time.monotonic() + SILENT_RANKS_WAIT_SECONDS
@@ -107,7 +106,7 @@ def main() -> NoReturn:
     """Train, and end this process."""
     code = exit_code()
     for stream in (sys.stdout, sys.stderr):
-        write(stream, "")  # also where nobody reads any more
+        write(stream, "")  # flush it, also if its reader has left
     # Not sys.exit: after a failure exit handlers would wait for ranks that are gone, and after
     # success DeepSpeed's native threads sometimes abort the interpreter on its way out, which would
     # turn a finished run into a failed one.

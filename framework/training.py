@@ -1,4 +1,4 @@
-"""The doors to a run: `fit()` from Python, `fit_loaded` from a file."""
+"""The functions that start a run: `fit()` from Python, `fit_loaded` from a file."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def fit(
 def fit_loaded(
     plan: Plan, source: Source, request: StopRequest, *, words: Sequence[str]
 ) -> RunResult:
-    """Train what was read from a file and planned; `words`: the file and its settings, for the
-    command proposed at the end.
+    """Train a run that was read from a file and planned; `words`: the file and its settings, for
+    the commands proposed at the end.
     """
     with refusing_exits():
         prepared = prepare(plan.config, source=source, plan=plan)

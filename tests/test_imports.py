@@ -290,7 +290,7 @@ def test_the_light_half_imports_what_a_laptop_has() -> None:
 
 def test_commands_beyond_the_torch_line_are_there() -> None:
     """The walk does not see what `cli` imports by name."""
-    for name in cli._BELOW_THE_LINE.values():
+    for name in cli._WITH_TORCH.values():
         assert part_of(name) not in LIGHT
         names = {
             node.name
