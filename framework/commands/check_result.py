@@ -216,7 +216,7 @@ def _document(text: str, file: str) -> Document:
         raise ConfigError(template or error.problems) from None
 
 
-def _too_large(plan: Plan, target: Target | None) -> Iterator[Problem]:
+def _too_large(plan: Plan, target: Hardware | None) -> Iterator[Problem]:
     """Warn of a plan of a known model that does not fit the device."""
     from framework.plan.memory import NotEstimatedError, estimate
 

@@ -48,12 +48,12 @@ def doctor(argv: Sequence[str]) -> int:
     arguments = _parser().parse_intermixed_args(list(argv))
     try:
         options = _options(arguments)
-        report, need = look(options)
+        report, requirements = look(options)
     except ConfigError as error:  # the hostfile: it is not known which hosts to check
         report = Report(before=[Check("hostfile", "cannot be used", error.problems)])
-        need = None
-    if arguments.bench and need is not None and report.is_fine:
-        report = replace(report, measured=bench(options, need))
+        requirements = None
+    if arguments.bench and requirements is not None and report.is_fine:
+        report = replace(report, measured=bench(options, requirements))
     if arguments.json:
         text = json.dumps(report.to_dict(), indent=2)
     else:
@@ -65,7 +65,7 @@ def doctor(argv: Sequence[str]) -> int:
     return EXIT_CONFIG
 
 
-def look(options: DoctorOptions) -> tuple[Report, Need]:
+def look(options: DoctorOptions) -> tuple[Report, Requirements]:
     """Check the config, then the machines: problems of the config do not hide the machines'.
 
     Raises:
@@ -78,11 +78,14 @@ def look(options: DoctorOptions) -> tuple[Report, Need]:
         num_ranks = options.num_ranks or count or RANKS_ON_CPU
         cluster = Cluster(devices_per_host=num_ranks, device=device)
     is_chosen = bool(options.num_ranks or options.chosen)
-    before, need = judge_config(options.config, options.overrides, cluster, is_chosen=is_chosen)
+    before, requirements = judge_config(
+        options.config, options.overrides, cluster, is_chosen=is_chosen
+    )
     if not options.chosen:
-        return Report(before, [examine(need, os.environ, counts_replaced=True)]), need
-    nodes, across = look_at_hosts(options, need)
-    return Report(before, nodes, across), need
+        node = examine(requirements, os.environ, counts_replaced=True)
+        return Report(before, [node]), requirements
+    nodes, across = look_at_hosts(options, requirements)
+    return Report(before, nodes, across), requirements
 
 
 def _options(arguments: argparse.Namespace) -> DoctorOptions:

@@ -203,13 +203,13 @@ def _refuse_odd_options(arguments: argparse.Namespace) -> None:
         raise UsageError(f"plan: --chart {arguments.chart}: what is drawn is SVG; name it .svg")
 
 
-def _find_target(arguments: argparse.Namespace, cluster: Cluster) -> Target:
+def _find_target(arguments: argparse.Namespace, cluster: Cluster) -> Hardware:
     """Return the devices of ``--gpu`` as they are listed, or those of this machine as measured."""
     if arguments.gpu:
         return listed_target(
             arguments.gpu, devices_per_host=cluster.devices_per_host, network=arguments.network
         )
-    return measured_target(cluster) or Target()
+    return measured_target(cluster) or Hardware()
 
 
 def _print_json(
@@ -337,7 +337,7 @@ def _answer(question: _Question) -> _Answer:
 
 
 def _strategy_lines(
-    question: _Question, planned: Candidate, result: Found, candidates: Sequence[Candidate]
+    question: _Question, planned: Candidate, result: SearchResult, candidates: Sequence[Candidate]
 ) -> Iterator[str]:
     """Yield the table of the candidates, and why other strategies lost."""
     target = question.target
@@ -387,7 +387,7 @@ def _is_alternative(candidate: Candidate, planned: Candidate) -> bool:
     return candidate.peak_bytes < 0.99 * planned.peak_bytes
 
 
-def _order(shown: Sequence[Candidate], target: Target) -> str:
+def _order(shown: Sequence[Candidate], target: Hardware) -> str:
     if any(candidate.time is not None for candidate in shown):
         return "the fastest first, estimated"
     if target.name:
@@ -397,7 +397,7 @@ def _order(shown: Sequence[Candidate], target: Target) -> str:
     return f"the least traffic first, speed unknown: {why}"
 
 
-def _memory_lines(memory: Memory, target: Target, *, kept: int) -> Iterator[str]:
+def _memory_lines(memory: Memory, target: Hardware, *, kept: int) -> Iterator[str]:
     """Yield lines on the memory of a rank; `kept`: number of checkpoints that stay on disk."""
     peak = memory.peak
     between = size_text(memory.total("between"))
@@ -447,7 +447,7 @@ def _largest_first(components: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted(components.items(), key=lambda item: -item[1])
 
 
-def _findings(question: _Question, planned: Candidate, result: Found) -> Iterator[Problem]:
+def _findings(question: _Question, planned: Candidate, result: SearchResult) -> Iterator[Problem]:
     """Warn of a plan that does not fit, with the nearest that does as the fix."""
     reason = question.target.lacking(planned.memory)
     if not reason:

@@ -14,7 +14,7 @@ from framework.system.arguments import whole
 from framework.system.output import visible, write
 
 if TYPE_CHECKING:  # the parser of every command imports this module for its options
-    from framework.report.records import Run
+    from framework.report.records import RunRecords
 
 _REFRESH_SECONDS = 10
 
@@ -109,7 +109,7 @@ def _lines(runs: list[RunRecords], out: Path) -> list[str]:
     return lines
 
 
-def _write_charts(runs: list[Run], *, svg: str | None, png: str | None) -> None:
+def _write_charts(runs: list[RunRecords], *, svg: str | None, png: str | None) -> None:
     """Write the charts into the folders `svg` and `png`, after a check that all can be written."""
     if not (svg or png):
         return

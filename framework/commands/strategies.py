@@ -164,7 +164,7 @@ def _in_units(size: float) -> str:
     return f"{size:,.0f}"
 
 
-def loser_lines(result: Found, *, shown: Sequence[Candidate]) -> Iterator[str]:
+def loser_lines(result: SearchResult, *, shown: Sequence[Candidate]) -> Iterator[str]:
     """Yield why each strategy that is not shown lost: slower ones first, then what does not fit,
     then what is refused.
     """
@@ -211,7 +211,7 @@ def unusual(settings: Settings) -> Settings:
     }
 
 
-def strategies_section(result: Found, candidates: Sequence[Candidate]) -> dict[str, Any]:
+def strategies_section(result: SearchResult, candidates: Sequence[Candidate]) -> dict[str, Any]:
     """Return the result of a search, with these of its candidates, as plain values for JSON."""
     ranked = []
     for candidate in candidates:

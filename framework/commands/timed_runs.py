@@ -45,7 +45,7 @@ def run_alone(
     log_every: int,
     longest_seconds: float | None = None,
     hostfile: str | None = None,
-) -> tuple[Run, str]:
+) -> tuple[RunRecords, str]:
     """Train a plan for `steps` steps, on this machine or on the hosts of a file, and wait.
 
     Returns:

@@ -102,7 +102,7 @@ def _work_of(values: Mapping[str, Any]) -> ModelWork:
     fields = dict(values)
     for kind in ("weights", "frozen"):
         fields[kind] = {name: tuple(shape) for name, shape in values[kind].items()}
-    fields["parts"] = tuple(Part(**part) for part in values["parts"])
+    fields["parts"] = tuple(LayerWork(**part) for part in values["parts"])
     return ModelWork(**fields)
 
 
