@@ -1,13 +1,13 @@
-"""`check --resolve`: what Hugging Face's Trainer and Accelerate write where a DeepSpeed JSON says
+"""`check --resolve`: what Hugging Face's Trainer and Accelerate write where a DeepSpeed JSON has
 "auto".
 
-The formulas are those of transformers (`HfTrainerDeepSpeedConfig`: `trainer_config_process`,
+The formulas come from transformers (`HfTrainerDeepSpeedConfig`: `trainer_config_process`,
 `trainer_config_finalize`) and accelerate (`Accelerator._prepare_deepspeed`, `DeepSpeedPlugin`).
 Where the two differ this follows the Trainer, with one exception: the prefetch bucket is a whole
 number, as Accelerate writes it, because DeepSpeed refuses a fraction.
 
-The Trainer refuses a file that says another number than its argument, so a number in the file tells
-the argument too.
+The Trainer refuses a file with another number than its argument, so a number in the file gives the
+argument too.
 """
 
 from __future__ import annotations
@@ -29,14 +29,22 @@ from framework.text.document import Document, KeyPath
 from framework.text.edits import Edit, RemoveMember, ReplaceValue, apply_edits
 from framework.text.typos import nearest
 
-_OTHER_NAMES: Final[Mapping[str, str]] = {
-    other: name for name, argument in ARGUMENTS.items() for other in argument.get("other_names", ())
-}
-# Keys that take the value of one argument -> the argument. A value that stands in the file tells
-# the argument.
-_ARGUMENT_OF: Final[Mapping[str, str]] = {
-    key: name for name, argument in ARGUMENTS.items() for key in argument.get("keys", ())
-}
+
+def _other_names() -> Iterator[tuple[str, str]]:
+    for name, argument in ARGUMENTS.items():
+        for other in argument.get("other_names", ()):
+            yield other, name
+
+
+def _arguments_of_keys() -> Iterator[tuple[str, str]]:
+    for name, argument in ARGUMENTS.items():
+        for key in argument.get("keys", ()):
+            yield key, name
+
+
+_OTHER_NAMES: Final[Mapping[str, str]] = dict(_other_names())
+# Keys that take the value of one argument -> the argument. A value in the file gives the argument.
+_ARGUMENT_OF: Final[Mapping[str, str]] = dict(_arguments_of_keys())
 _PRECISIONS: Final = ("no", "fp16", "bf16")
 _BY_HIDDEN_SIZE: Final = (
     "zero_optimization.reduce_bucket_size",
@@ -46,9 +54,17 @@ _BY_HIDDEN_SIZE: Final = (
 
 
 class _UnknownArgumentError(Exception):
-    """An argument that is needed, was not given, and has no default: why it is not known, and how
-    to say it.
+    """An argument that is needed, was not given, and has no default.
+
+    Attributes:
+        reason: why it is not known.
+        fix: how to give it.
     """
+
+    def __init__(self, reason: str, fix: str) -> None:
+        super().__init__(reason, fix)
+        self.reason = reason
+        self.fix = fix
 
 
 @dataclass(frozen=True)
@@ -58,7 +74,7 @@ class Resolution:
     Attributes:
         text: the file with the values filled in; everything else stands as it stood.
         notes: values that came from a default, and keys that were left out.
-        problems: what nobody can know from the file and the arguments given; the text then still
+        problems: what cannot be known from the file and the arguments given; the text then still
             holds "auto".
     """
 
@@ -87,55 +103,71 @@ def resolve(
         UsageError: a setting that means nothing here.
     """
     table = load_table(release)
-    values = document.value if isinstance(document.value, Mapping) else {}
+    if isinstance(document.value, Mapping):
+        values = document.value
+    else:
+        values = {}
     autos = [path for path, value in leaves(values) if value == "auto"]
-    keys = {
-        name: value
-        for name, value in settings.items()
-        if not _is_argument(name) and ("." in name or name in values)
-    }
-    for name, value in keys.items():
+    key_settings, argument_settings = _split_settings(settings, values)
+    for name, value in key_settings.items():
         if tuple(name.split(".")) not in autos:
             raise UsageError(f'{name}: --resolve fills in "auto" only, and the file has none there')
         if not _is_json(value):
             raise UsageError(f"{name}={show_value(value)}: JSON has no such number")
-    given = _given({name: settings[name] for name in settings if name not in keys}, world_size)
-    filler = _Filler(given, table, keys, values)
-    edits = [edit for path in autos for edit in filler.edits(path)]
+    filler = _Filler(_checked(argument_settings, world_size), table, key_settings, values)
+    edits: list[Edit] = []
+    for path in autos:
+        edits += filler.edits(path)
     if filler.problems:
-        return Resolution(document.text, problems=tuple(_placed(document, filler.problems)))
-    return Resolution(
-        apply_edits(document, edits) if edits else document.text,
-        tuple(_placed(document, filler.notes)),
-    )
+        return Resolution(document.text, problems=_placed(document, filler.problems))
+    text = document.text
+    if edits:
+        text = apply_edits(document, edits)
+    return Resolution(text, _placed(document, filler.notes))
 
 
-def _given(settings: Mapping[str, Any], world_size: int | None) -> dict[str, Any]:
-    """Check the arguments of a command line; by the Trainer's names.
+def _split_settings(
+    settings: Mapping[str, Any], values: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split settings into values for DeepSpeed's keys and values for arguments."""
+    keys = {}
+    arguments = {}
+    for name, value in settings.items():
+        if not _is_argument(name) and ("." in name or name in values):
+            keys[name] = value
+        else:
+            arguments[name] = value
+    return keys, arguments
+
+
+def _checked(settings: Mapping[str, Any], world_size: int | None) -> dict[str, Any]:
+    """Check the arguments of a command line and return them by the Trainer's names.
 
     Raises:
-        UsageError: a name that nobody knows, or a value that cannot be.
+        UsageError: an unknown name, or a value that its argument does not take.
     """
-    given: dict[str, Any] = {} if world_size is None else {"world_size": world_size}
+    arguments: dict[str, Any] = {}
+    if world_size is not None:
+        arguments["world_size"] = world_size
     for name, value in settings.items():
         if name == "mixed_precision":
             if value not in _PRECISIONS:
                 raise UsageError(
                     f"mixed_precision={show_value(value)}: known are {', '.join(_PRECISIONS)}"
                 )
-            given |= {"fp16": value == "fp16", "bf16": value == "bf16"}
+            arguments["fp16"] = value == "fp16"
+            arguments["bf16"] = value == "bf16"
             continue
         argument = _OTHER_NAMES.get(name, name)
         if argument not in ARGUMENTS:
             raise UsageError(_unknown_name(name))
         if mismatch(value, ARGUMENTS[argument]) is not None:
-            raise UsageError(f"{name}={show_value(value)}: not {_in_words(ARGUMENTS[argument])}")
-        if given.get(argument, value) != value:
-            raise UsageError(
-                f"{name}={show_value(value)}: {argument} is {show_value(given[argument])} already"
-            )
-        given[argument] = value
-    return given
+            raise UsageError(f"{name}={show_value(value)}: not {_type_words(ARGUMENTS[argument])}")
+        if arguments.get(argument, value) != value:
+            other_value = show_value(arguments[argument])
+            raise UsageError(f"{name}={show_value(value)}: {argument} is {other_value} already")
+        arguments[argument] = value
+    return arguments
 
 
 def _is_argument(name: str) -> bool:
@@ -145,14 +177,14 @@ def _is_argument(name: str) -> bool:
 def _unknown_name(name: str) -> str:
     known = [*ARGUMENTS, "mixed_precision"]
     guess = nearest(name, known)
-    return f"{name}: not an argument of the Trainer; " + (
-        f"did you mean {guess}?"
-        if guess
-        else f'known are {", ".join(known)}, and the DeepSpeed keys that are "auto"'
-    )
+    if guess:
+        fix = f"did you mean {guess}?"
+    else:
+        fix = f'known are {", ".join(known)}, and the DeepSpeed keys that are "auto"'
+    return f"{name}: not an argument of the Trainer; {fix}"
 
 
-def _in_words(argument: Mapping[str, Any]) -> str:
+def _type_words(argument: Mapping[str, Any]) -> str:
     words = TYPE_WORDS[argument["type"]]
     if "minimum" in argument:
         return f"{words} of {argument['minimum']} or more"
@@ -160,52 +192,66 @@ def _in_words(argument: Mapping[str, Any]) -> str:
 
 
 class _Filler:
-    """Finds the edit for each "auto", and says what was assumed."""
+    """Finds the edit for each "auto", and notes what was assumed.
+
+    Attributes:
+        arguments: as given, by the Trainer's names.
+        table: the keys of the release.
+        key_settings: DeepSpeed's keys with values given for them.
+        values: the file.
+        notes: defaults that values came from, and keys that were left out.
+        problems: what cannot be known.
+        reported: arguments with a default that is noted.
+        assumed: defaults that the value in hand needed.
+    """
 
     def __init__(
         self,
-        given: Mapping[str, Any],
+        arguments: Mapping[str, Any],
         table: KeyTable,
-        keys: Mapping[str, Any],
+        key_settings: Mapping[str, Any],
         values: Mapping[str, Any],
     ) -> None:
-        self.given = given
+        self.arguments = arguments
         self.table = table
-        self.keys = keys
+        self.key_settings = key_settings
         self.values = values
         self.notes: list[Problem] = []
         self.reported: set[str] = set()
-        self.assumed: dict[str, Any] = {}  # defaults that the value in hand needed
+        self.assumed: dict[str, Any] = {}
         self.problems = list(self._mismatches())
 
     def _mismatches(self) -> Iterator[Problem]:
-        """Keys whose value is another than the argument that was given."""
-        for name, stated in self.given.items():
-            # the Trainer refuses file and argument to differ, but for some
-            for path in (
-                ARGUMENTS[name].get("keys", ()) if "may_differ" not in ARGUMENTS[name] else ()
-            ):
+        """Find keys with another value than the argument that was given."""
+        for name, argument in self.arguments.items():
+            if "may_differ" in ARGUMENTS[name]:
+                continue  # the Trainer refuses file and argument to differ, but for these
+            for path in ARGUMENTS[name].get("keys", ()):
                 value = value_at(self.values, path.split("."), None)
-                if value not in (None, "auto") and value != stated:
+                if value not in (None, "auto") and value != argument:
                     reason = (
-                        f"{name}={show_value(stated)} was given, and the Trainer refuses two values"
+                        f"{name}={show_value(argument)} was given, and the Trainer refuses two "
+                        "values"
                     )
                     fix = 'write "auto", or the same value in both places'
                     yield Problem("auto-mismatch", reason, fix, path, value)
         name = "gradient_accumulation_steps"
-        if self.given.get(name, 1) != 1 and name not in self.values:
-            reason = f"left out Accelerate makes it 1, and the Trainer was given {self.given[name]}"
+        if self.arguments.get(name, 1) != 1 and name not in self.values:
+            reason = (
+                f"left out Accelerate makes it 1, and the Trainer was given {self.arguments[name]}"
+            )
             yield Problem("auto-mismatch", reason, f'add "{name}": "auto"', name)
 
     def _get(self, name: str) -> Any:
-        """The value of an argument: as given, as the file tells, or the default, which is then
-        remembered as assumed.
+        """Return the value of an argument: as given, from the file, or the default.
+
+        A default is remembered as assumed.
 
         Raises:
             _UnknownArgumentError: there is none.
         """
-        if name in self.given:
-            return self.given[name]
+        if name in self.arguments:
+            return self.arguments[name]
         argument = ARGUMENTS[name]
         for path in argument.get("keys", ()):
             value = value_at(self.values, path.split("."), None)
@@ -218,23 +264,26 @@ class _Filler:
         return argument["default"]
 
     def edits(self, path: KeyPath) -> Iterator[Edit]:
+        """Yield the edit of one "auto", or note why there is none."""
         name = dotted(path)
         key = self.table.get(list(map(str, path)), variant_of(self.values, path))
         if key is not None and key.knows_auto:
             return
-        if name in self.keys:
-            yield ReplaceValue(path, self.keys[name])
+        if name in self.key_settings:
+            yield ReplaceValue(path, self.key_settings[name])
             return
         self.assumed = {}
         try:
             value = self._value(name)
         except _UnknownArgumentError as missing:
-            self._unknown(name, *missing.args)
+            self._add_unknown(name, missing.reason, missing.fix)
             return
         if value is not MISSING:
             self._note_assumed(name, value)
             yield ReplaceValue(path, value)
-        elif read_by_model(name, self.table.release) and key is not None and "." in name:
+        elif key is None:
+            return  # an unknown key is for the lint to name
+        elif read_by_model(name, self.table.release) and "." in name:
             self._note(
                 name,
                 "removed: Hugging Face does not fill it in, and DeepSpeed's "
@@ -242,44 +291,49 @@ class _Filler:
                 f"give {name}=VALUE for another one",
             )
             yield RemoveMember(path)
-        elif key is not None:
-            self._unknown(
+        else:
+            self._add_unknown(
                 name, "Hugging Face does not fill it in", f"give {name}=VALUE, or remove it"
             )
-        # An unknown key is for the lint to name.
 
     def _value(self, path: str) -> Any:
         """Return the value after Hugging Face has filled it in; MISSING where it leaves "auto"."""
-        get = self._get
         if path == "train_batch_size":
             return (
-                get("world_size")
-                * get("per_device_train_batch_size")
-                * get("gradient_accumulation_steps")
+                self._get("world_size")
+                * self._get("per_device_train_batch_size")
+                * self._get("gradient_accumulation_steps")
             )
         if path == "optimizer.params.betas":
-            return [get("adam_beta1"), get("adam_beta2")]
+            return [self._get("adam_beta1"), self._get("adam_beta2")]
         if path == "scheduler.params.warmup_min_lr":
             return 0
         if path == "scheduler.params.warmup_num_steps":
-            ratio = self.given.get("warmup_ratio", 0)
-            if ratio and not self.given.get("warmup_steps", 0):
-                steps = ratio
-            else:
-                steps = get("warmup_steps")
-            # below 1 it is a share of the run; DeepSpeed refuses 0, so the Trainer writes 1 at
-            # least
-            return max(1, math.ceil(get("max_steps") * steps) if 0 < steps < 1 else int(steps))
+            return self._warmup_steps()
         if path in _ARGUMENT_OF:
-            return get(_ARGUMENT_OF[path])
+            return self._get(_ARGUMENT_OF[path])
         if path in _BY_HIDDEN_SIZE:
             return self._by_hidden_size(path)
         if path.startswith("zero_optimization.offload_") and path.endswith(".nvme_path"):
             section = path.split(".")[1]
-            if get(f"{section}_device") == "nvme":
-                return get(f"{section}_nvme_path")
-            return MISSING
+            if self._get(f"{section}_device") == "nvme":
+                return self._get(f"{section}_nvme_path")
         return MISSING
+
+    def _warmup_steps(self) -> int:
+        """Return the steps of the warm-up; below 1 the argument is a share of the run.
+
+        DeepSpeed refuses 0, so the Trainer writes 1 at least.
+        """
+        ratio = self.arguments.get("warmup_ratio", 0)
+        if ratio and not self.arguments.get("warmup_steps", 0):
+            steps = ratio
+        else:
+            steps = self._get("warmup_steps")
+        if 0 < steps < 1:
+            share: float = self._get("max_steps") * steps
+            return max(1, math.ceil(share))
+        return max(1, int(steps))
 
     def _by_hidden_size(self, path: str) -> Any:
         has_stage = value_at(self.values, ("zero_optimization", "stage")) is not MISSING
@@ -296,28 +350,31 @@ class _Filler:
         self.notes.append(Problem("auto-resolved", reason, fix, path, "auto", severity="note"))
 
     def _note_assumed(self, path: str, value: Any) -> None:
-        """Say each default once, at the first key that it decides."""
+        """Note each default once, at the first key that it decides."""
         new = {name: default for name, default in self.assumed.items() if name not in self.reported}
         self.reported.update(new)
-        if new:
-            listed = " and ".join(f"{name}={show_value(default)}" for name, default in new.items())
-            if len(new) > 1:
-                many = "s"
-            else:
-                many = ""
-            self._note(
-                path,
-                f"filled in with {show_value(value)}, from Hugging Face's default{many} {listed}",
-                f"give {' and '.join(f'{name}=VALUE' for name in new)} if yours "
-                f"differ{'' if many else 's'}",
-            )
+        if not new:
+            return
+        defaults = " and ".join(f"{name}={show_value(default)}" for name, default in new.items())
+        settings = " and ".join(f"{name}=VALUE" for name in new)
+        if len(new) > 1:
+            noun = "defaults"
+            verb = "differ"
+        else:
+            noun = "default"
+            verb = "differs"
+        self._note(
+            path,
+            f"filled in with {show_value(value)}, from Hugging Face's {noun} {defaults}",
+            f"give {settings} if yours {verb}",
+        )
 
-    def _unknown(self, path: str, reason: str, fix: str) -> None:
+    def _add_unknown(self, path: str, reason: str, fix: str) -> None:
         self.problems.append(Problem("auto-unknown", reason, fix, path, "auto"))
 
 
-def _placed(document: Document, problems: Sequence[Problem]) -> Iterator[Problem]:
-    return (placed(document, problem, at_top=False) for problem in problems)
+def _placed(document: Document, problems: Sequence[Problem]) -> tuple[Problem, ...]:
+    return tuple(placed(document, problem, at_top=False) for problem in problems)
 
 
 def _default(key: Key) -> str:

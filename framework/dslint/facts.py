@@ -1,10 +1,10 @@
 """`Facts`: a DeepSpeed JSON as its rules see it, and `Topology`, the target that it is judged for.
 
 Values are plain, deprecated spellings settled, and nothing can raise. A rule asks for a value and
-says DeepSpeed's default. What it gets is what DeepSpeed would use: the old names (`bfloat16`,
+gives DeepSpeed's default. What it gets is what DeepSpeed would use: the old names (`bfloat16`,
 `cpu_offload`, `max_live_parameters`, `zero_optimization: true`) stand under today's, and "auto" in
-a section that drops it is the default. A value of the wrong type is another's finding: the typed
-readers answer None, which equals nothing.
+a section that drops it is the default. A value of the wrong type is the key table's problem: here
+the typed readers return None, which equals nothing.
 """
 
 from __future__ import annotations
@@ -44,15 +44,18 @@ class GpuKind:
 
 @cache
 def gpu_kinds() -> Mapping[str, GpuKind]:
-    """The kinds that ``--gpu`` takes, those of `plan/devices.json`."""
-    found = {}
-    for name, listed in tables()["devices"].items():
-        capability = tuple(listed["capability"] or ())
-        fp16, bf16 = (not capability or capability >= least for least in ((7, 0), (8, 0)))
-        found[name] = GpuKind(
-            name, listed["memory_gib"], fp16=fp16, bf16=bf16, device=listed["kind"]
+    """Return the kinds that ``--gpu`` takes, by name, from `plan/devices.json`."""
+    kinds = {}
+    for name, row in tables()["devices"].items():
+        capability = tuple(row["capability"] or ())
+        kinds[name] = GpuKind(
+            name,
+            row["memory_gib"],
+            fp16=not capability or capability >= (7, 0),
+            bf16=not capability or capability >= (8, 0),
+            device=row["kind"],
         )
-    return found
+    return kinds
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Topology:
     """Target that a config is to run on, as far as it is known.
 
     Attributes:
-        world_size: ranks in all; None when nobody said.
+        world_size: ranks in all; None if not known.
         device: kind of device, as `Cluster` names it.
         gpu: which GPU, from ``--gpu``.
     """
@@ -72,7 +75,8 @@ class Topology:
     @staticmethod
     def from_cluster(cluster: Cluster, gpu: GpuKind | None = None) -> Topology:
         """Build the target from a hostfile or ``--num_gpus``."""
-        return Topology(cluster.world_size, gpu.device if gpu else cluster.device, gpu)
+        device = gpu.device if gpu else cluster.device
+        return Topology(cluster.world_size, device, gpu)
 
 
 Dtype = Literal["fp32", "fp16", "bf16", "int8"]
@@ -124,19 +128,17 @@ class Facts:
     topology: Topology = field(default_factory=Topology)
 
     def given(self, path: str) -> bool:
-        """Check whether the file sets the key, under any of its names, to something else than
-        null.
-        """
+        """Check whether the file sets the key, under any of its names, to more than null."""
         return self._settled.get(path, (None, ""))[0] is not None
 
     def get(self, path: str, default: Any = None) -> Any:
-        """The value as DeepSpeed would see it, of whatever type; `default` where the file says
-        nothing.
+        """Return the value as DeepSpeed would see it, of any type; `default` where it is left
+        out.
         """
         return self._settled.get(path, (default, ""))[0]
 
     def written(self, path: str) -> str:
-        """The key as the file spells it, for messages and places."""
+        """Return the key as the file spells it, for messages and places."""
         return self._settled.get(path, (None, path))[1]
 
     def raw(self, path: str) -> Any:
@@ -144,39 +146,34 @@ class Facts:
         return value_at(self.values, _parts(self.written(path)))
 
     def flag(self, path: str, default: bool = False) -> bool | None:
-        """A truth value, None when it is something else."""
+        """Return a truth value, None when it is something else."""
         value = self.get(path, default)
         # a release that reads them by hand: text is true
         if value == "auto" and path.startswith(("fp16.", "bf16.")):
             return True
-        if isinstance(value, bool) or not self.is_lax(path):
-            if isinstance(value, bool):
-                return value
+        if isinstance(value, bool):
+            return value
+        if not self.is_lax(path):
             return None
         if isinstance(value, (int, float)):
             if value in (0, 1):
                 return bool(value)
             return None
         if isinstance(value, str):
-            text = value.lower()
-        else:
-            text = None
-        if text in TRUE:
-            return True
-        if text in FALSE:
-            return False
+            return _truth_of(value)
         return None
 
     def whole(self, path: str, default: int | None = None) -> int | None:
-        """A whole number, None when it is something else."""
+        """Return a whole number, None when it is something else."""
         value = self.get(path, default)
+        is_lax = self.is_lax(path)
         if isinstance(value, bool):
-            if self.is_lax(path):
+            if is_lax:
                 return int(value)
             return None
-        if isinstance(value, int) or not self.is_lax(path):
-            if isinstance(value, int):
-                return value
+        if isinstance(value, int):
+            return value
+        if not is_lax:
             return None
         if isinstance(value, float):
             if isfinite(value) and value == int(value):
@@ -187,7 +184,7 @@ class Facts:
         return None
 
     def number(self, path: str, default: float | None = None) -> float | None:
-        """A finite number, None when it is something else."""
+        """Return a finite number, None when it is something else."""
         value = self.get(path, default)
         if isinstance(value, bool) and self.is_lax(path):
             return float(value)
@@ -203,21 +200,21 @@ class Facts:
         return None
 
     def text(self, path: str, default: str | None = None) -> str | None:
-        """A text, None when it is something else."""
+        """Return a text, None when it is something else."""
         value = self.get(path, default)
         if isinstance(value, str):
             return value
         return None
 
     def section(self, path: str) -> Mapping[str, Any]:
-        """The object under a key, empty when there is none."""
+        """Return the object under a key, empty when there is none."""
         value = self.get(path)
         if isinstance(value, Mapping):
             return value
         return {}
 
     def dtype(self, path: str) -> Dtype | None:
-        """A dtype by any of the names that DeepSpeed knows (deepspeed/runtime/config.py
+        """Return a dtype by any of the names that DeepSpeed knows (deepspeed/runtime/config.py
         `DtypeEnum`).
         """
         return _DTYPES.get(self.text(path) or "")
@@ -232,11 +229,13 @@ class Facts:
 
     def is_release(self, since: str, before: str) -> bool:
         """Check whether the release judged against lies between two; empty ones are no limits."""
-        return (not since or self.since(since)) and not (before and self.since(before))
+        if since and not self.since(since):
+            return False
+        return not (before and self.since(before))
 
     @property
     def world_size(self) -> int | None:
-        """Return the number of ranks, None when nobody said."""
+        """Return the number of ranks, None if not known."""
         return self.topology.world_size
 
     @cached_property
@@ -246,7 +245,7 @@ class Facts:
 
     @cached_property
     def is_elastic(self) -> bool:
-        """Check whether elasticity sets the batch sizes, whatever is written."""
+        """Check whether elasticity sets the batch sizes and overrides the file's."""
         return bool(self.get("elasticity.enabled")) and not self.since("0.19.8")
 
     @cached_property
@@ -339,23 +338,18 @@ class Facts:
         """
         if not self.optimizer:
             return None
-        is_adam = (
-            self.optimizer in ("adam", "adamw")
-            and self.flag("optimizer.params.torch_adam", False) is False
-        )
-        return is_adam and self.offloads_optimizer and not self.given("zero_optimization.zenflow")
+        is_adam = self.optimizer in ("adam", "adamw")
+        is_deepspeeds = self.flag("optimizer.params.torch_adam", False) is False
+        has_zenflow = self.given("zero_optimization.zenflow")
+        return is_adam and is_deepspeeds and self.offloads_optimizer and not has_zenflow
 
     @cached_property
     def uses_bf16_optimizer(self) -> bool:
         """Stage 1 in bf16 with fp32 accumulation has a wrapper of its own (engine.py
         `_do_optimizer_sanity_check`).
         """
-        wanted = (1, "bf16", "fp32")
-        return (
-            self.stage,
-            self.model_dtype,
-            self.accumulation_dtype,
-        ) == wanted and self.optimizer_device != "cpu"
+        dtypes = (self.model_dtype, self.accumulation_dtype)
+        return self.stage == 1 and dtypes == ("bf16", "fp32") and self.optimizer_device != "cpu"
 
     @cached_property
     def data_parallel_size(self) -> int | None:
@@ -370,46 +364,63 @@ class Facts:
             return world
         if self.given("data_parallel_size"):
             return self.whole("data_parallel_size")
-        return world // sequence if sequence > 0 and world % sequence == 0 else None
+        if sequence > 0 and world % sequence == 0:
+            return world // sequence
+        return None
 
     @cached_property
     def _settled(self) -> dict[str, tuple[Any, str]]:
         """Today's dotted path -> (value, path as written)."""
-        found: dict[str, tuple[Any, str]] = {}
+        settled: dict[str, tuple[Any, str]] = {}
         for written, value in _walk(self.values, "", 0, self.release):
-            if written.split(".", 1)[0] == "bfloat16":
-                path = "bf16" + written[8:]
-            else:
-                path = written
-            if path is not written and self.values.get("bf16") is not None:
+            is_old_section = written.split(".", 1)[0] == "bfloat16"
+            if is_old_section and self.values.get("bf16") is not None:
                 continue  # DeepSpeed does not look at the old name then
-            if path.startswith("tensor_parallel.tensor_parallel."):
-                name = path.rsplit(".", 1)[0]
-            else:
-                name = path
-            path = _other_names().get(name, name) + path[len(name) :]
+            path = _todays_name(written)
             if path in DEPRECATED:
-                today, meaning = DEPRECATED[path]
                 if value is True:
-                    found[today] = (meaning, written)
-                    if isinstance(meaning, dict):
-                        found.update(
-                            {f"{today}.{key}": (item, written) for key, item in meaning.items()}
-                        )
+                    settled.update(_replacement(path, written))
             elif path == "zero_optimization" and isinstance(value, bool):
-                found["zero_optimization"] = ({"stage": int(value)}, written)
-                found["zero_optimization.stage"] = (int(value), written)
+                settled["zero_optimization"] = ({"stage": int(value)}, written)
+                settled["zero_optimization.stage"] = (int(value), written)
             else:
-                found[path] = (value, written)
-        return found
+                settled[path] = (value, written)
+        return settled
+
+
+def _todays_name(written: str) -> str:
+    """Return the name of a key that is written under an old section or an alias."""
+    path = written
+    if written.split(".", 1)[0] == "bfloat16":
+        path = "bf16" + written.removeprefix("bfloat16")
+    name = path
+    if path.startswith("tensor_parallel.tensor_parallel."):
+        name = path.rsplit(".", 1)[0]
+    return _other_names().get(name, name) + path[len(name) :]
+
+
+def _replacement(path: str, written: str) -> dict[str, tuple[Any, str]]:
+    """Return what a deprecated key that is true stands for, as `Facts._settled` has it."""
+    today, meaning = DEPRECATED[path]
+    settled = {today: (meaning, written)}
+    if isinstance(meaning, dict):
+        for key, item in meaning.items():
+            settled[f"{today}.{key}"] = (item, written)
+    return settled
+
+
+def _truth_of(text: str) -> bool | None:
+    if text.lower() in TRUE:
+        return True
+    if text.lower() in FALSE:
+        return False
+    return None
 
 
 def _walk(
     section: Mapping[Any, Any], prefix: str, depth: int, release: str
 ) -> Iterator[tuple[str, Any]]:
-    """Every key of every object, as dotted path; the keys that DeepSpeed's models drop are left
-    out.
-    """
+    """Yield every key of every object, as dotted path, but not "auto" where DeepSpeed drops it."""
     for name, value in section.items():
         if not isinstance(name, str) or "." in name:
             continue  # no key of DeepSpeed
@@ -422,20 +433,19 @@ def _walk(
 
 
 def value_at(values: Any, path: Iterable[str], default: Any = MISSING) -> Any:
-    """The value at a path of names, into lists as well; `default` where there is none."""
+    """Return the value at a path of names, into lists as well; `default` if there is none."""
     for name in path:
         if isinstance(values, Mapping) and name in values:
             values = values[name]
-        elif (
-            isinstance(values, (list, tuple))
-            and name.isdecimal()
-            and len(name) < 9
-            and int(name) < len(values)
-        ):
+        elif isinstance(values, (list, tuple)) and _is_index(name, len(values)):
             values = values[int(name)]
         else:
             return default
     return values
+
+
+def _is_index(name: str, length: int) -> bool:
+    return name.isdecimal() and len(name) < 9 and int(name) < length
 
 
 def dotted(path: KeyPath) -> str:
@@ -444,7 +454,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def leaves(values: Mapping[str, Any], section: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Path and value of everything that is not a section; an empty section counts as a value."""
+    """Yield path and value of everything but sections; an empty section counts as a value."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, (*section, name))
@@ -462,28 +472,27 @@ def read_by_model(path: str, release: str) -> bool:
 
 @cache
 def _model_sections() -> frozenset[str]:
-    """Sections that a pydantic model reads (deepspeed/runtime/config_utils.py
+    """Return the sections that a pydantic model reads (deepspeed/runtime/config_utils.py
     `DeepSpeedConfigModel`): "auto" is dropped and "2" or 1.0 pass as numbers. All others are read
     by hand, as they stand.
     """
     entries = load_table().entries.items()
-    return (
-        frozenset(path.split(".")[0] for path, entry in entries if entry["reader"] == "pydantic")
-        | _PRECISIONS
-    )
+    sections = {path.split(".")[0] for path, entry in entries if entry["reader"] == "pydantic"}
+    return _PRECISIONS | sections
 
 
 @cache
 def _other_names() -> Mapping[str, str]:
-    """Python's name of a field -> the name that JSON files give it; DeepSpeed takes both
+    """Return Python's name of a field -> the name that JSON files give it; DeepSpeed takes both
     (`populate_by_name`).
     """
-    return {
-        f"{section}.{alias}": path
-        for path, entry in load_table().entries.items()
-        for alias in entry.get("aliases", ())
-        if (section := path.rpartition(".")[0])
-    }
+    names = {}
+    for path, entry in load_table().entries.items():
+        section = path.rpartition(".")[0]
+        if section:
+            for alias in entry.get("aliases", ()):
+                names[f"{section}.{alias}"] = path
+    return names
 
 
 @lru_cache(maxsize=4096)

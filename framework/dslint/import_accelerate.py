@@ -9,15 +9,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from framework.dslint.facts import value_at
-from framework.dslint.trainer_arguments import TrainerArguments, WatchedSection, launch_options
+from framework.dslint.trainer_arguments import (
+    TrainerArguments,
+    WatchedSection,
+    launch_options,
+    refused_beside_json,
+)
 from framework.errors import Problem, show_value
 
 _HALF_PRECISIONS: Final = ("bf16", "fp16")
 # fsdp_sharding_strategy, by name or number, or fsdp_reshard_after_forward -> ZeRO stage; 3 for any
 # other.
 _STAGES: Final = {"SHARD_GRAD_OP": 2, "2": 2, "FALSE": 2, "NO_SHARD": 0, "3": 0}
-# accelerate/utils/dataclasses.py `DeepSpeedPlugin._deepspeed_config_checks`: Accelerate's key -> the
-# key of the JSON.
+# Accelerate's key -> the key of the JSON (accelerate/utils/dataclasses.py
+# `DeepSpeedPlugin._deepspeed_config_checks`).
 _NOT_BESIDE_A_FILE: Final[Mapping[str, str]] = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
@@ -125,23 +130,11 @@ def _find_keys_beside_a_file(
         if section.get(name) is not None:
             json_value = value_at(config, json_key.split("."), None)
             message = f"{reason}; the DeepSpeed JSON has {json_key} = {show_value(json_value)}"
-            yield Problem(
-                "sources-disagree",
-                message,
-                "remove it, and write it in the JSON",
-                f"deepspeed_config.{name}",
-                section[name],
-            )
+            yield refused_beside_json(f"deepspeed_config.{name}", section[name], message)
     precision = arguments.values.get("mixed_precision")
     if precision is not None:
         message = f"{reason}; the DeepSpeed JSON enables {_enabled_precision(config)}"
-        yield Problem(
-            "sources-disagree",
-            message,
-            "remove it, and write it in the JSON",
-            "mixed_precision",
-            precision,
-        )
+        yield refused_beside_json("mixed_precision", precision, message)
 
 
 def _enabled_precision(config: Mapping[str, Any]) -> str:

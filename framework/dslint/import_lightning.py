@@ -1,5 +1,5 @@
-"""Lightning's CLI config under the keys of a run config: trainer, seed, and the classes of optimizer
-and schedule.
+"""Lightning's CLI config under the keys of a run config: trainer, seed, and the classes of
+optimizer and schedule.
 
 The order of the steps is the order of the sections in the file that `import` prints.
 """

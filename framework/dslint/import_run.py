@@ -3,8 +3,8 @@
 What the file leaves out is written down as DeepSpeed decides it, where our default is another.
 "auto", which only other tools fill in, becomes our default, with a comment. Keys without effect are
 named at the top. What a run config cannot express, and a key that this release does not read and
-that was on, is a problem, and then there is no run config. The ways in which the rendering differs from
-the file on purpose:
+that was on, is a problem, and then there is no run config. The ways in which the rendering differs
+from the file on purpose:
 
 - `steps_per_print`, `tensorboard`, `csv_monitor`: the Trainer reports; the engine stays silent
 (`training.log_every`, `monitors`);
@@ -167,7 +167,7 @@ def _sections(reader: DeepSpeedReader) -> dict[str, Values]:
     for section in OWNED:
         reader.settle(section)
     _settle_top_level(reader)
-    # Keys beside those of typed sections, each where the file has it.
+    # Keys that the typed sections do not take, each where the file has it.
     for path, value in reader.further.items():
         for part in reversed(path.split(".")):
             value = {part: value}

@@ -36,7 +36,7 @@ class DeepSpeedReader:
         problems: keys that a run config cannot express.
         sources: run-config key -> the DeepSpeed key that decided it; "auto" and keys left out
             decide nothing.
-        further: DeepSpeed key -> value: keys beside those of a typed section.
+        further: DeepSpeed key -> value: keys that no typed section takes.
     """
 
     facts: Facts
@@ -161,7 +161,7 @@ class DeepSpeedReader:
         return None
 
     def _pass_on(self, path: str, value: Any) -> None:
-        """Put a key beside those of a typed section under `deepspeed:`, or refuse it."""
+        """Put a key that no typed section takes under `deepspeed:`, or refuse it."""
         refusal = not_in_a_run(path, value)
         is_shared = path.partition(".")[0] in SHARED and path not in TYPED
         if is_shared and refusal is None and value is not None:

@@ -3,9 +3,9 @@ Lightning's CLI config.
 
 What a run config has a key for is taken over, with the defaults of the other tool written down
 where ours differ. The rest is listed at the top of what is printed, with the reason
-(`tables/coming_from.yaml`), unless it is what the tool does anyway (`tables/trainer_defaults.json`).
-A DeepSpeed JSON that a file names or holds is imported too; where it has "auto", the arguments
-beside it decide, as there.
+(`tables/coming_from.yaml`), unless it is what the tool does anyway
+(`tables/trainer_defaults.json`). A DeepSpeed JSON that a file names or holds is imported too; where
+it has "auto", the arguments beside it decide, as there.
 """
 
 from __future__ import annotations

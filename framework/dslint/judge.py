@@ -23,7 +23,7 @@ from framework.plan.render import render
 from framework.text.document import Document
 
 _SOME_STEPS: Final = 1_000_000
-# Settings whose value has another name as well, as fixes write them.
+# Settings with another name and another value in a run config, as fixes write them.
 _SETTINGS: Final[Mapping[str, str]] = json.loads(
     (TABLES / "run_config_settings.json").read_text(encoding="utf-8")
 )
@@ -38,9 +38,9 @@ def judge_rendered(
     release: str | None = None,
     gpu: GpuKind | None = None,
 ) -> list[Problem]:
-    """Problems of the JSON that a plan renders to, in the words of the run config.
+    """Return the problems of the JSON that a plan renders to, under the run config's keys.
 
-    What DeepSpeed refuses or drops is told whatever the cause. Warnings and notes are told where
+    What DeepSpeed refuses or drops is always reported. Warnings and notes are reported where
     `deepspeed:`, the release or the GPU is the cause: what rendering decides by itself it decides
     on purpose.
 
@@ -48,29 +48,38 @@ def judge_rendered(
         plan: the run.
         source: where the config's values came from.
         release: DeepSpeed's version; left out: the newest known.
-        gpu: which GPU; left out: not said.
+        gpu: which GPU; left out: not known.
 
     Raises:
         UsageError: there is no table of that release.
     """
-    config = plan.config
-    of_cluster = Topology.from_cluster(plan.cluster, gpu)
+    cluster = Topology.from_cluster(plan.cluster, gpu)
     # DeepSpeed's ranks are those that hold the same part of the weights.
-    topology = replace(of_cluster, world_size=plan.layout.world_size // plan.layout.tensor_size)
+    topology = replace(cluster, world_size=plan.layout.world_size // plan.layout.tensor_size)
     found = lint(Document("", _rendering(plan)), release=release, topology=topology)
-    wanted = [problem for problem in found if not _is_off_anyway(problem)]
-    if any(problem.severity != "error" for problem in wanted):
-        plain = replace(plan, config=config.model_copy(update={"deepspeed": {}}))
-        on_purpose = lint(
-            Document("", _rendering(plain)),
-            topology=replace(topology, gpu=None, device=plan.cluster.device),
-        )
-        known = {(problem.kind, problem.key) for problem in on_purpose}
-        wanted = [p for p in wanted if p.severity == "error" or (p.kind, p.key) not in known]
-    reported = [_in_its_words(problem, config) for problem in wanted]
+    problems = [problem for problem in found if not _is_off_anyway(problem)]
+    if any(problem.severity != "error" for problem in problems):
+        on_purpose = _problems_on_purpose(plan, topology)
+        problems = [
+            problem
+            for problem in problems
+            if problem.severity == "error" or (problem.kind, problem.key) not in on_purpose
+        ]
+    reported = [_under_our_keys(problem, plan.config) for problem in problems]
     if source is None:
         return reported
     return [source.locate(problem) for problem in reported]
+
+
+def _problems_on_purpose(plan: Plan, topology: Topology) -> set[tuple[str, str]]:
+    """Return kind and key of the problems without `deepspeed:`, in the newest release, without a
+    GPU's limits.
+    """
+    plain_config = plan.config.model_copy(update={"deepspeed": {}})
+    rendering = _rendering(replace(plan, config=plain_config))
+    any_gpu = replace(topology, gpu=None, device=plan.cluster.device)
+    problems = lint(Document("", rendering), topology=any_gpu)
+    return {(problem.kind, problem.key) for problem in problems}
 
 
 def judge_passed_through(
@@ -80,8 +89,8 @@ def judge_passed_through(
     source: Source | None = None,
     release: str | None = None,
 ) -> list[Problem]:
-    """As `judge_rendered`, of a run whose JSON has been rendered; nothing where it passes no
-    further keys through.
+    """Judge a run that has been rendered as `judge_rendered` does, if it passes further keys
+    through.
     """
     assert ds_config.keys() >= plan.config.deepspeed.keys(), "the rendering of another plan"
     if plan.config.deepspeed:
@@ -90,8 +99,8 @@ def judge_passed_through(
 
 
 def judge_passed_alone(passed: Any, *, release: str | None = None) -> list[Problem]:
-    """Problems of single keys under `deepspeed:`, for a run config whose other sections are wrong
-    as well.
+    """Return the problems of single keys under `deepspeed:`, for a run config with problems in
+    other sections.
 
     Args:
         passed: what stands under `deepspeed:`.
@@ -99,15 +108,13 @@ def judge_passed_alone(passed: Any, *, release: str | None = None) -> list[Probl
     """
     if not isinstance(passed, dict):
         return []
-    found = key_problems(Document("", passed), release=release)
-    alone = RunConfig().model_copy(update={"deepspeed": passed})
-    return [_in_its_words(problem, alone) for problem in found]
+    problems = key_problems(Document("", passed), release=release)
+    config = RunConfig().model_copy(update={"deepspeed": passed})
+    return [_under_our_keys(problem, config) for problem in problems]
 
 
 def _rendering(plan: Plan) -> dict[str, Any]:
-    """The JSON; a length that only the data tells stands for itself, as no problem depends on
-    it.
-    """
+    """Render a plan; a length that only the data knows is made up, as no problem depends on it."""
     if plan.length.total_steps is None:
         plan = replace(plan, length=replace(plan.length, total_steps=_SOME_STEPS))
     return render(plan)
@@ -120,23 +127,33 @@ def _is_off_anyway(problem: Problem) -> bool:
     return problem.kind == "key-of-another-release" and problem.value in (False, {"enabled": False})
 
 
-def _in_its_words(problem: Problem, config: RunConfig) -> Problem:
-    """The same problem with every DeepSpeed key under the name that a run config gives it."""
-    key = _own_key(problem.key, config)
+def _under_our_keys(problem: Problem, config: RunConfig) -> Problem:
+    """Return the problem with every DeepSpeed key under the name that a run config gives it."""
+    key = _our_key(problem.key, config)
     if key.partition(".")[0] != "deepspeed":
         value = value_at(config.to_dict(), key.split("."))
     else:
         value = problem.value
     fix = problem.fix
-    for theirs, ours in _SETTINGS.items():
-        fix = fix.replace(theirs, ours)
-    reason, fix = (
-        _KEY.sub(lambda found: _named(found[0], config), text) for text in (problem.reason, fix)
+    for deepspeed_setting, our_setting in _SETTINGS.items():
+        fix = fix.replace(deepspeed_setting, our_setting)
+    return replace(
+        problem,
+        key=key,
+        value=value,
+        reason=_with_our_keys(problem.reason, config),
+        fix=_with_our_keys(fix, config),
+        file="",
+        line=0,
+        column=0,
     )
-    return replace(problem, key=key, value=value, reason=reason, fix=fix, file="", line=0, column=0)
 
 
-def _own_key(path: str, config: RunConfig) -> str:
+def _with_our_keys(sentence: str, config: RunConfig) -> str:
+    return _KEY.sub(lambda match: _our_word(match[0], config), sentence)
+
+
+def _our_key(path: str, config: RunConfig) -> str:
     """Return the key of the run config that stands for a path of the JSON."""
     if _is_passed(path, config):
         return f"deepspeed.{path}"
@@ -144,8 +161,10 @@ def _own_key(path: str, config: RunConfig) -> str:
         return TYPED[path]
     if path in _PRECISIONS:
         return "precision.dtype"
-    inner = next((ours for theirs, ours in TYPED.items() if path.startswith(f"{theirs}.")), None)
-    return inner or OWNED.get(path.partition(".")[0], f"deepspeed.{path}")
+    for deepspeed_section, our_key in TYPED.items():
+        if path.startswith(f"{deepspeed_section}."):
+            return our_key
+    return OWNED.get(path.partition(".")[0], f"deepspeed.{path}")
 
 
 def _is_passed(path: str, config: RunConfig) -> bool:
@@ -162,17 +181,14 @@ def _is_passed(path: str, config: RunConfig) -> bool:
     return True
 
 
-def _named(word: str, config: RunConfig) -> str:
-    """A word of a sentence, where it is a key of DeepSpeed; a name that stands alone is one only at
-    the top level.
+def _our_word(word: str, config: RunConfig) -> str:
+    """Return our key for a word of a sentence that is a key of DeepSpeed, the word itself if not.
+
+    A name that stands alone is a key only at the top level.
     """
-    top = word.partition(".")[0]
     if word in TYPED or (word in OWNED and "_" in word):
-        return _own_key(word, config)
-    if "." in word and load_table().get(word) is not None:
-        if word in TYPED:
-            return _own_key(word, config)
-        return f"deepspeed.{word}"
-    if "_" in word and top == word and load_table().get(word) is not None:
+        return _our_key(word, config)
+    is_path = "." in word or "_" in word
+    if is_path and load_table().get(word) is not None:
         return f"deepspeed.{word}"
     return word

@@ -17,7 +17,7 @@ from framework.errors import MISSING
 Entry = Mapping[str, Any]
 
 TABLES: Final = Path(__file__).parent / "tables"
-# Sections whose keys depend on the type that they name.
+# Sections with keys that depend on the type that they name.
 TYPED_SECTIONS: Final = ("optimizer", "scheduler")
 # Names that rules ask for, each list by the name that it has there.
 NAMES: Final[Mapping[str, Any]] = json.loads((TABLES / "names.json").read_text(encoding="utf-8"))
@@ -39,9 +39,7 @@ def by_number(release: str) -> tuple[int, ...]:
 
 @cache
 def load_entries(release: str) -> dict[str, Entry]:
-    """Every key of a release that has a table: the newest table, with the differences down to this
-    release.
-    """
+    """Read every key of a release: the newest table, with the differences down to this release."""
     entries: dict[str, Entry] = {}
     for name in reversed(known_releases()):
         document = _document(name)
@@ -54,51 +52,56 @@ def load_entries(release: str) -> dict[str, Entry]:
 
 
 def states_of(path: str) -> Iterator[tuple[str, Entry | None]]:
-    """Release and entry of one key, newest release first; None where the release does not know the
-    key.
+    """Yield release and entry of one key, newest release first.
+
+    The entry is None where the release does not know the key.
     """
     entry: Entry | None = None
     for release in reversed(known_releases()):
         document = _document(release)
-        entry = document["keys"].get(path, None if path in document["absent"] else entry)
+        if path in document["keys"]:
+            entry = document["keys"][path]
+        elif path in document["absent"]:
+            entry = None
         yield release, entry
 
 
 def sentence_entry(path: str) -> Entry | None:
-    """Read what is written by hand about a key: its sentence, and fields that no reading of
-    DeepSpeed yields.
+    """Return what is written by hand about a key: its sentence, and fields that no program reads
+    out of DeepSpeed.
     """
     words = _sentences().get(path)
     if words is None:
         words = _sentences().get(_VARIANT.sub("[*]", path))
     if words is None:
-        words = next(
-            (_sentences()[text] for pattern, text in _patterns() if pattern.fullmatch(path)), None
-        )
+        words = _words_of_pattern(path)
     if isinstance(words, str):
         return {"sentence": words}
     return words
 
 
+def _words_of_pattern(path: str) -> str | Entry | None:
+    for pattern, text in _patterns():
+        if pattern.fullmatch(path):
+            return _sentences()[text]
+    return None
+
+
 def variant_of(values: Mapping[str, Any], path: Sequence[str | int]) -> str | None:
-    """The type that the section around a path names; None where none is named, or keys do not
-    depend on it.
-    """
-    if len(path) > 1 and path[0] in TYPED_SECTIONS:
-        section = values.get(str(path[0]))
-    else:
-        section = None
-    if isinstance(section, Mapping):
-        kind = section.get("type")
-    else:
-        kind = None
+    """Return the type that the section around a path names, if its keys depend on one, or None."""
+    if len(path) < 2 or path[0] not in TYPED_SECTIONS:
+        return None
+    section = values.get(str(path[0]))
+    if not isinstance(section, Mapping):
+        return None
+    kind = section.get("type")
     if isinstance(kind, str):
         return kind
     return None
 
 
 def without_variant(path: str) -> str:
-    """``optimizer.params[AdamW].lr`` as a config writes it: ``optimizer.params.lr``."""
+    """Return ``optimizer.params[AdamW].lr`` as a config writes it: ``optimizer.params.lr``."""
     return _VARIANT.sub("", path)
 
 
@@ -107,8 +110,9 @@ def is_of_another_type(path: str, section: str | None) -> bool:
     does, names.
     """
     home = path.rpartition(".")[0]
-    named = section is not None and section.endswith("]") and home != section
-    return named and without_variant(home) == without_variant(section or "")
+    if section is None or not section.endswith("]") or home == section:
+        return False
+    return without_variant(home) == without_variant(section)
 
 
 @cache
@@ -118,21 +122,25 @@ def _document(release: str) -> dict[str, Any]:
 
 
 @cache
-def _sentences() -> dict[str, Any]:
-    sentences: dict[str, Any] = json.loads((TABLES / "sentences.json").read_text(encoding="utf-8"))
+def _sentences() -> dict[str, str | Entry]:
+    """Return path -> its sentence, or an entry with the sentence and further fields."""
+    sentences: dict[str, str | Entry] = json.loads(
+        (TABLES / "sentences.json").read_text(encoding="utf-8")
+    )
     return sentences
 
 
 @cache
 def _patterns() -> tuple[tuple[re.Pattern[str], str], ...]:
-    """Paths with ``*`` in them, which speak for every path that fits and has no sentence of its
-    own.
+    """Return the paths with ``*`` in them, which stand for every path that fits and has no sentence
+    of its own.
     """
-    texts = [path for path in _sentences() if "*" in path]
-    return tuple(
-        (re.compile(re.escape(t).replace(r"\[\*\]", r"\[\w+\]").replace(r"\*", r"[^.]+")), t)
-        for t in texts
-    )
+    return tuple((_pattern(path), path) for path in _sentences() if "*" in path)
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    any_variant = re.escape(path).replace(r"\[\*\]", r"\[\w+\]")
+    return re.compile(any_variant.replace(r"\*", r"[^.]+"))
 
 
 @dataclass(frozen=True)
@@ -155,31 +163,31 @@ class History:
 
 
 def history(path: str) -> History:
-    """The history of a key, written as the tables write it: ``optimizer.params[OneBitAdam]``."""
+    """Return the history of a key, spelled as in the tables: ``optimizer.params[OneBitAdam]``."""
     states = list(states_of(path))[::-1]
-    reading = [
-        release
-        for release, entry in states
-        if entry is not None and entry.get("status") != "refused"
-    ]
+    reading = [release for release, entry in states if _is_read(entry)]
     known = known_releases()
     words = sentence_entry(path) or {}
     newest = states[-1][1] or {}
+    added = None
+    removed = None
     if reading:
+        if reading[0] != known[0]:
+            added = reading[0]
         after_last = known.index(reading[-1]) + 1
-    else:
-        after_last = len(known)
+        if after_last < len(known):
+            removed = known[after_last]
     return History(
-        added=reading[0] if reading and reading[0] != known[0] else None,
-        removed=known[after_last] if after_last < len(known) else None,
+        added=added,
+        removed=removed,
         replaced_by=tuple(words.get("replaced_by", newest.get("replaced_by", ()))),
         instead=words.get("instead", ""),
     )
 
 
 def was_off(path: str, value: Any) -> bool:
-    """Check whether a key of another release says nothing: false, null, empty, not enabled, or at
-    the default that it had last.
+    """Check whether a key of another release asks for nothing: false, null, empty, not enabled, or
+    at the default that it had last.
     """
     if isinstance(value, Mapping) and not value.get("enabled", _last_default(f"{path}.enabled")):
         return True
@@ -188,12 +196,11 @@ def was_off(path: str, value: Any) -> bool:
 
 
 def _last_default(path: str) -> Any:
-    last = next(
-        (
-            entry
-            for _, entry in states_of(path)
-            if entry is not None and entry.get("status") != "refused"
-        ),
-        {},
-    )
-    return last.get("default", MISSING)
+    for _, entry in states_of(path):
+        if entry is not None and _is_read(entry):
+            return entry.get("default", MISSING)
+    return MISSING
+
+
+def _is_read(entry: Entry | None) -> bool:
+    return entry is not None and entry.get("status") != "refused"

@@ -2,14 +2,14 @@
 
 Each key is held against the key table (does this release read it, of what type, in which range),
 and the keys together against the rules. What DeepSpeed refuses or breaks on is an error; so is what
-it drops in silence, because nobody writes a key to have it dropped. What it takes and does
-otherwise is a warning.
+it drops in silence, as the writer of a key wants it read. What it takes and does otherwise is a
+warning.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from json import dumps
 from typing import Any, Final
@@ -28,8 +28,9 @@ _COMMENT: Final = re.compile(
     r"//.*|#.*|[_$-]*comments?[_-]?\d*|[_$].*comment.*|_+(?:note|doc|description|readme|todo).*",
     re.IGNORECASE,
 )
-# Where editors find a JSON Schema; DeepSpeed drops it, and nobody writes it for DeepSpeed.
+# Where editors find a JSON Schema; DeepSpeed drops it, and it is not written for DeepSpeed.
 _SCHEMA: Final = ("$schema",)
+_UNREAD_KINDS: Final = ("unknown-key", "dotted-key", "comment-key")
 _USELESS: Final = {
     "deprecated": "DeepSpeed keeps it for old files only",
     "inert": "DeepSpeed reads it and does nothing with it",
@@ -43,12 +44,12 @@ def lint(
     topology: Topology | None = None,
     reader: Reader = "deepspeed",
 ) -> list[Problem]:
-    """All problems of a DeepSpeed JSON, in the order of the file.
+    """Return all problems of a DeepSpeed JSON, in the order of the file.
 
     Args:
         document: what was read, with the places of its keys.
         release: DeepSpeed's version; left out: the newest known.
-        topology: where it is to run, as far as it was said.
+        topology: where it is to run, as far as it is known.
         reader: who reads it first.
 
     Raises:
@@ -68,66 +69,85 @@ def lint(
             )
         ]
     facts = Facts(document.value, table.release, topology or Topology())
-    found = list(_Keys(table, facts).problems())
-    # what is in a section that nobody reads is neither filled in nor broken on
-    unread = tuple(
-        f"{problem.key}."
-        for _, problem in found
-        if problem.kind in ("unknown-key", "dotted-key", "comment-key")
-    )
-    together = [*torch_problems(document.value), *apply_rules(facts)]
-    together = [
-        problem
-        for problem in together
-        if problem.kind != "auto-value" or not problem.key.startswith(unread)
-    ]
-    paths = {id(problem): path for path, problem in found}
-    judged = judged_for([*(problem for _, problem in found), *together], document.value, reader)
-    problems = [
-        (paths.get(id(problem), tuple(problem.key.split("."))), problem) for problem in judged
-    ]
-    distinct = {
-        str(problem): problem
-        for problem in (placed(document, problem, path) for path, problem in problems)
-    }
+    of_keys = list(_KeyChecker(table, facts).problems())
+    key_alone = [problem for _, problem in of_keys]
+    together = _problems_of_settings(facts, key_alone)
+    judged = judged_for(key_alone + together, document.value, reader)
+    # Problems of keys know their path; a name in it may hold a dot.
+    paths = {id(problem): path for path, problem in of_keys}
+    distinct: dict[str, Problem] = {}
+    for problem in judged:
+        path = paths.get(id(problem), tuple(problem.key.split(".")))
+        at_its_key = placed(document, problem, path)
+        distinct[str(at_its_key)] = at_its_key
     return sorted(
         distinct.values(), key=lambda problem: (problem.line, problem.column, problem.kind)
     )
 
 
+def _problems_of_settings(facts: Facts, key_problems: list[Problem]) -> list[Problem]:
+    """Return what torch's classes and the rules refuse.
+
+    A section that DeepSpeed does not read is neither filled in nor broken on, so "auto" in it is no
+    problem.
+    """
+    unread = tuple(f"{problem.key}." for problem in key_problems if problem.kind in _UNREAD_KINDS)
+    problems = list(torch_problems(facts.values)) + apply_rules(facts)
+    return [
+        problem
+        for problem in problems
+        if problem.kind != "auto-value" or not problem.key.startswith(unread)
+    ]
+
+
 def key_problems(document: Document, *, release: str | None = None) -> list[Problem]:
-    """Problems of keys by themselves: unknown, removed, of a wrong type or value. What is missing,
-    and rules, are left out.
+    """Return the problems of keys by themselves: unknown, removed, of a wrong type or value.
+
+    Keys that are missing are no problem here, and rules are left out.
 
     Args:
         document: the values, which may be a part of a config.
         release: DeepSpeed's version; left out: the newest known.
     """
     table = load_table(release)
-    found = _Keys(table, Facts(document.value, table.release)).problems()
+    problems = _KeyChecker(table, Facts(document.value, table.release)).problems()
     return [
-        placed(document, problem, path) for path, problem in found if problem.kind != "missing-key"
+        placed(document, problem, path)
+        for path, problem in problems
+        if problem.kind != "missing-key"
     ]
 
 
 def placed(
     document: Document, problem: Problem, path: KeyPath | None = None, *, at_top: bool = True
 ) -> Problem:
-    """Return the problem at its key, or at the nearest section around it; at the top of the file
-    only on demand.
+    """Return the problem at its key, or at the nearest section around it.
+
+    Args:
+        document: the file, with the places of its keys.
+        problem: the problem.
+        path: the path of its key; by default its dotted key, split.
+        at_top: whether a problem without a place stands at the top of the file, or nowhere.
     """
     if path is None:
         path = tuple(problem.key.split("."))
+    if at_top:
+        place = document.places.get((), (1, 1))
     else:
-        path = path
-    line, column = (1, 1) if at_top else (0, 0)
-    for length in range(len(path), -1 if at_top else 0, -1):
-        spellings = (path[:length], _with_indices(path[:length]))
-        found = next((one for one in spellings if one in document.places), None)
-        if found is not None:
-            line, column = document.places[found]
+        place = (0, 0)
+    for length in range(len(path), 0, -1):
+        known_place = _place(document, path[:length])
+        if known_place is not None:
+            place = known_place
             break
+    line, column = place
     return replace(problem, file=document.name, line=line, column=column)
+
+
+def _place(document: Document, path: KeyPath) -> tuple[int, int] | None:
+    if path in document.places:
+        return document.places[path]
+    return document.places.get(_with_indices(path))
 
 
 def _with_indices(path: KeyPath) -> KeyPath:
@@ -135,7 +155,7 @@ def _with_indices(path: KeyPath) -> KeyPath:
 
 
 @dataclass(frozen=True)
-class _Keys:
+class _KeyChecker:
     """Holds every key by itself against the table."""
 
     table: KeyTable
@@ -144,7 +164,8 @@ class _Keys:
     def problems(self) -> Iterator[tuple[KeyPath, Problem]]:
         yield from self._missing((), self.facts.values)
         for path, value in self._walk(self.facts.values, ()):
-            yield from (_problem(path, fault, value) for fault in self._judge(path, value))
+            for fault in self._judge(path, value):
+                yield _problem(path, fault, value)
             if isinstance(value, Mapping):
                 yield from self._missing(path, value)
                 yield from self._both_names(path, value)
@@ -152,47 +173,48 @@ class _Keys:
     def _missing(
         self, path: KeyPath, values: Mapping[str, Any]
     ) -> Iterator[tuple[KeyPath, Problem]]:
-        """Keys that a section does not work without; the parameters of a type are asked once the
-        type is known.
+        """Find keys that a section does not work without.
+
+        Parameters of a type are looked for once the type is known.
         """
         section = self._key(path)
         variant = self._variant((*path, "*"))
         if section is None or section.status == "refused" or self._is_untabled((*path, "*")):
             return
-        place = dotted(path)
-        tables = [
-            name
-            for name in self.table.variants(place)
-            if variant and name.lower() == variant.lower()
-        ]
-        subject = (variant if path[-1] == "params" else None) or path[-1]
-        for name in (
-            name
-            for table in (place, *(f"{place}[{kind}]" for kind in tables))
-            for name in self.table.required(table)
-        ):
-            if name not in values and not (name == "params" and "type" not in values):
-                yield _problem(
-                    (*path, name), ("missing-key", f"{subject} does not work without it", "add it")
-                )
+        subject = path[-1]
+        if subject == "params" and variant:
+            subject = variant
+        for name in self._required(dotted(path), variant):
+            if name == "params" and "type" not in values:
+                continue
+            if name not in values:
+                fault = Fault("missing-key", f"{subject} does not work without it", "add it")
+                yield _problem((*path, name), fault)
+
+    def _required(self, section: str, variant: str | None) -> list[str]:
+        """Return the keys that a section, and the table of its type, need."""
+        names = list(self.table.required(section))
+        for kind in self.table.variants(section):
+            if variant and kind.lower() == variant.lower():
+                names += self.table.required(f"{section}[{kind}]")
+        return names
 
     def _both_names(
         self, path: KeyPath, values: Mapping[str, Any]
     ) -> Iterator[tuple[KeyPath, Problem]]:
-        """One key under two of its names, which DeepSpeed's models refuse; they drop "auto" before
-        they look.
+        """Find keys under two of their names, which DeepSpeed's models refuse; they drop "auto"
+        before they look.
         """
         seen: dict[str, str] = {}
         for name, value in values.items():
             key = self._key((*path, name))
-            if (
-                key is not None
-                and key.aliases
-                and value != "auto"
-                and (other := seen.setdefault(key.path, name)) != name
-            ):
+            if key is None or not key.aliases or value == "auto":
+                continue
+            other = seen.setdefault(key.path, name)
+            if other != name:
                 reason = f"it is another name of {other}, which is given as well"
-                yield _problem((*path, name), ("both-names", reason, "remove one of them"), value)
+                fault = Fault("both-names", reason, "remove one of them")
+                yield _problem((*path, name), fault, value)
 
     def _walk(self, values: Mapping[str, Any], section: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
         for name, value in values.items():
@@ -204,7 +226,7 @@ class _Keys:
             if key is None or key.status == "refused" or key.unknown == "free":
                 continue
             if isinstance(value, Mapping):
-                # where no section belongs, that is what is wrong, not what is in it
+                # Where no section belongs, that is what is wrong, not what is in it.
                 if not key.from_python and not {"object", "any"}.isdisjoint(key.types):
                     yield from self._walk(value, path)
             elif isinstance(value, list) and self._key((*path, "0")) is not None:
@@ -222,7 +244,7 @@ class _Keys:
         return variant_of(self.facts.values, path)
 
     def _is_untabled(self, path: KeyPath) -> bool:
-        """Parameters of torch's own optimizers and schedules are torch's to know."""
+        """Check whether the path is a parameter of one of torch's own optimizers or schedules."""
         if len(path) < 3 or path[0] not in TYPED_SECTIONS or path[1] != "params":
             return False
         variant = self._variant(path)
@@ -234,72 +256,65 @@ class _Keys:
         if key is None:
             yield self._unknown(path, value)
         elif key.status == "refused":
-            past = history(key.path)
-            if past.removed:
-                when = f" since {past.removed}"
-            else:
-                when = ""
-            reason = f"DeepSpeed {self.table.release} raises an error where it is present{when}"
-            yield "removed-key", reason, _instead(key.replaced_by, key.instead)
-        elif value != "auto":  # the rule `auto_value` speaks of these
+            yield self._removed(key)
+        elif value != "auto":  # the rule `auto_value` is about these
             if key.status in _USELESS:
-                yield (
-                    f"{key.status}-key",
-                    _USELESS[key.status],
-                    _instead(key.replaced_by, key.instead),
-                    "warning",
-                )
+                fix = _instead(key.replaced_by, key.instead)
+                yield Fault(f"{key.status}-key", _USELESS[key.status], fix, "warning")
             yield from value_faults(key, value)
             mismatch = class_mismatch(self.facts, key)
             if mismatch is not None:
                 yield mismatch
 
+    def _removed(self, key: Key) -> Fault:
+        past = history(key.path)
+        if past.removed:
+            when = f" since {past.removed}"
+        else:
+            when = ""
+        reason = f"DeepSpeed {self.table.release} raises an error where it is present{when}"
+        return Fault("removed-key", reason, _instead(key.replaced_by, key.instead))
+
     def _unknown(self, path: KeyPath, value: Any) -> Fault:
+        """Return what is wrong with a key that the table does not have."""
         section = self._key(path[:-1])
         name = str(path[-1])
-        whole = dotted(path)
         is_refused = section is not None and section.unknown == "error"
-        reason = (
-            f"DeepSpeed {self.table.release} "
-            f"{'refuses' if is_refused else 'reads no such key and drops it in silence'}"
-        )
-        refused = f"{reason}{' it' if is_refused else ''}"
+        if is_refused:
+            reason = f"DeepSpeed {self.table.release} refuses"
+            refused = f"{reason} it"
+        else:
+            reason = f"DeepSpeed {self.table.release} reads no such key and drops it in silence"
+            refused = reason
         if _COMMENT.fullmatch(name):
-            return (
-                "comment-key",
-                refused,
-                "write comments as // comments",
-                "error" if is_refused else "warning",
-            )
+            severity: Severity = "error" if is_refused else "warning"
+            return Fault("comment-key", refused, "write comments as // comments", severity)
         if "." in name or "[" in name:
-            return "dotted-key", refused, self._sections(whole, value)
-        past = history(whole)
+            return Fault("dotted-key", refused, self._as_sections(dotted(path), value))
+        past = history(dotted(path))
         if past.removed is not None:
             went = f"{reason}: it went {_when(past.removed)}"
-            return "key-of-another-release", went, _instead(past.replaced_by, past.instead)
+            fix = _instead(past.replaced_by, past.instead)
+            return Fault("key-of-another-release", went, fix)
         if past.added is not None:
             came = f"{reason}: it came {_when(past.added)}"
-            return (
-                "key-of-another-release",
-                came,
-                f"use DeepSpeed {past.added} or newer, or remove it",
-            )
+            fix = f"use DeepSpeed {past.added} or newer, or remove it"
+            return Fault("key-of-another-release", came, fix)
+        return Fault("unknown-key", refused, self._fix_of_unknown(path, value))
+
+    def _fix_of_unknown(self, path: KeyPath, value: Any) -> str:
         guesses = self.table.nearest([str(part) for part in path], self._variant(path))
         if guesses:
-            fix = f"did you mean {' or '.join(guesses)}?"
-        else:
-            fix = "remove it"
-        if (
-            not guesses
-            and isinstance(value, Mapping)
-            and value
-            and all(self.table.get(str(inner)) for inner in value)
-        ):
-            fix = f"write {', '.join(map(str, value))} without this section around it"
-        return "unknown-key", refused, fix
+            return f"did you mean {' or '.join(guesses)}?"
+        if isinstance(value, Mapping) and value and self._are_top_level(value):
+            return f"write {', '.join(map(str, value))} without this section around it"
+        return "remove it"
 
-    def _sections(self, name: str, value: Any) -> str:
-        """The fix of a path where a name belongs."""
+    def _are_top_level(self, names: Iterable[object]) -> bool:
+        return all(self.table.get(str(name)) for name in names)
+
+    def _as_sections(self, name: str, value: Any) -> str:
+        """Return the fix for a dotted path where a name belongs."""
         if isinstance(value, (str, int, float, type(None))):
             nested = dumps(value)
         else:
@@ -312,13 +327,14 @@ class _Keys:
 
 
 def _problem(path: KeyPath, fault: Fault, value: Any = MISSING) -> tuple[KeyPath, Problem]:
-    kind, reason, fix, *own = fault
-    severity: Severity = own[0] if own else "error"
+    kind, reason, fix, severity = fault
     return path, Problem(kind, reason, fix, dotted(path), value, severity=severity)
 
 
 def _when(release: str) -> str:
-    """Of releases without a table nobody knows."""
+    """Return when a key came or went; between two releases with tables, the exact one is not
+    known.
+    """
     known = known_releases()
     before = known[max(0, known.index(release) - 1)]
     is_next = release.rpartition(".")[0] == before.rpartition(".")[0]
@@ -328,4 +344,8 @@ def _when(release: str) -> str:
 
 
 def _instead(replaced_by: tuple[str, ...], instead: str) -> str:
-    return instead or (f"use {' or '.join(replaced_by)}" if replaced_by else "remove it")
+    if instead:
+        return instead
+    if replaced_by:
+        return f"use {' or '.join(replaced_by)}"
+    return "remove it"

@@ -17,11 +17,20 @@ from framework.errors import MISSING, Problem
 _MOST_OF_OURS: Final = 2
 _DEEPEST: Final = 6
 _LONGEST_LIST: Final = 8
-# ``${NAME}``, ``$NAME``, ``<name>``, ``{{ name }}``, ``{% if %}``, ``@NAME@``, ``%(name)s``,
-# ``{name}``, ``__NAME__``
 _PLACEHOLDER: Final = re.compile(
-    r"\$\{[^{}]*\}|\$[A-Za-z_]\w*|<[A-Za-z][^<>]*>|\{\{.*\}\}|\{%.*%\}|@[A-Za-z_]\w*@|%\(\w+\)[sdf]|\{[A-Za-z_]\w*\}"
-    r"|__[A-Z][A-Z0-9_]*__"
+    "|".join(
+        (
+            r"\$\{[^{}]*\}",  # ${NAME}
+            r"\$[A-Za-z_]\w*",  # $NAME
+            r"<[A-Za-z][^<>]*>",  # <name>
+            r"\{\{.*\}\}",  # {{ name }}
+            r"\{%.*%\}",  # {% if %}
+            r"@[A-Za-z_]\w*@",  # @NAME@
+            r"%\(\w+\)[sdf]",  # %(name)s
+            r"\{[A-Za-z_]\w*\}",  # {name}
+            r"__[A-Z][A-Z0-9_]*__",  # __NAME__
+        )
+    )
 )
 # ``ZERO_STAGE`` where a number or a truth value belongs.
 _CAPITALS: Final = re.compile(r"[A-Z][A-Z0-9_]+")
@@ -34,8 +43,9 @@ _BARE: Final = re.compile(r":[ \t]*(\$\{\w+\}|\$\w+|<\w+>|[A-Z][A-Z0-9_]+)[ \t]*
 
 
 def other_tool(values: Any, ours: Iterable[str]) -> str | None:
-    """Return the training tool whose config these values are, of those that `import` does not read,
-    or None.
+    """Return the training tool that these values are a config of, or None.
+
+    Only tools that `import` does not read are recognised.
 
     Args:
         values: of a file.
@@ -57,11 +67,11 @@ def other_tool_problem(tool: str, values: Mapping[str, Any], *, file: str) -> Pr
     """Return the problem of a file of another tool: which of its keys are what in a run config."""
     kind = "gpt-neox-config" if tool == "GPT-NeoX" else "other-tools-config"
     known = _table()[tool]["keys"]
-    pairs = [
-        f"{name} is {known[key]}"
-        for name in values
-        if (key := str(name).replace("-", "_")) in known
-    ]
+    pairs = []
+    for name in values:
+        key = str(name).replace("-", "_")
+        if key in known:
+            pairs.append(f"{name} is {known[key]}")
     if pairs:
         by_hand = f": {', '.join(pairs)}"
     else:
@@ -74,14 +84,16 @@ def other_tool_problem(tool: str, values: Mapping[str, Any], *, file: str) -> Pr
 
 
 def without_placeholders(problems: Iterable[Problem], *, file: str) -> list[Problem]:
-    """Return problems with one for all values that stand for something that a script fills in."""
-    found = list(problems)
+    """Return the problems, or one for the whole file if it has placeholders, values that a script
+    fills in.
+    """
+    all_problems = list(problems)
     names: dict[str, Problem] = {}
-    for problem in found:
+    for problem in all_problems:
         for name in _placeholders(problem):
             names.setdefault(name, problem)
     if not names:
-        return found
+        return all_problems
     first = next(iter(names.values()))
     shown = ", ".join(list(names)[:_LONGEST_LIST])
     if len(names) > _LONGEST_LIST:
@@ -89,6 +101,7 @@ def without_placeholders(problems: Iterable[Problem], *, file: str) -> list[Prob
     else:
         more = ""
     reason = f"a template: {shown}{more} stand for values that a script fills in"
+    # The other problems are left out: what the rules find depends on these values.
     template = Problem(
         "config-template",
         reason,
@@ -97,37 +110,37 @@ def without_placeholders(problems: Iterable[Problem], *, file: str) -> list[Prob
         line=first.line,
         column=first.column,
     )
-    # What rules find in a template hangs on these values.
-    rest = [
-        problem for problem in found if problem.kind == "unknown-key" and not _placeholders(problem)
-    ]
-    return [template, *rest]
+    return [template]
 
 
 def template_problem(text: str, *, file: str) -> Problem | None:
     """Return the problem of a text that cannot be read because it is a template, or None."""
-    match = _JINJA.search(text)
-    if match is not None:
-        name = match.group()
+    jinja = _JINJA.search(text)
+    if jinja is not None:
+        name = jinja.group()
+        start = jinja.start()
     else:
-        name = ""
-    if match is None:
-        bare = (found for found in _BARE.finditer(text) if found.group(1) not in _WORDS)
-        match = next(bare, None)
-        if match is not None:
-            name = match.group(1)
-        else:
-            name = ""
-    if match is None:
-        return None
-    line = text.count("\n", 0, match.start()) + 1
+        bare = _bare_placeholder(text)
+        if bare is None:
+            return None
+        name = bare.group(1)
+        start = bare.start()
+    line = text.count("\n", 0, start) + 1
     reason = f"a template: {name} stands for something that a script fills in"
     return Problem(
         "config-template", reason, "name the file that it writes", file=file, line=line, column=1
     )
 
 
+def _bare_placeholder(text: str) -> re.Match[str] | None:
+    for match in _BARE.finditer(text):
+        if match.group(1) not in _WORDS:
+            return match
+    return None
+
+
 def _placeholders(problem: Problem) -> Iterator[str]:
+    """Yield the placeholder that a value is, if it is one."""
     value = problem.value
     if isinstance(value, Mapping) and len(value) == 1 and next(iter(value.values())) is None:
         yield "{" + str(next(iter(value))) + "}"  # as YAML reads {name}
@@ -141,6 +154,7 @@ def _placeholders(problem: Problem) -> Iterator[str]:
 
 
 def _is_met(alternative: Mapping[str, Any], values: Mapping[str, Any], names: set[str]) -> bool:
+    """Check whether values look as one row of the table describes a tool's config."""
     if "nested" in alternative:
         return _holds(values, alternative["nested"], _DEEPEST)
     if "two_of" in alternative:

@@ -2,7 +2,7 @@
 is the newest one.
 
 Stricter than DeepSpeed on purpose: a key that DeepSpeed drops in silence is an error here, and so
-is "auto", which only other tools fill in. What a schema cannot say is left to `check`: rules
+is "auto", which only other tools fill in. What a schema cannot express is left to `check`: rules
 between keys, and 1e3 where a whole number belongs.
 """
 
@@ -28,7 +28,7 @@ _BATCH: Final = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 
 def deepspeed_schema(release: str | None = None) -> Schema:
-    """JSON Schema (draft 2020-12) of the DeepSpeed JSON that a release reads.
+    """Build the JSON Schema (draft 2020-12) of the DeepSpeed JSON that a release reads.
 
     Args:
         release: DeepSpeed's version; left out: the newest known.
@@ -56,42 +56,55 @@ def deepspeed_schema(release: str | None = None) -> Schema:
 
 
 def _members(table: KeyTable, section: str) -> Schema:
-    """The keys of a section: properties, which of them are required, and names that exclude each
-    other.
+    """Return the keys of a section: properties, which of them are required, and names that exclude
+    each other.
     """
-    keys = [key for path in table.children(section) if (key := table.exact(path)) is not None]
-    named = [key for key in keys if key.name != "*"]
-    schema: Schema = {"properties": {key.name: _schema(table, key) for key in named}}
+    named = _named_keys(table, section)
+    properties = {key.name: _schema(table, key) for key in named}
+    exclusive = []
     for key in named:
         for alias in key.aliases:
             same = {"$ref": _pointer(key.path), "description": f"Another name of {key.name}."}
-            schema["properties"].setdefault(alias, same)
+            properties.setdefault(alias, same)
+            if section:
+                exclusive.append({"not": {"type": "object", "required": [key.name, alias]}})
+    schema: Schema = {"properties": properties}
     required = [key.name for key in named if key.required]
     if required:
         schema["required"] = required
-    twice = [[key.name, alias] for key in named if section for alias in key.aliases]
-    if twice:
-        schema["allOf"] = [{"not": {"type": "object", "required": pair}} for pair in twice]
+    if exclusive:
+        schema["allOf"] = exclusive
     return schema
 
 
+def _named_keys(table: KeyTable, section: str) -> list[Key]:
+    keys = [table.exact(path) for path in table.children(section)]
+    return [key for key in keys if key is not None and key.name != "*"]
+
+
 def _schema(table: KeyTable, key: Key) -> Schema:
-    """One key."""
-    description = {"description": _description(key, table.release)}
+    """Return the schema of one key."""
+    schema: Schema = {"description": _description(key, table.release)}
     if key.status == "refused":
-        return {**description, "not": {}}
+        schema["not"] = {}
+        return schema
     if key.from_python:
-        return {**description, **({"type": "null"} if key.nullable else {"not": {}})}
-    schema = {**description, **_type(key)}
+        if key.nullable:
+            schema["type"] = "null"
+        else:
+            schema["not"] = {}
+        return schema
+    schema |= _type(key)
     if key.default is not MISSING:
         schema["default"] = key.default
     if key.status == "deprecated":
         schema["deprecated"] = True
     if key.examples:
         schema["examples"] = list(key.examples)
-    schema |= {
-        word: limit for name, word in _LIMITS.items() if (limit := getattr(key, name)) is not None
-    }
+    for field, word in _LIMITS.items():
+        limit = getattr(key, field)
+        if limit is not None:
+            schema[word] = limit
     if "array" in key.types:
         schema |= _items(table, key)
     if "object" in key.types:
@@ -100,18 +113,29 @@ def _schema(table: KeyTable, key: Key) -> Schema:
 
 
 def _type(key: Key) -> Schema:
-    """The JSON type or the choices."""
-    null = [None] if key.nullable and None not in key.enum else []
-    if key.enum and key.any_case:
-        spellings = "|".join(_in_any_case(str(choice)) for choice in key.enum)
-        anything = {"type": ["string", "null"] if null else "string", "pattern": f"^({spellings})$"}
-        return {"anyOf": [{"enum": [*key.enum, *null]}, anything]}
+    """Return the JSON type of a key, or its choices."""
     if key.enum:
-        return {"enum": [*key.enum, *null]}
+        return _choices(key)
     if "any" in key.types:
         return {}
-    types = [*key.types, *(["null"] if key.nullable else [])]
-    return {"type": types[0] if len(types) == 1 else types}
+    types = list(key.types)
+    if key.nullable:
+        types.append("null")
+    if len(types) == 1:
+        return {"type": types[0]}
+    return {"type": types}
+
+
+def _choices(key: Key) -> Schema:
+    choices = list(key.enum)
+    adds_null = key.nullable and None not in key.enum
+    if adds_null:
+        choices.append(None)
+    if not key.any_case:
+        return {"enum": choices}
+    spellings = "|".join(_in_any_case(str(choice)) for choice in key.enum)
+    text_type = ["string", "null"] if adds_null else "string"
+    return {"anyOf": [{"enum": choices}, {"type": text_type, "pattern": f"^({spellings})$"}]}
 
 
 def _items(table: KeyTable, key: Key) -> Schema:
@@ -124,41 +148,43 @@ def _items(table: KeyTable, key: Key) -> Schema:
 
 
 def _section(table: KeyTable, key: Key) -> Schema:
-    """The keys in a section, and what else may stand there."""
+    """Return the keys in a section, and what else may stand there."""
     if key.status == "deprecated" and key.replaced_by and not table.children(key.path):  # bfloat16
         return {"$ref": _pointer(key.replaced_by[0])}
     schema = _members(table, key.path)
-    names = table.exact(f"{key.path}.*")
-    if names is not None and "array" not in key.types:
-        schema["additionalProperties"] = _schema(table, names)
+    any_name = table.exact(f"{key.path}.*")
+    if any_name is not None and "array" not in key.types:
+        schema["additionalProperties"] = _schema(table, any_name)
     elif key.unknown != "free" and not table.variants(key.path):
         schema["additionalProperties"] = False
-    typed = list(_by_type(table, key))
     if not schema["properties"]:
         del schema["properties"]
-    if typed:
-        return {**schema, "allOf": typed + schema.get("allOf", [])}
+    by_type = list(_by_type(table, key))
+    if by_type:
+        schema["allOf"] = by_type + schema.get("allOf", [])
     return schema
 
 
 def _by_type(table: KeyTable, key: Key) -> Iterator[Schema]:
-    """For `optimizer` and `scheduler`: which parameters each type takes. torch's own types take
-    what torch takes.
+    """Yield, for `optimizer` and `scheduler`, which parameters each type takes.
+
+    torch's own types take what torch takes.
     """
     kind = table.exact(f"{key.path}.type")
-    params = f"{key.path}.params"
-    tables = [path for path in table if path.startswith(f"{params}[") and path.endswith("]")]
     if kind is None:
         return
-    for path in tables:
+    params = f"{key.path}.params"
+    for path in table:
+        if not path.startswith(f"{params}[") or not path.endswith("]"):
+            continue
+        entry = table.exact(path)
+        assert entry is not None
         variant = path[len(params) + 1 : -1]
         if kind.any_case:
             value = {"pattern": f"^{_in_any_case(variant)}$"}
         else:
             value = {"const": variant}
-        entry = table.exact(path)
-        assert entry is not None
-        # Of a refused type the name itself is wrong, whatever its parameters.
+        # Of a refused type the name itself is wrong, with any parameters.
         if entry.status == "refused":
             then = {"type": _schema(table, entry)}
         else:
@@ -170,22 +196,34 @@ def _by_type(table: KeyTable, key: Key) -> Iterator[Schema]:
 
 
 def _description(key: Key, release: str) -> str:
-    others = " or ".join(without_variant(path) for path in key.replaced_by)
-    use = key.instead or (f"use {others}" if others else "remove it")
     if key.status == "refused":
-        return f"{key.sentence} DeepSpeed {release} refuses it: {use}."
+        return f"{key.sentence} DeepSpeed {release} refuses it: {_instead(key)}."
     if key.status == "deprecated":
-        return f"{key.sentence} Deprecated: {use}."
+        return f"{key.sentence} Deprecated: {_instead(key)}."
     if key.status == "inert":
-        return f"{key.sentence} DeepSpeed does nothing with it: {use}."
+        return f"{key.sentence} DeepSpeed does nothing with it: {_instead(key)}."
     if key.taken_by:
         return f"{key.sentence} Taken by {' and '.join(key.taken_by)} only."
     return key.sentence
 
 
+def _instead(key: Key) -> str:
+    if key.instead:
+        return key.instead
+    if key.replaced_by:
+        return f"use {' or '.join(without_variant(path) for path in key.replaced_by)}"
+    return "remove it"
+
+
 def _in_any_case(word: str) -> str:
-    """A pattern of the word; JSON Schema's have no flag for upper and lower case."""
-    return "".join(f"[{c.lower()}{c.upper()}]" if c.isalpha() else c for c in word)
+    """Return a pattern of the word; JSON Schema's have no flag for upper and lower case."""
+    pattern = ""
+    for letter in word:
+        if letter.isalpha():
+            pattern += f"[{letter.lower()}{letter.upper()}]"
+        else:
+            pattern += letter
+    return pattern
 
 
 def _pointer(path: str) -> str:

@@ -390,6 +390,13 @@ def disagreement(key: str, json_value: Any, argument: str, value: Any, reason: s
     )
 
 
+def refused_beside_json(argument: str, value: Any, reason: str) -> Problem:
+    """Build the problem of an argument that the trainer does not take beside a DeepSpeed JSON."""
+    return Problem(
+        "sources-disagree", reason, "remove it, and write it in the JSON", argument, value
+    )
+
+
 def launch_options(num_gpus: Any, num_nodes: Any) -> str:
     """Return the options of ``launch.sh train`` for this number of devices or nodes."""
     if num_nodes > 1:

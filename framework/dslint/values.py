@@ -3,8 +3,9 @@ schedules take.
 
 DeepSpeed picks the class of an optimizer by type, offload and `torch_adam`, and hands it all
 parameters as keywords: one that the class does not know, or one that is missing, is a TypeError at
-`deepspeed.initialize`. The key table has the parameters of DeepSpeed's own types; those of torch's
-classes, as torch 2.15 checks them, are in `tables/torch.json`, in the words of the key tables.
+`deepspeed.initialize`. The key table has the parameters of DeepSpeed's own types;
+`tables/torch.json` has the parameters of torch's classes, as torch 2.15 checks them, in the words
+of the key tables.
 (Adam, AdamW and Adagrad are not in it, because DeepSpeed has types of these names.) Three words are
 its own: a ``pair`` has two ``items``; ``around`` N: the first is below N, the second above;
 ``fraction``: torch takes no 0 and no 1 written as a whole number, and JSON's 1.0 is read as one.
@@ -13,11 +14,10 @@ its own: a ``pair`` has two ``items``; ``around`` N: the first is below N, the s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import isfinite
 from operator import ge, gt, le, lt, mod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from framework.dslint.facts import DEEPSPEED_OPTIMIZERS, FALSE, TRUE, Facts
 from framework.dslint.key_files import TABLES
@@ -25,8 +25,22 @@ from framework.dslint.keys import Key
 from framework.errors import MISSING, Problem, Severity, show_value
 from framework.text.typos import nearest
 
-# Kind, reason and fix of what is wrong with one value, and the severity where it is no error.
-Fault = tuple[str, str, str] | tuple[str, str, str, Severity]
+
+class Fault(NamedTuple):
+    """One thing that is wrong with a value.
+
+    Attributes:
+        kind: of the problem that it becomes.
+        reason: why the value is wrong.
+        fix: what to write instead.
+        severity: of that problem.
+    """
+
+    kind: str
+    reason: str
+    fix: str
+    severity: Severity = "error"
+
 
 _FLOATS_AS_WHOLE: Final = 2.0**63  # pydantic refuses a longer one: "exceeded maximum size"
 TYPE_WORDS: Final = {
@@ -50,37 +64,50 @@ def value_faults(key: Key, value: Any) -> Iterator[Fault]:
     """Find what is wrong with one value, the type first."""
     if value is None:
         if not key.nullable:
-            yield "wrong-type", "null where a value belongs", "leave the key out"
+            yield Fault("wrong-type", "null where a value belongs", "leave the key out")
         return
-    wanted = " or ".join(TYPE_WORDS.get(kind, kind) for kind in key.types)
     if not any(_is_type(value, kind) for kind in key.types):
-        is_lax = key.reader == "pydantic" and "object" not in key.types
-        if not is_lax or not any(_passes_as(value, kind) for kind in key.types):
-            yield "wrong-type", f"not {wanted}", f"write {wanted}"
-            return
-        reason = f"DeepSpeed turns it into {wanted}; other readers of this file will not"
-        yield "loose-type", reason, f"write {wanted}", "warning"
-        # DeepSpeed holds what it made of it against the limits
-        if {"integer", "number"}.issuperset(key.types):
-            yield from _choice_and_range(key, float(value))
+        yield from _type_faults(key, value)
         return
     if key.from_python:
-        yield "wrong-type", "only Python code can give this value", "remove it"
+        yield Fault("wrong-type", "only Python code can give this value", "remove it")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         yield from _choice_and_range(key, value)
     elif key.enum and not _is_choice(key, value):
         yield _no_choice(key)
-    if isinstance(value, list) and not value and "number" in key.types:
-        yield "wrong-value", "an empty list", "write one number per group"
-    if (
-        isinstance(value, list)
-        and key.items
-        and not all(_is_type(item, key.items) for item in value)
-    ):
+    if isinstance(value, list):
+        yield from _item_faults(key, value)
+
+
+def _type_faults(key: Key, value: Any) -> Iterator[Fault]:
+    """Find what is wrong with a value of another type: an error, unless DeepSpeed converts it."""
+    wanted = " or ".join(TYPE_WORDS.get(kind, kind) for kind in key.types)
+    is_lax = key.reader == "pydantic" and "object" not in key.types
+    if not is_lax or not any(_passes_as(value, kind) for kind in key.types):
+        yield Fault("wrong-type", f"not {wanted}", f"write {wanted}")
+        return
+    reason = f"DeepSpeed turns it into {wanted}; other readers of this file will not"
+    yield Fault("loose-type", reason, f"write {wanted}", "warning")
+    # DeepSpeed holds what it made of it against the limits.
+    if {"integer", "number"}.issuperset(key.types):
+        yield from _choice_and_range(key, float(value))
+
+
+def _item_faults(key: Key, items: list[Any]) -> Iterator[Fault]:
+    if not items and "number" in key.types:
+        yield Fault("wrong-value", "an empty list", "write one number per group")
+    if not key.items:
+        return
+    if not all(_is_type(item, key.items) for item in items):
         words = TYPE_WORDS.get(key.items, key.items)
-        yield "wrong-type", f"not a list of which each is {words}", f"write {words} for each"
-    elif isinstance(value, list) and key.items == "number":
-        yield from islice((fault for item in value for fault in _out_of_range(key, item)), 1)
+        reason = f"not a list of which each is {words}"
+        yield Fault("wrong-type", reason, f"write {words} for each")
+    elif key.items == "number":
+        for item in items:
+            faults = list(_out_of_range(key, item))
+            if faults:
+                yield faults[0]
+                return
 
 
 def _choice_and_range(key: Key, value: float) -> Iterator[Fault]:
@@ -90,14 +117,15 @@ def _choice_and_range(key: Key, value: float) -> Iterator[Fault]:
 
 
 def _no_choice(key: Key) -> Fault:
-    return "wrong-value", "not one of the choices", f"write {', '.join(map(show_value, key.enum))}"
+    choices = ", ".join(map(show_value, key.enum))
+    return Fault("wrong-value", "not one of the choices", f"write {choices}")
 
 
 def _out_of_range(key: Key, value: float) -> Iterator[Fault]:
     for name, is_outside, words in _LIMITS:
         limit = getattr(key, name)
         if limit is not None and is_outside(value, limit):
-            yield "wrong-value", "outside its range", f"write {words} {limit:g}"
+            yield Fault("wrong-value", "outside its range", f"write {words} {limit:g}")
 
 
 def _is_choice(key: Key, value: Any) -> bool:
@@ -139,7 +167,7 @@ def _passes_as(value: Any, kind: str) -> bool:
             number = int(value)
     except ValueError:
         return False
-    return number == number
+    return number == number  # not for NaN
 
 
 # Parameters of torch's classes.
@@ -157,11 +185,11 @@ MOMENTUM_SCHEDULES: Final = ("CyclicLR", "OneCycleLR")
 WITHOUT_MOMENTUM: Final = frozenset({"ASGD", "Adadelta", "Adafactor", "Adagrad", "LBFGS", "Rprop"})
 _64_BITS: Final = 2**63
 _LEFT_OUT: Final = ("missing-key", "cycle-without-momentum")  # there is no value to show
-Found = Iterator[tuple[str, str, str, str]]  # parameter, kind, reason and fix
+Found = Iterator[tuple[str, Fault]]  # parameter, and what is wrong with it
 
 
-def mismatch(value: Any, wanted: Wanted) -> tuple[str, str, str] | None:
-    """Kind, reason and fix where a value is not what torch wants; None where it is.
+def mismatch(value: Any, wanted: Wanted) -> Fault | None:
+    """Return what is wrong with a value for torch, or None.
 
     Args:
         value: what a file gives.
@@ -171,193 +199,204 @@ def mismatch(value: Any, wanted: Wanted) -> tuple[str, str, str] | None:
         return None
     choices = wanted.get("enum")
     if choices:
-        is_one = any(value == choice and type(value) is type(choice) for choice in choices)
-        fix = f"write {' or '.join(map(show_value, choices))}"
-        return None if is_one else ("wrong-value", "not one of the choices", fix)
-    if wanted["type"] == "pair":
-        if not isinstance(value, list) or len(value) != 2:
-            return "wrong-value", "not two numbers", "write two numbers"
-        found = next(filter(None, map(mismatch, value, wanted["items"])), None)
-        if found is None and "around" in wanted and not 0 < value[0] < wanted["around"] < value[1]:
-            return (
-                "wrong-value",
-                "outside its range",
-                "write one number between 0 and 1 and one above 1",
-            )
-        return found
-    if wanted["type"] == "array":
-        is_list = isinstance(value, list) and all(_is_type(item, wanted["items"]) for item in value)
-        if is_list:
+        if any(value == choice and type(value) is type(choice) for choice in choices):
             return None
-        return ("wrong-type", "not a list of whole numbers", "write a list of whole numbers")
+        fix = f"write {' or '.join(map(show_value, choices))}"
+        return Fault("wrong-value", "not one of the choices", fix)
+    if wanted["type"] == "pair":
+        return _pair_mismatch(value, wanted)
+    if wanted["type"] == "array":
+        if isinstance(value, list) and all(_is_type(item, wanted["items"]) for item in value):
+            return None
+        return Fault("wrong-type", "not a list of whole numbers", "write a list of whole numbers")
     if "array" in wanted["type"]:  # a list has one for each group of parameters
         if isinstance(value, list) and value:
             values = value
         else:
             values = [value]
-        return next(
-            filter(None, (mismatch(item, {"type": wanted["items"]}) for item in values)), None
-        )
+        return _first_mismatch((item, {"type": wanted["items"]}) for item in values)
     return _scalar_mismatch(value, wanted)
 
 
-def _scalar_mismatch(value: Any, wanted: Wanted) -> tuple[str, str, str] | None:
-    words = TYPE_WORDS[wanted["type"]]
+def _pair_mismatch(value: Any, wanted: Wanted) -> Fault | None:
+    if not isinstance(value, list) or len(value) != 2:
+        return Fault("wrong-value", "not two numbers", "write two numbers")
+    fault = _first_mismatch(zip(value, wanted["items"], strict=False))
+    if fault is not None:
+        return fault
+    if "around" in wanted and not 0 < value[0] < wanted["around"] < value[1]:
+        return Fault(
+            "wrong-value",
+            "outside its range",
+            "write one number between 0 and 1 and one above 1",
+        )
+    return None
+
+
+def _first_mismatch(pairs: Iterable[tuple[Any, Wanted]]) -> Fault | None:
+    """Return what is wrong with the first value that does not fit what is wanted of it."""
+    for value, wanted in pairs:
+        fault = mismatch(value, wanted)
+        if fault is not None:
+            return fault
+    return None
+
+
+def _scalar_mismatch(value: Any, wanted: Wanted) -> Fault | None:
+    type_words = TYPE_WORDS[wanted["type"]]
     if not _is_type(value, wanted["type"]):
-        return "wrong-type", f"not {words}", f"write {words}"
+        return Fault("wrong-type", f"not {type_words}", f"write {type_words}")
     if isinstance(value, float) and not isfinite(value):
-        return "wrong-value", "not a finite number", "write a finite number"
-    limits = [
-        (is_outside, words, wanted[name]) for name, is_outside, words in _LIMITS if name in wanted
-    ]
-    fits = not any(is_outside(value, limit) for is_outside, _, limit in limits)
-    range_ = " and ".join(f"{words} {limit:g}" for _, words, limit in limits)
+        return Fault("wrong-value", "not a finite number", "write a finite number")
     if "fraction" in wanted:
-        fits = isinstance(value, float) and 0 < value < 1
-        range_ = "a fraction between 0 and 1"
+        if isinstance(value, float) and 0 < value < 1:
+            return None
+        return Fault("wrong-value", "outside its range", "write a fraction between 0 and 1")
+    fits = True
+    parts = []
+    for name, is_outside, words in _LIMITS:
+        if name in wanted:
+            fits = fits and not is_outside(value, wanted[name])
+            parts.append(f"{words} {wanted[name]:g}")
     if fits:
         return None
-    return ("wrong-value", "outside its range", f"write {range_}")
+    return Fault("wrong-value", "outside its range", f"write {' and '.join(parts)}")
 
 
 def torch_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
     """Find arguments that torch's own classes do not take, or miss."""
     optimizer, params = _typed(values, "optimizer")
-    for name, kind, reason, fix in _of_optimizer(optimizer, params):
-        yield Problem(kind, reason, fix, f"optimizer.params.{name}", params[name])
+    for name, fault in _optimizer_faults(optimizer, params):
+        key = f"optimizer.params.{name}"
+        yield Problem(fault.kind, fault.reason, fault.fix, key, params[name])
     scheduler, arguments = _typed(values, "scheduler")
-    for name, kind, reason, fix in _of_scheduler(scheduler, arguments, optimizer):
-        value = MISSING if kind in _LEFT_OUT else arguments[name]
-        yield Problem(kind, reason, fix, f"scheduler.params.{name}", value)
+    for name, fault in _scheduler_faults(scheduler, arguments, optimizer):
+        value = MISSING if fault.kind in _LEFT_OUT else arguments[name]
+        key = f"scheduler.params.{name}"
+        yield Problem(fault.kind, fault.reason, fault.fix, key, value)
 
 
 def _typed(values: Mapping[str, Any], section: str) -> tuple[str, Mapping[str, Any]]:
-    """Type and parameters; both empty where one is missing."""
+    """Return type and parameters of a section; both empty where one is missing."""
     inner = values.get(section)
-    kind, params = (
-        (inner.get("type"), inner.get("params")) if isinstance(inner, Mapping) else ("", {})
-    )
+    if not isinstance(inner, Mapping):
+        return "", {}
+    kind = inner.get("type")
+    params = inner.get("params")
     if isinstance(kind, str) and isinstance(params, Mapping):
-        return (kind, params)
-    return ("", {})
+        return kind, params
+    return "", {}
 
 
-def _of_optimizer(name: str, params: Mapping[str, Any]) -> Found:
+def _optimizer_faults(name: str, params: Mapping[str, Any]) -> Found:
     yield from _too_large(params)
     # torch/optim: "cannot be `True` together"
     if params.get("fused") is True and params.get("foreach") is True:
         reason = "torch's optimizers are one or the other, and fused is true as well"
-        yield "foreach", "fused-and-foreach", reason, "set optimizer.params.foreach: false"
-    if name.lower() in DEEPSPEED_OPTIMIZERS and isinstance(betas := params.get("betas"), list):
+        fix = "set optimizer.params.foreach: false"
+        yield "foreach", Fault("fused-and-foreach", reason, fix)
+    betas = params.get("betas")
+    if name.lower() in DEEPSPEED_OPTIMIZERS and isinstance(betas, list):
         # DeepSpeed's kernels take two, and torch's Adam behind them asks both to be below 1; types
-        # are the key table's
-        found = mismatch(betas, _TWO_BETAS)
-        if found is not None and all(isinstance(beta, (int, float)) for beta in betas):
-            yield "betas", *found
+        # are the key table's.
+        fault = mismatch(betas, _TWO_BETAS)
+        if fault is not None and all(isinstance(beta, (int, float)) for beta in betas):
+            yield "betas", fault
     if name in OPTIMIZERS:
-        yield from _against("optimizer", name, params, OPTIMIZERS[name])
-    # torch/optim/sgd.py: "requires a momentum and zero dampening"
-    if name == "SGD" and params.get("nesterov") is True:
-        kind = "nesterov-needs-momentum"
-        key = "optimizer.params"
-        if not params.get("momentum"):
-            yield (
-                "nesterov",
-                kind,
-                "there is no momentum to look ahead along",
-                f"set {key}.momentum: 0.9",
-            )
-        elif params.get("dampening"):
-            yield (
-                "dampening",
-                kind,
-                "Nesterov momentum goes without dampening",
-                f"set {key}.dampening: 0",
-            )
+        yield from _parameter_faults("optimizer", name, params, OPTIMIZERS[name])
+    if name == "SGD":
+        yield from _nesterov_faults(params)
 
 
-def _of_scheduler(name: str, params: Mapping[str, Any], optimizer: str) -> Found:
+def _nesterov_faults(params: Mapping[str, Any]) -> Found:
+    """Find what torch/optim/sgd.py refuses: "requires a momentum and zero dampening"."""
+    if params.get("nesterov") is not True:
+        return
+    kind = "nesterov-needs-momentum"
+    if not params.get("momentum"):
+        reason = "there is no momentum to look ahead along"
+        yield "nesterov", Fault(kind, reason, "set optimizer.params.momentum: 0.9")
+    elif params.get("dampening"):
+        reason = "Nesterov momentum goes without dampening"
+        yield "dampening", Fault(kind, reason, "set optimizer.params.dampening: 0")
+
+
+def _scheduler_faults(name: str, params: Mapping[str, Any], optimizer: str) -> Found:
     yield from _too_large(params)
     if name not in SCHEDULERS:
         return
-    yield from _against("scheduler", name, params, SCHEDULERS[name])
-    for needed, wanted in SCHEDULERS[name].items():
-        if wanted.get("required") and needed not in params:
-            yield needed, "missing-key", f"{name} needs it", "add it"
-    lengths = [
-        params.get(length) is not None for length in ("total_steps", "epochs", "steps_per_epoch")
-    ]
-    if name == "OneCycleLR" and not (lengths[0] or all(lengths[1:])):
+    yield from _parameter_faults("scheduler", name, params, SCHEDULERS[name])
+    for parameter, wanted in SCHEDULERS[name].items():
+        if wanted.get("required") and parameter not in params:
+            yield parameter, Fault("missing-key", f"{name} needs it", "add it")
+    if name == "OneCycleLR" and not _has_length(params):
         reason = "OneCycleLR needs its length: total_steps, or epochs and steps_per_epoch"
-        yield "total_steps", "missing-key", reason, "add it"
+        yield "total_steps", Fault("missing-key", reason, "add it")
     # torch/optim/lr_scheduler.py: "optimizer must support momentum or beta1 with `cycle_momentum`
     # option enabled"
-    if (
-        name in MOMENTUM_SCHEDULES
-        and optimizer in WITHOUT_MOMENTUM
-        and params.get("cycle_momentum", True) is not False
-    ):
+    moves_momentum = name in MOMENTUM_SCHEDULES and params.get("cycle_momentum", True) is not False
+    if moves_momentum and optimizer in WITHOUT_MOMENTUM:
         reason = f"{name} moves the momentum, and {optimizer} has none"
-        yield (
-            "cycle_momentum",
-            "cycle-without-momentum",
-            reason,
-            "set scheduler.params.cycle_momentum: false",
-        )
+        fix = "set scheduler.params.cycle_momentum: false"
+        yield "cycle_momentum", Fault("cycle-without-momentum", reason, fix)
+
+
+def _has_length(params: Mapping[str, Any]) -> bool:
+    if params.get("total_steps") is not None:
+        return True
+    return params.get("epochs") is not None and params.get("steps_per_epoch") is not None
 
 
 def _too_large(params: Mapping[str, Any]) -> Found:
-    """torch's operations take whole numbers of 64 bits: "can't convert negative int to unsigned",
-    in the first step.
+    """Find whole numbers of more than 64 bits: torch's operations stop at them in the first step
+    ("can't convert negative int to unsigned").
     """
     for name, value in params.items():
         if isinstance(value, int) and abs(value) >= _64_BITS:
-            yield name, "wrong-value", "more than torch's numbers hold", "write a smaller number"
+            reason = "more than torch's numbers hold"
+            yield name, Fault("wrong-value", reason, "write a smaller number")
 
 
-def _against(
+def _parameter_faults(
     section: str, kind: str, params: Mapping[str, Any], known: Mapping[str, Wanted]
 ) -> Found:
-    """Parameters that a class of torch does not know, or with values that it refuses ("Invalid
+    """Find parameters that a class of torch does not know, or with values that it refuses ("Invalid
     learning rate").
     """
     for name, value in params.items():
         if name in known:
+            fault = None
             if value != "auto":
-                found = mismatch(value, known[name])
-            else:
-                found = None
-            if found is not None:
-                yield name, *found
+                fault = mismatch(value, known[name])
+            if fault is not None:
+                yield name, fault
         elif not (section == "optimizer" and name == "max_grad_norm"):
             guess = nearest(name, list(known))
             if guess:
                 fix = f"did you mean {section}.params.{guess}?"
             else:
                 fix = "remove it"
-            yield name, "unknown-key", f"torch's {kind} takes no such parameter", fix
+            yield name, Fault("unknown-key", f"torch's {kind} takes no such parameter", fix)
 
 
-def class_mismatch(facts: Facts, key: Key) -> tuple[str, str, str] | None:
-    """Kind, reason and fix where another class behind the same type takes a parameter, but not the
-    one picked here.
+def class_mismatch(facts: Facts, key: Key) -> Fault | None:
+    """Return what is wrong with a parameter that another class behind the same type takes, but not
+    the one that DeepSpeed picks here; None where it does.
     """
     behind = class_behind(facts)
-    if (
-        not key.taken_by
-        or behind is None
-        or any(_is_class(taken, behind) for taken in key.taken_by)
-    ):
+    if not key.taken_by or behind is None:
+        return None
+    if any(_takes_same(taken, behind) for taken in key.taken_by):
         return None
     reason = (
         f"DeepSpeed picks {behind} here, which does not take it; {' and '.join(key.taken_by)} would"
     )
-    return "parameter-of-another-class", reason, "remove it"
+    return Fault("parameter-of-another-class", reason, "remove it")
 
 
 def class_behind(facts: Facts) -> str | None:
-    """deepspeed/runtime/engine.py `_configure_basic_optimizer`: the class for the type; None where
-    one class stands for it.
+    """Return the class that DeepSpeed picks for the type (deepspeed/runtime/engine.py
+    `_configure_basic_optimizer`); None where a type has one class only.
     """
     on_host = facts.offloads_optimizer
     if facts.optimizer in ("adam", "adamw"):
@@ -376,8 +415,7 @@ def class_behind(facts: Facts) -> str | None:
     return None
 
 
-def _is_class(taken: str, behind: str) -> bool:
-    """Torch's Adam and AdamW take the same."""
-    return taken == behind or (
-        taken.startswith("torch.optim.Adam") and behind.startswith("torch.optim.Adam")
-    )
+def _takes_same(first: str, second: str) -> bool:
+    """Check whether two classes take the same parameters, as torch's Adam and AdamW do."""
+    prefix = "torch.optim.Adam"
+    return first == second or (first.startswith(prefix) and second.startswith(prefix))

@@ -6,7 +6,7 @@ computed, or a function under `@rule` in the module of its theme; its name is th
 problems. An error is what DeepSpeed stops at, when it reads the file, at `deepspeed.initialize`, in
 the first step, or in the call that the key is for. A warning is what it takes and does otherwise. A
 note depends on code outside the JSON. Unknown keys, types, ranges and removed keys are the key
-table's (`framework/dslint/keys.py`). The README of this wing says what is left out, and why.
+table's (`framework/dslint/keys.py`). The README of this wing has what is left out, and why.
 """
 
 from __future__ import annotations
@@ -22,5 +22,8 @@ list_rows()
 
 
 def apply_rules(facts: Facts) -> list[Problem]:
-    """Everything that every rule sees."""
-    return [problem for rule in ALL for problem in rule(facts)]
+    """Return the problems of all rules."""
+    problems: list[Problem] = []
+    for rule in ALL:
+        problems += rule(facts)
+    return problems

@@ -1,9 +1,9 @@
-"""Parts of every rule: its kind, severity and releases, and how what it finds becomes a problem.
+"""Parts of every rule: its kind, severity and releases, and how its findings become problems.
 
 A rule that asks for settings only, and computes nothing, is a row of `tables/rules.json`, as
 `plan/rows.py` has it. A key of DeepSpeed is ``given``, ``left out``, ``written`` (null, perhaps),
-``true`` (any true value will do), ``on``, ``off`` (the file says so), ``not on``, ``not off`` (or
-left out), ``above`` or ``below`` a number; a fact of `Facts`, or a key that holds text, has one of
+``true`` (any true value will do), ``on``, ``off`` (in the file), ``not on``, ``not off`` (or left
+out), ``above`` or ``below`` a number; a fact of `Facts`, or a key that holds text, has one of
 the values of a list. In a sentence ``{stage}`` is that fact's value, and
 ``{zero_optimization.offload_param}`` that key as the file spells it.
 """
@@ -47,16 +47,21 @@ def rule(
         @wraps(find)
         def judge(facts: Facts) -> Iterator[Problem]:
             if facts.is_release(since, before) and (not on or facts.flag(on)):
-                for key, reason, fix, *own in find(facts):
-                    level: Severity = own[0] if own else severity
-                    yield Problem(
-                        kind, reason, fix, facts.written(key), facts.raw(key), severity=level
-                    )
+                for finding in find(facts):
+                    yield _problem(kind, finding, facts, severity)
 
         ALL.append(judge)
         return judge
 
     return listed
+
+
+def _problem(kind: str, finding: Finding, facts: Facts, severity: Severity) -> Problem:
+    """Build the problem of a finding; its severity wins over the rule's."""
+    key, reason, fix = finding[:3]
+    if len(finding) == 4:
+        severity = finding[3]
+    return Problem(kind, reason, fix, facts.written(key), facts.raw(key), severity=severity)
 
 
 _STATES: Final[Mapping[str, Callable[[Facts, str], object]]] = {
@@ -75,22 +80,32 @@ _STATES: Final[Mapping[str, Callable[[Facts, str], object]]] = {
 
 def _is_written(facts: Facts, key: str) -> bool:
     section, _, name = key.rpartition(".")
-    return name in (facts.section(section) if section else facts.values)
+    if section:
+        return name in facts.section(section)
+    return name in facts.values
 
 
 def _holds(facts: Facts, name: str, wanted: Any) -> bool:
+    """Check whether a key, or a fact, is as a row wants it."""
     if isinstance(wanted, str):
         return bool(_STATES[wanted](facts, name))
     is_fact = hasattr(Facts, name)
     if isinstance(wanted, list):
-        return (getattr(facts, name) if is_fact else facts.text(name)) in wanted
+        value = getattr(facts, name) if is_fact else facts.text(name)
+        return value in wanted
+    number = getattr(facts, name) if is_fact else _number(facts, name)
+    return is_between(number, wanted)
+
+
+def _number(facts: Facts, name: str) -> float | None:
     key = load_table().get(name)
-    read = facts.whole if key is not None and key.types == ("integer",) else facts.number
-    return is_between(getattr(facts, name) if is_fact else read(name), wanted)
+    if key is not None and key.types == ("integer",):
+        return facts.whole(name)
+    return facts.number(name)
 
 
-def _named(facts: Facts, name: str) -> object:
-    """Return what a sentence says for a name: a fact's value, a key as the file spells it."""
+def _value_in_sentence(facts: Facts, name: str) -> object:
+    """Return what stands in a sentence for a name: a fact's value, a key as the file spells it."""
     if "." in name:
         return facts.written(name)
     return getattr(facts, name)
@@ -101,7 +116,8 @@ def list_rows() -> None:
     for kind, row in json.loads((TABLES / "rules.json").read_text(encoding="utf-8")).items():
 
         def find(facts: Facts, cases: list[Row] = cases_of(row)) -> Found:  # noqa: B008 - one each
-            return findings(cases, partial(_holds, facts), partial(_named, facts))
+            holds = partial(_holds, facts)
+            return findings(cases, holds, partial(_value_in_sentence, facts))
 
         find.__name__ = kind.replace("-", "_")
         find.__doc__ = row["source"]
@@ -109,14 +125,23 @@ def list_rows() -> None:
 
 
 def divisor_below(number: int, limit: int) -> int:
-    """The largest divisor of a number that is smaller than the limit, 1 at least."""
-    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
-    return max((n for one in small for n in (one, number // one) if n < limit), default=1)
+    """Return the largest divisor of a number that is smaller than the limit, 1 at least."""
+    largest = 1
+    for divisor in range(1, isqrt(number) + 1):
+        if number % divisor == 0:
+            for candidate in (divisor, number // divisor):
+                if largest < candidate < limit:
+                    largest = candidate
+    return largest
 
 
 def in_the_way(keys: Mapping[str, tuple[str, object]], reason: str, otherwise: str = "") -> Found:
-    """Yield a finding for each key that is in the way: key -> the value that is not, and whether
-    the file's is.
+    """Yield a finding for each key that is in the way.
+
+    Args:
+        keys: key -> the value that is not in the way, and whether the file's is.
+        reason: why it is.
+        otherwise: another fix, beside the value.
     """
     for key, (right, is_wrong) in keys.items():
         if is_wrong:

@@ -18,38 +18,58 @@ def batch_arithmetic(facts: Facts) -> Found:
     """deepspeed/runtime/config.py `_batch_assertion`: train_batch_size = micro x accumulation x
     data-parallel ranks.
 
-    Without a topology only what no number of ranks can mend is an error. A `pipeline` section says
-    that the code may split the model, and then fewer ranks share the batch.
+    Without a topology only what no number of ranks can make right is an error. With a `pipeline`
+    section the code may split the model, and then fewer ranks share the batch.
     """
     sizes = {name: facts.whole(name) for name in (GLOBAL, MICRO, STEPS)}
     total, micro, steps = sizes.values()
     if facts.is_elastic:
-        return  # whatever is written, elasticity sets all three
-    if total is None or any(
-        facts.given(name) and (size is None or size < 1) for name, size in sizes.items()
-    ):
+        return  # elasticity sets all three
+    if total is None or any(_is_at_fault(facts, name, size) for name, size in sizes.items()):
         return  # nothing to multiply, or a type or a range is at fault
     ranks = facts.data_parallel_size
-    per_step = (micro or 1) * (steps or 1)
     if ranks is None and facts.world_size is not None:
         return  # `sequence_parallel_fraction` speaks, or a range is at fault
-    if ranks is None:
-        candidates = [max(1, total // per_step)]
-    else:
-        candidates = [ranks]
-    if ranks is not None and facts.given("pipeline"):
-        candidates = [size for size in range(1, min(ranks, 4096) + 1) if ranks % size == 0]
+    num_micro = micro or 1
+    per_step = num_micro * steps if steps else num_micro
+    candidates = _candidate_ranks(facts, ranks, total // per_step)
     if any(_fits(total, micro, steps, candidate) for candidate in candidates):
         return
-    words = [f"{micro} per rank" if micro else "", f"{steps} accumulation steps" if steps else ""]
-    product = " x ".join(
-        [*filter(None, words), f"{ranks} ranks" if ranks else "any number of ranks"]
-    )
-    unit = per_step * (ranks or 1)
-    fixes = [f"{GLOBAL}: {unit if micro and steps and ranks else max(unit, total // unit * unit)}"]
+    factors = []
+    if micro:
+        factors.append(f"{micro} per rank")
+    if steps:
+        factors.append(f"{steps} accumulation steps")
+    factors.append(f"{ranks} ranks" if ranks else "any number of ranks")
+    unit = per_step * ranks if ranks else per_step
+    if micro and steps and ranks:
+        fitting_total = unit
+    else:
+        fitting_total = max(unit, total // unit * unit)
+    fixes = [f"{GLOBAL}: {fitting_total}"]
     if micro and steps and ranks and total % (micro * ranks) == 0:
         fixes.append(f"{STEPS}: {total // (micro * ranks)}")
+    product = " x ".join(factors)
     yield GLOBAL, f"{total} is not {product}", f"set {' or '.join(fixes)}"
+
+
+def _is_at_fault(facts: Facts, name: str, size: int | None) -> bool:
+    return facts.given(name) and (size is None or size < 1)
+
+
+def _candidate_ranks(facts: Facts, ranks: int | None, fitting_ranks: int) -> list[int]:
+    """Return the numbers of ranks that may share the batch.
+
+    Args:
+        facts: the file.
+        ranks: data-parallel ranks, if known.
+        fitting_ranks: the number that would fit, for unknown ones.
+    """
+    if ranks is None:
+        return [max(1, fitting_ranks)]
+    if facts.given("pipeline"):
+        return [size for size in range(1, min(ranks, 4096) + 1) if ranks % size == 0]
+    return [ranks]
 
 
 @rule(before="0.19.8")
@@ -66,8 +86,8 @@ def elastic_batch_sizes(facts: Facts) -> Found:
 
 
 def _fits(total: int, micro: float | None, steps: float | None, ranks: float) -> bool:
-    """DeepSpeed's own arithmetic: what is missing is divided out with a floor, then the product
-    must be the total.
+    """Check DeepSpeed's own arithmetic: what is missing is divided out with a floor, then the
+    product must be the total.
     """
     if micro is None:
         steps = steps or 1
@@ -133,13 +153,9 @@ def sequence_parallel_fraction(facts: Facts) -> Found:
     total = facts.whole(GLOBAL)
     micro = facts.whole(MICRO)
     steps = facts.whole(STEPS)
-    if (
-        world
-        and sequence
-        and sequence > 0
-        and not facts.given("data_parallel_size")
-        and world % sequence
-    ):
+    if not world or not sequence or sequence < 0 or facts.given("data_parallel_size"):
+        return
+    if world % sequence:
         is_taken = total is None or _fits(total, micro, steps, world / sequence)
         yield (
             _SEQUENCE,
@@ -175,11 +191,9 @@ def sequence_parallel_alone(facts: Facts) -> Found:
     """
     sequence = facts.whole(_SEQUENCE) or 0
     world = facts.world_size
-    if (
-        sequence > 1
-        and not facts.given("data_parallel_size")
-        and (world is None or world % sequence == 0)
-    ):
+    if sequence <= 1 or facts.given("data_parallel_size"):
+        return
+    if world is None or world % sequence == 0:
         yield (
             _SEQUENCE,
             f"by itself it only divides the ranks of the batch arithmetic by {sequence}",

@@ -27,8 +27,9 @@ def optimizer_unknown(facts: Facts) -> Found:
     torch.optim.
     """
     name = facts.optimizer
-    removed = () if facts.since("0.19.7") else REMOVED_OPTIMIZERS
-    if not name or name in TORCH_OPTIMIZERS | DEEPSPEED_OPTIMIZERS or name in removed:
+    if not name or name in TORCH_OPTIMIZERS | DEEPSPEED_OPTIMIZERS:
+        return
+    if name in REMOVED_OPTIMIZERS and not facts.since("0.19.7"):
         return
     reason = "neither DeepSpeed nor torch.optim has such an optimizer"
     guess = "AdamW"
@@ -60,8 +61,8 @@ def optimizer_untested(facts: Facts) -> Found:
 
 @rule("warning")
 def adam_is_adamw(facts: Facts) -> Found:
-    """deepspeed/runtime/config.py `ADAM_W_MODE_DEFAULT`: "Adam" decays weights as AdamW does unless
-    told otherwise.
+    """deepspeed/runtime/config.py `ADAM_W_MODE_DEFAULT`: "Adam" decays weights as AdamW does by
+    default.
     """
     decay = facts.number("optimizer.params.weight_decay")
     if facts.optimizer == "adam" and decay and facts.get("optimizer.params.adam_w_mode") is None:
@@ -118,8 +119,8 @@ def torch_scheduler_with_wrapper(facts: Facts) -> Found:
 
 @rule("warning")
 def warmup_decay_peak(facts: Facts) -> Found:
-    """deepspeed/runtime/lr_schedules.py `WarmupDecayLR`: warmup_max_lr is 0.001 whatever the
-    optimizer says.
+    """deepspeed/runtime/lr_schedules.py `WarmupDecayLR`: warmup_max_lr is 0.001 with any rate of
+    the optimizer.
     """
     return _default_peak(facts, "WarmupDecayLR")
 
@@ -137,11 +138,12 @@ def _default_peak(facts: Facts, schedule: str) -> Found:
     if facts.text(_SCHEDULE) != schedule or facts.given(_PEAK) or lr == 0.001:
         return
     if facts.given("scheduler.params") and facts.get(_PEAK, 0) is not None:
-        known = facts.given("optimizer.params.lr") and lr is not None
-        reason = f"left out, {schedule} trains at 0.001" + (
-            f", not at the optimizer's {lr}" if known else ""
-        )
-        yield _PEAK, reason, f"set {_PEAK}: {lr if known else 0.001}"
+        reason = f"left out, {schedule} trains at 0.001"
+        peak = 0.001
+        if facts.given("optimizer.params.lr") and lr is not None:
+            reason += f", not at the optimizer's {lr}"
+            peak = lr
+        yield _PEAK, reason, f"set {_PEAK}: {peak}"
 
 
 @rule("warning")
@@ -174,12 +176,9 @@ def warmup_falls(facts: Facts) -> Found:
     else:
         lr = 0.001
     peak = facts.number(_PEAK, lr)
-    if (
-        kind in ("WarmupLR", "WarmupDecayLR")
-        and least is not None
-        and peak is not None
-        and least > peak >= 0
-    ):
+    if kind not in ("WarmupLR", "WarmupDecayLR") or least is None or peak is None:
+        return
+    if least > peak >= 0:
         yield key, f"the warm-up falls from there to {peak}", f"set {key}: 0.0"
 
 

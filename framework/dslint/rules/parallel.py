@@ -57,8 +57,8 @@ def tensor_parallel_sizes(facts: Facts) -> Found:
 
 @rule("warning")
 def tensor_parallel_preset(facts: Facts) -> Found:
-    """deepspeed/module_inject/autotp_config.py `get_preset`: an unknown name is None, and nobody
-    hears of it.
+    """deepspeed/module_inject/autotp_config.py `get_preset`: an unknown name is None, and
+    DeepSpeed does not report it.
     """
     key = "tensor_parallel.preset_model"
     name = facts.text(key)
@@ -189,7 +189,7 @@ def expert_part_name(facts: Facts) -> Found:
     """deepspeed/module_inject/auto_ep_config.py `_validate_attr_name`: "must be a direct attribute
     name".
     """
-    for name in (*_WEIGHTS, *_PATTERNS):
+    for name in _WEIGHTS + _PATTERNS:
         key = f"{_EP}.{name}"
         text = facts.text(key)
         if text is not None and (not text or "." in text):
@@ -232,7 +232,9 @@ def compile_offloads(facts: Facts) -> Found:
 @rule(since="0.18.9")
 def compile_pass_unknown(facts: Facts) -> Found:
     """deepspeed/compile/config.py `PassName`: these and no others."""
-    known = ("z1", "z3", "autosp", *(("autotp",) if facts.since("0.19.6") else ()))
+    known = ["z1", "z3", "autosp"]
+    if facts.since("0.19.6"):
+        known.append("autotp")
     if not set(_passes(facts)) <= set(known):
         yield "compile.passes", "there is no such pass", f"use {', '.join(known)}"
 

@@ -27,8 +27,8 @@ def dynamic_loss_scale(facts: Facts) -> Found:
     """deepspeed/runtime/precision_config.py `_validate_dynamic_loss_scale_params`: "must be > 0
     when dynamic loss".
 
-    Until 0.19.3 nobody asked: a window of 0 divided by zero, and a negative one doubled the scale
-    at every step.
+    Until 0.19.3 it was not checked: a window of 0 divided by zero, and a negative one doubled the
+    scale at every step.
     """
     for key in ("fp16.loss_scale_window", "fp16.min_loss_scale"):
         number = facts.whole(key, _SCALES[key])
@@ -87,17 +87,16 @@ def fp16_unsupported(facts: Facts) -> Found:
 
 @rule("warning", on="bf16.enabled")
 def bf16_emulated(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_do_sanity_check`: torch says yes for devices that only emulate
-    bf16.
+    """deepspeed/runtime/engine.py `_do_sanity_check`: torch supports bf16 where it is only
+    emulated.
     """
     gpu = facts.topology.gpu
     if gpu and not gpu.bf16:
         reason = f"{gpu.name} has no bf16 units: it is accepted and computed slowly by emulation"
-        yield (
-            "bf16.enabled",
-            reason,
-            f"set bf16.enabled: false{' and fp16.enabled: true' if gpu.fp16 else ''}",
-        )
+        fix = "set bf16.enabled: false"
+        if gpu.fp16:
+            fix += " and fp16.enabled: true"
+        yield "bf16.enabled", reason, fix
 
 
 @rule()
@@ -171,10 +170,8 @@ def autocast_module_path(facts: Facts) -> Found:
     """
     key = "torch_autocast.lower_precision_safe_modules"
     names = facts.get(key)
-    if isinstance(names, list):
-        names = names
-    else:
-        names = []
+    if not isinstance(names, list):
+        return
     if any(isinstance(name, str) and not all(name.rpartition(".")) for name in names):
-        whole = [name if "." in str(name) else f"torch.nn.{name}" for name in names]
-        yield key, "a class is named with its package", f"set {key}: {dumps(whole)}"
+        full_names = [name if "." in str(name) else f"torch.nn.{name}" for name in names]
+        yield key, "a class is named with its package", f"set {key}: {dumps(full_names)}"

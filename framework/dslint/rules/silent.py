@@ -32,8 +32,8 @@ _RANDOM_LTD_KEYS: Final = NAMES["random_ltd"]
 
 @rule("warning")
 def section_not_enabled(facts: Facts) -> Found:
-    """deepspeed/runtime/precision_config.py `enabled` and its like: false unless given, whatever
-    else is said.
+    """deepspeed/runtime/precision_config.py `enabled` and its like: false unless given, with any
+    other key.
     """
     for name in _SWITCHED:
         keys = [key for key in facts.section(name) if f"{name}.{key}" not in UNSWITCHED]
@@ -104,20 +104,15 @@ def random_ltd_needs(facts: Facts) -> Found:
     So do engine.py `random_ltd_initialize` and basic_layer.py `init_config`, and the schedule's
     `get_value` at the first step.
     """
+    if not facts.get(f"{_RANDOM_LTD}.enabled"):
+        return
+    reason = "random layer token dropping is enabled and needs it"
+    fix = f"add it, or set {_RANDOM_LTD}.enabled: false"
     for inner, names in _RANDOM_LTD_KEYS.items():
         section = f"{_RANDOM_LTD}{inner}"
         for name in names:
-            if (
-                facts.get(f"{_RANDOM_LTD}.enabled")
-                and facts.given(section)
-                and name not in facts.section(section)
-            ):
-                fix = f"add it, or set {_RANDOM_LTD}.enabled: false"
-                yield (
-                    f"{section}.{name}",
-                    "random layer token dropping is enabled and needs it",
-                    fix,
-                )
+            if facts.given(section) and name not in facts.section(section):
+                yield f"{section}.{name}", reason, fix
 
 
 @rule("note")
@@ -147,24 +142,18 @@ def needs_cuda(facts: Facts) -> Found:
         "zero_quantized_nontrainable_weights",
         "offload_optimizer.super_offload",
     )
-    found = {
-        "optimizer.type": (
-            '"AdamW"',
-            facts.optimizer == "lamb" or (facts.optimizer == "lion" and on_device),
-        ),
+    is_lamb_or_lion = facts.optimizer == "lamb" or (facts.optimizer == "lion" and on_device)
+    has_zenflow = facts.stage == 3 and facts.given(f"{zero}.zenflow") and not on_device
+    keys: dict[str, tuple[str, object]] = {
+        "optimizer.type": ('"AdamW"', is_lamb_or_lion),
         "optimizer.params.capturable": ("false", facts.flag("optimizer.params.capturable")),
         f"{_WRITER}.type": ('"PYTHON"', facts.given(_WRITER) and pins_memory),
-        **{
-            f"{zero}.{name}": ("false", facts.stage == 3 and facts.flag(f"{zero}.{name}"))
-            for name in stage_3
-        },
-        f"{zero}.stage": (
-            "2",
-            facts.stage == 3 and facts.given(f"{zero}.zenflow") and not on_device,
-        ),
-        "aio.use_gds": ("false", facts.flag("aio.use_gds")),
     }
-    yield from in_the_way(found, "DeepSpeed has no CPU form of it")
+    for name in stage_3:
+        keys[f"{zero}.{name}"] = ("false", facts.stage == 3 and facts.flag(f"{zero}.{name}"))
+    keys[f"{zero}.stage"] = ("2", has_zenflow)
+    keys["aio.use_gds"] = ("false", facts.flag("aio.use_gds"))
+    yield from in_the_way(keys, "DeepSpeed has no CPU form of it")
 
 
 # Read by hand as a truth value: any text is true. `activation_checkpointing` is not read at all
@@ -179,14 +168,13 @@ def auto_value(facts: Facts) -> Found:
     keep the text.
     """
     for path in _autos(facts.values, "", 0):
-        who = "Hugging Face's Trainer and Accelerate fill it in"
-        fix = (
-            "write the value; "
-            f"{who if path in FILLED else 'Hugging Face does not fill it in either'}"
-        )
         key = load_table().exact(path)
         if key is not None and key.knows_auto:
             continue
+        if path in FILLED:
+            fix = "write the value; Hugging Face's Trainer and Accelerate fill it in"
+        else:
+            fix = "write the value; Hugging Face does not fill it in either"
         if facts.is_lax(path) and "." in path and path != "timers.throughput":
             yield path, "DeepSpeed drops it and takes its default", fix
         elif path.startswith(_AUTO_IS_TRUE):
@@ -196,9 +184,14 @@ def auto_value(facts: Facts) -> Found:
 
 
 def _autos(value: object, path: str, depth: int) -> Iterator[str]:
-    """Paths of all texts "auto" that stand as values."""
+    """Yield the paths of all texts "auto" that stand as values, in lists as well."""
     if isinstance(value, str) and value == "auto":
         yield path.removeprefix(".")
-    elif depth <= _DEEPEST and isinstance(value, (dict, list, tuple)):
-        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+    elif depth > _DEEPEST:
+        return
+    elif isinstance(value, dict):
+        for name, item in value.items():
             yield from _autos(item, f"{path}.{name}", depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _autos(item, f"{path}.{index}", depth + 1)

@@ -16,8 +16,8 @@ _STAGE: Final = f"{_ZERO}.stage"
 _NORM: Final = f"{_ZERO}.compute_grad_norm"
 _SCATTER: Final = f"{_ZERO}.reduce_scatter"
 _HPZ: Final = f"{_ZERO}.zero_hpz_partition_size"
-# Read at stage 3 only (deepspeed/runtime/engine.py `_configure_zero_optimizer`), as all whose name
-# says so.
+# Read at stage 3 only (deepspeed/runtime/engine.py `_configure_zero_optimizer`), as all keys named
+# stage3_...
 _STAGE_3_KEYS: Final = NAMES["stage_3"]
 # Read at stages 1 and 2 only.
 _STAGE_12_KEYS: Final = NAMES["stages_1_and_2"]
@@ -62,14 +62,16 @@ def inert_at_stage(facts: Facts) -> Found:
     own keys only.
     """
     if not facts.stage:
-        return  # somebody turned ZeRO off, or `zero_stage_left_out` speaks
-    names, needed = (_STAGE_12_KEYS, "2") if facts.stage == 3 else (_STAGE_3_KEYS, "3")
-    named = [
-        key
-        for key in load_table().children(_ZERO)
-        if needed == "3" and key.startswith(f"{_ZERO}.stage3_")
-    ]
-    for key in (*named, *(f"{_ZERO}.{name}" for name in names)):
+        return  # ZeRO was turned off, or `zero_stage_left_out` speaks
+    if facts.stage == 3:
+        keys = [f"{_ZERO}.{name}" for name in _STAGE_12_KEYS]
+        needed = "2"
+    else:
+        stage_3_keys = f"{_ZERO}.stage3_"
+        keys = [key for key in load_table().children(_ZERO) if key.startswith(stage_3_keys)]
+        keys += [f"{_ZERO}.{name}" for name in _STAGE_3_KEYS]
+        needed = "3"
+    for key in keys:
         name = key.rpartition(".")[2]
         value = facts.get(key)
         if value is not None and value is not False and value != _DEFAULTS.get(name):
@@ -118,17 +120,15 @@ def prescale_with_reduce_scatter(facts: Facts) -> Found:
     is_asked = facts.stage == 3 or (
         facts.stage == 2 and not (facts.since("0.19.6") and facts.sums_gradients)
     )
-    wrong = {
-        "prescale_gradients": ("false", facts.flag("prescale_gradients")),
-        "gradient_predivide_factor": (
-            "1.0",
-            facts.number("gradient_predivide_factor", 1.0) not in (None, 1.0),
-        ),
-    }
-    for key, (right, found) in wrong.items():
-        if found and is_asked and facts.flag(_SCATTER, True):
-            reason = f"stage {facts.stage} with reduce-scatter cannot do it"
-            yield key, reason, f"set {_SCATTER}: false or {key}: {right}"
+    if not is_asked or not facts.flag(_SCATTER, True):
+        return
+    reason = f"stage {facts.stage} with reduce-scatter cannot do it"
+    key = "prescale_gradients"
+    if facts.flag(key):
+        yield key, reason, f"set {_SCATTER}: false or {key}: false"
+    key = "gradient_predivide_factor"
+    if facts.number(key, 1.0) not in (None, 1.0):
+        yield key, reason, f"set {_SCATTER}: false or {key}: 1.0"
 
 
 @rule()
@@ -181,12 +181,9 @@ def partial_offload_needs_cpu_adam(facts: Facts) -> Found:
     """deepspeed/runtime/zero/stage3.py `backup_optimizer`: "Hybrid Optimizer Only Supports
     DeepSpeedCPUAdam".
     """
-    if (
-        facts.stage == 3
-        and _is_partial(facts)
-        and facts.offloads_optimizer
-        and facts.uses_cpu_adam is False
-    ):
+    if facts.stage != 3 or not facts.offloads_optimizer:
+        return
+    if _is_partial(facts) and facts.uses_cpu_adam is False:
         reason = "a ratio below 1 works with DeepSpeed's own CPU Adam only"
         yield f"{_OPTIMIZER}.ratio", reason, cpu_adam_or(facts, f"{_OPTIMIZER}.ratio: 1.0")
 
@@ -195,10 +192,9 @@ def cpu_adam_or(facts: Facts, otherwise: str) -> str:
     """Return the fix that makes the file's optimizer DeepSpeed's CPU Adam, where settings can, or
     another one.
     """
-    if facts.offloads_optimizer:
-        needed = []
-    else:
-        needed = [f'{_OPTIMIZER}.device: "cpu"']
+    needed = []
+    if not facts.offloads_optimizer:
+        needed.append(f'{_OPTIMIZER}.device: "cpu"')
     if facts.uses_cpu_adam is False and facts.optimizer not in ("adam", "adamw"):
         needed.append('optimizer.type: "AdamW"')
     if facts.flag("optimizer.params.torch_adam"):
