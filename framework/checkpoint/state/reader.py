@@ -24,9 +24,9 @@ from framework.checkpoint.state.optimizer_shards import EMA_KEY, FP32
 from framework.checkpoint.state.shard_map import (
     STATE_KEY,
     CheckpointFiles,
-    Piece,
-    Place,
+    ShardPiece,
     Stored,
+    ValuePath,
     map_checkpoint,
 )
 from framework.checkpoint.state.tensor_split import Division
@@ -114,7 +114,7 @@ class StoredState:
             place = self._of(name).first_state
             if place is None:
                 return None
-            groups = self._files.value(Place(place.file, (*place.keys[:-2], "param_groups")))
+            groups = self._files.value(ValuePath(place.file, (*place.keys[:-2], "param_groups")))
             own = next(group for group in groups if place.keys[-1] in group["params"])
             return {key: value for key, value in own.items() if key not in ("params", *_OF_EXPERTS)}
 
@@ -166,7 +166,7 @@ class StoredState:
             )
         return result
 
-    def _pieces(self, name: str, start: int, stop: int) -> Iterator[Piece]:
+    def _pieces(self, name: str, start: int, stop: int) -> Iterator[ShardPiece]:
         """The stretches that together are these numbers of what this rank has of a weight."""
         stored = self._of(name)
         own = self._division

@@ -12,14 +12,14 @@ DeepSpeed flattens, pads and cuts in a way that depends on ZeRO stage, ranks and
 - stage 3: every parameter cut into equal pieces, one per rank, the last one padded; a rank lays its
   pieces in a row over all its groups, in the order of `param_shapes`;
 - pipelines: weights in ``layer_*``, by number of the layer; the partitions as above, once for every
-stage;
+  stage;
 - tensor parallelism: all of it once for every tensor rank. What the manifest lists under ``tensor``
   is put together from the parts of all of them; the rest they have alike, and it is read from the
   first.
 
 Where a number lies follows from the shapes and from the first rank's files, so that a rank of a
-thousand opens only the files that hold what it reads; each is held against what it notes of itself
-when it is opened. Files are mapped into memory, which costs their headers only.
+thousand opens only the files that hold what it reads; each is compared with its own notes when it
+is opened. Files are mapped into memory, which costs their headers only.
 """
 
 from __future__ import annotations
@@ -57,40 +57,39 @@ _ROWS: Final = "fp32_flat_groups"
 _INNER: Final = "optimizer_state_dict"
 _COPIES: Final = "fp32_groups"
 _FLAT: Final = "fp32_groups_flat"
-_Whole = tuple[str, torch.Tensor, "Place"]
-_Found = Iterable[tuple[str, "Stored"]]
+_NamedTensor = tuple[str, torch.Tensor, "ValuePath"]
 
 
 @dataclass(frozen=True)
-class Place:
-    """A value in a checkpoint: the name of a file, and the way to the value through the dicts and
-    lists in it.
+class ValuePath:
+    """A value in a checkpoint: the name of a file, and the keys that lead to the value through the
+    dicts and lists in it.
     """
 
     file: str
     keys: tuple[str | int, ...]
 
-    def then(self, *keys: str | int) -> Place:
-        """A place further in."""
-        return Place(self.file, (*self.keys, *keys))
+    def then(self, *keys: str | int) -> ValuePath:
+        """Append keys."""
+        return ValuePath(self.file, self.keys + keys)
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """A stretch of one stored tensor, seen as flat.
 
     Attributes:
-        place: the tensor.
+        tensor: the tensor.
         start: where the stretch begins in it.
         num: how many numbers it has.
         state: the optimizer's state of that tensor, a dict whose tensors are laid out alike; None
-            where there is none.
+            if the optimizer keeps no state of it.
     """
 
-    place: Place
+    tensor: ValuePath
     start: int
     num: int
-    state: Place | None = None
+    state: ValuePath | None = None
 
 
 @dataclass(frozen=True)
@@ -99,17 +98,17 @@ class Stored:
 
     Attributes:
         shape: of the whole tensor.
-        dtype: of its numbers. The fp32 copies where the optimizer keeps any.
-        files: that hold the numbers, in the order of ranks; each has `size` of a row in which the
-            tensor begins at `offset`.
-        keys: the way to the tensor in each of them.
-        size: numbers in each of them; in one file, all.
+        dtype: of its numbers: of the fp32 copies if the optimizer keeps any.
+        files: that hold the numbers, in the order of ranks; each has `size` numbers of a row, in
+            which the tensor begins at `offset`.
+        keys: that lead to the tensor in each of the files.
+        size: numbers in each file; all of them if there is one file.
         offset: of the tensor's first number.
         start: where the row begins in each tensor.
-        state: the way to the optimizer's state in each of them; None where it keeps none.
-        state_file: the one file that has the state, where it is another one.
-        split, parts: of a weight that tensor ranks share: how, and the part of each. Files and keys
-            are the first's.
+        state: keys that lead to the optimizer's state in each file; None if it keeps none.
+        state_file: the one file that has the state, if that is another file.
+        split, parts: of a weight that tensor ranks share: how it is split, and each rank's part.
+            Files and keys are the first part's.
     """
 
     shape: torch.Size
@@ -124,9 +123,9 @@ class Stored:
     split: Split | None = None
     parts: tuple[Stored, ...] = ()
 
-    def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[Piece]:
-        """The stretches that together are numbers `start` to `stop` of the flattened tensor, in
-        order.
+    def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[ShardPiece]:
+        """Yield the stretches that together are numbers `start` to `stop` of the flattened tensor,
+        in order.
         """
         if stop is None:
             stop = self.shape.numel()
@@ -138,25 +137,25 @@ class Stored:
             return
         while start < stop:
             rank, within = divmod(self.offset + start, self.size)
-            count = min(self.size - within, stop - start)
+            num = min(self.size - within, stop - start)
             file = self.files[rank]
-            if self.state is None:
-                state = None
-            else:
-                state = Place(self.state_file or file, self.state)
-            yield Piece(Place(file, self.keys), self.start + within, count, state)
-            start += count
+            tensor = ValuePath(file, self.keys)
+            yield ShardPiece(tensor, self.start + within, num, self._state_in(file))
+            start += num
 
     @property
-    def first_state(self) -> Place | None:
+    def first_state(self) -> ValuePath | None:
         """The state in the first file, which has the same keys as in the others."""
+        return self._state_in(self.files[0])
+
+    def _state_in(self, file: str) -> ValuePath | None:
         if self.state is None:
             return None
-        return Place(self.state_file or self.files[0], self.state)
+        return ValuePath(self.state_file or file, self.state)
 
 
 class CheckpointFiles:
-    """The files of one checkpoint, each mapped into memory when it is first asked for."""
+    """The files of one checkpoint, each mapped into memory when it is first used."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -164,15 +163,15 @@ class CheckpointFiles:
         self._checks: dict[str, Callable[[Any], None]] = {}
 
     def expect(self, checks: Mapping[str, Callable[[Any], None]]) -> None:
-        """Call the check of a file with its content before anything more of it is used; it raises
-        ValueError.
+        """Call a file's check with its content before anything more of the file is used; the check
+        raises ValueError.
         """
         self._checks.update(checks)
         for name in checks.keys() & self._open.keys():
             checks[name](self._open[name])
 
     def __getitem__(self, name: str) -> Any:
-        """Return the content of a file. Raises whatever `read_file` raises."""
+        """Return the content of a file. Raises what `read_file` and the file's check raise."""
         if name not in self._open:
             content = read_file(self.folder / name, mmap=True)
             if name in self._checks:
@@ -180,44 +179,49 @@ class CheckpointFiles:
             self._open[name] = content
         return self._open[name]
 
-    def value(self, place: Place) -> Any:
-        """Return the value at a place."""
-        found = self[place.file]
-        for key in place.keys:
-            found = found[key]
-        return found
+    def value(self, path: ValuePath) -> Any:
+        """Return the value at a path."""
+        value = self[path.file]
+        for key in path.keys:
+            value = value[key]
+        return value
 
-    def numbers(self, piece: Piece, *, state: str = "") -> torch.Tensor:
-        """A stretch, one-dimensional, still in the file; of the optimizer's `state` of that name,
-        if one is given.
+    def numbers(self, piece: ShardPiece, *, state: str = "") -> torch.Tensor:
+        """Return a stretch, one-dimensional, still in the file; of the optimizer's state with the
+        key `state`, if one is given.
         """
         assert not state or piece.state is not None
         if state and piece.state:
-            place = piece.state.then(state)
+            tensor = piece.state.then(state)
         else:
-            place = piece.place
-        flat: torch.Tensor = self.value(place)
+            tensor = piece.tensor
+        flat: torch.Tensor = self.value(tensor)
         return flat.reshape(-1).narrow(0, piece.start, piece.num)
 
     def joined(
-        self, pieces: Iterable[Piece], shape: torch.Size, dtype: torch.dtype
+        self, pieces: Iterable[ShardPiece], shape: torch.Size, dtype: torch.dtype
     ) -> torch.Tensor:
-        """A weight or buffer put together; still in the file where it lies in one piece."""
-        found = [self.numbers(piece) for piece in pieces] or [torch.empty(0, dtype=dtype)]
-        return (found[0] if len(found) == 1 else torch.cat(found)).detach().view(shape)
+        """Join a weight or buffer of this shape; still in the file if it lies in one piece."""
+        stretches = [self.numbers(piece) for piece in pieces]
+        if not stretches:
+            flat = torch.empty(0, dtype=dtype)
+        elif len(stretches) == 1:
+            flat = stretches[0]
+        else:
+            flat = torch.cat(stretches)
+        return flat.detach().view(shape)
 
     def named(self, pattern: re.Pattern[str]) -> dict[tuple[int, int], str]:
-        """Files of one kind: (data-parallel rank, model-parallel rank, which counts pipeline
-        stages) -> name.
+        """List the files of one kind: (data-parallel rank, model-parallel rank) -> name.
+        Model-parallel ranks count pipeline stages too.
         """
-        matches = filter(
-            None, map(pattern.fullmatch, (path.name for path in self.folder.iterdir()))
-        )
-        return dict(
-            sorted(
-                ((int(match["rank"] or 0), int(match["model_rank"])), match[0]) for match in matches
-            )
-        )
+        names = []
+        for path in self.folder.iterdir():
+            match = pattern.fullmatch(path.name)
+            if match:
+                ranks = (int(match["rank"] or 0), int(match["model_rank"]))
+                names.append((ranks, path.name))
+        return dict(sorted(names))
 
 
 @dataclass(frozen=True)
@@ -238,8 +242,8 @@ class ShardMap:
 
 
 def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
-    """Find everything in a checkpoint whose checksums have been verified; raises errors of any type
-    where it cannot be read, or is laid out in another way.
+    """Map a checkpoint whose checksums have been verified. Raises errors of any type if it cannot
+    be read, or is laid out in another way.
     """
     files = CheckpointFiles(checkpoint.path)
     manifest = checkpoint.manifest
@@ -253,12 +257,13 @@ def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
         lacking = [name for name in lacking if is_adapter(name)]
     splits = manifest.get("tensor")
     if splits:
-        ranks = [stored, *(_map_of_rank(files, manifest, rank, size)[0] for rank in range(1, size))]
+        rank_maps = [stored]
+        for rank in range(1, size):
+            rank_maps.append(_map_of_rank(files, manifest, rank, size)[0])
         for name, (dim, sections) in splits.items():
-            own = ties.get(name, name)
-            stored[own] = _joined(
-                name, Split(dim, tuple(sections)), [of_rank[own] for of_rank in ranks]
-            )
+            stored_name = ties.get(name, name)
+            parts = [rank_map[stored_name] for rank_map in rank_maps]
+            stored[stored_name] = _joined(name, Split(dim, tuple(sections)), parts)
     return ShardMap(files, stored, ties, lacking)
 
 
@@ -275,256 +280,286 @@ def _joined(name: str, split: Split, parts: Sequence[Stored]) -> Stored:
 def _map_of_rank(
     files: CheckpointFiles, manifest: Mapping[str, Any], rank: int, size: int
 ) -> tuple[dict[str, Stored], dict[str, str], list[str]]:
-    """Find what one of so many tensor ranks has, further names, and names that nothing has numbers
-    for. Model-parallel ranks are (stage, tensor rank).
+    """Return what one of `size` tensor ranks has stored, the further names, and the names that
+    nothing has numbers for.
     """
-    models, optimizers = (
-        {
-            (data, of // size): name
-            for (data, of), name in files.named(pattern).items()
-            if of % size == rank
-        }
-        for pattern in (MODEL_FILE, OPTIMIZER_FILE)
-    )
+    models = _files_of_tensor_rank(files, MODEL_FILE, rank, size)
+    optimizers = _files_of_tensor_rank(files, OPTIMIZER_FILE, rank, size)
     pipeline = manifest.get("pipeline")
     if pipeline:
-        of_layers = _of_layers(files, pipeline, None if size == 1 else rank)
+        tensors = _layer_tensors(files, pipeline, None if size == 1 else rank)
     else:
-        of_layers = None
-    wholes = of_layers or _of_dict(files, models[0, 0], "module")
-    stored, ties = _each_once(wholes)
+        tensors = _dict_tensors(files, models[0, 0], "module")
+    stored, ties = _stored_once(tensors)
     empty: set[str] = set()
+    weights: Iterable[tuple[str, Stored]]
     if not optimizers:
-        seen: set[str] = set()  # a tied weight has the same state on every stage that has it
-        found: _Found = chain.from_iterable(
-            _numbered(files, file, stored, seen) for file in models.values()
-        )
+        weights = _stage0_weights(files, models.values(), stored)
     elif manifest["config"]["zero"]["stage"] == 3:
-        empty = _spread_names(files[models[0, 0]], stored)
-        found = list(_rows(files, models, optimizers))
-        ties |= _spread_ties(files[models[0, 0]], manifest, empty, held={name for name, _ in found})
-        empty -= {name for name, _ in found} | ties.keys()
+        model = files[models[0, 0]]
+        empty = _empty_names(model, stored)
+        weights = list(_stage3_weights(files, models, optimizers))
+        names = {name for name, _ in weights}
+        ties |= _stage3_ties(model, manifest, empty, stored_names=names)
+        empty -= names | ties.keys()
     else:
         moe = manifest["config"].get("model", {}).get("moe") or {}
         experts = moe.get("num_experts", 1), manifest["layout"].get("expert_size", 1)
-        found = _slices(files, models, optimizers, pipeline, experts)
-    for name, one in found:
-        stored[ties.get(name, name)] = one
-    for name in (*ties, *empty):
+        weights = _stage12_weights(files, models, optimizers, pipeline, experts)
+    for name, weight in weights:
+        stored[ties.get(name, name)] = weight
+    for name in chain(ties, empty):
         del stored[name]
-    for name, one in stored.items():
-        if one.offset + one.shape.numel() > len(one.files) * one.size:
+    for name, weight in stored.items():
+        if weight.offset + weight.shape.numel() > len(weight.files) * weight.size:
             raise ValueError(f"the files do not hold all of {name}")
     return stored, ties, sorted(empty)
 
 
-def _spread_names(model: Mapping[str, Any], stored: Mapping[str, Stored]) -> set[str]:
-    """Names of weights that stage 3 leaves empty in the module: their numbers are in other places
+def _files_of_tensor_rank(
+    files: CheckpointFiles, pattern: re.Pattern[str], rank: int, size: int
+) -> dict[tuple[int, int], str]:
+    """List the files of one of `size` tensor ranks: (data-parallel rank, pipeline stage) -> name.
+    A model-parallel rank is stage * size + tensor rank.
+    """
+    names = {}
+    for (data_rank, model_rank), name in files.named(pattern).items():
+        stage, tensor_rank = divmod(model_rank, size)
+        if tensor_rank == rank:
+            names[data_rank, stage] = name
+    return names
+
+
+def _empty_names(model: Mapping[str, Any], stored: Mapping[str, Stored]) -> set[str]:
+    """List the weights that stage 3 leaves empty in the module: their numbers are in other places
     of the files.
     """
     buffers = set(model.get("buffer_names") or ())
-    return {name for name, one in stored.items() if not one.shape.numel() and name not in buffers}
+    empty = {name for name, weight in stored.items() if not weight.shape.numel()}
+    return empty - buffers
 
 
-def _spread_ties(
+def _stage3_ties(
     model: Mapping[str, Any],
     manifest: Mapping[str, Any],
     empty: Collection[str],
     *,
-    held: Collection[str],
+    stored_names: Collection[str],
 ) -> dict[str, str]:
-    """Further names of spread weights. DeepSpeed's own list lacks those of a module that has
-    several (0.19.8, engine.py `_get_shared_params` meets a child once); the manifest has all.
+    """Return the further names of weights at stage 3 -> the stored name. DeepSpeed's own list lacks
+    those in a module that has several (0.19.8, engine.py `_get_shared_params` meets a child once);
+    the manifest has all.
     """
-    ties = {**(model["shared_params"] or {}), **manifest.get("ties", {})}
-    return {
-        name: first
-        for name, first in ties.items()
-        if name in empty and name not in held and first in held
-    }
+    ties = dict(model["shared_params"] or {})
+    ties.update(manifest.get("ties", {}))
+    stage3_ties = {}
+    for name, first in ties.items():
+        if name in empty and name not in stored_names and first in stored_names:
+            stage3_ties[name] = first
+    return stage3_ties
 
 
-def _of_dict(files: CheckpointFiles, file: str, *keys: str, prefix: str = "") -> Iterator[_Whole]:
-    for name, tensor in files.value(Place(file, keys)).items():
-        yield prefix + name, tensor, Place(file, (*keys, name))
+def _dict_tensors(
+    files: CheckpointFiles, file: str, *keys: str, prefix: str = ""
+) -> Iterator[_NamedTensor]:
+    """Yield the tensors in a dict of a file: name after `prefix`, tensor, path."""
+    path = ValuePath(file, keys)
+    for name, tensor in files.value(path).items():
+        yield prefix + name, tensor, path.then(name)
 
 
-def _of_layers(
+def _layer_tensors(
     files: CheckpointFiles, pipeline: Mapping[str, Any], rank: int | None
-) -> Iterator[_Whole]:
+) -> Iterator[_NamedTensor]:
     for number, layer in enumerate(pipeline["layers"]):
-        file = layer_file(number, rank)  # there is none for a layer without weights
+        file = layer_file(number, rank)  # a layer without weights has no file
         if layer not in pipeline["tied"] and (files.folder / file).exists():
-            yield from _of_dict(files, file, prefix=f"{layer}.")
+            yield from _dict_tensors(files, file, prefix=f"{layer}.")
 
 
-def _each_once(wholes: Iterable[_Whole]) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Whole tensors, and which of them are one tensor under a further name."""
+def _stored_once(tensors: Iterable[_NamedTensor]) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Return all tensors by name, and the further names of a tensor -> its first name."""
     stored: dict[str, Stored] = {}
     ties: dict[str, str] = {}
-    first: dict[Any, str] = {}
-    for name, tensor, place in wholes:
-        stored[name] = Stored(tensor.shape, tensor.dtype, (place.file,), place.keys, tensor.numel())
-        if tensor.numel():  # stage 3 leaves empty ones, which lie nowhere
-            one = first.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), name)
-            ties |= {name: one} if one != name else {}
+    first_names: dict[Any, str] = {}
+    for name, tensor, path in tensors:
+        stored[name] = Stored(tensor.shape, tensor.dtype, (path.file,), path.keys, tensor.numel())
+        if not tensor.numel():  # stage 3 leaves empty ones, which lie nowhere
+            continue
+        memory = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        first = first_names.setdefault(memory, name)
+        if first != name:
+            ties[name] = first
     return stored, ties
 
 
-def _numbered(
-    files: CheckpointFiles, file: str, stored: Mapping[str, Stored], seen: set[str]
-) -> _Found:
-    """Stage 0. The optimizer knows its parameters by number only; our own state names them, group
-    by group.
+def _stage0_weights(
+    files: CheckpointFiles, names: Iterable[str], stored: Mapping[str, Stored]
+) -> Iterator[tuple[str, Stored]]:
+    """Yield the weights of stage 0 with the optimizer's state, each once: a tied weight has the
+    same state on every stage that has it.
     """
-    optimizer = files[file]["optimizer"] or {}
-    if STATE_KEY in files[file]:
-        names = files[file][STATE_KEY]["names"]
+    seen: set[str] = set()
+    for file in names:
+        for name, weight in _stage0_weights_in(files, file, stored):
+            if name not in seen:
+                yield name, weight
+            seen.add(name)
+
+
+def _stage0_weights_in(
+    files: CheckpointFiles, file: str, stored: Mapping[str, Stored]
+) -> Iterator[tuple[str, Stored]]:
+    """Yield the weights that one file's optimizer steps. The optimizer knows its parameters by
+    number only; our own state names them, group by group.
+    """
+    content = files[file]
+    optimizer = content["optimizer"] or {}
+    if STATE_KEY in content:
+        names = content[STATE_KEY]["names"]
     else:
-        names = names_by_shape(files[file])
-    inner = (_INNER,) if _INNER in optimizer else ()
+        names = names_by_shape(content)
+    state_keys: tuple[str, ...] = ("optimizer", "state")
+    if _INNER in optimizer:
+        state_keys = ("optimizer", _INNER, "state")
     states = optimizer.get(_INNER, optimizer).get("state", {})
     number = 0
     for group, members in enumerate(names):
         start = 0
         for index, name in enumerate(members):
-            whole = stored[name]
-            key = group if _FLAT in optimizer else number
-            state = ("optimizer", *inner, "state", key) if key in states else None
-            one = replace(whole, state=state, state_file=file)
-            if _FLAT in optimizer or _COPIES in optimizer:
-                way = (
-                    ("optimizer", _FLAT, group)
-                    if _FLAT in optimizer
-                    else ("optimizer", _COPIES, group, index)
-                )
-                dtype = files.value(Place(file, way)).dtype
-                one = replace(
-                    one,
-                    dtype=dtype,
-                    files=(file,),
-                    keys=way,
-                    start=start if _FLAT in optimizer else 0,
-                )
-            if name not in seen:
-                yield name, one
-            seen.add(name)
-            number = number + 1
-            start = start + whole.shape.numel()
+            weight = stored[name]
+            key: int = group if _FLAT in optimizer else number
+            state: tuple[str | int, ...] | None = None
+            if key in states:
+                state = (*state_keys, key)
+            weight = replace(weight, state=state, state_file=file)
+            if _FLAT in optimizer:
+                weight = _with_copy(files, weight, ("optimizer", _FLAT, group), start)
+            elif _COPIES in optimizer:
+                weight = _with_copy(files, weight, ("optimizer", _COPIES, group, index), 0)
+            yield name, weight
+            number += 1
+            start += weight.shape.numel()
 
 
-def _slices(
+def _with_copy(
+    files: CheckpointFiles, weight: Stored, keys: tuple[str | int, ...], start: int
+) -> Stored:
+    """Return the weight as its fp32 copy, which begins at `start` of the tensor at `keys` in the
+    optimizer's file.
+    """
+    file = weight.state_file
+    dtype = files.value(ValuePath(file, keys)).dtype
+    return replace(weight, dtype=dtype, files=(file,), keys=keys, start=start)
+
+
+def _stage12_weights(
     files: CheckpointFiles,
     models: Mapping[tuple[int, int], str],
     optimizers: Mapping[tuple[int, int], str],
     pipeline: Mapping[str, Any] | None,
     experts: tuple[int, int],
-) -> _Found:
-    """Stages 1 and 2: the parameters of a group lie in a row, of which every rank has an equal
-    part.
+) -> Iterator[tuple[str, Stored]]:
+    """Yield the weights of stages 1 and 2: the parameters of a group lie in a row, and every rank
+    has an equal part of it. `experts` is the number of experts and the expert-parallel size.
     """
     stage_of: dict[str, int] = {}
     for stage in sorted({stage for _, stage in optimizers}):
         model = files[models[0, stage]]
-        ranks = _of_ranks(optimizers, stage)
+        ranks = _files_of_stage(optimizers, stage)
         rows: list[dict[str, Stored]] = []
-        notes: dict[str, list[tuple[Mapping[str, Stored], int]]] = {file: [] for file in ranks}
+        parts_in: dict[str, list[tuple[Mapping[str, Stored], int]]] = {file: [] for file in ranks}
         for group, shapes in enumerate(model["param_shapes"]):
-            for own, of in _divided(shapes, ranks, *experts):
-                rows.append(_sliced(files, own, group, of))
-                for rank, file in enumerate(own):
-                    notes[file].append((rows[-1], rank))
+            for row_ranks, row_shapes in _divided(shapes, ranks, *experts):
+                row = _row_of_group(files, row_ranks, group, row_shapes)
+                rows.append(row)
+                for rank, file in enumerate(row_ranks):
+                    parts_in[file].append((row, rank))
+        zero = (model.get("ds_config") or {}).get("zero_optimization", {})
         # Where gradients go round robin, DeepSpeed's notes of what lies where are of another order
         # than its numbers.
-        if (
-            not (model.get("ds_config") or {})
-            .get("zero_optimization", {})
-            .get("round_robin_gradients")
-        ):
-            files.expect({file: partial(_check_slices, parts) for file, parts in notes.items()})
-        for inner_name, one in chain.from_iterable(row.items() for row in rows):
-            name = inner_name
+        if not zero.get("round_robin_gradients"):
+            files.expect({file: partial(_check_slices, parts) for file, parts in parts_in.items()})
+        for name, weight in chain.from_iterable(row.items() for row in rows):
             if pipeline:
                 name = plain_name(name, layers=pipeline["layers"], tied_keys=pipeline["tied_keys"])
             # a tied weight has the same copies on all its stages
             if stage_of.setdefault(name, stage) == stage:
-                yield name, one
+                yield name, weight
 
 
 def _divided(
-    shapes: Mapping[str, torch.Size], ranks: Sequence[str], count: int, size: int
+    shapes: Mapping[str, torch.Size], ranks: Sequence[str], num_experts: int, expert_size: int
 ) -> Iterator[tuple[Sequence[str], Mapping[str, torch.Size]]]:
-    """The rows of a group of parameters, each with its files: of `count` experts those of every of
-    `size` ranks.
+    """Yield the rows of a group of parameters, each with its files: one row per expert-parallel
+    rank, with the experts of that rank, or a single row for weights that are no expert's.
     """
-    if any(map(EXPERT.search, shapes)):
-        size = size
-    else:
-        size = 1
-    for place in range(size):
-        first = place * count // size
+    if not any(map(EXPERT.search, shapes)):
+        expert_size = 1
+    for expert_rank in range(expert_size):
+        first_expert = expert_rank * num_experts // expert_size
         yield (
-            ranks[place::size],
-            {shift_expert(name, first): shape for name, shape in shapes.items()},
+            ranks[expert_rank::expert_size],
+            {shift_expert(name, first_expert): shape for name, shape in shapes.items()},
         )
 
 
-def _sliced(
+def _row_of_group(
     files: CheckpointFiles, ranks: Sequence[str], group: int, shapes: Mapping[str, torch.Size]
 ) -> dict[str, Stored]:
-    """One group's parameters, in the order of its row."""
-    top = files.value(Place(ranks[0], ("optimizer_state_dict",)))
-    own = top[_SLICES][group]
+    """Return one group's parameters, in the order of its row."""
+    optimizer = files.value(ValuePath(ranks[0], ("optimizer_state_dict",)))
+    partition = optimizer[_SLICES][group]
+    if "param_alignment_paddings" in optimizer:
+        paddings = optimizer["param_alignment_paddings"][group]
+    else:
+        paddings = [0 for _ in shapes]
+    keys = ("optimizer_state_dict", _SLICES, group)
+    state = None
+    if group in optimizer["base_optimizer_state"]["state"]:
+        state = ("optimizer_state_dict", "base_optimizer_state", "state", group)
+    dtype = partition.dtype
+    size = partition.numel()
     offset = 0
     row = {}
-    if "param_alignment_paddings" in top:
-        paddings = top["param_alignment_paddings"][group]
-    else:
-        paddings = [0] * len(shapes)
-    keys = ("optimizer_state_dict", _SLICES, group)
-    has_state = group in top["base_optimizer_state"]["state"]
-    if has_state:
-        state = ("optimizer_state_dict", "base_optimizer_state", "state", group)
-    else:
-        state = None
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-        row[name] = Stored(shape, own.dtype, ranks, keys, own.numel(), offset, state=state)
+        row[name] = Stored(shape, dtype, ranks, keys, size, offset, state=state)
         offset += shape.numel() + padding
     return row
 
 
 def _check_slices(parts: Sequence[tuple[Mapping[str, Stored], int]], content: Any) -> None:
-    """Compare what a file notes of its parameters with what their shapes say; of each row it is a
-    rank's part.
+    """Compare the slices that a file notes of its parameters with their shapes. `parts` are the
+    rows that the file has a part of, each with the rank of that part.
     """
-    for (row, rank), noted in zip(
-        parts, content["optimizer_state_dict"]["param_slice_mappings"], strict=True
-    ):
+    notes = content["optimizer_state_dict"]["param_slice_mappings"]
+    for (row, rank), row_notes in zip(parts, notes, strict=True):
         expected = {}
-        for name, one in row.items():
-            begin = one.offset - rank * one.size
-            end = one.offset + one.shape.numel() - rank * one.size
-            if max(begin, 0) < min(end, one.size):
-                expected[name] = (max(begin, 0), min(end, one.size) - max(begin, 0))
-        if {
-            name: (part.start, part.numel) for name, part in noted.items() if part.numel
-        } != expected:
+        for name, weight in row.items():
+            begin = weight.offset - rank * weight.size
+            end = begin + weight.shape.numel()
+            start = max(begin, 0)
+            stop = min(end, weight.size)
+            if start < stop:
+                expected[name] = (start, stop - start)
+        noted = {name: (note.start, note.numel) for name, note in row_notes.items() if note.numel}
+        if noted != expected:
             raise ValueError(f"the parameters of rank {rank} lie elsewhere than their shapes say")
 
 
-def _of_ranks(files: Mapping[tuple[int, int], str], stage: int = 0) -> list[str]:
-    """The files of one pipeline stage, in the order of its data-parallel ranks."""
-    own = {rank: file for (rank, of), file in files.items() if of == stage}
-    missing = next((rank for rank in range(len(own)) if rank not in own), None)
-    if missing is not None:
-        raise LookupError(f"there is no optimizer file of rank {missing}")
-    return [own[rank] for rank in range(len(own))]
+def _files_of_stage(files: Mapping[tuple[int, int], str], stage: int = 0) -> list[str]:
+    """Return the files of one pipeline stage, in the order of its data-parallel ranks."""
+    of_rank = {rank: file for (rank, of), file in files.items() if of == stage}
+    for rank in range(len(of_rank)):
+        if rank not in of_rank:
+            raise LookupError(f"there is no optimizer file of rank {rank}")
+    return [of_rank[rank] for rank in range(len(of_rank))]
 
 
 def plain_name(name: str, *, layers: Sequence[str], tied_keys: Mapping[str, str]) -> str:
-    """A weight's name in the plain module, from DeepSpeed's PipelineModule: it calls the weights of
-    layer 3 ``3.weight``, and tied ones ``tied_modules.<key>.weight``; `tied_keys` maps the key to
-    the first of its layers.
+    """Return a weight's name in the plain module for its name in DeepSpeed's PipelineModule, which
+    calls the weights of layer 3 ``3.weight``, and tied ones ``tied_modules.<key>.weight``.
+    `tied_keys` maps the key to the first of its layers.
     """
     number, _, rest = name.partition(".")
     if number == "tied_modules":
@@ -533,33 +568,33 @@ def plain_name(name: str, *, layers: Sequence[str], tied_keys: Mapping[str, str]
     return f"{layers[int(number)]}.{rest}"
 
 
-def _rows(
+def _stage3_weights(
     files: CheckpointFiles,
     models: Mapping[tuple[int, int], str],
     optimizers: Mapping[tuple[int, int], str],
-) -> _Found:
-    """Stage 3: an equal piece of every parameter from every rank; and of the frozen ones, which no
-    optimizer has.
+) -> Iterator[tuple[str, Stored]]:
+    """Yield the weights of stage 3: an equal piece of every parameter from every rank; then the
+    frozen ones, which no optimizer has.
     """
-    ranks = _of_ranks(optimizers)
+    ranks = _files_of_stage(optimizers)
     model = files[models[0, 0]]
-    top = files.value(Place(ranks[0], ("optimizer_state_dict",)))
-    flats = top[_ROWS]
-    states = top["optimizer_state_dict"]["state"]
+    optimizer = files.value(ValuePath(ranks[0], ("optimizer_state_dict",)))
+    flats = optimizer[_ROWS]
+    states = optimizer["optimizer_state_dict"]["state"]
     sizes = [flat.numel() for flat in flats]
     files.expect(dict.fromkeys(ranks, partial(_check_rows, sizes)))
-    group = start = 0
-    for name, shape in chain.from_iterable(group.items() for group in model["param_shapes"]):
+    group = 0
+    start = 0
+    for name, shape in chain.from_iterable(shapes.items() for shapes in model["param_shapes"]):
         size = -(-shape.numel() // len(ranks))
         while group < len(sizes) and start == sizes[group]:
-            group = group + 1
+            group += 1
             start = 0
         if size > sizes[group] - start:
             raise ValueError(f"{ranks[0]} cuts {name} elsewhere than its shape says")
+        state = None
         if group in states:
             state = ("optimizer_state_dict", "optimizer_state_dict", "state", group)
-        else:
-            state = None
         keys = ("optimizer_state_dict", _ROWS, group)
         yield name, Stored(shape, flats[group].dtype, ranks, keys, size, start=start, state=state)
         start += size
@@ -568,10 +603,11 @@ def _rows(
         raise ValueError(f"{ranks[0]} holds more numbers than the parameters have")
     frozen = model["frozen_param_shapes"] or {}
     for name, shape in frozen.items():
-        place = Place(models[0, 0], ("frozen_param_fragments", name))
-        held = _of_ranks(models)
-        dtype = files.value(place).dtype
-        yield name, Stored(shape, dtype, held, place.keys, -(-shape.numel() // len(held)))
+        path = ValuePath(models[0, 0], ("frozen_param_fragments", name))
+        model_files = _files_of_stage(models)
+        size = -(-shape.numel() // len(model_files))
+        dtype = files.value(path).dtype
+        yield name, Stored(shape, dtype, model_files, path.keys, size)
 
 
 def _check_rows(sizes: Sequence[int], content: Any) -> None:
@@ -580,38 +616,58 @@ def _check_rows(sizes: Sequence[int], content: Any) -> None:
 
 
 def names_by_shape(content: Mapping[str, Any]) -> list[list[str]]:
-    """Names of what the optimizer of a ``mp_rank_00_model_states.pt`` steps, group by group; empty
-    where they cannot be told, so that its state stays unread.
+    """Name what the optimizer of a ``mp_rank_00_model_states.pt`` steps, group by group. Empty if
+    the names cannot be derived, so that its state stays unread.
 
-    At stage 0 the optimizer only numbers it, and another program than ours notes no names. The
-    weights of a group lie in it in the order of the module, wherever it was made from
-    `module.parameters()`; which belong to which group is told by their shapes, and in half
-    precision by their values.
+    At stage 0 the optimizer only numbers its parameters, and another program than ours notes no
+    names. The weights of a group lie in it in the order of the module, if it was made from
+    `module.parameters()`; their shapes show which belong to which group, and in half precision
+    their values.
     """
     optimizer = content.get("optimizer") or {}
-    inner = optimizer.get("optimizer_state_dict", optimizer)
     weights = _parameters(content)
+    flats: Sequence[torch.Tensor] = optimizer.get(_FLAT, ())
+    if flats:
+        return _names_of_flat_copy(flats, weights)
+    groups = _shapes_in_groups(optimizer)
     shapes = {name: tensor.shape for name, tensor in weights.items()}
-    flats: Sequence[torch.Tensor] = optimizer.get("fp32_groups_flat", ())
-    if flats:  # laid end to end: where there is one group, it is everything or it is not known
-        sizes = [shape.numel() for shape in shapes.values()]
-        names = [list(shapes)]
-        is_whole = len(flats) == 1 and flats[0].numel() == sum(sizes)
-        if is_whole and _are_copies([list(torch.split(flats[0], sizes))], names, weights):
-            return names
-        return []
-    groups = _shapes_in_groups(optimizer, inner)
-    group_of = {shape: number for number, members in enumerate(groups) for shape in members}
-    if sum(len(set(members)) for members in groups) != len(group_of):
-        return []  # two groups hold weights of one shape
-    found = [
-        [name for name, shape in shapes.items() if group_of.get(shape) == number]
-        for number in range(len(groups))
-    ]
-    reported = [[shapes[name] for name in names] for names in found]
-    if reported == groups and _are_copies(optimizer.get("fp32_groups", ()), found, weights):
-        return found
+    names = _names_in_groups(groups, shapes)
+    reported = [[shapes[name] for name in members] for members in names]
+    if reported == groups and _are_copies(optimizer.get(_COPIES, ()), names, weights):
+        return names
     return []
+
+
+def _names_of_flat_copy(
+    flats: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
+) -> list[list[str]]:
+    """Return the names of all weights if they lie end to end in one tensor; otherwise, or with
+    several groups, nothing is known.
+    """
+    sizes = [weight.numel() for weight in weights.values()]
+    names = [list(weights)]
+    is_whole = len(flats) == 1 and flats[0].numel() == sum(sizes)
+    if is_whole and _are_copies([list(torch.split(flats[0], sizes))], names, weights):
+        return names
+    return []
+
+
+def _names_in_groups(
+    groups: Sequence[Sequence[torch.Size]], shapes: Mapping[str, torch.Size]
+) -> list[list[str]]:
+    """Return the names of the weights in each group, by shape; empty if two groups hold weights of
+    one shape.
+    """
+    group_of: dict[torch.Size, int] = {}
+    for number, members in enumerate(groups):
+        for shape in members:
+            if group_of.setdefault(shape, number) != number:
+                return []
+    names: list[list[str]] = [[] for _ in groups]
+    for name, shape in shapes.items():
+        if shape in group_of:
+            names[group_of[shape]].append(name)
+    return names
 
 
 def _are_copies(
@@ -619,51 +675,53 @@ def _are_copies(
     names: Sequence[Sequence[str]],
     weights: Mapping[str, torch.Tensor],
 ) -> bool:
-    """In half precision the weights are the rounded copies: where they are not, the order is
-    another one.
+    """Check that the weights are the rounded fp32 copies, as in half precision; otherwise the order
+    is another one.
     """
-    pairs = (
-        (copy, weights[name])
-        for group, members in zip(copies, names, strict=False)
-        for copy, name in zip(group, members, strict=True)
-    )
-    return all(
-        torch.equal(copy.detach().to(weight.dtype).flatten(), weight.detach().flatten())
-        for copy, weight in pairs
-    )
+    for group, members in zip(copies, names, strict=False):
+        for copy, name in zip(group, members, strict=True):
+            weight = weights[name]
+            rounded = copy.detach().to(weight.dtype)
+            if not torch.equal(rounded.flatten(), weight.detach().flatten()):
+                return False
+    return True
 
 
 def _parameters(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The module's weights in its order, each under its first name."""
+    """Return the module's weights in its order, each under its first name."""
     buffers = set(content["buffer_names"])
     seen = set()
-    found = {}
+    weights = {}
     for name, tensor in content["module"].items():
-        one = (tensor.data_ptr(), tensor.shape)
-        if name not in buffers and one not in seen:
-            seen.add(one)
-            found[name] = tensor
-    return found
+        memory = (tensor.data_ptr(), tensor.shape)
+        if name not in buffers and memory not in seen:
+            seen.add(memory)
+            weights[name] = tensor
+    return weights
 
 
-def _shapes_in_groups(
-    optimizer: Mapping[str, Any], inner: Mapping[str, Any]
-) -> list[list[torch.Size]]:
-    """Shapes that every group steps, by its copies in half precision and by the optimizer's state
-    otherwise.
+def _shapes_in_groups(optimizer: Mapping[str, Any]) -> list[list[torch.Size]]:
+    """Return the shapes that the optimizer steps, group by group: of its copies in half precision,
+    otherwise of its state. Empty without state (plain SGD), or if a weight has no axis.
     """
-    if "fp32_groups" in optimizer:
-        return [[copy.shape for copy in copies] for copies in optimizer["fp32_groups"]]
-    states = inner.get("state", {})
-    numbers = [list(group["params"]) for group in inner.get("param_groups", ())]
-    spread = {
-        number: [
-            value.shape
-            for value in state.values()
-            if isinstance(value, torch.Tensor) and value.ndim
-        ]
-        for number, state in states.items()
-    }
-    if any(not spread.get(number) for group in numbers for number in group):
-        return []  # an optimizer without state, such as plain SGD, or weights that have no axis
-    return [[spread[number][0] for number in group] for group in numbers]
+    if _COPIES in optimizer:
+        return [[copy.shape for copy in copies] for copies in optimizer[_COPIES]]
+    inner = optimizer.get(_INNER, optimizer)
+    shape_of = {}
+    for number, state in inner.get("state", {}).items():
+        shape = _first_shape(state)
+        if shape is not None:
+            shape_of[number] = shape
+    groups = []
+    for group in inner.get("param_groups", ()):
+        if any(number not in shape_of for number in group["params"]):
+            return []
+        groups.append([shape_of[number] for number in group["params"]])
+    return groups
+
+
+def _first_shape(state: Mapping[str, Any]) -> torch.Size | None:
+    for value in state.values():
+        if isinstance(value, torch.Tensor) and value.ndim:
+            return value.shape
+    return None
