@@ -1,10 +1,10 @@
 """Readers of checkpoints of any layout, parameter by parameter, under their plain names:
-`StoredState` for a run that goes on (fp32 weights and optimizer state), `MergedWeights` for whoever
-wants the weights alone.
+`StoredState` for a run that goes on (fp32 weights and optimizer state), `MergedWeights` for
+commands that want the weights alone.
 
-`shard_map` knows where every number lies; here they are read, only what is asked for, so that every
-rank of the next run takes its own part, and a model costs the memory of its largest weight. Nothing
-is unpickled but tensors and plain values.
+`shard_map` knows where every number lies; this module reads the numbers, only the requested ones,
+so that every rank of the next run takes its own part, and a model costs the memory of its largest
+weight. Nothing is unpickled but tensors and plain values.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from framework.checkpoint.state.tensor_split import Division
 from framework.errors import ConfigError, StorageError, in_one_line
 
 _STEP: Final = "step"
-_OF_EXPERTS: Final = ("moe", "name")  # keys of a group that belong to the layout
+# Keys of a parameter group that are no options: its members, and two that belong to the layout.
+_NOT_OPTIONS: Final = ("params", "moe", "name")
 _LOSS_SCALE: Final = ("cur_scale", "cur_iter", "cur_hysteresis", "last_overflow_iter")
 
 
 class StoredState:
-    """The state in one checkpoint, of which a rank of the run reads its own parts where the run
-    splits weights; every method raises StorageError where it is not there as DeepSpeed 0.19.8 lays
-    it.
+    """The state in one checkpoint; a rank reads its own parts of it if the run splits weights.
+    Every method raises StorageError if the state is not there as DeepSpeed 0.19.8 lays it.
 
     Attributes:
         common: what DeepSpeed saves beside weights: schedule, counters, our own state under
@@ -48,8 +48,8 @@ class StoredState:
     """
 
     def __init__(self, checkpoint: SavedCheckpoint, *, division: Division = Division()) -> None:  # noqa: B008
-        """Open its files, whose checksums have been verified, for a rank of this place in the run's
-        tensor group.
+        """Open the files of a checkpoint with verified checksums, for a rank of this place in the
+        run's tensor group.
         """
         self._path = checkpoint.path
         self._division = division
@@ -58,167 +58,167 @@ class StoredState:
             self._map = map_checkpoint(checkpoint)
             self._files = self._map.files
             self.common: Mapping[str, Any] = self._files[self._files.named(MODEL_FILE)[0, 0]]
-            places = (stored.first_state for stored in self._map.stored.values())
-            self._places = list(dict.fromkeys(place for place in places if place))
-            self._states = [self._files.value(place) for place in self._places]
+            state_paths = (stored.first_state for stored in self._map.stored.values())
+            self._state_paths = list(dict.fromkeys(path for path in state_paths if path))
+            self._states = [self._files.value(path) for path in self._state_paths]
 
     @property
     def keys(self) -> list[str]:
         """Keys of the optimizer's state that belong to every number of a parameter, such as
         ``exp_avg``.
         """
-        pairs = (pair for state in self._states for pair in state.items())
-        return sorted(
-            {
-                key
-                for key, value in pairs
-                if key != _STEP and torch.is_tensor(value) and value.ndim > 0
-            }
-        )
+        keys = set()
+        for state in self._states:
+            for key, value in state.items():
+                if key != _STEP and torch.is_tensor(value) and value.ndim > 0:
+                    keys.add(key)
+        return sorted(keys)
 
     def keys_of(self, name: str) -> list[str]:
         """Return the `keys` that a parameter has: Muon and Adafactor keep other state of matrices
         than of vectors.
         """
         with self._reading():
-            place = self._of(name).first_state
-            if place:
-                state = self._files.value(place)
-            else:
-                state = {}
+            state = self._state_of(name)
             return [key for key in self.keys if key in state]
 
     def step_of(self, name: str) -> float | None:
-        """Steps that the optimizer has taken of a parameter, of all where it counts none of this
-        one; None where it has no state of it, as it never took one.
+        """Return the number of steps that the optimizer has taken of a parameter; the most of any
+        parameter if it does not count those of this one; None if it has no state of it, having
+        taken none.
         """
         with self._reading():
-            place = self._of(name).first_state
-            if place:
-                state = self._files.value(place)
-            else:
-                state = {}
+            state = self._state_of(name)
             if state:
                 return float(state.get(_STEP, self._most_steps))
             return None
+
+    def _state_of(self, name: str) -> Mapping[str, Any]:
+        path = self._stored(name).first_state
+        if path is None:
+            return {}
+        state: Mapping[str, Any] = self._files.value(path)
+        return state
 
     @cached_property
     def _most_steps(self) -> float:
         return max((float(state[_STEP]) for state in self._states if _STEP in state), default=0.0)
 
     def group_of(self, name: str) -> Mapping[str, Any] | None:
-        """The options of the parameter group that a parameter was in; None where the optimizer
+        """Return the options of the parameter group that a parameter was in; None if the optimizer
         keeps no state of it.
         """
         with self._reading():
-            place = self._of(name).first_state
-            if place is None:
+            path = self._stored(name).first_state
+            if path is None:
                 return None
-            groups = self._files.value(ValuePath(place.file, (*place.keys[:-2], "param_groups")))
-            own = next(group for group in groups if place.keys[-1] in group["params"])
-            return {key: value for key, value in own.items() if key not in ("params", *_OF_EXPERTS)}
+            number = path.keys[-1]
+            groups = self._files.value(ValuePath(path.file, (*path.keys[:-2], "param_groups")))
+            group = next(group for group in groups if number in group["params"])
+            return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
     @property
     def loss_scale(self) -> Mapping[str, float]:
-        """fp16's dynamic loss scale and its counters; empty where it was fixed, or in another
+        """fp16's dynamic loss scale and its counters; empty if it was fixed, or in another
         precision.
         """
-        if not self._places:
+        if not self._state_paths:
             return {}
         with self._reading():
-            content = self._files[self._places[0].file]
-            held = content.get("optimizer_state_dict") or content["optimizer"]
-            if "loss_scaler" in held:
-                values = vars(held["loss_scaler"])
+            content = self._files[self._state_paths[0].file]
+            optimizer = content.get("optimizer_state_dict") or content["optimizer"]
+            if "loss_scaler" in optimizer:
+                values = vars(optimizer["loss_scaler"])
             else:
-                values = held
+                values = optimizer
             # A fixed scale has no overflows to count.
             if _LOSS_SCALE[-1] in values:
                 return {key: values[key] for key in _LOSS_SCALE if key in values}
             return {}
 
     def random_state(self, rank: int) -> Any:
-        """The random generators of a rank; None where nothing is known of them. At stage 3 they are
-        in the rank's own file.
+        """Return the state of a rank's random generators, or None if the checkpoint has none. At
+        stage 3 it is in the rank's own file.
         """
         with self._reading():
             states = self.common[STATE_KEY].get("random_states", ())
             if isinstance(states, Mapping) and rank not in states:
-                own = model_file_of(rank, tensor_size=self._tensor_size)
-                states = self._files[own][STATE_KEY]["random_states"]
+                rank_file = model_file_of(rank, tensor_size=self._tensor_size)
+                states = self._files[rank_file][STATE_KEY]["random_states"]
             if len(states):
                 return states[rank]
             return None
 
     def read(self, name: str, key: str, start: int, count: int) -> torch.Tensor:
-        """Numbers of this rank's flattened tensor from `start` on, float32, one-dimensional."""
+        """Read `count` numbers of this rank's flattened tensor from `start` on: float32,
+        one-dimensional.
+        """
+        state = "" if key == FP32 else key
         result = torch.empty(count, dtype=torch.float32)
-        found = 0
+        done = 0
         for piece in self._pieces(name, start, start + count):
             with self._reading():
-                result[found : found + piece.num] = self._files.numbers(
-                    piece, state="" if key == FP32 else key
-                )
-            found += piece.num
-        if found != count:
-            raise self._lacks(
-                name, f"{self._of(name).shape.numel():,} numbers of it, and the run has more"
-            )
+                result[done : done + piece.num] = self._files.numbers(piece, state=state)
+            done += piece.num
+        if done != count:
+            num_stored = self._stored(name).shape.numel()
+            raise self._lacks(name, f"{num_stored:,} numbers of it, and the run has more")
         return result
 
     def _pieces(self, name: str, start: int, stop: int) -> Iterator[ShardPiece]:
-        """The stretches that together are these numbers of what this rank has of a weight."""
-        stored = self._of(name)
-        own = self._division
-        split = own.splits.get(name)
+        """Yield the stretches that together are numbers `start` to `stop` of this rank's part of a
+        weight.
+        """
+        stored = self._stored(name)
+        rank = self._division.rank
+        size = self._division.size
+        split = self._division.splits.get(name)
         if split is None:
             yield from stored.pieces(start, stop)
-        elif (split, own.size) == (stored.split, len(stored.parts)):
-            yield from stored.parts[own.rank].pieces(start, stop)
+        elif (split, size) == (stored.split, len(stored.parts)):
+            yield from stored.parts[rank].pieces(start, stop)
         else:
-            for first, num in split.to_whole(stored.shape, own.rank, own.size, start, stop):
+            for first, num in split.to_whole(stored.shape, rank, size, start, stop):
                 yield from stored.pieces(first, first + num)
 
     def weight(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """What this rank has, in this shape, of a weight or buffer: the fp32 copy where there is
-        one, otherwise as the model had it.
+        """Read this rank's part of a weight or buffer, of this shape: the fp32 copy if the
+        checkpoint has one, otherwise as the model had it.
         """
         split = self._division.splits.get(name)
-        self.refuse_other_shape(name, shape if split is None else split.whole_shape(shape))
+        if split is None:
+            self.refuse_other_shape(name, shape)
+        else:
+            self.refuse_other_shape(name, split.whole_shape(shape))
         with self._reading():
-            return self._files.joined(
-                self._pieces(name, 0, shape.numel()), shape, self._of(name).dtype
-            )
+            pieces = self._pieces(name, 0, shape.numel())
+            return self._files.joined(pieces, shape, self._stored(name).dtype)
 
     def refuse_other_shape(self, name: str, shape: torch.Size) -> None:
-        """Numbers of another shape would come to stand in wrong places where a tensor is read as
-        flat.
+        """Raise StorageError if a weight is stored in another shape: its numbers, read as flat,
+        would land in wrong places.
         """
-        stored = self._of(name)
+        stored = self._stored(name)
         if stored.shape != shape:
             raise self._lacks(name, f"shape {tuple(stored.shape)}, and the run has {tuple(shape)}")
 
     def refuse_others(self, names: Iterable[str], *, is_elsewhere: Callable[[str], bool]) -> None:
-        """Refuse what holds more than these names, and what other ranks have: the rest would be
-        dropped.
+        """Raise StorageError if the checkpoint holds weights beside these names and those that are
+        on other ranks (`is_elsewhere`): they would be dropped.
         """
         known = {self._map.ties.get(name, name) for name in names}
-        # Stage 3 leaves empty tensors in the place of weights of a further name.
-        more = sorted(
-            name
-            for name, one in self._map.stored.items()
-            if name not in known and one.shape.numel() and not is_elsewhere(name)
-        )
-        if more:
-            if more[1:]:
-                also = f" (and {len(more) - 1} more)"
-            else:
-                also = ""
-            raise self._lacks(
-                more[0] + also, "numbers, and the run's model has nothing of that name"
-            )
+        others = []
+        for name, stored in self._map.stored.items():
+            # Stage 3 leaves empty tensors in the place of weights of a further name.
+            if name not in known and stored.shape.numel() and not is_elsewhere(name):
+                others.append(name)
+        if others:
+            first = min(others)
+            if len(others) > 1:
+                first += f" (and {len(others) - 1} more)"
+            raise self._lacks(first, "numbers, and the run's model has nothing of that name")
 
-    def _of(self, name: str) -> Stored:
+    def _stored(self, name: str) -> Stored:
         stored = self._map.stored.get(self._map.ties.get(name, name))
         if stored is None:
             raise self._lacks(name, "nothing of that name")
@@ -226,7 +226,9 @@ class StoredState:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Files that were written by another release of DeepSpeed fail in a dozen ways."""
+        """Turn any error into StorageError: files of another release of DeepSpeed fail in a dozen
+        ways.
+        """
         try:
             yield
         except StorageError:
@@ -245,12 +247,14 @@ class StoredState:
 
 
 class MergedWeights(Mapping[str, torch.Tensor]):
-    """Plain name -> tensor on the CPU, put together when it is asked for; the fp32 copy where the
-    checkpoint has one.
+    """Plain name -> tensor on the CPU, joined when it is accessed: the fp32 copy if the checkpoint
+    has one.
 
-    `ties` maps further names of a weight to the name under which it is found here; `lacking` are
-    names that nothing in the files has numbers for; `checkpoint` has a manifest, also where
-    DeepSpeed wrote none.
+    Attributes:
+        checkpoint: with a manifest, also if DeepSpeed wrote none.
+        stored: name -> where its numbers lie.
+        ties: further names of a weight -> its name here.
+        lacking: names that nothing in the files has numbers for.
     """
 
     def __init__(
@@ -260,13 +264,14 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         average: bool = False,
         damage: Sequence[str] | None = None,
     ) -> None:
-        """Map the files, after holding them against their checksums: a changed one would be read
+        """Map the files, after comparing them with their checksums: a changed one would be read
         silently.
 
-        With `damage` that has been done, and this is what was found.
-
-        With `average`, the moving average of every weight that was trained; others, and buffers,
-        have none and are as they are.
+        Args:
+            checkpoint: the checkpoint.
+            average: read the moving average of every weight that was trained; others, and buffers,
+                have none and are read as they are.
+            damage: the result of a comparison that has been done.
 
         Raises:
             ConfigError: kind ``ema-not-kept``: the run that wrote it kept no average.
@@ -275,7 +280,7 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         checkpoint = describe_raw(checkpoint)
         warn_of(checkpoint)
         self.checkpoint = checkpoint
-        self._place = checkpoint.path
+        self._path = checkpoint.path
         self._average = average
         if average and not (checkpoint.manifest["config"].get("training") or {}).get("ema"):
             reason = "its run kept no moving average of the weights (training.ema)"
@@ -286,56 +291,54 @@ class MergedWeights(Mapping[str, torch.Tensor]):
             )
         if damage is None:
             damage = checkpoint.damage()
-        else:
-            damage = damage
         if damage:
-            if damage[1:]:
-                more = f", and {len(damage) - 1} more"
-            else:
-                more = ""
-            raise self._not_read(f"it is damaged: {damage[0]}{more}")
+            reason = f"it is damaged: {damage[0]}"
+            if len(damage) > 1:
+                reason += f", and {len(damage) - 1} more"
+            raise self._not_read(reason)
         try:
-            found = map_checkpoint(checkpoint)
-        except (
-            Exception
-        ) as error:  # a file that is laid out in another way has any type of exception
+            shard_map = map_checkpoint(checkpoint)
+        except Exception as error:  # a file of another layout may raise any type
             raise self._not_read(in_one_line(error)) from error
-        self._files: CheckpointFiles = found.files
-        self.stored: Mapping[str, Stored] = found.stored
-        self.ties: Mapping[str, str] = found.ties
-        self.lacking: Sequence[str] = found.lacking
+        self._files: CheckpointFiles = shard_map.files
+        self.stored: Mapping[str, Stored] = shard_map.stored
+        self.ties: Mapping[str, str] = shard_map.ties
+        self.lacking: Sequence[str] = shard_map.lacking
         if average and all(self._averaged(stored) is stored for stored in self.stored.values()):
             raise self._not_read("nothing in its files is a moving average")
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Put a weight together; raises StorageError, kind ``weights-not-read``, where a file holds
-        something else.
+        """Join a weight. Raises StorageError, kind ``weights-not-read``, if a file holds something
+        else.
         """
         stored = self.stored[name]
         try:
-            pieces = (self._averaged(stored) if self._average else stored).pieces()
-            return self._files.joined(pieces, stored.shape, stored.dtype)
+            source = stored
+            if self._average:
+                source = self._averaged(stored)
+            return self._files.joined(source.pieces(), stored.shape, stored.dtype)
         except Exception as error:
             raise self._not_read(in_one_line(error)) from error
 
     def _averaged(self, stored: Stored) -> Stored:
-        """The same stretches of the average, which is laid out as the weight is. A weight without
-        gradients has none.
+        """Return where the average lies, which is laid out as the weight is; a weight without
+        gradients has none and is returned itself.
         """
         if stored.parts:
             parts = tuple(map(self._averaged, stored.parts))
             if parts == stored.parts:
                 return stored
             return replace(stored, parts=parts)
-        place = stored.first_state
-        if place is None or stored.state is None or EMA_KEY not in self._files.value(place):
+        path = stored.first_state
+        if path is None or stored.state is None or EMA_KEY not in self._files.value(path):
             return stored
-        files = (stored.state_file,) if stored.state_file else stored.files
+        files = stored.files
+        if stored.state_file:
+            files = (stored.state_file,)
         return replace(stored, files=files, keys=(*stored.state, EMA_KEY))
 
     def refuse_lacking(self) -> None:
-        """Refuse a checkpoint without the numbers of some weight: what is made of it would be
-        another model.
+        """Refuse a checkpoint without the numbers of some weight: it would make another model.
 
         Raises:
             StorageError: kind ``weights-not-read``.
@@ -351,18 +354,17 @@ class MergedWeights(Mapping[str, torch.Tensor]):
 
     def _not_read(self, reason: str) -> StorageError:
         return StorageError(
-            f"{self._place}: its weights cannot be read: {reason}; name another checkpoint "
+            f"{self._path}: its weights cannot be read: {reason}; name another checkpoint "
             "[weights-not-read]"
         )
 
 
 def describe_lacking(names: Sequence[str]) -> str:
     """Describe names that nothing in a checkpoint has numbers for."""
-    if names[1:]:
-        more = f" and {len(names) - 1} more"
-    else:
-        more = ""
+    weights = names[0]
+    if len(names) > 1:
+        weights += f" and {len(names) - 1} more"
     return (
-        f"no file has the numbers of {names[0]}{more}: its optimizer did not hold them, or they "
+        f"no file has the numbers of {weights}: its optimizer did not hold them, or they "
         "are further names of other weights, which an earlier release did not note"
     )
