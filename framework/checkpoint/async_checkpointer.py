@@ -3,8 +3,8 @@ memory.
 
 A save copies what each rank would write into memory that it shares with a process of its own
 (`writer`), and returns. Those processes write, and rank 0's publishes when all have written; the
-ranks speak of it only when they meet for the next save or at the end. At most one save is under
-way. One that fails is a warning, as with a `Checkpointer`.
+ranks exchange the outcome only when they meet for the next save or at the end. At most one save is
+under way. A failed save is a warning, as with a `Checkpointer`.
 """
 
 from __future__ import annotations
@@ -14,37 +14,61 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Final, Literal
 
-from framework.checkpoint.checkpointer import Checkpointer, make_room
+from framework.checkpoint.checkpointer import Checkpointer, Retention, first_failure, make_room
 from framework.checkpoint.names import SAVING, tag_of
 from framework.checkpoint.save_stream import StagedFiles
 from framework.checkpoint.writer import ALL_WRITTEN, GIVE_UP, WriterProcess
+from framework.engine.protocol import Engine, Gather
 from framework.errors import StorageError
 from framework.system.files import FileRecord
 from framework.system.log import warn
 
-# After an error somewhere the ranks cannot meet any more, and nobody knows whether the others will
-# still write.
+# After an error the ranks cannot meet any more, and it is unknown whether the others still write.
 _LAST_SECONDS: Final = 10.0
 _BEAT_SECONDS: Final = 5.0
-# of this rank's writer: busy with the files, done with them, or at the end of its order in one of
-# three ways
 State = Literal["writing", "written", "published", "failed", "dead"]
+"""Of this rank's writer: busy with the files, done with them, or at the end of its order in one of
+three ways.
+"""
 
 
 class AsyncCheckpointer(Checkpointer):
-    """A Checkpointer whose `save` returns when the state is copied. `finish` and `close` are to be
-    called.
+    """A Checkpointer with a `save` that returns when the state is copied. `finish` and `close` are
+    to be called.
     """
 
-    def __init__(self, *arguments: Any, rank: int, world_size: int, **options: Any) -> None:
-        """As Checkpointer; starts this rank's writer.
+    def __init__(
+        self,
+        engine: Engine,
+        folder: Path,
+        *,
+        retention: Retention,
+        is_main: bool,
+        gather: Gather,
+        position: Callable[[int], Mapping[str, Any]],
+        description: Mapping[str, Any],
+        last_step: int | None,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        """Take the parts of a run as Checkpointer does, and start this rank's writer.
 
         Raises:
             StorageError: the system starts no process.
         """
-        super().__init__(*arguments, **options)
+        super().__init__(
+            engine,
+            folder,
+            retention=retention,
+            is_main=is_main,
+            gather=gather,
+            position=position,
+            description=description,
+            last_step=last_step,
+        )
         self._rank = rank
         self._world_size = world_size
         self._staged = StagedFiles()
@@ -69,7 +93,7 @@ class AsyncCheckpointer(Checkpointer):
         Waits for the save before it. After the last step it waits for this one too.
 
         Returns:
-            Whether the state was copied. If not, a warning says why.
+            True if the state was copied. If not, a warning gives the reason.
 
         Raises:
             StorageError: the last save of the run failed.
@@ -82,44 +106,46 @@ class AsyncCheckpointer(Checkpointer):
         self._staged.clear()
 
         def stage() -> None:
-            # What does not pass through memory is written already, such as DeepSpeed's copies of
-            # state on NVMe.
-            written.update(
-                self._engine.save(self._folder / SAVING, tag, state, open_file=self._staged.open)
-                or {}
-            )
+            # Files that do not pass through memory are written already, such as DeepSpeed's copies
+            # of state on NVMe.
+            saving = self._folder / SAVING
+            records = self._engine.save(saving, tag, state, open_file=self._staged.open)
+            written.update(records or {})
 
-        failure = self._agree(lambda: make_room(self._folder), only_main=True) or self._agree(stage)
+        failure = self._agree(lambda: make_room(self._folder), only_main=True)
+        if not failure:
+            failure = self._agree(stage)
         if failure:
             self._discard()
             self._report(step, failure)
             return False
         ticket = self._gather(uuid.uuid4().hex if self._is_main else "")[0]
         self._step = step
-        self._begin(self._order(tag, ticket, self._stated(state, metrics or {}), written))
+        description = self._describe(state, metrics or {})
+        self._begin(self._order(tag, ticket, description, written))
         if step == self._last_step:
             self.finish()
         return True
 
     def finish(self, *, is_final: bool = False) -> None:
-        """Wait until the save that is under way is published: it comes to its end on every rank
-        alike. Collective.
+        """Wait until the save that is under way is published; it ends on every rank alike.
+        Collective.
 
         Raises:
-            StorageError: it failed, and no other follows: `is_final` says so, or it was of the last
-                step.
+            StorageError: it failed, and no other follows (`is_final`, or it was of the last step).
         """
         if self._step is None:
             return
         step = self._step
-        failure = next(filter(None, self._await_all("writing", lambda: self._failure)), "")
+        failure = first_failure(self._await_all("writing", lambda: self._failure))
         if self._state == "written" and self._is_main and self._writer is not None:
-            with suppress(OSError):  # rank 0's may be over, or dead: its answer tells
-                self._writer.send(word=GIVE_UP if failure else ALL_WRITTEN, failure=failure)
+            command = GIVE_UP if failure else ALL_WRITTEN
+            with suppress(OSError):  # rank 0's writer may have ended or died: its answer shows it
+                self._writer.send(word=command, failure=failure)
 
         def conclusion() -> tuple[str, bool]:
-            """As rank 0 knows it: the failure, and whether its writer has logged it."""
-            # all files were there: a writer that died before it said so did its part
+            """Return rank 0's failure, and True if its writer has logged it."""
+            # All files were there: a writer that died before it reported that has done its part.
             if self._state == "published":
                 return "", False
             return failure or self._failure, self._state == "failed"
@@ -131,46 +157,53 @@ class AsyncCheckpointer(Checkpointer):
             self._report(step, failure, is_reported=is_reported, is_final=is_final)
 
     def close(self) -> None:
-        """End the writer; a save that is under way has a moment to become whole. Not collective."""
+        """End the writer; a save that is under way has `_LAST_SECONDS` to be finished. Not
+        collective.
+        """
         deadline = time.monotonic() + _LAST_SECONDS
-        with suppress(TimeoutError):
-            while self._step is not None and (
-                self._state == "writing" or (self._state == "written" and self._is_main)
-            ):
-                self._await_answer(max(0.0, deadline - time.monotonic()))
+        if self._step is not None:
+            with suppress(TimeoutError):
+                while self._is_awaited():
+                    self._await_answer(max(0.0, deadline - time.monotonic()))
         self._step = None
         self._reap()
         self._staged.close()
 
+    def _is_awaited(self) -> bool:
+        """Check whether this rank's writer still has work: rank 0's publishes what is written."""
+        return self._state == "writing" or (self._state == "written" and self._is_main)
+
     def _order(
-        self, tag: str, ticket: str, stated: Mapping[str, Any], written: Mapping[str, FileRecord]
+        self,
+        tag: str,
+        ticket: str,
+        description: Mapping[str, Any],
+        written: Mapping[str, FileRecord],
     ) -> dict[str, Any]:
-        """Build the writer's order; rank 0's publishes as well. The ticket tells this save from all
-        others.
+        """Build the writer's order; rank 0's publishes as well. The ticket is unique to this
+        save.
         """
         root = self._folder / SAVING / tag
+        files = []
+        for file in self._staged.files:
+            files.append((file.path.relative_to(root).as_posix(), file.offset, file.num_bytes))
         order: dict[str, Any] = {
             "folder": str(self._folder.absolute()),
             "tag": tag,
             "ticket": ticket,
             "rank": self._rank,
-            "files": [
-                (one.path.relative_to(root).as_posix(), one.offset, one.num_bytes)
-                for one in self._staged.files
-            ],
+            "files": files,
             "written": {name: asdict(record) for name, record in written.items()},
         }
         if self._is_main:
-            order |= {
-                "stated": stated,
-                "retention": asdict(self._retention),
-                "world_size": self._world_size,
-            }
-            order["warns"] = stated["step"] != self._last_step
+            order["description"] = description
+            order["retention"] = asdict(self._retention)
+            order["world_size"] = self._world_size
+            order["warns"] = description["step"] != self._last_step
         return order
 
     def _begin(self, order: Mapping[str, Any]) -> None:
-        """Give the order, to a fresh writer where the last one has died."""
+        """Send the order; to a new writer if the last one has died."""
         self._state = "writing"
         self._failure = ""
         for is_last_try in (False, True):
@@ -188,21 +221,22 @@ class AsyncCheckpointer(Checkpointer):
                     )
 
     def _await_all(
-        self, state: State, found: Callable[[], Any], *, is_mine: bool = True
+        self, state: State, result: Callable[[], Any], *, is_mine: bool = True
     ) -> list[Any]:
-        """Wait until no writer (that is asked, `is_mine`) is in this state any more; returns every
-        rank's findings.
+        """Wait until no writer of a rank with `is_mine` is in this state any more; returns every
+        rank's result.
 
-        They meet every few seconds: a disk may take longer than ranks wait for each other in a
+        Ranks meet every few seconds: a disk may take longer than they wait for each other in a
         collective.
         """
         while True:
             if is_mine and self._state == state:
                 with suppress(TimeoutError):
                     self._await_answer(_BEAT_SECONDS)
-            everyone = self._gather((is_mine and self._state == state, found()))
-            if not any(waits for waits, _ in everyone):
-                return [what for _, what in everyone]
+            is_waiting = is_mine and self._state == state
+            ranks = self._gather((is_waiting, result()))
+            if not any(waits for waits, _ in ranks):
+                return [rank_result for _, rank_result in ranks]
 
     def _await_answer(self, timeout: float | None = None) -> None:
         assert self._writer is not None
@@ -218,8 +252,8 @@ class AsyncCheckpointer(Checkpointer):
             self._writer = None
 
     def _mention_waiting(self, *, due: int) -> None:
-        """Once: a disk that is too slow for how often is saved takes time from training, which
-        nobody would see.
+        """Warn, once, that training waits for the last save: the disk is too slow for the interval
+        of saves, which is not visible otherwise.
         """
         if self._step is None or not self._is_main or self._has_waited:
             return

@@ -1,10 +1,10 @@
-"""Checkpoints of a run: saved, published under their names, kept or deleted, and put right at the
+"""Checkpoints of a run: saved, published under their names, kept or deleted, and cleaned up at the
 next start.
 
-A save never touches what is there: it is written under ``.saving/``, every file flushed to disk,
-its manifest last; then the folder is renamed to its name, and `latest` is replaced. Whenever it is
-interrupted, the checkpoints that have a name are whole. What an interruption leaves behind bears a
-name that begins with a dot, and is removed at the next start.
+A save never touches earlier checkpoints: it is written under ``.saving/``, every file flushed to
+disk, its manifest last; then the folder is renamed to its name, and `latest` is replaced. Whenever
+it is interrupted, the checkpoints that have a name are whole. An interruption leaves only files
+with names that begin with a dot, which are removed at the next start.
 """
 
 from __future__ import annotations
@@ -70,15 +70,19 @@ class Checkpointer:
         description: Mapping[str, Any],
         last_step: int | None,
     ) -> None:
-        """Rank 0 (`is_main`) names and deletes; all ranks take part in what the engine writes.
+        """Take the parts of a run that saves need. All ranks write with the engine; rank 0
+        (`is_main`) names and deletes.
 
         Args:
+            engine: writes the state.
             folder: the ``checkpoints`` folder.
-            gather: every rank's value, in the order of ranks, on every rank.
-            position: where a step stands in the data; goes into the state and into the manifest.
-            description: what else the manifest says: topology, versions, config.
-            last_step: the step after which a save that fails is an error, because none follows;
-                None where any may be followed.
+            retention: which checkpoints are never deleted.
+            is_main: this is rank 0.
+            gather: returns every rank's value, in the order of ranks, on every rank.
+            position: returns the place of a step in the data, for the state and the manifest.
+            description: further keys of the manifest: topology, versions, config.
+            last_step: the last step of the run: a failure to save it is an error, because no other
+                save follows. None if another may always follow.
         """
         self._engine = engine
         self._folder = folder
@@ -91,14 +95,13 @@ class Checkpointer:
         self._kept: dict[str, SavedCheckpoint] = {}
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> bool:
-        """Write ``global_step<step>``, point `latest` at it and delete what is no longer kept.
+        """Write ``global_step<step>``, point `latest` at it and delete superfluous checkpoints.
 
-        `metrics` are noted in the manifest: those of this very step, which the retention may ask
-        for.
+        `metrics` of this very step go into the manifest; the retention may compare them.
 
         Returns:
-            Whether it was written. If not, all earlier checkpoints are as they were, and a warning
-            says why.
+            True if it was written. If not, all earlier checkpoints are as they were, and a warning
+            gives the reason.
 
         Raises:
             StorageError: the last save of the run failed.
@@ -111,20 +114,21 @@ class Checkpointer:
             records.update(self._engine.save(self._folder / SAVING, tag, state) or {})
 
         def name() -> None:
-            stated = self._stated(state, metrics or {})
             publish(
                 self._folder,
                 tag,
-                stated=stated,
+                description=self._describe(state, metrics or {}),
                 records=records,
                 retention=self._retention,
                 kept=self._kept,
             )
 
-        failure = self._agree(lambda: make_room(self._folder), only_main=True) or self._agree(write)
+        failure = self._agree(lambda: make_room(self._folder), only_main=True)
         if not failure:
-            for written in self._gather(records):
-                records |= written
+            failure = self._agree(write)
+        if not failure:
+            for rank_records in self._gather(records):
+                records |= rank_records
             failure = self._agree(name, only_main=True)
         if failure:
             self._discard()
@@ -132,32 +136,31 @@ class Checkpointer:
         return not failure
 
     def finish(self, *, is_final: bool = False) -> None:
-        """Wait until the last save is done, where that takes longer than `save`. Collective.
+        """Wait until the last save is done, if that takes longer than `save`. Collective.
 
         Raises:
-            StorageError: it failed, and `is_final` says that no other follows.
+            StorageError: it failed, and no other follows (`is_final`).
         """
 
     def close(self) -> None:
-        """Let go of everything. Not collective: also called on a rank that has failed."""
+        """Release all resources. Not collective: also called on a rank that has failed."""
 
-    def _stated(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
-        """Describe the run for the manifest, beside its files."""
+    def _describe(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
+        """Return the manifest of a save, without its format and its files."""
+        description = dict(state)
+        for name in (CALLBACKS, STREAM, BAD_STEPS):
+            description.pop(name, None)
+        description |= self._description
+        description["saved_at"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
         # JSON knows no NaN and no infinity.
-        measured = {
+        description["metrics"] = {
             name: value if math.isfinite(value) else str(value) for name, value in metrics.items()
         }
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        described = {
-            name: value
-            for name, value in state.items()
-            if name not in (CALLBACKS, STREAM, BAD_STEPS)
-        }
-        return {**described, **self._description, "saved_at": now, "metrics": measured}
+        return description
 
     def _agree(self, work: Callable[[], None], *, only_main: bool = False) -> str:
-        """Do it on every rank, or on rank 0; the first rank's failure, on every rank, or
-        nothing.
+        """Call `work` on every rank, or on rank 0. Returns the first rank's failure, on every rank,
+        or empty text.
         """
         failure = ""
         try:
@@ -165,11 +168,11 @@ class Checkpointer:
                 work()
         except OSError as error:
             failure = error.strerror or str(error)
-        return next(filter(None, self._gather(failure)), "")
+        return first_failure(self._gather(failure))
 
     def _discard(self) -> None:
-        """Remove what a failed save has written; what cannot be removed now is removed before the
-        next save.
+        """Remove the files of a failed save; those that cannot be removed now are removed before
+        the next save.
         """
         if self._is_main:
             shutil.rmtree(self._folder / SAVING, ignore_errors=True)
@@ -177,8 +180,8 @@ class Checkpointer:
     def _report(
         self, step: int, failure: str, *, is_reported: bool = False, is_final: bool = False
     ) -> None:
-        """A save has failed: a warning, unless it has been given, or an error where no other save
-        follows.
+        """Warn of a failed save, unless that has been done (`is_reported`); raise StorageError if
+        no other save follows.
         """
         if step == self._last_step or is_final:
             raise StorageError(
@@ -189,6 +192,14 @@ class Checkpointer:
             warn_of_failure(self._folder, step, failure)
 
 
+def first_failure(failures: Sequence[str]) -> str:
+    """Return the first text that is not empty, or empty text."""
+    for failure in failures:
+        if failure:
+            return failure
+    return ""
+
+
 def _described(folder: Path, step: int, failure: str) -> str:
     return (
         f"{folder / tag_of(step)}: the checkpoint cannot be written ({failure}); earlier ones "
@@ -197,19 +208,19 @@ def _described(folder: Path, step: int, failure: str) -> str:
 
 
 def warn_of_failure(folder: Path, step: int, failure: str) -> None:
-    """A save has failed, and the run does without it."""
+    """Warn of a failed save that the run continues without."""
     warn(
         f"{_described(folder, step, failure)}, training goes on, and the next save tries again "
         "[checkpoint-not-written]"
     )
 
 
-# What follows is done by rank 0, or by the process that writes for it: it knows of no engine and of
-# no other rank.
+# The functions below are called by rank 0, or by the process that writes for it: they use no engine
+# and no other rank.
 
 
 def make_room(folder: Path) -> None:
-    """An empty ``.saving`` in a ``checkpoints`` folder."""
+    """Make an empty ``.saving`` in a ``checkpoints`` folder."""
     staging = folder / SAVING
     refuse_link(folder)
     refuse_link(staging)
@@ -224,18 +235,20 @@ def publish(
     folder: Path,
     tag: str,
     *,
-    stated: Mapping[str, Any],
+    description: Mapping[str, Any],
     records: Mapping[str, FileRecord],
     retention: Retention,
     kept: dict[str, SavedCheckpoint],
 ) -> None:
-    """All files of ``.saving/<tag>`` are written: describe them, flush them, give the checkpoint
+    """Publish the written files of ``.saving/<tag>``: describe and flush them, give the checkpoint
     its name, delete old ones.
 
     Args:
         folder: the ``checkpoints`` folder.
-        stated: what the manifest says beside its format and its files; ``step`` is in it.
+        tag: the name of the checkpoint.
+        description: the manifest without its format and its files; ``step`` is in it.
         records: the files that the ranks wrote; others that lie there are hashed.
+        retention: which checkpoints are never deleted.
         kept: finished checkpoints by tag, as far as they have been read; this one is added.
 
     Raises:
@@ -244,9 +257,9 @@ def publish(
     """
     written = folder / SAVING / tag
     target = folder / tag
-    complete, folders = _all_records(written, records)
-    files = {name: asdict(record) for name, record in sorted(complete.items())}
-    replace_text(written / MANIFEST, seal({"format": FORMAT, **stated, "files": files}))
+    all_records, folders = _all_records(written, records)
+    files = {name: asdict(record) for name, record in sorted(all_records.items())}
+    replace_text(written / MANIFEST, seal({"format": FORMAT, **description, "files": files}))
     for name in folders:
         sync_folder(written / name)
     aside = folder / f"{LEAVING}{tag}"
@@ -255,22 +268,23 @@ def publish(
     written.rename(target)
     sync_folder(folder)
     replace_text(folder / LATEST, tag)
-    kept[tag] = SavedCheckpoint(
-        folder, tag, {name: stated[name] for name in ("step", "metrics") if name in stated}
-    )
-    _tidy(folder, aside, retention=retention, newest=int(stated["step"]), kept=kept)
+    kept[tag] = SavedCheckpoint(folder, tag, _step_and_metrics(description))
+    _tidy(folder, aside, retention=retention, newest=int(description["step"]), kept=kept)
+
+
+def _step_and_metrics(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: manifest[name] for name in ("step", "metrics") if name in manifest}
 
 
 def _all_records(
     written: Path, records: Mapping[str, FileRecord]
 ) -> tuple[dict[str, FileRecord], list[str]]:
-    """Records of what the ranks wrote, and of what DeepSpeed put there by itself; and the folders
-    that hold it.
+    """Return the records of all files, those of the ranks and those that DeepSpeed wrote by itself;
+    and the folders that hold them.
 
-    A run folder on a disk that each host has for itself is refused: its ranks write, and rank 0
-    sees nothing of it.
+    A run folder on a local disk of each host is refused: rank 0 sees nothing of the others' files.
     """
-    found = dict(records)
+    all_records = dict(records)
     folders = [""]
     unseen = dict(records)
     for name, entry in walk(written):
@@ -281,31 +295,27 @@ def _all_records(
                 del unseen[name]
         elif entry.is_file():
             sync_file(Path(entry.path))
-            found[name] = hash_file(Path(entry.path))
+            all_records[name] = hash_file(Path(entry.path))
     for name in unseen:
         reason = "is not whole where rank 0 looks: all hosts must share the run folder"
         raise OSError(errno.EIO, f"{name}, which a rank has written, {reason}")
-    return found, folders
+    return all_records, folders
 
 
 def _kept(folder: Path, kept: dict[str, SavedCheckpoint]) -> list[SavedCheckpoint]:
-    """The finished checkpoints, oldest first, by step and metrics alone. Manifests of a thousand
-    ranks are large: each is read once in a run.
+    """List the finished checkpoints, oldest first, with step and metrics alone. Manifests of a
+    thousand ranks are large: each is read once in a run.
     """
-    there = {path.name: path for _, path in named_folders(folder)}
-    for tag in kept.keys() - there.keys():
+    paths = {path.name: path for _, path in named_folders(folder)}
+    for tag in kept.keys() - paths.keys():
         del kept[tag]
-    for tag in there.keys() - kept.keys():
-        with suppress(OSError):  # `diagnose` tells it
-            found = read_checkpoint(there[tag])
-            if found is not None:
-                known = {
-                    name: found.manifest[name]
-                    for name in ("step", "metrics")
-                    if name in found.manifest
-                }
-                kept[tag] = replace(found, manifest=known)
-    return [kept[tag] for tag in there if tag in kept]
+    for tag in paths.keys() - kept.keys():
+        with suppress(OSError):  # `diagnose` reports it
+            checkpoint = read_checkpoint(paths[tag])
+            if checkpoint is not None:
+                manifest = _step_and_metrics(checkpoint.manifest)
+                kept[tag] = replace(checkpoint, manifest=manifest)
+    return [kept[tag] for tag in paths if tag in kept]
 
 
 def _tidy(
@@ -316,7 +326,9 @@ def _tidy(
     newest: int,
     kept: dict[str, SavedCheckpoint],
 ) -> None:
-    """Failing here costs disk space, not the run: the new checkpoint is complete."""
+    """Remove staging, the replaced checkpoint and superfluous ones. A failure is a warning: it
+    costs disk space, not the run, for the new checkpoint is complete.
+    """
     try:
         for script in _SCRIPTS:
             if (folder / SAVING / script).exists():
@@ -329,7 +341,7 @@ def _tidy(
         if absence:
             warn(absence)
         for old in retention.superfluous(checkpoints, newest=newest):
-            # Without a name and a manifest first, so that a kill in the middle leaves nothing to
+            # The name and the manifest go first, so that a kill in the middle leaves nothing to
             # resume from.
             leaving = folder / f"{LEAVING}{old.tag}"
             old.path.rename(leaving)
@@ -344,11 +356,11 @@ class Retention:
     """Rules for checkpoints that are never deleted.
 
     Attributes:
-        last: the newest so many.
-        every_steps: those whose step is a multiple of it; None for no such rule.
-        best: name of a metric; the one checkpoint that has its best value. While none has a value,
-            any may turn out to be what was meant, and none is deleted. None for no such rule.
-        best_is: whether the largest or the smallest value is the best.
+        last: number of the newest checkpoints that are kept.
+        every_steps: checkpoints of steps that are multiples of it are kept; None for no such rule.
+        best: name of a metric: the checkpoint with its best value is kept. While none has a value,
+            none is deleted, as any may be the best. None for no such rule.
+        best_is: the largest or the smallest value is the best.
     """
 
     last: int
@@ -359,52 +371,53 @@ class Retention:
     def superfluous(
         self, checkpoints: Sequence[SavedCheckpoint], *, newest: int
     ) -> list[SavedCheckpoint]:
-        """List what may be deleted of checkpoints, oldest first, up to the `newest` step, which was
-        just written; later ones belong to another past of the run.
+        """List the checkpoints that may be deleted, oldest first, up to the `newest` step, which
+        was just written; later ones belong to another past of the run.
         """
-        own = [checkpoint for checkpoint in checkpoints if checkpoint.step <= newest]
-        kept = {checkpoint.step for checkpoint in own[-self.last :]}
+        past = [checkpoint for checkpoint in checkpoints if checkpoint.step <= newest]
+        kept_steps = {checkpoint.step for checkpoint in past[-self.last :]}
         if self.every_steps is not None:
-            kept |= {
-                checkpoint.step for checkpoint in own if checkpoint.step % self.every_steps == 0
-            }
+            for checkpoint in past:
+                if checkpoint.step % self.every_steps == 0:
+                    kept_steps.add(checkpoint.step)
         if self.best is not None:
-            best = self.best_of(own)
+            best = self.best_of(past)
             if best is None:
                 return []
-            kept.add(best.step)
-        return [checkpoint for checkpoint in own if checkpoint.step not in kept]
+            kept_steps.add(best.step)
+        return [checkpoint for checkpoint in past if checkpoint.step not in kept_steps]
 
     def best_of(self, checkpoints: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
-        """The checkpoint with the best value, the newest of equals; None where none has one."""
+        """Return the checkpoint with the best value, the newest of equals; None if none has one."""
         sign = 1 if self.best_is == "max" else -1
         known = []
         for checkpoint in checkpoints:
             value = checkpoint.manifest.get("metrics", {}).get(self.best)
-            if isinstance(value, (int, float)) and not math.isnan(value):  # NaN is best of nobody
+            if isinstance(value, (int, float)) and not math.isnan(value):
                 known.append((sign * value, checkpoint.step, checkpoint))
         if known:
             return max(known, key=lambda entry: entry[:2])[2]
         return None
 
     def describe_absence(self, checkpoints: Sequence[SavedCheckpoint], *, newest: int) -> str:
-        """Describe, at the first save of a run, a metric that was not measured at its step; else
-        empty.
+        """Describe, at the first save of a run, that `best` was not measured at its step; otherwise
+        return empty text.
         """
-        own = [checkpoint for checkpoint in checkpoints if checkpoint.step <= newest]
-        if self.best is None or len(own) != 1 or self.best_of(own) is not None:
+        past = [checkpoint for checkpoint in checkpoints if checkpoint.step <= newest]
+        if self.best is None or len(past) != 1 or self.best_of(past) is not None:
             return ""
-        known = ", ".join(sorted(own[0].manifest.get("metrics", {}))) or "nothing"
+        first = past[0]
+        known = ", ".join(sorted(first.manifest.get("metrics", {}))) or "nothing"
         return (
-            f"checkpoint.keep_best = {self.best}: it was not measured at step {own[0].step}, "
+            f"checkpoint.keep_best = {self.best}: it was not measured at step {first.step}, "
             f"where {known} was; until a checkpoint has it none is deleted: evaluate at the steps "
             "that are saved, or name another metric [metric-not-measured]"
         )
 
 
 def clear_unfinished(folder: Path) -> list[str]:
-    """Remove what interrupted saves and deletions left, and put `latest` right; returns what was
-    removed.
+    """Remove the leftovers of interrupted saves and deletions, and correct `latest`; returns the
+    names that were removed.
 
     A checkpoint that was about to be replaced by one of the same step gets its name back.
     """

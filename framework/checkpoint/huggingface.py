@@ -2,11 +2,14 @@
 of their weights, read by `checkpoint.init_weights` and written by `export --hf`. Both follow one
 table, `huggingface.json`:
 
-needs: fields that our model must have; values: our field -> theirs (``a|b``: wherever it stands);
-absent: what a missing one of theirs means, or [factor, another key]; written: fields that weights
-do not depend on, for exports alone; theirs: key -> values with which both compute the same, the
-first one where it is missing; rows: weights with a row for each token or position, whose number may
-differ; heads: weights that a folder may lack; ties: further names of a weight.
+- needs: fields that our model must have;
+- values: our field -> their keys (``a|b``: the first of these that is set);
+- absent: their key -> its value where it is missing, or [factor, another key];
+- written: fields that weights do not depend on, for exports alone;
+- theirs: key -> values with which both compute the same, the first one where it is missing;
+- rows: weights with a row for each token or position; the number of rows may differ;
+- heads: weights that a folder may lack;
+- ties: further names of a weight.
 """
 
 from __future__ import annotations
@@ -35,12 +38,13 @@ _LONGEST_HEADER: Final = 100_000_000  # the format's
 
 @dataclass(frozen=True)
 class Joined:
-    """Weights of ours that one of theirs is made of, one below the other along the first dimension.
+    """Our weights that make up one of theirs, one below the other along the first dimension.
 
     Attributes:
-        transposed: theirs has (inputs, outputs), where ours have (outputs, inputs).
-        rows: field of our model with the number of rows, where it may differ.
-        may_lack: where a folder is without it, it is drawn.
+        ours: their names.
+        transposed: theirs has the shape (inputs, outputs), and ours have (outputs, inputs).
+        rows: field of our model with the number of rows, if that may differ.
+        may_lack: a folder may be without it; ours are then drawn.
     """
 
     ours: tuple[str, ...]
@@ -61,70 +65,86 @@ class Form:
     def weights(self) -> Mapping[str, Joined]:
         """All weights, by their name there."""
         table = self.table
-        model = self.model
-        found = dict(table["weights"])
-        if getattr(model, "tie_embeddings", False):
-            del found["head.weight"]
-        modules = dict(table["modules"])
-        for number in range(model.num_layers):
-            for ours, theirs in table["block"].items():
-                names = " ".join(f"blocks.{number}.{name}" for name in ours.split())
-                modules[names] = f"{table['blocks']}.{number}.{theirs}"
-        for ours, theirs in modules.items():
-            is_rms = getattr(model, "norm", "") == "rmsnorm" and ours.endswith("norm")
-            for part in (
-                ("weight", "bias") if getattr(model, "bias", True) and not is_rms else ("weight",)
-            ):
-                found[" ".join(f"{name}.{part}" for name in ours.split())] = f"{theirs}.{part}"
-        return {
-            theirs: Joined(
+        names = dict(table["weights"])
+        if getattr(self.model, "tie_embeddings", False):
+            del names["head.weight"]
+        for ours, theirs in self._modules().items():
+            for part in self._parts_of(ours):
+                our_names = " ".join(f"{module}.{part}" for module in ours.split())
+                names[our_names] = f"{theirs}.{part}"
+        weights = {}
+        for ours, theirs in names.items():
+            weights[theirs] = Joined(
                 tuple(ours.split()),
                 transposed=theirs.endswith(tuple(table["transposed"])),
                 rows=table["rows"].get(ours, ""),
                 may_lack=ours.startswith(tuple(table["heads"])),
             )
-            for ours, theirs in found.items()
-        }
+        return weights
+
+    def _modules(self) -> dict[str, str]:
+        """Our modules, several joined by spaces -> their module."""
+        modules = dict(self.table["modules"])
+        for number in range(self.model.num_layers):
+            for ours, theirs in self.table["block"].items():
+                our_names = " ".join(f"blocks.{number}.{name}" for name in ours.split())
+                modules[our_names] = f"{self.table['blocks']}.{number}.{theirs}"
+        return modules
+
+    def _parts_of(self, module: str) -> tuple[str, ...]:
+        is_rms_norm = getattr(self.model, "norm", "") == "rmsnorm" and module.endswith("norm")
+        if getattr(self.model, "bias", True) and not is_rms_norm:
+            return ("weight", "bias")
+        return ("weight",)
 
     def names_in(self, names: Collection[str]) -> dict[str, str]:
-        """Names as `weights` has them -> names in a file, which may lack a prefix or name norms as
-        BERT once did.
+        """Map names as `weights` has them to names in a file, which may lack a prefix or name norms
+        as BERT once did.
         """
-        found = {}
+        name_of = {}
         prefix = self.table["prefix"]
         for name in names:
-            plain = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace(
-                "LayerNorm.beta", "LayerNorm.bias"
-            )
-            if plain.startswith(prefix):
-                whole = plain
+            plain = name.replace("LayerNorm.gamma", "LayerNorm.weight")
+            plain = plain.replace("LayerNorm.beta", "LayerNorm.bias")
+            prefixed = plain
+            if not plain.startswith(prefix):
+                prefixed = prefix + plain
+            if re.fullmatch(self.table["ignored"], prefixed):
+                continue
+            if prefixed in self.weights:
+                name_of[prefixed] = name
             else:
-                whole = prefix + plain
-            if not re.fullmatch(self.table["ignored"], whole):
-                found[whole if whole in self.weights else plain] = name
-        return found
+                name_of[plain] = name
+        return name_of
 
     def described(self) -> dict[str, Any]:
-        """The content of config.json."""
-        found: dict[str, Any] = {
+        """Return the content of config.json."""
+        values = {}
+        for ours, keys in (self.table["values"] | self.table["written"]).items():
+            for key in keys:
+                values[key] = getattr(self.model, ours)
+        for key, allowed in self.table["theirs"].items():
+            values[key] = allowed[0]
+        content: dict[str, Any] = {
             "architectures": [self.table["architecture"]],
             "model_type": self.name,
         }
-        fields = {**self.table["values"], **self.table["written"]}
-        values = {
-            theirs: getattr(self.model, ours) for ours, each in fields.items() for theirs in each
-        }
-        for key, value in (
-            values | {key: allowed[0] for key, allowed in self.table["theirs"].items()}
-        ).items():
-            *path, last = key.partition("|")[0].split(".")
-            (found.setdefault(path[0], {}) if path else found)[last] = value
-        return found
+        for key, value in values.items():
+            path = key.partition("|")[0].split(".")
+            if len(path) == 1:
+                content[path[0]] = value
+            else:
+                content.setdefault(path[0], {})[path[-1]] = value
+        return content
 
     def misfits(self, described: Mapping[str, Any], file: Path) -> Iterator[Problem]:
-        """Find what of a config.json keeps our model from computing the same, with the key to
-        set.
+        """Find the values of a config.json with which our model does not compute the same, with
+        the key to set.
         """
+        yield from self._other_architecture(described, file)
+        yield from self._other_values(described, file)
+
+    def _other_architecture(self, described: Mapping[str, Any], file: Path) -> Iterator[Problem]:
         for key, allowed in self.table["theirs"].items():
             value = _find(described, key, allowed[0])
             if value not in allowed:
@@ -140,106 +160,104 @@ class Form:
                 yield Problem(
                     "weights-differ", f"{file} is of a {self.name}", fix, f"model.{ours}", own
                 )
-        stated = dict[str, Any]()
-        for ours, key in (
-            (ours, key) for ours, keys in self.table["values"].items() for key in keys
-        ):
+
+    def _other_values(self, described: Mapping[str, Any], file: Path) -> Iterator[Problem]:
+        reported: dict[str, Any] = {}
+        for ours, keys in self.table["values"].items():
             own = getattr(self.model, ours)
-            theirs = self._theirs(described, key)
-            place = f"{file} has {key.partition('|')[0]}: {show_value(theirs)}"
-            # Of positions the first are taken; key and value heads follow the others.
-            if (
-                own == theirs
-                or (ours == "max_positions" and own < theirs)
-                or (key in stated and own == stated[key])
-            ):
-                continue
-            stated[key] = own
-            if ours == "vocab_size" and own > theirs:
-                reason = f"{place}; the other {own - theirs} tokens begin as the mean of those"
-                yield Problem(
-                    "weights-padded", reason, "", "model.vocab_size", own, severity="note"
-                )
-            else:
-                yield Problem(
-                    "weights-differ",
-                    place,
-                    f"set model.{ours}: {show_value(theirs)}",
-                    f"model.{ours}",
-                    own,
-                )
+            for key in keys:
+                theirs = self._theirs(described, key)
+                # Of positions the first are taken; key and value heads follow the others.
+                if own == theirs or (ours == "max_positions" and own < theirs):
+                    continue
+                if key in reported and own == reported[key]:
+                    continue
+                reported[key] = own
+                place = f"{file} has {key.partition('|')[0]}: {show_value(theirs)}"
+                if ours == "vocab_size" and own > theirs:
+                    reason = f"{place}; the other {own - theirs} tokens begin as the mean of those"
+                    yield Problem(
+                        "weights-padded", reason, "", "model.vocab_size", own, severity="note"
+                    )
+                else:
+                    fix = f"set model.{ours}: {show_value(theirs)}"
+                    yield Problem("weights-differ", place, fix, f"model.{ours}", own)
 
     def _theirs(self, described: Mapping[str, Any], key: str) -> Any:
         absent = self.table["absent"][key]
         if isinstance(absent, list):
-            absent = absent[0] * self._theirs(described, absent[1])
-        else:
-            absent = absent
-        found = _find(described, key, absent)
-        if isinstance(found, int | float):
-            return found
+            factor, other_key = absent
+            absent = factor * self._theirs(described, other_key)
+        value = _find(described, key, absent)
+        if isinstance(value, int | float):
+            return value
         return absent
 
     def misnamed(self, names: Collection[str], path: str) -> Iterator[Problem]:
-        """Find what is wrong with the names of the tensors there are."""
-        held = self.names_in(names)
-        missing = {theirs: one for theirs, one in self.weights.items() if theirs not in held}
-        lost = [theirs for theirs, one in missing.items() if not one.may_lack]
-        extra = [
-            name
-            for plain, name in held.items()
-            if plain not in self.weights and name not in self.table["ties"]
-        ]
-        for found, reason in ((lost, "it lacks {}"), (extra, "it has {}, which the model has not")):
-            if found:
-                if found[1:]:
-                    more = f" and {len(found) - 1} more"
-                else:
-                    more = ""
-                yield Problem(
-                    "weights-differ",
-                    reason.format(found[0] + more),
-                    "name weights of it",
-                    _KEY,
-                    path,
-                )
-        drawn = [name for one in missing.values() if one.may_lack for name in one.ours]
+        """Find missing, further and drawn weights in the names of a folder's tensors."""
+        name_of = self.names_in(names)
+        missing: list[str] = []
+        drawn: list[str] = []
+        for theirs, joined in self.weights.items():
+            if theirs in name_of:
+                continue
+            if joined.may_lack:
+                drawn += joined.ours
+            else:
+                missing.append(theirs)
+        extra = []
+        for plain, name in name_of.items():
+            if plain not in self.weights and name not in self.table["ties"]:
+                extra.append(name)
+        fix = "name weights of it"
+        if missing:
+            reason = f"it lacks {_first_of(missing)}"
+            yield Problem("weights-differ", reason, fix, _KEY, path)
+        if extra:
+            reason = f"it has {_first_of(extra)}, which the model has not"
+            yield Problem("weights-differ", reason, fix, _KEY, path)
         if drawn:
             reason = f"it lacks {', '.join(drawn)}, which are drawn from run.seed"
             yield Problem("weights-partial", reason, "", _KEY, path, severity="warning")
 
 
+def _first_of(names: list[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} and {len(names) - 1} more"
+
+
 def form_of(model: Any) -> Form | None:
-    """The architecture that a model section of ours has in transformers; None where there is
-    none.
-    """
+    """Return the architecture that our model section has in transformers, or None."""
     for name, table in _TABLE.items():
-        needs = table["needs"].items()
-        if table["kind"] == getattr(model, "kind", None) and all(
-            getattr(model, ours) == own for ours, own in needs
-        ):
+        if table["kind"] != getattr(model, "kind", None):
+            continue
+        if all(getattr(model, field) == value for field, value in table["needs"].items()):
             return _form(name, table, model)
     return None
 
 
 def _form(name: str, table: dict[str, Any], model: Any) -> Form:
     if getattr(model, "num_classes", None):
-        further = table.get("with_classes", {})
-    else:
-        further = {}
-    return Form(name, table | further, model)
+        table = table | table.get("with_classes", {})
+    return Form(name, table, model)
 
 
 def published_problems(config: RunConfig) -> list[Problem]:
-    """What is wrong with a Hugging Face folder as `checkpoint.init_weights` of one of our models,
-    as far as its config.json and the header of its safetensors show it.
+    """Find the problems of a Hugging Face folder as `checkpoint.init_weights` of one of our models,
+    as far as its config.json and the header of its safetensors show them.
     """
     path = config.checkpoint.init_weights
     kind = getattr(config.model, "kind", None)
     if path is None or kind not in ("gpt", "bert"):
         return []
-    place, is_folder = Path(path), os.path.isdir(path)  # noqa: PTH112 - pathlib raises where the name is too long
-    file = (place if is_folder else place.parent) / CONFIG
+    if os.path.isdir(path):  # noqa: PTH112 - pathlib raises if the name is too long
+        folder = Path(path)
+        weights_file = folder / _WEIGHTS
+    else:
+        folder = Path(path).parent
+        weights_file = Path(path)
+    file = folder / CONFIG
     described = _read_json(file)
     type_ = described.get("model_type")
     if not isinstance(type_, str):
@@ -253,53 +271,49 @@ def published_problems(config: RunConfig) -> list[Problem]:
         reason = f"{file} is of a {show_value(type_)}, which no model.kind {kind} is"
         return [Problem("weights-differ", reason, fix, _KEY, path)]
     form = _form(type_, table, config.model)
-    found = list(form.misfits(described, file))
-    names = _tensors_in(place / _WEIGHTS if is_folder else place)
-    if (
-        names
-        and "embed.weight" not in names
-        and all(problem.severity != "error" for problem in found)
-    ):
-        found += form.misnamed(names, path)
-    return found
+    problems = list(form.misfits(described, file))
+    names = _tensors_in(weights_file)
+    has_errors = any(problem.severity == "error" for problem in problems)
+    if names and "embed.weight" not in names and not has_errors:
+        problems += form.misnamed(names, path)
+    return problems
 
 
 def _tensors_in(file: Path) -> set[str]:
-    """Names of the tensors in safetensors."""
+    """Return the names of the tensors in a safetensors file, or in the shards of its index."""
     index = _read_json(Path(f"{file}.index.json")).get("weight_map")
-    return set(index if isinstance(index, dict) else _read_json(file, is_header=True)) - {
-        "__metadata__"
-    }
+    if isinstance(index, dict):
+        names = set(index)
+    else:
+        names = set(_read_json(file, is_header=True))
+    return names - {"__metadata__"}
 
 
 def _read_json(file: Path, *, is_header: bool = False) -> dict[str, Any]:
-    """The object in a file, or behind the length at its begin."""
+    """Read the JSON object in a file, or in its header: behind the length at its beginning. Empty
+    if it cannot be read.
+    """
     try:
         with file.open("rb") as stream:
+            size = -1
             if is_header:
                 size = int.from_bytes(stream.read(8), "little")
-            else:
-                size = -1
-            if size < _LONGEST_HEADER:
-                found = json.loads(stream.read(size))
-            else:
-                found = None
+            if size >= _LONGEST_HEADER:
+                return {}
+            content = json.loads(stream.read(size))
     except (OSError, ValueError, RecursionError):
         return {}
-    if isinstance(found, dict):
-        return found
+    if isinstance(content, dict):
+        return content
     return {}
 
 
 def _find(described: Mapping[str, Any], key: str, absent: Any) -> Any:
-    """The value at the first of these dotted paths that there is."""
+    """Return the value at the first of these dotted paths (``a.b|c``) that is set, or `absent`."""
     for path in key.split("|"):
-        found: Any = described
+        value: Any = described
         for part in path.split("."):
-            if isinstance(found, dict):
-                found = found.get(part)
-            else:
-                found = None
-        if found is not None:
-            return found
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            return value
     return absent

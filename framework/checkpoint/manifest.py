@@ -2,9 +2,9 @@
 
 It is DeepSpeed's layout, ``checkpoints/global_step<N>/`` and ``checkpoints/latest``, plus
 ``manifest.json`` in each checkpoint: files, sizes and SHA-256, step, topology, versions and the
-resolved config. The manifest's seal says that nothing was changed by chance. Who changes it on
-purpose computes the seal anew, and can write anything: so every value that a reader relies on has
-the type that is given here, or the checkpoint is none.
+resolved config. The manifest's seal shows chance changes. A change on purpose comes with a new seal
+and may write anything: so a manifest is accepted only if every value that a reader relies on has
+the type in `_TYPES`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -36,10 +36,10 @@ _FORMER_NAME: Final = "dsframework"
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A finished checkpoint: ``folder/tag``, and what its manifest says.
+    """A finished checkpoint: ``folder/tag``, and its manifest.
 
-    One without a manifest, which DeepSpeed wrote by itself, is not `verified`; `describe_raw` reads
-    one from its files.
+    One without a manifest, which DeepSpeed wrote by itself, is not `verified`; `describe_raw` makes
+    a manifest from its files.
     """
 
     folder: Path
@@ -67,11 +67,13 @@ class SavedCheckpoint:
         """Releases that wrote it, by package; older ones noted the project under its former
         name.
         """
-        found = self.manifest.get("versions", {})
-        return {
-            "dsf-trainer" if name == _FORMER_NAME else name: version
-            for name, version in found.items()
-        }
+        versions = {}
+        for name, version in self.manifest.get("versions", {}).items():
+            if name == _FORMER_NAME:
+                versions["dsf-trainer"] = version
+            else:
+                versions[name] = version
+        return versions
 
     @property
     def records(self) -> dict[str, FileRecord]:
@@ -87,33 +89,36 @@ class SavedCheckpoint:
         """Find files that are not as they were written, a line for each; reads every byte.
 
         Nothing of a checkpoint is deserialised before this has found nothing: a flipped bit would
-        load silently, and a file that somebody put in its place could run code. Without a manifest
-        only links and the like can be told.
+        load silently, and a file put in another's place could run code. Without a manifest only
+        links and the like are found.
         """
         if not self.verified:
             return sorted(irregular(self.path))
         with contextlib.closing(Verification(self.path, self.records)) as work:
-            return sorted([*self.unexpected_files(), *work.damage()])
+            return sorted(self.unexpected_files() + work.damage())
 
     def unexpected_files(self) -> list[str]:
-        """A line for each file too many: DeepSpeed, which finds files by pattern, would read it as
-        well.
+        """List the files that the manifest does not name, a line for each: DeepSpeed, which finds
+        files by pattern, would read them as well.
         """
         expected = {*self.manifest["files"], MANIFEST}
-        found = []
-        for place, folders, names in os.walk(self.path):
-            for path in (Path(place, name) for name in (*folders, *names)):
+        unexpected = []
+        for folder, folders, files in os.walk(self.path):
+            for name in folders + files:
+                path = Path(folder, name)
                 relative = path.relative_to(self.path).as_posix()
                 if path.is_symlink():
-                    found.append(f"{relative}: it is a symbolic link")
+                    unexpected.append(f"{relative}: it is a symbolic link")
                 elif not path.is_dir() and relative not in expected:
-                    found.append(f"{relative}: it was not there when the checkpoint was written")
-        return sorted(found)
+                    unexpected.append(
+                        f"{relative}: it was not there when the checkpoint was written"
+                    )
+        return sorted(unexpected)
 
 
 def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
-    """Finished checkpoints in a ``checkpoints`` folder, oldest first; without those that cannot be
-    read now.
+    """List the finished checkpoints in a ``checkpoints`` folder, oldest first; without those that
+    cannot be read now.
 
     Raises:
         OSError: the folder is there and does not answer.
@@ -122,17 +127,17 @@ def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
 
 
 def newest_first(folder: Path) -> Iterator[SavedCheckpoint]:
-    """As `list_checkpoints`, the newest first, each read when it is asked for."""
+    """Yield what `list_checkpoints` lists, the newest first, each read when it is its turn."""
     for _, path in reversed(named_folders(folder)):
-        with contextlib.suppress(OSError):  # `diagnose` tells it
-            found = read_checkpoint(path)
-            if found is not None:
-                yield found
+        with contextlib.suppress(OSError):  # `diagnose` reports it
+            checkpoint = read_checkpoint(path)
+            if checkpoint is not None:
+                yield checkpoint
 
 
 def read_checkpoint(path: Path) -> SavedCheckpoint | None:
-    """The checkpoint in a folder; None where there is none of this format, or its manifest is not
-    as it was written.
+    """Read the checkpoint in a folder; None if it is not of this format, or its manifest has changed
+    since it was written.
 
     Raises:
         OSError: the file system does not give it out now: it may next time.
@@ -144,17 +149,16 @@ def read_checkpoint(path: Path) -> SavedCheckpoint | None:
         text = read_regular(path / MANIFEST, num_bytes=LONGEST_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    if text is not None:
-        manifest = _parsed(text, step=int(name["step"]))
-    else:
-        manifest = None
-    if manifest is not None:
-        return SavedCheckpoint(path.parent, path.name, manifest)
-    return None
+    if text is None:
+        return None
+    manifest = _parsed(text, step=int(name["step"]))
+    if manifest is None:
+        return None
+    return SavedCheckpoint(path.parent, path.name, manifest)
 
 
 def diagnose(path: Path) -> str:
-    """Why a folder with the name of a checkpoint is none that can be read: what of it, and the
+    """Explain why a folder with the name of a checkpoint cannot be read as one: the part, and the
     reason.
     """
     try:
@@ -173,44 +177,46 @@ def diagnose(path: Path) -> str:
 
 
 def seal(manifest: Mapping[str, Any]) -> str:
-    """The text of a manifest, with a hash over itself."""
+    """Format a manifest as text, with a hash over itself."""
     return json.dumps({**manifest, SEAL: _hash_of(manifest)}, indent=2) + "\n"
 
 
 def _hash_of(manifest: Mapping[str, Any]) -> str:
-    own = {key: value for key, value in manifest.items() if key != SEAL}
-    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+    content = {key: value for key, value in manifest.items() if key != SEAL}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _parsed(text: bytes, *, step: int) -> dict[str, Any] | None:
-    """The manifest of the checkpoint of a step; None where the text is not whole, was changed, or
-    holds other types.
+    """Parse the manifest of a step's checkpoint; None if the text is cut off, was changed, or holds
+    other types.
     """
     if len(text) > LONGEST_BYTES or not text.endswith(b"\n"):
         return None
     try:
         manifest: dict[str, Any] = json.loads(
-            text, parse_constant=_refuse, parse_int=_whole, parse_float=_finite
+            text, parse_constant=_refuse, parse_int=_parse_int, parse_float=_parse_float
         )
-        is_ours = manifest[SEAL] == _hash_of(manifest) and manifest["step"] == step
+        if manifest[SEAL] != _hash_of(manifest) or manifest["step"] != step:
+            return None
         for path, is_right in _TYPES.items():
-            is_ours = is_ours and all(map(is_right, _values(manifest, path.split("."))))
+            if not all(map(is_right, _values(manifest, path.split(".")))):
+                return None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
         return None
-    return manifest if is_ours else None
+    return manifest
 
 
 def _refuse(text: str) -> float:
     raise ValueError(f"{text} is no number of JSON")
 
 
-def _whole(text: str) -> int:
+def _parse_int(text: str) -> int:
     if len(text) <= _LONGEST_NUMBER:
         return int(text)
     return int(_refuse(text))
 
 
-def _finite(text: str) -> float:
+def _parse_float(text: str) -> float:
     number = float(text)
     if math.isfinite(number):
         return number
@@ -218,20 +224,25 @@ def _finite(text: str) -> float:
 
 
 def _values(value: Any, path: Sequence[str]) -> Iterator[Any]:
-    """Yield what lies at a path of `_TYPES`.
+    """Yield the values at a path of `_TYPES`.
 
     Raises:
-        LookupError, TypeError: it leads nowhere.
+        LookupError, TypeError: there is no value at the path.
     """
     if not path:
         yield value
         return
     key = path[0].removesuffix("?")
     may_be_missing = path[0].endswith("?")
-    if key == "*":
-        parts = value.values() if isinstance(value, dict) else value
+    parts: Iterable[Any]
+    if key == "*" and isinstance(value, dict):
+        parts = value.values()
+    elif key == "*":
+        parts = value
+    elif may_be_missing and key not in value:
+        parts = []
     else:
-        parts = [] if may_be_missing and key not in value else [value[key]]
+        parts = [value[key]]
     for part in parts:
         if part is not None or not may_be_missing or not path[1:]:
             yield from _values(part, path[1:])
@@ -266,44 +277,38 @@ def _has_name(section: Mapping[str, Any]) -> bool:
 
 
 def _are_records(files: Mapping[str, Any]) -> bool:
-    """All of them stay inside the checkpoint: a manifest that was sealed anew must not point at
-    files elsewhere.
+    """Check the records of files. All files must stay inside the checkpoint: a manifest that was
+    sealed anew must not point elsewhere.
     """
-    return all(
-        "\0" not in name
-        and not Path(name).is_absolute()
-        and ".." not in Path(name).parts
-        and record.keys() == {"num_bytes", "sha256"}
-        and _is_count(record["num_bytes"])
-        and _is_text(record["sha256"])
-        for name, record in files.items()
-    )
+    for name, record in files.items():
+        if "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+            return False
+        if record.keys() != {"num_bytes", "sha256"}:
+            return False
+        if not _is_count(record["num_bytes"]) or not _is_text(record["sha256"]):
+            return False
+    return True
 
 
 def _is_pipeline(pipeline: Mapping[str, Any]) -> bool:
-    """Its cut, where it is given, goes up from 0 to the number of layers."""
+    """Check a pipeline; its bounds, if given, go up from 0 to the number of layers."""
     layers = pipeline["layers"]
     bounds = pipeline.get("bounds")
-    return isinstance(layers, list) and (
-        bounds is None
-        or (
-            all(map(_is_count, bounds))
-            and sorted({*bounds}) == bounds
-            and [bounds[0], bounds[-1]] == [0, len(layers)]
-        )
-    )
+    if not isinstance(layers, list):
+        return False
+    if bounds is None:
+        return True
+    is_rising = all(map(_is_count, bounds)) and sorted(set(bounds)) == bounds
+    return is_rising and bounds[0] == 0 and bounds[-1] == len(layers)
 
 
 def _is_split(split: Any) -> bool:
-    """A dimension, and the sizes of what lies side by side along it
-    (`checkpoint.state.tensor_split.Split`).
-    """
-    return (
-        len(split) == 2
-        and _is_count(split[0])
-        and isinstance(split[1], list)
-        and all(map(_is_count, split[1]))
-    )
+    """Check a `checkpoint.state.tensor_split.Split`: a dimension, and a list of sections."""
+    if len(split) != 2:
+        return False
+    dim = split[0]
+    sections = split[1]
+    return _is_count(dim) and isinstance(sections, list) and all(map(_is_count, sections))
 
 
 _COUNTS: Final = (
@@ -332,19 +337,17 @@ _TYPES: Final[Mapping[str, Callable[[Any], bool]]] = {
     **{f"layout.{name}": _is_count for name in _LAYOUT},
     "layout.*": lambda value: _is_count(value) and value > 0,
     "config": lambda sections: all(
-        _is_mapping(each) or name == "callbacks" for name, each in sections.items()
+        _is_mapping(section) or name == "callbacks" for name, section in sections.items()
     ),
     "config.run.name": _is_text,
     "config.zero.stage": lambda value: _is_count(value) and value <= 3,
     "config.zero.offload_optimizer?": _or_null(_is_mapping),
     "config.zero.offload_param?": _or_null(_is_mapping),
     "config.precision.dtype": _is_text,
-    **{f"config.{section}": _has_name for section in ("model", "optimizer")},
-    **{
-        f"config.{section}.{name}?": _or_null(_is_text)
-        for section in ("model", "optimizer")
-        for name in _NAMES
-    },
+    "config.model": _has_name,
+    "config.optimizer": _has_name,
+    **{f"config.model.{name}?": _or_null(_is_text) for name in _NAMES},
+    **{f"config.optimizer.{name}?": _or_null(_is_text) for name in _NAMES},
     "config.optimizer.lr?": _or_null(_is_number),
     "config.training?.ema?.decay": _is_number,
     "config.parallel?.partition?": _or_null(_is_text),
@@ -370,6 +373,6 @@ _TYPES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "versions?.*": _or_null(_is_text),
     "data_sha256?": _or_null(_is_text),
 }
-"""Dotted path in a manifest -> whether a value there is right. What is marked ? may be missing, and
-what is in it then as well; * stands for every key or item.
+"""Dotted path in a manifest -> check of a value there. A key marked ? may be missing, with all that
+is in it; * stands for every key or item.
 """

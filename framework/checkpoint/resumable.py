@@ -18,18 +18,16 @@ from framework.config.run_config import RunConfig
 from framework.errors import MISSING, ConfigError, Problem, show_value
 
 Rule = Literal["applied", "refused", "irrelevant"]
-"""applied: the new value holds from the next step on, and the run says so. refused: it must be the
-same. irrelevant: it has nothing to do with what goes on.
+"""applied: the new value holds from the next step on, and the run prints that. refused: it must be
+the same. irrelevant: a resumed run does not depend on it.
 """
 
-# Of what is passed through to DeepSpeed, irrelevant is what measures and tells.
+# Of the keys passed through to DeepSpeed, those that measure and report are irrelevant.
 _KEYS: Final[Mapping[Rule, Sequence[str]]] = json.loads(
     Path(__file__).with_name("resume_rules.json").read_text(encoding="utf-8")
 )
 RULES: Final[Mapping[str, Rule]] = {key: rule for rule, keys in _KEYS.items() for key in keys}
-"""Key, or section with all that is in it and not named by itself -> what becomes of a
-difference.
-"""
+"""Key, or section (for all its keys without a rule of their own) -> rule."""
 
 # Compared as samples per step: any one of the three keys of `batch` may be left out.
 _COMPARED_BY_LAYOUT: Final = "batch.global_size"
@@ -45,20 +43,25 @@ _DATA: Final = {
     "data_sha256": "its training data had other tokens, by the checksums of their files",
 }
 _WEIGHTS_ALONE: Final = "take the weights alone with checkpoint.init_weights"
-# Those whose arithmetic a run is made of.
+# The packages that do a run's arithmetic.
 _VERSIONS: Final = ("dsf-trainer", "deepspeed", "torch")
 
 
 def rule_of(key: str) -> Rule:
-    """The rule of a dotted key; what no release knows, or no longer, is refused."""
-    parts = key.split(".")
-    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((RULES[prefix] for prefix in prefixes if prefix in RULES), "refused")
+    """Return the rule of a dotted key: its own, or that of the innermost section with one. Unknown
+    and former keys are refused.
+    """
+    prefix = key
+    while prefix:
+        if prefix in RULES:
+            return RULES[prefix]
+        prefix = prefix.rpartition(".")[0]
+    return "refused"
 
 
 def _completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A saved config with the keys that an older version did not know at their defaults, which it
-    trained with.
+    """Return a saved config with its missing keys at their defaults: an older version did not know
+    them and trained with these.
     """
     try:
         return RunConfig.model_validate(dict(config)).to_dict()
@@ -67,14 +70,14 @@ def _completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted keys -> values; lists are values."""
+    """Flatten nested mappings: dotted keys -> values; lists are values."""
     if not isinstance(values, Mapping):
         return {prefix: values}
-    return {
-        key: value
-        for name, part in values.items()
-        for key, value in _flat(part, f"{prefix}.{name}" if prefix else str(name)).items()
-    }
+    flat = {}
+    for name, value in values.items():
+        key = f"{prefix}.{name}" if prefix else str(name)
+        flat.update(_flat(value, key))
+    return flat
 
 
 def check_resumable(
@@ -85,30 +88,35 @@ def check_resumable(
     steps_per_epoch: int,
     data: Mapping[str, Any],
 ) -> None:
-    """Refuse to resume what would train with other numbers than the config says.
+    """Refuse to resume a run that would train with other numbers than the config sets.
 
-    Where the work is done may differ: other ranks, another ZeRO stage, pipeline or precision, other
-    micro-batches.
+    Ranks, ZeRO stage, pipeline, precision and micro-batches may differ.
 
     Args:
         config: of this run, resolved.
         global_size: samples per step.
         steps_per_epoch: steps in one pass over the data.
-        data: what this run's own checkpoints say of its training data (`Prepared.description`).
+        data: the description of the training data in this run's own checkpoints
+            (`Prepared.description`).
 
     Raises:
         ConfigError: with one problem for every key that differs.
     """
-    problem = _other_steps(checkpoint, global_size) or _other_data(
-        checkpoint, steps_per_epoch, data
-    )
-    problems = [*filter(None, [problem]), *_other_config(checkpoint, config)]
+    problems = []
+    problem = _other_steps(checkpoint, global_size)
+    if problem is None:
+        problem = _other_data(checkpoint, steps_per_epoch, data)
+    if problem is not None:
+        problems.append(problem)
+    problems += _other_config(checkpoint, config)
     if problems:
         raise ConfigError(problems)
 
 
 def _other_steps(checkpoint: SavedCheckpoint, global_size: int) -> Problem | None:
-    """The place in the data is counted in steps."""
+    """Return the problem of another global batch size: the place in the data is counted in
+    steps.
+    """
     saved = checkpoint.manifest["layout"]["global_size"]
     if saved == global_size or (saved is None and not checkpoint.step):
         return None
@@ -134,25 +142,23 @@ def _other_steps(checkpoint: SavedCheckpoint, global_size: int) -> Problem | Non
 def _other_data(
     checkpoint: SavedCheckpoint, steps_per_epoch: int, data: Mapping[str, Any]
 ) -> Problem | None:
-    """The order of the samples is a function of how many there are. An older checkpoint says less,
-    and is believed.
+    """Return the problem of other training data: the order of the samples is a function of their
+    number. Facts that an older checkpoint lacks are not compared.
     """
     saved = checkpoint.manifest
     now = {**data, "steps_per_epoch": steps_per_epoch}
-    differing = [
-        name for name in _DATA if name in saved and None not in (saved[name], now.get(name))
-    ]
-    first = next((name for name in differing if saved[name] != now[name]), None)
-    if first is None:
-        return None
-    return Problem(
-        kind="resume-data-differs",
-        key="checkpoint.resume",
-        value=str(checkpoint.path),
-        reason=f"{_DATA[first].format(saved[first], now[first])}, so its place in the data means "
-        "other samples",
-        fix="restore the data, or start afresh under another run.name",
-    )
+    for name, sentence in _DATA.items():
+        if saved.get(name) is None or now.get(name) is None or saved[name] == now[name]:
+            continue
+        difference = sentence.format(saved[name], now[name])
+        return Problem(
+            kind="resume-data-differs",
+            key="checkpoint.resume",
+            value=str(checkpoint.path),
+            reason=f"{difference}, so its place in the data means other samples",
+            fix="restore the data, or start afresh under another run.name",
+        )
+    return None
 
 
 def _other_config(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -163,78 +169,82 @@ def _other_config(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> Ite
     now = _flat(config)
     has_args = "args" in (saved.get("optimizer") or {})  # an older release did not note them
     for key in sorted(before.keys() | now.keys()):
+        if before.get(key) == now.get(key) or rule_of(key) != "refused":
+            continue
         if key == _COMPARED_BY_LAYOUT or (key.startswith(_OBJECT_ARGS) and not has_args):
             continue
         if key.startswith(_OF_ONE_KIND) and not (key in before and key in now):
             continue
-        if before.get(key) != now.get(key) and rule_of(key) == "refused":
-            if key in before:
-                how = f"with {show_value(before[key])}"
-            else:
-                how = "without it"
-            yield Problem(
-                kind="resume-config-differs",
-                key=key,
-                value=now.get(key, MISSING),
-                reason=f"the checkpoint {checkpoint.path} was trained {how}",
-                fix="restore it, or start afresh under another run.name",
-            )
+        if key in before:
+            how = f"with {show_value(before[key])}"
+        else:
+            how = "without it"
+        yield Problem(
+            kind="resume-config-differs",
+            key=key,
+            value=now.get(key, MISSING),
+            reason=f"the checkpoint {checkpoint.path} was trained {how}",
+            fix="restore it, or start afresh under another run.name",
+        )
 
 
 def check_reachable(checkpoint: SavedCheckpoint, *, total_steps: int) -> None:
-    """Refuse a step beyond the end of the run that only DeepSpeed's file tells: a schedule is
-    brought there by steps.
+    """Refuse an unverified step beyond the end of the run: a schedule is advanced to it step by
+    step, and DeepSpeed's file may have any number.
 
     Raises:
         ConfigError: kind ``resume-beyond-end``.
     """
     if not checkpoint.verified and checkpoint.step > total_steps:
-        stands = f"the checkpoint {checkpoint.path} says that it stands at step {checkpoint.step:,}"
+        position = (
+            f"the checkpoint {checkpoint.path} says that it stands at step {checkpoint.step:,}"
+        )
         raise ConfigError.of(
             kind="resume-beyond-end",
             key="training.max_steps",
             value=total_steps,
-            reason=f"{stands}, beyond the end of this run",
+            reason=f"{position}, beyond the end of this run",
             fix=f"set it higher, or {_WEIGHTS_ALONE}",
         )
 
 
 def describe_changes(checkpoint: SavedCheckpoint, *, config: Mapping[str, Any]) -> list[str]:
     """Describe the changes since the save that hold from now on, as ``key: before -> now``; and
-    what becomes of an average. `config` is that of this run, resolved, which `check_resumable` let
-    pass.
+    the change of the moving average. `config` is that of this run, resolved, and has passed
+    `check_resumable`.
     """
-    if not checkpoint.verified:  # nobody knows with what it was trained
+    if not checkpoint.verified:  # the config that it was trained with is unknown
         return []
     saved = _completed(checkpoint.manifest["config"])
     before = _flat(saved)
     now = _flat(config)
-    stated = [
-        f"{key}: {show_value(before.get(key))} -> {show_value(now.get(key))}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-        and rule_of(key) == "applied"
-        and not key.startswith(_EMA)
-    ]
-    kept, keeps = (one.get("training", {}).get("ema") for one in (saved, config))
-    if keeps and not kept:
-        stated.append(
+    changes = []
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) == now.get(key) or key.startswith(_EMA):
+            continue
+        if rule_of(key) == "applied":
+            changes.append(f"{key}: {show_value(before.get(key))} -> {show_value(now.get(key))}")
+    ema_before = saved.get("training", {}).get("ema")
+    ema_now = config.get("training", {}).get("ema")
+    if ema_now and not ema_before:
+        changes.append(
             f"{_EMA}: the moving average begins with the weights of step {checkpoint.step}"
         )
-    elif kept and not keeps:
-        stated.append(f"{_EMA}: the moving average of the weights is dropped")
-    elif kept != keeps:
-        shown = (
-            "{" + ", ".join(f"{key}: {value}" for key, value in one.items()) + "}"
-            for one in (kept, keeps)
-        )
-        stated.append(f"{_EMA}: {' -> '.join(shown)}")
-    return stated
+    elif ema_before and not ema_now:
+        changes.append(f"{_EMA}: the moving average of the weights is dropped")
+    elif ema_before != ema_now:
+        changes.append(f"{_EMA}: {_in_braces(ema_before)} -> {_in_braces(ema_now)}")
+    return changes
+
+
+def _in_braces(options: Mapping[str, Any]) -> str:
+    pairs = [f"{key}: {value}" for key, value in options.items()]
+    return "{" + ", ".join(pairs) + "}"
 
 
 def describe_versions(checkpoint: SavedCheckpoint, *, versions: Mapping[str, str | None]) -> str:
-    """Describe the releases that wrote a checkpoint and are not those that go on; empty if the
-    same, or unknown.
+    """Describe the releases that have changed since a checkpoint was written, as ``name before ->
+    now``; empty if the same, or unknown.
     """
     saved = checkpoint.versions
     changed = [name for name in _VERSIONS if saved.get(name) and saved[name] != versions.get(name)]
@@ -242,20 +252,19 @@ def describe_versions(checkpoint: SavedCheckpoint, *, versions: Mapping[str, str
 
 
 _OFFLOADS: Final = ("offload_optimizer", "offload_param")
-# Of what lies on NVMe, DeepSpeed copies the files of a rank from the checkpoint to wherever the run
-# has its drive.
+# DeepSpeed copies a rank's files of its NVMe swapper from the checkpoint to the drive of the run,
+# with any of these options.
 _NOT_IN_NVME_FILES: Final = frozenset(
     {"nvme_path", "pin_memory", "pipeline_read", "pipeline_write"}
 )
 
 
 def needs_resharding(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) -> bool:
-    """Check whether a checkpoint lies on disk in another way than this run, by the `description`
-    that its own checkpoints have, would write it.
+    """Check whether this run would lay a checkpoint out in another way. `description` is that of
+    the run's own checkpoints.
 
-    DeepSpeed reads its own files back where nothing has changed that decides which numbers lie in
-    which file; otherwise every parameter is looked up by its name
-    (`framework.checkpoint.state.reader`).
+    DeepSpeed reads its own files back as long as the numbers lie in the same files; otherwise every
+    parameter is looked up by its name (`framework.checkpoint.state.reader`).
     """
     before = _arrangement(checkpoint.manifest)
     now = _arrangement(description)
@@ -263,47 +272,43 @@ def needs_resharding(checkpoint: SavedCheckpoint, *, description: Mapping[str, A
 
 
 def describe_resharding(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) -> str:
-    """Describe the differences in layout, as ``key: before -> now``; of a checkpoint without a
-    manifest, its layout.
+    """Describe the differences in layout, as ``key: before -> now``; or the layout of a checkpoint
+    without a manifest.
     """
     before = _arrangement(checkpoint.manifest)
     now = _arrangement(description)
     if not checkpoint.verified:
         return f"{before['ranks']} ranks, ZeRO {before['zero.stage']}, {before['precision.dtype']}"
-    # what only one has goes with the rest
-    both = (key for key in before if None not in (before[key], now.get(key)))
-    stated = [
-        f"{key}: {show_value(before[key])} -> {show_value(now[key])}"
-        for key in both
-        if before[key] != now[key]
-    ]
-    return ", ".join(
-        [
-            *stated,
-            *(["other parts of weights"] if _are_split_otherwise(checkpoint, description) else []),
-        ]
-    )
+    differences = []
+    for key in before:
+        if before[key] is None or now.get(key) is None:  # it goes with another key's difference
+            continue
+        if before[key] != now[key]:
+            differences.append(f"{key}: {show_value(before[key])} -> {show_value(now[key])}")
+    if _are_split_otherwise(checkpoint, description):
+        differences.append("other parts of weights")
+    return ", ".join(differences)
 
 
 def _are_split_otherwise(checkpoint: SavedCheckpoint, description: Mapping[str, Any]) -> bool:
-    """Check whether as many tensor ranks have other parts; a description from before the model is
-    built says nothing of them.
+    """Check whether the same number of tensor ranks have other parts; unknown, and False, for a
+    description from before the model is built.
     """
     before = checkpoint.manifest.get("tensor")
     now = description.get("tensor")
-    return None not in (before, now) and before != now
+    return before is not None and now is not None and before != now
 
 
 def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) -> None:
-    """Refuse to move state out of, or into, the files of DeepSpeed's NVMe swapper, which nobody
-    else reads or writes.
+    """Refuse to move state out of, or into, the files of DeepSpeed's NVMe swapper, which only
+    DeepSpeed reads and writes.
 
     Raises:
         ConfigError: kind ``resume-nvme-moved``.
     """
     if not needs_resharding(checkpoint, description=description):
         return
-    stated = describe_resharding(checkpoint, description=description)
+    differences = describe_resharding(checkpoint, description=description)
     restore = "restore ranks, zero, parallel and precision"
     for manifest, holder, fix in (
         (checkpoint.manifest, f"the checkpoint {checkpoint.path} holds", f"{restore} as they were"),
@@ -313,23 +318,21 @@ def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]
         for section in _OFFLOADS:
             if (zero.get(section) or {}).get("device") == "nvme":
                 same = "which can be resumed in the very same layout only"
-                reason = f"{holder} state on NVMe (zero.{section}), {same}: {stated}"
-                value = str(checkpoint.path)
                 raise ConfigError.of(
                     kind="resume-nvme-moved",
                     key="checkpoint.resume",
-                    value=value,
-                    reason=reason,
+                    value=str(checkpoint.path),
+                    reason=f"{holder} state on NVMe (zero.{section}), {same}: {differences}",
                     fix=fix,
                 )
 
 
 def _arrangement(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what decides which numbers lie in which file of DeepSpeed's."""
+    """Return the settings that decide which numbers lie in which of DeepSpeed's files."""
     layout = manifest["layout"]
     config = _completed(manifest["config"])
     bounds = (manifest.get("pipeline") or {}).get("bounds")
-    return {
+    arrangement = {
         "ranks": layout["world_size"],
         "pipeline stages": layout["pipe_size"],
         # Older checkpoints know of neither.
@@ -338,30 +341,32 @@ def _arrangement(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "expert-parallel ranks": layout.get("expert_size", 1),
         "cut": None if bounds is None else list(bounds),
         "precision.dtype": (config.get("precision") or {}).get("dtype"),
-        **{f"zero.{key}": value for key, value in _spread(config.get("zero") or {}).items()},
     }
+    for key, value in _arrangement_of_zero(config.get("zero") or {}).items():
+        arrangement[f"zero.{key}"] = value
+    return arrangement
 
 
-def _spread(zero: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of ``zero`` that decide how it flattens, cuts and places.
+def _arrangement_of_zero(zero: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of ``zero`` that decide how it flattens, cuts and places.
 
     DeepSpeed 0.19.8: runtime/zero/stage_1_and_2.py `_round_robin_reorder`, stage3.py
     `_create_fp16_sub_groups` and `_create_fp32_partitions`.
     """
     stage = zero.get("stage", 0)
-    found: dict[str, Any] = {"stage": stage}
+    keys: dict[str, Any] = {"stage": stage}
+    if not stage:
+        return keys
     if stage in (1, 2):
-        found["round_robin_gradients"] = zero.get("round_robin_gradients")
+        keys["round_robin_gradients"] = zero.get("round_robin_gradients")
     if stage == 3:
-        found["sub_group_size"] = zero.get("sub_group_size")
-    for section in _OFFLOADS if stage else ():
+        keys["sub_group_size"] = zero.get("sub_group_size")
+    for section in _OFFLOADS:
         offload = zero.get(section) or {}
-        found[f"{section}.device"] = offload.get("device", "none")
-        found[f"{section}.ratio"] = offload.get("ratio")
+        keys[f"{section}.device"] = offload.get("device", "none")
+        keys[f"{section}.ratio"] = offload.get("ratio")
         if offload.get("device") == "nvme":
-            found |= {
-                f"{section}.{key}": value
-                for key, value in _flat(offload).items()
-                if key not in _NOT_IN_NVME_FILES
-            }
-    return found
+            for key, value in _flat(offload).items():
+                if key not in _NOT_IN_NVME_FILES:
+                    keys[f"{section}.{key}"] = value
+    return keys

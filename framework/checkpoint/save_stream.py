@@ -19,23 +19,23 @@ from framework.system.limits import room
 
 class SaveStream(Protocol):
     """Stream that a file of a checkpoint is written to: the methods that `torch.save` calls, and
-    two ways to end.
+    two that end it.
     """
 
     def write(self, data: bytes | memoryview, /) -> int:
-        """Append; returns the number of bytes."""
+        """Append data; returns the number of bytes."""
         ...
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Write what is held back, if anything."""
         ...
 
     def close(self) -> FileRecord | None:
-        """It is complete; what it holds, or None where somebody else finds out."""
+        """Finish the file. Returns its record, or None if the writer process computes it."""
         ...
 
     def abandon(self) -> None:
-        """It will not be complete."""
+        """Drop the file, which will not be complete."""
         ...
 
 
@@ -51,7 +51,7 @@ _PIECE: Final = 1 << 26  # a copy of it takes some 20 ms, and holds Python's loc
 
 @dataclass(frozen=True)
 class StagedFile:
-    """A file that waits: where it is to go, and where in the memory it lies."""
+    """A file that waits in memory: its path on disk, and where in the memory it lies."""
 
     path: Path
     offset: int
@@ -60,31 +60,33 @@ class StagedFile:
 
 class StagedFiles:
     """Files that wait in memory, one save after the other: written by the training process, read by
-    the one that puts them on disk.
+    the process that writes them to disk.
 
     The memory is one anonymous file (`memfd`), mapped by both: it has no name, so nothing is left
     in /dev/shm however a run ends, and no mount limits its size. It grows to the size of the
     largest save and is used again by every save after it: pages that are touched for the first time
-    cost about eight times as much. Nothing refuses memory that is not there: who touches it is
-    killed. So it is taken piece by piece, while there is room for it.
+    cost about eight times as much. A process that touches more memory than there is gets killed,
+    without an error first: so memory is taken piece by piece, while there is room for it.
     """
 
     def __init__(self) -> None:
         self.descriptor = _anonymous_file()
         self.files: list[StagedFile] = []
         self._map: mmap.mmap | None = None
-        self._capacity = self._used = self._capacity_before = 0
+        self._capacity = 0
+        self._capacity_before = 0  # this save
+        self._used = 0
         self._refusal: OSError | None = None
 
     def clear(self) -> None:
-        """The next save's files take the place of the last one's."""
+        """Forget the last save's files; the next save's take their memory."""
         self.files = []
         self._used = 0
         self._capacity_before = self._capacity
         self._refusal = None
 
     def open(self, path: Path) -> _Stream:
-        """A file that goes to `path`; one at a time."""
+        """Begin a file for `path`; one at a time."""
         self._used = -(-self._used // _PAGE) * _PAGE
         return _Stream(self, path)
 
@@ -94,8 +96,8 @@ class StagedFiles:
         return self._used
 
     def append(self, data: bytes | memoryview) -> int:
-        """Copy behind what is there; returns the number of bytes. Raises OSError where there is no
-        more memory.
+        """Copy data to the end; returns the number of bytes. Raises OSError if there is no more
+        memory.
         """
         count = memoryview(data).nbytes
         end = self._used + count
@@ -105,24 +107,25 @@ class StagedFiles:
             self._grow(end)
         if count:
             assert self._map is not None
-            whole = memoryview(data).cast("B")
-            # Python's other threads, such as a request to stop, wait for a piece
+            view = memoryview(data).cast("B")
+            # Python's other threads, such as a request to stop, wait until a piece is copied.
             for start in range(0, count, _PIECE):
-                piece = whole[start : start + _PIECE]
-                self._map[self._used + start : self._used + start + len(piece)] = piece
+                piece = view[start : start + _PIECE]
+                begin = self._used + start
+                self._map[begin : begin + len(piece)] = piece
         self._used = end
         return count
 
     def close(self) -> None:
-        """Give the memory back, as far as this process holds it. A second time does nothing."""
+        """Release this process's hold on the memory. A second call does nothing."""
         self._let_go()
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
     def _grow(self, least: int) -> None:
-        """A save that finds no memory fails alone: what it had taken is given back, and the next
-        one tries again.
+        """Grow the memory to `least` bytes or more. A failure is of this save alone: the memory that
+        it had taken is given back, and the next save tries again.
         """
         capacity = -(-least // _GROWTH) * _GROWTH
         try:
@@ -130,7 +133,7 @@ class StagedFiles:
             self._remap(capacity)
         except OSError as error:
             self._refusal = error
-            # pieces that were taken earlier in this save
+            # Give back pieces that were taken earlier in this save.
             if self._capacity > self._capacity_before:
                 self._let_go()
                 if self._capacity_before:
@@ -145,7 +148,7 @@ class StagedFiles:
         self._capacity = 0
 
     def _remap(self, capacity: int) -> None:
-        """The old map goes when the new one is there."""
+        """Map `capacity` bytes; the old map is closed when the new one is there."""
         mapped = mmap.mmap(self.descriptor, capacity)
         self._let_go()
         self._map = mapped
@@ -155,14 +158,14 @@ class StagedFiles:
 
 
 def _take(descriptor: int, start: int, stop: int) -> None:
-    """Lengthen the file, with pages behind all of it; ENOMEM is raised before somebody is killed
-    for it.
+    """Lengthen the file, with pages behind all of it. Raises OSError (ENOMEM) before the system
+    kills a process for want of memory.
     """
     for begin in range(start, stop, _PIECE):
         size = min(_PIECE, stop - begin)
-        found = room()
-        if found is not None and found.num_bytes < size:
-            left = f"{found.limit} has {max(0, found.num_bytes) / 1e9:.2f} GB left beside a margin"
+        free = room()
+        if free is not None and free.num_bytes < size:
+            left = f"{free.limit} has {max(0, free.num_bytes) / 1e9:.2f} GB left beside a margin"
             raise OSError(
                 errno.ENOMEM,
                 f"{left}, and checkpoint.mode: async keeps in host memory what a rank writes",
@@ -185,21 +188,19 @@ class _Stream:
         return self._staged.append(data)
 
     def flush(self) -> None:
-        """Memory holds nothing back."""
+        """Do nothing: memory holds nothing back."""
 
     def close(self) -> None:
-        """It is complete."""
-        self._staged.files.append(
-            StagedFile(self._path, self._offset, self._staged.num_bytes - self._offset)
-        )
+        num_bytes = self._staged.num_bytes - self._offset
+        self._staged.files.append(StagedFile(self._path, self._offset, num_bytes))
 
     def abandon(self) -> None:
-        """The next save begins anew."""
+        """Do nothing: the next save begins anew."""
 
 
 def _anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("dsf-save", os.MFD_CLOEXEC)
-    # where there is no Linux: it never had, or has lost, its name
+    # Other systems than Linux: this file has no name, or has lost it.
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())

@@ -27,12 +27,12 @@ _BEATS_PER_LINE: Final = 6
 
 
 class Verification:
-    """Reads files in threads, and holds them against what was written. To be closed."""
+    """Comparison of files with their records, in threads. To be closed."""
 
     def __init__(
         self, folder: Path, records: Mapping[str, FileRecord], *, num_sharing: int = 1
     ) -> None:
-        """Begin; `num_sharing` processes share the processors of this host."""
+        """Begin to read; `num_sharing` processes share the processors of this host."""
         self._folder = folder
         self._is_closed = threading.Event()
         self._done: dict[str, int] = {}
@@ -43,7 +43,7 @@ class Verification:
         ]
 
     def wait(self, seconds: float) -> bool:
-        """Check whether all of it is done, within so many seconds."""
+        """Wait up to `seconds`; returns True if all files are compared."""
         return not wait(self._lines, timeout=seconds).not_done
 
     @property
@@ -53,7 +53,8 @@ class Verification:
 
     def damage(self) -> list[str]:
         """Find files that are not as they were written, a line for each."""
-        return [stated for line in self._lines if (stated := line.result())]
+        lines = [line.result() for line in self._lines]
+        return [line for line in lines if line]
 
     def close(self) -> None:
         """Stop reading."""
@@ -68,8 +69,8 @@ class Verification:
                 return f"{name}: it is not a regular file"
             if facts.st_size != record.num_bytes:
                 return f"{name}: {facts.st_size:,} bytes where {record.num_bytes:,} were written"
-            found = hash_file(path, on_read=lambda num_bytes: self._note(name, num_bytes))
-            if found == record:
+            actual = hash_file(path, on_read=lambda num_bytes: self._note(name, num_bytes))
+            if actual == record:
                 return ""
             return f"{name}: its content has changed since it was written"
         except OSError as error:
@@ -82,25 +83,25 @@ class Verification:
 
 
 def share_of(records: Mapping[str, FileRecord], *, index: int, count: int) -> dict[str, FileRecord]:
-    """The files that the one with this index of `count` reads: each has about as many bytes as any
-    other.
+    """Return the share of files that reader `index` of `count` reads; shares have about equal
+    numbers of bytes.
     """
-    loads = [(0, number) for number in range(count)]
-    mine = {}
+    loads = [(0, reader) for reader in range(count)]
+    share = {}
     for name, record in sorted(records.items(), key=lambda item: (-item[1].num_bytes, item[0])):
-        load, least = loads[0]
-        heapq.heapreplace(loads, (load + record.num_bytes, least))
-        if least == index:
-            mine[name] = record
-    return mine
+        load, reader = loads[0]
+        heapq.heapreplace(loads, (load + record.num_bytes, reader))
+        if reader == index:
+            share[name] = record
+    return share
 
 
 class SharedVerification:
-    """Verifies a checkpoint by all ranks: rank 0 asks for it, and the others help until no more
-    follows.
+    """Verification of checkpoints by all ranks: rank 0 names a checkpoint (`ask`), and the others
+    take part (`help`) until rank 0 ends it (`end`).
 
-    A terabyte takes longer to read than ranks wait for each other in a collective. So each reads
-    its share, and all of them meet every few seconds meanwhile.
+    A terabyte takes longer to read than ranks wait for each other in a collective. So every rank
+    reads its share, and all of them meet every few seconds meanwhile.
     """
 
     def __init__(
@@ -111,8 +112,8 @@ class SharedVerification:
         from_rank0: Callable[[Any], Any],
         print_line: Callable[[str], None],
     ) -> None:
-        """Two collectives bring every rank's value, and rank 0's, to all; `print_line` is told of
-        progress.
+        """Take the collectives: `gather` returns every rank's value, `from_rank0` that of rank 0.
+        `print_line` is called with lines about the progress.
         """
         self._rank = rank
         self._gather = gather
@@ -120,51 +121,50 @@ class SharedVerification:
         self._print_line = print_line
 
     def ask(self, checkpoint: SavedCheckpoint) -> list[str]:
-        """Rank 0: what is not as it was written, as `SavedCheckpoint.damage` tells it."""
+        """Find the changed files of a checkpoint, as `SavedCheckpoint.damage` does. On rank 0."""
         if not checkpoint.verified:
             return checkpoint.damage()
         self._from_rank0(checkpoint)
         return self.verify(checkpoint)
 
     def end(self) -> None:
-        """Rank 0: the others are to go on."""
+        """Release the other ranks from `help`. On rank 0."""
         self._from_rank0(None)
 
     def help(self) -> None:
-        """Any other rank: take part until rank 0 has enough."""
+        """Take part until rank 0 calls `end`. On all other ranks."""
         while (checkpoint := self._from_rank0(None)) is not None:
             self.verify(checkpoint)
 
     def verify(self, checkpoint: SavedCheckpoint, *, on_every_host: bool = False) -> list[str]:
         """Verify a checkpoint, and return the damage on every rank. Collective.
 
-        With `on_every_host` the ranks of each host read all of it among them: hosts may have a disk
-        of their own there.
+        With `on_every_host` the ranks of each host read all of it among them: each host may have a
+        disk of its own at that path.
         """
         hosts = self._gather(socket.gethostname())
         neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[self._rank]]
-        sharing = neighbours if on_every_host else range(len(hosts))
-        mine = share_of(checkpoint.records, index=sharing.index(self._rank), count=len(sharing))
-        total = (
-            sum(record.num_bytes for record in checkpoint.records.values())
-            * len(hosts)
-            / len(sharing)
-        )
-        with closing(Verification(checkpoint.path, mine, num_sharing=len(neighbours))) as work:
-            self._meet_until_done(work, f"of {total / 1e9:.1f} GB are verified", checkpoint.path)
-            own = work.damage() + (
-                checkpoint.unexpected_files() if sharing[0] == self._rank else []
-            )
-        return sorted({line for lines in self._gather(own) for line in lines})
+        readers = neighbours if on_every_host else list(range(len(hosts)))
+        records = checkpoint.records
+        share = share_of(records, index=readers.index(self._rank), count=len(readers))
+        num_bytes = sum(record.num_bytes for record in records.values())
+        total_bytes = num_bytes * len(hosts) / len(readers)
+        with closing(Verification(checkpoint.path, share, num_sharing=len(neighbours))) as work:
+            self._meet_until_done(work, checkpoint.path, total_bytes)
+            damage = work.damage()
+            if readers[0] == self._rank:
+                damage += checkpoint.unexpected_files()
+        lines = set().union(*self._gather(damage))
+        return sorted(lines)
 
-    def _meet_until_done(self, work: Verification, stated: str, path: Path) -> None:
+    def _meet_until_done(self, work: Verification, path: Path, total_bytes: float) -> None:
         beat = 0
         is_done = False
         while not is_done:
             states = self._gather((work.wait(_BEAT_SECONDS), work.done_bytes))
             is_done = all(done for done, _ in states)
             if self._rank == 0 and not is_done and beat % _BEATS_PER_LINE == 0:
-                self._print_line(
-                    f"{path}: {sum(num_bytes for _, num_bytes in states) / 1e9:.1f} {stated}"
-                )
+                done_bytes = sum(num_bytes for _, num_bytes in states)
+                progress = f"{done_bytes / 1e9:.1f} of {total_bytes / 1e9:.1f} GB are verified"
+                self._print_line(f"{path}: {progress}")
             beat += 1

@@ -2,9 +2,9 @@
 rank's view of it.
 
 It takes orders over a channel and finds the files in memory that it shares with the rank. Beside
-the files it leaves a record of what they hold. The writer of rank 0 waits for the records of all
-ranks and then publishes the checkpoint, so that the ranks need no collective for it. It imports
-neither torch nor DeepSpeed, starts in a tenth of a second and takes 20 MB.
+the files it writes a record of their sizes and checksums. The writer of rank 0 waits for the
+records of all ranks and then publishes the checkpoint, so that the ranks need no collective for it.
+It imports neither torch nor DeepSpeed, starts in a tenth of a second and takes 20 MB.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GIVE_UP: Final = "give-up"
 ALL_WRITTEN: Final = "all-written"
 _SHORTEST_PAUSE_SECONDS: Final = 0.005
 _LONGEST_PAUSE_SECONDS: Final = 1.0
-# One alone is slower than many a disk; the cores belong to training.
+# One thread alone is slower than many a disk; the cores belong to training.
 _HASHING_THREADS: Final = 2
 # A shared file system shows what another host has written within about a minute (NFS: `acdirmax`,
 # 60 s).
@@ -38,41 +38,38 @@ _LONGEST_DELAY_SECONDS: Final = 180.0
 
 
 class _NotWrittenError(Exception):
-    """A save fails for the reason that it names."""
+    """Failure of a save, with the reason."""
 
 
 def write_files(order: Mapping[str, Any], memory: memoryview) -> None:
-    """Write what a rank has staged, and its record; raises OSError where the file system
-    refuses.
-    """
-    saving = Path(order["folder"], SAVING)
-    parts = [
-        (name, memory[offset : offset + num_bytes]) for name, offset, num_bytes in order["files"]
-    ]
+    """Write the files that a rank has staged, and their record. Raises OSError."""
+    folder = Path(order["folder"], SAVING, order["tag"])
+    contents = []
+    for name, offset, num_bytes in order["files"]:
+        contents.append((name, memory[offset : offset + num_bytes]))
     hashing = ThreadPoolExecutor(_HASHING_THREADS)
     try:
-        digests = [hashing.submit(digest_of, part) for _, part in parts]
-        for name, part in parts:
-            write_new(saving / order["tag"] / name, part)
-        files = {
-            name: asdict(FileRecord(len(part), digest.result()))
-            for (name, part), digest in zip(parts, digests, strict=True)
-        }
+        digests = [hashing.submit(digest_of, content) for _, content in contents]
+        for name, content in contents:
+            write_new(folder / name, content)
+        files = {}
+        for (name, content), digest in zip(contents, digests, strict=True):
+            files[name] = asdict(FileRecord(len(content), digest.result()))
     finally:
-        # the memory is the rank's again only when nobody reads it any more
+        # The memory is the rank's again only when no thread reads it any more.
         hashing.shutdown(cancel_futures=True)
     replace_text(_record(order), json.dumps({"files": files | order["written"], "failure": ""}))
 
 
 def _record(order: Mapping[str, Any]) -> Path:
-    """Of one rank and one save: a writer of an earlier run that was held up cannot speak for a rank
-    of this one.
+    """Return the path of the record of one rank and one save; a late writer of an earlier run
+    writes another one.
     """
     return Path(order["folder"], SAVING, f"written-by-rank{order['rank']}-{order['ticket']}.json")
 
 
 class Writer:
-    """Carries out orders until the rank has no more."""
+    """The writer process: it carries out orders until the rank has no more."""
 
     def __init__(self, channel: MessageSocket, descriptor: int) -> None:
         self._channel = channel
@@ -81,9 +78,9 @@ class Writer:
         self._kept: dict[str, SavedCheckpoint] = {}
 
     def serve(self) -> None:
-        """Returns when the rank is gone, or wants no more."""
+        """Carry out orders until the rank is gone, or has ended the channel."""
         while (order := self._channel.receive()) is not None:
-            if "tag" in order:  # otherwise a word about a save that is over
+            if "tag" in order:  # otherwise it is a command for a save that is over
                 self._save(order)
 
     def _save(self, order: Mapping[str, Any]) -> None:
@@ -96,22 +93,21 @@ class Writer:
         except (OSError, _NotWrittenError) as error:
             failure = getattr(error, "strerror", None) or str(error)
             if order["rank"] != 0:
-                # without room for it, the ranks tell each other at the next save
+                # If the disk has no room for it, the ranks exchange it at the next save.
                 with suppress(OSError):
                     replace_text(_record(order), json.dumps({"files": {}, "failure": failure}))
             elif order["warns"]:
-                warn_of_failure(Path(order["folder"]), order["stated"]["step"], failure)
+                warn_of_failure(Path(order["folder"]), order["description"]["step"], failure)
             self._report(state="failed", failure=failure)
 
     def _write(self, order: Mapping[str, Any]) -> None:
-        """From memory that is mapped once: finding its pages anew takes half as long as hashing
-        them.
+        """Write an order's files from memory that is mapped once: finding its pages anew takes half
+        as long as hashing them.
         """
         num_bytes = os.fstat(self._descriptor).st_size
         if num_bytes != len(self._memory):
             populate = getattr(mmap, "MAP_POPULATE", 0)
-            # The old mapping goes when nobody refers to it any more, be it an error that tells of a
-            # part of it.
+            # The old mapping goes with the last reference to it, which may be an error's.
             mapped = mmap.mmap(
                 self._descriptor, num_bytes, mmap.MAP_SHARED | populate, mmap.PROT_READ
             )
@@ -122,39 +118,37 @@ class Writer:
         """Wait for the records of all ranks, and give the checkpoint its name."""
         folder = Path(order["folder"])
         records = dict[str, FileRecord]()
-        for reported in self._await_records(order):
-            if reported["failure"]:
-                raise _NotWrittenError(reported["failure"])
-            records |= {name: FileRecord(**record) for name, record in reported["files"].items()}
+        for report in self._await_records(order):
+            if report["failure"]:
+                raise _NotWrittenError(report["failure"])
+            records |= {name: FileRecord(**record) for name, record in report["files"].items()}
         retention = Retention(**order["retention"])
         publish(
             folder,
             order["tag"],
-            stated=order["stated"],
+            description=order["description"],
             records=records,
             retention=retention,
             kept=self._kept,
         )
 
     def _await_records(self, order: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        """Each rank's record, when it is there. All are looked for in one listing: a file system of
-        several hosts may keep for a minute that a name, asked for too early, is not there.
+        """Yield each rank's record, when it is there. All are looked for in one listing: a file
+        system of several hosts may cache for a minute that a single name does not exist.
         """
         missing = {_record({**order, "rank": rank}): rank for rank in range(order["world_size"])}
         pause = _SHORTEST_PAUSE_SECONDS
         deadline = float("inf")
         while missing:
             with os.scandir(Path(order["folder"], SAVING)) as entries:
-                there = [
-                    path for path in (Path(entry.path) for entry in entries) if path in missing
-                ]
-            for path in there:
-                del missing[path]
-                yield dict(json.loads(path.read_text(encoding="utf-8")))
+                paths = [Path(entry.path) for entry in entries]
+            for path in paths:
+                if path in missing:
+                    del missing[path]
+                    yield dict(json.loads(path.read_text(encoding="utf-8")))
+            message: Mapping[str, Any] = {}
             if missing:
                 message = self._listen(pause)
-            else:
-                message = {}
             if message.get("word") == GIVE_UP:
                 raise _NotWrittenError(message["failure"])
             if message.get("word") == ALL_WRITTEN:
@@ -168,16 +162,16 @@ class Writer:
     def _report(self, **answer: str) -> None:
         try:
             self._channel.send(**answer)
-        except ConnectionError:  # the rank is gone: what is written and recorded stays so
+        except ConnectionError:  # the rank is gone: written and recorded files stay
             os._exit(0)
 
     def _listen(self, seconds: float) -> Mapping[str, Any]:
-        """A message from the rank; empty where none came within so many seconds."""
+        """Return a message from the rank, or an empty one after this many seconds."""
         try:
             message = self._channel.receive(seconds)
         except TimeoutError:
             return {}
-        if message is None:  # the rank is gone: what it began is not published any more
+        if message is None:  # the rank is gone: its save is not published any more
             os._exit(0)
         return message
 
@@ -190,17 +184,15 @@ def main(channel: MessageSocket, memory: str) -> None:
 
 
 class WriterProcess(Child):
-    """The writer, as a rank sees it: one process, given orders, and replaced when it has died."""
+    """The writer, as a rank sees it: a process that takes orders."""
 
     def __init__(self, memory: int) -> None:
-        """Start it, with the descriptor of the memory in which files will wait; raises OSError if
-        that fails.
-        """
+        """Start it, with the descriptor of the memory in which files will wait. Raises OSError."""
         super().__init__("framework.checkpoint.writer:main", str(memory), descriptors=(memory,))
 
     def answer(self, timeout: float | None = None) -> Mapping[str, Any]:
-        """Its next answer, a failure where it has died; raises TimeoutError if none comes within so
-        many seconds.
+        """Return its next answer; state ``dead`` and a failure if it has died. Raises TimeoutError
+        after `timeout` seconds.
         """
         answer = self.receive(timeout)
         if answer is None:

@@ -1,11 +1,11 @@
 """`AtomicCheckpointEngine`: DeepSpeed's `CheckpointEngine` interface, by which its engines write
 and read the files of a checkpoint.
 
-Writing: every file is new, hashed as it is written and flushed to disk. A failure is kept and told
-at the end, on the rank that has it: raised at once it would leave the others waiting in DeepSpeed's
-barrier. With another `open_file` the same bytes go elsewhere: into memory, for a process that
-writes them later. Reading: weights only, with the few classes of DeepSpeed's own that its files
-hold; any other object in them is refused, and no code of theirs is run.
+Writing: every file is new, hashed as it is written and flushed to disk. A failure is kept and
+raised at the end, on the rank that has it: raised at once it would leave the others waiting in
+DeepSpeed's barrier. With another `open_file` the same bytes go elsewhere: into memory, for a
+process that writes them later. Reading: weights only, with the few classes of DeepSpeed's own that
+its files hold; any other object in them is refused, and no code of theirs is run.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from framework.errors import StorageError, in_one_line
 from framework.system.files import FileRecord, NewFile, hash_file, sync_file
 from framework.system.limits import room
 
-# Python 3.11.0 to 3.11.3 write the member of an enumeration as a call of `getattr`, which no
-# careful reader allows.
+# Python 3.11.0 to 3.11.3 pickle the member of an enumeration as a call of `getattr`, which
+# `torch.load` refuses with `weights_only`.
 ZeroStageEnum.__reduce_ex__ = lambda self, protocol: (ZeroStageEnum, (self.value,))
 # What DeepSpeed 0.19.8 puts into its files beside tensors and plain values.
 _KNOWN: Final = [ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler]
 # torch locks host memory for a whole storage, rounds it up to a power of two and keeps it for ever:
-# all ranks of a host lock no more than a quarter of what is free. What is larger goes to memory
-# that is touched for the first time, on an H200's host at 1.4 GB/s instead of 50.
+# all ranks of a host lock no more than a quarter of the free memory. A larger storage is copied to
+# memory that is touched for the first time, on an H200's host at 1.4 GB/s instead of 50.
 _ALWAYS_PINNED: Final = 1 << 28
 _PINNED_SHARE: Final = 1 / 8
 _NO_MEMORY: Final = re.compile(
@@ -56,7 +56,7 @@ def _ignore(content: Any) -> None:
 
 
 class AtomicCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """The files of one save after the other."""
+    """Checkpoint engine that writes and hashes the files of one save after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,8 +68,8 @@ class AtomicCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._look: Look = _ignore
 
     def begin(self, root: Path, *, open_file: OpenFile = NewFile, look: Look | None = None) -> None:
-        """Forget the last save; the files of the next one lie in `root`, and are opened with
-        `open_file`; `look` is called with the content of each that this rank writes.
+        """Forget the last save. The files of the next one lie in `root`, and are opened with
+        `open_file`; `look` is called with the content of each file that this rank writes.
         """
         self._root = root
         self._records = {}
@@ -78,21 +78,21 @@ class AtomicCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._look = look or _ignore
 
     def end(self) -> dict[str, FileRecord]:
-        """Records of the files that this rank wrote, by name within the root, where `open_file`
-        gives any.
+        """Return the records of the files that this rank wrote, by name within the root, if
+        `open_file` makes any.
 
         Raises:
-            OSError: the first that was met.
+            OSError: the first failure of the save.
         """
         if self._failure is not None:
             raise self._failure
         return self._records
 
     def create(self, info: Any) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     def commit(self, info: Any) -> bool:
-        """The checkpoint is published elsewhere, when all ranks have written."""
+        """Return True; the Checkpointer publishes the checkpoint when all ranks have written."""
         return True
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -101,7 +101,6 @@ class AtomicCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file, or keep the failure."""
-
         self._look(state_dict)
 
         def write() -> None:
@@ -112,7 +111,7 @@ class AtomicCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.keep_failure(write)
 
     def keep_failure(self, work: Callable[[], object]) -> None:
-        """Do it, unless something has failed before; a failure of storage waits for `end`."""
+        """Call `work`, unless something has failed before; `end` raises its OSError."""
         if self._failure is None:
             try:
                 work()
@@ -120,15 +119,13 @@ class AtomicCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 self._failure = error
 
     def add_written(self, folder: Path) -> None:
-        """Flush and hash files that lie in the root and that somebody else wrote."""
+        """Flush and hash the files of a folder in the root that were written by other code."""
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             sync_file(path)
             self._records[path.relative_to(self._root).as_posix()] = hash_file(path)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Map one file, of which the ranks of a host share the pages; raises what `read_or_explain`
-        raises.
-        """
+        """Map one file; the ranks of a host share its pages. Raises as `read_or_explain`."""
         return read_or_explain(Path(path), map_location=map_location, mmap=True)
 
 
@@ -136,48 +133,45 @@ def _write(state: Any, path: Path, open_file: OpenFile) -> FileRecord | None:
     stream = open_file(path)
     try:
         is_pinned = open_file is not NewFile and _may_pin(_largest_on_device(state))
-        with _saving_as_we_do(through_pinned_memory=is_pinned):
+        with _save_options(through_pinned_memory=is_pinned):
             torch.save(state, stream)  # type: ignore[arg-type]  # it needs no more than write and flush
     except BaseException as error:
         stream.abandon()
-        # torch's writer, whose stream has failed, fails once more while it closes: the first
-        # failure tells the reason.
+        # When its stream has failed, torch's writer fails once more while it closes: the first
+        # failure is the reason.
         if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
             raise error.__context__ from error
         if isinstance(error, MemoryError) or (
             isinstance(error, RuntimeError) and _is_out_of_memory(error)
         ):
-            stated = f"no memory for a copy of what goes into {path.name}: {in_one_line(error)}"
-            raise OSError(errno.ENOMEM, stated) from error
+            reason = f"no memory for a copy of what goes into {path.name}: {in_one_line(error)}"
+            raise OSError(errno.ENOMEM, reason) from error
         raise
     return stream.close()
 
 
 def _may_pin(num_bytes: int) -> bool:
-    """Check whether a storage may pass through locked memory; what is free is asked for large ones
-    alone.
+    """Check whether a storage may pass through locked memory; the free memory is measured for large
+    ones alone.
     """
     if num_bytes <= _ALWAYS_PINNED:
         return True
-    found = room()
+    free = room()
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return found is not None and num_bytes <= found.num_bytes * _PINNED_SHARE / num_ranks
+    return free is not None and num_bytes <= free.num_bytes * _PINNED_SHARE / num_ranks
 
 
 def _largest_on_device(value: Any) -> int:
-    """Bytes of the largest storage that is to be copied from a device."""
+    """Return the size in bytes of the largest storage that is to be copied from a device."""
     if isinstance(value, torch.Tensor):
         if value.device.type == "cpu":
             return 0
         return value.untyped_storage().nbytes()
-    values = (
-        value.values()
-        if isinstance(value, Mapping)
-        else value
-        if isinstance(value, (list, tuple))
-        else ()
-    )
-    return max(map(_largest_on_device, values), default=0)
+    if isinstance(value, Mapping):
+        return max(map(_largest_on_device, value.values()), default=0)
+    if isinstance(value, (list, tuple)):
+        return max(map(_largest_on_device, value), default=0)
+    return 0
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
@@ -185,9 +179,9 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 
 @contextlib.contextmanager
-def _saving_as_we_do(*, through_pinned_memory: bool) -> Iterator[None]:
-    """Without CRC-32, which `torch.load` does not look at; where training waits for a copy only,
-    from a GPU through pinned memory.
+def _save_options(*, through_pinned_memory: bool) -> Iterator[None]:
+    """Set torch's save options: no CRC-32, which `torch.load` does not check; and pinned memory for
+    copies from a GPU, or not.
     """
     save = save_options.save
     before = save.compute_crc32, save.use_pinned_memory_for_d2h
@@ -200,52 +194,51 @@ def _saving_as_we_do(*, through_pinned_memory: bool) -> Iterator[None]:
 
 
 def read_file(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
-    """The content of a file that `torch.save` wrote for DeepSpeed; mapped, its tensors are read
-    when they are touched.
+    """Read a file that `torch.save` wrote for DeepSpeed; with `mmap` its tensors are read when they
+    are touched.
 
     Raises:
-        OSError, RuntimeError, pickle.UnpicklingError: it cannot be read, or holds objects that are
-            not known.
+        OSError, RuntimeError, pickle.UnpicklingError: it cannot be read, or holds unknown objects.
     """
     try:
         with torch.serialization.safe_globals(_KNOWN):
             return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
-    except pickle.UnpicklingError:  # torch's own words do not name the file, and advise to trust it
+    except (
+        pickle.UnpicklingError
+    ):  # torch's message does not name the file, and advises to trust it
         raise pickle.UnpicklingError(
             f"{path.name} holds Python objects, which could be programs, or is cut off"
         ) from None
 
 
-def read_or_explain(path: Path, **options: Any) -> Any:
-    """As `read_file`.
+def read_or_explain(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
+    """Read a file as `read_file` does.
 
     Raises:
         StorageError: it cannot be read; with its name and the reason, to be put into a sentence.
     """
     try:
-        return read_file(path, **options)
+        return read_file(path, map_location=map_location, mmap=mmap)
     except pickle.UnpicklingError as error:
         raise StorageError(str(error)) from error
-    except (
-        Exception
-    ) as error:  # a cut-off file alone has five types of exceptions, by where it was cut
+    # A cut-off file alone raises five types of exceptions, by where it was cut.
+    except Exception as error:
         raise StorageError(f"{path.name} cannot be read: {in_one_line(error)}") from error
 
 
 @contextlib.contextmanager
 def keeping_copies(files: AtomicCheckpointEngine) -> Iterator[None]:
-    """DeepSpeed copies the files of its NVMe swapper with `shutil.copytree`, past its checkpoint
-    engine. Every rank flushes and hashes its own: rank 0 alone would take longer than the others
-    wait.
+    """Record the files that are copied with `shutil.copytree` within the block: DeepSpeed so copies
+    those of its NVMe swapper, past its checkpoint engine. Every rank flushes and hashes its own:
+    rank 0 alone would take longer than the others wait.
     """
     copytree = shutil.copytree
 
     def copy(source: Any, target: Any, **options: Any) -> None:
         try:
             files.add_written(Path(copytree(source, target, **options)))
-        except (
-            shutil.Error
-        ) as error:  # one for all files, as a list; the first reason is enough for a sentence
+        # One error has a list of all files; the first reason is enough for a sentence.
+        except shutil.Error as error:
             raise OSError(errno.EIO, str(error.args[0][0][2])) from error
 
     def keep(*arguments: Any, **options: Any) -> Any:
@@ -259,8 +252,8 @@ def keeping_copies(files: AtomicCheckpointEngine) -> Iterator[None]:
 
 
 def use_atomic_files(engine: deepspeed.DeepSpeedEngine) -> AtomicCheckpointEngine:
-    """Give an engine such files; a failure to copy DeepSpeed's recovery script is kept like
-    theirs.
+    """Make an engine write and read through an AtomicCheckpointEngine, which also keeps a failure
+    to copy DeepSpeed's recovery script.
     """
     files = AtomicCheckpointEngine()
     copy = engine._copy_recovery_script

@@ -1,12 +1,13 @@
 """Descriptions of checkpoints that DeepSpeed wrote by itself, as their manifest would be, read from
 DeepSpeed's files and their names.
 
-Its files are read as weights only, and no checksum tells whether they are as they were written.
+The files are read as weights only; without checksums, damage to them is not noticed.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +25,11 @@ _COUNTERS: Final = ("global_steps", "global_samples", "skipped_steps", "dp_world
 
 
 def describe_raw(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
-    """The checkpoint with a manifest; one that has its own is returned as it is.
+    """Return the checkpoint with a manifest, made up if it has none of its own.
 
     Raises:
-        StorageError: kind ``checkpoint-unverified``: a file is missing, cannot be read, or is of a
-        kind that is not known here.
+        StorageError: kind ``checkpoint-unverified``: a file is missing, cannot be read, or is of an
+            unknown kind.
     """
     if checkpoint.verified or "step" in checkpoint.manifest:
         return checkpoint
@@ -47,9 +48,7 @@ def describe_raw(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
 
 
 def warn_of(checkpoint: SavedCheckpoint, *, resumed: bool = False) -> None:
-    """Say what is not known of a checkpoint without a manifest, on the first rank; nothing for any
-    other.
-    """
+    """Warn, on the first rank, of the facts that are unknown of a checkpoint without a manifest."""
     if checkpoint.verified or os.environ.get("RANK", "0") != "0":
         return
     text = (
@@ -84,39 +83,29 @@ def _refuse_other_kinds(folder: Path, names: RawNames) -> None:
 
 
 def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
-    named = CheckpointFiles(folder).named
-    files = {
-        kind: {rank: name for (rank, _), name in named(pattern).items()}
-        for kind, pattern in (("model", MODEL_FILE), ("optimizer", OPTIMIZER_FILE))
-    }
-    first = _read(folder / files["model"][0])
+    files = CheckpointFiles(folder)
+    model_files = _files_by_rank(files, MODEL_FILE)
+    optimizer_files = _files_by_rank(files, OPTIMIZER_FILE)
+    first = _read(folder / model_files[0])
     counters = {name: _count(first[name], name) for name in _COUNTERS}
     step = counters["global_steps"]
     samples = counters["global_samples"]
     ranks = counters["dp_world_size"]
     if names.step is not None and names.step != step:
         raise _refused(folder, f"its name says step {names.step} and its files say step {step}")
-    for kind, found in files.items():
-        if names.stages == (0,) or (kind == "model" and 3 not in names.stages):
-            continue
-        # The first one only: the number is out of a file that nothing vouches for, and may be any.
-        missing = next((rank for rank in range(ranks) if rank not in found), None)
-        if missing is not None or len(found) != ranks:
-            raise _refused(
-                folder,
-                f"{ranks} ranks wrote it, and there are {len(found)} {kind} files"
-                if missing is None
-                else f"{ranks} ranks wrote it, and there is no {kind} file of rank {missing}",
-            )
-    # None: the steps were not all alike
-    per_step = samples // step if step and samples % step == 0 else None
+    if 3 in names.stages:
+        _check_all_ranks(folder, model_files, ranks, kind="model")
+    if names.stages != (0,):
+        _check_all_ranks(folder, optimizer_files, ranks, kind="optimizer")
+    global_size = None  # the steps were not all alike
+    if step and samples % step == 0:
+        global_size = samples // step
+    written_with: Mapping[str, Any] = {}
     if isinstance(first["ds_config"], Mapping):
         written_with = first["ds_config"]
-    else:
-        written_with = {}
     stage = 0
     if names.stages != (0,):
-        stage = int(_read(folder / files["optimizer"][0])["optimizer_state_dict"]["zero_stage"])
+        stage = int(_read(folder / optimizer_files[0])["optimizer_state_dict"]["zero_stage"])
         if stage not in names.stages:
             raise _refused(
                 folder, f"its files are named as at stage {names.stages[0]} and say stage {stage}"
@@ -124,7 +113,7 @@ def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
     return {
         "step": step,
         "samples": samples,
-        "layout": {"world_size": ranks, "pipe_size": 1, "global_size": per_step},
+        "layout": {"world_size": ranks, "pipe_size": 1, "global_size": global_size},
         "versions": {"deepspeed": str(first["ds_version"])},
         "config": {
             "run": {"name": folder.parent.name},
@@ -132,6 +121,23 @@ def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
             "precision": {"dtype": _dtype(written_with)},
         },
     }
+
+
+def _files_by_rank(files: CheckpointFiles, pattern: re.Pattern[str]) -> dict[int, str]:
+    return {rank: name for (rank, _), name in files.named(pattern).items()}
+
+
+def _check_all_ranks(folder: Path, files: Mapping[int, str], ranks: int, *, kind: str) -> None:
+    """Raise StorageError unless every rank has its file. Only the first missing one is looked for:
+    the number of ranks is from a file without a checksum, and may be huge.
+    """
+    missing = next((rank for rank in range(ranks) if rank not in files), None)
+    if missing is not None:
+        raise _refused(
+            folder, f"{ranks} ranks wrote it, and there is no {kind} file of rank {missing}"
+        )
+    if len(files) != ranks:
+        raise _refused(folder, f"{ranks} ranks wrote it, and there are {len(files)} {kind} files")
 
 
 def _read(file: Path) -> Any:
@@ -148,11 +154,9 @@ def _count(value: Any, name: str) -> int:
 
 
 def _dtype(written_with: Mapping[str, Any]) -> str:
-    for dtype, keys in (("fp16", ("fp16",)), ("bf16", ("bf16", "bfloat16"))):
-        if any(
-            isinstance(section := written_with.get(key), Mapping) and section.get("enabled")
-            for key in keys
-        ):
+    for key, dtype in (("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16")):
+        section = written_with.get(key)
+        if isinstance(section, Mapping) and section.get("enabled"):
             return dtype
     return "fp32"
 

@@ -1,9 +1,9 @@
 """Names of weights that checkpoints lack, for commands without torch: ``python -m
 framework.checkpoint.state.lacking``.
 
-It reads paths of checkpoints from stdin, a list in JSON, and writes a list of names for each, or
-text: why its files cannot be read. Files are read as weights only (`checkpoint_engine.read_file`),
-and no numbers of them.
+It reads paths of checkpoints from stdin, a list in JSON, and writes a list of names for each, or a
+text with the reason why its files cannot be read. Files are read as weights only
+(`checkpoint_engine.read_file`), and their numbers not at all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from framework.errors import in_one_line
 
 
 def lacking_names(path: Path) -> list[str] | str:
-    """List the names that nothing in a checkpoint has numbers for; or why that cannot be known."""
+    """List the names that nothing in a checkpoint has numbers for; or return the reason why they
+    cannot be known.
+    """
     try:
         checkpoint = read_checkpoint(path)
         if checkpoint is None:
@@ -29,5 +31,4 @@ def lacking_names(path: Path) -> list[str] | str:
 
 
 if __name__ == "__main__":
-    found = [lacking_names(Path(path)) for path in json.load(sys.stdin)]
-    json.dump(found, sys.stdout)
+    json.dump([lacking_names(Path(path)) for path in json.load(sys.stdin)], sys.stdout)

@@ -2,8 +2,8 @@
 at any ZeRO stage.
 
 DeepSpeed keeps them flattened, padded and cut in a way that depends on stage and number of ranks.
-Here each piece says which part of which parameter it is, so that it can be filled from a checkpoint
-of any other layout.
+A `View` has the part and the parameter of each piece, so that the piece can be filled from a
+checkpoint of any other layout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FP32: Final = "fp32"
 EMA_KEY: Final = "weight_ema"
 """Key of the moving average of the weights among the state of a parameter."""
 _ADAM: Final = {"exp_avg", "exp_avg_sq"}
-# By the names of the classes, torch's and DeepSpeed's.
+# Class name, torch's or DeepSpeed's -> keys of its state.
 _KEYS: Final[Mapping[str, set[str]]] = {
     "Adam": _ADAM,
     "AdamW": _ADAM,
@@ -35,42 +35,47 @@ _KEYS: Final[Mapping[str, set[str]]] = {
     "FusedLion": {"exp_avg"},
     "DeepSpeedCPULion": {"exp_avg"},
 }
-# Adafactor's: the dimension that is one, of a weight that is stepped whole.
+# Adafactor's state of a weight that is stepped whole: key -> the dimension of size one.
 _FACTORED: Final = {"row_var": -1, "col_var": -2}
 Names = Mapping[torch.Tensor, str]
 """Parameters and saved buffers of a rank's modules -> their names in the plain module."""
 
 
 def names_of(module: torch.nn.Module, plain: Callable[[str], str] = str) -> Names:
-    """Name its parameters and saved buffers; `plain` turns a name within it into that of the plain
-    module.
+    """Map a module's parameters and saved buffers to their names; `plain` turns a name within it
+    into that of the plain module.
     """
     saved = module.state_dict(keep_vars=True)
-    buffers = ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
-    return {tensor: plain(name) for name, tensor in (*module.named_parameters(), *buffers)}
+    names: dict[torch.Tensor, str] = {}
+    for name, parameter in module.named_parameters():
+        names[parameter] = plain(name)
+    for name, buffer in module.named_buffers():
+        if name in saved:
+            names[buffer] = plain(name)
+    return names
 
 
 def stepped_groups(optimizer: Any) -> list[list[torch.nn.Parameter]]:
-    """The parameters that an optimizer steps, group by group, in its own order: the model's own at
-    stage 0 only.
+    """Return the parameters that an optimizer steps, group by group, in its own order: they are the
+    model's own at stage 0 only.
     """
-    # and of bf16: its groups hold copies
+    # The `param_groups` of these two, for fp16 and bf16, hold copies.
     if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
         return [list(group) for group in optimizer.fp16_groups]
     return [list(group["params"]) for group in getattr(optimizer, "param_groups", [])]
 
 
 def _shape_of_state(key: str, shape: torch.Size) -> list[int]:
-    found = list(shape)
+    sizes = list(shape)
     if key in _FACTORED:
-        found[_FACTORED[key]] = 1
-    return found
+        sizes[_FACTORED[key]] = 1
+    return sizes
 
 
 @contextmanager
 def opened(optimizer: Any) -> Iterator[None]:
-    """Within it what an optimizer holds may be changed: at stage 3 nothing of a weight is whole
-    meanwhile. Collective.
+    """Allow changes of an optimizer's weights and state within the block; at stage 3 no weight is
+    whole meanwhile. Collective.
 
     After an error it stays open: closing is collective as well, and the other ranks are elsewhere.
     """
@@ -79,6 +84,25 @@ def opened(optimizer: Any) -> Iterator[None]:
     yield
     if hasattr(optimizer, "checkpoint_event_epilogue"):
         optimizer.checkpoint_event_epilogue()
+
+
+@dataclass(frozen=True)
+class _Span:
+    """This rank's piece of a parameter.
+
+    Attributes:
+        parameter: the model's.
+        stepped: the tensor that the optimizer steps for it.
+        start: where the piece begins in the parameter.
+        offset: where it begins in the stepped tensor.
+        num: how many numbers it has.
+    """
+
+    parameter: torch.nn.Parameter
+    stepped: torch.nn.Parameter
+    start: int
+    offset: int
+    num: int
 
 
 @dataclass(frozen=True)
@@ -109,8 +133,8 @@ class OptimizerViews:
         self._base = getattr(engine.optimizer, "optimizer", engine.optimizer)
 
     def known_keys(self) -> set[str] | None:
-        """Keys of the state that this optimizer keeps of every number; None for one that is not
-        known here.
+        """Return the keys of the state that this optimizer keeps of every number; None for an
+        unknown optimizer.
         """
         options = self._base.param_groups[0]
         if type(self._base).__name__ == "SGD":
@@ -124,124 +148,142 @@ class OptimizerViews:
     def views(
         self, keys: Sequence[str], *, keys_of: Callable[[str], Sequence[str]] | None = None
     ) -> Iterator[View]:
-        """All pieces of this rank: ``fp32``, and `keys` of the optimizer's state, made of zeros
-        where it has none; of each parameter those that `keys_of` its name returns.
+        """Yield all pieces of this rank: ``fp32``, and `keys` of the optimizer's state, made of
+        zeros if it has none. `keys_of` limits the keys of a parameter, by its name.
         """
-        pieces = list(self._pieces())
-        own = {each: keys if keys_of is None else keys_of(self._names[each]) for each, *_ in pieces}
+        spans = list(self._spans())
+        keys_by_name: dict[str, Sequence[str]] = {}
         needed: dict[torch.Tensor, list[str]] = {}
-        for parameter, stepped, *_ in pieces:
-            needed.setdefault(stepped, []).extend(own[parameter])
+        for span in spans:
+            name = self._names[span.parameter]
+            keys_by_name[name] = keys if keys_of is None else keys_of(name)
+            needed.setdefault(span.stepped, []).extend(keys_by_name[name])
         for stepped, _ in self._stepped():
-            state = self._base.state[stepped]
-            for key in needed.get(stepped, keys):  # nothing but padding is stepped with all
-                if key not in state:
-                    state[key] = stepped.data.new_zeros(_shape_of_state(key, stepped.shape))
-        for parameter, stepped, start, offset, count in pieces:
-            name = self._names[parameter]
-            yield View(name, FP32, start, stepped.data.view(-1).narrow(0, offset, count))
-            for key in own[parameter]:
-                held = self._base.state[stepped][key].view(-1)
-                yield View(
-                    name, key, start, held if key in _FACTORED else held.narrow(0, offset, count)
-                )
+            # A tensor without a piece is nothing but padding; it is stepped with all keys.
+            self._add_state(stepped, needed.get(stepped, keys))
+        for span in spans:
+            name = self._names[span.parameter]
+            weights = span.stepped.data.view(-1).narrow(0, span.offset, span.num)
+            yield View(name, FP32, span.start, weights)
+            for key in keys_by_name[name]:
+                values = self._base.state[span.stepped][key].view(-1)
+                if key not in _FACTORED:
+                    values = values.narrow(0, span.offset, span.num)
+                yield View(name, key, span.start, values)
 
-    def _pieces(self) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter, int, int, int]]:
-        """A parameter, the tensor that is stepped for it, where this rank's piece begins in either,
-        and its length.
-        """
+    def _add_state(self, stepped: torch.nn.Parameter, keys: Sequence[str]) -> None:
+        state = self._base.state[stepped]
+        for key in keys:
+            if key not in state:
+                state[key] = stepped.data.new_zeros(_shape_of_state(key, stepped.shape))
+
+    def _spans(self) -> Iterator[_Span]:
         optimizer = self._optimizer
         if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-            # Stage 3: parameters are cut into equal pieces, the last one padded; a sub-group lays
-            # its pieces in a row.
-            rank = torch.distributed.get_rank(group=optimizer.dp_process_group)
-            for group, flat in zip(
-                optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True
-            ):
-                offset = 0
-                for parameter in group:
-                    size = parameter.partition_numel()
-                    own = min(size, parameter.ds_numel - size * rank)
-                    if own > 0:
-                        yield parameter, flat, size * rank, offset, own
-                    offset += size
-        elif fragments := self._fragments():
-            # Stages 1 and 2: a row of parameters, of which every rank has an equal part.
-            # `_hp_mapping` is of another order where gradients go round robin.
-            for number, (group, flat) in enumerate(zip(*fragments, strict=True)):
-                offset = -flat.numel() * torch.distributed.get_rank(
-                    group=optimizer.real_dp_process_group[number]
-                )
-                for parameter in group:
-                    start = max(offset, 0)
-                    stop = min(offset + parameter.numel(), flat.numel())
-                    if start < stop:
-                        yield parameter, flat, start - offset, start, stop - start
-                    offset += parameter.numel()
+            yield from self._stage3_spans()
+        elif self._fragments():
+            yield from self._stage12_spans()
         elif hasattr(optimizer, "fp32_groups_flat"):
             # Half precision at stage 0 with DeepSpeed's FusedAdam: the fp32 copies of a group lie
             # end to end.
-            for group, flat in zip(
-                stepped_groups(optimizer), optimizer.fp32_groups_flat, strict=True
-            ):
+            flats = optimizer.fp32_groups_flat
+            for group, flat in zip(stepped_groups(optimizer), flats, strict=True):
                 offset = 0
                 for parameter in group:
-                    yield parameter, flat, 0, offset, parameter.numel()
+                    yield _Span(parameter, flat, 0, offset, parameter.numel())
                     offset += parameter.numel()
         else:
             # In half precision the optimizer steps fp32 copies, which have no name of their own.
-            for parameter, (copy, _) in zip(
-                chain(*stepped_groups(optimizer)), self._stepped(), strict=True
-            ):
-                yield parameter, copy, 0, 0, copy.numel()
+            parameters = chain(*stepped_groups(optimizer))
+            for parameter, (copy, _) in zip(parameters, self._stepped(), strict=True):
+                yield _Span(parameter, copy, 0, 0, copy.numel())
+
+    def _stage3_spans(self) -> Iterator[_Span]:
+        """Yield the pieces of stage 3: parameters are cut into equal pieces, the last one padded; a
+        sub-group lays its pieces in a row.
+        """
+        optimizer = self._optimizer
+        rank = torch.distributed.get_rank(group=optimizer.dp_process_group)
+        flats = optimizer.fp32_partitioned_groups_flat
+        for group, flat in zip(optimizer.fp16_groups, flats, strict=True):
+            offset = 0
+            for parameter in group:
+                size = parameter.partition_numel()
+                num = min(size, parameter.ds_numel - size * rank)
+                if num > 0:
+                    yield _Span(parameter, flat, size * rank, offset, num)
+                offset += size
+
+    def _stage12_spans(self) -> Iterator[_Span]:
+        """Yield the pieces of stages 1 and 2: the parameters of a group lie in a row, and every
+        rank has an equal part of it. `_hp_mapping` is of another order if gradients go round robin.
+        """
+        fragments = self._fragments()
+        assert fragments is not None
+        process_groups = self._optimizer.real_dp_process_group
+        for number, (group, flat) in enumerate(zip(*fragments, strict=True)):
+            offset = -flat.numel() * torch.distributed.get_rank(group=process_groups[number])
+            for parameter in group:
+                start = max(offset, 0)
+                stop = min(offset + parameter.numel(), flat.numel())
+                if start < stop:
+                    yield _Span(parameter, flat, start - offset, start, stop - start)
+                offset += parameter.numel()
 
     def set_steps(self, step_of: Callable[[str], float | None]) -> None:
-        """Tell the optimizer how many steps it has taken of each weight, by the weight's name; what
-        was never stepped (None) has no state.
+        """Set the number of steps that the optimizer has taken of each weight, by the weight's
+        name; a weight that was never stepped (None) has no state.
         """
         names: dict[torch.Tensor, list[str]] = {}
-        for parameter, stepped, *_ in self._pieces():
-            names.setdefault(stepped, []).append(self._names[parameter])
-        of_group = {
-            id(group): [self._names[parameter] for parameter in members]
-            for group, members in zip(self._base.param_groups, self._members(), strict=True)
-        }
-        for parameter, options in self._stepped():
+        for span in self._spans():
+            names.setdefault(span.stepped, []).append(self._names[span.parameter])
+        names_in_group: dict[int, list[str]] = {}
+        for group, members in zip(self._base.param_groups, self._members(), strict=True):
+            names_in_group[id(group)] = [self._names[parameter] for parameter in members]
+        for stepped, group in self._stepped():
             # A rank may have nothing but the padding of a row.
-            steps = map(step_of, names.get(parameter) or of_group[id(options)])
-            step = max((each for each in steps if each is not None), default=None)
-            if step is None:
-                self._base.state.pop(parameter, None)
-                continue
-            state = self._base.state[parameter]
-            known = state.get("step")
-            as_tensor = isinstance(known, torch.Tensor) or (
-                known is None and type(self._base).__module__.startswith(("torch.", "framework."))
-            )
-            # As torch makes it: these two read it in kernels, where a tensor of the host is an
-            # illegal address.
-            is_on_device = options.get("fused") or options.get("capturable")
-            if is_on_device:
-                where = parameter.device
+            stepped_names = names.get(stepped) or names_in_group[id(group)]
+            steps = [step_of(name) for name in stepped_names]
+            most = max((step for step in steps if step is not None), default=None)
+            if most is None:
+                self._base.state.pop(stepped, None)
             else:
-                where = torch.device("cpu")
-            state["step"] = torch.tensor(float(step), device=where) if as_tensor else int(step)
+                self._set_step(stepped, group, most)
+
+    def _set_step(self, stepped: torch.nn.Parameter, group: Mapping[str, Any], step: float) -> None:
+        state = self._base.state[stepped]
+        known = state.get("step")
+        is_tensor = isinstance(known, torch.Tensor)
+        if known is None:
+            is_tensor = type(self._base).__module__.startswith(("torch.", "framework."))
+        if not is_tensor:
+            state["step"] = int(step)
+            return
+        # As torch makes it: these two read it in kernels, where a tensor of the host is an illegal
+        # address.
+        if group.get("fused") or group.get("capturable"):
+            device = stepped.device
+        else:
+            device = torch.device("cpu")
+        state["step"] = torch.tensor(float(step), device=device)
 
     def set_groups(self, group_of: Callable[[str], Mapping[str, Any] | None]) -> None:
-        """Put back what a schedule, or the optimizer itself, has changed in the parameter groups
-        (rate, momentum).
+        """Put back the options of parameter groups (rate, momentum) that a schedule, or the
+        optimizer itself, has changed.
 
-        A stage of a pipeline has only the groups that it has weights for: they are told by the
-        weights, by `group_of`: name of a parameter -> options of the group that it was in; None
-        where that is not known.
+        A stage of a pipeline has only the groups that it has weights for, and a group is found by
+        its weights. `group_of` returns the options of the group that a parameter, by its name, was
+        in; None if that is not known.
         """
-        for own, members in zip(self._base.param_groups, self._members(), strict=True):
-            own.update(
-                next(filter(None, (group_of(self._names[parameter]) for parameter in members)), {})
-            )
+        for group, members in zip(self._base.param_groups, self._members(), strict=True):
+            for parameter in members:
+                options = group_of(self._names[parameter])
+                if options:
+                    group.update(options)
+                    break
 
     def _members(self) -> list[list[torch.nn.Parameter]]:
-        """The model's parameters behind each group of the wrapped optimizer."""
+        """Return the model's parameters behind each group of the wrapped optimizer."""
         optimizer = self._optimizer
         # stage 3 cuts groups into sub-groups
         if hasattr(optimizer, "fp32_partitioned_groups_flat"):
@@ -255,8 +297,8 @@ class OptimizerViews:
         return [list(group) for group in fragments[0]]
 
     def set_loss_scale(self, values: Mapping[str, float]) -> None:
-        """Put back fp16's dynamic loss scale and its counters, where this optimizer has one that
-        moves.
+        """Put back fp16's dynamic loss scale and its counters, if this optimizer has a dynamic
+        one.
         """
         holder = getattr(self._optimizer, "loss_scaler", None) or getattr(
             self._optimizer, "loss_scale_config", None
@@ -268,45 +310,42 @@ class OptimizerViews:
 
     @torch.no_grad()
     def spread_weights(self) -> set[torch.Tensor]:
-        """Give the model the weights that the optimizer has, as DeepSpeed does at the end of a
-        step. Collective.
-
-        Returns:
-            Those of the model that are whole, and now as they shall be.
+        """Copy the optimizer's weights into the model, as DeepSpeed does at the end of a step.
+        Collective. Returns the parameters that are whole, and complete now.
         """
         optimizer = self._optimizer
         fragments = self._fragments()
         if fragments is not None:  # stages 1 and 2, bf16 pipelines
             optimizer.update_lp_params()
             return set(chain(*fragments[0]))
-        # stage 3
-        for number, flat in enumerate(getattr(optimizer, "fp32_partitioned_groups_flat", ())):
-            low = optimizer.fp16_partitioned_groups_flat[number]
-            if flat.numel():
-                low.copy_(flat)
-            pieces = optimizer.unflatten(low, optimizer.fp16_partitioned_groups[number])
-            for partition, piece in zip(
-                optimizer.fp16_partitioned_groups[number], pieces, strict=True
-            ):
-                partition.data = piece.data
+        if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+            self._spread_stage3()
         if not isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
             return set()
-        for group, flat in zip(
-            optimizer.fp16_groups, getattr(optimizer, "fp32_groups_flat", ()), strict=False
-        ):
-            for parameter, weights in zip(
-                group, flat.split([one.numel() for one in group]), strict=True
-            ):
+        flats = getattr(optimizer, "fp32_groups_flat", ())
+        for group, flat in zip(optimizer.fp16_groups, flats, strict=False):
+            sizes = [parameter.numel() for parameter in group]
+            for parameter, weights in zip(group, flat.split(sizes), strict=True):
                 parameter.copy_(weights.view_as(parameter))
-        for group, copies in zip(
-            optimizer.fp16_groups, getattr(optimizer, "fp32_groups", ()), strict=False
-        ):
+        copies_of_groups = getattr(optimizer, "fp32_groups", ())
+        for group, copies in zip(optimizer.fp16_groups, copies_of_groups, strict=False):
             torch._foreach_copy_(group, copies)
         return set(chain(*optimizer.fp16_groups))
 
+    def _spread_stage3(self) -> None:
+        optimizer = self._optimizer
+        for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
+            low = optimizer.fp16_partitioned_groups_flat[number]
+            if flat.numel():
+                low.copy_(flat)
+            partitions = optimizer.fp16_partitioned_groups[number]
+            pieces = optimizer.unflatten(low, partitions)
+            for partition, piece in zip(partitions, pieces, strict=True):
+                partition.data = piece.data
+
     def _stepped(self) -> Iterator[tuple[torch.nn.Parameter, Mapping[str, Any]]]:
-        """Tensors that the wrapped optimizer steps (flat pieces, or the model's own parameters),
-        and their groups.
+        """Yield the tensors that the wrapped optimizer steps (flat pieces, or the model's own
+        parameters), and their groups.
         """
         optimizer = self._optimizer
         groups = self._base.param_groups
@@ -319,13 +358,12 @@ class OptimizerViews:
                 yield parameter, group
 
     def _fragments(self) -> tuple[Any, Any] | None:
-        """At stages 1 and 2: the model's parameters group by group, and this rank's flat piece of
-        each group.
+        """Return the model's parameters group by group, and this rank's flat piece of each group,
+        at stages 1 and 2; None at others.
         """
-        for groups, flats in (
-            ("round_robin_bit16_groups", "single_partition_of_fp32_groups"),
-            ("bf16_groups", "fp32_groups_flat_partition"),
-        ):
-            if hasattr(self._optimizer, flats):
-                return getattr(self._optimizer, groups), getattr(self._optimizer, flats)
+        optimizer = self._optimizer
+        if hasattr(optimizer, "single_partition_of_fp32_groups"):
+            return optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups
+        if hasattr(optimizer, "fp32_groups_flat_partition"):
+            return optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
         return None

@@ -51,7 +51,9 @@ Read = Callable[[], torch.Tensor]
 class LazyWeights(Mapping[str, torch.Tensor]):
     """Name -> tensor on the CPU, in the order given; each access reads it anew, from mapped files.
 
-    `shapes` tells what there is without reading it; of what it `lacks` a model keeps its own.
+    Attributes:
+        shapes: of all weights, without reading them.
+        lacks: names for which a model keeps its own numbers.
     """
 
     def __init__(
@@ -81,52 +83,54 @@ class LazyWeights(Mapping[str, torch.Tensor]):
 
 
 def shapes_of(weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Size]:
-    """The shape of every weight; lazy ones are not read for it."""
+    """Return the shape of every weight; lazy ones are not read for it."""
     if isinstance(weights, LazyWeights):
         return weights.shapes
     return {name: tensor.shape for name, tensor in weights.items()}
 
 
 def is_exported(path: Path) -> bool:
-    """Check whether there is a safetensors file, or a folder of an export."""
-    return (path.suffix == SUFFIX and path.is_file()) or any(
-        (path / name).is_file() for name in (WHOLE, INDEX)
-    )
+    """Check whether a path is a safetensors file, or a folder of an export."""
+    if path.suffix == SUFFIX and path.is_file():
+        return True
+    return (path / WHOLE).is_file() or (path / INDEX).is_file()
 
 
 def read_exported(path: Path) -> LazyWeights:
-    """Every tensor by name; a tied one under all its names, where the export noted them.
+    """Return every tensor by name; a tied one under all its names, if the export noted them.
 
     Raises:
         StorageError: kind ``weights-not-read``.
     """
     index = path / INDEX
-    placed: dict[str, str] = {}
+    shard_of: dict[str, str] = {}
     ties: dict[str, str] = {}
-    files = [path / WHOLE if path.is_dir() else path]
     if index.is_file():
-        placed, ties = _read_index(index)
-        files = [index.with_name(name) for name in sorted({*placed.values()})]
+        shard_of, ties = _read_index(index)
+        files = [index.with_name(name) for name in sorted(set(shard_of.values()))]
+    elif path.is_dir():
+        files = [path / WHOLE]
+    else:
+        files = [path]
     shapes: dict[str, torch.Size] = {}
     read: dict[str, Read] = {}
     for file in files:
-        more_shapes, more_read, more_ties = _open(file)
-        shapes |= more_shapes
-        read |= more_read
-        ties |= more_ties
-    missing = sorted(placed.keys() - shapes.keys())
+        file_shapes, file_read, file_ties = _open(file)
+        shapes |= file_shapes
+        read |= file_read
+        ties |= file_ties
+    missing = sorted(shard_of.keys() - shapes.keys())
     if missing:
         raise _not_read(index, f"{missing[0]} is in none of its shards")
-    # other ties are another file's to give
-    own = {name: first for name, first in ties.items() if first in shapes}
-    return LazyWeights(
-        shapes | {name: shapes[first] for name, first in own.items()},
-        read | {name: read[first] for name, first in own.items()},
-    )
+    # A tie to a weight of another file is that file's to give.
+    ties = {name: first for name, first in ties.items() if first in shapes}
+    tied_shapes = {name: shapes[first] for name, first in ties.items()}
+    tied_read = {name: read[first] for name, first in ties.items()}
+    return LazyWeights(shapes | tied_shapes, read | tied_read)
 
 
 def _open(file: Path) -> tuple[dict[str, torch.Size], dict[str, Read], dict[str, str]]:
-    """Shapes and ways to read the tensors of a file, and further names for some of them."""
+    """Return the shapes of a file's tensors, functions that read them, and further names of some."""
     try:
         from safetensors import safe_open  # here: no other run needs it
     except ModuleNotFoundError as error:
@@ -139,91 +143,118 @@ def _open(file: Path) -> tuple[dict[str, torch.Size], dict[str, Read], dict[str,
     try:
         # checks the header against the size of the file
         opened: Any = safe_open(file, framework="pt")
-        shapes = {name: torch.Size(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  # it is no dict
+        shapes = {}
+        for name in opened.keys():  # noqa: SIM118  # it is no dict
+            shapes[name] = torch.Size(opened.get_slice(name).get_shape())
         ties = _ties_in(opened.metadata() or {})
-    except Exception as error:  # the library has an error of its own, and of the system's for files that are cut off
+    # The library has an error type of its own, and raises the system's for files that are cut off.
+    except Exception as error:
         raise _not_read(file, in_one_line(error)) from error
-    return shapes, {name: partial(opened.get_tensor, name) for name in shapes}, ties
+    read: dict[str, Read] = {name: partial(opened.get_tensor, name) for name in shapes}
+    return shapes, read, ties
 
 
 def _ties_in(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return further names of weights, as the metadata of a file note them."""
+    """Return the further names of weights that a file's metadata note."""
     return dict(json.loads(metadata.get(TIES) or metadata.get(_FORMER_TIES, "{}")))
 
 
 def _read_index(index: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Name of a tensor -> its shard, and further names."""
+    """Read an index: name of a tensor -> its shard, and further names."""
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
-        placed = {name: str(shard) for name, shard in dict(content["weight_map"]).items()}
+        shard_of = {name: str(shard) for name, shard in dict(content["weight_map"]).items()}
         ties = _ties_in(content.get("metadata", {}))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _not_read(index, "it is not an index of shards") from error
-    for name in sorted({*placed.values()}):
+    for name in sorted(set(shard_of.values())):
         if Path(name).name != name or not name.endswith(SUFFIX):
             raise _not_read(index, f"its shard {name!r} is not a file beside it")
-    return placed, ties
+    return shard_of, ties
 
 
-def as_ours(found: LazyWeights, form: Form) -> LazyWeights:
-    """Weights under their names, under ours; names that are neither's stay, to be refused, further
-    ones of a weight go. Tokens that theirs lacks get the mean of all rows, as in transformers; of
-    more positions the first are taken.
+def as_ours(weights: LazyWeights, form: Form) -> LazyWeights:
+    """Rename weights of transformers to our names. Names that neither has stay, to be refused;
+    further names of a weight go. Tokens that theirs lacks get the mean of all rows, as in
+    transformers; of more positions the first are taken.
     """
-    held = form.names_in(found)
-    shapes = dict[str, torch.Size]()
-    read = {}
-    for plain, name in held.items():
-        first = held.get(form.table["ties"].get(name, ""))
-        if plain not in form.weights and (
-            first is None or not torch.equal(found[name], found[first])
-        ):
-            shapes[name], read[name] = found.shapes[name], partial(found.__getitem__, name)
-    lacks = set[str]()
-    for theirs, one in form.weights.items():
-        if theirs not in held:
-            lacks |= set(one.ours) if one.may_lack else set()
+    name_of = form.names_in(weights)  # their plain name -> the name in the file
+    shapes: dict[str, torch.Size] = {}
+    read: dict[str, Read] = {}
+    for plain, name in name_of.items():
+        if plain not in form.weights and not _is_further_name(weights, form, name_of, name):
+            shapes[name] = weights.shapes[name]
+            read[name] = partial(weights.__getitem__, name)
+    lacks: set[str] = set()
+    for theirs, joined in form.weights.items():
+        if theirs not in name_of:
+            if joined.may_lack:
+                lacks.update(joined.ours)
             continue
-        whole = found.shapes[held[theirs]]
-        num_rows, *others = reversed(whole) if one.transposed else whole
-        num_rows //= len(one.ours)
-        # A token that ours has not, and a position that theirs has not, are left to be refused.
-        if one.rows:
-            num_rows = (max if one.rows == "vocab_size" else min)(
-                num_rows, getattr(form.model, one.rows)
-            )
-        for number, ours in enumerate(one.ours):
-            shapes[ours] = torch.Size((num_rows, *others))
-            read[ours] = partial(_part_of, found, held[theirs], one, number, num_rows)
+        name = name_of[theirs]
+        part_shape = _part_shape(weights.shapes[name], joined, form)
+        for number, ours in enumerate(joined.ours):
+            shapes[ours] = part_shape
+            read[ours] = partial(_part_of, weights, name, joined, number, part_shape[0])
     return LazyWeights(shapes, read, lacks)
 
 
+def _is_further_name(
+    weights: LazyWeights, form: Form, name_of: Mapping[str, str], name: str
+) -> bool:
+    """Check whether a tensor equals the weight that the form's table ties its name to."""
+    first = name_of.get(form.table["ties"].get(name, ""))
+    return first is not None and torch.equal(weights[name], weights[first])
+
+
+def _part_shape(shape: torch.Size, joined: Joined, form: Form) -> torch.Size:
+    """Return the shape of each of our weights in one of theirs, which has this shape."""
+    num_rows, *others = reversed(shape) if joined.transposed else shape
+    num_rows //= len(joined.ours)
+    if joined.rows:
+        our_rows = getattr(form.model, joined.rows)
+        # A token that ours has not, and a position that theirs has not, are left to be refused.
+        if joined.rows == "vocab_size":
+            num_rows = max(num_rows, our_rows)
+        else:
+            num_rows = min(num_rows, our_rows)
+    return torch.Size((num_rows, *others))
+
+
 def as_theirs(
-    held: Mapping[str, torch.Tensor], stored: Mapping[str, Stored | torch.Tensor], form: Form
+    weights: Mapping[str, torch.Tensor], stored: Mapping[str, Stored | torch.Tensor], form: Form
 ) -> tuple[LazyWeights, dict[str, torch.Tensor]]:
-    """Ours under their names; and the same without numbers."""
-    empty = {
-        name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in stored.items()
-    }
-    described = {theirs: _whole(empty, one) for theirs, one in form.weights.items()}
+    """Rename our weights to those of transformers. Also returns them without numbers, on the meta
+    device.
+    """
+    empty = {}
+    for name, weight in stored.items():
+        empty[name] = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+    described = {theirs: _join(empty, joined) for theirs, joined in form.weights.items()}
     shapes = {theirs: tensor.shape for theirs, tensor in described.items()}
-    return LazyWeights(
-        shapes, {theirs: partial(_whole, held, one) for theirs, one in form.weights.items()}
-    ), described
+    read = {theirs: partial(_join, weights, joined) for theirs, joined in form.weights.items()}
+    return LazyWeights(shapes, read), described
 
 
-def _part_of(found: LazyWeights, name: str, one: Joined, number: int, rows: int) -> torch.Tensor:
-    whole = found[name].T if one.transposed else found[name]
-    more = rows - len(whole)
-    if more > 0:
-        mean = whole.float().mean(0, keepdim=True).to(whole.dtype)
-        return torch.cat((whole, mean.expand(more, *whole.shape[1:])))
-    return whole.narrow(0, number * rows, rows).contiguous()
+def _part_of(
+    weights: LazyWeights, name: str, joined: Joined, number: int, num_rows: int
+) -> torch.Tensor:
+    """Return our weight of this number in one of theirs; rows that are missing are the mean."""
+    tensor = weights[name]
+    if joined.transposed:
+        tensor = tensor.T
+    num_missing = num_rows - len(tensor)
+    if num_missing > 0:
+        mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
+        return torch.cat((tensor, mean.expand(num_missing, *tensor.shape[1:])))
+    return tensor.narrow(0, number * num_rows, num_rows).contiguous()
 
 
-def _whole(held: Mapping[str, torch.Tensor], one: Joined) -> torch.Tensor:
-    joined = torch.cat([held[name] for name in one.ours])
-    return joined.T if one.transposed else joined
+def _join(weights: Mapping[str, torch.Tensor], joined: Joined) -> torch.Tensor:
+    tensor = torch.cat([weights[name] for name in joined.ours])
+    if joined.transposed:
+        return tensor.T
+    return tensor
 
 
 def _not_read(file: Path, reason: str) -> StorageError:
@@ -249,30 +280,32 @@ class Entry:
 
 
 def entries(
-    held: Mapping[str, Stored | torch.Tensor], *, dtype: torch.dtype, names: Mapping[str, str]
+    stored: Mapping[str, Stored | torch.Tensor], *, dtype: torch.dtype, names: Mapping[str, str]
 ) -> list[Entry]:
-    """List the tensors to write: numbers with a point in `dtype`, others (counters) as they are;
-    `names` win.
+    """List the tensors to write: numbers with a point in `dtype`, others (counters) as they are.
+    `names` maps a name to another one in the file.
 
     Raises:
         ConfigError: a tensor is of a type that safetensors has not.
     """
-    found = []
-    for name, stored in held.items():
-        if stored.dtype not in _NAMES:
+    result = []
+    for name, weight in stored.items():
+        if weight.dtype not in _NAMES:
             reason = "safetensors has no such type"
             fix = "export with --format pt"
-            raise ConfigError.of("export-dtype", reason, fix, key=name, value=str(stored.dtype))
-        written_as = dtype if stored.dtype.is_floating_point else stored.dtype
-        found.append(Entry(name, names.get(name, name), stored.shape, written_as))
-    return found
+            raise ConfigError.of("export-dtype", reason, fix, key=name, value=str(weight.dtype))
+        written_as = dtype if weight.dtype.is_floating_point else weight.dtype
+        result.append(Entry(name, names.get(name, name), weight.shape, written_as))
+    return result
 
 
-def split(found: list[Entry], *, shard_bytes: int) -> list[list[Entry]]:
-    """Files of at most so many bytes, in the order of the module; a larger tensor has its own."""
+def split(entries: list[Entry], *, shard_bytes: int) -> list[list[Entry]]:
+    """Divide entries into files of at most `shard_bytes`, in the order of the module; a larger
+    tensor has a file of its own.
+    """
     shards: list[list[Entry]] = [[]]
     size = 0
-    for entry in found:
+    for entry in entries:
         if shards[-1] and size + entry.num_bytes > shard_bytes:
             shards.append([])
             size = 0
@@ -299,20 +332,17 @@ def write_safetensors(
         names = [f"model-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]
     else:
         names = [WHOLE]
-    placed = dict(zip(names, shards, strict=True))
-    written = {
-        name: write_one(folder / name, weights, shard, metadata=metadata)
-        for name, shard in placed.items()
-    }
+    written = {}
+    total_bytes = 0
+    file_of = {}
+    for name, shard in zip(names, shards, strict=True):
+        written[name] = write_one(folder / name, weights, shard, metadata=metadata)
+        for entry in shard:
+            total_bytes += entry.num_bytes
+            file_of[entry.written] = name
     if count > 1:
-        total = sum(entry.num_bytes for shard in shards for entry in shard)
-        files = {entry.written: name for name, shard in placed.items() for entry in shard}
-        text = (
-            json.dumps(
-                {"metadata": {"total_size": total} | dict(metadata), "weight_map": files}, indent=2
-            )
-            + "\n"
-        )
+        index = {"metadata": {"total_size": total_bytes, **metadata}, "weight_map": file_of}
+        text = json.dumps(index, indent=2) + "\n"
         replace_text(folder / INDEX, text)
         written[INDEX] = len(text.encode())
     return written
@@ -325,7 +355,7 @@ def write_one(
     *,
     metadata: Mapping[str, str],
 ) -> int:
-    """Write one file of safetensors; returns its bytes. Errors as of `write_safetensors`."""
+    """Write one file of safetensors; returns its size in bytes. Raises as `write_safetensors`."""
     return _write(path, partial(_fill, weights=weights, shard=shard, metadata=metadata))
 
 
@@ -345,7 +375,7 @@ def write_pt(
 
 
 def converted(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
-    """The tensor as it is written, contiguous.
+    """Convert a tensor to the type of its entry, contiguous.
 
     Raises:
         ConfigError: a number is too large for the type: it would become infinite in silence.
